@@ -62,7 +62,7 @@ LAYOUTS: Mapping[str, tuple[str, int, dict[str, Any]]] = {
             "data_parallel_sharding_strategy": "optim",
             "recompute_granularity": "full",
             "recompute_method": "block",
-            "recompute_num_layers": 2,
+            "recompute_num_layers": (2,),
             "fp4_format": "e2m1",
         },
     ),
@@ -328,7 +328,7 @@ CHANGES: Mapping[str, Change] = {
     # memory
     "recompute_granularity": Change("full"),
     "recompute_method": Change("block", {"recompute_granularity": "full"}),
-    "recompute_num_layers": Change(2, {"recompute_granularity": "full"}),
+    "recompute_num_layers": Change((2,), {"recompute_granularity": "full"}),
     "recompute_modules": Change(("mlp",), {"recompute_granularity": "selective"}),
     "tiled_mlp_num_shards": Change(4, {"recompute_granularity": "full"}),
     "recompute_in_flight_limit": Change(1, _PP),

@@ -49,7 +49,7 @@ LINEAR = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linea
 FULL = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
-    "recompute_num_layers": 1,
+    "recompute_num_layers": (1,),
 }
 Runs = Mapping[str, tuple[ModelConfig, dict[str, Any]]]
 RUNS: Runs = {

@@ -305,8 +305,6 @@ def fivefold_step(cell: Cell, env: Any) -> Any:
         weight_decay=common.ADAMW["weight_decay"],
         clip_grad=0.0,
         recompute_granularity="full" if cell.checkpoint else None,
-        recompute_method="uniform" if cell.checkpoint else None,
-        recompute_num_layers=1 if cell.checkpoint else None,
     )
     engine = Engine(check(config, cell.ranks), env.rank, init_process_group(env, "cpu"))
 

@@ -15,7 +15,7 @@ from fivefold.config.dependence import check_dependents
 from fivefold.config.experts import check_routing
 from fivefold.config.foreign import name_of
 from fivefold.config.lora_rules import check_adapted_run
-from fivefold.config.memory import check_memory
+from fivefold.config.memory_rules import check_memory
 from fivefold.config.model import ModelConfig
 from fivefold.config.model_rules import check_model
 from fivefold.config.parallel import ParallelConfig
@@ -47,6 +47,7 @@ from fivefold.pipeline.layout import split_layers
 from fivefold.pipeline.rules import (
     AUTO,
     check_groups_used,
+    check_recomputed_layers,
     check_schedule,
     read_choice,
     resolved_schedule,
@@ -134,6 +135,8 @@ def _check(
         split = _split(config, parallel)
     if split is not None and not planned:
         check_groups_used(parallel, split.num_virtual, mistakes)
+    if split is not None:
+        check_recomputed_layers(config.memory, split, mistakes)
     microbatches = _microbatches(config, parallel, mistakes)
     mistakes.raise_if_any()
     assert split is not None

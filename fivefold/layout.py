@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from fivefold.config.config import Config
+from fivefold.config.memory import MemoryConfig
 from fivefold.mesh.grid import Grid
 from fivefold.mesh.nodes import NodeSizes
 from fivefold.pipeline.costs import Costs
@@ -51,6 +52,10 @@ class Layout:
         stages = self.split.stages
         placement = with_copies(self.split.placement, self.num_copies)
         return {s: stages[s % len(stages)] for s in stages_on(placement, pp_rank)}
+
+    def memory_of(self, stage: int) -> MemoryConfig:
+        """The settings of memory of a stage of the program."""
+        return self.config.memory.of_stage(stage % len(self.split.stages))
 
     def states_into(self, stage: int) -> int:
         """Hidden states of a token that enter a stage of the program in training."""

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from fivefold.config.config import Config
 from fivefold.context.install import install_context_parallel
 from fivefold.counts.parameters import ParameterRecord, parameter_records
 from fivefold.counts.state import unit_of, units_on_host
@@ -202,7 +201,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     _install_experts(layout, groups, stages, deferred, records, meanwhile)
     if groups.cp is not None:
         _install_context(layout, groups, stages)
-    _install_eight_bit(config, policy, stages)
+    _install_eight_bit(layout, policy, stages)
     _install_memory(layout, groups, stages, device)
     for stage in stages.values():
         install_fusions(stage, config.training)
@@ -318,13 +317,13 @@ def _install_context(layout: Layout, groups: Groups, stages: dict[int, Stage]) -
     log.info("context parallel over %d (%s)", layout.grid.cp, ", ".join(dict.fromkeys(kinds)))
 
 
-def _install_eight_bit(config: Config, policy: Policy, stages: dict[int, Stage]) -> None:
-    products = eight_bit(config.training, policy.compute_dtype)
+def _install_eight_bit(layout: Layout, policy: Policy, stages: dict[int, Stage]) -> None:
+    products = eight_bit(layout.config.training, policy.compute_dtype)
     if products is None:
         return
-    for stage in stages.values():
-        install_eight_bit(stage, products, config.memory.remade_modules)
-    training = config.training
+    for number, stage in stages.items():
+        install_eight_bit(stage, products, layout.memory_of(number))
+    training = layout.config.training
     gathered = ", gathered in 8 bits" if training.fp8_param_gather else ""
     log.info("linear layers in fp8: %s, %s%s", training.fp8_format, training.fp8_recipe, gathered)
 
@@ -336,19 +335,22 @@ def _install_memory(
     memory, sequence = layout.config.memory, layout.config.parallel.sequence_parallel
     share = memory.activation_offload_fraction
     host = Host(device, memory.min_offloaded_tensor_size, share)
-    for stage in stages.values():
-        if memory.recompute_granularity is not None:
-            install_recompute(stage, memory)
-        if memory.fine_grained_activation_offloading:
-            install_offload(stage, memory, host)
+    for number, stage in stages.items():
+        own = layout.memory_of(number)
+        if own.recompute_granularity is not None:
+            install_recompute(stage, own)
+        if own.fine_grained_activation_offloading:
+            install_offload(stage, own, host)
         if memory.cross_entropy_loss_fusion and stage.parts.head:
             install_cross_entropy(stage, memory, groups.tp, sequence)
-    if memory.recompute_granularity == "selective":
+    numbers = " ".join(map(str, memory.recompute_num_layers))
+    if memory.recomputes_first_layers:
+        modules = f", {' '.join(memory.recompute_modules)} of each" * bool(memory.remade_modules)
+        log.info("recompute: the first %s layers of a stage%s", numbers, modules)
+    elif memory.recompute_granularity == "selective":
         log.info("recompute: %s", ", ".join(memory.recompute_modules))
-    elif memory.recompute_granularity == "full" and memory.recompute_method == "uniform":
-        log.info("recompute: every layer, %d at a time", memory.recompute_num_layers)
     elif memory.recompute_granularity == "full":
-        log.info("recompute: the first %d layers of a stage", memory.recompute_num_layers)
+        log.info("recompute: every layer, %s at a time", numbers)
     if memory.tiled_mlp_num_shards > 1:
         log.info("recomputed MLPs: %d tiles of the tokens", memory.tiled_mlp_num_shards)
     if memory.recompute_in_flight_limit is not None:

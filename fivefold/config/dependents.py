@@ -221,11 +221,21 @@ DEPENDENTS = (
         ("--zero-quantized-gradients",),
     ),
     Dependents(
-        ("recompute_method", "recompute_num_layers"),
+        ("recompute_method",),
         "recompute_granularity",
-        lambda c: c.memory.recompute_granularity == "full",
-        "chooses layers of full recomputation",
-        ("--recompute-granularity full",),
+        lambda c: c.memory.recompute_granularity is not None,
+        "chooses layers that are recomputed",
+        ("--recompute-granularity full", "--recompute-granularity selective"),
+    ),
+    Dependents(
+        ("recompute_num_layers",),
+        "recompute_granularity",
+        lambda c: c.memory.recompute_granularity == "full" or c.memory.recomputes_first_layers,
+        "counts layers of full recomputation, or with recompute_method block of selective",
+        (
+            "--recompute-granularity full --recompute-method block",
+            "--recompute-granularity selective --recompute-method block",
+        ),
     ),
     Dependents(
         ("recompute_modules",),

@@ -1,13 +1,11 @@
 """Settings that save device memory: recomputation, offloading and fused losses."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import option
 from fivefold.errors import Mistakes
-from fivefold.units import read_bytes
 
 RecomputeModule = Literal[
     "core_attn",
@@ -34,10 +32,14 @@ class MemoryConfig:
         None, "recompute whole layers, or the modules that recompute_modules names"
     )
     recompute_method: Literal["uniform", "block"] = option(
-        "uniform", "full recomputation of every layer in groups, or of the first layers of a stage"
+        "uniform",
+        "recompute in every layer (if full, in groups of layers), or in the first layers of a "
+        "stage",
     )
-    recompute_num_layers: int = option(
-        1, "layers per recomputed group (uniform), or recomputed layers per stage (block)"
+    recompute_num_layers: tuple[int, ...] = option(
+        (1,),
+        "layers per recomputed group (uniform), or recomputed layers per stage (block): one number "
+        "for all stages, or one for each",
     )
     recompute_modules: tuple[RecomputeModule, ...] = option(
         ("core_attn",), "modules that selective recomputation runs again in the backward"
@@ -100,7 +102,8 @@ class MemoryConfig:
 
     @property
     def remade_modules(self) -> tuple[str, ...]:
-        """Modules that selective recomputation runs again; a2a_overlap_mlp stands for several."""
+        """Modules that selective recomputation runs again, somewhere; a2a_overlap_mlp stands for
+        several."""
         if self.recompute_granularity != "selective":
             return ()
         modules: tuple[str, ...] = self.recompute_modules
@@ -135,12 +138,51 @@ class MemoryConfig:
         kept = (item for tensor in self.offload_tensors for item in _KEPT_BY[tensor])
         return (*self.offload_modules, *kept)
 
+    @property
+    def recomputes_first_layers(self) -> bool:
+        """Whether only the first layers of a stage are recomputed, wholly or in modules."""
+        return self.recompute_granularity is not None and self.recompute_method == "block"
+
+    @property
+    def without_recompute(self) -> "MemoryConfig":
+        """The same where no layer is recomputed."""
+        if self.recompute_granularity is None:
+            return self
+        kept = tuple(name for name in self.offload_tensors if name != "layer_input")
+        return replace(
+            self, recompute_granularity=None, tiled_mlp_num_shards=1, offload_tensors=kept
+        )
+
+    def of_stage(self, stage: int) -> "MemoryConfig":
+        """The same for one stage, of which it then has one number of layers."""
+        numbers = self.recompute_num_layers
+        if not self.recomputes_first_layers or len(numbers) == 1:
+            return self
+        if numbers[stage] == 0:
+            return self.without_recompute
+        return replace(self, recompute_num_layers=(numbers[stage],))
+
+    def of_layer(self, place: int) -> "MemoryConfig":
+        """The same for one layer, if modules are recomputed in the first layers of a stage.
+
+        Args:
+            place: its place in the stage; 0 for further predictions, which are recomputed wherever
+                the stage recomputes anything.
+        """
+        selects = self.recomputes_first_layers and self.recompute_granularity == "selective"
+        if selects and place >= max(self.recompute_num_layers):
+            return self.without_recompute
+        return self
+
     def recomputed_groups(self, num_layers: int) -> list[tuple[range, bool]]:
-        """The groups of consecutive layers of a stage, and whether each is recomputed."""
+        """The groups of consecutive layers of a stage, and whether each is recomputed as a whole.
+
+        Call on the result of `of_stage`.
+        """
         everything = range(num_layers)
         if self.recompute_granularity != "full":
             return [(everything, False)]
-        size = self.recompute_num_layers
+        (size,) = self.recompute_num_layers
         if self.recompute_method == "uniform":
             return [(everything[start : start + size], True) for start in everything[::size]]
         return [(range(i, i + 1), True) for i in everything[:size]] + [(everything[size:], False)]
@@ -188,159 +230,3 @@ _KEPT_BY: Mapping[OffloadTensor, tuple[str, ...]] = {
     "layer_input": ("layer_input",),
 }
 """Offloaded tensor -> what keeps it for the backward, in the breakdown of activations."""
-_WHOLE = {
-    "a2a_overlap_attn": {"core_attn", "mla_up_proj"},
-    "a2a_overlap_post_attn": {"moe"},
-    "a2a_overlap_mlp": {"moe"},
-}
-"""Recomputed module -> modules with which parts of it would be recomputed twice."""
-_EXPERT_MODULES = (
-    "moe",
-    "moe_act",
-    "shared_experts",
-    "routed_experts",
-    "expert_fc1",
-    "dispatched_input",
-    "a2a_overlap_attn",
-    "a2a_overlap_post_attn",
-    "a2a_overlap_mlp",
-)
-
-
-def check_memory(memory: MemoryConfig, model: ModelConfig, mistakes: Mistakes) -> None:
-    """Collect mistakes: modules that the model does not have, contradictory settings."""
-    _check_named(memory, model, mistakes)
-    _check_limit(memory, mistakes)
-    limit = memory.device_memory_limit
-    if limit is not None and read_bytes(limit) is None:
-        mistakes.add(
-            f"device_memory_limit = {limit!r} is no size",
-            works=["--device-memory-limit 70GiB", "--device-memory-limit none"],
-        )
-    moves = memory.fine_grained_activation_offloading
-    moved = memory.offload_modules if moves else ()
-    tensors = memory.offload_tensors if moves else ()
-    _check_moved(memory, moved, tensors, mistakes)
-    _check_twice(memory, moved, mistakes)
-    if "dispatched_input" in tensors:
-        chosen = memory.recompute_granularity == "selective"
-        _check_dispatched(moved, memory.recompute_modules if chosen else (), mistakes)
-
-
-def _check_named(memory: MemoryConfig, model: ModelConfig, mistakes: Mistakes) -> None:
-    """Add modules and tensors that the model does not have, or that nothing moves."""
-    named: dict[str, tuple[str, ...]] = {}
-    if memory.recompute_granularity == "selective":
-        named["recompute_modules"] = memory.recompute_modules
-    if memory.fine_grained_activation_offloading:
-        named["offload_modules"] = memory.offload_modules
-        named["offload_tensors"] = memory.offload_tensors
-        if not memory.moved_items:
-            mistakes.add(
-                "fine_grained_activation_offloading needs offload_modules, what to move",
-                works=["--offload-modules core_attn attn_proj"],
-            )
-    for name in ("offload_modules", "offload_tensors"):
-        if not memory.fine_grained_activation_offloading and getattr(memory, name):
-            mistakes.add(
-                f"{name} {' '.join(getattr(memory, name))} are moved by "
-                "fine_grained_activation_offloading only",
-                works=[
-                    "--fine-grained-activation-offloading",
-                    f"--{name.replace('_', '-')} none",
-                ],
-            )
-    for name, modules in named.items():
-        for module in modules:
-            if module in _EXPERT_MODULES and model.num_experts is None:
-                mistakes.add(f"{name}: {module} needs a model with num_experts")
-            if module == "shared_experts" and model.num_experts and not model.shared_ffn_size:
-                mistakes.add(f"{name}: {module} needs moe_shared_expert_intermediate_size")
-            if module == "mla_up_proj" and not model.multi_latent_attention:
-                mistakes.add(f"{name}: {module} needs a model with multi_latent_attention")
-
-
-def _check_limit(memory: MemoryConfig, mistakes: Mistakes) -> None:
-    """Add what is wrong with the limit of microbatches in flight."""
-    limit = memory.recompute_in_flight_limit
-    if limit is not None and limit < 1:
-        mistakes.add(
-            f"recompute_in_flight_limit must be at least 1, not {limit}: a backward needs the "
-            "activations of its microbatch",
-            works=["--recompute-in-flight-limit 1"],
-        )
-    if memory.recompute_granularity == "full" and limit is not None:
-        mistakes.add(
-            f"recompute_in_flight_limit = {limit} runs whole stages again, and "
-            "recompute_granularity = full the layers of all microbatches: one of the two is enough",
-            works=["--recompute-in-flight-limit none", "--recompute-granularity none"],
-        )
-
-
-def _check_moved(
-    memory: MemoryConfig,
-    moved: tuple[str, ...],
-    tensors: tuple[str, ...],
-    mistakes: Mistakes,
-) -> None:
-    """Add what would be offloaded and is not kept, or is still in use."""
-    full = memory.recompute_granularity == "full"
-    lost = (*moved, *(tensor for tensor in tensors if tensor != "layer_input"))
-    if full and lost:
-        mistakes.add(
-            "full recomputation keeps only the inputs of layers, of which "
-            f"{' '.join(lost)} could move nothing",
-            works=["--recompute-granularity selective", "--no-fine-grained-activation-offloading"],
-        )
-    if "layer_input" in tensors and not full:
-        mistakes.add(
-            "offload_tensors: layer_input is kept by full recomputation only",
-            works=["--recompute-granularity full", "--offload-tensors none"],
-        )
-    if "pre_mlp_layernorm_output" in tensors and "layernorm" in memory.remade_modules:
-        mistakes.add(
-            "offload_tensors: pre_mlp_layernorm_output is recomputed by recompute_modules "
-            "layernorm, and so not kept",
-            works=["--offload-tensors none"],
-        )
-    if "attn_proj" in moved and "core_attn" not in moved:
-        mistakes.add(
-            "offload_modules: attn_proj needs core_attn, whose output is its input and is used in "
-            "the backward of both",
-            works=["--offload-modules core_attn attn_proj"],
-        )
-
-
-def _check_twice(memory: MemoryConfig, moved: tuple[str, ...], mistakes: Mistakes) -> None:
-    """Add what would be both recomputed and offloaded, or recomputed twice."""
-    again = {*memory.remade_modules}
-    held = {"attn_norm", "core_attn", "attn_proj"} if "a2a_overlap_attn" in again else set[str]()
-    held |= {"mlp_norm"} if "a2a_overlap_post_attn" in again else set()
-    twice = sorted({*moved} & (again - {"core_attn"} | held))
-    if twice:
-        mistakes.add(f"{' '.join(twice)} cannot be both recomputed and offloaded")
-    for module, parts in _WHOLE.items():
-        if module in again and again & parts:
-            both = " ".join(sorted(again & parts))
-            others = " ".join(m for m in memory.recompute_modules if m not in parts)
-            mistakes.add(
-                f"recompute_modules {module} and {both} would recompute the same twice",
-                works=[f"--recompute-modules {others}"],
-            )
-
-
-def _check_dispatched(moved: tuple[str, ...], again: tuple[str, ...], mistakes: Mistakes) -> None:
-    """Add what leaves nothing of dispatched tokens to be offloaded."""
-    off = "--offload-tensors none"
-    if "expert_fc1" in moved:
-        mistakes.add(
-            "offload_modules expert_fc1 moves the tokens that reach experts, and so does "
-            "offload_tensors dispatched_input: one of the two is enough",
-            works=[off],
-        )
-    if "moe" in again:
-        mistakes.add(
-            "recompute_modules moe dispatches tokens again, so that offload_tensors "
-            "dispatched_input finds none that are kept",
-            works=[off, "--recompute-modules routed_experts"],
-        )

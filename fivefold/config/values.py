@@ -47,7 +47,6 @@ _RULES = MappingProxyType(
         "zero_qgz_partition_size": _AT_LEAST_ONE,
         "expert_model_parallel_size": _AT_LEAST_ONE,
         "expert_tensor_parallel_size": _AT_LEAST_ONE,
-        "recompute_num_layers": _AT_LEAST_ONE,
         "tiled_mlp_num_shards": _AT_LEAST_ONE,
         "min_offloaded_tensor_size": _AT_LEAST_ONE,
         "activation_offload_fraction": (lambda v: 0 < v <= 1, "in (0, 1]"),

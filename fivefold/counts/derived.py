@@ -2,7 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from itertools import accumulate
+from dataclasses import replace
+from itertools import accumulate, product
 
 from fivefold.config.model import ModelConfig
 from fivefold.counts.state import model_state
@@ -207,10 +208,14 @@ def _kept(layout: Layout) -> list[Row]:
     tokens = training.micro_batch_size * training.seq_length // layout.grid.cp
     first = {layer_kind(model, layer): layer for layer in reversed(range(model.num_layers))}
     rows = []
-    for kind, layer in first.items():
-        saved = saved_activations(model, layer, running)
+    memory = config.memory
+    ways = {" " + "recomputed " * memory.recomputes_first_layers: memory}
+    if memory.recomputes_first_layers:
+        ways = {" ": memory.without_recompute} | ways
+    for (kind, layer), (which, own) in product(first.items(), ways.items()):
+        saved = saved_activations(model, layer, replace(running, memory=own))
         parts = {name: tokens * each.kept for name, each in saved.items()}
-        name = "kept by a layer" + (" with experts" if kind.experts else "")
+        name = f"kept by a{which}layer" + (" with experts" if kind.experts else "")
         rows.append((name, human_bytes(sum(parts.values())), _summed(parts)))
     return rows
 
@@ -226,20 +231,20 @@ def _summed(parts: Mapping[str, float]) -> str:
 
 
 def _recomputed(layout: Layout) -> list[Row]:
-    """Number of forwards that are repeated because of recompute_in_flight_limit."""
-    again = layout.recomputed()
-    if not again:
-        return []
-    forwards = len(layout.split.stages) * layout.num_microbatches
-    limit = layout.config.memory.recompute_in_flight_limit
-    stage, most = again.most_common(1)[0]
-    return [
-        (
-            "forwards run twice",
-            f"{again.total()} of {forwards}",
-            f"recompute_in_flight_limit {limit}; {most} of stage {stage}, which are most",
-        )
-    ]
+    """Layers that stages recompute, and forwards repeated because of recompute_in_flight_limit."""
+    again, memory, rows = layout.recomputed(), layout.config.memory, list[Row]()
+    if memory.recomputes_first_layers:
+        numbers = memory.recompute_num_layers
+        sizes = [len(stage.layers) for stage in layout.split.stages]
+        each = [min(size, numbers[i % len(numbers)]) for i, size in enumerate(sizes)]
+        what = f"{' + '.join(map(str, each))}, the first of each stage"
+        rows.append(("layers recomputed", f"{sum(each)} of {sum(sizes)}", what))
+    if again:
+        forwards = len(layout.split.stages) * layout.num_microbatches
+        limit, (stage, most) = memory.recompute_in_flight_limit, again.most_common(1)[0]
+        what = f"recompute_in_flight_limit {limit}; {most} of stage {stage}, which are most"
+        rows.append(("forwards run twice", f"{again.total()} of {forwards}", what))
+    return rows
 
 
 def _deferred(layout: Layout) -> list[Row]:

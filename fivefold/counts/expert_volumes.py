@@ -26,7 +26,7 @@ def expert_flows(layout: Layout, rank: int, rows: StepRows | None = None) -> Ite
     recomputed = layout.recomputed()
     for stage, spec in layout.stages_of(layout.grid.coordinates(rank)["pp"]).items():
         again = recomputed[stage]
-        for layer, (forwards, returns) in _forwards(layout, spec).items():
+        for layer, (forwards, returns) in _forwards(layout, stage, spec).items():
             yield from flows.travelled(
                 _Trips(flows.microbatches, forwards, returns, 1),
                 None if rows is None else rows.every[layer],
@@ -65,25 +65,24 @@ class _Trips:
         return self.returns + self.backwards
 
 
-def _forwards(layout: Layout, spec: StageSpec) -> dict[int, tuple[int, int]]:
+def _forwards(layout: Layout, stage: int, spec: StageSpec) -> dict[int, tuple[int, int]]:
     """Layer -> how often a step's forwards dispatch rows to experts, and combine their results.
 
     Recomputation stops at the last tensor that was saved, which precedes the combine unless shared
     experts, a dropout mask, another layer, or the final norm of a further prediction follow.
     """
-    model, memory = layout.config.model, layout.config.memory
-    selected = "moe" in memory.remade_modules
+    model, memory = layout.config.model, layout.memory_of(stage)
     found = {}
     for group, again in memory.recomputed_groups(len(spec.layers)):
         for place in group:
             goes_on = bool(model.shared_ffn_size)
             if again:
                 goes_on |= place != group[-1] or bool(model.hidden_dropout)
-            repeated = again or selected
+            repeated = again or "moe" in memory.of_layer(place).remade_modules
             if layer_kind(model, spec.layers[place]).experts:
                 found[spec.layers[place]] = 1 + repeated, 1 + (repeated and goes_on)
     for layer in range(model.num_layers, model.num_layers + spec.mtp):
-        whole = memory.recompute_granularity == "full"
+        whole, selected = memory.recompute_granularity == "full", "moe" in memory.remade_modules
         returns = 1 + (whole or (selected and bool(model.shared_ffn_size)))
         if layer_kind(model, layer).experts:
             found[layer] = 1 + (whole or selected), returns

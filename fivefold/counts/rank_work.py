@@ -1,10 +1,11 @@
 """Theoretical activation bytes and linear-layer FLOPs of a rank; torch-free."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 
+from fivefold.config.memory import MemoryConfig
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.context import gathers_latents, seen_shares
 from fivefold.counts.routed import StepRows
@@ -45,9 +46,9 @@ def kept_activations(
         on_host: whether to include offloaded bytes.
     """
     config, parts = layout.config, layout.split.stages[stage]
-    running, model = Running.of(config), config.model
+    memory, model = layout.memory_of(stage), config.model
     etp = layout.grid.coordinates(rank, EXPERT_AXES)["etp"]
-    running = replace(running, adds_expert_bias=etp == 0)
+    running = replace(Running.of(config), memory=memory, adds_expert_bias=etp == 0)
     tokens = config.training.micro_batch_size * config.training.seq_length / layout.grid.cp
     further = [model.num_layers + depth for depth in range(parts.mtp)]
     saved = []
@@ -73,38 +74,47 @@ def kept_activations(
         saved.append(total(loss))
     smoothed = config.training.label_smoothing > 0
     small = bookkeeping_bytes(model, parts, running, smoothed=smoothed)
-    groups = config.memory.recomputed_groups(len(parts.layers))
-    kept_whole = [parts.layers[place] for group, again in groups if not again for place in group]
-    if config.memory.recompute_granularity != "full":
-        kept_whole += further
-    copies = sum(_copies(layout, layer, joined) for layer in kept_whole)
+    groups = memory.recomputed_groups(len(parts.layers))
+    kept_whole = [(at, parts.layers[at]) for group, again in groups if not again for at in group]
+    if memory.recompute_granularity != "full":
+        kept_whole += [(0, layer) for layer in further]
+    copies = sum(
+        _copies(layout, layer, joined) for at, layer in kept_whole if _keeps_copies(memory, at)
+    )
     kept = total(saved).kept + small + running.element_bytes * copies
     every = (*parts.layers, *further)
     # Places of dropout, each of which keeps the key of its mask.
     places = looks_up + 2 * len(kept_whole) if model.hidden_dropout else 0
     if layout.grid.cp > 1:  # indices of this rank's tokens, of which masks are made again
-        repeats = _repeats(layout, every, len(kept_whole) < len(every))
+        repeats = _repeats(layout, stage, len(kept_whole) < len(every))
         kept += 8.0 * (places > 0 or (repeats and model.hidden_dropout > 0))
         kept += 8.0 * (repeats and model.num_experts is not None)
     return tokens * (kept + (total(saved).offloaded if on_host else 0.0)) + 8.0 * places
 
 
-def _repeats(layout: Layout, layers: Sequence[int], whole: bool) -> bool:
+def _repeats(layout: Layout, stage: int, whole: bool) -> bool:
     """Whether the backward of a stage recomputes what may ask for the tokens' indices.
 
     Args:
         layout: layout of the run.
-        layers: indices of the stage's layers.
-        whole: whether some of these layers are recomputed as a whole.
+        stage: index of the stage in the split.
+        whole: whether some of its layers are recomputed as a whole.
     """
-    memory, model = layout.config.memory, layout.config.model
+    memory, model, parts = layout.memory_of(stage), layout.config.model, layout.split.stages[stage]
     if memory.recompute_granularity != "selective":
         return whole
-    asking = {"a2a_overlap_attn"}
-    for layer in layers:
+    further = [(0, model.num_layers + depth) for depth in range(parts.mtp)]
+    for place, layer in (*enumerate(parts.layers), *further):
         experts = layer_kind(model, layer).experts
-        asking |= {"moe", "a2a_overlap_post_attn"} if experts else {"mlp"}
-    return not asking.isdisjoint(memory.remade_modules)
+        asking = {"moe", "a2a_overlap_post_attn"} if experts else {"mlp"}
+        if {"a2a_overlap_attn", *asking} & {*memory.of_layer(place).remade_modules}:
+            return True
+    return False
+
+
+def _keeps_copies(memory: MemoryConfig, place: int) -> bool:
+    """Whether the layer at this place of a stage keeps what attention has made."""
+    return not {"core_attn", "a2a_overlap_attn"} & {*memory.of_layer(place).remade_modules}
 
 
 def _copies(layout: Layout, layer: int, joined: bool) -> float:
@@ -118,8 +128,6 @@ def _copies(layout: Layout, layer: int, joined: bool) -> float:
     kind = parallel.cp_comm_type[layer % len(parallel.cp_comm_type)]
     read = model.trains_all or model.adapts("o_proj")
     output = model.attention_size / grid.tp * (read and not _is_moved(layout))
-    if {"core_attn", "a2a_overlap_attn"} & {*layout.config.memory.remade_modules}:
-        return 0.0
     if grid.cp == 1:
         window = model.window_of(layer)
         whole = window is None or window + 1 >= layout.config.training.seq_length
@@ -167,24 +175,44 @@ def multiplications(layout: Layout, rank: int, rows: StepRows | None = None) -> 
             runs = 1 + model.mtp_num_layers
             once += runs * model.padded_vocab_size // grid.tp * model.hidden_size
             passes += (2 + model.trains_all + memory.makes_logits_again) * once
-        groups = memory.recomputed_groups(len(parts.layers))
-        layers = [
-            (parts.layers[place], again, again and place == group[-1])
-            for group, again in groups
-            for place in group
-        ]
-        # A further prediction has a projection before its layer and a norm after it.
-        further = range(model.num_layers, model.num_layers + parts.mtp)
-        layers += [(layer, memory.recompute_granularity == "full", False) for layer in further]
-        for layer, again, ends_group in layers:
-            more, alone = products.of_layer(layer, again=again, ends_group=ends_group)
+        for layer, remade in _remade_layers(layout, stage):
+            more, alone = products.of_layer(layer, remade)
             passes, once = passes + more, once + alone
             if layer_kind(model, layer).experts:
                 every, repeated = _reached(layout, layer, count, recomputed[stage], rows)
-                total += products.of_experts(layer, again=again) * every
+                total += products.of_experts(layer, remade) * every
                 total += products.of_one_expert(layer) * repeated
         total += (count * passes + recomputed[stage] * once) * tokens
     return 2 * total
+
+
+@dataclass(frozen=True)
+class _Remade:
+    """What the backward of a layer recomputes.
+
+    Attributes:
+        whole: whether it is the whole layer.
+        ends_group: whether it is the last layer that is recomputed together.
+        modules: modules that it is otherwise.
+    """
+
+    whole: bool
+    ends_group: bool
+    modules: tuple[str, ...]
+
+
+def _remade_layers(layout: Layout, stage: int) -> Iterator[tuple[int, _Remade]]:
+    """The layers of a stage of the program, and what is recomputed of each."""
+    memory, model = layout.memory_of(stage), layout.config.model
+    parts = layout.split.stages[stage % len(layout.split.stages)]
+    for group, again in memory.recomputed_groups(len(parts.layers)):
+        for place in group:
+            modules = memory.of_layer(place).remade_modules
+            yield parts.layers[place], _Remade(again, again and place == group[-1], modules)
+    # A further prediction has a projection before its layer and a norm after it.
+    whole = memory.recompute_granularity == "full"
+    for depth in range(parts.mtp):
+        yield model.num_layers + depth, _Remade(whole, False, memory.remade_modules)
 
 
 def _reached(
@@ -217,17 +245,11 @@ class _Products:
         self._cp_rank = layout.grid.coordinates(rank)["cp"]
         eight_bit = layout.config.training.fp8_format is not None
         self._stops = layout.grid.tp > 1 or layout.owns_linears or not eight_bit
-        self._remade = memory.remade_modules
 
-    def of_layer(self, layer: int, *, again: bool, ends_group: bool) -> tuple[float, float]:
-        """Products per token of a step, and of one forward, without experts.
-
-        Args:
-            layer: index of the layer.
-            again: whether the layer is recomputed.
-            ends_group: whether it is the last layer that is recomputed together.
-        """
+    def of_layer(self, layer: int, remade: _Remade) -> tuple[float, float]:
+        """Products per token of a step, and of one forward, without experts."""
         sizes, model = _linear_weights(self._layout, layer), self._model
+        again, ends_group = remade.whole, remade.ends_group
         predicts = layer >= model.num_layers
         once = sum(sizes.values())
         once += 2 * model.hidden_size**2 // self._layout.grid.tp if predicts else 0
@@ -244,19 +266,19 @@ class _Products:
         if gathers_latents(self._layout.config, layer):
             _, got = seen_shares(self._layout, self._cp_rank, model.window_of(layer))
             # Of all latents, in the forward; the backward projects again for dX and dW.
-            around = "a2a_overlap_attn" in self._remade  # counted with the other projections
-            remade = around or "core_attn" in self._remade
-            times = (4 + again + remade) * (1 + got) - (3 + again + around)
+            around = "a2a_overlap_attn" in remade.modules  # counted with the other projections
+            attends = around or "core_attn" in remade.modules
+            times = (4 + again + attends) * (1 + got) - (3 + again + around)
             passes += times * sizes["self_attn.kv_b_proj.weight"]
             once += got * sizes["self_attn.kv_b_proj.weight"]
-        for module in self._remade:
+        for module in remade.modules:
             names = [name for name in sizes if name.startswith(_MADE_AGAIN.get(module, ()))]
             passes += sum(sizes[name] for name in names if not self._ends(name, module))
         return passes, once
 
-    def of_experts(self, layer: int, *, again: bool) -> float:
+    def of_experts(self, layer: int, remade: _Remade) -> float:
         """Products of a step per row of an expert."""
-        again |= not {"moe", "routed_experts"}.isdisjoint(self._remade)
+        again = remade.whole or not {"moe", "routed_experts"}.isdisjoint(remade.modules)
         return (2 + self._model.trains_all + again) * self.of_one_expert(layer)
 
     def _frozen(self, layer: int, sizes: Mapping[str, float]) -> float:

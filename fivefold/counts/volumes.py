@@ -2,8 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
+from fivefold.config.memory import MemoryConfig
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.context import gathers_latents, seen_shares
 from fivefold.counts.expert_volumes import expert_flows
@@ -16,7 +18,7 @@ from fivefold.layout import Layout
 from fivefold.mesh.grid import EXPERT_AXES
 from fivefold.model.description import Layer, describe, layer_kind
 from fivefold.model.operations import CoreAttention, Operation
-from fivefold.model.running import Running
+from fivefold.model.running import Running, at_place
 from fivefold.model.shape import StageParts
 from fivefold.pipeline.ir import Direction
 
@@ -95,15 +97,16 @@ class _Volumes:
         numbers = 3 if self.layout.config.training.label_smoothing else 2
         loss = self.tp * numbers * self.tokens * self.master
         for stage, spec in self.stages.items():
-            layers = (*spec.layers, *self._further(spec))
             twice = self.recomputed[stage]  # forwards of the whole stage
-            exchanged = self._exchanged(spec.mtp)
-            forward = sum(self._features(layer)[0] for layer in layers) + exchanged
-            backward = sum(self._features(layer)[1] for layer in layers) + exchanged
+            exchanged, memory = self._exchanged(spec.mtp), self.layout.memory_of(stage)
+            sent = [self._features(*layer) for layer in self._layers_of(stage)]
+            forward = sum(features for features, _ in sent) + exchanged
+            backward = sum(features for _, features in sent) + exchanged
             yield Flow(
                 "tp", "activations of layers", self.microbatches * (forward + backward) * feature
             )
-            again = self._repeated(spec.layers) + self._repeated_further(spec.mtp)
+            again = self._repeated(memory, spec.layers)
+            again += self._repeated_further(memory, spec.mtp)
             again = self.microbatches * again + twice * forward
             yield Flow("tp", "activations made again", again * feature)
             trains = self.model.trains_all  # a frozen embedding has no backward
@@ -125,29 +128,42 @@ class _Volumes:
         """Indices of a stage's multi-token prediction layers."""
         return range(self.model.num_layers, self.model.num_layers + spec.mtp)
 
+    def _layers_of(self, stage: int) -> Iterator[tuple[int, Running]]:
+        """The layers of a stage of the program, and how each runs."""
+        spec = self.stages[stage]
+        running = replace(self.running, memory=self.layout.memory_of(stage))
+        for place, layer in (*enumerate(spec.layers), *((0, n) for n in self._further(spec))):
+            yield layer, at_place(running, place)
+
     def _exchanged(self, predictions: int) -> float:
         """Features per token that the projections of predictions exchange, in one direction."""
         sequence = self.parallel.sequence_parallel
         return predictions * self.model.hidden_size / self.tp if sequence else 0.0
 
-    def _repeated_further(self, predictions: int) -> float:
+    def _repeated_further(self, memory: MemoryConfig, predictions: int) -> float:
         """Like `_repeated` for further predictions, each of which ends with a norm that saves."""
-        memory = self.layout.config.memory
         layer = self.model.num_layers
         if memory.recompute_granularity != "full":
-            return predictions * self._repeated([layer])
+            return predictions * self._repeated(memory, [layer])
         each = self._features(layer)[0] + self._tiled_again(self._layer(layer))
         return predictions * each + self._exchanged(predictions)
 
-    def _repeated(self, layers: Sequence[int]) -> float:
+    def _repeated(self, memory: MemoryConfig, layers: Sequence[int]) -> float:
         """Features per token that recomputation in the backward of a stage sends.
 
         These are those of the forward, except that recomputation stops at the last saved tensor,
         before the sum that ends an MLP (unless a dropout mask follows).
+
+        Args:
+            memory: settings of the stage.
+            layers: indices of its layers.
         """
-        memory, sequence = self.layout.config.memory, self.parallel.sequence_parallel
+        sequence = self.parallel.sequence_parallel
         if memory.recompute_granularity == "selective":
-            return sum(self._repeated_block(self._layer(layer)) for layer in layers)
+            return sum(
+                self._repeated_block(self._layer(layer), {*memory.of_layer(place).remade_modules})
+                for place, layer in enumerate(layers)
+            )
         last = (1 if sequence else 2) * self.model.hidden_size
         features = 0.0
         for group, again in memory.recomputed_groups(len(layers)):
@@ -178,9 +194,8 @@ class _Volumes:
         """Whether the layer's MLP runs in tiles of the tokens."""
         return self.layout.config.memory.tiled_mlp_num_shards > 1 and not layer.kind.experts
 
-    def _repeated_block(self, layer: Layer) -> int:
-        """Like `_repeated` for selective recomputation: up to the last linear layer's input."""
-        modules = {*self.layout.config.memory.remade_modules}
+    def _repeated_block(self, layer: Layer, modules: set[str]) -> int:
+        """Like `_repeated` for these modules of a layer: up to the last linear layer's input."""
         linears: Sequence[Operation] = ()
         if "mlp" in modules and not layer.kind.experts:
             linears = layer.remade_mlp
@@ -202,7 +217,7 @@ class _Volumes:
         sizes = self.parallel.hierarchical_context_parallel_sizes
         heads = max(model.num_kv_heads // self.tp, 1)
         for stage, spec in self.stages.items():
-            whole, kernels = self._remade_attention(spec)
+            whole, kernels = self._remade_attention(stage)
             for layer in (*spec.layers, *self._further(spec)):
                 kind = kinds[layer % len(kinds)]
                 # A ring accumulates gradients in flight, in the master dtype; others at the target.
@@ -237,16 +252,17 @@ class _Volumes:
         gathered = kinds[layer % len(kinds)] == "all_gather"
         return self._layer(layer).one(CoreAttention).key_value_features(self.tp, gathered=gathered)
 
-    def _remade_attention(self, spec: StageParts) -> tuple[set[int], set[int]]:
+    def _remade_attention(self, stage: int) -> tuple[set[int], set[int]]:
         """Layers whose attention is recomputed with the whole layer, and those where alone."""
-        memory, layers, further = self.layout.config.memory, spec.layers, self._further(spec)
-        if "core_attn" in memory.remade_modules:
-            return set(), {*layers, *further}
-        if "a2a_overlap_attn" in memory.remade_modules:
-            return {*layers, *further}, set()
-        groups = memory.recomputed_groups(len(layers))
-        whole = {layers[place] for group, again in groups if again for place in group}
-        return whole | {*(further if memory.recompute_granularity == "full" else ())}, set()
+        memory, spec = self.layout.memory_of(stage), self.stages[stage]
+        remade = {layer: {*running.remade} for layer, running in self._layers_of(stage)}
+        alone = {layer for layer, modules in remade.items() if "core_attn" in modules}
+        whole = {layer for layer, modules in remade.items() if "a2a_overlap_attn" in modules}
+        for group, again in memory.recomputed_groups(len(spec.layers)):
+            whole |= {spec.layers[place] for place in group if again}
+        if memory.recompute_granularity == "full":
+            whole |= {*self._further(spec)}
+        return whole, alone
 
     def pipeline(self) -> Iterator[Flow]:
         """Hidden states and their gradients, [T, H] or its part, and tied embeddings."""
@@ -285,10 +301,14 @@ class _Volumes:
     def _layer(self, layer: int) -> Layer:
         return describe(self.model, layer_kind(self.model, layer))
 
-    def _features(self, layer: int) -> tuple[int, float]:
+    def _features(self, layer: int, running: Running | None = None) -> tuple[int, float]:
         """Features per token that tensor-parallel ranks send in a layer's forward and backward.
 
         See `Operation.tensor_features`; those sent in fewer bytes count as that share.
+
+        Args:
+            layer: index of the layer.
+            running: how it runs; None: as layers of which nothing is recomputed.
         """
         sequence = self.parallel.sequence_parallel
         operations = self._layer(layer).operations
@@ -298,7 +318,8 @@ class _Volumes:
             backward -= self.model.kv_lora_rank  # the gathered latent is kept
         if not sequence:
             return forward, backward
-        narrow = sum(operation.gathered_narrow(self.running) for operation in operations)
+        how = running or self.running
+        narrow = sum(operation.gathered_narrow(how) for operation in operations)
         return forward, backward - narrow * (1 - self.running.input_bytes / self.element)
 
     def _held(self, group: str) -> int:

@@ -22,11 +22,18 @@ from torch.utils.checkpoint import checkpoint
 from fivefold.config.memory import MemoryConfig
 from fivefold.memory.tiles import Tiles, never_defer
 from fivefold.model.context import Context
-from fivefold.model.experts import Experts
+from fivefold.model.experts import Experts, MoE
 from fivefold.model.latent_attention import Heads, LatentAttention
 from fivefold.model.layers import LayerBlock
 from fivefold.model.mlp import MLP
-from fivefold.model.transformer import Norm, RunLayer, Stage, TransformerLayer, plain_layers
+from fivefold.model.transformer import (
+    Norm,
+    RunLayer,
+    Stage,
+    TransformerLayer,
+    placed_layers,
+    plain_layers,
+)
 
 
 def install_recompute(stage: Stage, memory: MemoryConfig) -> None:
@@ -34,7 +41,8 @@ def install_recompute(stage: Stage, memory: MemoryConfig) -> None:
 
     Args:
         stage: stage whose other seams are filled.
-        memory: settings with `recompute_granularity` set and modules that the model has.
+        memory: settings of the stage, with `recompute_granularity` set and modules that the model
+            has.
     """
     tiles = Tiles(memory) if memory.tiled_mlp_num_shards > 1 else None
     if memory.recompute_granularity == "full":
@@ -42,22 +50,30 @@ def install_recompute(stage: Stage, memory: MemoryConfig) -> None:
         for layer in _recomputed_layers(stage, memory) if tiles is not None else ():
             _install_block(layer, (), tiles)
         return
-    modules = memory.remade_modules
-    for layer in stage.transformer_layers:
-        _install_block(layer, modules, tiles)
-        if "core_attn" in modules:
-            layer.self_attn.wrap_kernel(_recomputed_kernel)
-        if "mla_up_proj" in modules and isinstance(layer.self_attn, LatentAttention):
-            layer.self_attn.up = _discarded_up
-    for mixture in stage.mixtures if "moe" not in modules else ():
-        if "moe_act" in modules:
-            mixture.experts.second = _second_again
-        if "routed_experts" in modules:
-            mixture.call_routed = _again
-        if "shared_experts" in modules:
-            mixture.call_shared = _again
-        if "a2a_overlap_post_attn" in modules:
-            mixture.call_router = _again
+    for place, layer in placed_layers(stage):
+        if modules := memory.of_layer(place).remade_modules:
+            _install_modules(layer, modules, tiles)
+
+
+def _install_modules(
+    layer: TransformerLayer, modules: tuple[str, ...], tiles: Tiles | None
+) -> None:
+    """Install recomputation of some modules of a layer."""
+    _install_block(layer, modules, tiles)
+    if "core_attn" in modules:
+        layer.self_attn.wrap_kernel(_recomputed_kernel)
+    if "mla_up_proj" in modules and isinstance(layer.self_attn, LatentAttention):
+        layer.self_attn.up = _discarded_up
+    if not isinstance(layer.mlp, MoE) or "moe" in modules:
+        return
+    if "moe_act" in modules:
+        layer.mlp.experts.second = _second_again
+    if "routed_experts" in modules:
+        layer.mlp.call_routed = _again
+    if "shared_experts" in modules:
+        layer.mlp.call_shared = _again
+    if "a2a_overlap_post_attn" in modules:
+        layer.mlp.call_router = _again
 
 
 def _recomputed_layers(stage: Stage, memory: MemoryConfig) -> Iterator[TransformerLayer]:

@@ -4,16 +4,17 @@ Derived from what each operation of a layer keeps (`model.operations`), with rec
 offloading applied.
 """
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from fivefold.config.memory import DEFAULT_VOCAB_SPLIT, LOSS_TOKENS, MemoryConfig
+from fivefold.config.memory import LOSS_TOKENS, MemoryConfig, vocab_split_sizes
 from fivefold.config.model import ModelConfig
 from fivefold.model.description import describe, layer_kind
 from fivefold.model.latent_operations import LatentDown
 from fivefold.model.operations import Kept, Norm
-from fivefold.model.running import Running, scale_bytes
+from fivefold.model.running import Running, at_place, scale_bytes
 from fivefold.model.shape import StageParts, has_final_norm
 
 
@@ -57,15 +58,15 @@ def saved_activations(
         model: the architecture.
         layer: index of the layer in the model; indices from num_layers on mean multi-token
             prediction layers, whose norms and projection are included.
-        running: degrees, dtypes, recomputation and offloading.
-        position: index of the layer within its stage, for full recomputation.
-        position: its place among the layers of its stage, for full recomputation.
+        running: degrees, dtypes, recomputation and offloading, of its stage.
+        position: its place among the layers of its stage, for recomputation of some of them.
     """
+    running = at_place(running, position)
     whole = kept_items(model, layer, running)
     memory = running.memory
     if memory.recompute_granularity == "full" and _is_recomputed(memory, position):
         starts_group = memory.recompute_method == "block" or (
-            position % memory.recompute_num_layers == 0
+            position % memory.recompute_num_layers[0] == 0
         )
         size = running.element_bytes * model.hidden_size / running.token_parts
         moves = "layer_input" in memory.moved_items
@@ -162,11 +163,8 @@ def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
         elif memory.cross_entropy_fusion_impl == "linear":
             known = running.microbatch_tokens < inf
             share = min(LOSS_TOKENS / running.microbatch_tokens, 1.0) if known else 1.0
-            kept, busy, sums = (
-                0.0,
-                (element + wide) * min(entries, DEFAULT_VOCAB_SPLIT) * share,
-                wide,
-            )
+            slice_ = min(entries, max(vocab_split_sizes(os.environ)))
+            kept, busy, sums = 0.0, (element + wide) * slice_ * share, wide
     read = model.trains_all or memory.makes_logits_again
     return {
         "final_norm": Saved(kept=element * around),
@@ -188,7 +186,7 @@ def bookkeeping_bytes(
     Args:
         model: the architecture.
         parts: what the stage holds.
-        running: degrees, dtypes, recomputation and offloading.
+        running: degrees, dtypes, recomputation and offloading, of the stage.
         smoothed: whether the loss uses label smoothing.
     """
     wide, tp, tokens = max(running.element_bytes, 4), running.tensor_parallel, running.token_parts
@@ -196,17 +194,18 @@ def bookkeeping_bytes(
     norm = (2 * running.element_bytes if model.normalization == "LayerNorm" else wide) / tokens
     size = 0.0
     groups = running.memory.recomputed_groups(len(parts.layers))
-    kept_whole = [parts.layers[place] for group, again in groups if not again for place in group]
+    kept_whole = [(at, parts.layers[at]) for group, again in groups if not again for at in group]
     if running.memory.recompute_granularity != "full":
-        kept_whole += [model.num_layers] * parts.mtp
+        kept_whole += [(0, model.num_layers)] * parts.mtp
         # The norm of a frozen embedding has no backward.
         size += (3 if model.trains_all else 2) * norm * parts.mtp
-    for layer in kept_whole:
-        for item in kept_items(model, layer, running):
-            if not {*running.remade} & {*item.remade_by}:
-                size += sum(scale_bytes(running, features) for features in item.scaled)
+    for place, layer in kept_whole:
+        own = at_place(running, place)
+        for item in kept_items(model, layer, own):
+            if not {*own.remade} & {*item.remade_by}:
+                size += sum(scale_bytes(own, features) for features in item.scaled)
         for operation in describe(model, layer_kind(model, layer)).operations:
-            if "a2a_overlap_attn" in {*running.remade}.intersection(operation.rerun_by):
+            if "a2a_overlap_attn" in {*own.remade}.intersection(operation.rerun_by):
                 continue
             if isinstance(operation, Norm):
                 queries, keys = operation.heads or (0, 0)
@@ -229,7 +228,7 @@ def bookkeeping_bytes(
 
 
 def _is_recomputed(memory: MemoryConfig, position: int) -> bool:
-    return memory.recompute_method == "uniform" or position < memory.recompute_num_layers
+    return memory.recompute_method == "uniform" or position < max(memory.recompute_num_layers)
 
 
 def _remade(item: Kept, running: Running) -> float:

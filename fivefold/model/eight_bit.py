@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fivefold.config.memory import MemoryConfig
 from fivefold.config.training import TrainingConfig
+from fivefold.model.experts import MoE
 from fivefold.model.fp8 import (
     E4M3,
     E5M2,
@@ -27,8 +29,8 @@ from fivefold.model.fp8 import (
     quantise,
 )
 from fivefold.model.grouped import group_ends
-from fivefold.model.layers import Kept, Linear, Products
-from fivefold.model.transformer import Stage
+from fivefold.model.layers import Kept, LayerBlock, Linear, Products
+from fivefold.model.transformer import Stage, placed_layers
 
 
 @dataclass(frozen=True)
@@ -313,7 +315,7 @@ def eight_bit(training: TrainingConfig, dtype: torch.dtype) -> EightBit | None:
     return EightBit(RECIPES[training.fp8_recipe], dtype, gradients)
 
 
-def install_eight_bit(stage: Stage, products: EightBit, remade: Sequence[str]) -> None:
+def install_eight_bit(stage: Stage, products: EightBit, memory: MemoryConfig) -> None:
     """Put products in the seams of every linear layer of a stage's blocks, as Megatron-LM does.
 
     Routers, gates of shared experts and the output layer keep the dtype.
@@ -321,23 +323,24 @@ def install_eight_bit(stage: Stage, products: EightBit, remade: Sequence[str]) -
     Args:
         stage: stage whose parameters may still be on the meta device.
         products: the products.
-        remade: modules (Megatron's names) that the backward makes again. Layers that read what is
-            discarded keep nothing else of it.
+        memory: settings of the stage. Linear layers that read what recomputation discards keep
+            nothing else of it.
     """
     again = replace(products, keeps_input=True)
-    for block in stage.blocks:
+    for place, layer in placed_layers(stage):
+        remade = memory.of_layer(place).remade_modules
         after_norm = again if "layernorm" in remade else products
-        for name, linear in block.named_children():
-            if isinstance(linear, Linear) and name != "shared_expert_gate":
-                linear.multiply = products if name in _NOT_AFTER_THE_NORM else after_norm
+        for block in (module for module in layer.modules() if isinstance(module, LayerBlock)):
+            for name, linear in block.named_children():
+                if isinstance(linear, Linear) and name != "shared_expert_gate":
+                    linear.multiply = products if name in _NOT_AFTER_THE_NORM else after_norm
+        if isinstance(layer.mlp, MoE):
+            for grouped in layer.mlp.experts.into:
+                grouped.products = EightBitExperts(products)
+            after_act = again if "moe_act" in remade else products
+            layer.mlp.experts.down_proj.products = EightBitExperts(after_act)
     for prediction in stage.predictions:
         prediction.eh_proj.multiply = products
-    for mixture in stage.mixtures:
-        experts = mixture.experts
-        for grouped in experts.into:
-            grouped.products = EightBitExperts(products)
-        after_act = again if "moe_act" in remade else products
-        experts.down_proj.products = EightBitExperts(after_act)
 
 
 _NOT_AFTER_THE_NORM = frozenset({"o_proj", "down_proj", "q_b_proj", "kv_b_proj"})

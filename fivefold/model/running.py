@@ -219,6 +219,12 @@ class Running:
         return size / self.microbatch_tokens
 
 
+def at_place(running: Running, place: int) -> Running:
+    """The same for the layer at this place in its stage, as `MemoryConfig.of_layer` has it."""
+    memory = running.memory.of_layer(place)
+    return running if memory is running.memory else replace(running, memory=memory)
+
+
 def scale_bytes(running: Running, features: float) -> float:
     """Bytes per token of the scales of an 8-bit input with `features` on this rank.
 

@@ -369,6 +369,12 @@ class Stage(nn.Module):
         return Dropout(self.seed, batch.step, rows_T, batch.token_ids, self.fuses_dropout)
 
 
+def placed_layers(stage: Stage) -> list[tuple[int, TransformerLayer]]:
+    """All layers of a stage, each with its place; 0 of multi-token prediction layers."""
+    count = len(stage.layers)
+    return [(i if i < count else 0, layer) for i, layer in enumerate(stage.transformer_layers)]
+
+
 def trained_z_coeff(stage: Stage) -> float:
     """Factor of the z-loss: of what is trained, not of evaluations."""
     return stage.z_loss_coeff if stage.training else 0.0

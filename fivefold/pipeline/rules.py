@@ -1,12 +1,15 @@
 """Validation of pipeline settings beyond what the schedule itself requires."""
 
 import re
+from collections.abc import Sequence
 
 from fivefold.config.config import Config
+from fivefold.config.memory import MemoryConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.errors import Mistakes
 from fivefold.mesh.rules import divisors, nearest
 from fivefold.pipeline.schedules.registry import SCHEDULES
+from fivefold.pipeline.stages import Split
 
 AUTO = "auto"
 """Setting that derives the schedule, or the stages, from other settings."""
@@ -148,3 +151,34 @@ def check_order(parallel: ParallelConfig, mistakes: Mistakes) -> None:
             f"pipeline_in_flight_limit has no effect on the {schedule} schedule",
             works=[f"--pipeline-schedule {SYNTHESISED}"],
         )
+
+
+def check_recomputed_layers(memory: MemoryConfig, split: Split, mistakes: Mistakes) -> None:
+    """Report numbers of recomputed layers that are not one for each stage of the split."""
+    numbers, stages = memory.recompute_num_layers, split.stages
+    if not memory.recomputes_first_layers or len(numbers) < 2:
+        return
+    shown, off = " ".join(map(str, numbers)), f"--recompute-num-layers {max(numbers)}"
+    have = [len(stage.layers) or int(stage.mtp > 0) for stage in stages]
+    if len(numbers) != len(stages):
+        fitted = (*numbers[: len(stages)], *numbers[-1:] * (len(stages) - len(numbers)))
+        works = [min(pair) for pair in zip(fitted, have, strict=True)]
+        each = f" ({split.num_virtual} on each of {split.num_ranks} ranks)"
+        mistakes.add(
+            f"recompute_num_layers {shown} are {len(numbers)} numbers, and the model has "
+            f"{len(stages)} stages{each * (split.num_virtual > 1)}",
+            works=[_numbers(works), off] if any(works) else [off],
+        )
+        return
+    for stage, (number, most) in enumerate(zip(numbers, have, strict=True)):
+        if number > most:
+            works = [min(pair) for pair in zip(numbers, have, strict=True)]
+            mistakes.add(
+                f"recompute_num_layers {shown}: stage {stage} has {most} layers, not {number}",
+                works=[_numbers(works)] if any(works) else [off],
+            )
+            return
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    return f"--recompute-num-layers {' '.join(map(str, numbers))}"

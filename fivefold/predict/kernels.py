@@ -109,7 +109,7 @@ def _of_layers(times: LayerTimes, kind: LayerKind, count: int) -> Iterator[_Row]
             yield op.name, _shape(times, op), seconds * count, flops * count
         else:
             yield MEMORY_BOUND, "", seconds * count, 0.0
-    waited = times.layer(kind, recomputed=False).compute.total - whole
+    waited = times.layer(kind, times.memory.remade_modules).compute.total - whole
     yield HOST, "", waited * count, 0.0
 
 

@@ -5,6 +5,7 @@ waits for the host and for offloaded activations.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from fivefold.layout import Layout
@@ -18,7 +19,7 @@ from fivefold.predict.communication import all_reduce, gather
 from fivefold.predict.compute import Phases, elementwise
 from fivefold.predict.operation_times import OperationTimes
 from fivefold.predict.software import Software
-from fivefold.predict.stage_times import Times, repeated
+from fivefold.predict.stage_times import Again, Times, repeated
 
 TimesCache = dict[tuple[object, ...], dict[str, Times]]
 """Times of layers and operations, by the kinds and degrees that they depend on."""
@@ -60,33 +61,28 @@ class LayerTimes(OperationTimes):
     ) -> None:
         super().__init__(layout, cluster, software)
         self.layout = layout
-        self._known: dict[tuple[LayerKind, bool], Times] = {}
+        self._known: dict[tuple[LayerKind, Again], Times] = {}
         self._times_cache = {} if known is None else known
 
-    def layer(self, kind: LayerKind, recomputed: bool) -> Times:
-        """The times of a layer, with its forward run again if it is `recomputed`."""
-        if (kind, recomputed) not in self._known:
-            modules = None if recomputed else self._rerun
-            key = ("layer", kind, modules, *self._degrees(kind))
-            whole = self._once(key, lambda: {"layer": self._with_again(kind, modules)})["layer"]
-            self._known[kind, recomputed] = self._copied(self._issued(whole, kind), kind)
-        return self._known[kind, recomputed]
+    def layer(self, kind: LayerKind, again: Again) -> Times:
+        """The times of a layer, with what is run `again` of its forward."""
+        if (kind, again) not in self._known:
+            key = ("layer", kind, again, *self._degrees(kind))
+            whole = self._once(key, lambda: {"layer": self._with_again(kind, again)})["layer"]
+            self._known[kind, again] = self._copied(self._issued(whole, kind), kind, again)
+        return self._known[kind, again]
 
     @cached_property
     def _running(self) -> Running:
         return Running.of(self.config)
 
-    @cached_property
-    def _rerun(self) -> tuple[str, ...]:
-        """Modules that selective recomputation runs again."""
-        return self.memory.remade_modules
-
-    def _with_again(self, kind: LayerKind, modules: tuple[str, ...] | None) -> Times:
+    def _with_again(self, kind: LayerKind, modules: Again) -> Times:
         """The times of a layer with these of its modules recomputed; None: all."""
         times, key = self.operations(kind), ("sum", kind, *self._degrees(kind))
         plain = self._once(key, lambda: {"layer": sum(times.values(), Times())})["layer"]
         operations = describe(self.model, kind).operations
-        tiled = [times[op.name] for op in operations if self._running.tiles(op.rerun_by)]
+        tiles = self._running.tiles if modules != () else lambda rerun_by: False
+        tiled = (times[op.name] for op in operations if tiles(op.rerun_by))
         whole = sum(tiled, Times())  # what tiles compute is never deferred
         plain += Times(compute=Phases(0.0, whole.compute.dw, -whole.compute.dw))
         if modules is None:
@@ -148,12 +144,14 @@ class LayerTimes(OperationTimes):
         )
         return times + Times(compute=wait)
 
-    def _copied(self, times: Times, kind: LayerKind) -> Times:
+    def _copied(self, times: Times, kind: LayerKind, again: Again) -> Times:
         """The times, plus the part of offloading that does not overlap with the layer's work."""
         if not self.memory.fine_grained_activation_offloading:
             return times
-        layer = layer_kinds(self.model)[kind]
-        saved = saved_activations(self.model, layer, self._running)
+        layer, running = layer_kinds(self.model)[kind], self._running
+        if again == ():
+            running = replace(running, memory=self.memory.without_recompute)
+        saved = saved_activations(self.model, layer, running)
         seconds = self.tokens * total(saved).offloaded / self.cluster.host_bandwidth
         whole = times.total
         wait = Phases(max(0.0, seconds - whole.forward), max(0.0, seconds - whole.dx - whole.dw))

@@ -7,7 +7,7 @@ device.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
@@ -147,12 +147,15 @@ def peak_memory(
     splits = policy is None and layout.sends_dx_first
     policy = policy or engine_policy(layout.config)
     kinds, known = [], {}
-    for stage in layout.split.stages:
-        ends = (stage.embedding, stage.head, stage.mtp)
+    numbers = layout.config.memory.recompute_num_layers
+    for place, stage in enumerate(layout.split.stages):
+        ends = (stage.embedding, stage.head, stage.mtp, numbers[place % len(numbers)])
         model = layout.config.model
         kinds.append((*ends, *(layer_kind(model, layer) for layer in stage.layers)))
         if kinds[-1] not in known:
-            known[kinds[-1]] = stage_bytes(layout, stage, running, policy)
+            known[kinds[-1]] = stage_bytes(
+                layout, stage, replace(running, memory=layout.memory_of(place)), policy
+            )
     sizes = [known[kind] for kind in kinds]
     states: dict[tuple[object, ...], ModelState] = {}
     ranks = []

@@ -89,7 +89,7 @@ class StageBytes:
 def stage_bytes(
     layout: Layout, stage: StageParts, running: Running, policy: StatePolicy
 ) -> StageBytes:
-    """The memory of one microbatch in a stage."""
+    """The memory of one microbatch in a stage, given how that stage runs."""
     model, training = layout.config.model, layout.config.training
     tokens = training.micro_batch_size * training.seq_length / layout.grid.cp
     layers = _saved_by_layer(layout, stage, running)
@@ -164,11 +164,13 @@ def _backward_points(
     vocabulary = model.trains_all * model.padded_vocab_size / layout.grid.tp * model.hidden_size
     layers = _saved_by_layer(layout, stage, running)
     kept = tokens * sum(layer.kept for layer in layers)
-    gone, remade = -tokens * loss.kept, tokens * _remade_at_once(layout, layers)
+    gone, remade = -tokens * loss.kept, tokens * _remade_at_once(running, layers)
     messages, inside = _buffers(layout, stage, running)
     points = []
     if stage.head:
         dx = running.element_bytes * model.hidden_size * (2 if running.sequence_parallel else 1)
+        if running.memory.makes_logits_again:  # its sum over slices of the vocabulary
+            dx += max(running.element_bytes, 4) * model.hidden_size
         working = tokens * (loss.remade + dx)
         fresh = vocabulary * policy.fresh
         head = ActPoint("the output layer", working=working, gradients=fresh)
@@ -235,24 +237,25 @@ def _saved_by_layer(layout: Layout, stage: StageParts, running: Running) -> list
     """Bytes per token of each layer of a stage, multi-token prediction layers last."""
     model = layout.config.model
     numbers = [*stage.layers, *range(model.num_layers, model.num_layers + stage.mtp)]
-    by_place = running.memory.recompute_granularity == "full"
+    memory = running.memory
+    by_place = memory.recompute_granularity == "full" or memory.recomputes_first_layers
     known: dict[tuple[LayerKind, int], Saved] = {}
     result = []
     for place, layer in enumerate(numbers):
         kind = layer_kind(model, layer), place if by_place else 0
         if kind not in known:
-            # Full recomputation makes each prediction anew by itself.
+            # Full recomputation makes each further prediction again by itself.
             position = place if layer < model.num_layers else 0
             known[kind] = total(saved_activations(model, layer, running, position=position))
         result.append(known[kind])
     return result
 
 
-def _remade_at_once(layout: Layout, layers: list[Saved]) -> float:
+def _remade_at_once(running: Running, layers: list[Saved]) -> float:
     """Most bytes recomputed at a time: those of a group of layers, or of parts of a layer."""
-    memory = layout.config.memory
+    memory = running.memory
     full = memory.recompute_granularity == "full" and memory.recompute_method == "uniform"
-    group = memory.recompute_num_layers if full else 1
+    group = memory.recompute_num_layers[0] if full else 1
     sums = [
         sum(layer.remade for layer in layers[start : start + group])
         for start in range(0, len(layers), group)

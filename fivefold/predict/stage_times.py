@@ -1,7 +1,10 @@
-"""The time of a stage for one microbatch, split by cause."""
+"""The time of a stage for one microbatch, split by cause, and what of a stage decides it."""
 
+from collections import Counter
 from dataclasses import dataclass, fields, replace
 
+from fivefold.layout import Layout
+from fivefold.model.description import LayerKind, layer_kind
 from fivefold.predict.compute import Phases
 
 _NOTHING = Phases()
@@ -75,3 +78,46 @@ def repeated(times: Times) -> Times:
         cp=again(times.cp),
         ep=again(times.ep),
     )
+
+
+Again = tuple[str, ...] | None
+"""Modules of a layer that its backward runs again; None: all of it."""
+
+
+@dataclass(frozen=True)
+class StageKind:
+    """The parts of a stage that decide its time.
+
+    Attributes:
+        embedding: whether it holds the embedding.
+        head: whether it holds the head.
+        mtp: number of multi-token prediction layers.
+        layers: number of layers by kind and by what is run again of them; further predictions last.
+    """
+
+    embedding: bool
+    head: bool
+    mtp: int
+    layers: tuple[tuple[tuple[LayerKind, Again], int], ...]
+
+    @classmethod
+    def of(cls, layout: Layout, stage: int) -> "StageKind":
+        """That of a stage; stages of the same kind take the same time."""
+        memory, model = layout.memory_of(stage), layout.config.model
+        spec = layout.split.stages[stage]
+        again: Again = None if memory.recompute_granularity == "full" else memory.remade_modules
+        first = len(spec.layers)
+        if memory.recomputes_first_layers:
+            (first,) = memory.recompute_num_layers
+        layers = Counter(
+            (layer_kind(model, layer), again if place < first else ())
+            for place, layer in enumerate(spec.layers)
+        )
+        if spec.mtp:
+            layers[layer_kind(model, model.num_layers), again] += spec.mtp
+
+        def place(item: tuple[tuple[LayerKind, Again], int]) -> tuple[bool, LayerKind, bool]:
+            (kind, repeated), _ = item
+            return kind.predicts, kind, repeated == ()
+
+        return cls(spec.embedding, spec.head, spec.mtp, tuple(sorted(layers.items(), key=place)))

@@ -5,7 +5,7 @@ of gathering parameters, reducing gradients and the optimizer are added to it.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from math import exp, inf, log, prod, sqrt
@@ -15,7 +15,6 @@ from fivefold.counts.offload import times_reduced
 from fivefold.counts.policy import engine_policy
 from fivefold.counts.state import stage_blocks, stages_held
 from fivefold.layout import Layout
-from fivefold.model.description import LayerKind, layer_kind
 from fivefold.model.shape import StageParts, training_flops
 from fivefold.pipeline.costs import Costs
 from fivefold.predict.cluster import Cluster
@@ -33,7 +32,7 @@ from fivefold.predict.prediction import (
     unusual,
 )
 from fivefold.predict.software import Software
-from fivefold.predict.stage_times import Times
+from fivefold.predict.stage_times import StageKind, Times
 from fivefold.predict.transfers import Moves, data_groups, moves
 from fivefold.predict.update import (
     bringing_seconds,
@@ -124,7 +123,7 @@ class _Predictor:
         known: dict[StageKind, Times] = {}
         self._paired: dict[StageKind, Paired] = {}
         self._known_moves: dict[StageKind, Moves] = {}
-        self.kinds = [self._kind(spec) for spec in layout.split.stages]
+        self.kinds = [StageKind.of(layout, stage) for stage in range(len(layout.split.stages))]
         for kind, spec in zip(self.kinds, layout.split.stages, strict=True):
             if kind not in known:
                 known[kind] = self._stage(kind, spec)
@@ -141,27 +140,11 @@ class _Predictor:
         ranks = (stages_held(self.layout, rank) for rank in range(self.grid.pp))
         return {tuple(self.kinds[stage] for stage in own): own for own in ranks}.values()
 
-    def _kind(self, spec: StageParts) -> "StageKind":
-        """The kind of a stage; stages of the same kind take the same time."""
-        memory = self.layout.config.memory
-        model = self.layout.config.model
-        full = memory.recompute_granularity == "full"
-        some = memory.recompute_num_layers if memory.recompute_method == "block" else 1 << 30
-        layers: dict[tuple[LayerKind, bool], int] = {}
-        for place, layer in enumerate(spec.layers):
-            key = (layer_kind(model, layer), full and place < some)
-            layers[key] = layers.get(key, 0) + 1
-        return StageKind(spec.embedding, spec.head, spec.mtp, tuple(sorted(layers.items())))
-
-    def _stage(self, kind: "StageKind", spec: StageParts) -> Times:
-        model = self.layout.config.model
-        full = self.layout.config.memory.recompute_granularity == "full"
-        further = ((layer_kind(model, model.num_layers), full), kind.mtp)
+    def _stage(self, kind: StageKind, spec: StageParts) -> Times:
         total, host = Times(), 0.0
-        for (which, recomputed), count in (*kind.layers, further):
-            if count:
-                total = total + self.times.layer(which, recomputed) * count
-                host += self.times.host(which) * count
+        for (which, again), count in kind.layers:
+            total = total + self.times.layer(which, again) * count
+            host += self.times.host(which) * count
         self._paired[kind] = Paired(total, host)
         looked_up = kind.embedding + kind.mtp
         if looked_up:
@@ -188,7 +171,7 @@ class _Predictor:
         backward = work.dx + work.dw
         return Phases(max(0.0, once - work.forward), max(0.0, once - backward))
 
-    def _moves(self, kind: "StageKind", spec: StageParts) -> Moves:
+    def _moves(self, kind: StageKind, spec: StageParts) -> Moves:
         """What data parallelism sends for a stage."""
         if kind not in self._known_moves:
             self._known_moves[kind] = moves(self.layout, self.cluster, self.software, spec)
@@ -201,7 +184,7 @@ class _Predictor:
         once = self.software.reduces_once and self.grid.pp > 1 and sharding.splits_optimizer
         return SHARDING["optim"] if once else sharding
 
-    def _sharded(self, times: Times, kind: "StageKind", spec: StageParts) -> Phases:
+    def _sharded(self, times: Times, kind: StageKind, spec: StageParts) -> Phases:
         """Exposed seconds of the transfers in every microbatch (ZeRO-2 and ZeRO-3)."""
         sharding = self._sharding
         if not sharding.splits_gradients:
@@ -370,20 +353,3 @@ class _Predictor:
 
 
 _TENSOR_OPERATIONS = 15  # kernels per tensor in AdamW, the norm and the copies
-
-
-@dataclass(frozen=True)
-class StageKind:
-    """The parts of a stage that decide its time.
-
-    Attributes:
-        embedding: whether it holds the embedding.
-        head: whether it holds the head.
-        mtp: number of multi-token prediction layers.
-        layers: number of layers by (kind, whether it is recomputed).
-    """
-
-    embedding: bool
-    head: bool
-    mtp: int
-    layers: tuple[tuple[tuple[LayerKind, bool], int], ...]

@@ -1,22 +1,28 @@
 """Chooses how a given layout fits a memory budget: what it recomputes and offloads.
 
-The choice is the fastest that fits among all that the settings can say: no recomputation, each set
-of modules, whole layers in groups or some of each stage; with each of them each set of offloaded
-modules and tensors, and each limit on microbatches in flight. Not every combination is predicted.
-A way of recomputing cannot get faster by offloading or by a limit, and the least memory that it
-can take is that with all offloading and a limit of 1, so that a branch and bound over the ways
-finds the same time as trying everything.
+The choice is the fastest that fits among all that is the same for every stage: no recomputation,
+each set of modules, whole layers in groups or some of each stage; with each of them each set of
+offloaded modules and tensors, and each limit on microbatches in flight. Not every combination is
+predicted. A way of recomputing cannot get faster by offloading or by a limit, and the least memory
+that it can take is that with all offloading and a limit of 1, so that a branch and bound over the
+ways finds the same time as trying everything.
+
+Then each stage gets a number of layers of its own, whole or of modules, with nothing offloaded and
+with what the choice before offloads. Kinds of recomputation that another one beats in time and in
+the memory of every rank are left out.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, product
+from math import inf
 from typing import Any, get_args
 
 from fivefold.check import check
 from fivefold.config.config import SETTINGS, Config
-from fivefold.config.memory import OffloadModule, OffloadTensor, RecomputeModule, check_memory
+from fivefold.config.memory import OffloadModule, OffloadTensor, RecomputeModule
+from fivefold.config.memory_rules import check_memory
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.memory.rules import check_techniques
 from fivefold.predict.layer import TimesCache
@@ -25,6 +31,7 @@ from fivefold.predict.memory import peak_memory
 from fivefold.search.candidate import Candidate, evaluate
 from fivefold.search.memory_choices import LIMIT, OFFLOAD, RECOMPUTE
 from fivefold.search.request import Request
+from fivefold.search.stage_numbers import Numbers, try_numbers
 
 MOVED = (*OFFLOAD, "offload_tensors")
 CHOSEN = (*RECOMPUTE, LIMIT, *MOVED)
@@ -93,6 +100,8 @@ class MemoryChooser:
         for found, way in sorted(ways, key=lambda pair: pair[0].seconds):
             if self._beats(found):
                 self._more(way, found)
+        if not plain.memory.fits:
+            self._stages(ways)
         timed = [c for c in self.known.values() if c is not None]
         if self.best is not None:
             return MemoryFit(plain, self._simplest(self.best), self.best, len(timed))
@@ -115,7 +124,7 @@ class MemoryChooser:
                 yield {
                     "recompute_granularity": "full",
                     "recompute_method": method,
-                    "recompute_num_layers": layers,
+                    "recompute_num_layers": (layers,),
                 }
 
     def moves(self, way: Settings) -> list[Settings]:
@@ -231,6 +240,32 @@ class MemoryChooser:
             else:
                 high = middle - 1
 
+    def _stages(self, ways: Sequence[tuple[Candidate, Settings]]) -> None:
+        """Offer numbers of recomputed layers for each stage."""
+        if "recompute_granularity" not in self.free:
+            return
+        moved = [NONE]
+        if self.best is not None and (memory := self.best.layout.config.memory).moved_items:
+            moved.append({name: getattr(memory, name) for name in MOVED})
+        for settings, way in product(moved, _unbeaten(ways)):
+            self._by_stage({**way, **settings, "recompute_method": "block"})
+
+    def _by_stage(self, settings: Settings) -> None:
+        """Offer numbers of layers by stage with which this kind of recomputation fits."""
+        try:
+            layout = check(self.request.config.with_values(**settings), self.request.world)
+        except ConfigError:
+            return
+
+        def timed(numbers: Numbers) -> float:
+            found = self.timed({**settings, "recompute_num_layers": numbers})
+            if found is not None:
+                self._offer(found)
+            return inf if found is None else found.seconds
+
+        peak, numbers = try_numbers(layout, self.request.cluster, timed)
+        self.least.append((peak, {**settings, "recompute_num_layers": numbers}))
+
     def _simplest(self, best: Candidate) -> Candidate:
         """The same without whatever can be left out at no loss of time or fit."""
         memory = best.layout.config.memory
@@ -241,6 +276,19 @@ class MemoryChooser:
                 if found and found.memory.fits and found.seconds <= best.seconds:
                     return self._simplest(found)
         return best
+
+
+def _unbeaten(ways: Sequence[tuple[Candidate, Settings]]) -> list[Settings]:
+    """Ways of recomputing in each layer by itself, the fastest first, without those that another
+    one beats in time and in the memory of every rank."""
+    usual = {"recompute_method": "uniform", "recompute_num_layers": (1,)}
+    kinds = [each for each in ways if each[1] and {**each[1], **usual} == {**usual, **each[1]}]
+    found: list[tuple[list[float], Settings]] = []
+    for candidate, way in sorted(kinds, key=lambda pair: (pair[0].seconds, _peak(pair[0]))):
+        peaks = [rank.peak for rank in candidate.memory.ranks]
+        if not any(all(map(float.__le__, known, peaks)) for known, _ in found):
+            found.append((peaks, {**way, **usual}))
+    return [way for _, way in found]
 
 
 def _subsets(items: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

@@ -7,7 +7,8 @@ from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.config import Config
-from fivefold.config.memory import MemoryConfig, check_memory
+from fivefold.config.memory import MemoryConfig
+from fivefold.config.memory_rules import check_memory
 from fivefold.config.model import ModelConfig
 from fivefold.errors import Mistakes
 
@@ -47,7 +48,7 @@ def memory_choices(config: Config, given: frozenset[str]) -> list[MemoryChoice]:
         MemoryChoice(
             "full recompute",
             _settings(
-                recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+                recompute_granularity="full", recompute_method="uniform", recompute_num_layers=(1,)
             ),
             is_full=True,
         ),
@@ -114,7 +115,7 @@ def refinements(given: frozenset[str], layers_per_stage: int) -> Iterator[Memory
                 _settings(
                     recompute_granularity="full",
                     recompute_method="block",
-                    recompute_num_layers=layers,
+                    recompute_num_layers=(layers,),
                 ),
             )
 
@@ -143,11 +144,14 @@ def describe(memory: MemoryConfig) -> str:
     """A short description of the recompute settings."""
     if memory.recompute_granularity is None:
         return "no recompute"
+    what = "full recompute"
     if memory.recompute_granularity == "selective":
-        return f"recompute {' '.join(memory.recompute_modules)}"
+        what = f"recompute {' '.join(memory.recompute_modules)}"
     if memory.recompute_method == "block":
-        return f"full recompute of {memory.recompute_num_layers} layers a stage"
-    return "full recompute"
+        numbers = " ".join(map(str, memory.recompute_num_layers))
+        by_stage = "by stage" if " " in numbers else "a stage"
+        return f"{what} of {numbers} layers {by_stage}"
+    return what
 
 
 def _selective(modules: tuple[str, ...]) -> MemoryChoice:

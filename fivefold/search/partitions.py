@@ -14,7 +14,12 @@ from fivefold.pipeline.balance import even_stages
 from fivefold.pipeline.layout import split_layers
 from fivefold.pipeline.modelled import modelled_problem
 from fivefold.pipeline.parts import joined, modelled_parts
-from fivefold.pipeline.rules import AUTO, SYNTHESISED, check_order
+from fivefold.pipeline.rules import (
+    AUTO,
+    SYNTHESISED,
+    check_order,
+    check_recomputed_layers,
+)
 from fivefold.pipeline.schedules.limits import Place
 from fivefold.pipeline.schedules.registry import SCHEDULES, Schedule, Shape, known_of
 from fivefold.pipeline.stages import Split, layout_string
@@ -88,8 +93,15 @@ def enumerate_partitions(
         partition
         for pp in sizes
         for partition in _partitions_on(config, given, pp)
-        if partition.schedule in among
+        if partition.schedule in among and _has_numbers(config, partition.split)
     ]
+
+
+def _has_numbers(config: Config, split: Split) -> bool:
+    """Whether given numbers of recomputed layers by stage are those of its stages."""
+    mistakes = Mistakes()
+    check_recomputed_layers(config.memory, split, mistakes)
+    return not mistakes.found
 
 
 def _partitions_on(config: Config, given: frozenset[str], pp: int) -> Iterator[Partition]:

@@ -7,7 +7,8 @@ from typing import Any
 
 from fivefold.config.config import Config
 from fivefold.config.dependence import check_dependents
-from fivefold.config.memory import MemoryConfig, check_memory
+from fivefold.config.memory import MemoryConfig
+from fivefold.config.memory_rules import check_memory
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.data_parallel.rules import check_contradictions

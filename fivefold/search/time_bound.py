@@ -274,9 +274,12 @@ def _cells(
         kinds = {n: kind for n, kind in sample_layers(model).items() if kind.experts == experts}
 
         def each(config: Config) -> list[float]:
-            of, full = times(config), config.memory.recompute_granularity == "full"
+            of, memory = times(config), config.memory
+            some = memory.recomputes_first_layers  # perhaps of none
+            modules = () if some else memory.remade_modules
+            whole = memory.recompute_granularity == "full" and not some
             found = {
-                n: _numbers(of.layer(kind, full and not kind.predicts), of.host(kind))
+                n: _numbers(of.layer(kind, None if whole else modules), of.host(kind))
                 for n, kind in kinds.items()
             }
             return _in_order(found, 0.0)

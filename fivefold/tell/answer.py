@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from fivefold.config.config import SETTINGS
 from fivefold.model.shape import count_parameters
 from fivefold.predict.prediction import Prediction, precision_of
 from fivefold.search.proven import PROVEN
@@ -66,7 +67,8 @@ def answer(result: SearchResult) -> list[tuple[str, str]]:
         ("cluster", machines(request.cluster)),
     ]
     rows += [("assumed", what) for what in request.assumed]
-    rows += [("fixed", f"{name} = {value}") for name, value in sorted(request.fixed().items())]
+    fixed = sorted(request.fixed().items())
+    rows += [("fixed", f"{name} = {SETTINGS[name].words(value)}") for name, value in fixed]
     if request.only == PROVEN:
         rows.append(("proven", "only what published runs have used (--proven)"))
     untrained = export(candidate.layout, "fivefold").missing

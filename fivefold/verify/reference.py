@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fivefold.config.config import Config
+from fivefold.config.memory import MemoryConfig
 from fivefold.config.training import OptimizerConfig
 from fivefold.data.packing import IGNORED, Microbatch
 from fivefold.model.batch import Batch
@@ -71,7 +72,7 @@ def plain_model(config: Config, dtype: torch.dtype) -> Stage:
     stand_in(model, config)
     products = eight_bit(training, dtype)
     if products is not None:
-        install_eight_bit(model, products, ())
+        install_eight_bit(model, products, MemoryConfig())
     scale_each_element(model)
     return model.to(dtype)
 

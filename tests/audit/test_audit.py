@@ -119,7 +119,7 @@ EIGHT_BIT: dict[str, tuple[int, str, str, dict[str, Any]]] = {
         | {
             "recompute_granularity": "full",
             "recompute_method": "uniform",
-            "recompute_num_layers": 1,
+            "recompute_num_layers": (1,),
             "tiled_mlp_num_shards": 3,
         },
     ),

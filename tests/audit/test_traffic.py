@@ -115,7 +115,7 @@ MTP = {"mtp_num_layers": 2}
 BF16 = {"precision": "bf16"}
 FULL = {"recompute_granularity": "full"}
 FUSED = {"cross_entropy_loss_fusion": True}
-TILES = {"tiled_mlp_num_shards": 3, "recompute_num_layers": 2}
+TILES = {"tiled_mlp_num_shards": 3, "recompute_num_layers": (2,)}
 SELECTIVE = {
     "recompute_granularity": "selective",
     "recompute_modules": ("core_attn", "mlp", "layernorm"),
@@ -201,18 +201,18 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp + tp + sp + optim_grads of a GPT": (8, {PP: 2, ZERO: "optim_grads"} | SP | GPT),
     "pp + tp + no_shard": (8, {PP: 2, TP: 2, "qk_layernorm": True}),
     "tp, layers recomputed": (2, {TP: 2} | FULL),
-    "tp + sp, pairs of layers recomputed": (2, SP | FULL | {"recompute_num_layers": 2}),
+    "tp + sp, pairs of layers recomputed": (2, SP | FULL | {"recompute_num_layers": (2,)}),
     "tp + sp, layers with dropout recomputed": (2, SP | FULL | GPT | {"hidden_dropout": 0.1}),
     "tp + sp, some layers recomputed": (
         2,
-        SP | FULL | {"recompute_method": "block", "recompute_num_layers": 3},
+        SP | FULL | {"recompute_method": "block", "recompute_num_layers": (3,)},
     ),
     "tp, modules recomputed": (2, {TP: 2} | SELECTIVE),
     "tp + sp, modules recomputed": (2, SP | SELECTIVE | GPT),
     "tp + sp, pairs of layers recomputed in tiles": (2, SP | FULL | TILES),
     "tp, layers with dropout recomputed in tiles": (
         2,
-        {TP: 2} | FULL | TILES | GPT | {"recompute_num_layers": 1, "hidden_dropout": 0.1},
+        {TP: 2} | FULL | TILES | GPT | {"recompute_num_layers": (1,), "hidden_dropout": 0.1},
     ),
     "tp, pairs of layers recomputed in tiles": (2, {TP: 2} | FULL | TILES),
     "tp + sp, modules recomputed in tiles": (2, SP | SELECTIVE | {"tiled_mlp_num_shards": 3}),
@@ -232,7 +232,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "optim_grads_params, pairs of layers recomputed": (
         2,
-        {ZERO: "optim_grads_params", "recompute_num_layers": 2} | FULL,
+        {ZERO: "optim_grads_params", "recompute_num_layers": (2,)} | FULL,
     ),
     "zero bubbles + optim_grads": (4, {PP: 2, ZERO: "optim_grads", "pipeline_schedule": "zb_h1"}),
     "zero bubbles + hsdp optim_grads": (

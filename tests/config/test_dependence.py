@@ -129,6 +129,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "zero_hpz_partition_size": (2,),
     "zero_qgz_partition_size": (2,),
     "recompute_modules": (("mlp",),),
+    "recompute_num_layers": ((2,), (1, 2)),
     "offload_modules": (("core_attn",),),
     "offload_tensors": (("dispatched_input",), ("pre_mlp_layernorm_output",)),
     "optimizer_offload_fraction": (0.5,),

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fivefold.audit.holdings import DeviceLimit
 from fivefold.config.memory import vocab_split_sizes
 from fivefold.errors import ConfigError
 from fivefold.memory import cross_entropy as fused
@@ -173,3 +174,25 @@ def test_slices_of_the_vocabulary_are_set_by_megatrons_variables() -> None:
         f"{name} must be a positive number, not {text!r}" in str(error.value)
         for name, text in wrong.items()
     )
+
+
+def _most_held(tokens: int) -> int:
+    """Most bytes that the linear loss and its backward take, tokens and states not counted."""
+    stage, x_TH = build(MODEL).bfloat16(), _hidden().detach().bfloat16()
+    stage.head_loss = LinearCrossEntropy(None, False, MODEL.vocab_size, MODEL.vocab_size)
+    assert stage.lm_head is not None
+    x_TH = x_TH.repeat(tokens // T, 1).requires_grad_()
+    labels_T = torch.arange(tokens) % MODEL.vocab_size
+    limit = DeviceLimit(1e9, {"there": [stage.lm_head.weight, x_TH, labels_T]}, [])
+    before = limit.holdings.total
+    with patch.object(fused, "LOSS_TOKENS", T), limit:
+        stage.head_loss(stage, x_TH, labels_T, None).backward()
+    return limit.holdings.peak - before
+
+
+def test_a_token_more_takes_what_the_planner_counts() -> None:
+    """With tiles of few tokens: the sum of the states' gradient, and that gradient."""
+    states = 6 * MODEL.hidden_size  # in bf16, and in fp32: what `predict.stage_memory` has
+    statistics = 3 * 4 + 4  # its log-sum-exp, weight, loss and scale
+    each = (_most_held(80 * T) - _most_held(60 * T)) / (20 * T)
+    assert states <= each <= states + statistics, each

@@ -50,7 +50,7 @@ def _step(
 @pytest.mark.parametrize("model", [MODEL, replace(GPT, num_layers=5)], ids=["llama", "gpt"])
 @pytest.mark.parametrize(
     "memory",
-    [FULL, replace(FULL, recompute_num_layers=2), SELECTIVE],
+    [FULL, replace(FULL, recompute_num_layers=(2,)), SELECTIVE],
     ids=["full", "in pairs", "selective"],
 )
 def test_gradients_are_the_same_to_the_last_bit(memory: MemoryConfig, model: Any) -> None:
@@ -80,14 +80,14 @@ def _runs(stage: Stage, deferred: DeferredWeights, name: str) -> dict[str, int]:
 EXPECTED: dict[str, tuple[MemoryConfig, str, dict[str, int]]] = {
     "nothing": (NOTHING, "mlp", {"F": 5, "B": 0, "W": 0}),
     "layers": (FULL, "self_attn", {"F": 5, "B": 5, "W": 0}),
-    "pairs": (replace(FULL, recompute_num_layers=2), "mlp", {"F": 5, "B": 5, "W": 0}),
+    "pairs": (replace(FULL, recompute_num_layers=(2,)), "mlp", {"F": 5, "B": 5, "W": 0}),
     "the first three": (
-        replace(FULL, recompute_method="block", recompute_num_layers=3),
+        replace(FULL, recompute_method="block", recompute_num_layers=(3,)),
         "mlp",
         {"F": 5, "B": 3, "W": 0},
     ),
     "more than there are": (
-        replace(FULL, recompute_method="block", recompute_num_layers=9),
+        replace(FULL, recompute_method="block", recompute_num_layers=(9,)),
         "mlp",
         {"F": 5, "B": 5, "W": 0},
     ),

@@ -206,7 +206,7 @@ def test_dense_layers_make_their_mlp_again() -> None:
 )
 def test_full_recomputation_keeps_inputs(method: Any, number: int, inputs: str) -> None:
     memory = MemoryConfig(
-        recompute_granularity="full", recompute_method=method, recompute_num_layers=number
+        recompute_granularity="full", recompute_method=method, recompute_num_layers=(number,)
     )
     running = Running(S, memory=memory)
     plain = total(saved_activations(GPT3, 0, Running(S))).kept

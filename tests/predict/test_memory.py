@@ -148,7 +148,11 @@ def test_a_model_with_hardly_any_tokens_peaks_where_weight_gradients_are_made() 
     "technique",
     [
         {"recompute_granularity": "full"},
-        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 6},
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "block",
+            "recompute_num_layers": (6,),
+        },
         {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)},
         {
             "recompute_granularity": "selective",

@@ -16,7 +16,8 @@ H100 = preset("H100", 64)
 
 def recomputed(software, **settings):
     layout = planned("llama3-8b", 8, mbs=2, gbs=16, **settings)
-    return LayerTimes(layout, H100, software).layer(LayerKind(), False).recompute.dx
+    modules = layout.config.memory.remade_modules
+    return LayerTimes(layout, H100, software).layer(LayerKind(), modules).recompute.dx
 
 
 def test_older_attention_is_slower_where_the_silicon_asks_for_more():
@@ -110,7 +111,7 @@ def test_sums_that_every_rank_takes_move_twice_the_bytes():
 def test_gradients_that_are_added_by_kernels_of_their_own_take_their_traffic():
     layout = planned("llama3-8b", 8, mbs=1, gbs=16)
     inside, apart = (
-        LayerTimes(layout, H100, Software(accumulates_apart=habit)).layer(LayerKind(), False)
+        LayerTimes(layout, H100, Software(accumulates_apart=habit)).layer(LayerKind(), ())
         for habit in (False, True)
     )
     weights = 4096 * (4096 * 2 + 1024 * 2 + 3 * 14336)
@@ -125,7 +126,7 @@ def test_no_layer_waits_for_the_host_in_one_graph():
     graphed = LayerTimes(layout, H100, Software(whole_graph=True))
     issued = LayerTimes(layout, H100, Software())
     assert graphed.host(kind) == 0.0 < issued.host(kind)
-    assert graphed.layer(kind, False).total.forward < issued.layer(kind, False).total.forward
+    assert graphed.layer(kind, ()).total.forward < issued.layer(kind, ()).total.forward
 
 
 def test_owners_that_broadcast_pay_a_ring_s_latency_for_each_message():

@@ -138,7 +138,7 @@ def test_full_recomputation_runs_every_forward_again():
         8,
         recompute_granularity="full",
         recompute_method="block",
-        recompute_num_layers=16,
+        recompute_num_layers=(16,),
     )
     times = [predict(layout, CLUSTER) for layout in (plain, half, full)]
     again = [part(time, "recompute") for time in times]

@@ -55,7 +55,8 @@ def _selective(*modules: str) -> dict[str, Any]:
 
 
 def _moved(*modules: str) -> dict[str, Any]:
-    return {"fine_grained_activation_offloading": True, "offload_modules": modules}
+    size = {"min_offloaded_tensor_size": 1}  # all of a tiny model's are below the default
+    return {"fine_grained_activation_offloading": True, "offload_modules": modules} | size
 
 
 def _experts(dispatcher: str, *, ep: int = 2, etp: int = 1, **more: Any) -> dict[str, Any]:
@@ -129,7 +130,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "memory": {
         "kept": {},
-        "layers: uniform": {"recompute_granularity": "full", "recompute_num_layers": 2},
+        "layers: uniform": {"recompute_granularity": "full", "recompute_num_layers": (2,)},
         "layers: block": {"recompute_granularity": "full", "recompute_method": "block"},
         "modules: every": _selective("core_attn", "mlp", "layernorm"),
         "modules: attention": _selective("core_attn"),

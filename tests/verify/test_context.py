@@ -78,7 +78,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         2,
         "llama",
         {"recompute_granularity": "full", "recompute_method": "uniform"}
-        | {"recompute_num_layers": 1}
+        | {"recompute_num_layers": (1,)}
         | context(2, "p2p", **WHOLE),
     ),
     "attention recomputed": (
@@ -98,6 +98,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         2,
         "llama",
         {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn",)}
+        | {"min_offloaded_tensor_size": 1}
         | context(2, "p2p"),
     ),
     "everything": (

@@ -32,6 +32,7 @@ DEEPSEEK = {
     "moe_router_topk_scaling_factor": 2.5,
     "moe_layer_freq": "[0]*2+[1]*3",
 }
+MOVED = {"fine_grained_activation_offloading": True, "min_offloaded_tensor_size": 1}
 PREDICTING = DEEPSEEK | {"mtp_num_layers": 1}
 # Ranks, model, settings: each dispatcher with every degree, strategy and kind of balance somewhere.
 CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
@@ -136,7 +137,7 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
             "tp": 2,
             "cp": 2,
             "recompute_granularity": "full",
-            "recompute_num_layers": 2,
+            "recompute_num_layers": (2,),
             "dispatcher": "flex",
             "moe_router_load_balancing_type": ("global_aux_loss",),
             "moe_aux_loss_coeff": (0.1,),
@@ -216,7 +217,7 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
         {},
         {
             "ep": 2,
-            "fine_grained_activation_offloading": True,
+            **MOVED,
             "offload_modules": ("expert_fc1", "moe_act"),
         },
     ),
@@ -316,7 +317,7 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
         {
             "cp": 2,
             "cp_comm_type": ("all_gather",),
-            "fine_grained_activation_offloading": True,
+            **MOVED,
             "offload_modules": ("expert_fc1", "core_attn"),
             "compile": True,
             "compile_backend": "aot_eager",
@@ -350,6 +351,20 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
         {"ep": 2, "etp": 2, "dispatcher": "flex", "moe_expert_rank_capacity_factor": 0.9},
     ),
     (1, {}, {"moe_expert_rank_capacity_factor": 0.6}),
+    (
+        4,
+        {},
+        {
+            "ep": 2,
+            "etp": 2,
+            "tp": 2,
+            "dispatcher": "flex",
+            **MOVED,
+            "offload_tensors": ("dispatched_input", "pre_mlp_layernorm_output"),
+            "recompute_granularity": "selective",
+            "recompute_modules": ("routed_experts",),
+        },
+    ),
 ]
 
 

@@ -11,7 +11,7 @@ def _full(method: str = "uniform", layers: int = 1) -> dict[str, Any]:
     return {
         "recompute_granularity": "full",
         "recompute_method": method,
-        "recompute_num_layers": layers,
+        "recompute_num_layers": (layers,),
     }
 
 
@@ -109,6 +109,26 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         4,
         "llama",
         flags(pp=2, stages=STAGES[2, 2], strategy="optim") | _full("block"),
+    ),
+    "numbers of layers by stage": (
+        4,
+        "llama",
+        flags(pp=2, stages=STAGES[2, 2], strategy="optim_grads_params")
+        | _full("block")
+        | {"recompute_num_layers": (1, 2, 0, 1)},
+    ),
+    "modules of some layers by stage, deferred weights": (
+        8,
+        "gpt",
+        flags(tp=2, pp=2, stages="Ett|tttL", sequence=True)
+        | EVERYTHING
+        | {
+            "recompute_method": "block",
+            "recompute_num_layers": (0, 2),
+            "tiled_mlp_num_shards": 2,
+            "pipeline_schedule": "zb_h1",
+            "micro_batch_size": 1,
+        },
     ),
     "key/value heads fewer than ranks": (
         4,
@@ -218,6 +238,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         CASES,
         "weights off the device, tied over stages",
         "key/value heads fewer than ranks",
+        "modules of some layers by stage, deferred weights",
         "every module, deferred weights",
         "moved and recomputed, tensor parallel, deferred weights",
         "native loss, vocabulary part of padding only",

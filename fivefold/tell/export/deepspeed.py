@@ -239,9 +239,12 @@ def _lost_of_the_memory(said: Settings) -> Iterator[str]:
         kind = f"recompute_granularity = {granularity}"
         if granularity == "full":
             kind += f", recompute_method = {said['recompute_method']}"
-            kind += f", recompute_num_layers = {said['recompute_num_layers']}"
+            kind += f", recompute_num_layers = {' '.join(map(str, said['recompute_num_layers']))}"
         else:
             kind += f", recompute_modules = {' '.join(said['recompute_modules'])}"
+            if said["recompute_method"] == "block":
+                layers = " ".join(map(str, said["recompute_num_layers"]))
+                kind += f", recompute_method = block, recompute_num_layers = {layers}"
         yield f"recomputation is code there: deepspeed.checkpointing.checkpoint ({kind})"
     if said["fine_grained_activation_offloading"]:
         modules = " ".join(said["offload_modules"])

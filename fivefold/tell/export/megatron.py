@@ -6,6 +6,7 @@ from math import ceil
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.layout import Layout
+from fivefold.tell.export.megatron_memory import lost_of_memory, memory_flags
 from fivefold.tell.export.megatron_pipeline import (
     its_pipeline,
     lost_in_the_pipeline,
@@ -23,13 +24,6 @@ from fivefold.tell.export.settings import (
 )
 
 _RECIPES = ("delayed", "tensorwise", "mxfp8", "blockwise")
-_MODULES = {
-    "routed_experts": "moe",
-    "a2a_overlap_attn": "core_attn",
-    "a2a_overlap_post_attn": "layernorm",
-    "a2a_overlap_mlp": "moe",
-}
-"""Modules that it does not recompute alone, and those that are nearest."""
 _ITS_ROPE_SCALING = {
     "rope_low_freq_factor": 1.0,
     "rope_high_freq_factor": 4.0,
@@ -44,7 +38,7 @@ def megatron(layout: Layout) -> Export:
         *_model(said, layout),
         *pipeline_flags(said, layout, runs),
         *_parallel(said, layout, runs),
-        *_memory(said),
+        *memory_flags(said, runs),
         *_training(said),
     ]
     missing = [
@@ -189,35 +183,6 @@ def _gathers_early(layout: Layout, runs: Layout) -> bool:
     return reduces and layout.grid.pp > 1 and runs.split.num_virtual > 1
 
 
-def _memory(said: Settings) -> Iterator[str]:
-    granularity = said["recompute_granularity"]
-    yield from set_flag("recompute_granularity", granularity)
-    if granularity == "full":
-        yield from flags(said, "recompute_method", "recompute_num_layers")
-    elif granularity == "selective":
-        modules = (_MODULES.get(module, module) for module in said["recompute_modules"])
-        yield from set_flag("recompute_modules", tuple(dict.fromkeys(modules)))
-    # It moves dispatched tokens as what the experts' first linear layers save.
-    dispatched = ("expert_fc1" for name in said["offload_tensors"] if name == "dispatched_input")
-    moved = (*said["offload_modules"], *dispatched)
-    if said["fine_grained_activation_offloading"] and moved:
-        yield from flags(said, "fine_grained_activation_offloading")
-        yield from set_flag("offload_modules", moved)
-        yield from flags(said, "min_offloaded_tensor_size")
-    if said["cross_entropy_loss_fusion"] and not said["deterministic_mode"]:
-        yield "--cross-entropy-loss-fusion"
-        impl = said["cross_entropy_fusion_impl"]
-        yield from flag("cross-entropy-fusion-impl", "native" if impl == "linear" else impl)
-    if said["optimizer_cpu_offload"]:
-        yield from flags(said, "optimizer_cpu_offload", "optimizer_offload_fraction")
-    sharded = said["data_parallel_sharding_strategy"] != "no_shard"
-    aware = sharded and said["use_precision_aware_optimizer"]
-    if aware or said["optimizer_cpu_offload"]:
-        yield from flag("use-precision-aware-optimizer")
-    if aware:
-        yield from flags(said, "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-
-
 def _training(said: Settings) -> Iterator[str]:
     yield from flags(said, "micro_batch_size", "global_batch_size", "seq_length", "train_iters")
     yield from flags(said, "seed", "full_validation")
@@ -341,19 +306,7 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
         yield f"it multiplies in 8 or in 4 bits, not in both: {recipe} was left out"
     elif training.fp8_format and training.fp8_recipe not in _RECIPES:
         yield f"it has no {training.fp8_recipe} recipe (fp8_recipe): tensorwise stands in its place"
-    others = [name for name in memory.offload_tensors if name != "dispatched_input"]
-    if memory.fine_grained_activation_offloading and others:
-        yield f"it does not move {' '.join(others)} (offload_tensors)"
-    if memory.fine_grained_activation_offloading and "dispatched_input" in memory.offload_tensors:
-        yield "it moves dispatched tokens (offload_tensors) as expert_fc1 of offload_modules"
-    asked = memory.recompute_modules if memory.recompute_granularity == "selective" else ()
-    for module in (module for module in asked if module in _MODULES):
-        yield f"recompute_modules {module} became {_MODULES[module]}: it has nothing nearer"
-    if memory.makes_logits_again:
-        yield (
-            "cross_entropy_fusion_impl linear needs a release after 0.16: native fuses the loss "
-            "alone, and keeps the logits"
-        )
+    yield from lost_of_memory(memory, runs)
     if layout.config.optimizer.needs_rounding:
         kinds = state_types(said)
         if sharded:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import lcm
 
+from fivefold.config.memory import MemoryConfig
 from fivefold.layout import Layout
 from fivefold.pipeline.costs import Costs, Footprint
 from fivefold.pipeline.ir import loop_placement, stages_on
@@ -25,7 +26,11 @@ def one_stage_a_rank(layout: Layout, schedule: str = "1f1b") -> Layout:
     size = split.num_virtual
     stages = [_merged(split.stages[start * size : (start + 1) * size]) for start in range(ranks)]
     merged = Split(tuple(stages), loop_placement(ranks, ranks))
-    return replace(_run_by(schedule, layout), split=merged)
+    found, memory = _run_by(schedule, layout), layout.config.memory
+    if size > 1 and memory.recomputes_first_layers:
+        config = found.config.with_values(recompute_num_layers=_numbers_of_merged(memory, size))
+        found = replace(found, config=config)
+    return replace(found, split=merged)
 
 
 def interleaved(layout: Layout) -> Layout:
@@ -62,6 +67,14 @@ def _merged(stages: Sequence[StageSpec]) -> StageSpec:
         stages[-1].head,
         sum(stage.mtp for stage in stages),
     )
+
+
+def _numbers_of_merged(memory: MemoryConfig, size: int) -> tuple[int, ...]:
+    """Recomputed layers of stages, each of which was `size` stages."""
+    numbers = memory.recompute_num_layers
+    if len(numbers) == 1:
+        return (size * numbers[0],)
+    return tuple(sum(numbers[at : at + size]) for at in range(0, len(numbers), size))
 
 
 def _figures(layout: Layout) -> tuple[float, float]:

@@ -280,13 +280,16 @@ def _lost(said: Settings, layout: Layout) -> Iterator[str]:
     if memory.recompute_granularity == "selective":
         modules = " ".join(said["recompute_modules"])
         yield f"recompute_modules {modules} became its selection operation by operation"
+        if memory.recomputes_first_layers:
+            layers = " ".join(map(str, said["recompute_num_layers"]))
+            said.mention("recompute_method")
+            yield f"recompute_method block of {layers} layers a stage became that of all layers"
     if memory.recompute_granularity == "full":
         said.mention("recompute_method", "recompute_num_layers")
+        layers = " ".join(map(str, memory.recompute_num_layers))
         if memory.recompute_method == "block":
-            layers = memory.recompute_num_layers
             yield f"recompute_method block of {layers} layers a stage became that of all layers"
-        elif memory.recompute_num_layers > 1:
-            layers = memory.recompute_num_layers
+        elif memory.recompute_num_layers != (1,):
             yield f"it recomputes layer by layer, not in groups (recompute_num_layers = {layers})"
     if said["cross_entropy_loss_fusion"]:
         impl = said["cross_entropy_fusion_impl"]

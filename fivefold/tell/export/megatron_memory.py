@@ -1,0 +1,75 @@
+"""Flags of memory techniques for Megatron-LM, and what it lacks of them."""
+
+from collections.abc import Iterator
+
+from fivefold.config.memory import MemoryConfig
+from fivefold.layout import Layout
+from fivefold.tell.export.settings import Settings, flag, flags, set_flag
+
+_MODULES = {
+    "routed_experts": "moe",
+    "a2a_overlap_attn": "core_attn",
+    "a2a_overlap_post_attn": "layernorm",
+    "a2a_overlap_mlp": "moe",
+}
+"""Modules that it does not recompute alone, and those that are nearest."""
+
+
+def memory_flags(said: Settings, runs: Layout) -> Iterator[str]:
+    """Flags of recomputation, offloading, the fused loss and the optimizer in host memory."""
+    granularity = said["recompute_granularity"]
+    yield from set_flag("recompute_granularity", granularity)
+    if granularity == "full":
+        said.mention("recompute_num_layers")
+        yield from flags(said, "recompute_method")
+        # It has one number for all stages: the largest keeps no more than any of them.
+        yield from flag("recompute-num-layers", max(runs.config.memory.recompute_num_layers))
+    elif granularity == "selective":
+        said.mention("recompute_method", "recompute_num_layers")
+        modules = (_MODULES.get(module, module) for module in said["recompute_modules"])
+        yield from set_flag("recompute_modules", tuple(dict.fromkeys(modules)))
+    # It moves dispatched tokens as what the experts' first linear layers save.
+    dispatched = ("expert_fc1" for name in said["offload_tensors"] if name == "dispatched_input")
+    moved = (*said["offload_modules"], *dispatched)
+    if said["fine_grained_activation_offloading"] and moved:
+        yield from flags(said, "fine_grained_activation_offloading")
+        yield from set_flag("offload_modules", moved)
+        yield from flags(said, "min_offloaded_tensor_size")
+    if said["cross_entropy_loss_fusion"] and not said["deterministic_mode"]:
+        yield "--cross-entropy-loss-fusion"
+        impl = said["cross_entropy_fusion_impl"]
+        yield from flag("cross-entropy-fusion-impl", "native" if impl == "linear" else impl)
+    if said["optimizer_cpu_offload"]:
+        yield from flags(said, "optimizer_cpu_offload", "optimizer_offload_fraction")
+    sharded = said["data_parallel_sharding_strategy"] != "no_shard"
+    aware = sharded and said["use_precision_aware_optimizer"]
+    if aware or said["optimizer_cpu_offload"]:
+        yield from flag("use-precision-aware-optimizer")
+    if aware:
+        yield from flags(said, "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+
+
+def lost_of_memory(memory: MemoryConfig, runs: Layout) -> Iterator[str]:
+    """Sentences about what of the settings it does not have in the layout that it runs."""
+    others = [name for name in memory.offload_tensors if name != "dispatched_input"]
+    if memory.fine_grained_activation_offloading and others:
+        yield f"it does not move {' '.join(others)} (offload_tensors)"
+    if memory.fine_grained_activation_offloading and "dispatched_input" in memory.offload_tensors:
+        yield "it moves dispatched tokens (offload_tensors) as expert_fc1 of offload_modules"
+    asked = memory.recompute_modules if memory.recompute_granularity == "selective" else ()
+    for module in (module for module in asked if module in _MODULES):
+        yield f"recompute_modules {module} became {_MODULES[module]}: it has nothing nearer"
+    if memory.makes_logits_again:
+        yield (
+            "cross_entropy_fusion_impl linear needs a release after 0.16: native fuses the loss "
+            "alone, and keeps the logits"
+        )
+    numbers = " ".join(map(str, memory.recompute_num_layers))
+    if memory.remade_modules and memory.recomputes_first_layers:
+        yield (
+            f"it recomputes modules in every layer, not in the first {numbers} of a stage "
+            "(recompute_method = block)"
+        )
+    elif memory.recomputes_first_layers and " " in numbers:
+        most = max(runs.config.memory.recompute_num_layers)
+        yield f"it recomputes {most} layers of every stage: recompute_num_layers = {numbers}"
