@@ -10,7 +10,7 @@ import torch
 from msgspec import Meta, Struct
 
 from fivefold.checkpoint.integrity import INDEX, META, Stamp
-from fivefold.checkpoint.pickled import DTYPES, read_pickle
+from fivefold.checkpoint.pickled import DTYPES, read_foreign_pickle, read_pickle
 from fivefold.errors import CheckpointError
 from fivefold.files import as_kind
 
@@ -88,6 +88,37 @@ def read_index(folder: Path, files: Mapping[str, Stamp]) -> dict[str, SavedTenso
         plain = read_pickle(path.read_bytes())
     except CheckpointError as error:
         raise CheckpointError(f"{path} {error}") from None
+    return _indexed(plain, files, path)
+
+
+def read_foreign_index(folder: Path) -> dict[str, SavedTensor]:
+    """The tensors of a checkpoint that another program wrote with DCP, which has no manifest.
+
+    What it holds besides tensors is left out.
+
+    Raises:
+        CheckpointError: as `read_index`.
+    """
+    path = folder / INDEX
+    try:
+        plain = read_foreign_pickle(path.read_bytes())
+        files = {file.name: Stamp(file.stat().st_size, 0) for file in folder.glob("*.distcp")}
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} {error}") from None
+    try:
+        entries = plain["state_dict_metadata"].items()
+        tensors = {name: entry for name, entry in entries if "properties" in entry}
+        stored = plain["storage_data"].items()
+        places = {key: place for key, place in stored if type(key) is tuple and key[0] in tensors}
+    except (TypeError, KeyError, AttributeError):
+        raise CheckpointError(f"{path} is not what torch.distributed.checkpoint writes") from None
+    kept = {"state_dict_metadata": tensors, "storage_data": places}
+    return _indexed(kept, files, path)
+
+
+def _indexed(plain: Any, files: Mapping[str, Stamp], path: Path) -> dict[str, SavedTensor]:
     found = as_kind(plain, _Metadata, str(path), CheckpointError)
     index = {}
     for name, tensor in found.state_dict_metadata.items():

@@ -44,12 +44,27 @@ def read_pickle(pickled: bytes) -> Any:
     Raises:
         CheckpointError: the bytes are damaged, or contain something that DCP does not write.
     """
-    machine = _PickleMachine()
+    return _run(_PickleMachine(), pickled)
+
+
+def read_foreign_pickle(pickled: bytes) -> Any:
+    """The contents of another program's pickle, in the same way.
+
+    An object of any class is the dict of its fields, a tensor is None, and what a call would have
+    returned is a dict of what the call was given.
+
+    Raises:
+        CheckpointError: the bytes are damaged, or have opcodes that such pickles lack.
+    """
+    return _run(_ForeignMachine(), pickled)
+
+
+def _run(machine: "_PickleMachine", pickled: bytes) -> Any:
     try:
         for opcode, argument, _ in pickletools.genops(pickled):
             machine.do(opcode.name, argument)
         return machine.stack.pop()
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         raise CheckpointError(f"is not what {_DCP} writes") from None
 
 
@@ -59,13 +74,13 @@ class _PickleMachine:
     def __init__(self) -> None:
         self.stack: list[Any] = []
         self._outer: list[list[Any]] = []  # the stack below each mark
-        self._memo: list[Any] = []
+        self._memo: dict[int, Any] = {}
 
     def do(self, opcode: str, argument: Any) -> None:
         stack = self.stack
         match opcode:
             case "MEMOIZE":
-                self._memo.append(stack[-1])
+                self._memo[len(self._memo)] = stack[-1]
             case "BINGET" | "LONG_BINGET":
                 stack.append(self._memo[argument])
             case "BININT1" | "BININT2" | "BININT" | "LONG1" | "SHORT_BINUNICODE" | "BINUNICODE":
@@ -98,18 +113,16 @@ class _PickleMachine:
                 self._collect("SETITEMS", [key, value])
             case "STACK_GLOBAL":
                 name, module = stack.pop(), stack.pop()
-                stack.append(_known(module, name))
+                stack.append(self.named(module, name))
             case "NEWOBJ":
                 arguments, name = stack.pop(), stack.pop()
-                if not _is_one_of(_CLASSES, name) or arguments != ():
-                    raise CheckpointError("makes an object that no checkpoint has")
-                stack.append({})
+                stack.append(self.made(name, arguments))
             case "BUILD":
                 state = stack.pop()
                 stack[-1].update(state if isinstance(state, dict) else {"state": state})
             case "REDUCE":
                 arguments, name = stack.pop(), stack.pop()
-                stack.append(_called(name, arguments))
+                stack.append(self.called(name, arguments))
             case "PROTO" | "FRAME" | "STOP":
                 pass
             case _:
@@ -123,36 +136,83 @@ class _PickleMachine:
             self.stack[-1].extend(items)
         else:
             keys, values = items[::2], items[1::2]
-            self.stack[-1].update(zip(map(_key, keys), values, strict=True))
+            self.stack[-1].update(zip(map(self.key, keys), values, strict=True))
+
+    def named(self, module: Any, name: Any) -> str:
+        """A class or function, as its name."""
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise TypeError
+        if f"{module}.{name}" not in _NAMES:
+            raise CheckpointError(f"names {f'{module}.{name}'[:80]!r}, which no checkpoint does")
+        return f"{module}.{name}"
+
+    def made(self, name: Any, arguments: Any) -> dict[str, Any]:
+        """A new object, whose fields follow."""
+        if not _is_one_of(_CLASSES, name) or arguments != ():
+            raise CheckpointError("makes an object that no checkpoint has")
+        return {}
+
+    def called(self, name: Any, arguments: Any) -> Any:
+        """The result of calling a known name: a shape, for example, is its tuple of sizes."""
+        if _is_one_of(_WITHOUT_EFFECT, name):
+            return None
+        if name != _SHAPE:
+            raise CheckpointError("calls what no checkpoint calls")
+        (shape,) = arguments
+        return shape
+
+    def key(self, key: Any) -> Any:
+        """A key of a dict: text, or a MetadataIndex as its name and offsets."""
+        if isinstance(key, str):
+            return key
+        name, offset = key["fqn"], key["offset"]
+        if not isinstance(name, str) or not all(type(number) is int for number in offset):
+            raise TypeError
+        return name, tuple(offset)
 
 
-def _known(module: Any, name: Any) -> str:
-    if not isinstance(module, str) or not isinstance(name, str):
-        raise TypeError
-    if f"{module}.{name}" not in _NAMES:
-        raise CheckpointError(f"names {f'{module}.{name}'[:80]!r}, which no checkpoint does")
-    return f"{module}.{name}"
+class _ForeignMachine(_PickleMachine):
+    """A machine that knows no classes, and the opcodes of older protocols."""
 
+    def do(self, opcode: str, argument: Any) -> None:
+        stack = self.stack
+        match opcode:
+            case "BINPUT" | "LONG_BINPUT":
+                self._memo[argument] = stack[-1]
+            case "GLOBAL":
+                stack.append(argument.replace(" ", "."))
+            case "BINFLOAT" | "LONG4" | "BINUNICODE8" | "SHORT_BINSTRING" | "BINSTRING":
+                stack.append(argument)
+            case "BINBYTES" | "SHORT_BINBYTES" | "BINBYTES8" | "BYTEARRAY8":
+                stack.append(argument)
+            case "BINPERSID":
+                stack[-1] = None
+            case "EMPTY_SET":
+                stack.append([])
+            case "ADDITEMS" | "FROZENSET":
+                self.stack = self._outer.pop()
+                self._collect("APPENDS" if opcode == "ADDITEMS" else "TUPLE", stack)
+            case "BUILD":
+                state, fields = stack.pop(), stack[-1]
+                if isinstance(fields, dict):
+                    fields.update(state if isinstance(state, dict) else {"state": state})
+            case _:
+                super().do(opcode, argument)
 
-def _called(name: Any, arguments: Any) -> Any:
-    """The result of calling a known name: a shape, for example, is its tuple of sizes."""
-    if _is_one_of(_WITHOUT_EFFECT, name):
-        return None
-    if name != _SHAPE:
-        raise CheckpointError("calls what no checkpoint calls")
-    (shape,) = arguments
-    return shape
+    def named(self, module: Any, name: Any) -> str:
+        return f"{module}.{name}"
+
+    def made(self, name: Any, arguments: Any) -> dict[str, Any]:
+        return {}
+
+    def called(self, name: Any, arguments: Any) -> Any:
+        return arguments[0] if name == _SHAPE else {"of": name, "given": arguments}
+
+    def key(self, key: Any) -> Any:
+        """The same; anything else is its text."""
+        whole = isinstance(key, dict) and key.get("offset") is not None  # not that of an object
+        return super().key(key) if whole else str(key)
 
 
 def _is_one_of(names: set[str], name: Any) -> bool:
     return isinstance(name, str) and name in names
-
-
-def _key(key: Any) -> str | tuple[str, tuple[int, ...]]:
-    """A key of a dict: text, or a MetadataIndex as its name and offsets."""
-    if isinstance(key, str):
-        return key
-    name, offset = key["fqn"], key["offset"]
-    if not isinstance(name, str) or not all(type(number) is int for number in offset):
-        raise TypeError
-    return name, tuple(offset)

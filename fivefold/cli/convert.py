@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Literal
 
 from fivefold.config.huggingface import is_adapter, read_adapter
+from fivefold.config.megatron import is_megatron, megatron_checkpoint
+from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import option
+from fivefold.config.presets import resolve_model
 from fivefold.config.settings import argument
 from fivefold.config.sources import load_options
 from fivefold.errors import Mistakes
@@ -18,14 +21,14 @@ from fivefold.units import human_bytes
 class Options:
     """Convert weights, in the direction that the first folder tells.
 
-    From a Hugging Face folder (config.json and .safetensors), or one in which PEFT saved an
-    adapter, to a run folder, from which `fivefold sample` and `train --load` start; from a run
-    folder to a Hugging Face folder, which transformers loads, with adapters merged. To train with
-    weights from a Hugging Face folder, nothing has to be converted: `fivefold train --model FOLDER
-    --load FOLDER` reads them, each rank its own part.
+    From a Hugging Face folder (config.json and .safetensors), one in which PEFT saved an adapter,
+    or a distributed checkpoint of Megatron-core, to a run folder, from which `fivefold sample` and
+    `train --load` start; from a run folder to a Hugging Face folder, which transformers loads, with
+    adapters merged. To train with weights of others, nothing has to be converted: `fivefold train
+    --model FOLDER --load FOLDER` reads them, each rank its own part.
     """
 
-    source: str = argument("Hugging Face folder, PEFT adapter, or run folder of `fivefold train`")
+    source: str = argument("folder of Hugging Face, PEFT or Megatron-core, or run folder")
     target: str = argument("folder to make")
     step: int | None = option(None, "step of the run's checkpoint (default: the latest)")
     dtype: Literal["bf16", "fp16", "fp32", "fp64"] | None = option(
@@ -33,6 +36,9 @@ class Options:
     )
     max_shard_size: float | None = option(
         None, "most bytes of a file for Hugging Face (default: 5e9)"
+    )
+    model: str | None = option(
+        None, "model of a Megatron-core checkpoint: preset, hub name, or path of a config.json"
     )
     base: str | None = option(
         None, "Hugging Face folder that an adapter of PEFT is for (default: where it says)"
@@ -47,13 +53,14 @@ def run(argv: Sequence[str]) -> int:
     options = load_options(argv, Options)
     source, target = Path(options.source), Path(options.target)
     adapter = source if is_adapter(source) else None
-    inward = adapter is not None or (source / "config.json").is_file()
-    base = _check(options, inward=inward)
+    of_megatron = adapter is None and is_megatron(source)
+    inward = adapter is not None or of_megatron or (source / "config.json").is_file()
+    base, model = _check(options, inward=inward)
     from fivefold.convert.save import MOST_BYTES
     from fivefold.train.convert import to_hub, to_run
 
     if inward:
-        size = to_run(base, target, adapter)
+        size = to_run(base, target, adapter, model)
         print(f"{target}: a run folder with {human_bytes(size)} of weights at step 0")
         print(f"  next: fivefold sample {target} PROMPT")
         return 0
@@ -80,30 +87,53 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _check(options: Options, *, inward: bool) -> Path:
-    """Check all that can be checked without loading torch; returns the folder of whole weights."""
+def _check(options: Options, *, inward: bool) -> tuple[Path, ModelConfig | None]:
+    """Check all that can be checked without loading torch.
+
+    Returns the folder of whole weights, and the model that --model names.
+    """
     mistakes = Mistakes()
     if inward:
         given = {
-            "step": options.step,
+            "step": None if is_megatron(Path(options.source)) else options.step,
             "dtype": options.dtype,
             "max-shard-size": options.max_shard_size,
             "adapter": options.adapter or None,
         }
         for name in [name for name, value in given.items() if value is not None]:
-            mistakes.add(f"--{name} is for a run, and {options.source} is a Hugging Face folder")
+            mistakes.add(f"--{name} is for a run, and {options.source} is none")
     elif options.max_shard_size is not None and options.max_shard_size < 1:
         mistakes.add(f"--max-shard-size must be at least 1, not {options.max_shard_size:g}")
     if Path(options.target).exists():
         mistakes.add(f"{options.target} is there already", attempt="another folder")
     source = Path(options.source)
     base = _base(options, source, mistakes) if is_adapter(source) else source
+    model = None
+    if is_megatron(source) and not is_adapter(source):
+        base, model = _of_megatron(options, source, mistakes)
+    elif options.model is not None:
+        mistakes.add(f"--model is for a checkpoint of Megatron-core, and {source} is none")
     if options.base is not None and not is_adapter(source):
         mistakes.add(f"--base is for an adapter of PEFT, and {source} is none")
     mistakes.raise_if_any()
     if not inward:
         run_config(source)
-    return base
+    return base, model
+
+
+def _of_megatron(
+    options: Options, source: Path, mistakes: Mistakes
+) -> tuple[Path, ModelConfig | None]:
+    """The folder of one checkpoint, and its model."""
+    if options.model is None:
+        what = f"{source} is a checkpoint of Megatron-core, and --model must say of which model"
+        mistakes.add(what, works=("--model llama3-8b", "--model FOLDER, of a config.json"))
+        return source, None
+    model = None
+    with mistakes.collecting():
+        model = resolve_model(options.model)
+    mistakes.raise_if_any()
+    return megatron_checkpoint(source, options.step), model
 
 
 def _base(options: Options, adapter: Path, mistakes: Mistakes) -> Path:

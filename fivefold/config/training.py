@@ -221,7 +221,7 @@ class CheckpointConfig:
         "the latest",
     )
     load: str | None = option(
-        None, "run folder to start from, of any layout, or weights from Hugging Face"
+        None, "run folder to start from, of any layout; or weights of Hugging Face or Megatron-core"
     )
     load_adapter: str | None = option(
         None, "folder of an adapter that PEFT saved, to go on with beside the weights of --load"

@@ -1,4 +1,4 @@
-"""Fills tensors of ours from a Hugging Face folder, part by part."""
+"""Fills tensors of ours from a folder of Hugging Face's or Megatron-core's, part by part."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,9 +10,11 @@ from torch import Tensor
 
 from fivefold.checkpoint.matching import mismatches
 from fivefold.config.huggingface import from_hf_config
+from fivefold.config.megatron import is_megatron
 from fivefold.config.model import ModelConfig
 from fivefold.convert.adapter import open_adapter
 from fivefold.convert.hub import HubFolder
+from fivefold.convert.megatron import MegatronFolder
 from fivefold.convert.stored import Shape, Stored, base_of, harmless, stored_tensors
 from fivefold.errors import CheckpointError
 from fivefold.mesh.slices import Piece
@@ -70,12 +72,12 @@ class Reads(Protocol):
 
 
 def sources_in(
-    hub: HubFolder, model: ModelConfig, adapter: Path | None
+    path: Path, model: ModelConfig, adapter: Path | None = None
 ) -> dict[str, tuple[Reads, Stored]]:
     """The folder that holds each tensor of a model, and where; checked.
 
     Args:
-        hub: folder of the model without adapters.
+        path: folder of the model without adapters, as Hugging Face or Megatron-core has it.
         model: our architecture.
         adapter: folder of its adapters, as PEFT has them; None: it has none, or new ones.
 
@@ -84,6 +86,10 @@ def sources_in(
         CheckpointError: tensors are missing, of another shape or left over, or the adapters are
             not those of the model.
     """
+    if is_megatron(path):
+        of_megatron = MegatronFolder(path)
+        return {name: (of_megatron, at) for name, at in of_megatron.places(model.base).items()}
+    hub = HubFolder(path)
     places = places_in(hub, model.base)
     found: dict[str, tuple[Reads, Stored]] = {name: (hub, at) for name, at in places.items()}
     if adapter is not None:
@@ -92,7 +98,7 @@ def sources_in(
     return found
 
 
-def fill_from_hub(
+def fill_from_folder(
     path: Path,
     model: ModelConfig,
     pieces: Mapping[str, Piece],
@@ -101,7 +107,7 @@ def fill_from_hub(
     """Fill each piece in place; values are converted to its type, padding becomes zero.
 
     Args:
-        path: folder of the model, as Hugging Face has it.
+        path: folder of the model, as Hugging Face or Megatron-core has it.
         model: our architecture; its sizes are those of the folder.
         pieces: pieces of our parameters and buffers, by name.
         adapter: folder of the adapters that are among the pieces; None: none are.
@@ -109,7 +115,7 @@ def fill_from_hub(
     Raises:
         CheckpointError: the folder's tensors are not those of the model, or cannot be read.
     """
-    sources = sources_in(HubFolder(path), model, adapter)
+    sources = sources_in(path, model, adapter)
     for name, piece in pieces.items():
         if piece.local.numel():
             _fill(*sources[name], piece)

@@ -1,11 +1,13 @@
-"""Where the files of Hugging Face's models hold each of our tensors: names, order, orientation.
+"""Where files of others hold each of our tensors: names, order, orientation.
+
+Those of Hugging Face's models, and Megatron-core's distributed checkpoints (the kind "megatron").
 
 The names are those of the files that transformers writes and that models are published in; what
 transformers makes of them in memory may differ.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -55,7 +57,7 @@ def stored_tensors(kind: str, model: ModelConfig, *, neighbours: bool = True) ->
     """Every parameter and router bias of a model, by our names.
 
     Args:
-        kind: family of the files, the `model_type` of their config.json.
+        kind: family of the files, the `model_type` of their config.json, or "megatron".
         model: the architecture.
         neighbours: whether latent attention's rotary features are stored as pairs of neighbours
             (`rope_interleave` of a config.json), not as two halves.
@@ -83,15 +85,19 @@ def _place(kind: str, model: ModelConfig, name: str, shape: Shape, neighbours: b
         return _experts(kind, model, name, place)
     if model.multi_latent_attention and neighbours and "self_attn." in name:
         return replace(place, rows=_neighbours(model, name, shape[0]))
-    joint = _joint(kind, model, name)
+    joint = _joint(kind, model, name, shape)
     if joint is not None:
-        place = replace(place, rows=joint, of=3 * model.num_attention_heads * model.head_dim)
+        place = replace(place, rows=joint[0], of=joint[1])
     linear = not of_bias and "embed" not in name
     return replace(place, transposed=kind == "gpt2" and linear)
 
 
 def _experts(kind: str, model: ModelConfig, name: str, place: Stored) -> Stored:
-    """Experts one by one; in gpt-oss together, gate and up alternating."""
+    """Experts one by one; in gpt-oss together, gate and up alternating; in Megatron-core one
+    after the other."""
+    if kind == "megatron":
+        joint = _joint(kind, model, name, place.shape[1:])
+        return place if joint is None else replace(place, rows=joint[0], of=joint[1])
     if kind != "gpt_oss":
         assert model.num_experts is not None
         names = tuple(place.names[0].replace("{e}", str(e)) for e in range(model.num_experts))
@@ -103,16 +109,26 @@ def _experts(kind: str, model: ModelConfig, name: str, place: Stored) -> Stored:
     return replace(place, rows=2 * torch.arange(inner) + ("up_proj" in name), of=2 * inner)
 
 
-def _joint(kind: str, model: ModelConfig, name: str) -> Tensor | None:
-    """Rows of queries, keys or values in a joint projection; None for other tensors."""
+def _joint(
+    kind: str, model: ModelConfig, name: str, shape: Sequence[int]
+) -> tuple[Tensor, int] | None:
+    """Rows of queries, keys, values, gate or up in a joint projection, and its size; None for
+    other tensors."""
     which = next((i for i, part in enumerate("qkv") if f"self_attn.{part}_proj" in name), None)
-    if which is None or kind not in ("gpt2", "gpt_neox"):
+    if kind == "megatron" and model.gated_linear_unit and (".gate_p" in name or ".up_p" in name):
+        gate, up = torch.arange(2 * shape[0]).chunk(2)
+        return (gate if ".gate_p" in name else up), 2 * shape[0]
+    if which is None or kind not in ("gpt2", "gpt_neox", "megatron"):
         return None
-    rows = torch.arange(3 * model.num_attention_heads * model.head_dim)
+    groups = model.num_kv_heads if kind == "megatron" else model.num_attention_heads
+    queries = model.num_attention_heads // groups
+    size = groups * (queries + 2) * model.head_dim
+    rows = torch.arange(size)
     if kind == "gpt2":  # one after the other
-        return rows.chunk(3)[which]
-    by_head = rows.view(model.num_attention_heads, 3, model.head_dim)
-    return by_head[:, which].flatten()
+        return rows.chunk(3)[which], size
+    of_group = slice(0, queries) if which == 0 else slice(queries + which - 1, queries + which)
+    by_head = rows.view(groups, queries + 2, model.head_dim)
+    return by_head[:, of_group].flatten(), size
 
 
 def _neighbours(model: ModelConfig, name: str, size: int) -> Tensor | None:
@@ -129,7 +145,7 @@ def _neighbours(model: ModelConfig, name: str, size: int) -> Tensor | None:
 
 def base_of(kind: str) -> str:
     """The prefix of all names but the output layer's; files of the bare model lack it."""
-    return {"gpt2": "transformer.", "gpt_neox": "gpt_neox."}.get(kind, "model.")
+    return {"gpt2": "transformer.", "gpt_neox": "gpt_neox.", "megatron": ""}.get(kind, "model.")
 
 
 def their_name(kind: str, model: ModelConfig, name: str) -> str:
@@ -159,6 +175,11 @@ _QWEN_MOE = {
     ".mlp.shared_experts.": ".mlp.shared_expert.",
     **_EACH,
 }
+_MEGATRON_MLPS = {
+    ".mlp": ".mlp",
+    ".mlp.shared_experts": ".mlp.shared_experts",
+    ".mlp.experts": ".mlp.experts.experts",
+}
 _NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "gpt2": {
@@ -184,6 +205,25 @@ _NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             ".mlp.up_proj.": ".mlp.dense_h_to_4h.",
             ".mlp.down_proj.": ".mlp.dense_4h_to_h.",
         },
+        "megatron": {
+            "embed_tokens.": "embedding.word_embeddings.",
+            "embed_positions.": "embedding.position_embeddings.",
+            "lm_head.": "output_layer.",
+            ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
+            ".post_attention_layernorm.": ".mlp.linear_fc1.layer_norm_",
+            "layers.": "decoder.layers.",
+            ".self_attn.q_proj.": ".self_attention.linear_qkv.",
+            ".self_attn.k_proj.": ".self_attention.linear_qkv.",
+            ".self_attn.v_proj.": ".self_attention.linear_qkv.",
+            ".self_attn.o_proj.": ".self_attention.linear_proj.",
+            ".self_attn.q_norm.": ".self_attention.q_layernorm.",
+            ".self_attn.k_norm.": ".self_attention.k_layernorm.",
+            ".self_attn.sinks.weight": ".self_attention.core_attention.softmax_offset",
+            ".mlp.shared_expert_gate.weight": ".mlp.shared_experts.gate_weight",
+            **{f"{of}.gate_proj.": f"{to}.linear_fc1." for of, to in _MEGATRON_MLPS.items()},
+            **{f"{of}.up_proj.": f"{to}.linear_fc1." for of, to in _MEGATRON_MLPS.items()},
+            **{f"{of}.down_proj.": f"{to}.linear_fc2." for of, to in _MEGATRON_MLPS.items()},
+        },
         "mixtral": {
             ".mlp.router.": ".block_sparse_moe.gate.",
             ".mlp.experts.gate_proj.": ".block_sparse_moe.experts.{e}.w1.",
@@ -206,7 +246,13 @@ _NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
     }
 )
-_LAST: Mapping[str, str] = MappingProxyType({"gpt2": "ln_f.", "gpt_neox": "final_layer_norm."})
+_LAST: Mapping[str, str] = MappingProxyType(
+    {
+        "gpt2": "ln_f.",
+        "gpt_neox": "final_layer_norm.",
+        "megatron": "decoder.final_layernorm.",
+    }
+)
 
 
 def harmless(kind: str, model: ModelConfig, name: str) -> bool:

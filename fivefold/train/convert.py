@@ -25,7 +25,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.config.sources import read_config, to_toml
 from fivefold.convert.adapter import with_merged, write_adapter
 from fivefold.convert.hub import CONFIG, HubFolder
-from fivefold.convert.load import fill_from_hub, model_in, sources_in, stores_neighbours
+from fivefold.convert.load import fill_from_folder, model_in, sources_in, stores_neighbours
 from fivefold.convert.save import MOST_BYTES, write_weights
 from fivefold.convert.stored import stored_tensors
 from fivefold.data.tokenizer import Tokenizer
@@ -62,25 +62,28 @@ _STORED: Mapping[str, torch.dtype] = MappingProxyType(
 )
 
 
-def to_run(source: Path, target: Path, adapter: Path | None = None) -> int:
-    """Make a run folder with a checkpoint of step 0 of a Hugging Face folder.
+def to_run(
+    source: Path, target: Path, adapter: Path | None = None, model: ModelConfig | None = None
+) -> int:
+    """Make a run folder with a checkpoint of step 0 of weights that others keep.
 
     Holds the whole model in memory once, in the types of its files. Returns its bytes.
 
     Args:
-        source: Hugging Face folder.
+        source: Hugging Face folder, or distributed checkpoint of Megatron-core.
         target: new folder.
         adapter: folder of an adapter to it that PEFT saved; None: the run has none.
+        model: our architecture; None: that of the folder's config.json.
 
     Raises:
         ConfigError: its config.json or the adapter's is not supported.
-        CheckpointError: its tensors are not those of its config.json, or the adapter's not its.
+        CheckpointError: its tensors are not those of the model, or the adapter's not its.
     """
-    hub = HubFolder(source)
-    model = model_in(hub)
+    if model is None:
+        model = model_in(HubFolder(source))
     if adapter is not None:
         model = replace(model, **read_adapter(adapter).settings)
-    sources = sources_in(hub, model, adapter)
+    sources = sources_in(source, model, adapter)
     with _finished(target) as folder:
         pieces = {}
         for name, (held, place) in sources.items():
@@ -91,7 +94,7 @@ def to_run(source: Path, target: Path, adapter: Path | None = None) -> int:
             shape = torch.Size(place.shape)
             whole = tuple(slice(0, size) for size in shape)
             pieces[name] = Piece(torch.empty(shape, dtype=dtype), shape, whole)
-        fill_from_hub(source, model, pieces, adapter)
+        fill_from_folder(source, model, pieces, adapter)
         length = min(4096, model.max_position_embeddings)
         load = None if adapter is None else str(source)  # what the adapter is for
         config = Config(model).with_values(seq_length=length, load=load)

@@ -261,11 +261,13 @@ class Engine:
         stored = self.stored_tensors()
         return {name: kept for name, kept in stored.items() if not name.startswith("optim.")}
 
-    def start_adapters(self) -> dict[str, Tensor | Piece]:
-        """Give adapters their initial values, if there are any; the other `stored_weights`."""
+    def weights_to_load(self, new_adapters: bool) -> dict[str, Tensor | Piece]:
+        """`stored_weights`, without adapters if these are new, which then get initial values."""
+        stored = self.stored_weights()
+        if not new_adapters:
+            return stored
         named = self.optimizer.weights()
         self.model.initialise({name: named[name] for name in named if LORA in name})
-        stored = self.stored_weights()
         return {name: kept for name, kept in stored.items() if LORA not in name}
 
     def written_tensors(self) -> dict[str, Tensor | Piece]:

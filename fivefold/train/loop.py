@@ -12,7 +12,7 @@ from typing import Any
 from fivefold.audit.measure import measured
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.checkpoint.local import LocalCheckpoints
-from fivefold.convert.load import fill_from_hub
+from fivefold.convert.load import fill_from_folder
 from fivefold.data.loader import Loader
 from fivefold.data.packing import Microbatch
 from fivefold.data.validation import ValidationSet
@@ -96,10 +96,9 @@ class Trainer:
         """
         state = read_state(source, step)
         if weights_only:
-            engine, starts = self.engine, without_adapters(state, self.engine.layout.config.model)
-            weights = engine.start_adapters() if starts else engine.stored_weights()
-            source.load(state.step, weights, skip=("optim.",))
-            return engine.after_load(0)
+            starts = without_adapters(state, self.engine.layout.config.model)
+            source.load(state.step, self.engine.weights_to_load(starts), skip=("optim.",))
+            return self.engine.after_load(0)
         self.loader.load_state_dict(state.loader)
         source.load(state.step, self.engine.stored_tensors())
         self._continue(state)
@@ -131,19 +130,14 @@ class Trainer:
         self.step = state.step
         self._bad.remember(state.losses)
 
-    def load_hub(self, folder: Path, adapter: Path | None) -> None:
-        """Load weights from a Hugging Face folder; each rank reads its own slices.
-
-        Args:
-            folder: the folder.
-            adapter: folder of an adapter that PEFT saved; None: adapters start afresh.
+    def load_folder(self, folder: Path, adapter: Path | None) -> None:
+        """Load weights, and adapters if they are named, as others keep them: each rank its own.
 
         Raises:
             CheckpointError: on every rank, if the tensors are of another model or cannot be read.
         """
-        engine = self.engine
-        fill = partial(fill_from_hub, folder, engine.layout.config.model, adapter=adapter)
-        weights = engine.start_adapters() if adapter is None else engine.stored_weights()
+        model, weights = self.engine.layout.config.model, self.engine.weights_to_load(not adapter)
+        fill = partial(fill_from_folder, folder, model, adapter=adapter)
         self.checkpointer.load_by(f"loading {folder}", weights, fill)
         self.engine.after_load(0)
 

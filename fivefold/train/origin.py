@@ -8,6 +8,7 @@ from fivefold.config.config import Config
 from fivefold.config.huggingface import from_hf_config, read_adapter, refuse_adapter
 from fivefold.config.huggingface.adapter import SETTINGS
 from fivefold.config.huggingface.write import differences
+from fivefold.config.megatron import is_megatron, megatron_checkpoint
 from fivefold.convert.hub import HubFolder, is_hub_folder
 from fivefold.convert.load import model_in, sources_in
 from fivefold.errors import CheckpointError, ConfigError, DamagedCheckpoint, DataError, Mistake
@@ -24,7 +25,7 @@ class Origin:
         checkpoints: folder that holds the checkpoint.
         step: step of the checkpoint.
         weights_only: whether only weights are loaded, and steps count from 0 again.
-        hub: whether it is a folder of weights as Hugging Face keeps them.
+        foreign: whether it is a folder of weights as Hugging Face or Megatron-core keeps them.
         adapter: folder of an adapter that PEFT saved, beside these; None: there is none.
         damage: why a later checkpoint of the run was passed over; empty if none was.
     """
@@ -32,7 +33,7 @@ class Origin:
     checkpoints: Path
     step: int
     weights_only: bool
-    hub: bool = False
+    foreign: bool = False
     adapter: Path | None = None
     damage: str = ""
 
@@ -65,6 +66,10 @@ def find_origin(config: Config, folder: Path) -> Origin | None:
             what = f"load_adapter is for weights as Hugging Face keeps them, and {load} has none"
             made = f"--load {load}-hf, made by fivefold convert {load} {load}-hf"
             raise CheckpointError(str(Mistake(what, attempt=made)))
+        if is_megatron(Path(load)):
+            found = megatron_checkpoint(Path(load), config.checkpoint.ckpt_step)
+            sources_in(found, config.model)  # before any rank starts
+            return Origin(found, 0, weights_only=True, foreign=True)
         source, step = Checkpointer(checkpoints_of(Path(load))), config.checkpoint.ckpt_step
         weights_only = config.checkpoint.finetune
     damage = ""
@@ -109,8 +114,8 @@ def _from_hub(folder: Path, config: Config) -> Origin:
         what = f"{adapter} was trained with lora_dropout {dropout:g}; adapters have none here"
         attempt = f'"lora_dropout": 0.0 in {adapter / SETTINGS}, to go on without it'
         raise CheckpointError(str(Mistake(what, attempt=attempt)))
-    sources_in(hub, config.model, adapter)  # before any rank starts
-    return Origin(folder, 0, weights_only=True, hub=True, adapter=adapter)
+    sources_in(folder, config.model, adapter)  # before any rank starts
+    return Origin(folder, 0, weights_only=True, foreign=True, adapter=adapter)
 
 
 def restore(trainer: Trainer, origin: Origin | None) -> str:
@@ -130,8 +135,8 @@ def restore(trainer: Trainer, origin: Origin | None) -> str:
         return ""
     if origin is None:
         return ""
-    if origin.hub:
-        trainer.load_hub(origin.checkpoints, origin.adapter)
+    if origin.foreign:
+        trainer.load_folder(origin.checkpoints, origin.adapter)
         return ""
     source = own if resumes else Checkpointer(origin.checkpoints)
     try:

@@ -324,7 +324,7 @@ def _begin(
     if job.layout.config.logging.audit:
         folder.expect_audit(settings)
     data.tokenizer.save(folder.path / TOKENIZER)
-    if job.origin is not None and job.origin.hub:
+    if job.origin is not None and job.origin.foreign:
         keep_side_files(job.origin.checkpoints, folder.path)
     trainer.check_folder = lock.check
     trainer.sinks = open_sinks(job.layout.config, folder, trainer.step, console)

@@ -13,7 +13,7 @@ from fivefold.config.lora_rules import linear_names
 from fivefold.config.model import ModelConfig
 from fivefold.config.sources import to_toml
 from fivefold.convert.hub import HubFolder
-from fivefold.convert.load import fill_from_hub, model_in
+from fivefold.convert.load import fill_from_folder, model_in
 from fivefold.errors import CheckpointError
 from fivefold.mesh.slices import piece_of
 from fivefold.model.lora import LORA
@@ -33,7 +33,7 @@ def _adapted(base: Path, **settings: Any) -> tuple[ModelConfig, Stage]:
     stage = Stage(model).double().eval()
     tensors = {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
     frozen = {name: piece_of(tensor) for name, tensor in tensors.items() if LORA not in name}
-    fill_from_hub(base, model.base, frozen)
+    fill_from_folder(base, model.base, frozen)
     generator = torch.Generator().manual_seed(1)
     for name, tensor in tensors.items():
         if LORA in name:

@@ -13,7 +13,7 @@ from fivefold.config.config import Config
 from fivefold.config.huggingface import from_hf_config
 from fivefold.config.huggingface.write import differences, to_hf_config
 from fivefold.convert.hub import INDEX, HubFolder
-from fivefold.convert.load import fill_from_hub, model_in
+from fivefold.convert.load import fill_from_folder, model_in
 from fivefold.errors import CheckpointError
 from fivefold.mesh.slices import Piece, piece_of
 from fivefold.model.transformer import Stage
@@ -46,7 +46,7 @@ def our_stage(folder: Path) -> tuple[Config, Stage]:
     tensors = {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
     for tensor in tensors.values():
         tensor.data.fill_(float("nan"))
-    fill_from_hub(folder, model, {name: piece_of(tensor) for name, tensor in tensors.items()})
+    fill_from_folder(folder, model, {name: piece_of(tensor) for name, tensor in tensors.items()})
     return Config(model), stage
 
 
@@ -146,7 +146,7 @@ def _differing(rank: int, world: int, settings: Config, folder: Path) -> list[st
             for name, tensor in stored.items()
             if not name.startswith("optim.")
         }
-        fill_from_hub(folder, settings.model, pieces)
+        fill_from_folder(folder, settings.model, pieces)
     _, stage = our_stage(folder)
     whole = {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
     assert pieces
@@ -264,4 +264,4 @@ def test_what_a_promise_of_predictions_suggests_works(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"--model {tmp_path} --mtp-num-layers 0"):
         find_origin(config, tmp_path / "run")
     found = find_origin(config.with_values(mtp_num_layers=0), tmp_path / "run")
-    assert found is not None and found.hub
+    assert found is not None and found.foreign

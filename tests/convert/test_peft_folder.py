@@ -18,7 +18,7 @@ from fivefold.config.lora_rules import linear_names
 from fivefold.config.model import ModelConfig
 from fivefold.convert.adapter import adapter_places
 from fivefold.convert.hub import HubFolder
-from fivefold.convert.load import fill_from_hub, model_in, places_in
+from fivefold.convert.load import fill_from_folder, model_in, places_in
 from fivefold.convert.stored import Stored
 from fivefold.errors import CheckpointError, ConfigError, FivefoldError
 from fivefold.mesh.slices import Piece, as_piece, piece_of
@@ -66,7 +66,7 @@ def ours(folder: Path) -> tuple[ModelConfig, Stage, dict[str, Stored]]:
     for tensor in tensors.values():
         tensor.data.fill_(float("nan"))
     pieces = {name: piece_of(tensor) for name, tensor in tensors.items()}
-    fill_from_hub(folder / "base", model, pieces, folder / "adapter")
+    fill_from_folder(folder / "base", model, pieces, folder / "adapter")
     return model, stage, adapter_places(model, places_in(hub, model.base))
 
 
@@ -127,7 +127,7 @@ def _differing(rank: int, world: int, settings: Config, folder: Path) -> list[st
     with shared_groups():
         engine = Engine(check(settings, world), rank, torch.device("cpu"), initialises=False)
         stored: dict[str, Piece] = {n: as_piece(t) for n, t in engine.stored_weights().items()}
-        fill_from_hub(folder / "base", settings.model, stored, folder / "adapter")
+        fill_from_folder(folder / "base", settings.model, stored, folder / "adapter")
     whole = dict(ours(folder)[1].named_parameters())
     found = {name: piece for name, piece in stored.items() if LORA in name}
     assert found

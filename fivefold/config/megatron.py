@@ -1,0 +1,133 @@
+"""Megatron-core's distributed checkpoints: where they lie, and which model their arguments tell."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fivefold.config.layer_pattern import expert_layers, window_layers
+from fivefold.config.model import ModelConfig
+from fivefold.errors import CheckpointError, ConfigError, Mistake
+from fivefold.files import read_json, read_text
+
+TRACKER = "latest_checkpointed_iteration.txt"
+METADATA = "metadata.json"
+_OLD = "mp_rank_00*"
+"""Folders of the format that Megatron-LM had before distributed checkpoints."""
+
+
+def is_megatron(folder: Path) -> bool:
+    """Whether Megatron-LM keeps checkpoints in a folder, or it is one of them."""
+    one = (folder / METADATA).is_file() and (folder / ".metadata").is_file()
+    return one or (folder / TRACKER).is_file()
+
+
+def megatron_checkpoint(folder: Path, step: int | None) -> Path:
+    """The folder of one distributed checkpoint.
+
+    Args:
+        folder: that folder, or the one that Megatron-LM's --save named.
+        step: iteration of the checkpoint; None: the latest.
+
+    Raises:
+        CheckpointError: there is none, or it is of another format.
+    """
+    found = folder
+    if not (folder / METADATA).is_file():
+        tracked = read_text(folder / TRACKER, CheckpointError) if step is None else str(step)
+        told = tracked.strip()[:19]
+        found = folder / (f"iter_{int(told):07d}" if told.isdecimal() else "release")
+        if not found.is_dir():
+            there = sorted(path.name[5:] for path in folder.glob("iter_*"))
+            works = tuple(f"--ckpt-step {int(step)}" for step in there if step.isdecimal())
+            what = f"there is no checkpoint of iteration {told} in {folder}"
+            raise CheckpointError(str(Mistake(what, works=works)))
+    if any(found.glob(_OLD)):
+        what = f"{found} has the format of --ckpt-format torch, a file of each rank"
+        attempt = "Megatron-LM's --ckpt-convert-format torch_dist, with --ckpt-convert-save FOLDER"
+        raise CheckpointError(str(Mistake(what, attempt=attempt)))
+    kind = read_json(found / METADATA, dict[str, Any], CheckpointError).get("sharded_backend")
+    if kind != "torch_dist":
+        what = f"{found} is a checkpoint of format {str(kind)[:40]!r}"
+        works = ("torch_dist (Megatron-LM's --ckpt-format)",)
+        raise CheckpointError(str(Mistake(what, works=works)))
+    return found
+
+
+def unlike(model: ModelConfig, arguments: Mapping[str, Any]) -> list[str]:
+    """What differs between a model and the arguments of the run that saved a checkpoint.
+
+    Only what is among the arguments is compared.
+    """
+    theirs = dict(arguments)
+    if "norm_epsilon" not in theirs and "layernorm_epsilon" in theirs:
+        theirs["norm_epsilon"] = theirs["layernorm_epsilon"]
+    if theirs.get("group_query_attention") is False:
+        theirs["num_query_groups"] = theirs.get("num_attention_heads")
+    if isinstance(theirs.get("window_size"), list | tuple):  # tokens before and behind
+        theirs["window_size"] = next(iter(theirs["window_size"]), None)
+    if theirs.get("add_bias_linear"):
+        theirs["add_qkv_bias"] = True
+    lines = [
+        f"{name}: {ours}, there {theirs[name]}"
+        for name, ours in _told(model)
+        if name in theirs and theirs[name] != ours
+    ]
+    if model.num_experts is not None:
+        has = [model.is_moe(layer) for layer in range(model.num_layers)]
+        lines += _unlike_pattern("moe_layer_freq", expert_layers, has, theirs)
+    if model.window_size is not None:
+        has = [model.window_of(layer) is not None for layer in range(model.num_layers)]
+        lines += _unlike_pattern("window_attn_skip_freq", window_layers, has, theirs)
+    return lines
+
+
+def _unlike_pattern(
+    name: str,
+    layers_of: Callable[[str, int], tuple[bool, ...]],
+    ours: list[bool],
+    theirs: Mapping[str, Any],
+) -> Iterator[str]:
+    """What differs in the layers that have something."""
+    if theirs.get(name) is None:
+        return
+    try:
+        there = layers_of(str(theirs[name]), len(ours))
+    except ConfigError:  # of another number of layers
+        there = ()
+    if list(there) != ours:
+        yield f"{name}: another one, there {theirs[name]}"
+
+
+def _told(model: ModelConfig) -> Iterator[tuple[str, Any]]:
+    """Megatron-LM's arguments of a model, as far as weights or what they compute depend on them."""
+    yield from (
+        (name, getattr(model, name))
+        for name in (
+            *("num_layers", "hidden_size", "num_attention_heads", "position_embedding_type"),
+            *("normalization", "norm_epsilon", "add_bias_linear", "qk_layernorm", "num_experts"),
+            *("untie_embeddings_and_output_weights", "multi_latent_attention", "softmax_type"),
+            "window_size",
+        )
+    )
+    yield "num_query_groups", model.num_kv_heads
+    yield "kv_channels", model.head_dim
+    yield "add_qkv_bias", model.qkv_bias
+    yield "swiglu", model.gated_linear_unit and model.activation_func == "silu"
+    if model.num_experts is None or not all(map(model.is_moe, range(model.num_layers))):
+        yield "ffn_hidden_size", model.ffn_size
+    for switch in ("apply_layernorm_1p", "rotary_interleaved", "squared_relu"):
+        yield switch, False
+    if model.position_embedding_type == "rope":
+        for name in ("rotary_base", "rotary_percent", "use_rope_scaling"):
+            yield name, getattr(model, name)
+        if model.use_rope_scaling:
+            yield "rope_scaling_factor", model.rope_scaling_factor
+    if model.num_experts is None:
+        return
+    yield "moe_ffn_hidden_size", model.expert_ffn_size
+    yield "moe_shared_expert_intermediate_size", model.shared_ffn_size or None
+    for name in ("topk", "score_function", "pre_softmax", "topk_scaling_factor", "num_groups"):
+        yield f"moe_router_{name}", getattr(model, f"moe_router_{name}")
+    yield "moe_router_enable_expert_bias", model.moe_router_enable_expert_bias
+    if model.moe_router_num_groups is not None:
+        yield "moe_router_group_topk", model.moe_router_group_topk
