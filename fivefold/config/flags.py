@@ -26,6 +26,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "mbs": "micro_batch_size",
         "gbs": "global_batch_size",
         "layernorm_epsilon": "norm_epsilon",
+        "apply_rope_fusion": "rope_fusion",
         "preset": "model",
         "from": "from_runs",
     }
@@ -45,8 +46,10 @@ SWITCHES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "group_query_attention": {},
         "moe_grouped_gemm": {},
         "moe_permute_fusion": {},
-        # They switch off what Fivefold does not have apart.
+        # They switch what Fivefold does not have apart.
+        "masked_softmax_fusion": {},
         "no_masked_softmax_fusion": {},
+        "persist_layer_norm": {},
         "no_persist_layer_norm": {},
     }
 )
@@ -118,7 +121,8 @@ class _Scanner:
         name = flag[2:].replace("-", "_") if flag.startswith("--") else ""
         name = ALIASES.get(name, name)
         setting = self._settings.get(name)
-        negated = self._settings.get(name.removeprefix("no_"))
+        other = name.removeprefix("no_")
+        negated = self._settings.get(ALIASES.get(other, other))
         if name in self._switches and not has_value:
             self._given.switches.append(name)
         elif setting is not None and setting.kind is bool and not has_value:

@@ -156,6 +156,28 @@ FOREIGN = _table(
     ("--fp32", "float32 tf32", ""),
     ("--fp64", "float64 double", ""),
     ("--fp8-format", "fp8 fp8_recipe_format", ""),
+    (
+        "",
+        "fp8_amax_history_len fp8_amax_compute_algo fp8_margin fp8_interval tp_only_amax_red",
+        "8-bit tensors are scaled by their own largest elements (--fp8-recipe), not earlier ones",
+    ),
+    (
+        "",
+        "fp8_wgrad no_fp8_wgrad first_last_layers_bf16 num_layers_at_start_in_bf16 "
+        "num_layers_at_end_in_bf16 keep_fp8_weight_transpose_cache",
+        "linear layers of all blocks make all three products in 8 bits (--fp8-format)",
+    ),
+    (
+        "",
+        "enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope cuda_graphs",
+        "steps are launched kernel by kernel; --compile makes fewer of them",
+    ),
+    ("--moe-grouped-gemm", "moe_group_gemm", ""),
+    (
+        "",
+        "moe_router_fusion use_transformer_engine_op_fuser fused_single_qkv_rope",
+        _KERNELS,
+    ),
     # Memory and compilation
     (
         "--recompute-granularity full",

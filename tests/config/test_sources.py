@@ -109,6 +109,30 @@ def test_spellings(flags: str, name: str, value: object) -> None:
     assert [getattr(s, name) for _, s in read.sections() if hasattr(s, name)] == [value]
 
 
+FUSIONS = {
+    "masked_softmax_fusion": None,
+    "persist_layer_norm": None,
+    "bias_gelu_fusion": "bias_gelu_fusion",
+    "bias_swiglu_fusion": "bias_swiglu_fusion",
+    "bias_dropout_fusion": "bias_dropout_fusion",
+    "rope_fusion": "rope_fusion",
+    "apply_rope_fusion": "rope_fusion",
+    "cross_entropy_loss_fusion": "cross_entropy_loss_fusion",
+    "gradient_accumulation_fusion": "gradient_accumulation_fusion",
+    "fused_residual_rmsnorm": "fused_residual_rmsnorm",
+}
+
+
+@pytest.mark.parametrize(("name", "setting"), FUSIONS.items())
+def test_every_fusion_of_megatron_can_be_switched_both_ways(name: str, setting: str | None) -> None:
+    flag = name.replace("_", "-")
+    each = [config(f"--model debug-llama --{no}{flag}") for no in ("", "no-")]
+    if setting is None:
+        assert each == [config("--model debug-llama")] * 2
+    else:
+        assert [one.value(setting) for one in each] == [True, False]
+
+
 def test_a_verb_has_options_of_its_own() -> None:
     options, _ = load(["--times", "3", "debug", "--loud"], Options)
     assert options == Options("debug", 3, True)
