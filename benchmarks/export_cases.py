@@ -354,6 +354,7 @@ CHANGES: Mapping[str, Change] = {
     "precision": Change("fp32"),
     "fp8_format": Change("hybrid"),
     "fp8_recipe": Change("blockwise", {"fp8_format": "e4m3"}),
+    "fp8_param_gather": Change(True, {"fp8_format": "hybrid"} | _ZERO3),
     "fp4_format": Change("e2m1"),
     "compile": Change(True),
     "compile_backend": Change("aot_eager", {"compile": True}),
@@ -417,6 +418,7 @@ CHANGES: Mapping[str, Change] = {
     # checkpoint and logging
     "save": Change("runs/mine"),
     "load": Change("runs/other"),
+    "load_adapter": Change("adapter", _LOAD),
     "ckpt_step": Change(10, _LOAD),
     "finetune": Change(True, _LOAD),
     "save_interval": Change(10),
