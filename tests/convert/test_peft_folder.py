@@ -170,6 +170,7 @@ REFUSED: dict[str, Any] = {
     "peft_type": "IA3",
     "task_type": "SEQ_CLS",
     "r": 0,
+    "lora_alpha": 0,
     "bias": "lora_only",
     "init_lora_weights": "pissa_niter_4",
     "modules_to_save": ["lm_head"],
