@@ -281,7 +281,7 @@ def test_bytes_that_changed_are_an_error_or_without_effect(copied: Path) -> None
     """Whatever became of the metadata, nothing but an error for people comes out."""
     random, path = Random(3), checkpoint(copied)
     whole = {path / name: (path / name).read_bytes() for name in (".metadata", "common.pt")}
-    for _ in range(150):
+    for _ in range(80):
         for other, bytes_of in whole.items():
             other.write_bytes(bytes_of)
         file, good = random.choice([*whole.items()])
