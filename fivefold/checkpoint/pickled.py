@@ -209,9 +209,10 @@ class _ForeignMachine(_PickleMachine):
         return arguments[0] if name == _SHAPE else {"of": name, "given": arguments}
 
     def key(self, key: Any) -> Any:
-        """The same; anything else is its text."""
-        whole = isinstance(key, dict) and key.get("offset") is not None  # not that of an object
-        return super().key(key) if whole else str(key)
+        """The same; a number is its text, and anything else the name of its kind."""
+        if isinstance(key, str) or (isinstance(key, dict) and key.get("offset") is not None):
+            return super().key(key)
+        return str(key) if isinstance(key, int | float) else type(key).__name__
 
 
 def _is_one_of(names: set[str], name: Any) -> bool:

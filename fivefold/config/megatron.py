@@ -1,12 +1,13 @@
 """Megatron-core's distributed checkpoints: where they lie, and which model their arguments tell."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from fivefold.config.layer_pattern import expert_layers, window_layers
 from fivefold.config.model import ModelConfig
-from fivefold.errors import CheckpointError, ConfigError, Mistake
+from fivefold.errors import CheckpointError, ConfigError, Mistake, shown
 from fivefold.files import read_json, read_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -32,7 +33,11 @@ def megatron_checkpoint(folder: Path, step: int | None) -> Path:
         CheckpointError: there is none, or it is of another format.
     """
     found = folder
-    if not (folder / METADATA).is_file():
+    if (folder / METADATA).is_file():
+        if step is not None and folder.name != f"iter_{step:07d}":
+            what = f"{folder} is one checkpoint, and not known to be that of iteration {step}"
+            raise CheckpointError(str(Mistake(what, works=("--ckpt-step none",))))
+    else:
         tracked = read_text(folder / TRACKER, CheckpointError) if step is None else str(step)
         told = tracked.strip()[:19]
         found = folder / (f"iter_{int(told):07d}" if told.isdecimal() else "release")
@@ -68,7 +73,7 @@ def unlike(model: ModelConfig, arguments: Mapping[str, Any]) -> list[str]:
     if theirs.get("add_bias_linear"):
         theirs["add_qkv_bias"] = True
     lines = [
-        f"{name}: {ours}, there {theirs[name]}"
+        f"{name}: {ours}, there {shown(theirs[name])}"
         for name, ours in _told(model)
         if name in theirs and theirs[name] != ours
     ]
@@ -90,12 +95,18 @@ def _unlike_pattern(
     """What differs in the layers that have something."""
     if theirs.get(name) is None:
         return
-    try:
-        there = layers_of(str(theirs[name]), len(ours))
-    except ConfigError:  # of another number of layers
-        there = ()
+    there: tuple[bool, ...] = ()
+    with suppress(ConfigError):  # of another number of layers
+        there = layers_of(_written(theirs[name]), len(ours))
     if list(there) != ours:
-        yield f"{name}: another one, there {theirs[name]}"
+        yield f"{name}: another one, there {shown(theirs[name])}"
+
+
+def _written(pattern: Any) -> str:
+    """A pattern of layers as flags have it."""
+    if isinstance(pattern, list) and all(type(entry) is int for entry in pattern):
+        return str(pattern)
+    return str(pattern) if isinstance(pattern, str | int) else ""
 
 
 def _told(model: ModelConfig) -> Iterator[tuple[str, Any]]:

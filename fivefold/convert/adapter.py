@@ -69,7 +69,6 @@ def write_adapter(
     dtype_of: Callable[[str], torch.dtype],
     *,
     base: str | None,
-    dtype: torch.dtype | None,
 ) -> int:
     """Write the adapters of a model to an existing folder, and return the number of their bytes.
 
@@ -79,9 +78,8 @@ def write_adapter(
         kind: family of the model, the `model_type` of its config.json.
         places: where each weight of the model without adapters lies in its folder.
         read: reads a part of a tensor of ours.
-        dtype_of: its type.
+        dtype_of: type to which a tensor of ours is rounded.
         base: where the model without adapters is, which PEFT is to load; None: not known.
-        dtype: type of the adapters; None: that of the run.
 
     Raises:
         CheckpointError: PEFT could not load them.
@@ -91,7 +89,7 @@ def write_adapter(
     if why := _why_not(model, kind):
         raise CheckpointError(str(Mistake(why, works=("convert without --adapter: merged",))))
     tensors = {
-        name: made_of(parts, read, dtype or dtype_of(parts[0].name))
+        name: made_of(parts, read, dtype_of(parts[0].name))
         for name, parts in theirs(adapter_places(model, places)).items()
     }
     save_file(tensors, folder / ADAPTER, metadata={"format": "pt"})

@@ -18,6 +18,7 @@ from fivefold.checkpoint.index import SavedTensor, read_foreign_index
 from fivefold.checkpoint.matching import mismatches
 from fivefold.checkpoint.pickled import read_foreign_pickle
 from fivefold.checkpoint.reader import fill
+from fivefold.config.layer_pattern import MAX_LAYERS
 from fivefold.config.megatron import unlike
 from fivefold.config.model import ModelConfig
 from fivefold.convert.stored import Shape, Stored, stored_tensors
@@ -70,7 +71,10 @@ class MegatronFolder:
             if inner == name or inner.split(".")[0].isdecimal():
                 self._where[name] = (actual, None)
                 continue
-            for layer in range(saved.shape[0] if saved.shape else 0):
+            layers = saved.shape[0] if saved.shape else 0
+            if layers > MAX_LAYERS:
+                raise CheckpointError(f"{self.path} has {layers:,} layers in {actual}")
+            for layer in range(layers):
                 self._where[f"{_STACK}{layer}.{inner}"] = (actual, layer)
 
     @property
@@ -88,10 +92,12 @@ class MegatronFolder:
         try:
             with zipfile.ZipFile(self.path / COMMON) as archive:
                 (inside,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+                if archive.getinfo(inside).compress_type != zipfile.ZIP_STORED:
+                    raise ValueError("torch compresses nothing")
                 common = read_foreign_pickle(archive.read(inside))
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, zipfile.BadZipFile, CheckpointError) as error:
+        except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, CheckpointError) as error:
             raise CheckpointError(f"{self.path / COMMON} cannot be read: {error}") from None
         told = common.get("args") if isinstance(common, dict) else None
         return told if isinstance(told, dict) else {}

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -161,10 +160,13 @@ def to_hub(
         if model.lora_rank is None:
             what = f"{source} is of a run without adapters"
             raise CheckpointError(str(Mistake(what, works=("convert without --adapter",))))
-        asked, base = None if dtype is None else DTYPES[dtype], _base(source)
+        base = _base(source)
+
+        def dtype_of_adapter(name: str) -> torch.dtype:
+            return index[name].dtype if dtype is None else DTYPES[dtype]
+
         with _finished(target) as folder:
-            of = partial(_dtype, index)
-            return write_adapter(folder, model, kind, places, read, of, base=base, dtype=asked)
+            return write_adapter(folder, model, kind, places, read, dtype_of_adapter, base=base)
     owners = {name: ours for ours, place in places.items() for name in place.names}
     with _finished(target) as folder:
         whole, dtype_of = with_merged(read, model), lambda name: stated.of(owners[name])
@@ -196,10 +198,6 @@ class _Types:
         if name.endswith("expert_bias"):  # which transformers keeps in fp32, whatever the rest is
             return max(saved, torch.float32, key=lambda dtype: dtype.itemsize)
         return self.asked or min(saved, self.trained, key=lambda dtype: dtype.itemsize)
-
-
-def _dtype(index: Mapping[str, SavedTensor], name: str) -> torch.dtype:
-    return index[name].dtype
 
 
 def _base(source: Path) -> str | None:

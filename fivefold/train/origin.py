@@ -61,6 +61,9 @@ def find_origin(config: Config, folder: Path) -> Origin | None:
         if adapter != load:
             refuse_adapter(Path(load))
         if is_hub_folder(Path(load)):
+            if config.checkpoint.ckpt_step is not None:
+                what = f"ckpt_step chooses one of several checkpoints, and {load} has weights alone"
+                raise CheckpointError(str(Mistake(what, works=("--ckpt-step none",))))
             return _from_hub(Path(load), config)
         if adapter is not None:
             what = f"load_adapter is for weights as Hugging Face keeps them, and {load} has none"

@@ -265,3 +265,5 @@ def test_what_a_promise_of_predictions_suggests_works(tmp_path: Path) -> None:
         find_origin(config, tmp_path / "run")
     found = find_origin(config.with_values(mtp_num_layers=0), tmp_path / "run")
     assert found is not None and found.foreign
+    with pytest.raises(CheckpointError, match="ckpt_step chooses one of several"):
+        find_origin(config.with_values(ckpt_step=3), tmp_path / "run")

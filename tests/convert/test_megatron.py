@@ -175,6 +175,11 @@ def test_a_run_starts_from_it() -> None:
     assert found.checkpoints == checkpoint(FOLDER / "llama")
     with pytest.raises(CheckpointError, match=f"works: --ckpt-step {STEP}"):
         find_origin(config.with_values(ckpt_step=STEP + 1), FOLDER / "none")
+    one = config.with_values(load=str(checkpoint(FOLDER / "llama")))
+    assert find_origin(one, FOLDER / "none") == found
+    assert find_origin(one.with_values(ckpt_step=STEP), FOLDER / "none") == found
+    with pytest.raises(CheckpointError, match="not known to be that of iteration 4"):
+        find_origin(one.with_values(ckpt_step=STEP + 1), FOLDER / "none")
     with pytest.raises(CheckpointError, match="load_adapter is for weights as Hugging Face keeps"):
         find_origin(config.with_values(load_adapter="adapter"), FOLDER / "none")
 
@@ -275,8 +280,11 @@ def test_without_arguments_shapes_decide(copied: Path) -> None:
 def test_bytes_that_changed_are_an_error_or_without_effect(copied: Path) -> None:
     """Whatever became of the metadata, nothing but an error for people comes out."""
     random, path = Random(3), checkpoint(copied)
-    file, good = path / ".metadata", (path / ".metadata").read_bytes()
-    for _ in range(150):
+    whole = {path / name: (path / name).read_bytes() for name in (".metadata", "common.pt")}
+    for _ in range(80):
+        for other, bytes_of in whole.items():
+            other.write_bytes(bytes_of)
+        file, good = random.choice([*whole.items()])
         bad = bytearray(good)
         for _ in range(random.choice((1, 1, 5))):
             bad[random.randrange(len(bad))] = random.randrange(256)

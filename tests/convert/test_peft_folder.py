@@ -170,6 +170,7 @@ REFUSED: dict[str, Any] = {
     "peft_type": "IA3",
     "task_type": "SEQ_CLS",
     "r": 0,
+    "lora_alpha": 0,
     "bias": "lora_only",
     "init_lora_weights": "pissa_niter_4",
     "modules_to_save": ["lm_head"],
@@ -277,7 +278,7 @@ def test_other_values_are_the_same_adapter_or_an_error(llama: Path, tmp_path: Pa
     values = (None, True, False, 0, 1, 3, -1, 1e999, "", "x", [], ["q_proj"], [0], {}, {"a": 1})
     true = read_adapter(llama / "adapter")
     folder = _changed(llama, tmp_path / "other", {})
-    for _ in range(300):
+    for _ in range(200):
         changes = {name: random.choice(values) for name in random.sample([*fields], 2)}
         (folder / SETTINGS).write_text(json.dumps(fields | changes))
         try:

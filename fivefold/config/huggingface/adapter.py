@@ -72,6 +72,8 @@ def read_adapter(folder: Path) -> PeftAdapter:
         read_json(folder / SETTINGS, dict[str, Any], ConfigError), "this adapter", file=SETTINGS
     )
     rank, alpha = reader.size("r"), reader.number("lora_alpha", 8.0)
+    if alpha <= 0:
+        reader.mistakes.add(f"lora_alpha of this adapter must be positive, not {alpha:g}")
     settings: dict[str, Any] = {"lora_rank": rank, "lora_alpha": alpha}
     settings["use_rslora"] = reader.flag("use_rslora", False)
     dropout = reader.number("lora_dropout", 0.0)
