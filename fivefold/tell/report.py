@@ -12,7 +12,7 @@ from fivefold.predict.prediction import Prediction, precision_of
 from fivefold.reliability import DAYS, HOURS, Goodput, checkpoint_seconds, goodput
 from fivefold.search.candidate import Candidate
 from fivefold.search.proven import PROVEN
-from fivefold.search.search import SearchResult
+from fivefold.search.search import NOISE, SearchResult
 from fivefold.tell.columns import WIDTH, listed, prose, table
 from fivefold.tell.degrees import expert_degrees
 from fivefold.tell.describe import context_words, machines, memory_words, requirements, summary
@@ -164,9 +164,22 @@ def best(result: SearchResult) -> Iterator[str]:
         f"{prediction.mfu:.1%} of the {precision_of(candidate.layout)} peak"
     )
     yield CONVENTION
+    yield from _tied(result)
     untrained = export(candidate.layout, "fivefold").missing
     for note in (*prediction.notes, *requirements(candidate.layout), *untrained):
         yield f"note: {note}"
+
+
+def _tied(result: SearchResult) -> Iterator[str]:
+    """Why this layout, if others are as fast."""
+    others = result.ties()
+    if others:
+        count = "one other mesh is" if len(others) == 1 else f"{len(others)} other meshes are"
+        yield (
+            f"{count} predicted within {NOISE:.0%} of the fastest, less than runs of one layout "
+            "differ; of these it has most memory left, settings that published runs had, and the "
+            "fewest techniques, in this order"
+        )
 
 
 @dataclass(frozen=True)
