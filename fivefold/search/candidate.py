@@ -10,7 +10,11 @@ from fivefold.predict.layer import TimesCache
 from fivefold.predict.memory import MemoryPrediction, peak_memory
 from fivefold.predict.prediction import Prediction
 from fivefold.predict.step import predict_all
+from fivefold.search.proven import unproven
 from fivefold.search.request import Request
+
+AMPLE = 0.85  # share of the memory up to which less is no advantage
+STEP = 0.05  # share of the memory by which predicted peaks are off
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,16 @@ class Candidate:
         """Degrees of parallelism (tp, cp, pp, ep, etp) by which layouts are grouped."""
         grid = self.layout.grid
         return (grid.tp, grid.cp, grid.pp, grid.ep, grid.etp)
+
+    def preference(self, room: float) -> tuple[int, int, tuple[int, ...]]:
+        """What decides between layouts that are equally fast, lower being better: the memory left
+        where it is short, how many of its settings no published run had, how simple it is.
+
+        Args:
+            room: bytes that a layout may allocate on one device.
+        """
+        crowded = max(0.0, self.memory.max_allocated / room - AMPLE)
+        return round(crowded / STEP), unproven(self.layout), self.complexity
 
     @cached_property
     def complexity(self) -> tuple[int, ...]:

@@ -1,7 +1,9 @@
 """What published runs have used of all that a search may choose."""
 
 from types import MappingProxyType
+from typing import Any
 
+from fivefold.layout import Layout
 from fivefold.predict.prediction import SEEN_SCHEDULES
 from fivefold.search.request import Only
 
@@ -21,3 +23,17 @@ PROVEN: Only = MappingProxyType(
 
 Where a source does not say how context parallelism communicates, Megatron-LM's default is taken.
 """
+
+
+def settings_of(layout: Layout) -> dict[str, Any]:
+    """The settings of a layout that `PROVEN` speaks of, with its actual schedule."""
+    parallel, memory = layout.config.parallel, layout.config.memory
+    settings = {**vars(parallel), **vars(memory), "pipeline_schedule": layout.schedule}
+    if layout.grid.cp == 1:
+        del settings["cp_comm_type"]
+    return {name: settings[name] for name in settings.keys() & PROVEN.keys()}
+
+
+def unproven(layout: Layout) -> int:
+    """Number of settings that no published run had."""
+    return sum(value not in PROVEN[name] for name, value in settings_of(layout).items())

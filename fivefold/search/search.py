@@ -47,7 +47,7 @@ LESS_MEMORY = 1e10  # bytes; also find the fastest layout for a device with this
 SHARES = (0.75, 0.6, 0.45)  # also find the fastest layout within these shares of device memory
 WORTH = 0.02  # share of the memory that a slower layout must save to be listed
 SMALLEST = 3  # layouts with the least memory to evaluate if nothing fits
-ALIKE = 0.004  # share of a step by which a simpler layout may be slower and still be preferred
+NOISE = 0.02  # share of a step by which runs of one layout differ: no prediction tells those apart
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class SearchResult:
         too_large: number of layouts whose memory bound exceeds the device.
         timed: number of pipeline programs that were simulated.
         looked_at: number of layouts whose memory was predicted.
-        gap: largest share by which a layout that was not evaluated could be faster than the best.
+        gap: largest share by which a layout that was not evaluated could be faster than all others.
         smallest: lower bound on the bytes of the smallest legal layout, if none fits.
         seconds: time that the search took, in seconds.
     """
@@ -84,6 +84,17 @@ class SearchResult:
     def best(self) -> Candidate:
         """The recommended layout."""
         return self.found[0]
+
+    @property
+    def behind(self) -> float:
+        """The largest share by which any legal layout could be faster than the best."""
+        fastest = min(candidate.seconds for candidate in self.found)
+        return self.best.seconds / fastest * (1 + self.gap) - 1
+
+    def ties(self) -> list[Candidate]:
+        """Layouts of other meshes that are as fast as the fastest but for noise."""
+        limit = min(candidate.seconds for candidate in self.found) * (1 + NOISE)
+        return [c for c in self.by_mesh()[1:] if c.seconds <= limit]
 
     def by_mesh(self) -> list[Candidate]:
         """The best layout of each mesh, the best first."""
@@ -164,7 +175,8 @@ class _Search:
                 ledger.found += [candidate] if candidate.prediction is not None else []
         self._refine()
         found = self._checked(ledger.found)
-        gap = found[0].seconds / min(self.unseen, found[0].seconds) - 1 if found else 0.0
+        least = min((candidate.seconds for candidate in found), default=0.0)
+        gap = least / min(self.unseen, least) - 1 if found else 0.0
         return SearchResult(
             request=request,
             found=tuple(found),
@@ -287,12 +299,14 @@ class _Search:
         yield from self._permitted(in_flight_limits(self.request.given, in_flight, each, excess))
 
     def _checked(self, found: Sequence[Candidate]) -> list[Candidate]:
-        """The layouts in order of preference, from the first one that `check` accepts."""
+        """The layouts from the first one that `check` accepts: those as fast as the fastest but for
+        noise by preference, then the others by time."""
         ordered = sorted(found, key=lambda c: c.seconds)
         if ordered:
-            limit = ordered[0].seconds * (1 + ALIKE)
-            alike = [c for c in ordered if c.seconds <= limit]
-            best = min(alike, key=lambda c: (c.complexity, c.seconds))
+            limit = ordered[0].seconds * (1 + NOISE)
+            number = sum(c.seconds <= limit for c in ordered)
+            room = capacity(self.request)
+            best = min(ordered[:number], key=lambda c: (c.preference(room), c.seconds))
             ordered.remove(best)
             ordered.insert(0, best)
         return _legal(ordered, self.request)

@@ -9,7 +9,7 @@ from fivefold.config.config import SETTINGS
 from fivefold.model.shape import count_parameters
 from fivefold.predict.prediction import Prediction, precision_of
 from fivefold.search.proven import PROVEN
-from fivefold.search.search import SearchResult
+from fivefold.search.search import NOISE, SearchResult
 from fivefold.tell.columns import listed
 from fivefold.tell.degrees import expert_degrees
 from fivefold.tell.describe import machines, requirements, summary
@@ -66,6 +66,7 @@ def answer(result: SearchResult) -> list[tuple[str, str]]:
         ),
         ("cluster", machines(request.cluster)),
     ]
+    rows += [("tied", words) for words in _tied(result)]
     rows += [("assumed", what) for what in request.assumed]
     fixed = sorted(request.fixed().items())
     rows += [("fixed", f"{name} = {SETTINGS[name].words(value)}") for name, value in fixed]
@@ -74,6 +75,18 @@ def answer(result: SearchResult) -> list[tuple[str, str]]:
     untrained = export(candidate.layout, "fivefold").missing
     notes = (*candidate.prediction.notes, *requirements(candidate.layout), *untrained)
     return rows + [("note", note) for note in notes]
+
+
+def _tied(result: SearchResult) -> Iterator[str]:
+    """Why this layout, if others are as fast."""
+    others = result.ties()
+    if others:
+        count = "one other mesh is" if len(others) == 1 else f"{len(others)} other meshes are"
+        yield (
+            f"{count} predicted within {NOISE:.0%} of the fastest, less than runs of one layout "
+            "differ; of these it has most memory left, settings that published runs had, and the "
+            "fewest techniques, in this order"
+        )
 
 
 def _speed(made: Prediction) -> str:
@@ -120,7 +133,7 @@ def reasons(result: SearchResult, changes: Sequence[Sensitivity]) -> list[tuple[
         words = sorted(gains, key=lambda each: each.seconds)
         told = (f"{each.change} {percent(each.seconds / best.seconds - 1)}" for each in words)
         rows.append(("faster", "with " + "; ".join(told)))
-    gap = f"by more than {result.gap:.1%}" if result.gap >= 5e-4 else "at all"
+    gap = f"by more than {result.behind:.1%}" if result.behind >= 5e-4 else "at all"
     rows.append(
         (
             "proof",

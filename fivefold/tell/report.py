@@ -84,7 +84,7 @@ def memory_table(candidate: Candidate) -> list[str]:
 
 def counts(result: SearchResult) -> str:
     """The extent of the search, and by how much any other layout could be faster."""
-    left = f"more than {result.gap:.1%} faster" if result.gap >= 5e-4 else "faster"
+    left = f"more than {result.behind:.1%} faster" if result.behind >= 5e-4 else "faster"
     return (
         f"{result.legal:,} legal layouts, {result.too_large:,} of which cannot fit; the memory of "
         f"{result.looked_at:,} was computed in full and {result.timed:,} were simulated. Bounds "

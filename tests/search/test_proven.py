@@ -10,7 +10,7 @@ from fivefold.cli.main import main
 from fivefold.errors import FivefoldError
 from fivefold.published.row import read_rows
 from fivefold.published.runs import row_layouts
-from fivefold.search.proven import PROVEN
+from fivefold.search.proven import PROVEN, settings_of
 from fivefold.search.search import search
 from fivefold.tell.within import PIPELINES, within
 from tests.search.test_search import EXPERTS, SMALL, TIGHT, asked, result_of
@@ -28,12 +28,8 @@ def test_what_is_proven_is_what_published_runs_have() -> None:
             except FivefoldError:
                 continue
             for layout in (choice.layout for choice in choices):
-                settings = {**vars(layout.config.parallel), **vars(layout.config.memory)}
-                settings["pipeline_schedule"] = layout.schedule
-                if layout.grid.cp == 1:
-                    del settings["cp_comm_type"]
-                for name in settings.keys() & PROVEN.keys():
-                    seen[name].add(settings[name])
+                for name, value in settings_of(layout).items():
+                    seen[name].add(value)
     assert seen == PROVEN
 
 
