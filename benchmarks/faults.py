@@ -69,8 +69,8 @@ KINDS = (
     Kind("rank killed as it saves", 10, (PLACE + ": killed by SIGKILL", AGAIN), ("save",)),
     Kind("rank left", 10, (PLACE + ": left with status 0 before the end", AGAIN)),
     Kind("rank raised", 10, (PLACE + r": OSError: planted in step {step}", AGAIN)),
-    Kind("rank stopped", 10, (PLACE + r" is stopped \(by SIGSTOP", AGAIN)),
-    Kind("rank hangs", 10, (PLACE + r" hangs in hang \(", r"hangs in .*: step {step}\b", AGAIN)),
+    Kind("rank stopped", 10, (PLACE + r":? is stopped \(by SIGSTOP", AGAIN)),
+    Kind("rank hangs", 10, (PLACE + r":? hangs in hang \(", AGAIN)),
     Kind(
         "rank pauses",
         8,
