@@ -11,6 +11,7 @@ from fivefold.check import check
 from fivefold.cli.budget import BUDGET_HELP, within_budget
 from fivefold.cli.plan_options import USUAL_CLUSTER
 from fivefold.cli.style import note, paint
+from fivefold.config.config import Config
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load_consistent, to_toml
@@ -59,8 +60,9 @@ class Options:
     )
     min_nproc: int | None = option(
         None,
-        "fewest ranks of --nproc to go on with after a failure that restarts do not mend, in a "
-        "layout for them (default: all)",
+        "fewest ranks to go on with: of --nproc after a failure that restarts do not mend, of "
+        "torchrun --nnodes MIN:MAX as hosts come and go; in the layout if it fits them, else in "
+        "the planner's (default: all)",
     )
     dry_run: bool = option(
         False, "show settings, mesh, stages and derived numbers, without starting anything"
@@ -74,7 +76,8 @@ def run(argv: Sequence[str]) -> int:
     world = ranks(options.nproc, dry_run=options.dry_run)
     plans, budget = options.layout == "auto", options.memory_budget
     if options.min_nproc is not None:
-        _check_least(options.min_nproc, options.nproc, config.checkpoint.save)
+        _check_least(options.min_nproc, options.nproc, world, config.checkpoint.save)
+        plans |= options.nproc is None and not _fits(config, world)
     elif not plans and budget is None and options.cluster is not None:
         what = f"--cluster {options.cluster} has no effect: its times are for a plan"
         works = ("--layout auto", "--memory-budget auto", "--cluster none")
@@ -84,7 +87,8 @@ def run(argv: Sequence[str]) -> int:
         if plans:
             from fivefold.cli.auto_layout import planned
 
-            config = planned(config, world, cluster, loaded.by_flag, budget)
+            fixed = loaded.by_flag if options.layout == "auto" else frozenset[str]()
+            config = planned(config, world, cluster, fixed, budget)
         elif budget is not None:
             config = within_budget(config, world, budget, cluster, loaded.by_flag)
         layout = check(config, world)
@@ -106,23 +110,37 @@ def run(argv: Sequence[str]) -> int:
 
     name, again = recipe_name(options.recipe), options.max_restarts
     start = partial(train, name=name, asked=options.device, max_restarts=again)
-    if options.min_nproc is None:
+    if options.min_nproc is None or options.nproc is None:
         return start(layout, nproc=options.nproc).status
     by_flag = loaded.by_flag if plans else None
     fewer = FewerRanks(config, by_flag, cluster, budget, options.min_nproc, start)
     return fewer.run(layout).status
 
 
-def _check_least(least: int, nproc: int | None, save: str | None) -> None:
-    """Check that fewer ranks than --nproc can go on with the run.
+def _fits(config: Config, world: int) -> bool:
+    try:
+        check(config, world)
+    except ConfigError:
+        return False
+    return True
+
+
+def _check_least(least: int, nproc: int | None, world: int, save: str | None) -> None:
+    """Check that fewer ranks than --nproc, or than torchrun might start, can go on with the run.
 
     Raises:
         ConfigError: all that is wrong with --min-nproc.
     """
     mistakes = Mistakes()
-    if nproc is None:
-        what = f"--min-nproc {least} is for the ranks of --nproc; torchrun has --nnodes MIN:MAX"
-        mistakes.add(what, works=("--min-nproc none",))
+    launcher = read_rank_env().launcher
+    if launcher == "torchrun":
+        if not 1 <= least <= world:
+            what = f"torchrun has started {world} ranks, and --min-nproc asks for {least} or more"
+            mistakes.add(what, works=(f"--min-nproc {world}", "--min-nproc none"))
+    elif nproc is None:
+        what = f"--min-nproc {least} is for the ranks of --nproc or of torchrun --nnodes MIN:MAX"
+        why = "srun starts as many ranks as the job has" if launcher == "slurm" else ""
+        mistakes.add(what, *filter(None, [why]), works=("--min-nproc none",))
     elif not 1 <= least < nproc:
         what = f"--min-nproc must be at least 1 and less than --nproc {nproc}, not {least}"
         mistakes.add(what, works=("--min-nproc none",))

@@ -11,6 +11,7 @@ from fivefold.data_parallel.replicated import ReplicatedStage
 from fivefold.mesh.slices import local_tensor
 
 Look = Callable[[Tensor, Tensor], None]
+Show = Callable[[Any], Iterator[tuple[Tensor, Tensor]]]
 
 
 @contextmanager
@@ -23,39 +24,45 @@ def watching_gradients(
     rank's tensor-parallel part, whole on the data-parallel axes, and must not be changed.
     Parameters that no other rank holds are left out.
     """
-    watched: list[tuple[Any, str]] = []
+    watched: list[tuple[Any, str, Show]] = []
     for stage in stages:
         if isinstance(stage, ReplicatedStage):
-            watched += [(bucket, "start") for bucket in stage.buckets]
+            watched += [(bucket, "start", _of_bucket) for bucket in stage.buckets]
         else:
-            watched += [(group, "post_backward") for group in stage.parameter_groups()]
-    for owner, name in watched:
-        setattr(owner, name, _after_a_look(owner, getattr(owner, name), look))
+            watched += [(group, "post_backward", _of_group) for group in stage.parameter_groups()]
+    for owner, name, show in watched:
+        setattr(owner, name, _after_a_look(owner, getattr(owner, name), show, look))
     try:
         yield
     finally:
-        for owner, name in watched:
+        for owner, name, _ in watched:
             delattr(owner, name)  # what its class has is there again
 
 
-def _after_a_look(owner: Any, original: Callable[..., Any], look: Look) -> Callable[..., Any]:
+def _after_a_look(
+    owner: Any, original: Callable[..., Any], show: Show, look: Look
+) -> Callable[..., Any]:
     def looked(*arguments: Any) -> Any:
-        for parameter, grad in _about_to_be_summed(owner):
+        for parameter, grad in show(owner):
             look(parameter, local_tensor(grad))
         return original(*arguments)
 
     return looked
 
 
-def _about_to_be_summed(owner: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parameters and gradients of a bucket, or of a parameter group of FSDP2 that is to reduce."""
-    if hasattr(owner, "parameters"):
-        for parameter in owner.parameters:
-            owner.take(parameter)
-            yield parameter, parameter.grad
-    elif owner.reduce_grads:
-        for held in owner.fsdp_params:
-            if hasattr(held, "_unsharded_param"):
-                for grad in (held.unsharded_accumulated_grad, held.unsharded_param.grad):
-                    if grad is not None:
-                        yield held.sharded_param, grad
+def _of_bucket(bucket: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """What a bucket of gradients is about to sum."""
+    for parameter in bucket.parameters:
+        bucket.take(parameter)
+        yield parameter, parameter.grad
+
+
+def _of_group(group: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """What a parameter group of FSDP2 is about to reduce; nothing if it only adds gradients up."""
+    if not group.reduce_grads:
+        return
+    for held in group.fsdp_params:
+        if hasattr(held, "_unsharded_param"):
+            for grad in (held.unsharded_accumulated_grad, held.unsharded_param.grad):
+                if grad is not None:
+                    yield held.sharded_param, grad

@@ -95,6 +95,9 @@ class RollCall:
 def key(kind: str, *numbers: int) -> str:
     """A key of the store, which torchrun keeps when it restarts the ranks."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # A host that comes or goes is no restart to torchrun's count, but another number of ranks.
+        attempt += f" of {os.environ['WORLD_SIZE']}"
     return "/".join([f"roll call {attempt}", kind, *map(str, numbers)])
 
 

@@ -20,6 +20,7 @@ from fivefold.train.roll_call import (
     answers,
     await_answers,
     call,
+    key,
 )
 from fivefold.train.witness import LOOK_SECONDS
 
@@ -86,3 +87,15 @@ def test_a_rank_that_answers_late_is_waited_for_unless_it_is_stopped(
     assert clock.now == pytest.approx(waited, abs=0.25)
     if stopped:
         child.wait()
+
+
+def test_another_number_of_hosts_has_keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun keeps its store, and counts no restart where a host comes or goes."""
+    alone = key("asking")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job1")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    keys = set()
+    for world in ("2", "4"):
+        monkeypatch.setenv("WORLD_SIZE", world)
+        keys.add(key("asking"))
+    assert len(keys | {alone}) == 3
