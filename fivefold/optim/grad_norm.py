@@ -10,16 +10,14 @@ from torch import Tensor
 from fivefold.mesh.device import uses_gpu_kernels
 from fivefold.mesh.slices import local_tensor
 
-_PIECE = 1 << 15  # elements
-
 
 @dataclass(frozen=True)
 class Departed:
     """What the norm needs of a gradient that has left the device.
 
     Attributes:
-        term: what it adds to the sum of squares, 1-D fp64: as many sums as `_squares` makes of it
-            if this rank counts it; if not, a zero, or a NaN if it is not finite.
+        term: what it adds to the sum of squares, 1-D fp64: its own if this rank counts it, none if
+            it is empty; if not, a zero, or a NaN if it is not finite.
     """
 
     term: Tensor
@@ -107,17 +105,9 @@ def _terms(
 
 
 def _squares(tensors: list[Tensor]) -> list[Tensor]:
-    """Sums of squares of each tensor, 1-D fp64, which together are its own.
-
-    On the CPU of cache-sized pieces, which is twice as fast.
-    """
-    if uses_gpu_kernels(tensors[0]):
-        norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
-        return list(torch.stack(list(norms)).square().split(1))
-    return [
-        torch.stack([torch.dot(wide, wide) for wide in map(Tensor.double, pieces)])
-        for pieces in (tensor.reshape(-1).split(_PIECE) for tensor in tensors)
-    ]
+    """The sum of squares of each tensor, [1] fp64: read once, with no copy in fp64."""
+    norms = torch._foreach_norm(tensors, 2, dtype=torch.float64)
+    return list(torch.stack(list(norms)).square().split(1))
 
 
 @torch.no_grad()
