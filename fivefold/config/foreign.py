@@ -187,6 +187,11 @@ FOREIGN = _table(
     ("--recompute-granularity selective", "recompute_activations", ""),
     ("--recompute-granularity", "activation_checkpoint_mode ac_mode recompute", ""),
     (
+        "--recompute-num-layers",
+        "custom_recompute_layers_per_stage recompute_num_layers_per_stage",
+        "with recompute_method block it takes one number for each stage",
+    ),
+    (
         "--recompute-in-flight-limit",
         "num_microbatches_with_partial_activation_checkpoints",
         "the microbatch in its backward counts, too, and others repeat their stage as a whole",

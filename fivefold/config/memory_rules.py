@@ -85,12 +85,12 @@ def _check_numbers(memory: MemoryConfig, mistakes: Mistakes) -> None:
     if not numbers or min(numbers) < 0:
         mistakes.add(
             f"recompute_num_layers must be 0 or more, not {shown or 'none'}",
-            works=[f"--recompute-num-layers {max(1, *numbers, 1)}"],
+            works=[f"--recompute-num-layers {max(1, 1, *numbers)}"],
         )
     elif not any(numbers):
         mistakes.add(
             f"recompute_num_layers must be at least 1 of some stage, not {shown}",
-            works=["--recompute-num-layers 1", "--recompute-granularity none"],
+            works=["--recompute-num-layers 1"],
         )
     elif len(numbers) > 1 and memory.recompute_granularity == "full" and not some:
         mistakes.add(

@@ -155,7 +155,19 @@ def _shallower(layout: Layout, config: Config) -> Config:
     is_v = placement == v_placement(layout.grid.pp, len(counts)) and len(counts) > layout.grid.pp
     text = ("v:" if is_v else "") + layout_string(kept)
     config = config.with_values(pipeline_model_parallel_layout=text, **SPLIT_FLAGS)
+    numbers = config.memory.recompute_num_layers
+    if len(numbers) == len(counts):
+        left = [len(stage.layers) for stage in kept]
+        fewer = tuple(map(_fewer_recomputed, numbers, counts, left))
+        config = config.with_values(recompute_num_layers=fewer)
     return _with_layers(config, taken)
+
+
+def _fewer_recomputed(number: int, count: int, left: int) -> int:
+    """Recomputed layers of a stage with fewer layers: none, some or all of them, as before."""
+    if number >= count:
+        return left or number
+    return min(number, max(left - 1, 1))
 
 
 def _taken(model: ModelConfig, layers: Sequence[int], count: int) -> list[int]:

@@ -176,6 +176,16 @@ def test_slices_of_the_vocabulary_are_set_by_megatrons_variables() -> None:
     )
 
 
+def test_gradients_are_those_of_finite_differences() -> None:
+    """With everything at once: smoothing, weights, an ignored token and the z-loss; the native loss
+    has one backward only."""
+    stage = _fuse(build(MODEL, label_smoothing=0.1, z_loss_coeff=Z), "linear")
+    labels_T, weights_T = torch.tensor([3, -100, 98]), torch.tensor([0.5, 1.0, 2.0]).double()
+    x_TH = _hidden().detach()[:3].requires_grad_()
+    with patch.multiple(fused, LOSS_TOKENS=2):
+        torch.autograd.gradcheck(lambda x: stage.head_loss(stage, x, labels_T, weights_T), (x_TH,))
+
+
 def _most_held(tokens: int) -> int:
     """Most bytes that the linear loss and its backward take, tokens and states not counted."""
     stage, x_TH = build(MODEL).bfloat16(), _hidden().detach().bfloat16()

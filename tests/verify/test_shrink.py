@@ -214,3 +214,20 @@ def test_small_activations_move_too() -> None:
     layout, changes = prepare(layout_of("debug-llama", 1, **moved))
     assert layout.config.memory.min_offloaded_tensor_size == 1
     assert "activations of any size are moved" in changes
+
+
+@pytest.mark.parametrize("numbers", [(2, 2, 0, 1), (0, 1, 1, 0)])
+def test_stages_recompute_none_some_or_all_of_their_layers_as_before(
+    numbers: tuple[int, ...],
+) -> None:
+    again = {
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": numbers,
+    }
+    large = layout_of("llama3-8b", 4, pipeline_model_parallel_size=4, num_layers=8, **again)
+    small, _ = prepare(large)
+    counts = [len(stage.layers) for stage in small.split.stages]
+    found = small.config.memory.recompute_num_layers
+    assert [bool(n) for n in found] == [bool(n) for n in numbers]
+    assert all(n == count for n, count, old in zip(found, counts, numbers, strict=True) if old == 2)
