@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -98,11 +98,11 @@ class Trainer:
             engine, starts = self.engine, without_adapters(state, self.engine.layout.config.model)
             weights = engine.start_adapters() if starts else engine.stored_weights()
             source.load(state.step, weights, skip=("optim.",))
-            return engine.after_load(0)
+            return engine.after_load(0, weights)
         self.loader.load_state_dict(state.loader)
         tensors: dict[str, Any] = self.engine.stored_tensors()
         source.load(state.step, tensors)
-        self._continue(state)
+        self._continue(state, tensors)
         self._saved = self.step if source.folder == self.checkpointer.folder else None
 
     def restore_local(self, after: int) -> bool:
@@ -116,17 +116,16 @@ class Trainer:
         if self.local is None:
             return False
         tensors = self.engine.stored_tensors()
-        step = self.local.find(tensors)
-        if step is None or step <= after:
+        if (step := self.local.find(tensors)) is None or step <= after:
             return False
         what = f"the state of step {step} in memory"
         state = as_kind(self.local.load(tensors), SavedState, what, CheckpointError)
         self.loader.load_state_dict(state.loader)
-        self._continue(state)
+        self._continue(state, tensors)
         return True
 
-    def _continue(self, state: SavedState) -> None:
-        self.engine.after_load(state.step)
+    def _continue(self, state: SavedState, tensors: Mapping[str, Any]) -> None:
+        self.engine.after_load(state.step, tensors)
         self.step = state.step
         self._bad.remember(state.losses)
 
@@ -136,9 +135,10 @@ class Trainer:
         Raises:
             CheckpointError: on every rank, if the tensors are of another model or cannot be read.
         """
-        fill = partial(fill_from_hub, folder, self.engine.layout.config.model.base)
-        self.checkpointer.load_by(f"loading {folder}", self.engine.start_adapters(), fill)
-        self.engine.after_load(0)
+        weights, model = self.engine.start_adapters(), self.engine.layout.config.model.base
+        fill = partial(fill_from_hub, folder, model)
+        self.checkpointer.load_by(f"loading {folder}", weights, fill)
+        self.engine.after_load(0, weights)
 
     def run(self) -> None:
         """Train until `train_iters` steps are done or a signal asks to stop, then save.
