@@ -409,6 +409,8 @@ CHANGES: Mapping[str, Change] = {
     "adam_eps": Change(2e-8),
     "clip_grad": Change(0.5),
     "use_precision_aware_optimizer": Change(True),
+    "main_params_dtype": Change("bf16", _AWARE),
+    "store_param_remainders": Change(True, {"use_precision_aware_optimizer": True}),
     "main_grads_dtype": Change("bf16", _AWARE),
     "exp_avg_dtype": Change("bf16", _AWARE),
     "exp_avg_sq_dtype": Change("bf16", _AWARE),

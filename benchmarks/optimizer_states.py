@@ -20,15 +20,22 @@ from fivefold.optim.adamw import AdamW
 from fivefold.optim.rounding import NamedElements
 
 STEPS, SEEDS, ROUNDS, SIDE = 500, 2, 9, 2048
-_AWARE = ("--bf16", "--use-precision-aware-optimizer", "--exp-avg-sq-dtype", "bf16")
+_AWARE = ("--bf16", "--use-precision-aware-optimizer")
+_GRADIENTS = ("--main-grads-dtype", "bf16")
+_BF16 = ("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
+_FP8 = ("--exp-avg-dtype", "fp8", "--exp-avg-sq-dtype", "fp8")
 WAYS = {
     "18 bytes": ("--bf16",),
-    "16 bytes, v in bf16": _AWARE,
-    "14 bytes, m, v in bf16": (*_AWARE, "--exp-avg-dtype", "bf16"),
+    "16, g in bf16": (*_AWARE, *_GRADIENTS),
+    "16, v in bf16": (*_AWARE, "--exp-avg-sq-dtype", "bf16"),
+    "14, m, v in bf16": (*_AWARE, *_BF16),
+    "12, g, m, v in bf16": (*_AWARE, *_GRADIENTS, *_BF16),
+    "12, m, v in fp8": (*_AWARE, *_FP8),
+    "10, g bf16, m, v fp8": (*_AWARE, *_GRADIENTS, *_FP8),
     "noise: fp32": ("--precision", "fp32"),
 }
 MOMENTS: tuple[tuple[MomentType, MomentType], ...] = (("fp32", "fp32"), ("fp32", "bf16"))
-MOMENTS = (*MOMENTS, ("bf16", "bf16"))
+MOMENTS = (*MOMENTS, ("bf16", "bf16"), ("fp8", "fp8"))
 
 
 def update_times() -> None:

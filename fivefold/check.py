@@ -120,7 +120,7 @@ def _check(
     check_tensor_parallel(config, parallel, mistakes)
     check_experts(config, parallel, mistakes)
     check_context(config, parallel, mistakes)
-    check_data_parallel(parallel, config.training.precision, mistakes)
+    check_data_parallel(config, parallel, mistakes)
     check_contradictions(config, mistakes)
     check_blocks(config, parallel, mistakes)
     check_gathered(config, mistakes)

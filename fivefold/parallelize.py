@@ -187,14 +187,15 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
                 mtp_loss_scaling_factor=config.training.mtp_loss_scaling_factor,
                 experts=config.experts,
                 global_batch_size=config.training.global_batch_size,
-            ).to(policy.master_dtype)
+            ).to(torch.promote_types(policy.master_dtype, torch.float32))
             for index, parts in layout.stages_of(pp_rank).items()
         }
     records = {record.name: record for record in parameter_records(layout, groups.rank)}
     on_host = _on_host(layout, pp_rank, records)
     for stage in stages.values():
         for name, parameter in stage.named_parameters():
-            if name in on_host or not records[name].trained:
+            narrow = name in on_host or not records[name].trained
+            if narrow or policy.master_dtype == policy.compute_dtype:
                 parameter.data = parameter.data.to(policy.compute_dtype)
     _install_tensor(layout, groups, stages, deferred, records)
     meanwhile = turns.give_way if layout.overlaps_pairs else None

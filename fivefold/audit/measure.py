@@ -81,7 +81,7 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
             if name not in (host.weights or ())
         ),
         gradients=gradients,
-        optimizer=sum(p.local.nbytes for p in engine.optimizer.device.state_tensors().values()),
+        optimizer=sum(tensor.nbytes for tensor in engine.optimizer.device.held()),
         activations=kept.sizes,
         multiplications=work.flops,
         packed=kept.packed,

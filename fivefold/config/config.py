@@ -58,7 +58,7 @@ class Config:
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of an element of the weights that the optimizer updates."""
+        """Bytes of an element of what the optimizer updates, as it computes with it."""
         return max(4, ELEMENT_BYTES[self.training.precision])
 
     @property

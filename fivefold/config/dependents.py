@@ -29,7 +29,8 @@ def sums_in_buckets(config: Config, strategy: str | None = None) -> bool:
         strategy: sharding strategy; None: that of the configuration.
     """
     strategy = strategy or config.parallel.data_parallel_sharding_strategy
-    return strategy == "no_shard" and config.training.precision != "bf16"
+    narrow = config.optimizer.narrow_parameters
+    return strategy == "no_shard" and (narrow or config.training.precision != "bf16")
 
 
 def _has_experts(config: Config) -> bool:
@@ -195,7 +196,7 @@ DEPENDENTS = (
     Dependents(
         ("ddp_bucket_size",),
         "precision",
-        lambda c: c.training.precision != "bf16",
+        lambda c: sums_in_buckets(c, "no_shard"),
         "is for gradients that are not reduced layer by layer",
         ("--fp32",),
     ),
@@ -287,17 +288,23 @@ DEPENDENTS = (
         ("--param-cpu-offload",),
     ),
     Dependents(
-        ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
+        (
+            "main_params_dtype",
+            "store_param_remainders",
+            "main_grads_dtype",
+            "exp_avg_dtype",
+            "exp_avg_sq_dtype",
+        ),
         "use_precision_aware_optimizer",
         lambda c: c.optimizer.use_precision_aware_optimizer,
         "chooses a type",
         ("--use-precision-aware-optimizer",),
     ),
     Dependents(
-        ("main_grads_dtype",),
+        ("main_params_dtype", "store_param_remainders", "main_grads_dtype"),
         "precision",
         lambda c: c.training.precision == "bf16",
-        "is for gradients that are computed in bf16",
+        "is for training in bf16",
         ("--bf16",),
     ),
     Dependents(

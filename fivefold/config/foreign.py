@@ -136,11 +136,6 @@ FOREIGN = _table(
         "--moe-z-loss-coeff is that of routers",
     ),
     (
-        "",
-        "main_params_dtype store_param_remainders",
-        "masters are fp32; --main-grads-dtype, --exp-avg-dtype and --exp-avg-sq-dtype are there",
-    ),
-    (
         "--lora-rank",
         "peft peft_scheme peft_method use_peft lora use_lora lora_r lora_dim",
         _LORA,

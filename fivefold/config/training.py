@@ -12,6 +12,7 @@ ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp32": 4, "fp64
 
 
 MomentType = Literal["fp32", "bf16", "fp8"]
+MasterType = Literal["fp32", "bf16"]
 GradientType = Literal["fp32", "bf16"]
 BLOCK = 32
 """Elements of a row that share a scale in a moment of 8 bits; the scale takes a byte."""
@@ -183,7 +184,13 @@ class OptimizerConfig:
     adam_eps: float = option(1e-8, "added to the root of the second moment")
     clip_grad: float = option(1.0, "largest global gradient norm; 0: no clipping")
     use_precision_aware_optimizer: bool = option(
-        False, "let main_grads_dtype, exp_avg_dtype and exp_avg_sq_dtype choose types"
+        False, "let the types of gradients, masters and moments be chosen, each by its setting"
+    )
+    main_params_dtype: MasterType = option(
+        "fp32", "type of the weights that are updated; bf16 is rounded stochastically, no master"
+    )
+    store_param_remainders: bool = option(
+        False, "keep masters as the bf16 weight and 16 bits that it lacks of fp32 (no_shard only)"
     )
     main_grads_dtype: GradientType = option(
         "fp32", "type in which gradients of bf16 are summed, over microbatches and ranks, and kept"
@@ -196,14 +203,20 @@ class OptimizerConfig:
     )
 
     @property
+    def narrow_parameters(self) -> bool:
+        """Whether the optimizer updates parameters that lie in bf16, with or without remainders."""
+        return self.main_params_dtype == "bf16" or self.store_param_remainders
+
+    @property
     def narrow_gradients(self) -> bool:
         """Whether gradients are summed and kept in bf16, not in the masters' type."""
         return self.main_grads_dtype == "bf16"
 
     @property
     def needs_rounding(self) -> bool:
-        """Whether gradients or moments have fewer bits than the update computes with."""
-        return self.narrow_gradients or self.moment_types != ("fp32", "fp32")
+        """Whether weights, gradients or moments have fewer bits than the update computes with."""
+        narrow = self.narrow_gradients or self.narrow_parameters
+        return narrow or self.moment_types != ("fp32", "fp32")
 
     @property
     def moment_types(self) -> tuple[MomentType, MomentType]:

@@ -15,7 +15,8 @@ class StatePolicy:
         copy: bytes of the compute-dtype copy of a weight; 0 if the master itself is used.
         gradient: bytes of the accumulated gradient.
         master: bytes of the weight that the optimizer updates.
-        moments: bytes of all optimizer moments together, of matrices whose rows are whole blocks.
+        moments: bytes of all optimizer moments together, of matrices whose rows are whole blocks,
+            and of what a weight lacks of its master.
         splits_copy: whether copies exist only while their block computes (ZeRO-3).
         splits_gradient: whether gradients are reduced to shards in every microbatch (ZeRO-2, 3).
         splits_optimizer: whether master and moments are sharded (ZeRO-1, 2, 3).
@@ -30,7 +31,8 @@ class StatePolicy:
         unpacking: bytes of a layer's weights while they are made from a narrower message.
         offloaded: share of the parameters whose master and moments are in host memory, to which
             gradients leave when they are reduced; the device keeps them in the compute dtype.
-        rounded: number of moments that are rounded stochastically after each update.
+        rounded: number of moments that are rounded stochastically after each update; and weights.
+        wide: bytes of a moment that is not rounded.
         eight_bit: number of moments that are kept in 8 bits, with scales of blocks.
         on_disk: whether these masters and moments lie on a disk instead.
         away: whether the weights of these parameters are on the device for their gathers only.
@@ -53,6 +55,7 @@ class StatePolicy:
     unpacking: float = 0.0
     offloaded: float = 0.0
     rounded: int = 0
+    wide: float = 4.0
     eight_bit: int = 0
     on_disk: bool = False
     away: bool = False
@@ -86,18 +89,20 @@ def engine_policy(config: Config) -> StatePolicy:
     """Fivefold's policy: masters in at least fp32, copies in the compute dtype."""
     sharding, precision = config.parallel.sharding, config.training.precision
     memory = config.memory
-    compute, master = ELEMENT_BYTES[precision], config.master_bytes
+    compute, optimizer = ELEMENT_BYTES[precision], config.optimizer
+    wide = config.master_bytes
+    master = compute if optimizer.narrow_parameters else wide
     gradient = config.gradient_bytes
     shared = sharding.splits_optimizer
-    types = config.optimizer.moment_types
-    each = {"fp32": master, "bf16": 2, "fp8": 1 + 1 / BLOCK}
+    types = optimizer.moment_types
+    each = {"fp32": wide, "bf16": 2, "fp8": 1 + 1 / BLOCK}
     copy = compute if shared or compute != master else 0
     return StatePolicy(
         copy=copy,
         narrow_copy=1 if config.training.fp8_param_gather and shared else copy,
         gradient=gradient,
         master=master,
-        moments=sum(each[kind] for kind in types),
+        moments=sum(each[kind] for kind in types) + 2 * optimizer.store_param_remainders,
         splits_copy=sharding.splits_parameters,
         splits_gradient=sharding.splits_gradients,
         splits_optimizer=shared,
@@ -106,7 +111,8 @@ def engine_policy(config: Config) -> StatePolicy:
         compute=compute,
         unpacking=config.parallel.zero_quantized_weights * UNPACKING,
         offloaded=memory.optimizer_offload_fraction if memory.optimizer_cpu_offload else 0.0,
-        rounded=sum(kind != "fp32" for kind in types),
+        rounded=sum(kind != "fp32" for kind in types) + optimizer.narrow_parameters,
+        wide=wide,
         eight_bit=types.count("fp8"),
         on_disk=memory.optimizer_offload_path is not None,
         away=memory.param_cpu_offload,

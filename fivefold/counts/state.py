@@ -283,7 +283,7 @@ class _Shard:
         """
         if not policy.eight_bit:
             return 0.0
-        wide = policy.master - 1 - 1 / BLOCK
+        wide = policy.wide - 1 - 1 / BLOCK
         return policy.eight_bit * sum(
             size * wide if len(shape) == 1 else size // shape[-1] * (-shape[-1] % BLOCK) / BLOCK
             for shape, size in self._parts(block)

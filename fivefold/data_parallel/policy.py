@@ -29,7 +29,8 @@ class Policy:
             (ZeRO-3, unless the pipeline program says when).
         reduces_every_microbatch: whether to keep no unsharded gradient (ZeRO-2 and ZeRO-3).
         compute_dtype: dtype of activations and gathered parameters.
-        master_dtype: dtype of the parameters that the optimizer updates.
+        master_dtype: dtype of the parameters that the optimizer updates, or for which masters on
+            the host are kept.
         gradient_dtype: dtype in which gradients are summed and kept.
         wire_dtype: dtype in which gradients are sent.
         sum_dtype: dtype in which sharded gradients are added up.
@@ -66,8 +67,9 @@ def make_policy(config: Config) -> Policy:
     """The settings of a sharding strategy, a precision and an optimizer."""
     parallel, training = config.parallel, config.training
     sharding, precision = parallel.sharding, training.precision
-    master = torch.float64 if precision == "fp64" else torch.float32
-    gradient = torch.bfloat16 if config.optimizer.narrow_gradients else master
+    wide = torch.float64 if precision == "fp64" else torch.float32
+    gradient = torch.bfloat16 if config.optimizer.narrow_gradients else wide
+    master = torch.bfloat16 if config.optimizer.narrow_parameters else wide
     wire = torch.bfloat16 if parallel.grad_reduce_in_bf16 else gradient
     return Policy(
         shards=sharding.splits_optimizer,
@@ -77,7 +79,7 @@ def make_policy(config: Config) -> Policy:
         master_dtype=master,
         gradient_dtype=gradient,
         wire_dtype=wire,
-        sum_dtype=master if parallel.ddp_reduce_scatter_with_fp32_accumulation else wire,
+        sum_dtype=wide if parallel.ddp_reduce_scatter_with_fp32_accumulation else wire,
         bucket_size=parallel.ddp_bucket_size,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,

@@ -49,7 +49,7 @@ class ReplicatedStage:
         named = [each for each in stage.named_parameters() if each[0] in group_of][::-1]
         groups = dict.fromkeys(group_of[name] for name, _ in named)
         self.buckets = [
-            _GradientBucket(bucket, group, wire)
+            _GradientBucket(bucket, group, policy.gradient_dtype, wire)
             for group in groups
             if group is not None
             for bucket in _divided([p for n, p in named if group_of[n] is group], policy)
@@ -58,11 +58,17 @@ class ReplicatedStage:
             p: index for index, bucket in enumerate(self.buckets) for p in bucket.parameters
         }
         self._own = {parameter for _, parameter in named}
+        self._gradient_dtype = policy.gradient_dtype
         self._hooks_count = False
         self._missing: list[int] = []
         self._started: set[int] = set()
         for parameter in self._bucket_of:
             when_accumulated(parameter, partial(self._arrived, parameter))
+
+    def set_gradient_type(self) -> None:
+        """Keep gradients in their type, where parameters have another one."""
+        for parameter in self._own:
+            parameter.grad_dtype = self._gradient_dtype
 
     def before_backward(self, *, whole: bool, last: bool) -> None:
         """Prepare to count complete gradients if the step's last backward computes them."""
@@ -155,14 +161,19 @@ class _GradientBucket:
     Args:
         parameters: parameters whose gradients are sent together.
         group: group over which gradients are summed.
+        dtype: type in which they are kept.
         wire: type in which they are sent and summed; None: their own.
     """
 
     def __init__(
-        self, parameters: list[nn.Parameter], group: dist.ProcessGroup, wire: torch.dtype | None
+        self,
+        parameters: list[nn.Parameter],
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        wire: torch.dtype | None,
     ) -> None:
         self.parameters = parameters
-        self._group, self._wire = group, wire
+        self._group, self._dtype, self._wire = group, dtype, wire
         self._message: Tensor | None = None
         self._grads: dict[Tensor, Tensor] = {}
         self._pending: Pending | None = None
@@ -199,7 +210,8 @@ class _GradientBucket:
         """The parts of the message by parameter, laid out like the parameters."""
         if self._message is None:
             parts = [local_tensor(parameter) for parameter in self.parameters]
-            self._message = parts[0].new_empty(sum(part.numel() for part in parts))
+            size = sum(part.numel() for part in parts)
+            self._message = parts[0].new_empty(size, dtype=self._dtype)
             views = self._message.split([part.numel() for part in parts])
             self._grads = {
                 p: laid_out_like(p, view.view_as(part))

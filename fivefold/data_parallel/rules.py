@@ -1,6 +1,7 @@
 """Validation of data-parallel settings; torch-free."""
 
 from fivefold.config.config import Config
+from fivefold.config.dependents import sums_in_buckets
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.sharding import SHARDING
 from fivefold.config.training import BLOCK
@@ -9,11 +10,17 @@ from fivefold.mesh.rules import divisors, nearest, tensor_parallel_sizes
 from fivefold.model.shape import cut_rows
 
 
-def check_data_parallel(parallel: ParallelConfig, precision: str, mistakes: Mistakes) -> None:
-    """Report settings that have no effect with the sharding strategy."""
+def check_data_parallel(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
+    """Report settings that have no effect with the sharding strategy.
+
+    Args:
+        config: configuration that is asked for.
+        parallel: its degrees, with every inferred one filled in.
+        mistakes: collection to which every mistake is added.
+    """
     instances = parallel.num_distributed_optimizer_instances
     replicated = not parallel.sharding.splits_optimizer
-    if parallel.grad_reduce_in_bf16 and replicated and precision == "bf16":
+    if parallel.grad_reduce_in_bf16 and replicated and not sums_in_buckets(config):
         mistakes.add(
             "grad_reduce_in_bf16 has no effect on no_shard with bf16: the all-reduce of fp32 "
             "gradients would sum in bf16",
@@ -59,6 +66,7 @@ def check_contradictions(config: Config, mistakes: Mistakes) -> None:
             "zero_quantized_gradients and grad_reduce_in_bf16 both say how gradients are sent",
             works=["--no-grad-reduce-in-bf16", "--no-zero-quantized-gradients"],
         )
+    _check_masters(config, mistakes)
     if config.optimizer.narrow_gradients:
         fp32 = "--main-grads-dtype fp32"
         if parallel.grad_reduce_in_bf16:
@@ -84,6 +92,34 @@ def check_contradictions(config: Config, mistakes: Mistakes) -> None:
         )
     if memory.param_cpu_offload:
         _check_away(config, mistakes)
+
+
+def _check_masters(config: Config, mistakes: Mistakes) -> None:
+    """Report masters of few bits where they save nothing, or cannot be kept."""
+    optimizer, parallel = config.optimizer, config.parallel
+    off = "--no-store-param-remainders"
+    if optimizer.store_param_remainders and parallel.sharding.splits_optimizer:
+        mistakes.add(
+            "store_param_remainders saves nothing with "
+            f"{parallel.data_parallel_sharding_strategy}, whose weights are gathered from shards",
+            "a bf16 shard and its remainder are 2 + 2 bytes, as many as a shard in fp32",
+            works=[off, "--data-parallel-sharding-strategy no_shard"],
+        )
+    if optimizer.store_param_remainders and optimizer.main_params_dtype == "bf16":
+        mistakes.add(
+            "store_param_remainders keeps masters exact, and main_params_dtype = bf16 keeps none",
+            works=[off, "--main-params-dtype fp32"],
+        )
+    if optimizer.narrow_parameters and config.memory.optimizer_cpu_offload:
+        fp32 = off if optimizer.store_param_remainders else "--main-params-dtype fp32"
+        name = "store_param_remainders"
+        if optimizer.main_params_dtype == "bf16":
+            name = "main_params_dtype = bf16"
+        mistakes.add(
+            f"{name} updates the weights where they lie, and optimizer_cpu_offload keeps masters "
+            "of others on the host",
+            works=[fp32, "--no-optimizer-cpu-offload"],
+        )
 
 
 def keeps_blocks(config: Config, tp: int, etp: int) -> bool:

@@ -55,6 +55,8 @@ def add_to_grad(parameter: Tensor, grad: Tensor, rows: slice | None = None) -> N
         whole = grad.new_zeros(local(parameter).shape)
         whole[rows] = grad
         grad = whole
+    if parameter.grad_dtype is not None:
+        grad = grad.to(parameter.grad_dtype)
     parameter.grad = laid_out_like(parameter, grad)
 
 

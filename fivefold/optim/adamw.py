@@ -9,7 +9,15 @@ from torch import Tensor, nn
 from fivefold.config.training import BLOCK, OptimizerConfig
 from fivefold.mesh.slices import Piece, local_tensor, piece_of
 from fivefold.optim.eight_bit import FORMATS
-from fivefold.optim.rounding import MOMENTS, NamedElements, RoundingAdamW, scale_of
+from fivefold.optim.rounding import (
+    MOMENTS,
+    REMAINDER,
+    NamedElements,
+    RoundingAdamW,
+    divide,
+    exact,
+    scale_of,
+)
 
 SCALES = tuple(map(scale_of, MOMENTS))
 STATES = (*MOMENTS, *SCALES)
@@ -45,9 +53,10 @@ class AdamW:
         self._places, rooms = places or {}, rooms or {}
         self._parameters = {n: p for n, p in parameters.items() if p.requires_grad}
         self._leaves = {name: local_tensor(p) for name, p in self._parameters.items()}
-        if config.narrow_gradients:
+        if config.narrow_gradients or config.narrow_parameters:
+            kept = torch.bfloat16 if config.narrow_gradients else torch.float32
             for tensor in (*self._parameters.values(), *self._leaves.values()):
-                tensor.grad_dtype = torch.bfloat16
+                tensor.grad_dtype = kept
         self._state: dict[str, dict[str, Tensor]] = {
             name: {"step": torch.zeros((), dtype=torch.float32, device=leaf.device)}
             | {
@@ -58,6 +67,9 @@ class AdamW:
             }
             for name, leaf in self._leaves.items()
         }
+        if config.store_param_remainders:
+            for name, leaf in self._leaves.items():
+                self._state[name][REMAINDER] = torch.zeros_like(leaf, dtype=torch.int16)
         named = {parameter: name for name, parameter in self._parameters.items()}
         self._updates = [
             (self._optimizer([named[p] for p in together if p in named], config), then)
@@ -142,6 +154,29 @@ class AdamW:
             if state in STATES
         }
 
+    def held(self) -> Iterator[Tensor]:
+        """Moments, their scales, and what weights lack of their masters."""
+        for state in self._state.values():
+            yield from (tensor for name, tensor in state.items() if name != "step")
+
+    def weights(self) -> dict[str, Piece]:
+        """The weights that are updated; copies in fp32 where they lie in bf16 with remainders."""
+        found = {name: piece_of(parameter) for name, parameter in self._parameters.items()}
+        return {
+            name: piece.like(exact(piece.local, self._state[name][REMAINDER]))
+            if REMAINDER in self._state[name]
+            else piece
+            for name, piece in found.items()
+        }
+
+    @torch.no_grad()
+    def take(self, weights: Mapping[str, Piece]) -> None:
+        """Replace weights, by name, where `weights` gave copies; others have changed in place."""
+        for name, piece in weights.items():
+            if REMAINDER in self._state.get(name, ()):
+                weight = local_tensor(self._parameters[name])
+                divide(piece.local, weight, self._state[name][REMAINDER])
+
     def _shards(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """(name, parameter, local tensor) of parameters whose shard on this rank is not empty."""
         for name, parameter in self._parameters.items():
@@ -157,8 +192,9 @@ def moments_like(leaf: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for moment, kind in zip(MOMENTS, config.moment_types, strict=True):
         eight = kind == "fp8" and leaf.ndim > 1
-        narrow = {"bf16": torch.bfloat16, "fp8": FORMATS[moment].dtype if eight else leaf.dtype}
-        dtype = narrow.get(kind, leaf.dtype)
+        wide = torch.promote_types(leaf.dtype, torch.float32)
+        narrow = {"bf16": torch.bfloat16, "fp8": FORMATS[moment].dtype if eight else wide}
+        dtype = narrow.get(kind, wide)
         found[moment] = torch.empty(leaf.shape, dtype=dtype, device="meta")
         if eight:
             blocks = (*leaf.shape[:-1], -(-leaf.shape[-1] // BLOCK))

@@ -38,11 +38,9 @@ def build_optimizer(model: ParallelModel, device: torch.device) -> Optimizer:
         model.offloaded,
     )
     for index, gradients in model.gradients.items():
-        if not isinstance(gradients, ShardedStage):
-            continue
         if away or policy.gradient_dtype != policy.master_dtype:
             gradients.set_gradient_type()
-        if away:
+        if away and isinstance(gradients, ShardedStage):
             for name, _ in model.stages[index].named_parameters():
                 if name in away and len(model.records[name].sums) == 1:
                     host.leave_when_reduced(name)

@@ -304,9 +304,17 @@ class Optimizer:
         self.host.forget()
 
     def weights(self) -> dict[str, Piece]:
-        """The weights that are updated, wherever they are, by name in the given order."""
-        masters = self.host.masters()
-        return {n: masters[n] if n in masters else piece_of(p) for n, p in self._parameters.items()}
+        """The weights that are updated, wherever they are, by name in the given order.
+
+        What is written into them is taken over by `take`.
+        """
+        masters = self.device.weights() | self.host.masters()
+        return {n: masters.get(n) or piece_of(p) for n, p in self._parameters.items()}
+
+    def take(self, weights: Mapping[str, Piece]) -> None:
+        """Let the model compute with weights that were initialised or loaded, by name."""
+        self.device.take(weights)
+        self.host.publish()
 
     def gradient(self, name: str) -> Tensor:
         """This rank's part of a reduced gradient, wherever it is."""

@@ -1,10 +1,11 @@
-"""AdamW whose moments are kept in fewer bits than they are computed with, rounded stochastically.
+"""AdamW whose weights and moments are kept in fewer bits than it computes with.
 
-Rounded to the nearest, a moment of few bits stops to decay: bf16 keeps 8 bits of a number, and a
-factor beta2 of 0.999 changes it by less than half of the last one. Rounded up with the probability
-of what is cut off, it is right on average (Gupta et al., Deep Learning with Limited Numerical
-Precision, ICML 2015). Whether a number is rounded up is a function of the seed, the step and the
-element's place in the whole parameter, so that no layout changes it.
+They are rounded stochastically. Rounded to the nearest, a moment of few bits stops to decay, and a
+weight to move: bf16 keeps 8 bits of a number, and a factor beta2 of 0.999 changes it by less than
+half of the last one. Rounded up with the probability of what is cut off, it is right on average
+(Gupta et al., Deep Learning with Limited Numerical Precision, ICML 2015). Whether a number is
+rounded up is a function of the seed, the step and the element's place in the whole parameter, so
+that no layout changes it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ from fivefold.model.seeds import derive_seed
 from fivefold.optim.eight_bit import FORMATS, EightBits
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names
+REMAINDER = "remainder"
 AT_A_TIME = {"cpu": 1 << 16, "cuda": 1 << 22}
 """Elements that are updated at a time: their random bits stay in the cache of a CPU."""
 LANES = 64
@@ -116,17 +118,21 @@ class RoundingAdamW(torch.optim.AdamW):
                 self._update(leaf, group)
 
     def _update(self, leaf: Tensor, group: Mapping[str, Any]) -> None:
-        state, place, dtype = self.state[leaf], self._places[leaf], leaf.dtype
+        state, place = self.state[leaf], self._places[leaf]
+        dtype = torch.promote_types(leaf.dtype, torch.float32)
         found_inf = getattr(self, "found_inf", None)
         assert leaf.grad is not None
-        weights, grads = place.rows(leaf.data), place.rows(leaf.grad)
+        master = Master.of(leaf.data, state, place)
+        grads = place.rows(leaf.grad)
         moments = [Moment.of(name, state, place) for name in MOMENTS]
-        rounds = any(moment.matrix.dtype != dtype for moment in moments)
+        kinds = {master.matrix.dtype, *(moment.matrix.dtype for moment in moments)}
+        rounds = kinds != {dtype}
         random = place.random(self._taken(), leaf.device)
         beta1, beta2 = group["betas"]
         step = state["step"].clone()
         for rows in place.pieces(leaf, AT_A_TIME[leaf.device.type]):
-            kept = [weights[rows], grads[rows], *(moment.wide(rows, dtype) for moment in moments)]
+            kept = [master.wide(rows, dtype), grads[rows]]
+            kept += [moment.wide(rows, dtype) for moment in moments]
             weight, grad, first, second = (_computed(each, dtype) for each in kept)
             step.copy_(state["step"])
             adamw(
@@ -146,13 +152,66 @@ class RoundingAdamW(torch.optim.AdamW):
                 weight_decay=group["weight_decay"],
                 eps=group["eps"],
             )
-            if weight is not kept[0]:
-                kept[0].copy_(_like(weight, kept[0]))
             bits = random(rows) if rounds else None
+            master.keep(rows, _like(weight, kept[0]), bits)
             for number, (moment, new) in enumerate(zip(moments, (first, second), strict=True)):
                 own = None if bits is None else bits >> 16 * number
                 moment.keep(rows, _like(new, kept[2 + number]), own, found_inf)
         state["step"].copy_(step)
+
+
+@dataclass(frozen=True)
+class Master:
+    """A weight that is updated, as rows of its last dim.
+
+    Attributes:
+        matrix: [R, C] the weight.
+        remainder: [R, C] int16, what a weight of bf16 lacks of one in fp32; None: nothing.
+    """
+
+    matrix: Tensor
+    remainder: Tensor | None
+
+    @classmethod
+    def of(cls, weight: Tensor, state: Mapping[str, Tensor], place: NamedElements) -> "Master":
+        """A weight, and its remainder if torch's optimizer state has one."""
+        remainder = state.get(REMAINDER)
+        rows = None if remainder is None else place.rows(remainder)
+        return cls(place.rows(weight), rows)
+
+    def wide(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        """Some rows in `dtype`; the memory of the weight where it is kept so."""
+        if self.remainder is None:
+            return self.matrix[rows].to(dtype)
+        return exact(self.matrix[rows], self.remainder[rows])
+
+    def keep(self, rows: slice, new_RC: Tensor, bits: Tensor | None) -> None:
+        """Replace some rows; random bits, of which the third 16 are used, as for `Moment.keep`."""
+        kept = self.matrix[rows]
+        if self.remainder is not None:
+            divide(new_RC, kept, self.remainder[rows])
+        elif kept.dtype != new_RC.dtype:
+            assert bits is not None
+            kept.copy_(rounded(new_RC, bits >> 32))
+        elif kept.data_ptr() != new_RC.data_ptr():
+            kept.copy_(new_RC)
+
+
+def exact(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The fp32 master of a weight in bf16, to the bit."""
+    high = weight.view(torch.int16).int() << 16
+    return (high + remainder).view(torch.float32)
+
+
+def divide(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """Divide a master in fp32 into a weight of bf16, the nearest, and the 16 bits that it lacks.
+
+    As in Transformer Engine, a master in the middle between two goes away from 0, not to the even
+    one: with 16 bits more, no other rule leaves a way back.
+    """
+    whole = master.view(torch.int32)
+    remainder.copy_((whole << 16) >> 16)
+    weight.view(torch.int16).copy_((whole - remainder) >> 16)
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,7 @@ def watched_step(layout: Layout, rank: int, *, started: float | None = None) -> 
     with ledger:
         engine = Engine(layout, rank, torch.device("cpu"), initialises=False)
         ledger.holdings.leave_out(engine.optimizer.host.tensors())
-        moments = engine.optimizer.device.state_tensors().values()
-        ledger.holdings.count_as(OPTIMIZER, [piece.local for piece in moments])
+        ledger.holdings.count_as(OPTIMIZER, engine.optimizer.device.held())
         ledger.account = partial(_account, ledger.holdings, engine)
         ledger.account()
         engine.model.executor.observe = ledger.act

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from fivefold.check import MAX_MICROBATCHES, check
 from fivefold.config.config import Config
 from fivefold.config.dependence import leaves_idle
+from fivefold.config.dependents import sums_in_buckets
 from fivefold.config.parallel import ParallelConfig, TokenDispatcher
 from fivefold.config.sharding import SHARDING
 from fivefold.data_parallel.rules import keeps_blocks
@@ -203,7 +204,9 @@ class _Axes:
         narrow = self.config.training.fp8_param_gather
         if narrow or parallel.ddp_reduce_scatter_with_fp32_accumulation:
             found = [sharding for sharding in found if sharding.splits_optimizer]
-        if parallel.grad_reduce_in_bf16 and self.config.training.precision == "bf16":
+        if self.config.optimizer.store_param_remainders:  # shards save nothing
+            found = [sharding for sharding in found if not sharding.splits_optimizer]
+        if parallel.grad_reduce_in_bf16 and not sums_in_buckets(self.config, "no_shard"):
             # An all-reduce would sum in bf16.
             found = [sharding for sharding in found if sharding.splits_optimizer]
         return [SHARDINGS.index(sharding) for sharding in found]

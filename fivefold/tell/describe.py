@@ -80,9 +80,12 @@ def memory_words(layout: Layout) -> list[str]:
         words.append(f"{part}optimizer on the {place}")
     if memory.param_cpu_offload:
         words.append(f"weights on the {'disk' if memory.param_offload_path else 'host'}")
-    if layout.config.optimizer.narrow_gradients:
+    optimizer = layout.config.optimizer
+    if optimizer.narrow_parameters:
+        words.append("remainders of masters" if optimizer.store_param_remainders else "no masters")
+    if optimizer.narrow_gradients:
         words.append("gradients in bf16")
-    types = zip(("first", "second"), layout.config.optimizer.moment_types, strict=True)
+    types = zip(("first", "second"), optimizer.moment_types, strict=True)
     words += [f"{moment} moment in {kind}" for moment, kind in types if kind != "fp32"]
     return words
 

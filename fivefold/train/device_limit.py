@@ -33,6 +33,5 @@ def device_limit(
         whole = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / whole), device)
         return nullcontext()
-    moments = [piece.local for piece in optimizer.device.state_tensors().values()]
-    there = {"weights": weights, "optimizer": moments}
+    there = {"weights": weights, "optimizer": optimizer.device.held()}
     return DeviceLimit(limit, there, optimizer.host.tensors())

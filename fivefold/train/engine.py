@@ -14,7 +14,7 @@ from fivefold.data.packing import Microbatch
 from fivefold.layout import Layout
 from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.groups import Groups
-from fivefold.mesh.slices import Piece, local_tensor
+from fivefold.mesh.slices import Piece, as_piece, local_tensor
 from fivefold.model.batch import Batch, on_device
 from fivefold.model.lora import LORA
 from fivefold.model.prediction import valid_by_depth, with_further
@@ -127,8 +127,9 @@ class Engine:
         self.parameters: dict[str, nn.Parameter] = self.model.parameters()
         self.optimizer = build_optimizer(self.model, device)
         if initialises:
-            self.model.initialise(self.optimizer.weights())
-            self.optimizer.host.publish()
+            weights = self.optimizer.weights()
+            self.model.initialise(weights)
+            self.optimizer.take(weights)
         self.model.limited = device_limit(
             layout.config.memory, device, self._weights(), self.optimizer
         )
@@ -263,12 +264,13 @@ class Engine:
 
     def weights_to_load(self, new_adapters: bool) -> dict[str, Tensor | Piece]:
         """`stored_weights`, without adapters if these are new, which then get initial values."""
+        if new_adapters:
+            named = self.optimizer.weights()
+            adapters = {name: named[name] for name in named if LORA in name}
+            self.model.initialise(adapters)
+            self.optimizer.device.take(adapters)
         stored = self.stored_weights()
-        if not new_adapters:
-            return stored
-        named = self.optimizer.weights()
-        self.model.initialise({name: named[name] for name in named if LORA in name})
-        return {name: kept for name, kept in stored.items() if LORA not in name}
+        return {n: kept for n, kept in stored.items() if not (new_adapters and LORA in n)}
 
     def written_tensors(self) -> dict[str, Tensor | Piece]:
         """`stored_tensors` without second copies, which another rank writes."""
@@ -287,18 +289,25 @@ class Engine:
             if f"optim.{state}.{name}" in moments
         }
 
-    def after_load(self, steps: int) -> None:
-        """Finish loading into `stored_tensors`: step count, and copies of tied weights."""
-        state = {n: piece.local for n, piece in self.optimizer.state_tensors().items()}
-        state |= {n: piece.local for n, piece in self.optimizer.weights().items()}
+    def after_load(self, steps: int, loaded: Mapping[str, Tensor | Piece]) -> None:
+        """Finish loading: step count, copies of tied weights, and what is computed with.
+
+        Args:
+            steps: optimizer steps taken.
+            loaded: what was loaded into, of `stored_tensors`.
+        """
         source = {record.stored: record.name for record in self._records if record.loaded}
+        weights = self.optimizer.weights()
+        weights |= {name: as_piece(loaded[s]) for s, name in source.items() if s in loaded}
+        state = self.optimizer.state_tensors() | weights
         for record in self._records:
             if not record.loaded:
                 for kind in ("", *(f"optim.{each}." for each in STATES if record.trained)):
                     if kind + record.name in state:
-                        state[kind + record.name].copy_(state[kind + source[record.stored]])
+                        found = state[kind + source[record.stored]]
+                        state[kind + record.name].local.copy_(found.local)
         self.optimizer.steps = steps
-        self.optimizer.host.publish()
+        self.optimizer.take(weights)
 
     def _program(self, num_microbatches: int, *, forward_only: bool = False) -> Program:
         """The lowered program, made once; the first rank sees that it keeps every rule."""

@@ -97,8 +97,9 @@ def evaluate_rank(
     """Load a checkpoint, of a folder and a step, into an engine and evaluate it; collective."""
     folder, step = source
     checkpoints = Checkpointer(folder, step_flag="--step")
-    checkpoints.load(step, engine.stored_weights(), skip=("optim.",))
-    engine.after_load(step)
+    weights = engine.stored_weights()
+    checkpoints.load(step, weights, skip=("optim.",))
+    engine.after_load(step, weights)
     return [*evaluations(engine, sets, step)]
 
 

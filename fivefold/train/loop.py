@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -97,11 +97,13 @@ class Trainer:
         state = read_state(source, step)
         if weights_only:
             starts = without_adapters(state, self.engine.layout.config.model)
-            source.load(state.step, self.engine.weights_to_load(starts), skip=("optim.",))
-            return self.engine.after_load(0)
+            weights = self.engine.weights_to_load(starts)
+            source.load(state.step, weights, skip=("optim.",))
+            return self.engine.after_load(0, weights)
         self.loader.load_state_dict(state.loader)
-        source.load(state.step, self.engine.stored_tensors())
-        self._continue(state)
+        tensors = self.engine.stored_tensors()
+        source.load(state.step, tensors)
+        self._continue(state, tensors)
         self._saved = self.step if source.folder == self.checkpointer.folder else None
 
     def restore_local(self, after: int) -> bool:
@@ -122,11 +124,11 @@ class Trainer:
         loaded, what = self.local.load(tensors), f"the state of step {step} in memory"
         state = as_kind(loaded, SavedState, what, CheckpointError)
         self.loader.load_state_dict(state.loader)
-        self._continue(state)
+        self._continue(state, tensors)
         return True
 
-    def _continue(self, state: SavedState) -> None:
-        self.engine.after_load(state.step)
+    def _continue(self, state: SavedState, tensors: Mapping[str, Any]) -> None:
+        self.engine.after_load(state.step, tensors)
         self.step = state.step
         self._bad.remember(state.losses)
 
@@ -139,7 +141,7 @@ class Trainer:
         model, weights = self.engine.layout.config.model, self.engine.weights_to_load(not adapter)
         fill = partial(fill_from_folder, folder, model, adapter=adapter)
         self.checkpointer.load_by(f"loading {folder}", weights, fill)
-        self.engine.after_load(0)
+        self.engine.after_load(0, weights)
 
     def run(self) -> None:
         """Train until `train_iters` steps are done or a signal asks to stop, then save.

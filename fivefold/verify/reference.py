@@ -117,8 +117,7 @@ def run_reference(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config.optimizer, config.training.train_iters)
         optimizer.step()
-        if config.optimizer.moment_types != ("fp32", "fp32"):
-            _round_moments(optimizer, weights, config, step)
+        _round_state(optimizer, weights, config, step, narrow=dtype == torch.bfloat16)
         for mixture in master.mixtures:
             mixture.router.update_bias(torch.stack(routing[mixture.router.layer]).sum(0))
         model.load_state_dict(master.state_dict())
@@ -238,15 +237,28 @@ def _optimizer(weights: Mapping[str, Tensor], config: OptimizerConfig) -> torch.
 
 
 @torch.no_grad()
-def _round_moments(
-    optimizer: torch.optim.AdamW, weights: Mapping[str, Tensor], config: Config, step: int
+def _round_state(
+    optimizer: torch.optim.AdamW,
+    weights: Mapping[str, Tensor],
+    config: Config,
+    step: int,
+    *,
+    narrow: bool,
 ) -> None:
-    """Leave in moments of few bits what they can hold; all numbers keep the type of the weights."""
-    types = config.optimizer.moment_types
+    """Leave in moments, and in weights that are `narrow`, what they can hold.
+
+    All numbers keep the type of the weights.
+    """
+    types, rounds = config.optimizer.moment_types, config.optimizer.main_params_dtype == "bf16"
+    if types == ("fp32", "fp32") and not (rounds and narrow):
+        return
     for name, weight in weights.items():
         whole = tuple(slice(0, size) for size in weight.shape)
         place = NamedElements(config.training.seed, name, tuple(weight.shape), whole)
         bits = place.random(step, weight.device)(slice(None))
+        if rounds and narrow:
+            rows = place.rows(weight.data)
+            rows.copy_(rounded(rows, bits >> 32))
         for moment, kind, own in zip(MOMENTS, types, (bits, bits >> 16), strict=True):
             wide = place.rows(optimizer.state[weight][moment])
             if kind == "bf16":

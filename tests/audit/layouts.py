@@ -91,6 +91,8 @@ ON_HOST: tuple[dict[str, Any], ...] = (
     },
     {"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "bf16"},
     EIGHT,
+    {"use_precision_aware_optimizer": True, "store_param_remainders": True} | BF16,
+    EIGHT | {"main_params_dtype": "bf16", "main_grads_dtype": "bf16"} | BF16,
     EIGHT
     | {
         "optimizer_cpu_offload": True,

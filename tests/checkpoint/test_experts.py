@@ -80,8 +80,9 @@ def _first(rank: int, world: int, settings: Config, folder: Path) -> float:
 def _on(rank: int, world: int, settings: Config, source: Path, folder: Path) -> float:
     """What was saved, loaded into another layout and saved again; the loss of the next step."""
     engine = Engine(check(settings, world), rank, torch.device("cpu"), initialises=False)
-    Checkpointer(source).load(None, engine.stored_tensors())
-    engine.after_load(2)
+    tensors = engine.stored_tensors()
+    Checkpointer(source).load(None, tensors)
+    engine.after_load(2, tensors)
     Checkpointer(folder).save(engine.steps, engine.written_tensors(), {})
     return _step(engine, 2)
 

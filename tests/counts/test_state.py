@@ -16,6 +16,8 @@ from tests.pool import Pool
 SECOND = {"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "bf16"}
 FEW = {**SECOND, "exp_avg_dtype": "bf16"}
 EIGHT = {**FEW, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}
+REMAINDERS = {"use_precision_aware_optimizer": True, "store_param_remainders": True}
+NO_MASTERS = {"use_precision_aware_optimizer": True, "main_params_dtype": "bf16"}
 GRADIENTS = {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"}
 
 
@@ -126,6 +128,11 @@ def test_a_share_is_of_whole_layers_the_last_first_and_the_ends_after_them() -> 
         (GRADIENTS, "optim_grads", 2 + 14 / 4),
         (GRADIENTS, "optim_grads_params", 14 / 4),
         ({**FEW, **GRADIENTS}, "no_shard", 12),
+        (REMAINDERS, "no_shard", 16),
+        ({**FEW, **REMAINDERS, **GRADIENTS}, "no_shard", 10),
+        ({**FEW, **GRADIENTS, **NO_MASTERS}, "no_shard", 8),
+        ({**FEW, **GRADIENTS, **NO_MASTERS}, "optim", 4 + 6 / 4),
+        ({**FEW, **GRADIENTS, **NO_MASTERS}, "optim_grads_params", 8 / 4),
         ({**FEW, **GRADIENTS}, "optim_grads_params", 10 / 4),
     ],
 )

@@ -42,3 +42,33 @@ def test_gradients_in_bf16_of_which_another_setting_speaks(values: dict, what: s
     sharded = {"data_parallel_sharding_strategy": "optim", "main_grads_dtype": "bf16"}
     (found,) = refused(2, **sharded, **values)
     assert what in found.what and "--main-grads-dtype fp32" in found.works
+
+
+@pytest.mark.parametrize(
+    ("values", "what", "works"),
+    [
+        (
+            {"store_param_remainders": True, "data_parallel_sharding_strategy": "optim"},
+            "store_param_remainders saves nothing with optim",
+            ("--no-store-param-remainders", "--data-parallel-sharding-strategy no_shard"),
+        ),
+        (
+            {"store_param_remainders": True, "main_params_dtype": "bf16"},
+            "main_params_dtype = bf16 keeps none",
+            ("--no-store-param-remainders", "--main-params-dtype fp32"),
+        ),
+        (
+            {"main_params_dtype": "bf16", "optimizer_cpu_offload": True},
+            "main_params_dtype = bf16 updates the weights where they lie",
+            ("--main-params-dtype fp32", "--no-optimizer-cpu-offload"),
+        ),
+        (
+            {"store_param_remainders": True, "precision": "fp32"},
+            "store_param_remainders = true has no effect",
+            ("--bf16", "--no-store-param-remainders"),
+        ),
+    ],
+)
+def test_masters_of_few_bits(values: dict, what: str, works: tuple[str, ...]) -> None:
+    (found,) = refused(2, **values)
+    assert what in found.what and found.works == works

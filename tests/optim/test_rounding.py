@@ -1,5 +1,7 @@
 """Moments of few bits: right on average, and the same numbers wherever an element lies."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from fivefold.mesh.slices import Piece
 from fivefold.optim import rounding
 from fivefold.optim.adamw import AdamW, state_piece
 from fivefold.optim.eight_bit import FORMATS
-from fivefold.optim.rounding import MOMENTS, NamedElements, rounded, scale_of
+from fivefold.optim.rounding import MOMENTS, NamedElements, divide, exact, rounded, scale_of
 
 SHAPES = {"a.weight": (37, 129), "experts.weight": (4, 9, 21), "a.bias": (70,), "b.weight": (1, 5)}
 
@@ -233,3 +235,60 @@ def test_a_checkpoint_of_8_bits_fills_other_parts_and_no_other_type(tmp_path) ->
         checkpointer.save(2, wide.state_tensors(), {})
         with pytest.raises(CheckpointError, match=rf"here torch.float8_e4m3fn(.|\n)*{kind}"):
             checkpointer.load(2, saved.state_tensors())
+
+
+def test_a_weight_and_its_remainder_are_the_master_to_the_bit() -> None:
+    generator = torch.Generator().manual_seed(2)
+    bits = torch.randint(-(2**31), 2**31, (1 << 16,), generator=generator, dtype=torch.int64)
+    middle = (bits[:1000] & ~0xFFFF) | 0x8000
+    master = torch.cat([bits, middle]).int().view(torch.float32)
+    weight, remainder = master.bfloat16(), torch.empty(len(master), dtype=torch.int16)
+    nearest = weight.clone()
+    divide(master, weight, remainder)
+    assert same_bits(exact(weight, remainder), master)
+    finite = nearest.isfinite()
+    off = (weight.float() - nearest.float())[finite]
+    assert not off[:-1000].any() and off.any(), "another one only where two are as near"
+
+
+@pytest.mark.parametrize("gradients", ["fp32", "bf16"])
+def test_remainders_are_masters_of_fp32_to_the_bit(gradients: str) -> None:
+    masters = {n: w.bfloat16().float() for n, w in whole().items()}
+    places = {
+        n: NamedElements(7, n, shape, tuple(slice(0, size) for size in shape))
+        for n, shape in SHAPES.items()
+    }
+    config = settings("fp32", "fp32", gradients)
+    wide = {n: nn.Parameter(w.clone()) for n, w in masters.items()}
+    narrow = {n: nn.Parameter(w.bfloat16()) for n, w in masters.items()}
+    # Both by pieces, since a CPU's kernel computes the rest of a whole vector in other bits.
+    ours = AdamW(narrow, replace(config, store_param_remainders=True), places=places)
+    theirs = AdamW(wide, replace(config, main_grads_dtype="bf16"), places=places)
+    for step in range(20):
+        for name in SHAPES:
+            grad = gradient(name, step, torch.float32).bfloat16()
+            narrow[name].grad = grad.to(narrow[name].grad_dtype, copy=True)
+            wide[name].grad = grad.clone()
+        ours.step(lr=0.01)
+        theirs.step(lr=0.01)
+    for name, piece in ours.weights().items():
+        assert same_bits(piece.local, wide[name].detach())
+        assert narrow[name].dtype == torch.bfloat16
+        for moment in MOMENTS:
+            key = f"optim.{moment}.{name}"
+            assert same_bits(ours.state_tensors()[key].local, theirs.state_tensors()[key].local)
+    before = {n: p.local for n, p in ours.weights().items()}
+    ours.take({n: Piece(w, w.shape, ()) for n, w in before.items()})
+    assert all(same_bits(ours.weights()[n].local, w) for n, w in before.items())
+
+
+def test_weights_of_bf16_without_masters_move_by_less_than_their_last_bit() -> None:
+    """Rounded to the nearest they would stay where they are."""
+    place = NamedElements(1, "w.weight", (64, 64), (slice(0, 64), slice(0, 64)))
+    config = replace(settings("fp32", "fp32"), main_params_dtype="bf16", weight_decay=0.0)
+    held = {"w.weight": nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))}
+    optimizer = AdamW(held, config, places={"w.weight": place})
+    for _ in range(100):
+        held["w.weight"].grad = torch.ones(64, 64)
+        optimizer.step(lr=1e-4)  # 1/39 of the last bit below 1
+    assert held["w.weight"].float().mean().item() == pytest.approx(1 - 100 * 1e-4, rel=1e-4)

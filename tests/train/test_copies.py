@@ -49,7 +49,7 @@ def _load(rank: int, world: int, schedule: str, tied: bool, folder: Path) -> Bit
     engine = _engine(rank, world, schedule, tied)
     tensors: dict[str, Any] = engine.stored_tensors()
     Checkpointer(folder).load(2, tensors)
-    engine.after_load(2)
+    engine.after_load(2, tensors)
     return _bits(engine)
 
 
@@ -94,7 +94,7 @@ def _load_predictions(rank: int, world: int, layout: str, tied: bool, folder: Pa
     engine = _predicting(rank, world, layout, tied)
     tensors: dict[str, Any] = engine.stored_tensors()
     Checkpointer(folder).load(1, tensors)
-    engine.after_load(1)
+    engine.after_load(1, tensors)
     return _bits(engine)
 
 

@@ -160,7 +160,8 @@ CORNERS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
-NARROW = {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"}
+AWARE = {"use_precision_aware_optimizer": True}
+NARROW = {**AWARE, "main_grads_dtype": "bf16"}
 # The same for what only bf16 has: FSDP2 around a single shard, a narrow type on the wire.
 BF16_CORNERS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "replicated": (2, "llama", flags(dp=2)),
@@ -198,6 +199,32 @@ BF16_CORNERS: dict[str, tuple[int, str, dict[str, Any]]] = {
         2,
         "oss",
         flags(strategy="optim_grads") | NARROW | {"expert_model_parallel_size": 2},
+    ),
+    "remainders, two copies of the embedding, tensor parallel": (
+        4,
+        "gpt",
+        flags(tp=2, pp=2, stages=STAGES[2, 1]) | {**AWARE, "store_param_remainders": True},
+    ),
+    "remainders, gradients in bf16, experts": (
+        2,
+        "oss",
+        flags(dp=2) | {**NARROW, "store_param_remainders": True},
+    ),
+    "no masters, replicated, interleaved": (
+        4,
+        "gpt",
+        flags(pp=2, dp=2, stages=STAGES[2, 2]) | {**AWARE, "main_params_dtype": "bf16"},
+    ),
+    "no masters, ZeRO-2, tied over stages": (
+        4,
+        "llama tied",
+        flags(pp=2, stages=STAGES[2, 1], strategy="optim_grads")
+        | {**NARROW, "main_params_dtype": "bf16"},
+    ),
+    "no masters, ZeRO-3, replicas": (
+        4,
+        "llama",
+        flags(strategy="optim_grads_params", replicas=2) | {**AWARE, "main_params_dtype": "bf16"},
     ),
     "sent in bf16, summed in fp32": (
         2,

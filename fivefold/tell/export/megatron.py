@@ -310,7 +310,7 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
     if layout.config.optimizer.needs_rounding:
         kinds = state_types(said)
         if sharded:
-            yield f"it rounds moments to the nearest, not stochastically: {kinds}"
+            yield f"it keeps masters in fp32, and rounds moments to the nearest: {kinds}"
         else:
             yield f"use_precision_aware_optimizer was left out: it needs ZeRO-1 or more ({kinds})"
     if said["deterministic_mode"]:

@@ -133,8 +133,11 @@ def flags(said: Settings, *names: str) -> Iterator[str]:
 
 
 def state_types(said: Settings) -> str:
-    """The types that gradients and moments are asked to have."""
-    names = ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    """The types that masters, gradients and moments are asked to have."""
+    names = (
+        *("main_params_dtype", "store_param_remainders"),
+        *("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
+    )
     return ", ".join(f"{name} = {said[name]}" for name in names)
 
 
