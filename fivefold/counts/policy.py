@@ -29,6 +29,7 @@ class StatePolicy:
         unpacking: bytes of a layer's weights while they are made from a narrower message.
         offloaded: share of the parameters whose master and moments are in host memory, to which
             gradients leave when they are reduced; the device keeps them in the compute dtype.
+        visits: whether these come to the device for each update, bucket by bucket.
         rounded: number of moments that are rounded stochastically after each update.
         on_disk: whether these masters and moments lie on a disk instead.
         away: whether the weights of these parameters are on the device for their gathers only.
@@ -49,6 +50,7 @@ class StatePolicy:
     compute: float = 2.0
     unpacking: float = 0.0
     offloaded: float = 0.0
+    visits: bool = False
     rounded: int = 0
     on_disk: bool = False
     away: bool = False
@@ -96,7 +98,8 @@ def engine_policy(config: Config) -> StatePolicy:
         reducing=(compute + master if shared else 0) + reduction_buffers(config.parallel),
         compute=compute,
         unpacking=config.parallel.zero_quantized_weights * UNPACKING,
-        offloaded=memory.optimizer_offload_fraction if memory.optimizer_cpu_offload else 0.0,
+        offloaded=memory.optimizer_offload_fraction if memory.optimizer_off_device else 0.0,
+        visits=memory.offload_optimizer_states,
         rounded=sum(config.optimizer.rounds_moments),
         on_disk=memory.optimizer_offload_path is not None,
         away=memory.param_cpu_offload,

@@ -1,6 +1,7 @@
 """Validation of data-parallel settings; torch-free."""
 
 from fivefold.config.config import Config
+from fivefold.config.memory import MemoryConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.sharding import SHARDING
 from fivefold.errors import Mistakes
@@ -56,14 +57,20 @@ def check_contradictions(config: Config, mistakes: Mistakes) -> None:
             "zero_quantized_gradients and grad_reduce_in_bf16 both say how gradients are sent",
             works=["--no-grad-reduce-in-bf16", "--no-zero-quantized-gradients"],
         )
-    if parallel.overlap_param_gather_with_optimizer_step and memory.optimizer_cpu_offload:
+    if parallel.overlap_param_gather_with_optimizer_step and memory.optimizer_off_device:
         mistakes.add(
             "overlap_param_gather_with_optimizer_step gathers what the device has updated, while "
-            "optimizer_cpu_offload still has weights on their way from the host",
+            f"{_offload(memory)} still has state on its way from the host",
             works=[
                 "--no-overlap-param-gather-with-optimizer-step",
-                "--no-optimizer-cpu-offload",
+                f"--no-{_offload(memory).replace('_', '-')}",
             ],
+        )
+    if memory.optimizer_cpu_offload and memory.offload_optimizer_states:
+        mistakes.add(
+            "optimizer_cpu_offload updates the optimizer's state on the host, and "
+            "offload_optimizer_states on the device",
+            works=["--no-offload-optimizer-states", "--no-optimizer-cpu-offload"],
         )
     if memory.param_cpu_offload:
         _check_away(config, mistakes)
@@ -78,11 +85,11 @@ def _check_away(config: Config, mistakes: Mistakes) -> None:
             f"{parallel.data_parallel_sharding_strategy} keeps all of them there",
             works=["--data-parallel-sharding-strategy optim_grads_params", off],
         )
-    if not config.memory.optimizer_cpu_offload:
+    if not config.memory.optimizer_off_device:
         mistakes.add(
-            "param_cpu_offload moves weights that the host updates, and the masters are on the "
-            "device",
-            works=["--optimizer-cpu-offload", off],
+            "param_cpu_offload moves weights whose optimizer state has left the device, and the "
+            "masters are on the device",
+            works=["--optimizer-cpu-offload", "--offload-optimizer-states", off],
         )
     if parallel.zero_hpz_partition_size > 1:
         mistakes.add(
@@ -140,3 +147,8 @@ def check_replicas(config: Config, parallel: ParallelConfig, mistakes: Mistakes)
 
 def _off(setting: str) -> str:
     return f"--{setting.replace('_', '-')} 0"
+
+
+def _offload(memory: MemoryConfig) -> str:
+    """The setting that has optimizer state off the device."""
+    return "optimizer_cpu_offload" if memory.optimizer_cpu_offload else "offload_optimizer_states"

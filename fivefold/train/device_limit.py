@@ -34,5 +34,5 @@ def device_limit(
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / whole), device)
         return nullcontext()
     moments = [piece.local for piece in optimizer.device.state_tensors().values()]
-    there = {"weights": weights, "optimizer": moments}
+    there = {"weights": weights, "optimizer": [*moments, *optimizer.host.rooms()]}
     return DeviceLimit(limit, there, optimizer.host.tensors())

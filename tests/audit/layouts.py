@@ -89,6 +89,12 @@ ON_HOST: tuple[dict[str, Any], ...] = (
     },
     {"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "bf16"},
     {"optimizer_cpu_offload": True, "param_cpu_offload": True},
+    {"offload_optimizer_states": True, "optimizer_offload_fraction": 0.5},
+    {
+        "offload_optimizer_states": True,
+        "param_cpu_offload": True,
+        "optimizer_offload_path": gettempdir(),
+    },
     {
         "optimizer_cpu_offload": True,
         "optimizer_offload_fraction": 0.5,
