@@ -339,6 +339,7 @@ CHANGES: Mapping[str, Change] = {
     "cross_entropy_loss_fusion": Change(True),
     "cross_entropy_fusion_impl": Change("linear", _FUSED),
     "optimizer_cpu_offload": Change(True, _ZERO3),
+    "offload_optimizer_states": Change(True, _ZERO3),
     "device_memory_limit": Change("70GiB"),
     "activation_offload_fraction": Change(0.375, _MOVED),
     "optimizer_offload_fraction": Change(0.375, _HOST),

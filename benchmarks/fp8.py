@@ -31,25 +31,26 @@ WAYS = {
 }
 
 
-def losses(flags: Sequence[str], steps: int, seed: int) -> list[float]:
+def losses(flags: Sequence[str], steps: int, seed: int, ranks: int = 1) -> list[float]:
     """The loss of each step of a run."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        words = ["train", "debug", "--nproc", "1", "--device", "cpu", "--save", str(run), *flags]
-        words += ["--train-iters", str(steps), "--seed", str(seed), "--micro-batch-size", "8"]
-        words += ["--lr-warmup-iters", str(steps // 10)]
+        words = ["train", "debug", "--nproc", str(ranks), "--device", "cpu", *flags]
+        words += ["--save", str(run), "--train-iters", str(steps), "--seed", str(seed)]
+        words += ["--micro-batch-size", str(8 // ranks), "--lr-warmup-iters", str(steps // 10)]
         subprocess.run([sys.executable, "-m", "fivefold", *words], check=True, capture_output=True)
         rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
         return [row["loss"] for row in rows]
 
 
-def compare(ways: Mapping[str, Sequence[str]], steps: int, seeds: int) -> None:
+def compare(ways: Mapping[str, Sequence[str]], steps: int, seeds: int, ranks: int = 1) -> None:
     """Train each way with each seed and print a table; the first way is what others differ from."""
     last = steps // 4
     of_first: list[float] = []
     print(f"{'':<24}{'loss':>8}{'- ' + next(iter(ways)):>10}{'+-':>9}")
     for name, flags in ways.items():
-        found = [statistics.mean(losses(flags, steps, seed)[-last:]) for seed in range(seeds)]
+        runs = [losses(flags, steps, seed, ranks)[-last:] for seed in range(seeds)]
+        found = [statistics.mean(run) for run in runs]
         of_first = of_first or found
         off = [one - other for one, other in zip(found, of_first, strict=True)]
         error = statistics.stdev(off) / seeds**0.5 if seeds > 1 else float("nan")

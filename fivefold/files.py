@@ -17,6 +17,11 @@ from typing import Any, TypeVar
 
 from fivefold.errors import FivefoldError, Mistake
 
+try:
+    from zlib_ng.zlib_ng import crc32 as crc32  # the same CRC-32, several times as fast
+except ImportError:
+    from zlib import crc32 as crc32
+
 T = TypeVar("T")
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, a quota, a limit (ulimit -f)

@@ -61,8 +61,7 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
     launched = LayerLaunches([layer for stage in stages for layer in stage.transformer_layers])
     waits = HostWaits(engine.device, map(local_tensor, engine.parameters.values()))
     host = engine.optimizer.host
-    out, back = host.link.out_bytes, host.link.back_bytes
-    before = _weights_moved(host)
+    before = _moved(host)
     try:
         counts = (chosen, kept, work, traffic, launched, waits)
         with torch.compiler.set_stance("force_eager"), ExitStack() as entered:
@@ -91,21 +90,27 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
         layer_operations=launched.of_a_layer,
         waits=dict(waits.places),
         peak_allocated=torch.cuda.max_memory_allocated(engine.device) if on_gpu else None,
+        rooms=sum(tensor.nbytes for tensor in host.rooms()),
         host=sum(tensor.nbytes for tensor in host.tensors()),
         disk=host.disk_bytes(),
-        to_host=host.link.out_bytes - out,
-        from_host=host.link.back_bytes - back,
-        **{name: now - before[name] for name, now in _weights_moved(host).items()},
+        **{name: now - before[name] for name, now in _moved(host).items()},
     )
     write_record(folder, record)
 
 
-def _weights_moved(host: HostAdamW) -> dict[str, float]:
-    """What a record says of weights that are brought to the device, since the run began."""
+def _moved(host: HostAdamW) -> dict[str, float]:
+    """What a record says of copies for the optimizer, and of weights that are brought to the
+    device, since the run began."""
+    moved = {
+        "to_host": host.link.out_bytes,
+        "from_host": host.link.back_bytes,
+        "state_moving": host.state.moving_seconds + host.link.seconds,
+        "state_waited": host.state.waited_seconds + host.link.seconds,
+    }
     weights = host.weights
     if weights is None:
-        return dict.fromkeys(("brought", "moving", "waited"), 0.0)
-    return {
+        return moved
+    return moved | {
         "brought": weights.link.back_bytes,
         "moving": weights.moving_seconds,
         "waited": weights.waited_seconds,

@@ -36,6 +36,7 @@ class RankRecord:
         parameters: bytes of the parameters that the optimizer updates, or for which the host does.
         gradients: bytes of the gradients that the optimizer gets after all reductions.
         optimizer: bytes of the optimizer's moments on the device.
+        rooms: bytes of rooms on the device in which state from the host is updated.
         activations: bytes kept between forward and backward of one microbatch, by stage.
         multiplications: FLOPs of matrix products, without those of attention.
         packed: whether rows of the microbatch of `activations` held several documents.
@@ -51,6 +52,9 @@ class RankRecord:
         disk: bytes of them in files.
         to_host: bytes copied to the host for the optimizer.
         from_host: bytes copied back to the device for it.
+        state_moving: seconds of reading and writing its files, and of copies that the host itself
+            made.
+        state_waited: seconds of these for which the host waited.
         brought: bytes of weights copied to the device for their gathers.
         moving: seconds of reading such weights, and of copies that the host itself made.
         waited: seconds of these for which the host waited.
@@ -71,10 +75,13 @@ class RankRecord:
     operations: Amount | None = None
     layer_operations: tuple[Amount, Amount] | None = None
     waits: Mapping[str, Amount] | None = None
+    rooms: Amount = 0.0
     host: Amount = 0.0
     disk: Amount = 0.0
     to_host: Amount = 0.0
     from_host: Amount = 0.0
+    state_moving: Amount = 0.0
+    state_waited: Amount = 0.0
     brought: Amount = 0.0
     moving: Amount = 0.0
     waited: Amount = 0.0
@@ -138,6 +145,7 @@ def expected_record(
         parameters=state.masters,
         gradients=state.updated * engine_policy(layout.config).gradient,
         optimizer=state.optimizer,
+        rooms=state.rooms,
         host=state.host,
         disk=state.disk,
         to_host=traffic.out,

@@ -255,21 +255,30 @@ def _sent_over(axis: str, record: RankRecord) -> float:
 def _on_host(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
     """The findings of an optimizer in host memory, and of weights that are not on the device."""
     memory = layout.config.memory
-    if memory.optimizer_cpu_offload:
+    if memory.optimizer_off_device:
         what = "optimizer and weights" if memory.param_cpu_offload else "optimizer"
         yield _compare(f"{what} in host memory", pairs, lambda r: r.host)
         if memory.optimizer_offload_path is not None or memory.param_offload_path is not None:
             yield _compare(f"{what} on disk", pairs, lambda r: r.disk)
+        if memory.offload_optimizer_states:
+            yield _compare("rooms for updates", pairs, lambda r: r.rooms)
         yield _compare("copied to the host", pairs, lambda r: r.to_host)
         yield _compare("copied from the host", pairs, lambda r: r.from_host)
     if memory.param_cpu_offload:
         yield _compare("weights brought to the device", pairs, lambda r: r.brought)
-    _, slowest = max(pairs, key=lambda pair: pair[1].waited)
-    if slowest.moving:  # copies that the host does not make itself take it no time
-        hidden = max(0.0, 1 - slowest.waited / slowest.moving)
-        note = f"of {human_seconds(slowest.moving)} of reading and copying, {hidden:.0%} was hidden"
-        name, waited = "waited for weights", slowest.waited
-        yield Finding(name, None, waited, None, slowest.rank, 0, human_seconds, note)
+    records = [record for _, record in pairs]
+    state = [(r.state_waited, r.state_moving, r.rank) for r in records]
+    yield from _hidden("optimizer state", state)
+    yield from _hidden("weights", [(r.waited, r.moving, r.rank) for r in records])
+
+
+def _hidden(what: str, found: Sequence[tuple[float, float, int]]) -> Iterator[Finding]:
+    """The finding for waits for what is moved, where they are longest: (waited, moved, rank)."""
+    waited, moved, rank = max(found)
+    if moved:  # copies that the host does not make itself take it no time
+        hidden = max(0.0, 1 - waited / moved)
+        note = f"of {human_seconds(moved)} of reading, writing and copying, {hidden:.0%} was hidden"
+        yield Finding(f"waited for {what}", None, waited, None, rank, 0, human_seconds, note)
 
 
 def _activations(layout: Layout, pairs: Pairs) -> Iterator[Finding]:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +11,7 @@ from msgspec import Meta, Struct
 
 from fivefold.checkpoint.team import Team
 from fivefold.errors import CheckpointError
-from fivefold.files import read_json, write_atomic
+from fivefold.files import crc32, read_json, write_atomic
 
 MANIFEST = "manifest.json"
 INDEX = ".metadata"
@@ -42,7 +41,7 @@ def stamp(path: Path) -> Stamp:
     with path.open("rb") as file:
         while block := file.read(8 << 20):
             size += len(block)
-            crc = zlib.crc32(block, crc)
+            crc = crc32(block, crc)
     return Stamp(size, crc)
 
 

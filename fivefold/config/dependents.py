@@ -276,7 +276,7 @@ DEPENDENTS = (
     Dependents(
         ("optimizer_offload_fraction", "optimizer_offload_path"),
         "optimizer_cpu_offload",
-        lambda c: c.memory.optimizer_cpu_offload,
+        lambda c: c.memory.optimizer_off_device,
         "is for offloaded optimizer state",
         ("--optimizer-cpu-offload",),
     ),

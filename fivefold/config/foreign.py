@@ -195,7 +195,8 @@ FOREIGN = _table(
     (
         "--optimizer-cpu-offload",
         "cpu_offload offload_optimizer zero_offload optimizer_offload grad_offload",
-        "it takes masters, moments, and gradients as they are reduced",
+        "it takes masters, moments, and gradients as they are reduced; --offload-optimizer-states: "
+        "updated on the device",
     ),
     (
         "--optimizer-offload-path",
@@ -209,12 +210,24 @@ FOREIGN = _table(
     ),
     (
         "",
-        "buffer_count pipeline_read pipeline_write",
-        "the system's page cache reads ahead and writes back: there is nothing to choose",
+        "buffer_count pipeline_read pipeline_write aio",
+        "one bucket is read while another is updated and those before are written: there is "
+        "nothing to choose",
+    ),
+    (
+        "--offload-optimizer-states",
+        "chunked_optimizer_state_offload",
+        "buckets of 4 M elements come to the device, are updated there, and go back",
+    ),
+    (
+        "",
+        "offload_optimizer_states_chunk_numel sub_group_size",
+        "state off the device is updated in buckets of 4 M elements: there is nothing to choose",
     ),
     (
         "--param-cpu-offload",
-        "param_offload offload_param offload_params zero_infinity",
+        "param_offload offload_param offload_params zero_infinity enable_cpu_offload "
+        "offload_policy",
         "with --optimizer-cpu-offload and optim_grads_params; --param-offload-path: on a disk",
     ),
     (

@@ -63,12 +63,13 @@ def check_adapted_run(config: Config, mistakes: Mistakes) -> None:
         if getattr(parallel, name):
             flag = f"--no-{name.replace('_', '-')}"
             mistakes.add(f"lora_rank: {name} is for blocks that are trained whole", works=(flag,))
-    if config.memory.optimizer_cpu_offload:
-        mistakes.add(
-            "lora_rank: frozen weights have no optimizer state that optimizer_cpu_offload could "
-            "move, and adapters have little",
-            works=("--no-optimizer-cpu-offload",),
-        )
+    for name in ("optimizer_cpu_offload", "offload_optimizer_states"):
+        if getattr(config.memory, name):
+            mistakes.add(
+                f"lora_rank: frozen weights have no optimizer state that {name} could move, and "
+                "adapters have little",
+                works=(f"--no-{name.replace('_', '-')}",),
+            )
     gathers = "all_gather" in parallel.cp_comm_type and parallel.context_parallel_size > 1
     if gathers and config.model.multi_latent_attention:
         mistakes.add(

@@ -82,6 +82,11 @@ class MemoryConfig:
         "would need more stops and says what holds them",
     )
     optimizer_cpu_offload: bool = option(False, "keep and step optimizer state in host memory")
+    offload_optimizer_states: bool = option(
+        False,
+        "keep optimizer state in host memory, and bring it to the device bucket by bucket for each "
+        "update there",
+    )
     optimizer_offload_fraction: float = option(1.0, "share of the optimizer state in host memory")
     optimizer_offload_path: str | None = option(
         None, "folder of the disk on which offloaded masters and moments lie, in place of memory"
@@ -89,11 +94,16 @@ class MemoryConfig:
     param_cpu_offload: bool = option(
         False,
         "keep weights in host memory, and on the device only those of layers that are gathered "
-        "(optim_grads_params, with optimizer_cpu_offload)",
+        "(optim_grads_params, with optimizer_cpu_offload or offload_optimizer_states)",
     )
     param_offload_path: str | None = option(
         None, "folder of the disk on which offloaded weights lie, in place of host memory"
     )
+
+    @property
+    def optimizer_off_device(self) -> bool:
+        """Whether optimizer state is off the device between updates, wherever it is updated."""
+        return self.optimizer_cpu_offload or self.offload_optimizer_states
 
     @property
     def makes_logits_again(self) -> bool:
@@ -190,6 +200,17 @@ class MemoryConfig:
 
 WEIGHT_ROOMS = 2
 """Rooms in host memory into which weights are read from a disk ahead of their use."""
+UPDATE_BUCKET = 4 << 20
+"""Elements of optimizer state off the device that are updated at once, wherever that is."""
+UPDATE_ROOMS = 3
+"""Rooms through which buckets pass: one is read, one is updated, one is written back."""
+
+
+def update_rooms(elements: int) -> tuple[int, int]:
+    """Number of rooms through which buckets of so many elements pass, and elements of each."""
+    return (UPDATE_ROOMS, UPDATE_BUCKET) if elements > UPDATE_BUCKET else (1, elements)
+
+
 DEFAULT_VOCAB_SPLIT = 3072
 LOSS_TOKENS = 1 << 14
 """Tokens whose logits of a slice of the vocabulary the linear fusion holds at a time."""

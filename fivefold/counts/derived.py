@@ -166,7 +166,8 @@ def _memory(layout: Layout) -> list[Row]:
     states = [model_state(layout, rank) for rank in range(layout.grid.pp)]
     worst = max(range(layout.grid.pp), key=lambda rank: states[rank].total)
     state, parallel = states[worst], layout.config.parallel
-    gathered = f" + gathered blocks {human_bytes(state.gathered)}" if state.gathered else ""
+    gathered = f" + update rooms {human_bytes(state.rooms)}" if state.rooms else ""
+    gathered += f" + gathered blocks {human_bytes(state.gathered)}" if state.gathered else ""
     where = f", pipeline rank {worst}" if layout.grid.pp > 1 else ""
     return [
         (

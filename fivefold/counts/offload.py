@@ -21,8 +21,9 @@ class HostTraffic:
     """Bytes copied in a step.
 
     Attributes:
-        out: to the host: gradients, each time that they are reduced.
-        back: to the device: updated weights, and sums of gradients to which more is added.
+        out: to the host: gradients, each time that they are reduced, and what the device updates.
+        back: to the device: sums of gradients to which more is added, and updated weights or all
+            that the device needs to update them.
         brought: to the device: weights that are there for their gathers only.
     """
 
@@ -35,6 +36,7 @@ def host_traffic(layout: Layout, rank: int) -> HostTraffic:
     """The bytes that a step copies for the optimizer of a rank; 0 without offloading."""
     units = units_on_host(layout, layout.grid.coordinates(rank)["pp"])
     policy = engine_policy(layout.config)
+    state = policy.master + policy.moments
     shards, expert_shards = num_shards(layout), num_expert_shards(layout)
     shard, expert_shard = shards_of(layout, rank)
     out = back = brought = 0.0
@@ -48,11 +50,14 @@ def host_traffic(layout: Layout, rank: int) -> HostTraffic:
             times = 1 if len(record.sums) > 1 else times_reduced(layout, experts=record.experts)
             out += size * times * policy.gradient
             back += size * (times - 1) * policy.gradient
+            if policy.visits:
+                out += size * (state + (policy.compute if policy.away else 0))
+                back += size * (policy.gradient + state)
             if policy.away:
                 part = held_of_experts if record.experts else held
                 padded = part(record.shape, expert_shards if record.experts else shards)
                 brought += padded * policy.compute * often[record.stage]
-            else:
+            elif not policy.visits:
                 back += size * policy.compute
     return HostTraffic(out, back, brought)
 

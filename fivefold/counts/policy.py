@@ -31,6 +31,7 @@ class StatePolicy:
         unpacking: bytes of a layer's weights while they are made from a narrower message.
         offloaded: share of the parameters whose master and moments are in host memory, to which
             gradients leave when they are reduced; the device keeps them in the compute dtype.
+        visits: whether these come to the device for each update, bucket by bucket.
         rounded: number of moments that are rounded stochastically after each update; and weights.
         wide: bytes of a moment that is not rounded.
         eight_bit: number of moments that are kept in 8 bits, with scales of blocks.
@@ -54,6 +55,7 @@ class StatePolicy:
     compute: float = 2.0
     unpacking: float = 0.0
     offloaded: float = 0.0
+    visits: bool = False
     rounded: int = 0
     wide: float = 4.0
     eight_bit: int = 0
@@ -110,7 +112,8 @@ def engine_policy(config: Config) -> StatePolicy:
         reducing=(compute + gradient if shared else 0) + reduction_buffers(config.parallel),
         compute=compute,
         unpacking=config.parallel.zero_quantized_weights * UNPACKING,
-        offloaded=memory.optimizer_offload_fraction if memory.optimizer_cpu_offload else 0.0,
+        offloaded=memory.optimizer_offload_fraction if memory.optimizer_off_device else 0.0,
+        visits=memory.offload_optimizer_states,
         rounded=sum(kind != "fp32" for kind in types) + optimizer.narrow_parameters,
         wide=wide,
         eight_bit=types.count("fp8"),

@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import accumulate
 from math import prod
 
-from fivefold.config.memory import WEIGHT_ROOMS
+from fivefold.config.memory import WEIGHT_ROOMS, update_rooms
 from fivefold.config.model import ModelConfig
 from fivefold.config.training import BLOCK
 from fivefold.counts.policy import StatePolicy, engine_policy
@@ -32,10 +32,11 @@ class ModelState:
         optimizer: bytes of optimizer moments.
         gathered: bytes of copies of layers, and of a stage's ends, gathered for computing only, of
             shards that visit the device for that, and of this rank's part of a second copy (hpZ).
-        host: bytes in host memory: offloaded masters and moments, and room for their gradients, and
-            offloaded weights, or rooms for those that come from a disk.
+        host: bytes in host memory: offloaded masters and moments, and offloaded weights, or rooms
+            for those that come from a disk, and room for gradients.
         disk: bytes of offloaded masters, moments and weights on a disk, not in host memory.
         updated: number of parameters that the rank updates, here or on the host.
+        rooms: bytes of the rooms in which offloaded state is updated on the device.
     """
 
     parameters: int
@@ -47,6 +48,7 @@ class ModelState:
     host: float = 0.0
     disk: float = 0.0
     updated: int = 0
+    rooms: float = 0.0
 
     @property
     def weights(self) -> float:
@@ -56,7 +58,7 @@ class ModelState:
     @property
     def total(self) -> float:
         """Bytes of everything on the device."""
-        return self.weights + self.gradients + self.optimizer + self.gathered
+        return self.weights + self.gradients + self.optimizer + self.rooms + self.gathered
 
 
 @dataclass(frozen=True)
@@ -212,11 +214,9 @@ def model_state(
         gathered = max(gathered, ends.copied(policy) + policy.in_flight * largest)
     frozen -= own
     optimizer = own if policy.splits_optimizer else trained
-    away, beyond_away = optimizer, beyond
+    away = optimizer
     if policy.offloaded < 1:
-        units = units_on_host(layout, pp_rank).values()
-        away = sum(at.held(block) for block in units)
-        beyond_away = sum(places.beyond(block, policy) for block in units)
+        away = sum(at.held(block) for block in units_on_host(layout, pp_rank).values())
     here = optimizer - away
     weights, visiting = _away(layout, pp_rank, policy)
     rooms = WEIGHT_ROOMS * visiting if policy.away_on_disk else weights
@@ -225,17 +225,20 @@ def model_state(
         gradients = here * policy.gradient
     if policy.placeholder:
         gradients += _distinct_weights(layout, pp_rank) * policy.placeholder
-    lying = away * (policy.master + policy.moments) + beyond_away
+    lying = policy.master + policy.moments
+    number, each = update_rooms(away)
+    passing = number * each
     return ModelState(
         parameters=whole,
         masters=here * policy.master + (frozen + (0 if policy.away else away)) * policy.compute,
         copies=0 if policy.splits_copy else copies,
         gradients=gradients,
-        optimizer=here * policy.moments + beyond - beyond_away,
+        optimizer=here * policy.moments + beyond,
         gathered=gathered + unpacked + kept + visiting if policy.splits_copy else 0,
-        host=away * policy.gradient + (0 if policy.on_disk else lying) + rooms,
-        disk=(lying if policy.on_disk else 0) + (weights if policy.away_on_disk else 0),
+        host=away * policy.gradient + lying * (passing if policy.on_disk else away) + rooms,
+        disk=(away * lying if policy.on_disk else 0) + (weights if policy.away_on_disk else 0),
         updated=optimizer,
+        rooms=passing * (policy.gradient + lying) if policy.visits else 0,
     )
 
 

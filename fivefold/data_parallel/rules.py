@@ -2,6 +2,7 @@
 
 from fivefold.config.config import Config
 from fivefold.config.dependents import sums_in_buckets
+from fivefold.config.memory import MemoryConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.sharding import SHARDING
 from fivefold.config.training import BLOCK
@@ -81,14 +82,20 @@ def check_contradictions(config: Config, mistakes: Mistakes) -> None:
                 "sent",
                 works=[fp32, "--no-zero-quantized-gradients"],
             )
-    if parallel.overlap_param_gather_with_optimizer_step and memory.optimizer_cpu_offload:
+    if parallel.overlap_param_gather_with_optimizer_step and memory.optimizer_off_device:
         mistakes.add(
             "overlap_param_gather_with_optimizer_step gathers what the device has updated, while "
-            "optimizer_cpu_offload still has weights on their way from the host",
+            f"{_offload(memory)} still has state on its way from the host",
             works=[
                 "--no-overlap-param-gather-with-optimizer-step",
-                "--no-optimizer-cpu-offload",
+                f"--no-{_offload(memory).replace('_', '-')}",
             ],
+        )
+    if memory.optimizer_cpu_offload and memory.offload_optimizer_states:
+        mistakes.add(
+            "optimizer_cpu_offload updates the optimizer's state on the host, and "
+            "offload_optimizer_states on the device",
+            works=["--no-offload-optimizer-states", "--no-optimizer-cpu-offload"],
         )
     if memory.param_cpu_offload:
         _check_away(config, mistakes)
@@ -110,15 +117,26 @@ def _check_masters(config: Config, mistakes: Mistakes) -> None:
             "store_param_remainders keeps masters exact, and main_params_dtype = bf16 keeps none",
             works=[off, "--main-params-dtype fp32"],
         )
-    if optimizer.narrow_parameters and config.memory.optimizer_cpu_offload:
+    memory = config.memory
+    if not memory.optimizer_off_device:
+        return
+    here = f"--no-{_offload(memory).replace('_', '-')}"
+    few = [name for name in ("exp_avg_dtype", "exp_avg_sq_dtype") if config.value(name) == "fp8"]
+    if few and optimizer.use_precision_aware_optimizer:
+        mistakes.add(
+            f"{' and '.join(few)} = fp8 has scales of blocks, and {_offload(memory)} moves rows of "
+            "single numbers",
+            works=[" ".join(f"--{name.replace('_', '-')} bf16" for name in few), here],
+        )
+    if optimizer.narrow_parameters:
         fp32 = off if optimizer.store_param_remainders else "--main-params-dtype fp32"
         name = "store_param_remainders"
         if optimizer.main_params_dtype == "bf16":
             name = "main_params_dtype = bf16"
         mistakes.add(
-            f"{name} updates the weights where they lie, and optimizer_cpu_offload keeps masters "
+            f"{name} updates the weights where they lie, and {_offload(memory)} keeps masters "
             "of others on the host",
-            works=[fp32, "--no-optimizer-cpu-offload"],
+            works=[fp32, here],
         )
 
 
@@ -166,11 +184,11 @@ def _check_away(config: Config, mistakes: Mistakes) -> None:
             f"{parallel.data_parallel_sharding_strategy} keeps all of them there",
             works=["--data-parallel-sharding-strategy optim_grads_params", off],
         )
-    if not config.memory.optimizer_cpu_offload:
+    if not config.memory.optimizer_off_device:
         mistakes.add(
-            "param_cpu_offload moves weights that the host updates, and the masters are on the "
-            "device",
-            works=["--optimizer-cpu-offload", off],
+            "param_cpu_offload moves weights whose optimizer state has left the device, and the "
+            "masters are on the device",
+            works=["--optimizer-cpu-offload", "--offload-optimizer-states", off],
         )
     if parallel.zero_hpz_partition_size > 1:
         mistakes.add(
@@ -228,3 +246,8 @@ def check_replicas(config: Config, parallel: ParallelConfig, mistakes: Mistakes)
 
 def _off(setting: str) -> str:
     return f"--{setting.replace('_', '-')} 0"
+
+
+def _offload(memory: MemoryConfig) -> str:
+    """The setting that has optimizer state off the device."""
+    return "optimizer_cpu_offload" if memory.optimizer_cpu_offload else "offload_optimizer_states"

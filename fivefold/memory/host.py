@@ -1,5 +1,6 @@
 """Copies between device and host memory that overlap with compute."""
 
+import time
 import weakref
 from functools import cached_property
 
@@ -20,13 +21,16 @@ class HostLink:
         device: device of the tensors.
 
     Attributes:
+        device: device of the tensors.
         out_bytes: bytes copied to the host so far.
         back_bytes: bytes copied to the device so far.
+        seconds: seconds of copies that the host itself made so far, and so waited for.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self.out_bytes = self.back_bytes = 0
+        self.seconds = 0.0
 
     def room(self, numel: int, dtype: torch.dtype) -> Tensor:
         """[numel] of host memory that stays for the run: on CUDA pinned where it is.
@@ -71,7 +75,7 @@ class HostLink:
     def wait(self, mark: Mark) -> None:
         """Make later work on the device wait for the end of a copy."""
         if mark is not None:
-            torch.cuda.current_stream(self._device).wait_event(mark)
+            torch.cuda.current_stream(self.device).wait_event(mark)
 
     @staticmethod
     def arrive(mark: Mark) -> None:
@@ -88,14 +92,16 @@ class HostLink:
         return self._stream()
 
     def _stream(self) -> torch.cuda.Stream | None:
-        return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def _copy(self, stream: torch.cuda.Stream | None, source: Tensor, target: Tensor) -> Mark:
         """Copy after all work issued so far."""
         if stream is None:
+            began = time.perf_counter()
             target.copy_(source)
+            self.seconds += time.perf_counter() - began
             return None
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
             return stream.record_event()

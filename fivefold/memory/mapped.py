@@ -1,10 +1,10 @@
-"""Memory that lies in files: mapped, checked, and brought in ahead of its use."""
+"""Tensors that lie in files: read and written in parts that are checked, and mapped besides."""
 
 import errno
 import mmap
 import os
-import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from ctypes import c_char
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -13,12 +13,18 @@ import torch
 from torch import Tensor
 
 from fivefold.errors import FivefoldError
+from fivefold.files import crc32
 from fivefold.units import human_bytes
+
+Part = tuple[str, slice]
+"""Elements of a tensor, by its name, that are read and written at once."""
 
 
 class MappedTensors:
-    """Tensors in one file, which the system brings into memory and writes back page by page.
+    """Tensors in one file, of which parts are read into memory, and written back.
 
+    Every part has a checksum from the time at which it was written. The tensors are mapped as well,
+    for what is not done in every step; pages that the system has room for stay in its page cache.
     The file has no name, so that no other process can reach it and its room is free again as soon
     as this process has ended, however it ends. What has to outlive it is in checkpoints.
 
@@ -29,7 +35,7 @@ class MappedTensors:
         what: what the tensors are.
 
     Attributes:
-        tensors: the tensors by name, zero at first.
+        tensors: the tensors by name, mapped, zero at first.
 
     Raises:
         FivefoldError: the folder cannot be written, or has no room for the file.
@@ -42,69 +48,98 @@ class MappedTensors:
         setting: str = "optimizer_offload_path",
         what: str = "optimizer state",
     ) -> None:
-        self._folder, self._sums = folder, dict[str, int]()
+        self._folder, self._sums = folder, dict[tuple[str, int], int]()
         self._flag = f"--{setting.replace('_', '-')}"
         self.nbytes = sum(like.nbytes for like in likes.values())
         self._pages: mmap.mmap | None = None
         whole = torch.empty(0, dtype=torch.uint8)
         if self.nbytes:
-            self._pages = _mapped(folder, self.nbytes, self._flag, what)
+            self._file = _new_file(folder, self.nbytes, self._flag, what)
+            self._pages = mmap.mmap(self._file.fileno(), self.nbytes)
             whole = torch.frombuffer(self._pages, dtype=torch.uint8)
-        self._places: dict[str, slice] = {}
+        self._starts: dict[str, int] = {}
         start = 0
         for name in sorted(likes, key=lambda name: -likes[name].itemsize):  # all are aligned
-            self._places[name] = slice(start, start := start + likes[name].nbytes)
-        self.tensors = {
-            name: whole[self._places[name]].view(like.dtype).view(like.shape)
-            for name, like in likes.items()
-        }
+            self._starts[name], start = start, start + likes[name].nbytes
+        self.tensors: dict[str, Tensor] = {}
+        for name, like in likes.items():
+            flat = whole[self._starts[name] :][: like.nbytes]
+            self.tensors[name] = flat.view(like.dtype).view(like.shape)
 
-    def fetch(self) -> None:
-        """Start reading the file, without waiting."""
-        self._advise(mmap.MADV_WILLNEED)
+    def read(self, part: Part, onto: Tensor, whose: str) -> None:
+        """Read a part into memory, once it has been written or sealed.
 
-    def check(self) -> None:
-        """See that the tensors are those of the last `seal`.
+        Args:
+            part: elements to read.
+            onto: contiguous memory of their size.
+            whose: name of the part for messages.
 
         Raises:
-            FivefoldError: a tensor came back from the disk with other bytes.
+            FivefoldError: it came back from the disk with other bytes, or not at all.
         """
-        for name, expected in self._sums.items():
-            if self._sum(name) != expected:
-                raise FivefoldError(
-                    f"{name} came back from a file in {self._folder} with other bytes than were "
-                    "written: the disk or the memory is faulty; continue from the last checkpoint "
-                    f"with another {self._flag}"
-                )
+        at = self._transfer(os.preadv, part, bytes_ := _bytes_of(onto), "read")
+        if crc32(bytes_) != self._sums[part[0], at]:
+            raise FivefoldError(
+                f"{whose} came back from a file in {self._folder} with other bytes than were "
+                "written: the disk or the memory is faulty; continue from the last checkpoint "
+                f"with another {self._flag}"
+            )
 
-    def seal(self) -> None:
-        """Remember the tensors' checksums, and let their pages leave memory."""
-        self._sums = {name: self._sum(name) for name in self.tensors}
+    def write(self, part: Part, source: Tensor) -> None:
+        """Write a part from contiguous memory.
+
+        Raises:
+            FivefoldError: it cannot be written.
+        """
+        checked = crc32(bytes_ := _bytes_of(source))
+        self._sums[part[0], self._transfer(os.pwritev, part, bytes_, "written")] = checked
+
+    def seal(self, parts: Iterable[Part]) -> None:
+        """Take what was written to the mapped tensors as what is to come back."""
+        for name, elements in parts:
+            flat = self.tensors[name].view(-1)[elements]
+            self._sums[name, self._place(name, elements)] = crc32(_bytes_of(flat))
         self.leave()
 
     def leave(self) -> None:
-        """Let the tensors' pages leave memory."""
-        # Dirty pages are written back by the system in its own time, and are not lost.
-        self._advise(mmap.MADV_DONTNEED)
-
-    def _sum(self, name: str) -> int:
-        if self._pages is None:
-            return 0
-        return zlib.crc32(memoryview(self._pages)[self._places[name]])
-
-    def _advise(self, what: int) -> None:
+        """Let mapped pages leave this process; what was written to them is not lost."""
         if self._pages is not None:
-            self._pages.madvise(what)
+            self._pages.madvise(mmap.MADV_DONTNEED)
+
+    def _place(self, name: str, elements: slice) -> int:
+        return self._starts[name] + elements.start * self.tensors[name].itemsize
+
+    def _transfer(
+        self, move: Callable[[int, list[Any], int], int], part: Part, rest: Any, how: str
+    ) -> int:
+        """Read or write all bytes of a part; where it lies in the file."""
+        place = at = self._place(*part)
+        try:
+            while len(rest):
+                done = move(self._file.fileno(), [rest], at)
+                if not done:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                rest, at = rest[done:], at + done
+        except OSError as error:
+            what = f"{self._flag} {self._folder} cannot be {how}"
+            raise FivefoldError(f"{what}: {error.strerror}") from error
+        return place
 
 
-def _mapped(folder: Path, nbytes: int, flag: str, what: str) -> Any:
-    """A new file without a name, with room for all of its bytes, mapped."""
+def _bytes_of(flat: Tensor) -> Any:
+    """The bytes of contiguous memory, without a copy, while the tensor is alive."""
+    assert flat.is_contiguous()
+    return memoryview((c_char * flat.nbytes).from_address(flat.data_ptr())).cast("B")
+
+
+def _new_file(folder: Path, nbytes: int, flag: str, what: str) -> Any:
+    """A new file without a name, with room for all of its bytes."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-            return mmap.mmap(file.fileno(), nbytes)
+        file = TemporaryFile(dir=folder)  # noqa: SIM115
+        os.posix_fallocate(file.fileno(), 0, nbytes)
     except OSError as error:
         room = f"{human_bytes(nbytes)} more of {what}"
         why = "has no room for" if error.errno == errno.ENOSPC else "cannot hold"
         raise FivefoldError(f"{flag} {folder} {why} {room}: {error.strerror}") from error
+    return file

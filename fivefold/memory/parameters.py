@@ -34,8 +34,6 @@ class OffloadedParameters:
 
     Attributes:
         link: copies to the device, and counts their bytes.
-        moving_seconds: seconds of reading, and of copies that the host itself makes.
-        waited_seconds: seconds for which the host waited for them.
         unforeseen: gathers of blocks that were not the next ones in the program.
 
     Raises:
@@ -52,7 +50,7 @@ class OffloadedParameters:
         self.link = link = HostLink(device)
         folder = None if path is None else Path(path)
         shapes = {name: local_tensor(parameter).shape for name, parameter in parameters.items()}
-        self.moving_seconds = self.waited_seconds = 0.0
+        self._reading = self._waited = 0.0
         self.unforeseen = 0
         self._blocks = {block: _BlockWeights(block, shapes, link, folder) for block in blocks}
         self._of = {name: held for held in self._blocks.values() for name in held.weights}
@@ -85,11 +83,22 @@ class OffloadedParameters:
         """Bytes of weights in files."""
         return sum(held.mapped.nbytes for held in self._blocks.values() if held.mapped)
 
+    @property
+    def moving_seconds(self) -> float:
+        """Seconds of reading, and of copies that the host itself makes."""
+        return self._reading + self.link.seconds
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds of these for which the host waited."""
+        return self._waited + self.link.seconds
+
     @torch.no_grad()
-    def write(self, name: str, weight: Tensor) -> None:
-        """Replace this rank's part of a weight, cast to the type in which the device computes."""
+    def write(self, name: str, elements: slice, weight: Tensor) -> None:
+        """Replace elements of this rank's part of a weight, cast to the type in which the device
+        computes."""
         self._drop()
-        self._of[name].write(name, weight)
+        self._of[name].write(name, elements, weight)
 
     def follow(self, order: Iterable[AwayShards]) -> None:
         """Tell which blocks will be gathered, in order; the first are read from now on."""
@@ -104,21 +113,13 @@ class OffloadedParameters:
             self._turn_to(block)
         self._at += 1
         if held.mapped is None:
-            return self._copy(held.flat, onto)
+            return self.link.back(held.flat, onto, visits=True)
         reading, began = self._ahead.popleft(), time.perf_counter()
-        self.moving_seconds += reading.done.result()
-        self.waited_seconds += time.perf_counter() - began
+        self._reading += reading.done.result()
+        self._waited += time.perf_counter() - began
         room = self._rooms[reading.room][: held.nbytes].view(block.dtype)
-        mark = self._marks[reading.room] = self._copy(room, onto)
+        mark = self._marks[reading.room] = self.link.back(room, onto, visits=True)
         self._read_ahead()
-        return mark
-
-    def _copy(self, room: Tensor, onto: Tensor) -> Mark:
-        began = time.perf_counter()
-        mark = self.link.back(room, onto, visits=True)
-        if mark is None:  # it has ended
-            self.moving_seconds += (took := time.perf_counter() - began)
-            self.waited_seconds += took
         return mark
 
     def _turn_to(self, block: AwayShards) -> None:
@@ -168,38 +169,39 @@ class _BlockWeights:
         link: HostLink,
         folder: Path | None,
     ) -> None:
-        name, numel = f"the block of {block.names[0]}", sum(block.sizes)
+        self._name, numel = f"the block of {block.names[0]}", sum(block.sizes)
+        self._whole = self._name, slice(0, numel)
         self.mapped: MappedTensors | None = None
         if folder is None:
             self.flat = link.room(numel, block.dtype).zero_()
         else:
             like = torch.empty(numel, dtype=block.dtype, device="meta")
-            self.mapped = MappedTensors({name: like}, folder, "param_offload_path", "weights")
-            self.flat = self.mapped.tensors[name]
+            self.mapped = MappedTensors({self._name: like}, folder, "param_offload_path", "weights")
+            self.flat = self.mapped.tensors[self._name]
         parts = zip(block.names, self.flat.split(block.sizes), strict=True)
         self.weights = {n: part[: shapes[n].numel()].view(shapes[n]) for n, part in parts}
-        self._unwritten = {*self.weights}
+        self._unwritten = self._elements = sum(w.numel() for w in self.weights.values())
+        if self.mapped is not None and not self._elements:  # all of it is padding
+            self.mapped.seal([self._whole])
 
     @property
     def nbytes(self) -> int:
         """Bytes of all weights."""
         return self.flat.nbytes
 
-    def write(self, name: str, weight: Tensor) -> None:
-        """Replace a weight; when all are, the file's pages may leave memory."""
-        self.weights[name].copy_(weight)
-        self._unwritten.discard(name)
-        if not self._unwritten and self.mapped is not None:
-            self.mapped.seal()
-        self._unwritten = self._unwritten or {*self.weights}
+    def write(self, name: str, elements: slice, weight: Tensor) -> None:
+        """Replace elements of a weight, each once in an update; when all are, others are read."""
+        self.weights[name].view(-1)[elements].copy_(weight.view(-1))
+        self._unwritten -= weight.numel()
+        if not self._unwritten:
+            self._unwritten = self._elements
+            if self.mapped is not None:
+                self.mapped.seal([self._whole])
 
     def read(self, room: Tensor) -> None:
-        """Read the file into a room of bytes; its pages leave memory again."""
+        """Read the file into a room of bytes."""
         assert self.mapped is not None
-        self.mapped.fetch()
-        self.mapped.check()
-        room[: self.nbytes].copy_(self.flat.view(torch.uint8))
-        self.mapped.leave()
+        self.mapped.read(self._whole, room[: self.nbytes], self._name)
 
 
 @dataclass(frozen=True)

@@ -212,9 +212,10 @@ def state_piece(state: str, piece: Piece, local: Tensor) -> Piece:
     return Piece(local, shape, (*outer, blocks))
 
 
-def moment_rooms(name: str, leaf: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
-    """Empty tensors like a parameter's moments, by their names in `AdamW.state_tensors`."""
-    return {_room(state, name): like for state, like in moments_like(leaf, config).items()}
+def moment_dtypes(config: OptimizerConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """dtypes of the moments of a parameter of this dtype, where none is in 8 bits."""
+    leaf = torch.empty(0, dtype=dtype, device="meta")
+    return {moment: like.dtype for moment, like in moments_like(leaf, config).items()}
 
 
 def _room(moment: str, name: str) -> str:

@@ -36,6 +36,7 @@ def build_optimizer(model: ParallelModel, device: torch.device) -> Optimizer:
         places,
         None if folder is None else Path(folder),
         model.offloaded,
+        on_device=config.memory.offload_optimizer_states,
     )
     for index, gradients in model.gradients.items():
         if away or policy.gradient_dtype != policy.master_dtype:

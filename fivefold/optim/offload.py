@@ -2,14 +2,14 @@
 
 As in ZeRO-Offload (Ren et al., USENIX ATC 2021): the device keeps weights in the type in which it
 computes, a gradient leaves it as soon as it is reduced, and the host updates and sends back weights
-bucket by bucket, while later gradients still arrive and earlier weights are on their way. As in
-ZeRO-Infinity (Rajbhandari et al., SC 2021), masters and moments may lie on a disk instead, from
+bucket by bucket, while later gradients still arrive and earlier weights are on their way. Or the
+device updates: a bucket is copied there while another is updated and the one before goes back. As
+in ZeRO-Infinity (Rajbhandari et al., SC 2021), masters and moments may lie on a disk instead, from
 which one bucket is read while another is updated and those before are written back.
 """
 
-from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -17,19 +17,25 @@ from torch import Tensor, nn
 
 from fivefold.config.training import OptimizerConfig
 from fivefold.memory.host import HostLink, Mark
-from fivefold.memory.mapped import MappedTensors
 from fivefold.memory.parameters import OffloadedParameters
-from fivefold.mesh.buckets import buckets_of
 from fivefold.mesh.slices import Piece, local_tensor, piece_of
-from fivefold.optim.adamw import AdamW, Block, moment_rooms, state_piece
+from fivefold.optim.adamw import AdamW, Block, moment_dtypes
 from fivefold.optim.grad_norm import Departed, clip_
-from fivefold.optim.rounding import NamedElements
-
-BUCKET_BYTES = 32 << 20
+from fivefold.optim.offload_rooms import UpdateRooms
+from fivefold.optim.offload_state import (
+    GRADIENT,
+    MASTER,
+    Bucket,
+    BucketPart,
+    Lines,
+    OffloadedState,
+    Visit,
+)
+from fivefold.optim.rounding import MOMENTS, NamedElements
 
 
 class HostAdamW:
-    """AdamW on the host for parameters whose weights are on the device.
+    """AdamW whose state is in host memory, for parameters whose weights are on the device.
 
     Args:
         parameters: parameters by global name, in the order of the forward; plain tensors or
@@ -40,8 +46,12 @@ class HostAdamW:
         gradient_dtype: dtype of gradients.
         link: copies to and from the host, and counts their bytes.
         places: as for `AdamW`.
-        folder: where masters and moments lie in files; None: in memory.
+        folder: where masters and moments lie in a file; None: in memory.
         weights: weights that are not on the device; None: all are.
+        on_device: whether buckets come to the device for their updates.
+
+    Attributes:
+        state: masters, moments and gradients where they are kept.
 
     Raises:
         FivefoldError: the folder cannot hold them, or (in `step`) gave back other bytes.
@@ -58,35 +68,42 @@ class HostAdamW:
         places: Mapping[str, NamedElements] | None = None,
         folder: Path | None = None,
         weights: OffloadedParameters | None = None,
+        *,
+        on_device: bool = False,
     ) -> None:
         self._parameters, self._counted, self.link = parameters, counted, link
         self.weights = weights
         # Gradients arrive from the last layer to the first.
-        self._buckets = [
-            _Bucket(bucket, config, (dtype, gradient_dtype), link, places, folder)
-            for bucket in _in_buckets({n: parameters[n] for n in reversed([*parameters])}, dtype)
+        shapes = {n: tuple(local_tensor(parameters[n]).shape) for n in reversed([*parameters])}
+        lines = {GRADIENT: gradient_dtype, MASTER: dtype} | moment_dtypes(config, dtype)
+        self.state = OffloadedState(shapes, lines, link, folder, copied=on_device)
+        self._rooms = UpdateRooms(self.state, link) if on_device and shapes else None
+        here = self.state if self._rooms is None else self._rooms
+        self._updates = [
+            _BucketUpdate(bucket, here.lines_of(bucket), config, places or {})
+            for bucket in self.state.buckets
         ]
-        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.gradients}
+        self._weights = _Weights(parameters, self.state.gradients, link, weights)
         self._left: dict[str, tuple[Departed, Mark]] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._parameters
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that is in host memory: room for gradients, masters and moments if no folder, and
-        weights that are not on the device."""
-        for bucket in self._buckets:
-            if bucket.mapped is None:
-                yield from (local_tensor(master) for master in bucket.masters.values())
-                yield from (piece.local for piece in bucket.adamw.state_tensors().values())
-            yield from bucket.gradients.values()
+        """All that is in host memory: room for gradients, masters and moments, or rooms for those
+        that come from a file, and weights that are not on the device."""
+        yield from self.state.tensors()
         if self.weights is not None:
             yield from self.weights.tensors()
 
+    def rooms(self) -> Iterator[Tensor]:
+        """All that is on the device: rooms in which buckets are updated."""
+        if self._rooms is not None:
+            yield from self._rooms.tensors()
+
     def disk_bytes(self) -> int:
         """Bytes of masters, moments and weights in files."""
-        state = sum(bucket.mapped.nbytes for bucket in self._buckets if bucket.mapped)
-        return state + (0 if self.weights is None else self.weights.disk_bytes())
+        return self.state.disk_bytes() + (0 if self.weights is None else self.weights.disk_bytes())
 
     def leave_when_reduced(self, name: str) -> None:
         """Let FSDP2 hand over the gradient of a parameter each time that it has reduced it."""
@@ -99,7 +116,7 @@ class HostAdamW:
 
         The host's sum is fetched for that: a device adds faster than hosts.
         """
-        parameter, host = self._parameters[name], self._bucket_of[name].gradients[name]
+        parameter, host = self._parameters[name], self.state.gradient(name)
         assert parameter.grad is not None
         grad, link = local_tensor(parameter.grad), self.link
         parameter.grad = None
@@ -113,7 +130,7 @@ class HostAdamW:
 
     def leave_all(self) -> None:
         """Let go of what has not left by a hook; afterwards no gradient is on the device."""
-        for name in self._bucket_of:
+        for name in reversed([*self._parameters]):
             if self._parameters[name].grad is not None:
                 self.leave(name)
 
@@ -124,38 +141,69 @@ class HostAdamW:
     def gradient(self, name: str) -> Tensor:
         """This rank's part of a gradient that has left, on the host."""
         self.link.arrive(self._left[name][1])
-        return self._bucket_of[name].gradients[name]
+        return self.state.gradient(name)
 
     def step(self, lr: float, norm: float, max_norm: float) -> None:
-        """Clip, update and send back, bucket by bucket; no gradient is left afterwards.
+        """Clip and update, bucket by bucket, and send weights back; no gradient is left afterwards.
 
         Args:
             lr: learning rate.
             norm: global norm of all gradients.
             max_norm: norm above which gradients are scaled; 0: never.
         """
-        on_the_way: list[Mark] = []
-        place = {name: place for place, name in enumerate(self._left)}
-        for bucket, following in zip_longest(self._buckets, self._buckets[1:]):
-            if following is not None:
-                following.fetch()
-            self.gradient(max(bucket.gradients, key=place.__getitem__))  # the last to arrive
+        order = {name: place for place, name in enumerate(self._left)}
+
+        def left(bucket: Bucket) -> Mark:
+            """When the last of its gradients has arrived."""
+            last = max((part.name for part in bucket.parts), key=order.__getitem__)
+            return self._left[last][1]
+
+        def update(bucket: Bucket, lines: Lines) -> None:
             if max_norm > 0:
-                exact = torch.tensor(norm, dtype=torch.float64)
-                clip_([*bucket.gradients.values()], exact, max_norm)
-            bucket.update(lr)
-            on_the_way += bucket.send(self._parameters, self.link, self.weights)
-            bucket.seal()
+                clip_([lines[GRADIENT]], torch.tensor(norm, dtype=torch.float64), max_norm)
+            self._updates[bucket.number].step(lr)
+
+        if self._rooms is None:
+            self._step_on_host(left, update)
+        else:
+            self._step_on_device(self._rooms, left, update)
+        self._left = {}
+
+    def _step_on_host(self, left: "_Left", update: "_Update") -> None:
+        on_the_way: list[Mark] = []
+        for visit in self.state.visits():
+            self.link.arrive(left(visit.bucket))
+            update(visit.bucket, visit.lines)
+            on_the_way += self._weights.send(visit.bucket, visit.lines[MASTER])
+            visit.end(None)
         for mark in on_the_way:
             self.link.wait(mark)
-        self._left = {}
+
+    def _step_on_device(self, rooms: UpdateRooms, left: "_Left", update: "_Update") -> None:
+        before: tuple[Visit, Mark] | None = None
+        on_the_way: list[tuple[BucketPart, Tensor, Mark]] = []
+        for visit in chain(self.state.visits(), [None]):
+            coming = None if visit is None else (visit, rooms.bring(visit, left(visit.bucket)))
+            if before is not None:
+                ready, mark = before
+                self.link.wait(mark)
+                lines = rooms.lines_of(ready.bucket)
+                update(ready.bucket, lines)
+                on_the_way += self._weights.replace(ready.bucket, lines)
+                ready.end(rooms.give_back(ready))
+            before = coming
+        rooms.settle()
+        for part, weight, mark in on_the_way:
+            self.link.arrive(mark)
+            assert self.weights is not None
+            self.weights.write(part.name, part.elements, weight)
 
     def publish(self) -> None:
         """Copy the masters to the device, after they were initialised or loaded."""
-        for bucket in self._buckets:
-            for mark in bucket.send(self._parameters, self.link, self.weights):
+        for bucket in self.state.buckets:
+            for mark in self._weights.send(bucket, self.state.masters(bucket)):
                 self.link.wait(mark)
-            bucket.seal()
+        self.state.seal()
 
     def forget(self) -> None:
         """Drop the gradients that have left."""
@@ -163,105 +211,119 @@ class HostAdamW:
 
     def set_steps(self, steps: int) -> None:
         """Set the number of steps taken, after a load."""
-        for bucket in self._buckets:
-            bucket.adamw.steps = steps
+        for update in self._updates:
+            update.adamw.steps = steps
 
     def masters(self) -> dict[str, Piece]:
         """The weights that are updated, laid out like their parameters."""
-        return self._laid_out(
-            {name: local_tensor(m) for b in self._buckets for name, m in b.masters.items()}
-        )
+        return {name: self._laid_out(name, MASTER) for name in self._parameters}
 
     def state_tensors(self) -> dict[str, Piece]:
         """The moments, named as by `AdamW.state_tensors`."""
-        found = {}
-        for bucket in self._buckets:
-            for name, piece in bucket.adamw.state_tensors().items():
-                _, state, of = name.split(".", 2)  # optim.STATE.NAME
-                found[name] = state_piece(state, piece_of(self._parameters[of]), piece.local)
-        return found
+        return {
+            f"optim.{moment}.{name}": self._laid_out(name, moment)
+            for name in self._parameters
+            for moment in MOMENTS
+        }
 
-    def _laid_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
-        return {n: piece_of(self._parameters[n]).like(tensor) for n, tensor in tensors.items()}
+    def _laid_out(self, name: str, line: str) -> Piece:
+        return piece_of(self._parameters[name]).like(self.state.kept(line, name))
 
 
-class _Bucket:
-    """Parameters that are updated together, in host memory or, but for gradients, in a file.
+_Left = Callable[[Bucket], Mark]
+_Update = Callable[[Bucket, Lines], None]
 
-    Their gradients are in one room, in which weights wait for their way back after the update.
 
-    Attributes:
-        masters: weights that are updated, by name.
-        gradients: where their gradients arrive.
-        adamw: their optimizer, with the moments.
-        mapped: the file with masters and moments; None: they are in memory.
+class _Weights:
+    """The weights with which the device computes, which get the values of updated masters.
+
+    Args:
+        parameters: parameters by global name.
+        gradients: room on the host for all gradients, through which weights pass.
+        link: copies to and from the host.
+        away: weights that are not on the device; None: all are.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        config: OptimizerConfig,
-        dtypes: tuple[torch.dtype, torch.dtype],
+        gradients: Tensor,
         link: HostLink,
-        places: Mapping[str, NamedElements] | None,
-        folder: Path | None,
+        away: OffloadedParameters | None,
     ) -> None:
-        dtype, gradient_dtype = dtypes
-        shapes = {name: local_tensor(p).shape for name, p in parameters.items()}
-        self.mapped: MappedTensors | None = None
-        rooms: Mapping[str, Tensor] = {}
-        if folder is not None:
-            likes = {n: torch.empty(s, dtype=dtype, device="meta") for n, s in shapes.items()}
-            moments = [moment_rooms(name, like, config) for name, like in likes.items()]
-            self.mapped = MappedTensors(dict(ChainMap(likes, *moments)), folder)
-            rooms = self.mapped.tensors
-        self.masters = {
-            name: nn.Parameter(rooms[name] if rooms else torch.empty(shape, dtype=dtype))
-            for name, shape in shapes.items()
-        }
-        self.adamw = AdamW(self.masters, config, places=places, rooms=rooms)
-        sizes = [shape.numel() for shape in shapes.values()]
-        parts = link.room(sum(sizes), gradient_dtype).split(sizes)
-        self._rooms = dict(zip(shapes, parts, strict=True))
-        self.gradients = {name: room.view(shapes[name]) for name, room in self._rooms.items()}
-
-    def fetch(self) -> None:
-        """Start reading what lies in the file."""
-        if self.mapped is not None:
-            self.mapped.fetch()
-
-    def seal(self) -> None:
-        """Let what lies in the file leave memory; the next update checks that it came back."""
-        if self.mapped is not None:
-            self.mapped.seal()
-
-    def update(self, lr: float) -> None:
-        """Update the masters by the gradients."""
-        if self.mapped is not None:
-            self.mapped.check()
-        for name, master in self.masters.items():
-            master.grad = self.gradients[name]
-        self.adamw.step(lr)
-        self.adamw.zero_grad()
+        self._parameters, self._gradients, self._link = parameters, gradients, link
+        self._away = away
 
     @torch.no_grad()
-    def send(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        link: HostLink,
-        weights: OffloadedParameters | None,
-    ) -> Iterator[Mark]:
-        """Start copying the masters to the device, in its type; gradients are overwritten.
+    def send(self, bucket: Bucket, masters: Tensor) -> Iterator[Mark]:
+        """Start copying masters to the device, in its type; gradients are overwritten.
 
         Weights that are not on the device are replaced where they are.
         """
-        for name, master in self.masters.items():
-            if weights is not None and name in weights:
-                weights.write(name, master)
+        for part in bucket.parts:
+            master = masters[part.within]
+            if self._away is not None and part.name in self._away:
+                self._away.write(part.name, part.elements, master)
                 continue
-            weight = local_tensor(parameters[name])
-            waiting = self._rooms[name].view(weight.dtype)[: weight.numel()].view(weight.shape)
-            yield link.back(waiting.copy_(master), weight)
+            weight = self._weight(part)
+            waiting = _beginning(self._gradients[bucket.section][part.within], weight.dtype)
+            yield self._link.back(waiting.copy_(master), weight)
+
+    @torch.no_grad()
+    def replace(self, bucket: Bucket, lines: Lines) -> Iterator[tuple[BucketPart, Tensor, Mark]]:
+        """Give weights the values of masters on the device; overwrites gradients.
+
+        Those that are not there start for the host: they arrive in the room of their gradients.
+        """
+        for part in bucket.parts:
+            master, dtype = lines[MASTER][part.within], self._parameters[part.name].dtype
+            if self._away is None or part.name not in self._away:
+                self._weight(part).copy_(master)
+                continue
+            leaving = _beginning(lines[GRADIENT][part.within], dtype).copy_(master)
+            host = _beginning(self._gradients[bucket.section][part.within], dtype)
+            yield part, *self._link.out(leaving, host)
+
+    def _weight(self, part: BucketPart) -> Tensor:
+        """What the device computes with, flat."""
+        return local_tensor(self._parameters[part.name]).view(-1)[part.elements]
+
+
+def _beginning(room: Tensor, dtype: torch.dtype) -> Tensor:
+    """As many elements of a narrower dtype, at the beginning of flat memory."""
+    return room.view(dtype)[: len(room)]
+
+
+class _BucketUpdate:
+    """AdamW of a bucket, on the memory in which it is updated.
+
+    Attributes:
+        adamw: the optimizer.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        lines: Lines,
+        config: OptimizerConfig,
+        places: Mapping[str, NamedElements],
+    ) -> None:
+        masters = {p.name: nn.Parameter(p.of(lines[MASTER])) for p in bucket.parts}
+        moments = {
+            f"optim.{moment}.{p.name}": p.of(lines[moment])
+            for p in bucket.parts
+            for moment in MOMENTS
+        }
+        within = {p.name: p.place(places[p.name]) for p in bucket.parts if p.name in places}
+        self.adamw = AdamW(masters, config, places=within, rooms=moments)
+        self._pairs = [(masters[p.name], p.of(lines[GRADIENT])) for p in bucket.parts]
+
+    def step(self, lr: float) -> None:
+        """Update the masters by the gradients."""
+        for master, gradient in self._pairs:
+            master.grad = gradient
+        self.adamw.step(lr)
+        self.adamw.zero_grad()
 
 
 class Optimizer:
@@ -331,11 +393,3 @@ class Optimizer:
     def state_tensors(self) -> dict[str, Piece]:
         """The moments, wherever they are, named as by `AdamW.state_tensors`."""
         return self.device.state_tensors() | self.host.state_tensors()
-
-
-def _in_buckets(
-    parameters: Mapping[str, nn.Parameter], dtype: torch.dtype
-) -> Iterator[dict[str, nn.Parameter]]:
-    items = [*parameters.items()]
-    sizes = [local_tensor(parameter).numel() * dtype.itemsize for _, parameter in items]
-    return (dict(items[part]) for part in buckets_of(sizes, BUCKET_BYTES))

@@ -9,7 +9,7 @@ that no layout changes it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,12 +37,14 @@ class NamedElements:
         name: name by which checkpoints know the parameter; copies of a weight share it.
         shape: shape of the whole parameter.
         slices: the part's slice of each dim.
+        within: the rows that are meant, counted over all dims but the last.
     """
 
     seed: int
     name: str
     shape: tuple[int, ...]
     slices: tuple[slice, ...]
+    within: slice = field(default_factory=lambda: slice(None))
 
     def rows(self, local: Tensor) -> Tensor:
         """The part as a matrix in the same memory."""
@@ -66,6 +68,7 @@ class NamedElements:
         for part, size in zip(outer, self.shape[:-1], strict=True):
             along = torch.arange(part.start, part.stop, device=device)
             ids_R = (ids_R[:, None] * size + along).flatten()
+        ids_R = ids_R[self.within]
         columns_C = torch.arange(inner.start, inner.stop, device=device)
         key = derive_seed(self.seed, "moments", step, self.name)
         return lambda rows: random_bits(ids_R[rows, None], columns_C, key)

@@ -186,7 +186,7 @@ def _rank_peak(
     always = {
         "weights": state.weights,
         "gradients": state.gradients,
-        "optimizer": state.optimizer,
+        "optimizer": state.optimizer + state.rooms,
     }
     start = sum(always.values())
     points = [_worst_points(running, sizes) for running in found.running]

@@ -1,9 +1,11 @@
 """Predicts the time of the optimizer update, on the device and with state in host memory.
 
-The update is limited by memory bandwidth: that of the device, or a GPU's share of the host's. On
-the host it begins when the norm is known, and weights are copied back while it goes on. Gradients
-leave during the backward, over the link. All rates are of data sheets; see `predict.cluster`.
+The update is limited by memory bandwidth: that of the device, or a GPU's share of the host's. With
+state on the host it begins when the norm is known, and copies go on meanwhile. Gradients leave
+during the backward, over the link. All rates are of data sheets; see `predict.cluster`.
 """
+
+from dataclasses import replace
 
 from fivefold.counts.policy import StatePolicy
 from fivefold.predict.cluster import Cluster
@@ -39,22 +41,37 @@ def update_seconds(
 
 
 def offload_seconds(cluster: Cluster, policy: StatePolicy, parameters: float) -> float:
-    """Seconds of a rank's update on the host, while weights that are updated are copied back.
+    """Seconds of a rank's update of state in host memory, with the copies that go on meanwhile.
 
-    The gradients are there. Clipping reads and writes them, AdamW reads them and reads and writes
-    masters and moments, and weights are written in the compute type from the masters. What lies on
-    a disk is read and written there meanwhile, bucket by bucket.
+    The gradients are there. On the host, clipping reads and writes them, AdamW reads them and reads
+    and writes masters and moments, and weights are written in the compute type from the masters, to
+    be copied to the device. If the device does this, all of it is copied there, and masters and
+    moments back; buckets on both ways pass each other. What lies on a disk is read and written
+    there meanwhile, bucket by bucket.
     """
-    state = policy.master + policy.moments
+    state, weights = policy.master + policy.moments, policy.compute * policy.away
     touched = 3 * policy.gradient + 2 * state + policy.master + policy.compute
     touched += _rounding(policy) + _widening(policy)
     written = 2 * state * policy.on_disk + policy.compute * policy.away_on_disk
-    slower = max(
-        touched / cluster.host_rate,
-        0.0 if policy.away else policy.compute / cluster.host_bandwidth,
-        written * cluster.sharing / cluster.disk_bandwidth,
+    times = [written * cluster.sharing / cluster.disk_bandwidth]
+    if policy.visits:
+        there, back = policy.gradient + state, state + weights
+        times.append(max(there, back) / cluster.host_bandwidth)
+        times.append((there + back + 2 * weights) / cluster.host_rate)
+        times.append(elementwise(cluster.gpu, touched, kernels=0))
+    else:
+        times.append((policy.compute - weights) / cluster.host_bandwidth)
+        times.append(touched / cluster.host_rate)
+    return parameters * policy.offloaded * max(times)
+
+
+def faster_on_device(cluster: Cluster, policy: StatePolicy) -> bool:
+    """Whether state in host memory is updated sooner if it comes to the device for that."""
+    there, here = (
+        offload_seconds(cluster, replace(policy, offloaded=1.0, visits=visits), 1.0)
+        for visits in (True, False)
     )
-    return parameters * policy.offloaded * slower
+    return there < here
 
 
 def bringing_seconds(cluster: Cluster, policy: StatePolicy, parameters: float) -> float:

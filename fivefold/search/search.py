@@ -101,7 +101,7 @@ class SearchResult:
         return _distinct(self.found, len(self.found))
 
     def pareto(self) -> list[Candidate]:
-        """The Pareto front of step time and memory, in steps of 2 % of memory, the fastest first."""
+        """The Pareto front of step time and memory, by at least 2 % of memory, fastest first."""
         front: list[Candidate] = []
         for candidate in sorted(self.found, key=lambda c: (c.seconds, c.memory.max_allocated)):
             size = candidate.memory.max_allocated

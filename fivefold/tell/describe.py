@@ -73,11 +73,12 @@ def memory_words(layout: Layout) -> list[str]:
         words.append(f"offload {part}{' '.join(moved)}")
     if memory.cross_entropy_loss_fusion:
         words.append(f"fused loss ({memory.cross_entropy_fusion_impl})")
-    if memory.optimizer_cpu_offload:
+    if memory.optimizer_off_device:
         share = memory.optimizer_offload_fraction
         part = f"{share:.0%} of the " if share < 1 else ""
         place = "host" if memory.optimizer_offload_path is None else "disk"
-        words.append(f"{part}optimizer on the {place}")
+        updated = ", updated on the device" if memory.offload_optimizer_states else ""
+        words.append(f"{part}optimizer on the {place}{updated}")
     if memory.param_cpu_offload:
         words.append(f"weights on the {'disk' if memory.param_offload_path else 'host'}")
     optimizer = layout.config.optimizer

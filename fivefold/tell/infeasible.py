@@ -12,11 +12,13 @@ from typing import Any
 from fivefold.check import check
 from fivefold.config.config import SETTINGS, Config
 from fivefold.config.flags import ALIASES, scan
+from fivefold.counts.policy import engine_policy
 from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.mesh.degrees import DEGREES
 from fivefold.mesh.rules import divisors
 from fivefold.pipeline.schedules.registry import SCHEDULES
 from fivefold.predict.context import legal_ways
+from fivefold.predict.update import faster_on_device
 from fivefold.search.candidate import Candidate, capacity
 from fivefold.search.request import Request
 from fivefold.search.search import SearchResult, search, smallest_layouts
@@ -31,11 +33,12 @@ COMPLETIONS = 200  # configurations to check when searching for the one that is 
 Change = dict[str, Any]
 """Values of further flags, by the name of the setting or "num_gpus"."""
 ON_HOST: Change = {"optimizer_cpu_offload": True}
-AWAY: Change = ON_HOST | {
+VISITING: Change = {"offload_optimizer_states": True}
+AWAY: Change = {
     "param_cpu_offload": True,
     "data_parallel_sharding_strategy": "optim_grads_params",
 }
-ON_DISK: Change = ON_HOST | {"optimizer_offload_path": "offloaded"}
+ON_DISK: Change = {"optimizer_offload_path": "offloaded"}
 
 
 def why_nothing(result: SearchResult) -> ConfigError:
@@ -64,20 +67,26 @@ def why_nothing(result: SearchResult) -> ConfigError:
 def _on_host_ways(request: Request) -> Iterator[Change]:
     """Ways to have the optimizer off the device, which the search does not try by itself.
 
-    On one rank it does not try ZeRO-3 either, which then keeps no second copy of the weights. What
-    is slower is named where the former does not suffice: weights off the device, too, and a disk.
+    It is updated where that is faster on this machine, on the host or on the device, or else where
+    that fits. On one rank the search does not try ZeRO-3 either, which then keeps no second copy of
+    the weights. What is slower is named where the former does not suffice: weights off the device,
+    too, and a disk.
     """
     extra: list[Change] = [{}]
     if request.world == 1 and "data_parallel_sharding_strategy" not in request.given:
         extra.append({"data_parallel_sharding_strategy": "optim_grads_params"})
-    in_memory = [ON_HOST | more for more in extra]
-    yield from in_memory
-    if any(_has_plan(request, change) for change in in_memory):
-        return
+    places = [ON_HOST, VISITING]
+    if faster_on_device(request.cluster, engine_policy(request.config)):
+        places.reverse()
+    for place in places:
+        in_memory = [place | more for more in extra]
+        yield from in_memory
+        if any(_has_plan(request, change) for change in in_memory):
+            return
     if not {*AWAY} & {*request.given}:
-        yield AWAY
+        yield places[0] | AWAY
     if "optimizer_offload_path" not in request.given:
-        yield from (ON_DISK | more for more in extra)
+        yield from (places[0] | ON_DISK | more for more in extra)
 
 
 def _on_host(flags: str, result: SearchResult) -> str:

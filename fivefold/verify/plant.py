@@ -302,7 +302,7 @@ PLANTS: Mapping[str, Plant] = MappingProxyType(
             "experts, and an optimizer on the device, where their gradients stay",
             lambda layout: (
                 layout.config.model.num_experts is not None
-                and not layout.config.memory.optimizer_cpu_offload
+                and not layout.config.memory.optimizer_off_device
             ),
             _double_experts,
         ),

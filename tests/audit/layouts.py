@@ -98,6 +98,7 @@ ON_HOST: tuple[dict[str, Any], ...] = (
         "optimizer_cpu_offload": True,
         "optimizer_offload_fraction": 0.5,
         "optimizer_offload_path": gettempdir(),
+        "exp_avg_dtype": "bf16",
         "exp_avg_sq_dtype": "fp32",
     },
     {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"} | BF16,
@@ -108,6 +109,12 @@ ON_HOST: tuple[dict[str, Any], ...] = (
         **BF16,
     },
     {"optimizer_cpu_offload": True, "param_cpu_offload": True},
+    {"offload_optimizer_states": True, "optimizer_offload_fraction": 0.5},
+    {
+        "offload_optimizer_states": True,
+        "param_cpu_offload": True,
+        "optimizer_offload_path": gettempdir(),
+    },
     {
         "optimizer_cpu_offload": True,
         "optimizer_offload_fraction": 0.5,

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from fivefold.check import check
 from fivefold.checkpoint.checkpointer import Checkpointer
+from fivefold.config import memory
 from fivefold.config.config import Config
 from fivefold.counts.parameters import shards_of
 from fivefold.counts.state import model_state
@@ -22,13 +24,18 @@ from tests.verify.cases import LLAMA, MIXTURE, MODELS, STAGES, chosen, config, n
 
 STEPS = 2
 AWAY = {"optimizer_cpu_offload": True}
+VISITING = {"optimizer_cpu_offload": False, "offload_optimizer_states": True}
 HERE = {
     "optimizer_cpu_offload": False,
+    "offload_optimizer_states": False,
     "optimizer_offload_fraction": 1.0,
     "optimizer_offload_path": None,
     "param_cpu_offload": False,
     "param_offload_path": None,
 }
+ROUNDED = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
+ROUNDED |= {"exp_avg_sq_dtype": "bf16"}
+BUCKET = 800  # elements, so that several buckets share a room and matrices are cut
 OFF = {"strategy": "optim_grads_params", "param_cpu_offload": True}
 
 
@@ -50,21 +57,28 @@ def _state(engine: Engine) -> dict[str, Tensor]:
     return found | {f"to compute with: {n}": engine.weight(n) for n in engine.parameters}
 
 
-def _both_ways(rank: int, world: int, settings: Config) -> None:
+def _every_way(rank: int, world: int, settings: Config) -> None:
+    """Trains with all state on the device, and off it with updates on the host and the device."""
     plain = _engine(settings.with_values(**HERE), rank, world)
-    away = _engine(settings, rank, world)
+    with patch.object(memory, "UPDATE_BUCKET", BUCKET):
+        others = [_engine(settings.with_values(**way), rank, world) for way in (AWAY, VISITING)]
     for step in range(STEPS):
-        assert _step(plain, step) == _step(away, step)
-        true, held = _state(plain), _state(away)
-        for name, tensor in true.items():
-            assert torch.equal(tensor.to(held[name].dtype), held[name]), (step, name)
-    assert plain.steps == away.steps == STEPS
-    moved = [n for n in away.parameters if n in away.optimizer.host]
-    assert moved and not any(away.parameters[name].grad is not None for name in moved)
-    if settings.memory.param_cpu_offload:
-        kept = [away.parameters[name].to_local().untyped_storage().nbytes() for name in moved]
-        assert not any(kept) and away.model.offloaded is not None
-        assert away.model.offloaded.unforeseen == 0
+        wanted = _step(plain, step)
+        assert [_step(away, step) for away in others] == [wanted, wanted]
+        true = _state(plain)
+        for away in others:
+            held = _state(away)
+            for name, tensor in true.items():
+                assert torch.equal(tensor.to(held[name].dtype), held[name]), (step, name)
+    for away in others:
+        assert plain.steps == away.steps == STEPS
+        moved = [n for n in away.parameters if n in away.optimizer.host]
+        assert moved and not any(away.parameters[name].grad is not None for name in moved)
+        assert len(away.optimizer.host.state.buckets) > memory.UPDATE_ROOMS
+        if settings.memory.param_cpu_offload:
+            kept = [away.parameters[name].to_local().untyped_storage().nbytes() for name in moved]
+            assert not any(kept) and away.model.offloaded is not None
+            assert away.model.offloaded.unforeseen == 0
 
 
 ZERO1, ZERO2, ZERO3 = "optim", "optim_grads", "optim_grads_params"
@@ -76,7 +90,7 @@ CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
     "ZeRO-2, tp, tied": (
         4,
         MODELS["llama tied"],
-        {"strategy": ZERO2, "tp": 2, "clip_grad": 0.01},
+        {"strategy": ZERO2, "tp": 2, "clip_grad": 0.01, **ROUNDED},
     ),
     "ZeRO-3, one microbatch": (2, LLAMA, {"strategy": ZERO3, "global_batch_size": 2}),
     "ZeRO-3, replicas, after the backward": (
@@ -163,7 +177,7 @@ def test_every_layout_trains_to_the_same_bits(pool: Pool, case: str, tmp_path: P
     settings = settings.with_values(optimizer_offload_path=str(tmp_path) if on_disk else None)
     if settings.memory.param_cpu_offload and [*CASES].index(case) % 4 < 2:
         settings = settings.with_values(param_offload_path=str(tmp_path))
-    pool.run(ranks, _both_ways, settings)
+    pool.run(ranks, _every_way, settings)
 
 
 def _refused_saved_and_loaded(
@@ -195,10 +209,11 @@ def _refused_saved_and_loaded(
             assert torch.equal(tensor.to(held[name].dtype), held[name].to(tensor.dtype)), name
 
 
+@pytest.mark.parametrize("way", [AWAY, VISITING], ids=["host", "device"])
 def test_a_refused_step_changes_no_bit_and_checkpoints_know_no_place(
-    pool: Pool, tmp_path: Path
+    pool: Pool, tmp_path: Path, way: dict[str, bool]
 ) -> None:
-    values = named(strategy=ZERO3, precision="bf16", optimizer_offload_fraction=0.7, **AWAY)
+    values = named(strategy=ZERO3, precision="bf16", optimizer_offload_fraction=0.7, **way)
     values |= {"optimizer_offload_path": str(tmp_path / "away"), "param_cpu_offload": True}
     values |= {"param_offload_path": str(tmp_path / "away")}
     # Two types in one file, of which the narrow one comes last.
@@ -219,7 +234,11 @@ def test_a_checkpoint_of_remainders_is_one_of_fp32_masters(pool: Pool, tmp_path:
 
 def _held(rank: int, world: int, settings: Config) -> tuple[float, ...]:
     """Bytes of weights, moments and host memory on this rank, and what theory says."""
-    engine = _engine(settings, rank, world)
+    with patch.object(memory, "UPDATE_BUCKET", BUCKET):
+        return _counted(_engine(settings, rank, world), rank)
+
+
+def _counted(engine: Engine, rank: int) -> tuple[float, ...]:
     layout, optimizer = engine.layout, engine.optimizer
     shard, expert_shard = shards_of(layout, rank)
     at = layout.grid.coordinates(rank)
@@ -229,8 +248,9 @@ def _held(rank: int, world: int, settings: Config) -> tuple[float, ...]:
     weights = sum(weight.nbytes for weight in held)
     moments = sum(piece.local.nbytes for piece in optimizer.device.state_tensors().values())
     host = sum(tensor.nbytes for tensor in optimizer.host.tensors())
-    disk = optimizer.host.disk_bytes()
-    return weights, moments, host, disk, state.masters, state.optimizer, state.host, state.disk
+    rooms = sum(tensor.nbytes for tensor in optimizer.host.rooms())
+    measured = weights, moments, host, optimizer.host.disk_bytes(), rooms
+    return *measured, state.masters, state.optimizer, state.host, state.disk, state.rooms
 
 
 @pytest.mark.parametrize("folder", [None, "away"])
@@ -252,10 +272,12 @@ def test_bytes_here_and_on_the_host_are_what_the_formula_says(
     settings = settings.with_values(optimizer_offload_path=path)
     if settings.memory.param_cpu_offload:
         settings = settings.with_values(param_offload_path=path)
-    for found in pool.run(ranks, _held, settings):
-        measured, expected = found[:4], found[4:]
-        assert measured == expected
-        assert measured[2] and bool(measured[3]) == bool(folder)
+    for way in (AWAY, VISITING):
+        for found in pool.run(ranks, _held, settings.with_values(**way)):
+            measured, expected = found[:5], found[5:]
+            assert measured == expected
+            assert measured[2] and bool(measured[3]) == bool(folder)
+            assert bool(measured[4]) == (way is VISITING)
 
 
 def _spoilt(rank: int, world: int, settings: Config) -> str:

@@ -7,6 +7,7 @@ import pytest
 
 from fivefold.check import check
 from fivefold.config.config import Config
+from fivefold.config.memory import UPDATE_BUCKET, UPDATE_ROOMS
 from fivefold.config.presets import PRESETS
 from fivefold.counts.offload import host_traffic
 from fivefold.counts.policy import engine_policy
@@ -15,7 +16,12 @@ from fivefold.layout import Layout
 from fivefold.predict.cluster import HOST_EFFICIENCY, Cluster, preset
 from fivefold.predict.memory import peak_memory
 from fivefold.predict.step import predict
-from fivefold.predict.update import bringing_seconds, leaving_seconds, offload_seconds
+from fivefold.predict.update import (
+    bringing_seconds,
+    faster_on_device,
+    leaving_seconds,
+    offload_seconds,
+)
 from fivefold.search.request import request
 from fivefold.search.search import search
 from fivefold.tell.explain import shortfall
@@ -23,6 +29,7 @@ from fivefold.tell.infeasible import why_nothing
 
 ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
 AWAY = {"optimizer_cpu_offload": True}
+VISITING = {"offload_optimizer_states": True}
 
 
 def layout(**values: object) -> Layout:
@@ -42,6 +49,33 @@ def test_what_leaves_the_device_is_in_host_memory() -> None:
     assert not {"optimizer", "gradients"} & away.worst.parts.keys()
 
 
+def test_what_visits_the_device_needs_rooms_there_and_passes_the_link_both_ways() -> None:
+    cluster = preset("H100")
+    on_host, visiting = (layout(**ZERO3, **way) for way in (AWAY, VISITING))
+    here, there = (peak_memory(each, cluster) for each in (on_host, visiting))
+    assert there.host == here.host
+    assert there.worst.parts["optimizer"] == UPDATE_ROOMS * UPDATE_BUCKET * 16
+    before, after = (host_traffic(each, 0) for each in (on_host, visiting))
+    assert (after.out, after.back) == (4 * before.out, 8 * before.back)
+    policy = engine_policy(visiting.config)
+    slow = replace(cluster, host_bandwidth=1e9)
+    assert offload_seconds(slow, policy, 1e9) == pytest.approx(16)  # both ways at once
+    crowded = replace(cluster, host_memory_bandwidth=8e9)
+    assert offload_seconds(crowded, policy, 1e9) == pytest.approx(28e9 / crowded.host_rate)
+    on_disk = replace(policy, on_disk=True)
+    assert offload_seconds(cluster, on_disk, 1e9) == pytest.approx(24e9 * 8 / 6e9)
+    away = host_traffic(layout(**ZERO3, **VISITING, param_cpu_offload=True), 0)
+    assert (away.out - after.out, away.back) == (before.back, after.back)
+
+
+def test_the_faster_place_of_updates_depends_on_the_link_and_on_who_shares_the_host() -> None:
+    shared = preset("H100")
+    policy = engine_policy(layout(**AWAY).config)
+    assert faster_on_device(shared, policy)
+    assert not faster_on_device(replace(shared, num_gpus=1), policy)
+    assert not faster_on_device(replace(shared, host_bandwidth=10e9), policy)
+
+
 def test_a_layout_must_fit_into_host_memory_too() -> None:
     needed = peak_memory(layout(**ZERO3, **AWAY), preset("H100")).host
     for room, fits in ((8 * needed, True), (8 * needed - 8, False), (None, True)):
@@ -56,7 +90,8 @@ def test_what_lies_on_a_disk_is_counted_there_and_takes_its_time() -> None:
     cluster = preset("H100")
     on_disk = AWAY | {"optimizer_offload_path": "away"}
     here, there = (peak_memory(layout(**ZERO3, **way), cluster) for way in (AWAY, on_disk))
-    assert 4 * there.host == here.host and there.disk == 3 * there.host and here.disk == 0
+    gradients, rooms = here.host / 4, UPDATE_ROOMS * UPDATE_BUCKET * 12
+    assert (there.host, there.disk) == (gradients + rooms, 3 * gradients) and here.disk == 0
     for room, fits in ((8 * there.disk, True), (8 * there.disk - 8, False)):
         memory = peak_memory(layout(**ZERO3, **on_disk), replace(cluster, disk_bytes=room))
         assert memory.fits == fits
@@ -68,7 +103,7 @@ def test_what_lies_on_a_disk_is_counted_there_and_takes_its_time() -> None:
 
 def test_what_the_host_sends_is_not_gathered_before_it_is_there() -> None:
     early = {"overlap_param_gather_with_optimizer_step": True}
-    with pytest.raises(ConfigError, match="on their way from the host"):
+    with pytest.raises(ConfigError, match="on its way from the host"):
         layout(data_parallel_sharding_strategy="optim", **early, **AWAY)
     assert layout(data_parallel_sharding_strategy="optim", **early)
 

@@ -257,7 +257,7 @@ def test_what_is_enumerated_is_legal_and_has_what_was_given(part: int) -> None:
         ("debug --gpus 2 --cp 2 --num-sequence-slices 2", "both cut every sequence"),
         ("llama3-8b --gpus 8 --recompute-granularity full --cross-entropy-loss-fusion", None),
         ("llama3-8b --gpus 16 --cp-comm-type a2a+p2p --seq-length 65536 --gbs 16", None),
-        ("llama3-70b --gpus 4 --tp 1 --pp 1 --cp 1 --gbs 4", "--optimizer-cpu-offload"),
+        ("llama3-70b --gpus 4 --tp 1 --pp 1 --cp 1 --gbs 4", "--offload-optimizer-states"),
         ("llama3-405b --gpus 4 --tp 1 --pp 1 --cp 1 --gbs 4", "--gpus 128"),
         ("llama3-405b --gpus 8 --tp 8 --pp 1 --cp 1 --gbs 1", "more than the device has"),
         ("llama3-8b --gpus 8 --ep 2", "needs a model with num_experts"),

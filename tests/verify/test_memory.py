@@ -29,6 +29,7 @@ MOVED = {
 LINEAR = NATIVE | {"cross_entropy_fusion_impl": "linear"}
 EVERYTHING = _selective("core_attn", "mlp", "layernorm")
 ON_HOST = {"optimizer_cpu_offload": True}
+VISITING = {"offload_optimizer_states": True}
 FEW = {
     "use_precision_aware_optimizer": True,
     "exp_avg_dtype": "bf16",
@@ -43,10 +44,10 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         | ON_HOST
         | {"optimizer_offload_fraction": 0.5},
     ),
-    "the optimizer on the host, ZeRO-3, tensor parallel": (
+    "the optimizer on the host but for updates, ZeRO-3, tensor parallel": (
         4,
         "llama",
-        flags(tp=2, sequence=True, strategy="optim_grads_params") | ON_HOST,
+        flags(tp=2, sequence=True, strategy="optim_grads_params") | VISITING,
     ),
     "weights off the device, tied over stages": (
         4,
@@ -79,13 +80,10 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         | EIGHT
         | {"ffn_hidden_size": 64, "kv_channels": 16},
     ),
-    "moments of fp8, two copies of the embedding, half on the host": (
+    "moments of fp8, two copies of the embedding": (
         4,
         "gpt",
-        flags(pp=2, stages=STAGES[2, 1], strategy="optim")
-        | EIGHT
-        | ON_HOST
-        | {"optimizer_offload_fraction": 0.5},
+        flags(pp=2, stages=STAGES[2, 1], strategy="optim") | EIGHT,
     ),
     "the second moment in fp8, experts": (
         2,

@@ -129,7 +129,7 @@ def _sharding(said: Settings, parallel: ParallelConfig) -> dict[str, Any]:
         zero["stage3_prefetch_bucket_size"] = 0
     if stage == 3:
         zero |= {name: said[name] for name in techniques(parallel)}
-    if stage and said["optimizer_cpu_offload"]:
+    if stage and (said["optimizer_cpu_offload"] or said["offload_optimizer_states"]):
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
         if stage == 3:
             zero["offload_optimizer"]["ratio"] = said["optimizer_offload_fraction"]
@@ -270,9 +270,12 @@ def _lost_of_the_memory(said: Settings) -> Iterator[str]:
         yield f"param_offload_path = {path} was left out likewise: weights go to host memory"
     if said["param_cpu_offload"] and share < 1:
         yield f"all weights go to the host, not those alone of optimizer_offload_fraction = {share}"
-    if said["optimizer_cpu_offload"] and not sharding.splits_optimizer:
+    if said["offload_optimizer_states"]:
+        yield "state in host memory is updated there, not on the device (offload_optimizer_states)"
+    away = said["optimizer_cpu_offload"] or said["offload_optimizer_states"]
+    if away and not sharding.splits_optimizer:
         yield "an optimizer on the host (optimizer_cpu_offload) needs ZeRO stage 1 or more"
-    elif said["optimizer_cpu_offload"] and share < 1 and not sharding.splits_parameters:
+    elif away and share < 1 and not sharding.splits_parameters:
         yield (
             "below ZeRO stage 3 all of the optimizer goes to the host, not a part "
             f"(optimizer_offload_fraction = {share})"

@@ -42,6 +42,7 @@ def memory_flags(said: Settings, runs: Layout) -> Iterator[str]:
     if said["optimizer_cpu_offload"]:
         yield from flags(said, "optimizer_cpu_offload", "optimizer_offload_fraction")
     sharded = said["data_parallel_sharding_strategy"] != "no_shard"
+    yield from flags(said, "offload_optimizer_states") if sharded else ()
     aware = sharded and said["use_precision_aware_optimizer"]
     if aware or said["optimizer_cpu_offload"]:
         yield from flag("use-precision-aware-optimizer")

@@ -299,16 +299,19 @@ def _lost(said: Settings, layout: Layout) -> Iterator[str]:
         )
     if said["param_cpu_offload"]:
         said.mention("optimizer_cpu_offload")
+        said.mention("offload_optimizer_states")
         share, paths = said["optimizer_offload_fraction"], ("optimizer", "param")
         given = (f"{name} = {said[name]}" for name in (f"{each}_offload_path" for each in paths))
         yield (
             "parameters and gradients go to host memory together with the optimizer, all of them: "
             f"optimizer_offload_fraction = {share}, {', '.join(given)} were left out"
         )
-    elif said["optimizer_cpu_offload"]:
+    elif said["optimizer_cpu_offload"] or said["offload_optimizer_states"]:
         share = said["optimizer_offload_fraction"]
+        on_host = said["optimizer_cpu_offload"]
+        name = "optimizer_cpu_offload" if on_host else "offload_optimizer_states"
         yield (
-            "optimizer_cpu_offload was left out: training.enable_cpu_offload there moves "
+            f"{name} was left out: training.enable_cpu_offload there moves "
             f"parameters and gradients, too, and all of them (optimizer_offload_fraction = {share})"
         )
     if said["use_precision_aware_optimizer"]:
