@@ -8,6 +8,7 @@ the model's parameters, for each sharding.
 """
 
 from argparse import ArgumentParser
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,28 +82,38 @@ def _kept(model: ModelConfig, length: int, values: dict[str, Any], masks: bool) 
     return total(saved).kept / model.hidden_size
 
 
-def bytes_of_a_parameter(model: ModelConfig, dp: int) -> list[tuple[str, float, float, float]]:
+_BF16 = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+_FP8 = {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8", "main_grads_dtype": "bf16"}
+STATES: Mapping[str, Mapping[str, Any]] = {
+    "default": {},
+    "g bf16": {"main_grads_dtype": "bf16"},
+    "m, v bf16": _BF16,
+    "g, m, v bf16": {**_BF16, "main_grads_dtype": "bf16"},
+    "g bf16, m, v fp8": _FP8,
+    "and remainders": {**_FP8, "store_param_remainders": True},
+    "or no masters": {**_FP8, "main_params_dtype": "bf16"},
+}
+"""The settings of the optimizer's state in each column: g gradients, m and v moments."""
+
+
+def bytes_of_a_parameter(model: ModelConfig, dp: int) -> list[tuple[str, list[float]]]:
     """For each sharding: bytes of a parameter on a rank that holds all layers.
 
-    Fivefold's, with moments in fp32 and in bf16, and Megatron-LM's with gradients in fp32. Blocks
-    that are gathered for the time of their computation are left out.
+    Those of each of `STATES`, and Megatron-LM's with gradients in fp32; 0 where there are none.
+    Blocks that are gathered for the time of their computation are left out.
     """
     rows = []
     for sharding in SHARDING.values():
         values = {"data_parallel_sharding_strategy": sharding.name, "global_batch_size": dp}
         config = Config(model).with_values(seq_length=128, **values)
-        narrow = config.with_values(
-            use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"
-        )
+        sizes = []
+        for state in STATES.values():
+            asked = config.with_values(use_precision_aware_optimizer=bool(state), **state)
+            alone = asked.optimizer.store_param_remainders and sharding.splits_optimizer
+            sizes.append(0.0 if alone else _each(asked, dp, engine_policy(asked)))
         theirs = None if sharding.splits_gradients else megatron_policy(sharding.splits_optimizer)
-        rows.append(
-            (
-                sharding.paper_name,
-                _each(config, dp, engine_policy(config)),
-                _each(narrow, dp, engine_policy(narrow)),
-                _each(config, dp, theirs) if theirs else 0.0,
-            )
-        )
+        sizes.append(_each(config, dp, theirs) if theirs else 0.0)
+        rows.append((sharding.paper_name, sizes))
     return rows
 
 
@@ -127,10 +138,10 @@ def main() -> None:
         rows.append((each.name, *(f"{figure:.2f}" for figure in figures)))
     print("\n".join(table(rows, right=(1, 2, 3))))
     print(f"\nbytes of a parameter, {given.dp} data-parallel ranks")
-    rows = [("", "fp32 moments", "bf16 moments", "Megatron-LM")]
-    for name, *sizes in bytes_of_a_parameter(model, given.dp):
+    rows = [("", *STATES, "Megatron-LM")]
+    for name, sizes in bytes_of_a_parameter(model, given.dp):
         rows.append((name, *(f"{size:.2f}" if size else "-" for size in sizes)))
-    print("\n".join(table(rows, right=(1, 2, 3))))
+    print("\n".join(table(rows, right=tuple(range(1, len(rows[0]))))))
 
 
 if __name__ == "__main__":

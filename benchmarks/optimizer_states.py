@@ -1,10 +1,12 @@
-"""The loss with moments of few bits: python -m benchmarks.optimizer_states [STEPS [SEEDS]]
+"""The loss with states of few bits: python -m benchmarks.optimizer_states [STEPS [SEEDS [WAY ...]]]
 
-Trains the debug model in bf16 from the same weights on the same data with moments in fp32 and in
-bf16, rounded stochastically, on this machine's CPU. Each way is named by the bytes that one device
-keeps for a parameter. The table is that of `benchmarks.fp8`; the difference of a run in fp32 is the
-noise to compare with: it is rounding, too, and nothing else. Then the time of an update: the median
-of each way's rounds, which alternate, as a multiple of torch's fused AdamW.
+Trains the debug model in bf16 from the same weights on the same data with weights, gradients and
+moments in fewer bits, those of weights and moments rounded stochastically, on this machine's CPU.
+Each way is named by the bytes that one device keeps for a parameter: g gradients, m and v moments,
+w weights without masters. The table is that of `benchmarks.fp8`; the difference of a run in fp32 is
+the noise to compare with: it is rounding, too, and nothing else. Then the time of an update: the
+median of each way's rounds, which alternate, as a multiple of torch's fused AdamW. With names of
+ways, only the first and these are trained, and no update is timed.
 """
 
 import statistics
@@ -21,17 +23,21 @@ from fivefold.optim.rounding import NamedElements
 
 STEPS, SEEDS, ROUNDS, SIDE = 500, 2, 9, 2048
 _AWARE = ("--bf16", "--use-precision-aware-optimizer")
-_GRADIENTS = ("--main-grads-dtype", "bf16")
+_G = ("--main-grads-dtype", "bf16")
 _BF16 = ("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
 _FP8 = ("--exp-avg-dtype", "fp8", "--exp-avg-sq-dtype", "fp8")
+_W, _REMAINDERS = ("--main-params-dtype", "bf16"), ("--store-param-remainders",)
 WAYS = {
-    "18 bytes": ("--bf16",),
-    "16, g in bf16": (*_AWARE, *_GRADIENTS),
-    "16, v in bf16": (*_AWARE, "--exp-avg-sq-dtype", "bf16"),
-    "14, m, v in bf16": (*_AWARE, *_BF16),
-    "12, g, m, v in bf16": (*_AWARE, *_GRADIENTS, *_BF16),
-    "12, m, v in fp8": (*_AWARE, *_FP8),
-    "10, g bf16, m, v fp8": (*_AWARE, *_GRADIENTS, *_FP8),
+    "18": ("--bf16",),
+    "16 g bf16": (*_AWARE, *_G),
+    "16 v bf16": (*_AWARE, "--exp-avg-sq-dtype", "bf16"),
+    "16 remainders": (*_AWARE, *_REMAINDERS),
+    "14 m v bf16": (*_AWARE, *_BF16),
+    "12 g m v bf16": (*_AWARE, *_G, *_BF16),
+    "12 m v fp8": (*_AWARE, *_FP8),
+    "10 g bf16, m v fp8": (*_AWARE, *_G, *_FP8),
+    "8 w g m v bf16": (*_AWARE, *_W, *_G, *_BF16),
+    "6 w g bf16, m v fp8": (*_AWARE, *_W, *_G, *_FP8),
     "noise: fp32": ("--precision", "fp32"),
 }
 MOMENTS: tuple[tuple[MomentType, MomentType], ...] = (("fp32", "fp32"), ("fp32", "bf16"))
@@ -60,11 +66,14 @@ def update_times() -> None:
         print(f"update, m {first}, v {second}: {1e3 * median:6.1f} ms, {median / base:.1f} times")
 
 
-def main(steps: int = STEPS, seeds: int = SEEDS) -> None:
+def main(steps: int = STEPS, seeds: int = SEEDS, *chosen: str) -> None:
     """Time updates, then train each way with each seed."""
-    update_times()
-    compare(WAYS, steps, seeds)
+    first = next(iter(WAYS))
+    if not chosen:
+        update_times()
+    ways = {name: flags for name, flags in WAYS.items() if name in (chosen or WAYS)}
+    compare({first: WAYS[first], **ways}, steps, seeds)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*map(int, sys.argv[1:3]), *sys.argv[3:])

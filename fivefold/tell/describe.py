@@ -86,8 +86,9 @@ def memory_words(layout: Layout) -> list[str]:
         words.append("remainders of masters" if optimizer.store_param_remainders else "no masters")
     if optimizer.narrow_gradients:
         words.append("gradients in bf16")
-    types = zip(("first", "second"), optimizer.moment_types, strict=True)
-    words += [f"{moment} moment in {kind}" for moment, kind in types if kind != "fp32"]
+    first, second = optimizer.moment_types
+    kinds = {"moments": first} if first == second else {"m": first, "v": second}
+    words += [f"{moments} in {kind}" for moments, kind in kinds.items() if kind != "fp32"]
     return words
 
 

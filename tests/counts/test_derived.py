@@ -107,7 +107,9 @@ def test_counts_are_those_of_the_published_formulae() -> None:
         for row in activations(PRESETS["gpt3-175b"], tp, length):
             assert row.same == pytest.approx(row.published, rel=1e-12)
             assert row.own <= row.same
-    each = {name: sizes for name, *sizes in bytes_of_a_parameter(PRESETS["llama3-8b"], 4)}
+    each = dict(bytes_of_a_parameter(PRESETS["llama3-8b"], 4))
     assert each["ZeRO-1"][0] == pytest.approx(6 + 12 / 4, rel=1e-3)
     assert each["ZeRO-2"][0] == pytest.approx(2 + 16 / 4, rel=1e-3)
     assert each["ZeRO-3"][0] == pytest.approx(16 / 4, rel=1e-3)
+    assert each["ZeRO-1"][1] == pytest.approx(4 + 12 / 4, rel=1e-3)
+    assert each["ZeRO-3"][6] == pytest.approx((2 + 2 + 2 + 2 / 32) / 4, rel=1e-3)
