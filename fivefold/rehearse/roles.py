@@ -15,13 +15,20 @@ DENSE_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 def rehearsed_layout(layout: Layout) -> Layout:
     """The layout with a step as short as shows all that a rank ever holds, and even routing.
 
+    What would lie on a disk is in host memory: shapes cannot be read from a file.
+
     Raises:
         ConfigError: the layout cannot be trained.
     """
     training = layout.config.training
     count = enough_to_hold_all(layout)
     each = training.micro_batch_size * layout.grid.dp
-    config = layout.config.with_values(global_batch_size=count * each, compile=False)
+    config = layout.config.with_values(
+        global_batch_size=count * each,
+        compile=False,
+        optimizer_offload_path=None,
+        param_offload_path=None,
+    )
     if config.model.num_experts is not None:
         even = replace(config.experts, moe_router_force_load_balancing=True)
         config = replace(config, experts=even)

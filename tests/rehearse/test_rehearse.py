@@ -55,8 +55,9 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
         2,
         {
             "data_parallel_sharding_strategy": "optim_grads_params",
-            "optimizer_cpu_offload": True,
+            "offload_optimizer_states": True,
             "param_cpu_offload": True,
+            "param_offload_path": "away",
         },
     ),
     "experts": (
