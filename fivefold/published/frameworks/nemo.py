@@ -5,7 +5,7 @@ from dataclasses import replace
 from fivefold.published.frameworks.framework import OTHERS, Framework
 
 NEMO: tuple[Framework, ...] = (
-    # Transformer Engine chose FlashAttention-2, and scaled by earlier steps' largest values.
+    # FlashAttention-2 where a recipe does not choose cuDNN's, and scales of earlier steps.
     Framework(
         "nemo",
         r"\bnemo\b(?!-?automodel)",
@@ -14,8 +14,6 @@ NEMO: tuple[Framework, ...] = (
         fp8_recipe="delayed",
         whole_attention=True,
     ),
-    # Since 1.8 it prefers cuDNN's attention on Hopper.
-    Framework("nemo", "", (24, 9), overlaps_tp=True, fp8_recipe="delayed", whole_attention=True),
     Framework("nemo", "", (25,), overlaps_tp=True, whole_attention=True),
 )
 BRIDGE: tuple[Framework, ...] = (
