@@ -265,8 +265,7 @@ class Engine:
     def weights_to_load(self, new_adapters: bool) -> dict[str, Tensor | Piece]:
         """`stored_weights`, without adapters if these are new, which then get initial values."""
         if new_adapters:
-            named = self.optimizer.weights()
-            adapters = {name: named[name] for name in named if LORA in name}
+            adapters = {n: w for n, w in self.optimizer.weights().items() if LORA in n}
             self.model.initialise(adapters)
             self.optimizer.device.take(adapters)
         stored = self.stored_weights()
