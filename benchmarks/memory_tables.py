@@ -8,7 +8,7 @@ the model's parameters, for each sharding.
 """
 
 from argparse import ArgumentParser
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,8 @@ from fivefold.counts.state import model_state
 from fivefold.model.activations import saved_activations, total
 from fivefold.model.running import Running
 from fivefold.tell.columns import table
+
+MODEL, RANKS, LENGTH = "gpt3-175b", 8, 2048
 
 
 @dataclass(frozen=True)
@@ -122,25 +124,42 @@ def _each(config: Config, dp: int, policy: StatePolicy) -> float:
     return (state.weights + state.gradients + state.optimizer) / state.parameters
 
 
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table, its head first."""
+    head, *others = ("| " + " | ".join(row) + " |" for row in rows)
+    return "\n".join([head, "|---" * len(rows[0]) + "|", *others])
+
+
+def activation_rows(name: str, tp: int, length: int) -> list[tuple[str, ...]]:
+    """The first table, its head first."""
+    rows: list[tuple[str, ...]] = [("", "formula", "counted", "Fivefold's kernels")]
+    for each in activations(PRESETS[name], tp, length):
+        figures = (each.published, each.same, each.own)
+        rows.append((each.name, *(f"{figure:.2f}" for figure in figures)))
+    return rows
+
+
+def parameter_rows(name: str, dp: int) -> list[tuple[str, ...]]:
+    """The second table, its head first."""
+    rows: list[tuple[str, ...]] = [("", *STATES, "Megatron-LM")]
+    for sharding, sizes in bytes_of_a_parameter(PRESETS[name], dp):
+        rows.append((sharding, *(f"{size:.2f}" if size else "-" for size in sizes)))
+    return rows
+
+
 def main() -> None:
     """Print both tables."""
     parser = ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default="gpt3-175b", choices=sorted(PRESETS))
-    parser.add_argument("--tp", type=int, default=8)
-    parser.add_argument("--dp", type=int, default=8)
-    parser.add_argument("--seq-length", type=int, default=2048)
+    parser.add_argument("--model", default=MODEL, choices=sorted(PRESETS))
+    parser.add_argument("--tp", type=int, default=RANKS)
+    parser.add_argument("--dp", type=int, default=RANKS)
+    parser.add_argument("--seq-length", type=int, default=LENGTH)
     given = parser.parse_args()
-    model = PRESETS[given.model]
     print(f"activations of a layer of {given.model}, tp {given.tp}, bytes / (s b h)")
-    rows = [("", "formula", "counted", "Fivefold's kernels")]
-    for each in activations(model, given.tp, given.seq_length):
-        figures = (each.published, each.same, each.own)
-        rows.append((each.name, *(f"{figure:.2f}" for figure in figures)))
+    rows = activation_rows(given.model, given.tp, given.seq_length)
     print("\n".join(table(rows, right=(1, 2, 3))))
     print(f"\nbytes of a parameter, {given.dp} data-parallel ranks")
-    rows = [("", *STATES, "Megatron-LM")]
-    for name, sizes in bytes_of_a_parameter(model, given.dp):
-        rows.append((name, *(f"{size:.2f}" if size else "-" for size in sizes)))
+    rows = parameter_rows(given.model, given.dp)
     print("\n".join(table(rows, right=tuple(range(1, len(rows[0]))))))
 
 

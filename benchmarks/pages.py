@@ -15,11 +15,12 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks import experts, guides, host, long_context, peers
+from benchmarks import experts, guides, host, long_context, memory_tables, peers, scores
 from fivefold.files import write_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,6 +66,30 @@ FIGURES: Mapping[str, Figures] = MappingProxyType(
         "bytes of context parallelism": Figures(
             "python -m benchmarks.long_context", lambda: long_context.volumes("llama3-8b")
         ),
+        "activations": Figures(
+            "python -m benchmarks.memory_tables",
+            lambda: memory_tables.markdown(
+                memory_tables.activation_rows(
+                    memory_tables.MODEL, memory_tables.RANKS, memory_tables.LENGTH
+                )
+            ),
+        ),
+        "bytes of a parameter": Figures(
+            "python -m benchmarks.memory_tables",
+            lambda: memory_tables.markdown(
+                memory_tables.parameter_rows(memory_tables.MODEL, memory_tables.RANKS)
+            ),
+        ),
+        **{
+            f"score of {file}": Figures(
+                f"fivefold plan --score benchmarks/data/{file}.csv",
+                partial(scores.sources, file),
+                seconds=20,
+            )
+            for file in scores.FILES
+        },
+        "order of sweeps": Figures("python -m benchmarks.scores", scores.sweeps, seconds=60),
+        "errors by kind": Figures("python -m benchmarks.scores", scores.kinds, seconds=60),
         "peers": Figures(
             "python benchmarks/peers.py", lambda: peers.summary(_results("peers")), "peers"
         ),
