@@ -77,8 +77,10 @@ class ReduceScatter(_Buffers):
         if self._sum_dtype == input_tensor.dtype:
             pending = start_reduce_scatter(input_tensor, group, output_tensor, self._wire_dtype)
         else:
-            narrow = start_reduce_scatter(input_tensor.to(self._sum_dtype), group)
-            pending = Pending(narrow.works, lambda: output_tensor.copy_(narrow.finish()))
+            summed = start_reduce_scatter(
+                input_tensor.to(self._sum_dtype), group, wire_dtype=self._wire_dtype
+            )
+            pending = Pending(summed.works, lambda: output_tensor.copy_(summed.finish()))
         return _finish(pending, async_op)
 
 

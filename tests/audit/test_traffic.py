@@ -139,6 +139,16 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "optim, reduced after the backward": (2, {ZERO: "optim", "overlap_grad_reduce": False}),
     "optim_grads_params in bf16": (4, {ZERO: "optim_grads_params"} | BF16),
+    "optim in bf16, kept in bf16, summed in fp32": (
+        4,
+        {
+            ZERO: "optim",
+            "use_precision_aware_optimizer": True,
+            "main_grads_dtype": "bf16",
+            "ddp_reduce_scatter_with_fp32_accumulation": True,
+        }
+        | BF16,
+    ),
     "optim in bf16, bf16 on the wire": (4, {ZERO: "optim", "grad_reduce_in_bf16": True} | BF16),
     "optim, bf16 on the wire, summed in fp32": (
         4,
