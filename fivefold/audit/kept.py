@@ -19,8 +19,8 @@ class KeptActivations(Watch):
 
     A dispatch mode sees every storage that is allocated in the forward. Those that are still alive
     at its end are kept for the backward, whether autograd, a checkpoint or a pool in host memory
-    holds them. The stage's input is counted, too; its output, gathered parameters and the batch are
-    not.
+    holds them. The stage's input is counted, too; its outputs, gathered parameters and the batch
+    are not.
 
     Args:
         stages: the modules by index.
@@ -82,7 +82,11 @@ class KeptActivations(Watch):
             return
         born, self._born = self._born, None
         x_TH, batch = arguments[:2]
-        others = {output.untyped_storage()._cdata, *map(_address, stage.parameters())}
+        results = _tensors((output, stage.z_sums))
+        others = {
+            *map(_address, stage.parameters()),
+            *(x.untyped_storage()._cdata for x in results),
+        }
         size = 0 if x_TH is None else x_TH.untyped_storage().nbytes()
         for address, reference in born.items():
             if address not in others and not reference.expired():

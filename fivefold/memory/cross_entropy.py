@@ -25,7 +25,7 @@ from fivefold.mesh.collectives import all_gather, start_all_reduce, start_reduce
 from fivefold.mesh.device import runs_triton
 from fivefold.model.layers import add_product
 from fivefold.model.leaves import local
-from fivefold.model.loss import token_weights
+from fivefold.model.loss import note_z, token_weights
 from fivefold.model.transformer import Stage, trained_z_coeff
 from fivefold.tensor.vocabulary import Entries, merge_statistics
 
@@ -70,6 +70,7 @@ class NativeCrossEntropy:
         label_smoothing: float = 0.0,
         weights_T: Tensor | None = None,
         z_loss_coeff: float = 0.0,
+        z_sums: list[Tensor] | None = None,
     ) -> Tensor:
         """Sum of the token losses; arguments as in `model.loss.cross_entropy`.
 
@@ -79,7 +80,7 @@ class NativeCrossEntropy:
         first = rank * logits_Tv.shape[1]
         entries = Entries(first, vocab_size, label_smoothing, z_loss_coeff)
         weights_T = token_weights(labels_T, weights_T, logits_Tv.dtype)
-        loss: Tensor = _Native.apply(logits_Tv, labels_T, weights_T, entries, self.group)
+        loss: Tensor = _Native.apply(logits_Tv, labels_T, weights_T, entries, self.group, z_sums)
         return loss
 
 
@@ -92,12 +93,14 @@ class _Native(torch.autograd.Function):
         weights_T: Tensor,
         entries: Entries,
         group: dist.ProcessGroup | None,
+        z_sums: list[Tensor] | None,
     ) -> Tensor:
         at_a_time = max(LOGITS_AT_A_TIME // logits_Tv.shape[1], 1)
         whole = runs_kernels(logits_Tv)
         pieces = list(_pieces(len(logits_Tv), len(logits_Tv) if whole else at_a_time))
         own = [_statistics(entries, logits_Tv[rows], labels_T[rows]) for rows in pieces]
         losses = entries.losses(torch.cat(own, dim=1), group)
+        note_z(z_sums, entries.z_coeff, losses.lse_T, weights_T)
         if ctx.needs_input_grad[0]:
             for rows in pieces:
                 logits, labels = logits_Tv[rows], labels_T[rows]
@@ -111,7 +114,7 @@ class _Native(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         (grad_Tv,) = ctx.saved_tensors
-        return grad_Tv.mul_(grad), None, None, None, None
+        return grad_Tv.mul_(grad), None, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,8 @@ class LinearCrossEntropy:
         shape = rank * len(weight_vH), stage.model.vocab_size
         entries = Entries(*shape, stage.label_smoothing, trained_z_coeff(stage))
         weights_T = token_weights(labels_T, weights_T, x_TH.dtype)
-        loss: Tensor = _Linear.apply(x_TH, weight_vH, labels_T, weights_T, entries, self)
+        inputs = x_TH, weight_vH, labels_T, weights_T
+        loss: Tensor = _Linear.apply(*inputs, entries, self, stage.z_sums)
         return loss
 
 
@@ -157,6 +161,7 @@ class _Linear(torch.autograd.Function):
         weights_T: Tensor,
         entries: Entries,
         on: LinearCrossEntropy,
+        z_sums: list[Tensor],
     ) -> Tensor:
         x_TH = all_gather(x, on.group) if on.sequence_parallel else x
         parts = []
@@ -168,6 +173,7 @@ class _Linear(torch.autograd.Function):
             ]
             parts.append(torch.cat(found, dim=1))
         losses = entries.losses(merge_statistics(torch.stack(parts)), on.group)
+        note_z(z_sums, entries.z_coeff, losses.lse_T, weights_T)
         ctx.save_for_backward(x, weight_vH, labels_T, weights_T, losses.lse_T)
         ctx.entries, ctx.on = entries, on
         return losses.loss_T @ weights_T
@@ -199,7 +205,7 @@ class _Linear(torch.autograd.Function):
                 grad_weight[rows] = wide_cH
         start = start_reduce_scatter if on.sequence_parallel else start_all_reduce
         grad_x = start(wide_TH.to(x.dtype), on.group).wait()
-        return grad_x, grad_weight, None, None, None, None
+        return grad_x, grad_weight, None, None, None, None, None
 
 
 def runs_kernels(logits: Tensor) -> bool:

@@ -26,12 +26,12 @@ from fivefold.model.experts import Experts, MoE
 from fivefold.model.latent_attention import Heads, LatentAttention
 from fivefold.model.layers import LayerBlock
 from fivefold.model.mlp import MLP
+from fivefold.model.places import placed_layers
 from fivefold.model.transformer import (
     Norm,
     RunLayer,
     Stage,
     TransformerLayer,
-    placed_layers,
     plain_layers,
 )
 

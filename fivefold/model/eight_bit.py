@@ -30,7 +30,8 @@ from fivefold.model.fp8 import (
 )
 from fivefold.model.grouped import group_ends
 from fivefold.model.layers import Kept, LayerBlock, Linear, Products
-from fivefold.model.transformer import Stage, placed_layers
+from fivefold.model.places import placed_layers
+from fivefold.model.transformer import Stage
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     weights_T: Tensor | None = None,
     z_loss_coeff: float = 0.0,
+    z_sums: list[Tensor] | None = None,
 ) -> Tensor:
     """Sum of the token losses, a scalar in fp32 (fp64 for fp64 logits).
 
@@ -28,10 +29,12 @@ def cross_entropy(
         weights_T: weight of each token's loss; None: all 1.
         z_loss_coeff: factor of the square of the logits' log-sum-exp, which is added to a token's
             loss (Chowdhery et al., PaLM, 2022, section 5).
+        z_sums: receives the part of the sum that this factor adds, if there is one.
     """
     weights_T = token_weights(labels_T, weights_T, logits_TV.dtype)
+    factors = label_smoothing, z_loss_coeff
     loss: Tensor = _CrossEntropy.apply(
-        logits_TV, labels_T.clamp_min(0), weights_T, vocab_size, label_smoothing, z_loss_coeff
+        logits_TV, labels_T.clamp_min(0), weights_T, vocab_size, factors, z_sums
     )
     return loss
 
@@ -47,6 +50,12 @@ def z_slope(lse_T: Tensor, z_coeff: float) -> Tensor:
     return 1.0 + 2.0 * z_coeff * lse_T
 
 
+def note_z(z_sums: list[Tensor] | None, z_coeff: float, lse_T: Tensor, weights_T: Tensor) -> None:
+    """Add the weighted sum of tokens' z-losses to a list, if there is one and they have any."""
+    if z_sums is not None and z_coeff:
+        z_sums.append(z_coeff * (lse_T.detach().square() @ weights_T.to(lse_T.dtype)))
+
+
 class _CrossEntropy(torch.autograd.Function):
     """Saves the logits and their log-sum-exp; allocates one [T, V] tensor, the gradient."""
 
@@ -57,9 +66,10 @@ class _CrossEntropy(torch.autograd.Function):
         targets_T: Tensor,
         weights_T: Tensor,
         vocab_size: int,
-        smoothing: float,
-        z_coeff: float,
+        factors: tuple[float, float],
+        z_sums: list[Tensor] | None,
     ) -> Tensor:
+        smoothing, z_coeff = factors
         true_TV = logits_TV[:, :vocab_size].to(weights_T.dtype)
         norm_T = true_TV.logsumexp(dim=1)
         ctx.save_for_backward(logits_TV, targets_T, weights_T, norm_T)
@@ -68,6 +78,7 @@ class _CrossEntropy(torch.autograd.Function):
         if smoothing:
             expected_T = torch.lerp(expected_T, true_TV.mean(dim=1), smoothing)
         loss_T = norm_T - expected_T
+        note_z(z_sums, z_coeff, norm_T, weights_T)
         return (loss_T + z_coeff * norm_T.square() if z_coeff else loss_T) @ weights_T
 
     @staticmethod

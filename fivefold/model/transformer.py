@@ -171,18 +171,17 @@ class Stage(nn.Module):
     """A contiguous piece of the model; modules it does not hold are None.
 
     Tied embeddings: a stage with both ends shares one Parameter between `embed_tokens` and
-    `lm_head`; otherwise the last stage owns a copy (see `shape.canonical_name`). A stage that
-    predicts further tokens (`model.prediction`) without the embedding looks tokens up in its output
-    weight if that is tied, else in a copy of the embedding.
+    `lm_head`; else the last stage owns a copy (`shape.canonical_name`). One that predicts further
+    tokens without the embedding looks them up in a tied output weight, else in a copy.
 
     Attributes:
         column: seam around the output layer.
         through: seam around the layers.
         head_loss: seam around output layer and loss together.
         cross_entropy: seam around the loss, with the signature of `loss.cross_entropy`.
-        shard_tokens: seam that takes this rank's part of per-token values [T], to match the
-            residual stream.
+        shard_tokens: seam that takes this rank's part of per-token values [T], as of residuals.
         fuses_rope, fuses_dropout: as in `model.fusions`.
+        z_sums: of the latest losses, the parts that are z-loss; empty without it.
     """
 
     embed_tokens: Embedding | None
@@ -230,7 +229,7 @@ class Stage(nn.Module):
         self.head_loss: HeadLoss = plain_head_loss
         self.cross_entropy: Callable[..., Tensor] = cross_entropy
         self.shard_tokens: Callable[[Tensor], Tensor] = lambda values_T: values_T
-        self.fuses_rope = self.fuses_dropout = False
+        self.fuses_rope, self.fuses_dropout, self.z_sums = False, False, list[Tensor]()
 
     @property
     def transformer_layers(self) -> list[TransformerLayer]:
@@ -301,6 +300,7 @@ class Stage(nn.Module):
 
     def loss(self, states: Sequence[Tensor], batch: Batch) -> Tensor:
         """Sum of the weighted token losses from normed states [T, H]; one sum per depth."""
+        self.z_sums.clear()
         losses = [
             self.head_loss(self, state_TH, labels_T, weights_T)
             for state_TH, (labels_T, weights_T) in zip(states, targets(batch), strict=True)
@@ -369,12 +369,6 @@ class Stage(nn.Module):
         return Dropout(self.seed, batch.step, rows_T, batch.token_ids, self.fuses_dropout)
 
 
-def placed_layers(stage: Stage) -> list[tuple[int, TransformerLayer]]:
-    """All layers of a stage, each with its place; 0 of multi-token prediction layers."""
-    count = len(stage.layers)
-    return [(i if i < count else 0, layer) for i, layer in enumerate(stage.transformer_layers)]
-
-
 def trained_z_coeff(stage: Stage) -> float:
     """Factor of the z-loss: of what is trained, not of evaluations."""
     return stage.z_loss_coeff if stage.training else 0.0
@@ -397,4 +391,5 @@ def plain_head_loss(
         stage.label_smoothing,
         weights_T,
         trained_z_coeff(stage),
+        stage.z_sums,
     )

@@ -135,10 +135,12 @@ class StepSums:
         loss: this rank's part of the loss, shaped as the step's scale, in at least fp32; 0 without
             the head.
         routing: sums of its routers' decisions that had a backward, by layer.
+        z_loss: part of the loss of the next token that is z-loss, scalar.
     """
 
     loss: Tensor
     routing: Mapping[int, Tensor]
+    z_loss: Tensor
 
 
 class _Step:
@@ -167,6 +169,7 @@ class _Step:
         self._weights: dict[Piece, list[Work]] = {}
         self._sequences: dict[tuple[int, int], SlicedSequence] = {}
         self._losses: list[Tensor] = []
+        self._z_sums: list[Tensor] = []
         self._decisions: dict[Piece, dict[int, Decision]] = {}
         self._routing: dict[int, Tensor] = {}
         weights = (
@@ -185,7 +188,10 @@ class _Step:
         self._mail.finish()
         self._on.enter(None)
         loss = torch.stack(self._losses).sum(0) if self._losses else torch.zeros_like(self._scale)
-        return StepSums(loss, self._routing)
+        z_loss = torch.zeros_like(self._scale.flatten()[0])
+        if self._z_sums:
+            z_loss = torch.stack(self._z_sums).sum() * self._scale.flatten()[0]
+        return StepSums(loss, self._routing, z_loss)
 
     def _manage(self, act: Act) -> None:
         """What only starts something; a STEP belongs to the training loop."""
@@ -255,6 +261,7 @@ class _Step:
             out = self._run_stage(act, x)
         if module.parts.head:
             self._losses.append(out.detach())
+            self._z_sums += module.z_sums[:1]
         else:
             # Detached: once sent, nothing but the graph holds what the stage made.
             self._give(act, Direction.FORWARD, act.stage + 1, out.detach())

@@ -3,6 +3,7 @@
 Shapes: T tokens, t = T / tp, V padded vocabulary, v = V / tp rows of this rank, H features.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from fivefold.mesh.collectives import all_gather
 from fivefold.model.layers import Embedding
 from fivefold.model.leaves import add_to_grad, local
-from fivefold.model.loss import IGNORED, z_slope
+from fivefold.model.loss import IGNORED, note_z, token_weights, z_slope
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.linear import Target, sum_tokens
 
@@ -97,20 +98,33 @@ class VocabularyCrossEntropy:
         label_smoothing: float = 0.0,
         weights_T: Tensor | None = None,
         z_loss_coeff: float = 0.0,
+        z_sums: list[Tensor] | None = None,
     ) -> Tensor:
         """Sum of the token losses; arguments as in `model.loss.cross_entropy`."""
         first = self.group.rank() * logits_Tv.shape[1]
         entries = Entries(first, vocab_size, label_smoothing, z_loss_coeff)
-        loss_T: Tensor = _VocabularyCrossEntropy.apply(logits_Tv, labels_T, entries, self.group)
+
+        def note(lse_T: Tensor) -> None:
+            note_z(z_sums, z_loss_coeff, lse_T, token_weights(labels_T, weights_T, lse_T.dtype))
+
+        loss_T: Tensor = _VocabularyCrossEntropy.apply(
+            logits_Tv, labels_T, entries, self.group, note
+        )
         return loss_T.sum() if weights_T is None else (loss_T * weights_T.to(loss_T.dtype)).sum()
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_Tv: Tensor, labels_T: Tensor, entries: "Entries", group: dist.ProcessGroup
+        ctx: Any,
+        logits_Tv: Tensor,
+        labels_T: Tensor,
+        entries: "Entries",
+        group: dist.ProcessGroup,
+        note: Callable[[Tensor], None],
     ) -> Tensor:
         losses = entries.losses(entries.statistics(logits_Tv, labels_T), group)
+        note(losses.lse_T)
         ctx.save_for_backward(logits_Tv, labels_T, losses.lse_T)
         ctx.entries = entries
         return losses.loss_T.masked_fill(labels_T == IGNORED, 0.0)
@@ -120,7 +134,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         logits_Tv, labels_T, lse_T = ctx.saved_tensors
         scale_T = grad_T.masked_fill(labels_T == IGNORED, 0.0)
         grad_Tv = ctx.entries.gradient(logits_Tv, labels_T, lse_T, scale_T)
-        return grad_Tv.to(logits_Tv.dtype), None, None, None
+        return grad_Tv.to(logits_Tv.dtype), None, None, None, None
 
 
 class TokenLosses(NamedTuple):

@@ -42,7 +42,8 @@ class StepResult:
         lr: learning rate that the step was taken with.
         tokens: valid tokens of the global batch.
         votes: how many ranks asked to stop after this step.
-        extra: further numbers by name, for the metrics; the losses of further predictions.
+        extra: further numbers by name, for the metrics; the losses of further predictions, and
+            the part of `loss` that is z-loss.
         routing: what routers decided, of each layer with experts.
     """
 
@@ -181,8 +182,12 @@ class Engine:
             vouches=self._weights() if training.check_for_nan_in_loss_and_grad else None,
         )
         lr = learning_rate(self.steps, optimizer, training.train_iters)
-        (loss, *further), votes = self._sums(local.loss, vote())
-        extra = {f"mtp_{depth}_loss": of for depth, of in enumerate(further, 1)}
+        losses = local.loss.reshape(-1)
+        if training.z_loss_coeff:
+            losses = torch.cat([losses, local.z_loss.to(losses).reshape(1)])
+        (loss, *further), votes = self._sums(losses, vote())
+        names = [*(f"mtp_{depth}_loss" for depth in range(1, depths + 1)), "z_loss"]
+        extra = dict(zip(names, further, strict=False))
         routing = self._routers.sums(local.routing, self.device)
         if len(routing):
             routing = all_reduce(routing, self.groups.world)

@@ -33,6 +33,16 @@ def test_equals_pytorch_over_the_true_vocabulary(
     assert not got[:, 11:].any() and not got[2].any()
 
 
+def test_the_part_that_is_z_loss_is_told() -> None:
+    logits, labels, weights = example(16)
+    told: list[torch.Tensor] = []
+    with_z = cross_entropy(logits, labels, 11, 0.1, weights, 0.03, told)
+    assert len(told) == 1 and not told[0].requires_grad
+    torch.testing.assert_close(with_z - cross_entropy(logits, labels, 11, 0.1, weights), told[0])
+    cross_entropy(logits, labels, 11, 0.1, weights, 0.0, told)
+    assert len(told) == 1
+
+
 def test_gradcheck() -> None:
     logits, labels, weights = example(12)
     torch.autograd.gradcheck(lambda x: cross_entropy(x, labels, 11, 0.05, weights, 0.1), (logits,))

@@ -70,10 +70,13 @@ def _loss(
     true = (losses_T * weights_T if weighted else losses_T).sum()
     true.backward(torch.tensor(0.7, dtype=torch.float64))
     logits_Tv = logits_TV.detach().chunk(world, 1)[rank].requires_grad_()
+    told: list[Tensor] = []
     ours = VocabularyCrossEntropy(dist.group.WORLD)(
-        logits_Tv, labels_T, TRUE, smoothing, weights_T if weighted else None, Z
+        logits_Tv, labels_T, TRUE, smoothing, weights_T if weighted else None, Z, told
     )
     _close(ours, true)
+    z_T = Z * logits_TV[:, :TRUE].logsumexp(1).square() * (labels_T != -100)
+    _close(told[0], (z_T * weights_T if weighted else z_T).sum().detach())
     ours.backward(torch.tensor(0.7, dtype=torch.float64))
     assert logits_TV.grad is not None
     _close(logits_Tv.grad, logits_TV.grad.chunk(world, 1)[rank])

@@ -1,0 +1,9 @@
+"""The places of a stage's layers, by which settings of recomputation differ."""
+
+from fivefold.model.transformer import Stage, TransformerLayer
+
+
+def placed_layers(stage: Stage) -> list[tuple[int, TransformerLayer]]:
+    """All layers of a stage, each with its place; 0 of multi-token prediction layers."""
+    count = len(stage.layers)
+    return [(i if i < count else 0, layer) for i, layer in enumerate(stage.transformer_layers)]
