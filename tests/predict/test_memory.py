@@ -212,7 +212,7 @@ def test_what_does_not_fit_is_said() -> None:
 
 def test_a_policy_is_what_a_parameter_costs() -> None:
     layout = _layout(SHORT_LLAMA, 8, global_batch_size=8)
-    lean = StatePolicy(copy=2, gradient=2, master=0, moments=2)
+    lean = StatePolicy(copy=2, narrow_copy=2, gradient=2, master=0, moments=2)
     state = model_state(layout, 0, policy=lean)
     assert state.total == 6 * state.parameters
 
