@@ -17,7 +17,7 @@ from fivefold.mesh.groups import Groups
 from fivefold.mesh.slices import Piece, as_piece, local_tensor
 from fivefold.model.batch import Batch, on_device
 from fivefold.model.lora import LORA
-from fivefold.model.prediction import valid_by_depth, with_further
+from fivefold.model.prediction import valid_by_depth
 from fivefold.optim.adamw import STATES
 from fivefold.optim.build import build_optimizer
 from fivefold.optim.grad_norm import Departed, clip_, global_grad_norm, zero_if_finite
@@ -25,6 +25,7 @@ from fivefold.optim.schedule import learning_rate
 from fivefold.parallelize import ParallelModel, parallelize
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.validate import validate
+from fivefold.train.batches import as_batch
 from fivefold.train.device_limit import device_limit
 from fivefold.train.layout_groups import groups_of
 from fivefold.train.metrics import LayerRouting
@@ -385,21 +386,3 @@ class Engine:
     def _counted_grads(self) -> list[tuple[Tensor | Departed, bool]]:
         records = self.model.records
         return [(self.optimizer.measurable(n), records[n].counted) for n in self.trained]
-
-
-def as_batch(microbatch: Microbatch, step: int, depths: int = 0) -> Batch:
-    """What the loader gives, as what the model takes, at optimizer step `step`.
-
-    `depths`: how many tokens behind the next one are to be predicted as well.
-    """
-    weights = microbatch.loss_weights_BS
-    batch = Batch(
-        tokens=torch.from_numpy(microbatch.tokens_BS),
-        labels=torch.from_numpy(microbatch.labels_BS),
-        positions=torch.from_numpy(microbatch.positions_BS),
-        documents=torch.from_numpy(microbatch.documents_BS),
-        token_ids=torch.from_numpy(microbatch.token_ids_BS),
-        loss_weights=None if weights is None else torch.from_numpy(weights),
-        step=step,
-    )
-    return with_further(batch, depths)

@@ -21,7 +21,7 @@ from fivefold.model.dropout import HeadDropout
 from fivefold.model.loss import IGNORED
 from fivefold.model.shards import MicrobatchShare, Shards
 from fivefold.model.transformer import Stage
-from fivefold.train.engine import as_batch
+from fivefold.train.batches import as_batch
 
 
 def losses_by_mistake(

@@ -23,7 +23,7 @@ from fivefold.model.transformer import Stage
 from fivefold.optim.eight_bit import FORMATS
 from fivefold.optim.rounding import MOMENTS, NamedElements, rounded
 from fivefold.optim.schedule import learning_rate
-from fivefold.train.engine import as_batch
+from fivefold.train.batches import as_batch
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches
 from fivefold.verify.standing_in import in_order, round_gathered, scale_each_element, stand_in
 

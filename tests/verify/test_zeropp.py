@@ -13,7 +13,8 @@ from fivefold.data_parallel.blocks import BLOCK
 from fivefold.errors import ConfigError
 from fivefold.mesh.slices import local_tensor
 from fivefold.model.prediction import valid_by_depth
-from fivefold.train.engine import Engine, as_batch
+from fivefold.train.batches import as_batch
+from fivefold.train.engine import Engine
 from fivefold.verify.batches import global_batch, microbatches, rows_of
 from fivefold.verify.reference import batches_of, gradients, plain_model
 from fivefold.verify.shrink import prepare

@@ -1,0 +1,25 @@
+"""Microbatches of the loader, as the model takes them."""
+
+import torch
+
+from fivefold.data.packing import Microbatch
+from fivefold.model.batch import Batch
+from fivefold.model.prediction import with_further
+
+
+def as_batch(microbatch: Microbatch, step: int, depths: int = 0) -> Batch:
+    """What the loader gives, as what the model takes, at optimizer step `step`.
+
+    `depths`: how many tokens behind the next one are to be predicted as well.
+    """
+    weights = microbatch.loss_weights_BS
+    batch = Batch(
+        tokens=torch.from_numpy(microbatch.tokens_BS),
+        labels=torch.from_numpy(microbatch.labels_BS),
+        positions=torch.from_numpy(microbatch.positions_BS),
+        documents=torch.from_numpy(microbatch.documents_BS),
+        token_ids=torch.from_numpy(microbatch.token_ids_BS),
+        loss_weights=None if weights is None else torch.from_numpy(weights),
+        step=step,
+    )
+    return with_further(batch, depths)
