@@ -55,16 +55,16 @@ def test_what_fits_in_one_room_has_one(elements: int) -> None:
     assert rooms * each >= min(elements, each) and (rooms == 1) == (each == elements)
 
 
+def _bits(place: NamedElements) -> torch.Tensor:
+    return place.random(2, torch.device("cpu"))(slice(None))
+
+
 def test_rows_of_a_parameter_get_the_random_bits_that_they_have_in_the_whole() -> None:
     slices = (slice(1, 4), slice(0, 70), slice(2, 12))
     whole = NamedElements(derive_seed(3, "x"), "w", (5, 70, 12), slices)
-    expected = torch.cat([bits for _, bits in whole.bits(2, torch.device("cpu"), 40)])
+    expected = _bits(whole)
     parts = in_buckets({"w": (3, 70, 10), "v": (70,)}, 700)
     found = [
-        bits
-        for bucket in parts
-        for part in bucket.parts
-        if part.name == "w"
-        for _, bits in part.place(whole).bits(2, torch.device("cpu"), 40)
+        _bits(part.place(whole)) for bucket in parts for part in bucket.parts if part.name == "w"
     ]
     assert len(parts) > 1 and torch.equal(torch.cat(found), expected)
