@@ -55,7 +55,9 @@ class ShardedVolumes:
         yield from self._sharded("data", "parameters", axes, shards, replicas)
 
     def experts(self) -> Iterator[Flow]:
-        """Like `dense`, over the ranks that hold the same experts."""
+        """Like `dense`, over the ranks that hold the same experts; nothing without experts."""
+        if self.layout.config.model.num_experts is None:
+            return  # a list of many ranks takes minutes
         ranks = self.layout.grid.group_of(self.rank, ("edp",), EXPERT_AXES)
         shards = num_expert_shards(self.layout)
         block, place = divmod(ranks.index(self.rank), shards)

@@ -192,7 +192,8 @@ def moments_like(leaf: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for moment, kind in zip(MOMENTS, config.moment_types, strict=True):
         eight = kind == "fp8" and leaf.ndim > 1
-        wide = torch.promote_types(leaf.dtype, torch.float32)
+        narrow_leaf = config.narrow_parameters and leaf.dtype == torch.bfloat16
+        wide = torch.float32 if narrow_leaf else leaf.dtype
         narrow = {"bf16": torch.bfloat16, "fp8": FORMATS[moment].dtype if eight else wide}
         dtype = narrow.get(kind, wide)
         found[moment] = torch.empty(leaf.shape, dtype=dtype, device="meta")

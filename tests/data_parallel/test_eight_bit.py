@@ -8,6 +8,7 @@ import torch
 
 from fivefold.check import check
 from fivefold.config.config import Config
+from fivefold.config.memory import MemoryConfig
 from fivefold.data_parallel.eight_bit import products_of
 from fivefold.errors import ConfigError
 from fivefold.mesh.slices import local_tensor
@@ -99,7 +100,7 @@ def test_rules_and_layers_name_the_same_weights(model: Any) -> None:
     parts = StageSpec(True, tuple(range(model.num_layers)), True, model.mtp_num_layers)
     with torch.device("meta"):
         stage = Stage(model, parts)
-    install_eight_bit(stage, EightBit(RECIPES["tensorwise"], torch.float32), ())
+    install_eight_bit(stage, EightBit(RECIPES["tensorwise"], torch.float32), MemoryConfig())
     layers = {f"{name}.weight" for name, m in stage.named_modules() if products_of(m) is not None}
     assert layers == {n for n, w in stage_weights(model, parts).items() if in_eight_bits(n, w)}
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.config.training import TrainingConfig
 from fivefold.model.eight_bit import EightBit, EightBitGroups, eight_bit, install_eight_bit
@@ -231,7 +232,7 @@ def test_routers_gates_and_the_output_layer_are_left_alone() -> None:
     )
     with torch.device("meta"):
         stage = Stage(model, StageSpec(True, (0, 1), True, mtp=1))
-    install_eight_bit(stage, EightBit(EACH_ELEMENT, torch.float64), ())
+    install_eight_bit(stage, EightBit(EACH_ELEMENT, torch.float64), MemoryConfig())
     modules = dict(stage.named_modules())
     narrow = {
         name

@@ -8,6 +8,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from fivefold.check import check
+from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError
 from fivefold.model.compiled import compile_layers
@@ -110,7 +111,9 @@ def test_a_compiled_layer_is_one_graph() -> None:
     for compiled in (False, True):
         stage = Stage(model, StageSpec(True, (0,), True))
         initialise(stage, seed=1)
-        install_eight_bit(stage, EightBit(RECIPES["tensorwise"], torch.float32, E5M2), ())
+        install_eight_bit(
+            stage, EightBit(RECIPES["tensorwise"], torch.float32, E5M2), MemoryConfig()
+        )
         if compiled:
             torch.compiler.reset()  # of what other tests compiled
             counters.clear()

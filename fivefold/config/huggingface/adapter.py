@@ -66,8 +66,9 @@ def read_adapter(folder: Path) -> PeftAdapter:
             supported, or is not known, and layers that have no adapters here.
     """
     if not is_adapter(folder):
+        why = "PEFT's save_pretrained writes one into the folder of an adapter"
         what = f"{folder} is no adapter of PEFT: it has no {SETTINGS}"
-        raise ConfigError(Mistake(what, attempt="the folder that PEFT's save_pretrained made"))
+        raise ConfigError(Mistake(what, (why,)))
     reader = Reader(
         read_json(folder / SETTINGS, dict[str, Any], ConfigError), "this adapter", file=SETTINGS
     )
