@@ -36,7 +36,9 @@ def build(given: Asked) -> Job:
     )
 
     def step(tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
-        loss = loss_of(engine(tokens_BS).float(), labels_BS)
+        with torch.autocast("cpu", torch.bfloat16):  # rotary tables are fp32
+            logits = engine(tokens_BS)
+        loss = loss_of(logits.float(), labels_BS)
         engine.backward(loss)
         engine.step()
         return loss.detach()
