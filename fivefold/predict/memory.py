@@ -126,12 +126,17 @@ class MemoryPrediction:
         return self.disk - self.disk_capacity
 
 
+StageCache = dict[tuple[object, ...], StageBytes]
+"""Bytes of stages, by their ends, their number of recomputed layers and their kinds of layers."""
+
+
 def peak_memory(
     layout: Layout,
     cluster: Cluster,
     *,
     policy: StatePolicy | None = None,
     imbalance: float = 1.0,
+    known: StageCache | None = None,
 ) -> MemoryPrediction:
     """Predict the peak memory of each pipeline rank.
 
@@ -141,12 +146,14 @@ def peak_memory(
         policy: the framework's policy for model state; None: that of Fivefold, which also sends dX
             before it computes dW if it can.
         imbalance: tokens of the busiest rank's experts, relative to an even share.
+        known: bytes of stages, to share among layouts that differ in recompute_num_layers only.
     """
     others = policy is not None
     running = Running.of(layout.config, imbalance=imbalance, keeps_masks=others)
     splits = policy is None and layout.sends_dx_first
     policy = policy or engine_policy(layout.config)
-    kinds, known = [], {}
+    kinds: list[tuple[object, ...]] = []
+    known = {} if known is None else known
     numbers = layout.config.memory.recompute_num_layers
     for place, stage in enumerate(layout.split.stages):
         ends = (stage.embedding, stage.head, stage.mtp, numbers[place % len(numbers)])

@@ -68,7 +68,20 @@ class Ledger:
         """Whether the work is used up; finding a first layout that fits may overdraw it."""
         return self.work <= 0 and (bool(self.found) or self.work <= -UNTIL_ONE)
 
-    def charge(self, program: tuple[object, ...], acts: float) -> None:
+    def looked(self, layout: Layout) -> None:
+        """Account for one prediction of a layout's memory."""
+        self._charge((_program(layout), "sweep"), _acts(layout, 3))
+        self.work -= LOOK
+        self.looks += 1
+
+    def walked(self, layout: Layout, count: int) -> None:
+        """Account for timing a layout's program with so many sets of costs."""
+        acts = _acts(layout, 5)
+        self._charge((_program(layout), "walk"), acts)
+        self.work -= count * (TIMED + acts / 100)
+        self.timed += count
+
+    def _charge(self, program: tuple[object, ...], acts: float) -> None:
         """Subtract a program's actions from the work left, the first time it is needed."""
         if program not in self.programs:
             self.programs.add(program)
@@ -171,10 +184,7 @@ class OpenCandidates:
         """Time one program with the costs of some candidates; raise bounds of all it holds for."""
         ledger, cluster = self.ledger, self.request.cluster
         layouts = [layout_of(self.space, row, sharded=False) for row in rows]
-        acts, key = _acts(layouts[0], 5), (self._program(layouts[0]), "walk")
-        ledger.charge(key, acts)
-        ledger.work -= len(rows) * (TIMED + acts / 100)
-        ledger.timed += len(rows)
+        ledger.walked(layouts[0], len(rows))
         times = program_times(layouts, cluster, Software(), ledger.times_cache)
         slowest = waits(self.space, cluster)
         for row, seconds in zip(rows, times, strict=True):
@@ -191,9 +201,7 @@ class OpenCandidates:
         ledger, bound = self.ledger, float(self.lower[row])
         self.lower[row] = np.inf
         layout = layout_of(self.space, row)
-        ledger.charge((self._program(layout), "sweep"), _acts(layout, 3))
-        ledger.work -= LOOK
-        ledger.looks += 1
+        ledger.looked(layout)
         candidate = replace(
             evaluate(self.request, layout.config, layout=layout, times_cache=ledger.times_cache),
             bound=bound,
@@ -216,10 +224,6 @@ class OpenCandidates:
         less = (strategy[rows] <= strategy[row]) & (instances[rows] >= instances[row])
         whole = ~self.space.sharded("splits_optimizer")[rows]
         self.lower[rows[less | whole]] = np.inf
-
-    @staticmethod
-    def _program(layout: Layout) -> tuple[object, ...]:
-        return (layout.schedule, layout.split.placement, layout.overlaps_pairs)
 
 
 def layout_of(space: Space, row: int, *, sharded: bool = True) -> Layout:
@@ -260,6 +264,10 @@ class _Groups:
         group = int(self.of[row])
         found: Column = self._order[self._starts[group] : self._starts[group + 1]]
         return found
+
+
+def _program(layout: Layout) -> tuple[object, ...]:
+    return (layout.schedule, layout.split.placement, layout.overlaps_pairs)
 
 
 def _acts(layout: Layout, rounds: int) -> float:

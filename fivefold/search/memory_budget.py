@@ -263,8 +263,8 @@ class MemoryChooser:
                 self._offer(found)
             return inf if found is None else found.seconds
 
-        peak, numbers = try_numbers(layout, self.request.cluster, timed)
-        self.least.append((peak, {**settings, "recompute_num_layers": numbers}))
+        tried = try_numbers(layout, self.request.cluster, timed)
+        self.least.append((tried.peak, {**settings, "recompute_num_layers": tried.numbers}))
 
     def _simplest(self, best: Candidate) -> Candidate:
         """The same without whatever can be left out at no loss of time or fit."""

@@ -6,7 +6,7 @@ until no bound is below the best time found, or the allowed work is used up. A l
 faster but does not fit is tried again with finer memory techniques.
 """
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -15,25 +15,20 @@ from time import perf_counter
 import numpy as np
 
 from fivefold.check import check
-from fivefold.config.config import Config
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
 from fivefold.predict.context import best_context
-from fivefold.predict.liveness import moments
 from fivefold.predict.memory import peak_memory
 from fivefold.predict.software import Software
 from fivefold.search.bound_tables import Ranks, Values
 from fivefold.search.branch_and_bound import Ledger, OpenCandidates, layout_of
+from fivefold.search.by_stage import PartlyRecomputed, partials
 from fivefold.search.candidate import Candidate, capacity, evaluate
 from fivefold.search.columns import Column
 from fivefold.search.enumeration import enumerate_space
 from fivefold.search.memory_bound import memory_bound
-from fivefold.search.memory_choices import (
-    MemoryChoice,
-    further_choices,
-    in_flight_limits,
-    refinements,
-)
+from fivefold.search.memory_choices import further_choices
+from fivefold.search.refine import Refiner, distinct
 from fivefold.search.request import Request
 from fivefold.search.space import Space
 from fivefold.search.time_bound import TimeBound, quick_time_bound, time_bound
@@ -42,10 +37,11 @@ WORK = 450_000  # most pipeline actions to build and simulate, or as much other 
 LONG = 15_000  # actions of a program that is evaluated only after all shorter ones
 REACH = 1.5  # evaluate layouts up to this multiple of the best step time
 MESHES = 10  # meshes whose best layout is shown
-TRIES = 4  # plain layouts of each mesh that are evaluated first, and meshes tried at the end
+TRIES = 4  # plain layouts of each mesh that are evaluated first
 LESS_MEMORY = 1e10  # bytes; also find the fastest layout for a device with this much less memory
 SHARES = (0.75, 0.6, 0.45)  # also find the fastest layout within these shares of device memory
 WORTH = 0.02  # share of the memory that a slower layout must save to be listed
+PARTIALS = 64  # layouts that are kept for the recomputation of some of their layers
 SMALLEST = 3  # layouts with the least memory to evaluate if nothing fits
 NOISE = 0.02  # share of a step by which runs of one layout differ: no prediction tells those apart
 
@@ -98,7 +94,7 @@ class SearchResult:
 
     def by_mesh(self) -> list[Candidate]:
         """The best layout of each mesh, the best first."""
-        return _distinct(self.found, len(self.found))
+        return distinct(self.found, len(self.found))
 
     def pareto(self) -> list[Candidate]:
         """The Pareto front of step time and memory, by at least 2 % of memory, fastest first."""
@@ -140,6 +136,12 @@ class _Search:
     bounded: int = 0
     too_large: int = 0
     unseen: float = np.inf
+    partials: list[PartlyRecomputed] = field(default_factory=list)
+
+    @cached_property
+    def refiner(self) -> Refiner:
+        """What tries finer memory techniques on what was found."""
+        return Refiner(self.request, self.ledger)
 
     @cached_property
     def ranks(self) -> Ranks:
@@ -170,7 +172,7 @@ class _Search:
                     request, layout.config, layout=layout, times_cache=ledger.times_cache
                 )
                 ledger.found += [candidate] if candidate.prediction is not None else []
-        self._refine()
+        self.refiner.run(self.partials)
         found = self._checked(ledger.found)
         least = min((candidate.seconds for candidate in found), default=0.0)
         gap = least / min(self.unseen, least) - 1 if found else 0.0
@@ -189,7 +191,8 @@ class _Search:
 
     def _look(self, space: Space) -> None:
         """Evaluate layouts with similar quick bounds, also with further memory techniques."""
-        bounds, fits = self._bounded(space)
+        bounds, sizes = self._bounded(space)
+        fits = self._fitting(sizes)
         self.bounded += len(space)
         self.too_large += len(space) - len(fits)
         candidates = self._open(space, bounds, fits)
@@ -199,16 +202,19 @@ class _Search:
                 if candidates.look(row).prediction is not None:
                     break
         candidates.explore(short_programs(candidates.space))
-        least = bounds.seconds
-        least[fits] = candidates.program + candidates.around
+        least = _raised(bounds, fits, candidates)
+        self._note(space, least, sizes)
         rounds = [candidates]
         faster = np.flatnonzero(least < self.ledger.best)
         if len(faster):
-            choices = self._permitted(further_choices(self.request.config, self.request.given))
-            more = space.take(faster).with_memory(choices)
-            rounds.append(self._open(more, *self._bounded(more)))
+            choices = further_choices(self.request.config, self.request.given)
+            more = space.take(faster).with_memory(self.refiner.permitted(choices))
+            bounds, sizes = self._bounded(more)
+            fits = self._fitting(sizes)
+            rounds.append(self._open(more, bounds, fits))
             rounds[-1].raise_bounds_from(candidates)
             rounds[-1].explore(short_programs(rounds[-1].space))
+            self._note(more, _raised(bounds, fits, rounds[-1]), sizes)
         for each in rounds:
             each.explore()
             self.unseen = min(self.unseen, each.unseen)
@@ -224,76 +230,24 @@ class _Search:
         for size in (room - LESS_MEMORY, *(room * share for share in SHARES)):
             candidates.explore_within(np.flatnonzero(sizes <= size), size)
 
-    def _bounded(self, space: Space) -> tuple[TimeBound, Column]:
-        """Lower bounds on time, and the rows whose lower bounds on memory fit the device."""
+    def _note(self, space: Space, seconds: Values, sizes: Values) -> None:
+        """Take note of layouts that may be fast if some of their layers are recomputed."""
+        found = partials(space, seconds, sizes, capacity(self.request), self.ledger.best, PARTIALS)
+        self.partials = sorted([*self.partials, *found], key=lambda p: p.estimate)[:PARTIALS]
+
+    def _bounded(self, space: Space) -> tuple[TimeBound, Values]:
+        """Lower bounds on time, and on memory in bytes."""
         cluster, cache = self.request.cluster, self.ledger.times_cache
         bounds = time_bound(space, self.ranks, cluster, Software(), cache)
-        sizes = memory_bound(space, self.ranks)
-        return bounds, np.flatnonzero(sizes <= capacity(self.request))
+        return bounds, memory_bound(space, self.ranks)
+
+    def _fitting(self, sizes: Values) -> Column:
+        """The rows whose lower bounds on memory fit the device."""
+        return np.flatnonzero(sizes <= capacity(self.request))
 
     def _open(self, space: Space, bounds: TimeBound, fits: Column) -> OpenCandidates:
         bounds = TimeBound(bounds.program[fits], bounds.around[fits])
         return OpenCandidates(self.request, space.take(fits), bounds, self.ledger)
-
-    def _refine(self) -> None:
-        """Try finer memory techniques on the best layouts, and on faster ones that do not fit.
-
-        And, on the best ones, dW beside the messages of dX, where tensor parallelism has some.
-        """
-        ledger = self.ledger
-        best = ledger.best
-        missed = sorted((c for c in ledger.rejected if c.bound < best), key=lambda c: c.bound)
-        tight = sorted(missed, key=lambda c: c.memory.device_total)
-        bases = [
-            *_distinct(sorted(ledger.found, key=lambda c: c.seconds), 2),
-            *_distinct([c for pair in zip(missed, tight, strict=True) for c in pair], 8),
-        ]
-        for base in bases:
-            for choice in self._choices(base):
-                self._try(base.layout.config.with_values(**choice.settings))
-        for base in bases:
-            for choice in self._limits(base):
-                config = base.layout.config.with_values(**choice.settings)
-                if self._try(config, replace(base.layout, config=config)):
-                    break
-        if "pipeline_dx_first" not in self.request.given:
-            for base in _distinct(sorted(ledger.found, key=lambda c: c.seconds), TRIES):
-                if base.layout.sends_dx_first and base.layout.grid.tp > 1:
-                    self._try(base.layout.config.with_values(pipeline_dx_first=False))
-
-    def _try(self, config: Config, layout: Layout | None = None) -> bool:
-        """Evaluate a configuration, whose checked layout may be given; return whether it fits."""
-        ledger = self.ledger
-        try:
-            candidate = evaluate(
-                self.request, config, layout=layout, times_cache=ledger.times_cache
-            )
-        except ConfigError:
-            return False
-        ledger.looks += 1
-        if candidate.prediction is None:
-            return False
-        ledger.found.append(candidate)
-        return True
-
-    def _choices(self, base: Candidate) -> Iterator[MemoryChoice]:
-        layers = max(len(stage.layers) for stage in base.layout.split.stages)
-        yield from self._permitted(refinements(self.request.given, layers))
-
-    def _permitted(self, choices: Iterable[MemoryChoice]) -> list[MemoryChoice]:
-        return [choice for choice in choices if self.request.permits(choice.settings)]
-
-    def _limits(self, base: Candidate) -> Iterator[MemoryChoice]:
-        """Limits on microbatches in flight with which a layout that is too large may fit."""
-        layout = base.layout
-        if base.memory.fits or layout.config.memory.recompute_granularity == "full":
-            return
-        worst = base.memory.worst
-        held = moments(layout, splits_backward=layout.sends_dx_first)[worst.pp_rank].kept
-        in_flight = round(held.sum(axis=1).max())
-        each = (worst.parts.get("activations", 0.0) + worst.parts.get("loss", 0.0)) / in_flight
-        excess = worst.peak - capacity(self.request)
-        yield from self._permitted(in_flight_limits(self.request.given, in_flight, each, excess))
 
     def _checked(self, found: Sequence[Candidate]) -> list[Candidate]:
         """The layouts from the first one that `check` accepts: those as fast as the fastest but for
@@ -341,6 +295,13 @@ def with_context(space: Space, request: Request) -> Space:
     return replace(space, context=context)
 
 
+def _raised(bounds: TimeBound, fits: Column, candidates: OpenCandidates) -> Values:
+    """Lower bounds on time: of the layouts that may fit, those that timing programs has raised."""
+    least = bounds.seconds
+    least[fits] = candidates.program + candidates.around
+    return least
+
+
 def _plain_first(candidates: OpenCandidates, known: Set[tuple[int, ...]]) -> Iterator[list[int]]:
     """A few plain layouts of each promising mesh that is not in `known`, the fastest mesh first.
 
@@ -370,14 +331,6 @@ def short_programs(space: Space) -> Column:
     ]
     acts = np.minimum(c["microbatches"], 4 * c["pp"]) * stages * 3
     return np.flatnonzero(acts <= LONG)
-
-
-def _distinct(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
-    """The first `count` candidates with different meshes."""
-    seen: dict[tuple[int, ...], Candidate] = {}
-    for candidate in candidates:
-        seen.setdefault(candidate.mesh, candidate)
-    return list(seen.values())[:count]
 
 
 def _legal(candidates: list[Candidate], request: Request) -> list[Candidate]:

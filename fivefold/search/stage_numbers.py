@@ -5,21 +5,40 @@ What a pipeline rank holds follows from the numbers of its own stages, so that e
 are found without those of the others, and only the smallest of them are worth a prediction of time.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass, field, replace
+from itertools import chain, product
 from math import inf, prod
+from typing import NamedTuple
 
 from fivefold.counts.state import stages_held
 from fivefold.layout import Layout
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.memory import MemoryPrediction, peak_memory
+from fivefold.predict.memory import MemoryPrediction, StageCache, peak_memory
 
-MOST = 256
-"""Numbers for the stages of a rank that are all tried; of more, only some are."""
-COMBINATIONS = 64
-"""Combinations of ranks' numbers that are all timed."""
 Numbers = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How many numbers are tried.
+
+    Attributes:
+        most: numbers for the stages of a rank that are all tried; of more, only some are.
+        combinations: combinations of ranks' numbers that are all timed.
+        to_the_end: whether, of more than `most` numbers, also those of more layers are tried than
+            the first ones with which a rank fits.
+    """
+
+    most: int = 256
+    combinations: int = 64
+    to_the_end: bool = True
+
+
+THOROUGH = Effort()
+QUICK = Effort(most=32, combinations=8, to_the_end=False)
+"""What a search can afford for one of many layouts."""
 
 
 @dataclass
@@ -29,14 +48,18 @@ class RankGroup:
     Attributes:
         stages: indices of the stages.
         ranks: pipeline ranks that hold them.
+        tries: numbers to try, smaller ones before larger ones.
+        every: whether these are all that there are.
         found: smallest numbers, one for each stage, with which these ranks fit.
         least: the lowest peak of these ranks in bytes, and its numbers.
     """
 
     stages: Numbers
     ranks: Numbers
-    found: list[Numbers]
-    least: tuple[float, Numbers]
+    tries: list[Numbers] = field(default_factory=list)
+    every: bool = True
+    found: list[Numbers] = field(default_factory=list)
+    least: tuple[float, Numbers] = (inf, ())
 
     def tried(self, numbers: Numbers, memory: MemoryPrediction) -> None:
         """Take note of what the ranks hold with these numbers, smaller ones having come before."""
@@ -46,11 +69,39 @@ class RankGroup:
         if replace(memory, ranks=tuple(ranks)).fits and not any(smaller):
             self.found.append(numbers)
 
+    def at(self, turn: int) -> Numbers:
+        """The numbers of this turn; the last ones if there are no more."""
+        return self.tries[min(turn, len(self.tries) - 1)]
+
+    def is_done(self, turn: int, effort: Effort) -> bool:
+        """Whether this turn has nothing to try."""
+        if turn >= len(self.tries):
+            return True
+        further = self.every or effort.to_the_end or not self.found
+        return not further and sum(self.tries[turn]) > sum(self.found[0])
+
+
+class TriedNumbers(NamedTuple):
+    """What came of trying numbers of layers.
+
+    Attributes:
+        peak: the lowest peak that was found, of the fullest rank, in bytes.
+        numbers: its numbers.
+        looks: predictions of memory.
+    """
+
+    peak: float
+    numbers: Numbers
+    looks: int
+
 
 def try_numbers(
-    layout: Layout, cluster: Cluster, timed: Callable[[Numbers], float]
-) -> tuple[float, Numbers]:
-    """Time the smallest numbers of layers with which all ranks fit; the lowest peak, in bytes.
+    layout: Layout,
+    cluster: Cluster,
+    timed: Callable[[Numbers], float],
+    effort: Effort = THOROUGH,
+) -> TriedNumbers:
+    """Time the smallest numbers of layers with which all ranks fit.
 
     Of many combinations of different ranks' numbers, only those are timed that change one rank's at
     a time.
@@ -59,16 +110,14 @@ def try_numbers(
         layout: a layout with `recompute_method` block, and any numbers.
         cluster: the hardware.
         timed: seconds of a step with these numbers: one for each stage, or one for all.
-
-    Returns:
-        The lowest peak that was found, of the fullest rank, and its numbers.
+        effort: how many numbers to try.
     """
-    groups = _tried(layout, cluster)
+    groups, looks = _tried(layout, cluster, effort)
 
     def seconds(numbers: Sequence[Numbers]) -> float:
         return timed(_joined(groups, numbers))
 
-    if prod(len(group.found) for group in groups) <= COMBINATIONS:
+    if prod(len(group.found) for group in groups) <= effort.combinations:
         for numbers in product(*(group.found for group in groups)):
             seconds(numbers)
     else:
@@ -77,21 +126,41 @@ def try_numbers(
             tries = [[*best[:place], own, *best[place + 1 :]] for own in group.found]
             best = min(tries, key=seconds)
     least = _joined(groups, [group.least[1] for group in groups])
-    return max(group.least[0] for group in groups), least
+    return TriedNumbers(max(group.least[0] for group in groups), least, looks)
 
 
-def _tried(layout: Layout, cluster: Cluster) -> list[RankGroup]:
-    """The groups of ranks, with the numbers of layers with which each fits."""
-    groups = _groups(layout)
-    tries = [list(_tries(layout, group.stages)) for group in groups]
-    for turn in range(max(map(len, tries))):
-        now = [each[min(turn, len(each) - 1)] for each in tries]
+def try_one_number(layout: Layout, cluster: Cluster) -> int | None:
+    """The smallest number of layers of every stage with which a layout fits; None: none does.
+
+    Args:
+        layout: a layout with `recompute_method` block, and any number.
+        cluster: the hardware.
+    """
+    most = max(len(stage.layers) for stage in layout.split.stages)
+
+    def fits(number: int) -> bool:
+        config = layout.config.with_values(recompute_num_layers=(number,))
+        return peak_memory(replace(layout, config=config), cluster).fits
+
+    if not fits(most):
+        return None
+    return bisect_left(range(1, most), True, key=fits) + 1
+
+
+def _tried(layout: Layout, cluster: Cluster, effort: Effort) -> tuple[list[RankGroup], int]:
+    """The groups of ranks, with the numbers of layers with which each fits; predictions made."""
+    groups, turn, known = _groups(layout), 0, StageCache()
+    for group in groups:
+        group.tries, group.every = _tries(layout, group.stages, effort.most)
+    while not all(group.is_done(turn, effort) for group in groups):
+        now = [group.at(turn) for group in groups]
         config = layout.config.with_values(recompute_num_layers=_joined(groups, now))
-        memory = peak_memory(replace(layout, config=config), cluster)
-        for group, numbers, each in zip(groups, now, tries, strict=True):
-            if turn < len(each):
+        memory = peak_memory(replace(layout, config=config), cluster, known=known)
+        for group, numbers in zip(groups, now, strict=True):
+            if not group.is_done(turn, effort):
                 group.tried(numbers, memory)
-    return groups
+        turn += 1
+    return groups, turn
 
 
 def _joined(groups: Sequence[RankGroup], numbers: Sequence[Numbers]) -> Numbers:
@@ -114,20 +183,19 @@ def _groups(layout: Layout) -> list[RankGroup]:
             groups.remove(known)
             stages, ranks = stages | known[0], ranks | known[1]
         groups.append((stages, ranks))
-    return [RankGroup(tuple(sorted(s)), tuple(sorted(r)), [], (inf, ())) for s, r in groups]
+    return [RankGroup(tuple(sorted(s)), tuple(sorted(r))) for s, r in groups]
 
 
-def _tries(layout: Layout, stages: Numbers) -> Iterator[Numbers]:
-    """Numbers for these stages, smaller ones before larger ones."""
+def _tries(layout: Layout, stages: Numbers, most: int) -> tuple[list[Numbers], bool]:
+    """Numbers for these stages, smaller ones before larger ones; whether they are all."""
     each = [layout.split.stages[stage] for stage in stages]
-    most = [len(stage.layers) or int(stage.mtp > 0) for stage in each]
+    sizes = [len(stage.layers) or int(stage.mtp > 0) for stage in each]
     first = 1 if len(layout.split.stages) == 1 else 0  # no layer of all is no recomputation
-    if prod(size + 1 for size in most) <= MOST:
-        sizes = product(*(range(first, size + 1) for size in most))
-        yield from sorted(sizes, key=lambda numbers: (sum(numbers), numbers))
-        return
-    for total in range(first, sum(most) + 1):
-        yield from dict.fromkeys(_divided(total, most))
+    if prod(size + 1 for size in sizes) <= most:
+        every = product(*(range(first, size + 1) for size in sizes))
+        return sorted(every, key=lambda numbers: (sum(numbers), numbers)), True
+    totals = range(first, sum(sizes) + 1)
+    return list(chain.from_iterable(dict.fromkeys(_divided(n, sizes)) for n in totals)), False
 
 
 def _divided(total: int, most: Sequence[int]) -> Iterator[Numbers]:

@@ -1,13 +1,16 @@
-"""The best layout whose pipeline another trainer can run."""
+"""The best layout that another trainer can run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 from fivefold.layout import Layout
+from fivefold.search.memory_choices import RECOMPUTE, describe
 from fivefold.search.search import SearchResult, search
 from fivefold.tell.explain import slower
 from fivefold.tell.export import deepspeed, megatron_pipeline, torchtitan
+from fivefold.tell.export.megatron_memory import one_number
 from fivefold.units import human_seconds
 
 _Pipelines = tuple[str, tuple[str, ...], Callable[[Layout], Layout]]
@@ -26,33 +29,51 @@ PIPELINES: Mapping[str, _Pipelines] = MappingProxyType(
 
 
 def within(result: SearchResult, target: str) -> tuple[SearchResult, tuple[str, ...]]:
-    """The result of a search among what a trainer's pipelines can run, and notes for people.
+    """The result of a search among what a trainer can run, and notes for people.
 
-    It is the given result if the trainer runs the best layout as it is, or if the user gave the
-    schedule. What the trainer then runs instead, its export says.
+    Its pipelines are concerned, and for Megatron-LM the layers that are recomputed. It is the given
+    result if the trainer runs the best layout as it is, or if the user gave what it lacks. What the
+    trainer then runs instead, its export says.
 
     Args:
         result: result of a search that found a layout.
         target: key of `fivefold.tell.export.targets.TARGETS`.
     """
-    if target not in PIPELINES or "pipeline_schedule" in result.request.given:
+    if target not in PIPELINES:
         return result, ()
     trainer, schedules, its_pipeline = PIPELINES[target]
-    if its_pipeline(result.best.layout) is result.best.layout:
+    given, best = result.request.given, result.best.layout
+    only: dict[str, frozenset[Any]] = {}
+    lacks = []
+    if "pipeline_schedule" not in given and its_pipeline(best) is not best:
+        only["pipeline_schedule"] = frozenset(schedules)
+        lacks.append(f"run {_pipeline(best)}")
+    by_stage = target == "megatron" and not given & set(RECOMPUTE)
+    if by_stage and not one_number(best.config.memory):
+        lacks.append(describe(best.config.memory))
+    if not lacks:
         return result, ()
-    lacking = f"{trainer} cannot run {_pipeline(result.best.layout)}"
-    allowed = result.request.among({"pipeline_schedule": frozenset(schedules)})
-    again = search(allowed)
-    found = tuple(c for c in again.found if its_pipeline(c.layout) is c.layout)
+    if by_stage:
+        most = best.config.model.num_layers
+        only["recompute_num_layers"] = frozenset((n,) for n in range(1, most + 1))
+    lacking = f"{trainer} cannot {' and '.join(lacks)}"
+    again = search(result.request.among(only))
+    free = "pipeline_schedule" not in only
+    found = tuple(
+        c
+        for c in again.found
+        if (free or its_pipeline(c.layout) is c.layout)
+        and (not by_stage or one_number(c.layout.config.memory))
+    )
     if not found:
         return result, (f"{lacking}, and no layout that it can run was found",)
-    best = found[0]
-    old, new = result.best.prediction, best.prediction
+    old, new = result.best.prediction, found[0].prediction
     assert old is not None
     assert new is not None
     note = (
-        f"{lacking}: planned again, with {_pipeline(best.layout)}; a step takes "
-        f"{human_seconds(new.step_time)}, {slower(old, new)}"
+        f"{lacking}: planned again, with {_pipeline(found[0].layout)}, "
+        f"{describe(found[0].layout.config.memory)}; a step takes {human_seconds(new.step_time)}, "
+        f"{slower(old, new)}"
     )
     return replace(again, found=found), (note,)
 

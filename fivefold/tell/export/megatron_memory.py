@@ -50,6 +50,13 @@ def memory_flags(said: Settings, runs: Layout) -> Iterator[str]:
         yield from flags(said, "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
+def one_number(memory: MemoryConfig) -> bool:
+    """Whether it recomputes the same layers: if some, whole ones, and as many of every stage."""
+    if not memory.recomputes_first_layers:
+        return True
+    return memory.recompute_granularity == "full" and len(memory.recompute_num_layers) == 1
+
+
 def lost_of_memory(memory: MemoryConfig, runs: Layout) -> Iterator[str]:
     """Sentences about what of the settings it does not have in the layout that it runs."""
     others = [name for name in memory.offload_tensors if name != "dispatched_input"]
