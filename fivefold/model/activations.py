@@ -134,11 +134,15 @@ def prediction_bytes(model: ModelConfig, parts: StageParts, running: Running) ->
 def entry_bytes(model: ModelConfig, parts: StageParts, running: Running) -> dict[str, Saved]:
     """Bytes per token of a stage's input that stays on the device, beside its copy in host memory.
 
-    Elsewhere the first layer counts the stage's input as its own.
+    The pipeline holds it for its gradient. Elsewhere the first layer counts it as its own: as its
+    input if it is recomputed, else as that of its first norm.
     """
-    moves = "layer_input" in running.memory.moved_items and not parts.embedding
+    if parts.embedding or not parts.layers:
+        return {}
     size = running.element_bytes * model.hidden_size / running.token_parts
-    return {"entry": Saved(kept=size)} if moves and parts.layers else {}
+    moves = not {"layer_input", "attn_norm"}.isdisjoint(running.memory.moved_items)
+    moves = moves and _away(Kept("entry", (size,)), running) > 0
+    return {"entry": Saved(kept=size)} if moves else {}
 
 
 def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:

@@ -160,6 +160,20 @@ def test_8_bits_are_kept_and_sent_as_theory_says(name: str, tmp_path: Path) -> N
     _check(check(config, world), 1, tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("least", [1, 1 << 20], ids=["offloaded", "too small"])
+def test_a_stage_holds_its_input_beside_the_copy(least: int, tmp_path: Path) -> None:
+    settings = {
+        "pipeline_model_parallel_size": 2,
+        "fine_grained_activation_offloading": True,
+        "offload_modules": ("attn_norm",),
+        "min_offloaded_tensor_size": least,
+    }
+    model = ModelConfig(**SIZES | FAMILIES["llama"] | {"mtp_num_layers": 0})
+    config = Config(model).with_values(precision="fp32", seq_length=64, **settings)
+    _check(check(config, 2), 1, tmp_path)
+
+
 # (ranks, family, settings); two further tokens
 PREDICTIONS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "with the head": (1, "gpt", {"hidden_dropout": 0.1}),
