@@ -20,7 +20,7 @@ from fivefold.model.description import Layer, describe, layer_kind
 from fivefold.model.operations import CoreAttention, Operation
 from fivefold.model.running import Running, at_place
 from fivefold.model.shape import StageParts
-from fivefold.pipeline.ir import Direction
+from fivefold.pipeline.schedules.registry import with_copies
 
 SCALAR_BYTES = 8  # token counts are int64, losses and squared norms fp64
 
@@ -266,13 +266,9 @@ class _Volumes:
 
     def pipeline(self) -> Iterator[Flow]:
         """Hidden states and their gradients, [T, H] or its part, and tied embeddings."""
-        messages = [m for m in self.layout.program().messages if m.src_rank == self.at["pp"]]
         parts = self.tp if self.parallel.sequence_parallel else 1
         size = self.tokens // self.slices // parts * self.model.hidden_size * self.element
-        backward = Direction.BACKWARD
-        states = sum(
-            self.layout.states_into(m.dst_stage + (m.direction is backward)) for m in messages
-        )
+        states = self.microbatches * self.slices * self._crossing_states()
         yield Flow("pp", "hidden states and gradients", states * size)
         # With two pipeline ranks, the pair of mirrored ranks is the whole pipeline.
         pp = self.layout.grid.pp
@@ -285,6 +281,17 @@ class _Volumes:
                 tied = wire_bytes("all_reduce", size, len(ranks))
                 axis = "pp" if len(ranks) == pp else "tied"
                 yield Flow(axis, "gradient of the tied embedding", tied)
+
+    def _crossing_states(self) -> int:
+        """Hidden states of a token that leave this rank for the next stages, gradients included."""
+        length, copies = len(self.layout.split.stages), self.layout.num_copies
+        placement = with_copies(self.layout.split.placement, copies)
+        states = 0
+        for stage in range(1, len(placement)):
+            ends = placement[stage - 1], placement[stage]
+            if stage % length and ends[0] != ends[1]:  # one end sends the states, one the gradients
+                states += ends.count(self.at["pp"]) * self.layout.states_into(stage)
+        return states
 
     def scalars(self) -> Iterator[Flow]:
         """Valid token counts before the step; losses, stop votes and squared norm after it."""
