@@ -138,6 +138,12 @@ def check_order(parallel: ParallelConfig, mistakes: Mistakes) -> None:
             "sliced_1f1b cuts sequences, and num_sequence_slices is 1",
             works=["--num-sequence-slices 2", "--pipeline-schedule 1f1b"],
         )
+    if parallel.num_sequence_slices > 1 and schedule == SYNTHESISED:
+        mistakes.add(
+            f"the {SYNTHESISED} schedule orders whole microbatches, and num_sequence_slices is "
+            f"{parallel.num_sequence_slices}",
+            works=["--pipeline-schedule sliced_1f1b", "--num-sequence-slices 1"],
+        )
     paired = [name for name, known in SCHEDULES.items() if known.pairs]
     if parallel.overlap_moe_expert_parallel_comm and schedule not in (AUTO, *paired):
         mistakes.add(

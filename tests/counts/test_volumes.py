@@ -9,9 +9,11 @@ import pytest
 from fivefold.check import check
 from fivefold.config.presets import PRESETS
 from fivefold.config.sources import read_config
+from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.messages import PassVolumes, context_volumes
 from fivefold.counts.volumes import step_volumes
 from fivefold.model.expert_rows import rows_sent
+from fivefold.pipeline.schedules.registry import SCHEDULES
 
 
 def _both(volumes: PassVolumes) -> float:
@@ -98,3 +100,30 @@ def test_experts_are_sent_to_and_sharded_on_their_own_mesh() -> None:
     experts = 32 * 3 * 4096 * 14336
     assert sizes["reduced gradients of experts"] == 3 / 4 * experts * 4
     assert sizes["gathered experts"] == 3 / 4 * experts * 2
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_pipeline_sends_what_its_program_says(schedule: str) -> None:
+    slices = 2 if SCHEDULES[schedule].slices else 1
+    virtual = 2 if schedule in ("interleaved", "combined_1f1b") else None
+    config = read_config(
+        "debug",
+        num_layers=8,
+        pipeline_model_parallel_size=4,
+        pipeline_schedule=schedule,
+        num_virtual_stages_per_pipeline_rank=virtual,
+        num_sequence_slices=slices,
+        global_batch_size=24,
+        mtp_num_layers=0 if slices > 1 else 1,
+    )
+    layout = check(config, 4)
+    tokens = config.training.micro_batch_size * config.training.seq_length // slices
+    one = tokens * config.model.hidden_size * ELEMENT_BYTES[config.training.precision]
+    sent: Counter[int] = Counter()
+    for message in layout.program().messages:
+        into = max(message.src_stage, message.dst_stage)
+        sent[message.src_rank] += one * layout.states_into(into)
+    for rank in range(4):
+        flows = step_volumes(layout, rank)
+        states = [flow.size for flow in flows if flow.purpose == "hidden states and gradients"]
+        assert states == [sent[rank]]

@@ -99,6 +99,10 @@ WRONG: dict[str, dict[str, Any]] = {
     },
     "num_sequence_slices must be at least 1": {"num_sequence_slices": 0},
     "1f1b cannot cut a sequence into 2 slices": {"num_sequence_slices": 2},
+    "the synthesised schedule orders whole microbatches, and num_sequence_slices is 2": {
+        "pipeline_schedule": "synthesised",
+        "num_sequence_slices": 2,
+    },
     "num_sequence_slices does not go with recompute_granularity full": {
         "pipeline_schedule": "sliced_1f1b",
         "num_sequence_slices": 2,
