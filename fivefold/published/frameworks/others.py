@@ -10,7 +10,7 @@ from fivefold.published.torchtitan import Torchtitan
 HAI_LLM: tuple[Framework, ...] = (
     Framework(
         "hai-llm",
-        r"hai-?llm|deepseek-v3 report",
+        r"hai-?llm",
         fp8_recipe="blockwise",  # as its report describes, and so
         expert_settings=MappingProxyType(  # DualPipe, which hides the all-to-alls
             {"overlap_moe_expert_parallel_comm": True, "pipeline_schedule": "dualpipe"}
@@ -18,7 +18,7 @@ HAI_LLM: tuple[Framework, ...] = (
     ),
 )
 # Fully sharded, without freeing parameters after the forward (Llama 3, section 3.3.2).
-META: tuple[Framework, ...] = (Framework("meta", "llama3 t4"),)
+META: tuple[Framework, ...] = (Framework("meta", r"\bmeta\b(?!-)"),)
 # Every rank of a sharding group broadcasts the parameters that it has updated, whole tensors each,
 # and gradients are summed on all ranks in buckets, beside the last backward
 # (`broadcast_params`, `_partition_param_list` in its hybrid_zero_optim.py).
