@@ -5,8 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
-# Files of tests that run at the same time; each keeps its own processes, and waits half of its time.
-JOBS ?= 3
+# Files of tests that run at the same time; each keeps its own processes.
+JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test quick exhaustive gpu docs lint install clean
