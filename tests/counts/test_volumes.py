@@ -105,13 +105,11 @@ def test_experts_are_sent_to_and_sharded_on_their_own_mesh() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_pipeline_sends_what_its_program_says(schedule: str) -> None:
     slices = 2 if SCHEDULES[schedule].slices else 1
-    virtual = 2 if schedule in ("interleaved", "combined_1f1b") else None
     config = read_config(
         "debug",
         num_layers=8,
         pipeline_model_parallel_size=4,
         pipeline_schedule=schedule,
-        num_virtual_stages_per_pipeline_rank=virtual,
         num_sequence_slices=slices,
         global_batch_size=24,
         mtp_num_layers=0 if slices > 1 else 1,
