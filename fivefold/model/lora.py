@@ -6,8 +6,10 @@ row-parallel one, A is row-parallel and B is whole. Names are those of PEFT.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from fivefold.config.model import ModelConfig
 from fivefold.model.layers import LayerBlock, Linear
@@ -26,6 +28,25 @@ def add_adapters(module: nn.Module, model: ModelConfig) -> None:
             linear.adapt(inputs, model.lora_rank, outputs, model.lora_scale)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(LORA in name)
+
+
+def as_if_trained(x_TH: Tensor) -> Tensor:
+    """A frozen embedding's output, as if it were trained: every layer then keeps the same."""
+    if x_TH.requires_grad or not torch.is_grad_enabled():
+        return x_TH
+    return _AsIfTrained.apply(x_TH, x_TH.new_empty(0, requires_grad=True))
+
+
+class _AsIfTrained(torch.autograd.Function):
+    """Not a leaf, which would keep its memory for its gradient, and the gradient itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, trained: Tensor) -> Tensor:
+        return x_TH.view_as(x_TH)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, None]:
+        return None, None
 
 
 def _linears(module: nn.Module) -> Iterator[tuple[str, Linear]]:

@@ -32,7 +32,7 @@ from fivefold.model.layers import (
     make_norm,
     plain_column,
 )
-from fivefold.model.lora import add_adapters
+from fivefold.model.lora import add_adapters, as_if_trained
 from fivefold.model.loss import cross_entropy
 from fivefold.model.mlp import MLP
 from fivefold.model.prediction import FurtherToken, objective, targets
@@ -135,11 +135,6 @@ def _added(sum_TH: Tensor, x_TH: Tensor, drop: HiddenDropout | None, rate: float
 
 def _dropped_at(site: str, x_TH: Tensor, dropout: Dropout | None, rate: float) -> Tensor:
     return x_TH if dropout is None or not rate else dropout.at(site)(x_TH, rate)
-
-
-def _entering(x_TH: Tensor) -> Tensor:
-    """A frozen embedding's output, as if it were trained: every layer then keeps the same."""
-    return x_TH if x_TH.requires_grad or not torch.is_grad_enabled() else x_TH.requires_grad_()
 
 
 def _rotary(
@@ -358,7 +353,7 @@ class Stage(nn.Module):
         x_TH: Tensor = self.embed_tokens(batch.tokens.flatten())
         if self.embed_positions is not None:
             x_TH = x_TH + self.embed_positions(self.shard_tokens(batch.positions.flatten()))
-        return _entering(_dropped_at("embedding", x_TH, dropout, self.model.hidden_dropout))
+        return as_if_trained(_dropped_at("embedding", x_TH, dropout, self.model.hidden_dropout))
 
     def _dropout(self, batch: Batch) -> Dropout | None:
         model = self.model
