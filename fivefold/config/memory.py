@@ -1,6 +1,6 @@
 """Settings that save device memory: recomputation, offloading and fused losses."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -209,6 +209,19 @@ UPDATE_ROOMS = 3
 def update_rooms(elements: int) -> tuple[int, int]:
     """Number of rooms through which buckets of so many elements pass, and elements of each."""
     return (UPDATE_ROOMS, UPDATE_BUCKET) if elements > UPDATE_BUCKET else (1, elements)
+
+
+def room_for(elements: int, kept: Iterable[tuple[int, int]]) -> int:
+    """Numbers of a kind in a room through which buckets of so many elements pass.
+
+    Args:
+        elements: elements of the room.
+        kept: for each parameter that passes, its elements, and the numbers of the kind that are
+            kept of it: as many, or a scale for each block of a row, or none.
+    """
+    pairs = [(each, numbers) for each, numbers in kept if numbers]
+    densest = max((elements * numbers // each for each, numbers in pairs), default=0)
+    return min(densest, sum(numbers for _, numbers in pairs))
 
 
 DEFAULT_VOCAB_SPLIT = 3072

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from fivefold.counts.parameters import parameter_records, shards_of
 from fivefold.counts.sharded import ShardedVolumes
 from fivefold.counts.state import (
+    beyond,
     engine_policy,
     held,
     held_of_experts,
@@ -51,8 +52,9 @@ def host_traffic(layout: Layout, rank: int) -> HostTraffic:
             out += size * times * policy.gradient
             back += size * (times - 1) * policy.gradient
             if policy.visits:
-                out += size * (state + (policy.compute if policy.away else 0))
-                back += size * (policy.gradient + state)
+                kept = size * state + beyond(record.shape, size, policy)
+                out += kept + size * (policy.compute if policy.away else 0)
+                back += kept + size * policy.gradient
             if policy.away:
                 part = held_of_experts if record.experts else held
                 padded = part(record.shape, expert_shards if record.experts else shards)

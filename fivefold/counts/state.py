@@ -1,13 +1,13 @@
 """Bytes of weights, gradients and optimizer state per rank; all who count state use these."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
 
-from fivefold.config.memory import WEIGHT_ROOMS, update_rooms
+from fivefold.config.memory import WEIGHT_ROOMS, room_for, update_rooms
 from fivefold.config.model import ModelConfig
 from fivefold.config.training import BLOCK
 from fivefold.counts.policy import StatePolicy, engine_policy
@@ -218,6 +218,10 @@ def model_state(
     if policy.offloaded < 1:
         away = sum(at.held(block) for block in units_on_host(layout, pp_rank).values())
     here = optimizer - away
+    leaves = (
+        units_on_host(layout, pp_rank).values() if policy.offloaded and policy.eight_bit else ()
+    )
+    beyond_away = sum(at.beyond(block, policy) for block in leaves)
     weights, visiting = _away(layout, pp_rank, policy)
     rooms = WEIGHT_ROOMS * visiting if policy.away_on_disk else weights
     gradients = (own if policy.splits_gradient else trained) * policy.gradient
@@ -226,19 +230,20 @@ def model_state(
     if policy.placeholder:
         gradients += _distinct_weights(layout, pp_rank) * policy.placeholder
     lying = policy.master + policy.moments
+    lies = away * lying + beyond_away
     number, each = update_rooms(away)
-    passing = number * each
+    passing = number * (each * lying + at.beyond_of_room(leaves, policy, each))
     return ModelState(
         parameters=whole,
         masters=here * policy.master + (frozen + (0 if policy.away else away)) * policy.compute,
         copies=0 if policy.splits_copy else copies,
         gradients=gradients,
-        optimizer=here * policy.moments + beyond,
+        optimizer=here * policy.moments + beyond - beyond_away,
         gathered=gathered + unpacked + kept + visiting if policy.splits_copy else 0,
-        host=away * policy.gradient + lying * (passing if policy.on_disk else away) + rooms,
-        disk=(away * lying if policy.on_disk else 0) + (weights if policy.away_on_disk else 0),
+        host=away * policy.gradient + (passing if policy.on_disk else lies) + rooms,
+        disk=(lies if policy.on_disk else 0) + (weights if policy.away_on_disk else 0),
         updated=optimizer,
-        rooms=passing * (policy.gradient + lying) if policy.visits else 0,
+        rooms=number * each * policy.gradient + passing if policy.visits else 0,
     )
 
 
@@ -280,17 +285,21 @@ class _Shard:
         return sum(size for _, size in self._parts(block))
 
     def beyond(self, block: GatheredBlock, policy: StatePolicy) -> float:
-        """Bytes of a block's moments in 8 bits that are more than `policy.moments` says.
+        """Bytes of a block's moments in 8 bits that are more than `policy.moments` says."""
+        return sum(beyond(shape, size, policy) for shape, size in self._parts(block))
 
-        A row that ends within a block has a scale for the rest, and vectors keep their type.
-        """
-        if not policy.eight_bit:
+    def beyond_of_room(
+        self, blocks: Collection[GatheredBlock], policy: StatePolicy, elements: int
+    ) -> float:
+        """The same of a room through which the state of some blocks passes."""
+        if not blocks:
             return 0.0
-        wide = policy.wide - 1 - 1 / BLOCK
-        return policy.eight_bit * sum(
-            size * wide if len(shape) == 1 else size // shape[-1] * (-shape[-1] % BLOCK) / BLOCK
-            for shape, size in self._parts(block)
-        )
+        pairs = [part for block in blocks for part in self._parts(block)]
+        vectors = room_for(elements, ((size, size * (len(shape) == 1)) for shape, size in pairs))
+        numbers = room_for(elements, ((size, size * (len(shape) > 1)) for shape, size in pairs))
+        scales = room_for(elements, ((size, _moment_scales(shape, size)) for shape, size in pairs))
+        room = numbers + scales + policy.wide * vectors
+        return policy.eight_bit * (room - elements * (1 + 1 / BLOCK))
 
     def _parts(self, block: GatheredBlock) -> Iterator[tuple[tuple[int, ...], int]]:
         """The shape of each parameter of a block, and the elements that the rank keeps."""
@@ -298,6 +307,22 @@ class _Shard:
             yield shape, held(shape, self.shards, self.shard)
         for shape in block.experts:
             yield shape, held_of_experts(shape, self.expert_shards, self.expert_shard)
+
+
+def beyond(shape: tuple[int, ...], size: int, policy: StatePolicy) -> float:
+    """Bytes of moments in 8 bits, of `size` elements of a parameter, more than `policy` says.
+
+    A row that ends within a block has a scale for the rest, and vectors keep their type.
+    """
+    if not policy.eight_bit:
+        return 0.0
+    each = policy.wide * size if len(shape) == 1 else size + _moment_scales(shape, size)
+    return policy.eight_bit * (each - size * (1 + 1 / BLOCK))
+
+
+def _moment_scales(shape: tuple[int, ...], size: int) -> int:
+    """Scales of a moment in 8 bits, of rows of `size` elements of a parameter of this shape."""
+    return size // shape[-1] * -(-shape[-1] // BLOCK) if len(shape) > 1 else 0
 
 
 def _holds_partial_sums(layout: Layout) -> bool:

@@ -121,13 +121,6 @@ def _check_masters(config: Config, mistakes: Mistakes) -> None:
     if not memory.optimizer_off_device:
         return
     here = f"--no-{_offload(memory).replace('_', '-')}"
-    few = [name for name in ("exp_avg_dtype", "exp_avg_sq_dtype") if config.value(name) == "fp8"]
-    if few and optimizer.use_precision_aware_optimizer:
-        mistakes.add(
-            f"{' and '.join(few)} = fp8 has scales of blocks, and {_offload(memory)} moves rows of "
-            "single numbers",
-            works=[" ".join(f"--{name.replace('_', '-')} bf16" for name in few), here],
-        )
     if optimizer.narrow_parameters:
         fp32 = off if optimizer.store_param_remainders else "--main-params-dtype fp32"
         name = "store_param_remainders"

@@ -3,7 +3,7 @@
 import errno
 import mmap
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from ctypes import c_char
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -16,7 +16,7 @@ from fivefold.errors import FivefoldError
 from fivefold.files import crc32
 from fivefold.units import human_bytes
 
-Part = tuple[str, slice]
+Part = tuple[Hashable, slice]
 """Elements of a tensor, by its name, that are read and written at once."""
 
 
@@ -43,12 +43,12 @@ class MappedTensors:
 
     def __init__(
         self,
-        likes: Mapping[str, Tensor],
+        likes: Mapping[Any, Tensor],
         folder: Path,
         setting: str = "optimizer_offload_path",
         what: str = "optimizer state",
     ) -> None:
-        self._folder, self._sums = folder, dict[tuple[str, int], int]()
+        self._folder, self._sums = folder, dict[tuple[Hashable, int], int]()
         self._flag = f"--{setting.replace('_', '-')}"
         self.nbytes = sum(like.nbytes for like in likes.values())
         self._pages: mmap.mmap | None = None
@@ -57,11 +57,11 @@ class MappedTensors:
             self._file = _new_file(folder, self.nbytes, self._flag, what)
             self._pages = mmap.mmap(self._file.fileno(), self.nbytes)
             whole = torch.frombuffer(self._pages, dtype=torch.uint8)
-        self._starts: dict[str, int] = {}
+        self._starts: dict[Hashable, int] = {}
         start = 0
         for name in sorted(likes, key=lambda name: -likes[name].itemsize):  # all are aligned
             self._starts[name], start = start, start + likes[name].nbytes
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[Any, Tensor] = {}
         for name, like in likes.items():
             flat = whole[self._starts[name] :][: like.nbytes]
             self.tensors[name] = flat.view(like.dtype).view(like.shape)
@@ -106,7 +106,7 @@ class MappedTensors:
         if self._pages is not None:
             self._pages.madvise(mmap.MADV_DONTNEED)
 
-    def _place(self, name: str, elements: slice) -> int:
+    def _place(self, name: Hashable, elements: slice) -> int:
         return self._starts[name] + elements.start * self.tensors[name].itemsize
 
     def _transfer(

@@ -61,7 +61,7 @@ class AdamW:
             name: {"step": torch.zeros((), dtype=torch.float32, device=leaf.device)}
             | {
                 state: rooms[room]
-                if (room := _room(state, name)) in rooms
+                if (room := room_of(state, name)) in rooms
                 else torch.zeros_like(like, device=leaf.device)
                 for state, like in moments_like(leaf, config).items()
             }
@@ -148,7 +148,7 @@ class AdamW:
         optimizer, except for `steps`.
         """
         return {
-            _room(state, name): state_piece(state, piece_of(parameter), tensor)
+            room_of(state, name): state_piece(state, piece_of(parameter), tensor)
             for name, parameter in self._parameters.items()
             for state, tensor in self._state[name].items()
             if state in STATES
@@ -213,13 +213,8 @@ def state_piece(state: str, piece: Piece, local: Tensor) -> Piece:
     return Piece(local, shape, (*outer, blocks))
 
 
-def moment_dtypes(config: OptimizerConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """dtypes of the moments of a parameter of this dtype, where none is in 8 bits."""
-    leaf = torch.empty(0, dtype=dtype, device="meta")
-    return {moment: like.dtype for moment, like in moments_like(leaf, config).items()}
-
-
-def _room(moment: str, name: str) -> str:
+def room_of(moment: str, name: str) -> str:
+    """The name in a checkpoint of a state of the parameter called `name`."""
     return f"optim.{moment}.{name}"
 
 

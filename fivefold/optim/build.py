@@ -8,7 +8,8 @@ from fivefold.data_parallel.fsdp import ShardedStage
 from fivefold.data_parallel.policy import make_policy
 from fivefold.memory.host import HostLink
 from fivefold.mesh.slices import piece_of
-from fivefold.optim.offload import HostAdamW, Optimizer
+from fivefold.optim.offload import HostAdamW
+from fivefold.optim.optimizer import Optimizer
 from fivefold.optim.rounding import NamedElements
 from fivefold.parallelize import ParallelModel
 

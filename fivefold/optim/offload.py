@@ -8,7 +8,7 @@ in ZeRO-Infinity (Rajbhandari et al., SC 2021), masters and moments may lie on a
 which one bucket is read while another is updated and those before are written back.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from fivefold.config.training import OptimizerConfig
 from fivefold.memory.host import HostLink, Mark
 from fivefold.memory.parameters import OffloadedParameters
 from fivefold.mesh.slices import Piece, local_tensor, piece_of
-from fivefold.optim.adamw import AdamW, Block, moment_dtypes
+from fivefold.optim.adamw import STATES, AdamW, moments_like, room_of, state_piece
 from fivefold.optim.grad_norm import Departed, clip_
 from fivefold.optim.offload_rooms import UpdateRooms
 from fivefold.optim.offload_state import (
@@ -31,7 +31,7 @@ from fivefold.optim.offload_state import (
     OffloadedState,
     Visit,
 )
-from fivefold.optim.rounding import MOMENTS, NamedElements
+from fivefold.optim.rounding import NamedElements
 
 
 class HostAdamW:
@@ -75,15 +75,21 @@ class HostAdamW:
         self.weights = weights
         # Gradients arrive from the last layer to the first.
         shapes = {n: tuple(local_tensor(parameters[n]).shape) for n in reversed([*parameters])}
-        lines = {GRADIENT: gradient_dtype, MASTER: dtype} | moment_dtypes(config, dtype)
-        self.state = OffloadedState(shapes, lines, link, folder, copied=on_device)
+
+        def likes(shape: tuple[int, ...]) -> dict[str, Tensor]:
+            master, gradient = (
+                torch.empty(shape, dtype=kept, device="meta") for kept in (dtype, gradient_dtype)
+            )
+            return {GRADIENT: gradient, MASTER: master} | moments_like(master, config)
+
+        self.state = OffloadedState(shapes, likes, link, folder, copied=on_device)
         self._rooms = UpdateRooms(self.state, link) if on_device and shapes else None
         here = self.state if self._rooms is None else self._rooms
         self._updates = [
             _BucketUpdate(bucket, here.lines_of(bucket), config, places or {})
             for bucket in self.state.buckets
         ]
-        self._weights = _Weights(parameters, self.state.gradients, link, weights)
+        self._weights = _Weights(parameters, self.state, link, weights)
         self._left: dict[str, tuple[Departed, Mark]] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -160,7 +166,8 @@ class HostAdamW:
 
         def update(bucket: Bucket, lines: Lines) -> None:
             if max_norm > 0:
-                clip_([lines[GRADIENT]], torch.tensor(norm, dtype=torch.float64), max_norm)
+                gradients = [part.of(GRADIENT, lines) for part in bucket.parts]
+                clip_(gradients, torch.tensor(norm, dtype=torch.float64), max_norm)
             self._updates[bucket.number].step(lr)
 
         if self._rooms is None:
@@ -174,7 +181,7 @@ class HostAdamW:
         for visit in self.state.visits():
             self.link.arrive(left(visit.bucket))
             update(visit.bucket, visit.lines)
-            on_the_way += self._weights.send(visit.bucket, visit.lines[MASTER])
+            on_the_way += self._weights.send(visit.bucket, visit.lines)
             visit.end(None)
         for mark in on_the_way:
             self.link.wait(mark)
@@ -201,7 +208,7 @@ class HostAdamW:
     def publish(self) -> None:
         """Copy the masters to the device, after they were initialised or loaded."""
         for bucket in self.state.buckets:
-            for mark in self._weights.send(bucket, self.state.masters(bucket)):
+            for mark in self._weights.send(bucket, self.state.held(bucket)):
                 self.link.wait(mark)
         self.state.seal()
 
@@ -216,18 +223,19 @@ class HostAdamW:
 
     def masters(self) -> dict[str, Piece]:
         """The weights that are updated, laid out like their parameters."""
-        return {name: self._laid_out(name, MASTER) for name in self._parameters}
-
-    def state_tensors(self) -> dict[str, Piece]:
-        """The moments, named as by `AdamW.state_tensors`."""
         return {
-            f"optim.{moment}.{name}": self._laid_out(name, moment)
-            for name in self._parameters
-            for moment in MOMENTS
+            name: piece_of(parameter).like(self.state.kept(name)[MASTER])
+            for name, parameter in self._parameters.items()
         }
 
-    def _laid_out(self, name: str, line: str) -> Piece:
-        return piece_of(self._parameters[name]).like(self.state.kept(line, name))
+    def state_tensors(self) -> dict[str, Piece]:
+        """The moments and their scales, named as by `AdamW.state_tensors`."""
+        return {
+            room_of(state, name): state_piece(state, piece_of(parameter), kept)
+            for name, parameter in self._parameters.items()
+            for state, kept in self.state.kept(name).items()
+            if state in STATES
+        }
 
 
 _Left = Callable[[Bucket], Mark]
@@ -239,7 +247,7 @@ class _Weights:
 
     Args:
         parameters: parameters by global name.
-        gradients: room on the host for all gradients, through which weights pass.
+        state: has room on the host for all gradients, through which weights pass.
         link: copies to and from the host.
         away: weights that are not on the device; None: all are.
     """
@@ -247,26 +255,26 @@ class _Weights:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        gradients: Tensor,
+        state: OffloadedState,
         link: HostLink,
         away: OffloadedParameters | None,
     ) -> None:
-        self._parameters, self._gradients, self._link = parameters, gradients, link
+        self._parameters, self._state, self._link = parameters, state, link
         self._away = away
 
     @torch.no_grad()
-    def send(self, bucket: Bucket, masters: Tensor) -> Iterator[Mark]:
+    def send(self, bucket: Bucket, lines: Lines) -> Iterator[Mark]:
         """Start copying masters to the device, in its type; gradients are overwritten.
 
         Weights that are not on the device are replaced where they are.
         """
         for part in bucket.parts:
-            master = masters[part.within]
+            master = part.of(MASTER, lines).view(-1)
             if self._away is not None and part.name in self._away:
                 self._away.write(part.name, part.elements, master)
                 continue
             weight = self._weight(part)
-            waiting = _beginning(self._gradients[bucket.section][part.within], weight.dtype)
+            waiting = self._waiting(part, weight.dtype)
             yield self._link.back(waiting.copy_(master), weight)
 
     @torch.no_grad()
@@ -276,13 +284,16 @@ class _Weights:
         Those that are not there start for the host: they arrive in the room of their gradients.
         """
         for part in bucket.parts:
-            master, dtype = lines[MASTER][part.within], self._parameters[part.name].dtype
+            master, dtype = part.of(MASTER, lines).view(-1), self._parameters[part.name].dtype
             if self._away is None or part.name not in self._away:
                 self._weight(part).copy_(master)
                 continue
-            leaving = _beginning(lines[GRADIENT][part.within], dtype).copy_(master)
-            host = _beginning(self._gradients[bucket.section][part.within], dtype)
-            yield part, *self._link.out(leaving, host)
+            leaving = _beginning(part.of(GRADIENT, lines), dtype).copy_(master)
+            yield part, *self._link.out(leaving, self._waiting(part, dtype))
+
+    def _waiting(self, part: BucketPart, dtype: torch.dtype) -> Tensor:
+        """Room for weights on the host, in that of their gradients."""
+        return _beginning(self._state.gradient(part.name).view(-1)[part.elements], dtype)
 
     def _weight(self, part: BucketPart) -> Tensor:
         """What the device computes with, flat."""
@@ -290,8 +301,8 @@ class _Weights:
 
 
 def _beginning(room: Tensor, dtype: torch.dtype) -> Tensor:
-    """As many elements of a narrower dtype, at the beginning of flat memory."""
-    return room.view(dtype)[: len(room)]
+    """As many elements of a narrower dtype, at the beginning of contiguous memory."""
+    return room.view(-1).view(dtype)[: room.numel()]
 
 
 class _BucketUpdate:
@@ -308,15 +319,16 @@ class _BucketUpdate:
         config: OptimizerConfig,
         places: Mapping[str, NamedElements],
     ) -> None:
-        masters = {p.name: nn.Parameter(p.of(lines[MASTER])) for p in bucket.parts}
+        masters = {p.name: nn.Parameter(p.of(MASTER, lines)) for p in bucket.parts}
         moments = {
-            f"optim.{moment}.{p.name}": p.of(lines[moment])
+            room_of(state, p.name): p.of(state, lines)
             for p in bucket.parts
-            for moment in MOMENTS
+            for state in p.places
+            if state in STATES
         }
         within = {p.name: p.place(places[p.name]) for p in bucket.parts if p.name in places}
         self.adamw = AdamW(masters, config, places=within, rooms=moments)
-        self._pairs = [(masters[p.name], p.of(lines[GRADIENT])) for p in bucket.parts]
+        self._pairs = [(masters[p.name], p.of(GRADIENT, lines)) for p in bucket.parts]
 
     def step(self, lr: float) -> None:
         """Update the masters by the gradients."""
@@ -324,72 +336,3 @@ class _BucketUpdate:
             master.grad = gradient
         self.adamw.step(lr)
         self.adamw.zero_grad()
-
-
-class Optimizer:
-    """AdamW, on the device for some parameters and in host memory for the others.
-
-    Args:
-        parameters: all parameters of this rank by global name.
-        config: betas, epsilon and weight decay.
-        host: those whose state is in host memory.
-        blocks: as for `AdamW`, of the device's parameters.
-        places: as for `AdamW`, of all parameters.
-    """
-
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        config: OptimizerConfig,
-        host: HostAdamW,
-        blocks: Sequence[Block] = (),
-        places: Mapping[str, NamedElements] | None = None,
-    ) -> None:
-        self._parameters, self.host = parameters, host
-        here = {n: p for n, p in parameters.items() if n not in host}
-        self.device = AdamW(here, config, blocks, places)
-
-    @property
-    def steps(self) -> int:
-        """Steps taken, which the bias correction needs; set it after loading a state."""
-        return self.device.steps
-
-    @steps.setter
-    def steps(self, steps: int) -> None:
-        self.device.steps = steps
-        self.host.set_steps(steps)
-
-    def zero_grad(self) -> None:
-        """Drop all gradients."""
-        for parameter in self._parameters.values():
-            parameter.grad = None
-        self.host.forget()
-
-    def weights(self) -> dict[str, Piece]:
-        """The weights that are updated, wherever they are, by name in the given order.
-
-        What is written into them is taken over by `take`.
-        """
-        masters = self.device.weights() | self.host.masters()
-        return {n: masters.get(n) or piece_of(p) for n, p in self._parameters.items()}
-
-    def take(self, weights: Mapping[str, Piece]) -> None:
-        """Let the model compute with weights that were initialised or loaded, by name."""
-        self.device.take(weights)
-        self.host.publish()
-
-    def gradient(self, name: str) -> Tensor:
-        """This rank's part of a reduced gradient, wherever it is."""
-        if name in self.host:
-            return self.host.gradient(name)
-        grad = self._parameters[name].grad
-        assert grad is not None, f"{name} got no gradient"
-        return local_tensor(grad)
-
-    def measurable(self, name: str) -> Tensor | Departed:
-        """What the norm needs of a reduced gradient."""
-        return self.host.departed(name) if name in self.host else self.gradient(name)
-
-    def state_tensors(self) -> dict[str, Piece]:
-        """The moments, wherever they are, named as by `AdamW.state_tensors`."""
-        return self.device.state_tensors() | self.host.state_tensors()

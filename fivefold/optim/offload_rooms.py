@@ -20,8 +20,7 @@ class UpdateRooms:
     def __init__(self, state: OffloadedState, link: HostLink) -> None:
         self._state, self._link = state, link
         self._rooms = [
-            {GRADIENT: torch.empty(state.capacity, dtype=state.gradients.dtype, device=link.device)}
-            | state.room(lambda n, d: torch.empty(n, dtype=d, device=link.device))
+            state.room(lambda n, d: torch.empty(n, dtype=d, device=link.device), gradients=True)
             for _ in range(state.rooms)
         ]
         self._free: list[Mark] = [None] * state.rooms
@@ -34,21 +33,26 @@ class UpdateRooms:
 
     def lines_of(self, bucket: Bucket) -> Lines:
         """Where a bucket is updated."""
-        length = bucket.section.stop - bucket.section.start
-        return {n: line[:length] for n, line in self._rooms[self._at(bucket)].items()}
+        return bucket.in_room(self._rooms[self._at(bucket)])
 
     def bring(self, visit: Visit, left: Mark) -> Mark:
         """Start copying a bucket here; `left`: when the last of its gradients is on the host."""
+        freed = self._free[self._at(visit.bucket)]
         lines = self.lines_of(visit.bucket)
-        for name in self._state.dtypes:
-            freed = self._free[self._at(visit.bucket)]
-            self._link.back(visit.lines[name], lines[name], after=freed)
-        return self._link.back(visit.lines[GRADIENT], lines[GRADIENT], after=left)
+        # Gradients last: they may still be on their way to the host.
+        for line in sorted(lines, key=lambda line: line[0] == GRADIENT):
+            after = left if line[0] == GRADIENT else freed
+            mark = self._link.back(visit.lines[line], lines[line], after=after)
+        return mark
 
     def give_back(self, visit: Visit) -> Mark:
         """Start copying an updated bucket to the host."""
         lines = self.lines_of(visit.bucket)
-        marks = [self._link.out(lines[n], visit.lines[n])[1] for n in self._state.dtypes]
+        marks = [
+            self._link.out(lines[line], visit.lines[line])[1]
+            for line in lines
+            if line[0] != GRADIENT
+        ]
         self._last = self._free[self._at(visit.bucket)] = marks[-1]
         return self._last
 

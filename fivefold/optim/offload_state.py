@@ -5,6 +5,7 @@ shapes: so the rooms through which buckets pass are small, however large an embe
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,14 +17,38 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fivefold.config.memory import update_rooms
+from fivefold.config.memory import room_for, update_rooms
 from fivefold.memory.host import HostLink, Mark
 from fivefold.memory.mapped import MappedTensors
 from fivefold.optim.rounding import LANES, NamedElements
 
-Lines = Mapping[str, Tensor]
-"""Flat tensors by what they hold: `MASTER`, `GRADIENT`, or a moment by torch's name."""
+Line = tuple[str, torch.dtype]
+"""A state that is kept, and its type: vectors have wide moments where matrices have narrow ones."""
+Lines = Mapping[Line, Tensor]
+"""Flat tensors by what they hold."""
+Likes = Callable[[tuple[int, ...]], Mapping[str, Tensor]]
+"""Shape of a parameter, or of rows of one -> tensors on the meta device like what is kept of it:
+`MASTER`, `GRADIENT`, and moments and their scales by the optimizer's names."""
 MASTER, GRADIENT = "master", "gradient"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a state of some elements lies.
+
+    Attributes:
+        line: the line.
+        within: which of its numbers.
+        shape: their shape.
+    """
+
+    line: Line
+    within: slice
+    shape: tuple[int, ...]
+
+    def of(self, lines: Lines) -> Tensor:
+        """The state."""
+        return lines[self.line][self.within].view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -33,18 +58,18 @@ class BucketPart:
     Attributes:
         name: name of the parameter.
         elements: which of this rank's elements of it.
-        within: where these lie in the bucket.
         shape: their shape, rows and columns, or as many as there are of a vector.
+        places: where each state of them lies in the lines of the bucket.
     """
 
     name: str
     elements: slice
-    within: slice
     shape: tuple[int, ...]
+    places: Mapping[str, Place]
 
-    def of(self, line: Tensor) -> Tensor:
-        """These elements of a line of the bucket, in their shape."""
-        return line[self.within].view(self.shape)
+    def of(self, state: str, lines: Lines) -> Tensor:
+        """A state of these elements, from the lines of the bucket."""
+        return self.places[state].of(lines)
 
     def place(self, whole: NamedElements) -> NamedElements:
         """Where they are in the whole model."""
@@ -59,27 +84,54 @@ class Bucket:
 
     Attributes:
         number: its place among the buckets.
-        section: where it lies in the lines.
+        sections: where it lies in each line.
         parts: its parts of parameters, in order.
     """
 
     number: int
-    section: slice
+    sections: Mapping[Line, slice]
     parts: tuple[BucketPart, ...]
 
+    def of(self, lines: Lines) -> Lines:
+        """Its lines, from lines of all buckets."""
+        return {line: lines[line][section] for line, section in self.sections.items()}
 
-def in_buckets(shapes: Mapping[str, tuple[int, ...]], limit: int) -> list[Bucket]:
-    """Cut the line of all parameters into buckets.
+    def in_room(self, room: Lines) -> Lines:
+        """Its lines, in a room that any bucket fits in."""
+        return {line: room[line][: s.stop - s.start] for line, s in self.sections.items()}
+
+
+def in_buckets(shapes: Mapping[str, tuple[int, ...]], limit: int, likes: Likes) -> list[Bucket]:
+    """Cut the lines of all parameters into buckets.
+
+    Args:
+        shapes: shapes of this rank's parts of parameters by name, in the order of the lines.
+        limit: most elements of a bucket; one that holds a single part may be larger.
+        likes: what is kept of them.
+    """
+    buckets, starts = list[Bucket](), Counter[Line]()
+    for number, cuts in enumerate(_cut(shapes, limit)):
+        ends = Counter[Line]()
+        parts = tuple(
+            BucketPart(name, elements, shape, _append(ends, likes(shape)))
+            for name, elements, shape in cuts
+        )
+        sections = {line: slice(starts[line], starts[line] + size) for line, size in ends.items()}
+        buckets.append(Bucket(number, sections, parts))
+        starts.update(ends)
+    return buckets
+
+
+_Cut = tuple[str, slice, tuple[int, ...]]
+
+
+def _cut(shapes: Mapping[str, tuple[int, ...]], limit: int) -> Iterator[list[_Cut]]:
+    """(name, elements, shape) of the parts of each bucket.
 
     A parameter is cut between rows, where also `LANES` divides its elements: a CPU's fused AdamW
     computes what its vectors leave over in other bits.
-
-    Args:
-        shapes: shapes of this rank's parts of parameters by name, in the order of the line.
-        limit: most elements of a bucket; one that holds a single part may be larger.
     """
-    sections: list[list[BucketPart]] = [[]]
-    held = 0
+    cuts, held = list[_Cut](), 0
     for name, shape in shapes.items():
         size, columns = prod(shape), shape[-1:] if len(shape) > 1 else ()
         unit, done = lcm(*columns, LANES), 0
@@ -89,22 +141,28 @@ def in_buckets(shapes: Mapping[str, tuple[int, ...]], limit: int) -> list[Bucket
             taken, room = size - done, max(limit - held, 0)
             if taken > room:
                 taken = room // unit * unit
-            if not (taken or sections[-1]):
+            if not (taken or cuts):
                 taken = min(unit, size - done)
             if taken:
-                within = slice(held, held := held + taken)
                 part_shape = (taken // columns[0], *columns) if columns else (taken,)
-                part = BucketPart(name, slice(done, done + taken), within, part_shape)
-                sections[-1].append(part)
-                done += taken
+                cuts.append((name, slice(done, done + taken), part_shape))
+                done, held = done + taken, held + taken
             else:
-                sections.append([])
-                held = 0
-    buckets, start = list[Bucket](), 0
-    for number, parts in enumerate(filter(None, sections)):
-        section = slice(start, start := start + parts[-1].within.stop)
-        buckets.append(Bucket(number, section, tuple(parts)))
-    return buckets
+                yield cuts
+                cuts, held = [], 0
+    if cuts:
+        yield cuts
+
+
+def _append(ends: Counter[Line], like: Mapping[str, Tensor]) -> dict[str, Place]:
+    """Places for states at the ends of their lines, which move on."""
+    found = dict[str, Place]()
+    for state, tensor in like.items():
+        line = state, tensor.dtype
+        within = slice(ends[line], ends[line] + tensor.numel())
+        ends[line] = within.stop
+        found[state] = Place(line, within, tuple(tensor.shape))
+    return found
 
 
 @dataclass(frozen=True)
@@ -128,16 +186,15 @@ class OffloadedState:
 
     Args:
         shapes: shapes of this rank's parts by name, in the order in which gradients arrive.
-        dtypes: dtypes of gradients, masters and moments.
+        likes: what is kept of them.
         link: copies to and from the device.
         folder: where masters and moments lie in a file; None: in memory.
         copied: whether masters and moments are copied to the device.
 
     Attributes:
         buckets: the buckets, in the order of updates.
-        capacity: elements of each room through which they pass.
-        rooms: how many such rooms there are.
-        dtypes: dtypes of masters and moments.
+        gradient_room: what a room for the gradients of any bucket is like.
+        rooms: how many rooms there are through which buckets pass.
         gradients: room for all gradients, one after the other.
         waited_seconds: seconds for which the host waited until a bucket was read.
     """
@@ -145,39 +202,54 @@ class OffloadedState:
     def __init__(
         self,
         shapes: Mapping[str, tuple[int, ...]],
-        dtypes: Mapping[str, torch.dtype],
+        likes: Likes,
         link: HostLink,
         folder: Path | None,
         *,
         copied: bool,
     ) -> None:
-        self._shapes, self._link = shapes, link
-        self.dtypes = {name: dtype for name, dtype in dtypes.items() if name != GRADIENT}
-        ends, total = dict[str, int](), 0
-        for name, shape in shapes.items():
-            ends[name] = total = total + prod(shape)
-        self._sections = {n: slice(end - prod(shapes[n]), end) for n, end in ends.items()}
-        self.rooms, self.capacity = update_rooms(total)
-        self.buckets = in_buckets(shapes, self.capacity)
-        self.gradients = link.room(total, dtypes[GRADIENT])
-        self._room = link.room if copied else _memory
+        self._link, ends = link, Counter[Line]()
+        self._places = {name: _append(ends, likes(shape)) for name, shape in shapes.items()}
+        total = sum(map(prod, shapes.values()))
+        self.rooms, each = update_rooms(total)
+        self.buckets = in_buckets(shapes, each, likes)
+        self._capacities = {
+            line: room_for(
+                each,
+                [
+                    (prod(shapes[name]), place.within.stop - place.within.start)
+                    for name, places in self._places.items()
+                    for place in places.values()
+                    if place.line == line
+                ],
+            )
+            for line in ends
+        }
+        dtype = likes((0,))[GRADIENT].dtype
+        self._gradients = GRADIENT, dtype
+        self.gradients = link.room(total, dtype)
         self._file: MappedTensors | None = None
         self._visiting: list[Lines] = []
+        kept = {line: size for line, size in ends.items() if line != self._gradients}
+        make = link.room if copied else _memory
         if folder is None:
-            self._lines: Lines = {n: self._room(total, d).zero_() for n, d in self.dtypes.items()}
+            self._lines: Lines = {line: make(n, line[1]).zero_() for line, n in kept.items()}
         else:
-            likes = {n: torch.empty(total, dtype=d, device="meta") for n, d in self.dtypes.items()}
-            self._file = MappedTensors(likes, folder)
+            like = {line: torch.empty(n, dtype=line[1], device="meta") for line, n in kept.items()}
+            self._file = MappedTensors(like, folder)
             self._lines = self._file.tensors
-            self._visiting = [self.room(self._room) for _ in range(self.rooms if total else 0)]
+            self._visiting = [self.room(make) for _ in range(self.rooms if total else 0)]
         self._reader, self._writer = (ThreadPoolExecutor(1, f"state-{i}") for i in range(2))
         self._writes: dict[int, Future[None]] = {}
         self._read_seconds = self._written_seconds = 0.0
         self.waited_seconds = 0.0
 
-    def room(self, make: Callable[[int, torch.dtype], Tensor]) -> dict[str, Tensor]:
-        """Room for the masters and moments of any bucket."""
-        return {name: make(self.capacity, dtype) for name, dtype in self.dtypes.items()}
+    def room(
+        self, make: Callable[[int, torch.dtype], Tensor], *, gradients: bool = False
+    ) -> dict[Line, Tensor]:
+        """Room for the masters and moments of any bucket, and for its gradients if wanted."""
+        lines = [*([self._gradients] if gradients else ()), *self._lines]
+        return {line: make(self._capacities.get(line, 0), line[1]) for line in lines}
 
     @property
     def moving_seconds(self) -> float:
@@ -196,12 +268,13 @@ class OffloadedState:
 
     def gradient(self, name: str) -> Tensor:
         """Room for a parameter's gradient."""
-        return self.gradients[self._sections[name]].view(self._shapes[name])
+        return self._places[name][GRADIENT].of({self._gradients: self.gradients})
 
-    def kept(self, line: str, name: str) -> Tensor:
-        """The master of a parameter, or one of its moments, where it is kept."""
+    def kept(self, name: str) -> dict[str, Tensor]:
+        """The master of a parameter, its moments and their scales, where they are kept."""
         self.settle()
-        return self._lines[line][self._sections[name]].view(self._shapes[name])
+        places = self._places[name].items()
+        return {state: place.of(self._lines) for state, place in places if state != GRADIENT}
 
     def settle(self) -> None:
         """Wait until all is written."""
@@ -210,22 +283,19 @@ class OffloadedState:
 
     def lines_of(self, bucket: Bucket) -> Lines:
         """Where a bucket is when it is updated in host memory."""
-        gradients = {GRADIENT: self.gradients[bucket.section]}
+        held = self.held(bucket)
         if self._file is None:
-            return gradients | {name: line[bucket.section] for name, line in self._lines.items()}
-        length = bucket.section.stop - bucket.section.start
-        room = self._visiting[bucket.number % self.rooms]
-        return gradients | {name: line[:length] for name, line in room.items()}
+            return held
+        return bucket.in_room({**held, **self._visiting[bucket.number % self.rooms]})
 
-    def masters(self, bucket: Bucket) -> Tensor:
-        """The masters of a bucket where they are kept."""
-        return self._lines[MASTER][bucket.section]
+    def held(self, bucket: Bucket) -> Lines:
+        """A bucket where it is kept."""
+        return bucket.of({**self._lines, self._gradients: self.gradients})
 
     def seal(self) -> None:
         """Take note that masters and moments were set, so that files are known to hold them."""
         if self._file is not None:
-            sections = [bucket.section for bucket in self.buckets]
-            self._file.seal((name, each) for name in self._lines for each in sections)
+            self._file.seal(part for bucket in self.buckets for part in _on_disk(bucket))
 
     def visits(self) -> Iterator[Visit]:
         """Each bucket in host memory, in turn; the next one is read meanwhile."""
@@ -252,8 +322,8 @@ class OffloadedState:
         began = time.perf_counter()
         assert self._file is not None
         lines, whose = self.lines_of(bucket), f"the bucket of {bucket.parts[0].name}"
-        for name in self.dtypes:
-            self._file.read((name, bucket.section), lines[name], whose)
+        for line, section in _on_disk(bucket):
+            self._file.read((line, section), lines[line], whose)
         self._read_seconds += time.perf_counter() - began
 
     def _start_writing(self, bucket: Bucket, mark: Mark) -> None:
@@ -265,10 +335,15 @@ class OffloadedState:
         began = time.perf_counter()
         assert self._file is not None
         lines = self.lines_of(bucket)
-        for name in self.dtypes:
-            self._file.write((name, bucket.section), lines[name])
+        for line, section in _on_disk(bucket):
+            self._file.write((line, section), lines[line])
         self._file.leave()
         self._written_seconds += time.perf_counter() - began
+
+
+def _on_disk(bucket: Bucket) -> Iterator[tuple[Line, slice]]:
+    """What a file holds of a bucket."""
+    return (part for part in bucket.sections.items() if part[0][0] != GRADIENT)
 
 
 def _memory(numel: int, dtype: torch.dtype) -> Tensor:

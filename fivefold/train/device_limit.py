@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fivefold.audit.holdings import DeviceLimit
 from fivefold.config.memory import MemoryConfig
-from fivefold.optim.offload import Optimizer
+from fivefold.optim.optimizer import Optimizer
 from fivefold.units import read_bytes
 
 

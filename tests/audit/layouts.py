@@ -98,9 +98,8 @@ ON_HOST: tuple[dict[str, Any], ...] = (
         "optimizer_cpu_offload": True,
         "optimizer_offload_fraction": 0.5,
         "optimizer_offload_path": gettempdir(),
-        "exp_avg_dtype": "bf16",
-        "exp_avg_sq_dtype": "fp32",
     },
+    EIGHT | {"offload_optimizer_states": True},
     {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"} | BF16,
     {
         "optimizer_cpu_offload": True,

@@ -72,12 +72,3 @@ def test_gradients_in_bf16_of_which_another_setting_speaks(values: dict, what: s
 def test_masters_of_few_bits(values: dict, what: str, works: tuple[str, ...]) -> None:
     (found,) = refused(2, **values)
     assert what in found.what and found.works == works
-
-
-@pytest.mark.parametrize("place", ["optimizer_cpu_offload", "offload_optimizer_states"])
-def test_moments_in_8_bits_stay_on_the_device(place: str) -> None:
-    sharded = {"data_parallel_sharding_strategy": "optim", place: True}
-    (found,) = refused(2, **sharded, exp_avg_sq_dtype="fp8")
-    assert "exp_avg_sq_dtype = fp8" in found.what and place in found.what
-    assert "--exp-avg-sq-dtype bf16" in found.works
-    assert f"--no-{place.replace('_', '-')}" in found.works

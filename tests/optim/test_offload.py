@@ -35,6 +35,8 @@ HERE = {
 }
 ROUNDED = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
 ROUNDED |= {"exp_avg_sq_dtype": "bf16"}
+EIGHT = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}
+LONG_ROWS = replace(LLAMA, ffn_hidden_size=160)  # a block with a scale, and a part of one
 BUCKET = 800  # elements, so that several buckets share a room and matrices are cut
 OFF = {"strategy": "optim_grads_params", "param_cpu_offload": True}
 
@@ -123,6 +125,22 @@ CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
         4,
         MIXTURE,
         {"strategy": ZERO3, "ep": 2, "tp": 2, "optimizer_offload_fraction": 0.4},
+    ),
+    "moments in 8 bits, ZeRO-3": (2, LONG_ROWS, {"strategy": ZERO3, **EIGHT}),
+    "one moment in 8 bits, half": (
+        2,
+        MODELS["gpt"],
+        {"optimizer_offload_fraction": 0.5, **EIGHT, "exp_avg_dtype": "bf16"},
+    ),
+    "moments in 8 bits, experts": (
+        4,
+        MIXTURE,
+        OFF | {"ep": 2, "optimizer_offload_fraction": 0.6, **EIGHT, "main_grads_dtype": "bf16"},
+    ),
+    "moments in 8 bits, one layer": (
+        2,
+        LONG_ROWS,
+        {"strategy": ZERO1, "optimizer_offload_fraction": 0.01, **EIGHT},
     ),
     "weights off the device, one rank": (1, MODELS["gpt"], OFF),
     "weights off the device, replicas, fp64": (
@@ -216,8 +234,8 @@ def test_a_refused_step_changes_no_bit_and_checkpoints_know_no_place(
     values = named(strategy=ZERO3, precision="bf16", optimizer_offload_fraction=0.7, **way)
     values |= {"optimizer_offload_path": str(tmp_path / "away"), "param_cpu_offload": True}
     values |= {"param_offload_path": str(tmp_path / "away")}
-    # Two types in one file, of which the narrow one comes last.
-    values |= {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
+    # Several types in one file, of which the narrow ones come last, and scales of blocks.
+    values |= EIGHT | {"exp_avg_dtype": "bf16"}
     settings = config(MODELS["llama tied"], 2, **values)
     pool.run(2, _refused_saved_and_loaded, settings, HERE, tmp_path)
 
@@ -261,6 +279,8 @@ def _counted(engine: Engine, rank: int) -> tuple[float, ...]:
         "two copies of the model",
         "experts on two meshes, half",
         "weights off the device, experts, half",
+        "moments in 8 bits, ZeRO-3",
+        "moments in 8 bits, experts",
     ],
 )
 def test_bytes_here_and_on_the_host_are_what_the_formula_says(

@@ -1,0 +1,81 @@
+"""The optimizer of a rank, wherever its state is."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from fivefold.config.training import OptimizerConfig
+from fivefold.mesh.slices import Piece, local_tensor, piece_of
+from fivefold.optim.adamw import AdamW, Block
+from fivefold.optim.grad_norm import Departed
+from fivefold.optim.offload import HostAdamW
+from fivefold.optim.rounding import NamedElements
+
+
+class Optimizer:
+    """AdamW, on the device for some parameters and in host memory for the others.
+
+    Args:
+        parameters: all parameters of this rank by global name.
+        config: betas, epsilon and weight decay.
+        host: those whose state is in host memory.
+        blocks: as for `AdamW`, of the device's parameters.
+        places: as for `AdamW`, of all parameters.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: OptimizerConfig,
+        host: HostAdamW,
+        blocks: Sequence[Block] = (),
+        places: Mapping[str, NamedElements] | None = None,
+    ) -> None:
+        self._parameters, self.host = parameters, host
+        here = {n: p for n, p in parameters.items() if n not in host}
+        self.device = AdamW(here, config, blocks, places)
+
+    @property
+    def steps(self) -> int:
+        """Steps taken, which the bias correction needs; set it after loading a state."""
+        return self.device.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self.device.steps = steps
+        self.host.set_steps(steps)
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self.host.forget()
+
+    def weights(self) -> dict[str, Piece]:
+        """The weights that are updated, wherever they are, by name in the given order.
+
+        What is written into them is taken over by `take`.
+        """
+        masters = self.device.weights() | self.host.masters()
+        return {n: masters.get(n) or piece_of(p) for n, p in self._parameters.items()}
+
+    def take(self, weights: Mapping[str, Piece]) -> None:
+        """Let the model compute with weights that were initialised or loaded, by name."""
+        self.device.take(weights)
+        self.host.publish()
+
+    def gradient(self, name: str) -> Tensor:
+        """This rank's part of a reduced gradient, wherever it is."""
+        if name in self.host:
+            return self.host.gradient(name)
+        grad = self._parameters[name].grad
+        assert grad is not None, f"{name} got no gradient"
+        return local_tensor(grad)
+
+    def measurable(self, name: str) -> Tensor | Departed:
+        """What the norm needs of a reduced gradient."""
+        return self.host.departed(name) if name in self.host else self.gradient(name)
+
+    def state_tensors(self) -> dict[str, Piece]:
+        """The moments, wherever they are, named as by `AdamW.state_tensors`."""
+        return self.device.state_tensors() | self.host.state_tensors()
