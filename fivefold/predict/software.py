@@ -42,6 +42,17 @@ class Software:
         broadcasts_updates: whether a rank updates whole parameters and broadcasts them in its
             sharding group, where others gather shards: as many messages one after the other as
             there are parameters or ranks, each of which visits every rank (InternLM's ZeRO-1).
+        whole_embedding: whether every tensor-parallel rank holds the whole token embedding, which
+            then needs no sum, but a gather of its gradient.
+        whole_logits: whether tensor-parallel ranks gather the logits of the whole vocabulary, and
+            each computes the whole loss.
+        narrow_loss: whether an unfused loss works on logits in the compute dtype, as
+            `F.cross_entropy` does where nobody widens them; otherwise in fp32.
+        gathers_each: whether each column-parallel projection gathers its own X and reduces its own
+            dX, where others do so once for all that read it; a compiler joins equal gathers.
+        reduces_last: whether, without a pipeline, sharded gradients are summed whole over
+            microbatches and reduced beside the last backward only (`set_requires_gradient_sync`
+            of FSDP2).
         accumulates_apart: whether kernels of their own add a microbatch's weight gradients to those
             of the step; otherwise the multiplications that compute them do.
         gather_rate: bytes/s at which parameters are gathered and gradients reduced, whatever the
@@ -67,6 +78,11 @@ class Software:
     gathers_to_recompute: bool = False
     reduces_whole: bool = False
     broadcasts_updates: bool = False
+    whole_embedding: bool = False
+    whole_logits: bool = False
+    narrow_loss: bool = False
+    gathers_each: bool = False
+    reduces_last: bool = False
     accumulates_apart: bool = False
     gather_rate: float | None = None
     waits_for_hops: bool = False

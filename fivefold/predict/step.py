@@ -199,7 +199,12 @@ class _Predictor:
         forward = gathered if alone else overlapped(gpu, work.forward, gathered)
         recomputed = self.layout.config.memory.recompute_granularity == "full"
         again = 2 if recomputed and self.software.gathers_to_recompute else 1
-        return Phases(forward, overlapped(gpu, work.dx + work.dw, again * gathered + reduced))
+        backward, arriving = work.dx + work.dw, again * gathered
+        whole = overlapped(gpu, backward, arriving + reduced)
+        if self.software.reduces_last:  # on average over the microbatches
+            first = overlapped(gpu, backward, arriving)
+            whole = first + (whole - first) / self.layout.num_microbatches
+        return Phases(forward, whole)
 
     @cached_property
     def hop(self) -> float:

@@ -1,7 +1,7 @@
 """Predicts the times of what data-parallel ranks send: gathered parameters, reduced gradients."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from fivefold.config.dependents import sums_in_buckets
@@ -82,13 +82,12 @@ def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts
         return scattered + between
 
     def total(seconds: Callable[[_Together], float], *, trained: bool) -> float:
-        by_tensor, groups = software.by_tensor, (shard, expert)
-        sent = _together(layout, spec, groups, by_tensor=by_tensor, trained=trained)
+        sent = _together(layout, spec, (shard, expert), software, trained=trained)
         return sum(each.count * seconds(each) for each in sent)
 
     arriving = 0.0 if whole else total(gathered, trained=False)
     if software.broadcasts_updates and not whole:
-        arriving = _broadcast(layout, cluster, spec, (shard, expert))
+        arriving = _broadcast(layout, cluster, spec, (shard, expert), software)
     return Moves(
         arriving,
         total(reduced, trained=True),
@@ -97,14 +96,18 @@ def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts
 
 
 def _broadcast(
-    layout: Layout, cluster: Cluster, spec: StageParts, groups: tuple[GroupSpan, GroupSpan]
+    layout: Layout,
+    cluster: Cluster,
+    spec: StageParts,
+    groups: tuple[GroupSpan, GroupSpan],
+    software: Software,
 ) -> float:
     """Seconds in which ranks broadcast the parameters of a stage that they have updated."""
-    seconds = 0.0
+    seconds, each_alone = 0.0, replace(software, by_tensor=True)
     for group in dict.fromkeys(groups):
         own = [
             each
-            for each in _together(layout, spec, groups, by_tensor=True, trained=True)
+            for each in _together(layout, spec, groups, each_alone, trained=True)
             if each.group == group
         ]
         size = 2.0 * sum(each.size * each.count for each in own)
@@ -143,8 +146,8 @@ def _together(
     layout: Layout,
     spec: StageParts,
     groups: tuple[GroupSpan, GroupSpan],
+    software: Software,
     *,
-    by_tensor: bool,
     trained: bool,
 ) -> Iterator[_Together]:
     """What a stage sends at once: each block's parameters, or each parameter.
@@ -152,8 +155,9 @@ def _together(
     `groups`: those of dense parameters and of experts; `trained`: only of what is trained.
     """
     grid, (nodes, expert_nodes) = layout.grid, layout.node_sizes
+    by_tensor, whole = software.by_tensor, software.whole_embedding
     narrows = layout.config.training.fp8_param_gather and not by_tensor
-    for block in stage_blocks(layout, spec, trained=trained):
+    for block in stage_blocks(layout, spec, trained=trained, whole_embedding=whole):
         narrow = block.narrow if narrows else (0, 0)
         for group, stride, node, shapes, few in (
             (groups[0], grid.tp, nodes, block.dense, narrow[0]),

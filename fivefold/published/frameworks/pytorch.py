@@ -16,14 +16,27 @@ FSDP: tuple[Framework, ...] = (
         whole_attention=True,
     ),
 )
-# It builds models in bf16, so that gradients, weights and moments have that type.
+# It builds models in bf16, so that weights and moments have that type. Tensor parallelism leaves
+# the embedding whole, gathers the logits for `F.cross_entropy`, and gives each projection a plan of
+# its own (`_build_block_tp_plan`); gradients are reduced in fp32 (`default_mp_policy`) in the last
+# microbatch, and summed whole in that type until then (`maybe_no_sync`). Its GB are GiB
+# (`get_memory_stats`).
 KEMPNER: tuple[Framework, ...] = (
     Framework(
         "kempnerforge",
         "kempner",
-        software=replace(_EAGER, gradient_bytes=2.0),
+        software=replace(
+            _EAGER,
+            gradient_bytes=4.0,
+            whole_embedding=True,
+            whole_logits=True,
+            narrow_loss=True,
+            gathers_each=True,
+            reduces_last=True,
+        ),
         separate_loss=True,
         whole_attention=True,
+        gigabyte=2.0**30,
         held=(2.0, 2.0, 2.0, 4.0),
     ),
 )
