@@ -30,11 +30,15 @@ class Moves:
         gathered: seconds to gather its parameters once.
         reduced: seconds to reduce its gradients once.
         messages: messages of that reduction.
+        first: seconds to gather the embedding, and what is gathered with it, of `gathered`.
+        last: seconds to reduce their gradients, of `reduced`.
     """
 
     gathered: float
     reduced: float
     messages: int
+    first: float = 0.0
+    last: float = 0.0
 
 
 def data_groups(layout: Layout, cluster: Cluster) -> tuple[GroupSpan, GroupSpan, GroupSpan]:
@@ -81,9 +85,13 @@ def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts
         between = all_reduce(cluster, replica, sent / shard.size) if each.group is shard else 0.0
         return scattered + between
 
-    def total(seconds: Callable[[_Together], float], *, trained: bool) -> float:
+    ends = spec.embedding and software.waits_for_ends and not whole
+
+    def total(
+        seconds: Callable[[_Together], float], *, trained: bool, first: bool = False
+    ) -> float:
         sent = _together(layout, spec, (shard, expert), software, trained=trained)
-        return sum(each.count * seconds(each) for each in sent)
+        return sum(each.count * seconds(each) for each in sent if each.ends or not first)
 
     arriving = 0.0 if whole else total(gathered, trained=False)
     if software.broadcasts_updates and not whole:
@@ -92,6 +100,8 @@ def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts
         arriving,
         total(reduced, trained=True),
         len(spec.layers),
+        total(gathered, trained=False, first=True) if ends else 0.0,
+        total(reduced, trained=True, first=True) if ends else 0.0,
     )
 
 
@@ -127,6 +137,7 @@ class _Together:
         shapes: their shapes.
         narrow: elements of those that are gathered in 8 bits.
         count: how often a stage has such.
+        ends: whether they are those of the model's ends.
     """
 
     group: GroupSpan
@@ -135,6 +146,7 @@ class _Together:
     shapes: tuple[tuple[int, ...], ...]
     narrow: int
     count: int
+    ends: bool
 
     @property
     def size(self) -> int:
@@ -157,7 +169,8 @@ def _together(
     grid, (nodes, expert_nodes) = layout.grid, layout.node_sizes
     by_tensor, whole = software.by_tensor, software.whole_embedding
     narrows = layout.config.training.fp8_param_gather and not by_tensor
-    for block in stage_blocks(layout, spec, trained=trained, whole_embedding=whole):
+    blocks = stage_blocks(layout, spec, trained=trained, whole_embedding=whole)
+    for place, block in enumerate(blocks):
         narrow = block.narrow if narrows else (0, 0)
         for group, stride, node, shapes, few in (
             (groups[0], grid.tp, nodes, block.dense, narrow[0]),
@@ -165,7 +178,7 @@ def _together(
         ):
             for piece in [(shape,) for shape in shapes] if by_tensor else [shapes]:
                 if piece:
-                    yield _Together(group, stride, node, piece, few, block.count)
+                    yield _Together(group, stride, node, piece, few, block.count, place == 0)
 
 
 def _buckets(

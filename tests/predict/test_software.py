@@ -227,3 +227,34 @@ def test_gradients_reduced_with_the_last_backward_only_cost_as_much_at_any_count
     gathered = (always[1] - last[1]) / 3  # what three of four reductions took
     assert gathered > 0.5 * 4 * 8.03e9 / (8 * 40e9)
     assert last[1] < 0.6 * always[1]
+
+
+def test_ends_in_one_block_are_gathered_before_and_reduced_after_all_else():
+    def parts(**settings):
+        layout = planned("llama3-8b", 64, mbs=1, zero="optim_grads_params", **settings)
+        (beside, _), (waited, _) = (
+            (stages[0].dp, costs)
+            for costs, stages in (
+                stage_costs(layout, H100, Software(waits_for_ends=habit)) for habit in (0, 1)
+            )
+        )
+        return beside, waited
+
+    beside, waited = parts(gbs=64)
+    ends = 2 * 128256 * 4096
+    once = gather(H100, span(H100, 64, 1), 2 * ends)
+    slowed = H100.gpu.overlap_slowdown * once  # what it costs the work beside which it is hidden
+    assert waited.forward - beside.forward == pytest.approx(once - slowed, rel=0.01)
+    assert waited.dx > beside.dx
+    inner, outer = parts(gbs=64, pp=2, sp=False)
+    assert outer.forward > inner.forward  # the first stage has the embedding
+    layout = planned("llama3-8b", 64, pp=2, mbs=1, zero="optim_grads_params")
+    last = [stage_costs(layout, H100, Software(waits_for_ends=habit))[1][-1].dp for habit in (0, 1)]
+    assert last[0] == last[1]
+
+
+def test_pytorch_s_list_of_kernels_begins_with_the_best_on_blackwell_only():
+    for name, best in (("H100", False), ("A100-80", True), ("B200", True), ("GB300", True)):
+        gpu = Software(attention="listed").on(preset(name)).gpu
+        reached = preset(name).gpu.attention_forward * (1 if best else preset(name).gpu.flash2)
+        assert gpu.attention_forward == reached

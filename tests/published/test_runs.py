@@ -280,3 +280,13 @@ def test_a_dense_models_activation_is_run_again_with_its_mlp():
     for model, module in (("LLAMA3.1_405B", "mlp"), ("Qwen3_235B_a22B", "moe_act")):
         layout = only_layout(model=model, recomp="norm, act", tp="4", pp="2", ngpu="8")
         assert set(layout.config.memory.recompute_modules) == {"layernorm", module}
+
+
+def test_pytorch_s_attention_is_that_of_its_release():
+    def kernel(framework, release):
+        return software(row(framework=framework, release=release, pp="1")).attention
+
+    assert kernel("torchtitan", "2024-12") == "flash2"
+    assert kernel("torchtitan", "2025-06") == "listed"
+    assert kernel("fsdp", "2025-12") == "flash2"
+    assert kernel("fsdp", "2026-04") == kernel("kempnerforge", "2026-04") == "best"

@@ -53,13 +53,28 @@ NANOTRON: tuple[Framework, ...] = (
         replay=Nanotron,
     ),
 )
+_TITAN = replace(
+    OTHERS,
+    attention="flash2",
+    joins_linears=False,
+    overlaps_backward_tp=False,
+    waits_for_ends=True,
+)
 TORCHTITAN: tuple[Framework, ...] = (
     Framework(
         "torchtitan",
         "torchtitan",
-        software=replace(
-            OTHERS, attention="flash2", joins_linears=False, overlaps_backward_tp=False
-        ),
+        software=_TITAN,
+        microbatch_a_rank=True,
+        whole_attention=True,
+        replay=Torchtitan,
+    ),
+    # Its list of kernels begins with cuDNN's on Blackwell (its pull request 1196).
+    Framework(
+        "torchtitan",
+        "",
+        (2025, 5),
+        replace(_TITAN, attention="listed"),
         microbatch_a_rank=True,
         whole_attention=True,
         replay=Torchtitan,
