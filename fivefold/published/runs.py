@@ -231,6 +231,7 @@ def _parallel(row: PublishedRow, model: ModelConfig, framework: Framework) -> di
     sharded = row.text("sp")
     sequence = tp > 1 and (sharded == "1" or (not sharded and framework.sequence_parallel))
     strategy = _strategy(row, framework)
+    fused = framework.fused_loss or (framework.compiles_loss and "eager" not in note.split())
     settings: dict[str, Any] = {
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
@@ -238,7 +239,7 @@ def _parallel(row: PublishedRow, model: ModelConfig, framework: Framework) -> di
         "sequence_parallel": sequence,
         "tp_comm_overlap": tp > 1 and ("async" in note or framework.overlaps_tp),
         "data_parallel_sharding_strategy": strategy.name,
-        "cross_entropy_loss_fusion": _told(row, "fused_loss", framework.fused_loss),
+        "cross_entropy_loss_fusion": _told(row, "fused_loss", fused),
         **_overlaps(row, framework, strategy.zero_stage),
         **(framework.settings if cp > 1 else {}),
     }

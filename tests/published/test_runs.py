@@ -290,3 +290,12 @@ def test_pytorch_s_attention_is_that_of_its_release():
     assert kernel("torchtitan", "2025-06") == "listed"
     assert kernel("fsdp", "2025-12") == "flash2"
     assert kernel("fsdp", "2026-04") == kernel("kempnerforge", "2026-04") == "best"
+
+
+def test_a_loss_is_compiled_with_the_model_by_releases_that_do() -> None:
+    def fused(release, note=""):
+        found = only_layout(framework="torchtitan", release=release, note=note)
+        return found.config.memory.cross_entropy_loss_fusion
+
+    assert not fused("2024-12") and not fused("2025-03")
+    assert fused("2025-04") and fused("2025-06") and not fused("2025-06", "eager")
