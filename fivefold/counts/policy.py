@@ -22,10 +22,13 @@ class StatePolicy:
         splits_optimizer: whether master and moments are sharded (ZeRO-1, 2, 3).
         fresh: bytes of a weight's gradient before it is accumulated; 0 if the matrix multiplication
             accumulates directly.
+        fresh_at_once: whether a stage's backward is one compiled graph, which returns the gradients
+            of all its weights at its end.
         placeholder: bytes of the empty gradient kept for each distinct weight of a layer.
         reducing: bytes of a layer's gradients in reduction while the next layer computes.
         in_flight: number of layers whose copies are held at once if copies are sharded: the one
             that computes and those being gathered. Both ends of a stage are held while it runs.
+        whole_embedding: whether every tensor-parallel rank holds the whole token embedding.
         compute: bytes of a weight in the compute dtype.
         narrow_copy: like `copy`, of a weight that 8-bit linear layers multiply with.
         unpacking: bytes of a layer's weights while they are made from a narrower message.
@@ -49,9 +52,11 @@ class StatePolicy:
     splits_gradient: bool = False
     splits_optimizer: bool = False
     fresh: float = 0.0
+    fresh_at_once: bool = False
     placeholder: float = 0.0
     reducing: float = 0.0
     in_flight: int = 2
+    whole_embedding: bool = False
     compute: float = 2.0
     unpacking: float = 0.0
     offloaded: float = 0.0

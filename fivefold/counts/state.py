@@ -15,7 +15,13 @@ from fivefold.data_parallel.blocks import UnitSizes
 from fivefold.layout import Layout
 from fivefold.model.description import layer_kind
 from fivefold.model.fp8_rules import in_eight_bits
-from fivefold.model.shape import StageParts, WholeModel, layer_weights, stage_weights
+from fivefold.model.shape import (
+    EMBEDDING,
+    StageParts,
+    WholeModel,
+    layer_weights,
+    stage_weights,
+)
 
 
 @dataclass(frozen=True)
@@ -91,16 +97,18 @@ class GatheredBlock:
 
 
 def stage_blocks(
-    layout: Layout, stage: StageParts, *, trained: bool = False
+    layout: Layout, stage: StageParts, *, trained: bool = False, whole_embedding: bool = False
 ) -> list[GatheredBlock]:
     """The blocks of a stage: its ends, then further predictions, then each kind of layer.
 
-    `trained`: only the parameters that are trained.
+    `trained`: only the parameters that are trained; `whole_embedding`: the token embedding is not
+    split by tensor parallelism, unless it is the output layer, too.
     """
     model, grid = layout.config.model, layout.grid
     degrees = (grid.tp, grid.ep, grid.etp)
     around = WholeModel((), stage.embedding, stage.head, stage.mtp)
-    ends = _block(model, degrees, around, trained, leaves_out="mtp.")
+    whole = EMBEDDING if whole_embedding and model.untie_embeddings_and_output_weights else ""
+    ends = _block(model, degrees, around, trained, leaves_out="mtp.", whole=whole)
     predicts = _block(model, degrees, around, trained, only="mtp.0.")
     further = [replace(predicts, count=stage.mtp)] if stage.mtp else []
     kinds = Counter(layer_kind(model, layer) for layer in stage.layers)
@@ -121,9 +129,10 @@ def _block(
     *,
     only: str = "",
     leaves_out: str | None = None,
+    whole: str = "",
 ) -> GatheredBlock:
     """The block of parameters whose names start with `only` and not with `leaves_out`; `trained`:
-    only of those that are trained."""
+    only of those that are trained; `whole`: name of one that no ranks split."""
     tp, ep, etp = degrees
     dense: list[tuple[int, ...]] = []
     experts: list[tuple[int, ...]] = []
@@ -134,7 +143,7 @@ def _block(
         if weight.trained < trained:
             continue
         place = experts if weight.of_experts else dense
-        place.append(weight.local(tp, ep, etp))
+        place.append(weight.shape if name == whole else weight.local(tp, ep, etp))
         if in_eight_bits(name, weight):
             narrow[weight.of_experts] += prod(place[-1])
     return GatheredBlock(tuple(dense), tuple(experts), (narrow[0], narrow[1]))
@@ -199,8 +208,10 @@ def model_state(
     kept = unpacked = 0.0
     for index in stages_held(layout, pp_rank):
         stage = layout.split.stages[index]
-        ends, *layers = stage_blocks(layout, stage)
-        for block in stage_blocks(layout, stage, trained=True):
+        ends, *layers = stage_blocks(layout, stage, whole_embedding=policy.whole_embedding)
+        for block in stage_blocks(
+            layout, stage, trained=True, whole_embedding=policy.whole_embedding
+        ):
             trained += block.count * block.size
             own += block.count * at.held(block)
             beyond += block.count * places.beyond(block, policy)

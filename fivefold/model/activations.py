@@ -150,16 +150,19 @@ def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
 
     Logits are kept in the compute dtype. A fused loss makes an fp32 gradient of them, except "te",
     which overwrites the logits; an unfused loss holds the fp32 copy of narrower logits, their
-    exponentials and the logits at once. A loss fused with the output layer ("linear") holds some
+    exponentials and the logits at once, or, in the compute dtype, the logits, their log-softmax
+    (both kept) and the gradients of both. A loss fused with the output layer ("linear") holds some
     tokens and a slice of the vocabulary at a time. With multi-token prediction the output layer
     runs once more per further token, but only one loss is computed at a time.
     """
     memory, element = running.memory, running.element_bytes
     runs = 1 + model.mtp_num_layers
     around = model.hidden_size / running.token_parts
-    entries = model.padded_vocab_size / running.tensor_parallel
+    entries = model.padded_vocab_size / (1 if running.whole_logits else running.tensor_parallel)
     wide = max(element, 4)
     kept, busy, sums = element * entries, (1 + (element < wide)) * wide * entries, wide
+    if running.narrow_loss:
+        kept, busy, sums = 2 * element * entries, 2 * element * entries, 0.0
     if memory.cross_entropy_loss_fusion:
         busy, sums = wide * entries, 0.0  # the forward already computes the gradient
         if memory.cross_entropy_fusion_impl == "te":

@@ -38,6 +38,8 @@ class Running:
         fused_attention: whether attention avoids the S x S matrix; dropout of probabilities needs
             the matrix.
         keeps_masks: whether dropout keeps a byte per value, instead of making its mask again.
+        whole_logits: whether every tensor-parallel rank holds the logits of the whole vocabulary.
+        narrow_loss: whether an unfused loss works in the compute dtype, on tensors of their own.
         memory: settings of recomputation, offloading and fusion.
         microbatch_tokens: tokens that pass a layer at once on this rank, before sequence
             parallelism splits them; decides which tensors are too small to be offloaded.
@@ -61,6 +63,8 @@ class Running:
     imbalance: float = 1.0
     fused_attention: bool = True
     keeps_masks: bool = True
+    whole_logits: bool = False
+    narrow_loss: bool = False
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     microbatch_tokens: float = inf
     microbatch_rows: int = 1

@@ -17,7 +17,7 @@ from fivefold.model.running import Running
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import all_reduce, gather
 from fivefold.predict.compute import Phases, elementwise
-from fivefold.predict.operation_times import OperationTimes
+from fivefold.predict.operation_times import ELEMENT, OperationTimes
 from fivefold.predict.software import Software
 from fivefold.predict.stage_times import Again, Times, repeated
 
@@ -96,14 +96,16 @@ class LayerTimes(OperationTimes):
     def embedding(self) -> Times:
         """The embedding lookup, and its reduction over the tensor-parallel ranks."""
         size = self.hidden_bytes
-        moved = 0.0
+        moved = arrived = 0.0
         if self.grid.tp > 1:
             way = gather if self.parallel.sequence_parallel else all_reduce
             moved = way(self.cluster, self.tp, size)
+        if self.software.whole_embedding:
+            moved, arrived = 0.0, moved * self.parallel.sequence_parallel
         looked_up = self._elementwise(2 * size, 3 * size)
         if not self.model.trains_all:
             looked_up = self._elementwise(2 * size, 0.0)
-        return looked_up + Times(tp=Phases(moved, 0.0))
+        return looked_up + Times(tp=Phases(moved, arrived))
 
     @property
     def entries(self) -> int:
@@ -121,10 +123,16 @@ class LayerTimes(OperationTimes):
         """Final norm, output layer and loss, once for the model and once per prediction layer."""
         model, fusion = self.model, self.memory.cross_entropy_loss_fusion
         logits, column = float(self.tokens) * self.entries, self.output_layer()
-        # The 34 bytes are those of kernels one by one, whatever else is fused.
-        moved = (8, 6) if fusion else (24, 10)
+        # Kernels one by one, whatever else is fused: 34 bytes in fp32, 12 where a log-softmax and
+        # two gradients have the type of the logits.
+        moved = (8, 6) if fusion else (4, 8) if self.software.narrow_loss else (24, 10)
+        arrived = Times()
+        if self.software.whole_logits and self.grid.tp > 1:
+            logits *= self.grid.tp
+            sent = gather(self.cluster, self.tp, logits * ELEMENT)
+            arrived = Times(tp=Phases(sent)) + self._elementwise(2 * ELEMENT * logits, 0.0)
         loss = Times(Phases(*(elementwise(self.gpu, size * logits) for size in moved)))
-        once = self._norm() + column + loss
+        once = self._norm() + column + arrived + loss
         if self.memory.makes_logits_again:
             once = once + Times(recompute=Phases(0.0, column.compute.forward))
         return once * (1 + model.mtp_num_layers)

@@ -22,6 +22,7 @@ from fivefold.model.description import layer_kind
 from fivefold.pipeline.ir import Kind
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.liveness import Acts, Moments, moments
+from fivefold.predict.software import Software
 from fivefold.predict.stage_memory import ActPoint, StageBytes, stage_bytes
 
 OPTIMIZER = "optimizer step"
@@ -135,6 +136,7 @@ def peak_memory(
     cluster: Cluster,
     *,
     policy: StatePolicy | None = None,
+    software: Software | None = None,
     imbalance: float = 1.0,
     known: StageCache | None = None,
 ) -> MemoryPrediction:
@@ -145,11 +147,15 @@ def peak_memory(
         cluster: the hardware.
         policy: the framework's policy for model state; None: that of Fivefold, which also sends dX
             before it computes dW if it can.
+        software: the framework's habits, as far as its loss follows from them.
         imbalance: tokens of the busiest rank's experts, relative to an even share.
         known: bytes of stages, to share among layouts that differ in recompute_num_layers only.
     """
     others = policy is not None
     running = Running.of(layout.config, imbalance=imbalance, keeps_masks=others)
+    if software is not None:
+        whole, narrow = software.whole_logits, software.narrow_loss
+        running = replace(running, whole_logits=whole, narrow_loss=narrow)
     splits = policy is None and layout.sends_dx_first
     policy = policy or engine_policy(layout.config)
     kinds: list[tuple[object, ...]] = []

@@ -102,7 +102,8 @@ class OperationTimes:
                 return self._residual(joins=op.name == "attn_residual")
             case ColumnLinear():
                 rows = [rows for rows, _ in weights]
-                return self._column(lambda tokens: self._joined(rows, tokens))
+                each = len(rows) if self.software.gathers_each else 1
+                return self._column(lambda tokens: self._joined(rows, tokens), each=each)
             case LatentDown():
                 own = self.tokens // self.parts
                 return Times(sum((self._linear(weight, own) for weight in weights), Phases()))
@@ -189,7 +190,9 @@ class OperationTimes:
         moved = gather(self.cluster, self.tp, self.hidden_bytes / self.parts)
         return times + Times(tp=Phases(moved, moved if self.parallel.sequence_parallel else 0.0))
 
-    def _column(self, linear_on: Callable[[int], Phases], inputs: float = 1) -> Times:
+    def _column(
+        self, linear_on: Callable[[int], Phases], inputs: float = 1, each: int = 1
+    ) -> Times:
         """A column-parallel linear layer: X is gathered before it, dX is reduced after.
 
         A deferred dW is no work beside which dX could be reduced; its X is gathered ahead, while
@@ -198,6 +201,7 @@ class OperationTimes:
         Args:
             linear_on: gives the times of the layer on a number of tokens.
             inputs: hidden states that X is made of.
+            each: how often X is gathered and dX reduced; kernels that are fused share one X.
         """
         linear = self._multiplied(linear_on)
         if self.grid.tp == 1:
@@ -205,7 +209,8 @@ class OperationTimes:
         whole = inputs * self.hidden_bytes
         if self.parallel.sequence_parallel:
             move = gather(self.cluster, self.tp, whole)
-            forward, dx = (self._beside(work, move) for work in (linear.forward, linear.dx))
+            forward = self._beside(linear.forward, move * (1 if self.software.fused else each))
+            dx = self._beside(linear.dx, move * each)
             if not self.software.overlaps_backward_tp:
                 return Times(linear, tp=Phases(forward, dx))
             free = linear.dw
@@ -213,7 +218,7 @@ class OperationTimes:
                 dx = overlapped(self.gpu, linear.dx, move)  # X, gathered again for dW
                 free += max(0.0, self._others(linear.dx) - move)
             return Times(linear, tp=Phases(forward, dx, overlapped(self.gpu, free, move)))
-        back = all_reduce(self.cluster, self.tp, whole)
+        back = all_reduce(self.cluster, self.tp, whole) * each
         if self.software.overlaps_backward_tp and not self.defers:
             back = overlapped(self.gpu, linear.dw, back)
         return Times(linear, tp=Phases(0.0, back))

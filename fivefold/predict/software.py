@@ -5,6 +5,8 @@ from typing import Literal
 
 from fivefold.predict.cluster import Cluster
 
+Attention = Literal["best", "listed", "flash2", "flash1", "scores"]
+
 
 @dataclass(frozen=True)
 class Software:
@@ -13,8 +15,9 @@ class Software:
     Attributes:
         fused: whether norms, residuals, activations and the loss are one kernel each; otherwise
             each elementwise operation reads and writes memory separately.
-        attention: the attention kernel: the best one, FlashAttention-2, the first FlashAttention,
-            or an unfused one, which holds the matrix of scores in memory if attention has dropout.
+        attention: the attention kernel: the best one, FlashAttention-2, PyTorch's list that puts
+            the best one before it on Blackwell only ("listed"), the first FlashAttention, or an
+            unfused one, which holds the matrix of scores in memory if attention has dropout.
         overlaps_backward_tp: whether the backward of column-parallel layers gathers X again in
             parallel to dX, and reduces dX in parallel to dW; otherwise X is kept whole, and the
             reduction is exposed.
@@ -42,6 +45,20 @@ class Software:
         broadcasts_updates: whether a rank updates whole parameters and broadcasts them in its
             sharding group, where others gather shards: as many messages one after the other as
             there are parameters or ranks, each of which visits every rank (InternLM's ZeRO-1).
+        whole_embedding: whether every tensor-parallel rank holds the whole token embedding, which
+            then needs no sum, but a gather of its gradient.
+        whole_logits: whether tensor-parallel ranks gather the logits of the whole vocabulary, and
+            each computes the whole loss.
+        narrow_loss: whether an unfused loss works on logits in the compute dtype, as
+            `F.cross_entropy` does where nobody widens them; otherwise in fp32.
+        gathers_each: whether each column-parallel projection gathers its own X and reduces its own
+            dX, where others do so once for all that read it; a compiler joins equal gathers.
+        reduces_last: whether, without a pipeline, sharded gradients are summed whole over
+            microbatches and reduced beside the last backward only (`set_requires_gradient_sync`
+            of FSDP2).
+        waits_for_ends: whether the embedding and the output layer are sharded as one block, which
+            is gathered before anything computes and reduced when everything has (PyTorch's FSDP
+            around a model).
         accumulates_apart: whether kernels of their own add a microbatch's weight gradients to those
             of the step; otherwise the multiplications that compute them do.
         gather_rate: bytes/s at which parameters are gathered and gradients reduced, whatever the
@@ -55,7 +72,7 @@ class Software:
     """
 
     fused: bool = True
-    attention: Literal["best", "flash2", "flash1", "scores"] = "best"
+    attention: Attention = "best"
     overlaps_backward_tp: bool = True
     hidden_tp: float | None = None
     eager_dx: bool | None = None
@@ -67,6 +84,12 @@ class Software:
     gathers_to_recompute: bool = False
     reduces_whole: bool = False
     broadcasts_updates: bool = False
+    whole_embedding: bool = False
+    whole_logits: bool = False
+    narrow_loss: bool = False
+    gathers_each: bool = False
+    reduces_last: bool = False
+    waits_for_ends: bool = False
     accumulates_apart: bool = False
     gather_rate: float | None = None
     waits_for_hops: bool = False
@@ -77,7 +100,9 @@ class Software:
     def on(self, cluster: Cluster) -> Cluster:
         """The cluster with the attention rate that this software reaches."""
         gpu = cluster.gpu
-        share = {"flash1": gpu.flash1, "flash2": gpu.flash2}.get(self.attention, 1.0)
+        listed = 1.0 if gpu.peak.fp4 else gpu.flash2
+        shares = {"flash1": gpu.flash1, "flash2": gpu.flash2, "listed": listed}
+        share = shares.get(self.attention, 1.0)
         if share == 1.0:
             return cluster
         slower = replace(

@@ -11,7 +11,7 @@ from math import prod
 
 from fivefold.config.model import ModelConfig
 from fivefold.counts.policy import StatePolicy
-from fivefold.counts.state import stage_blocks
+from fivefold.counts.state import GatheredBlock, stage_blocks
 from fivefold.layout import Layout
 from fivefold.model.activations import (
     Saved,
@@ -168,13 +168,9 @@ def _backward_points(
     messages, inside = _buffers(layout, stage, running)
     points = []
     if stage.head:
-        dx = running.element_bytes * model.hidden_size * (2 if running.sequence_parallel else 1)
-        if running.memory.makes_logits_again:  # its sum over slices of the vocabulary
-            dx += max(running.element_bytes, 4) * model.hidden_size
-        working = tokens * (loss.remade + dx)
         fresh = vocabulary * policy.fresh
-        head = ActPoint("the output layer", working=working, gradients=fresh)
-        points.append(replace(head, communication=messages))
+        heads = _head_points(model, running, tokens, fresh)
+        points += [replace(point, communication=messages) for point in heads]
     if stage.layers:
         last = stage.layers[-1]
         layer = describe(model, layer_kind(model, last))
@@ -210,9 +206,39 @@ def _backward_points(
             end = ActPoint("the end of the last layer", -tokens * layers[-1].kept, gone)
             points.append(replace(end, gradients=block.size * policy.fresh, communication=inside))
     if stage.embedding:
-        first = ActPoint("the embedding", -kept, gone, gradients=vocabulary * policy.fresh)
+        table = vocabulary * (layout.grid.tp if policy.whole_embedding else 1)
+        first = ActPoint("the embedding", -kept, gone, gradients=table * policy.fresh)
         points.append(replace(first, communication=messages))
+    if policy.fresh_at_once:
+        own = sum(block.count * block.size for block in _trained(layout, stage, policy))
+        # The loss's part stands for the logits and their gradient, which others still refer to.
+        points.append(ActPoint("the end of one graph", -kept, gradients=own * policy.fresh))
     return points or [ActPoint("backward")]
+
+
+def _trained(layout: Layout, stage: StageParts, policy: StatePolicy) -> list[GatheredBlock]:
+    whole = policy.whole_embedding
+    return stage_blocks(layout, stage, trained=True, whole_embedding=whole)
+
+
+def _head_points(
+    model: ModelConfig, running: Running, tokens: float, fresh: float
+) -> list[ActPoint]:
+    """The points of the loss and of the output layer, whose weight gradient takes `fresh` bytes.
+
+    A loss in the compute dtype is done with its log-softmax and that one's gradient before the
+    output layer makes any.
+    """
+    loss = total(loss_bytes(model, running))
+    dx = running.element_bytes * model.hidden_size * (2 if running.sequence_parallel else 1)
+    if running.memory.makes_logits_again:  # its sum over slices of the vocabulary
+        dx += max(running.element_bytes, 4) * model.hidden_size
+    head = ActPoint("the output layer", working=tokens * (loss.remade + dx), gradients=fresh)
+    if not running.narrow_loss:
+        return [head]
+    half = tokens * loss_bytes(model, running)["logits"].remade / 2
+    done = replace(head, working=head.working - half, loss=-half)
+    return [ActPoint("the loss", working=tokens * loss.remade), done]
 
 
 def _first_linear(layout: Layout, layer: Layer) -> float:

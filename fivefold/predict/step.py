@@ -190,16 +190,21 @@ class _Predictor:
         if not sharding.splits_gradients:
             return Phases()
         moved = self._moves(kind, spec)
-        gathered, reduced = moved.gathered, moved.reduced
+        gathered, reduced = moved.gathered - moved.first, moved.reduced - moved.last
         work = times.total
         gpu = self.cluster.gpu
         if not sharding.splits_parameters:
-            return Phases(0.0, overlapped(gpu, work.dx + work.dw, reduced))
+            return Phases(0.0, overlapped(gpu, work.dx + work.dw, reduced) + moved.last)
         alone = self.software.gather_rate is not None
         forward = gathered if alone else overlapped(gpu, work.forward, gathered)
         recomputed = self.layout.config.memory.recompute_granularity == "full"
         again = 2 if recomputed and self.software.gathers_to_recompute else 1
-        return Phases(forward, overlapped(gpu, work.dx + work.dw, again * gathered + reduced))
+        backward, arriving = work.dx + work.dw, again * gathered
+        whole = overlapped(gpu, backward, arriving + reduced) + moved.last
+        if self.software.reduces_last:  # on average over the microbatches
+            first = overlapped(gpu, backward, arriving)
+            whole = first + (whole - first) / self.layout.num_microbatches
+        return Phases(forward + moved.first, whole)
 
     @cached_property
     def hop(self) -> float:

@@ -1,7 +1,7 @@
 """Predicts the times of what data-parallel ranks send: gathered parameters, reduced gradients."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from fivefold.config.dependents import sums_in_buckets
@@ -30,11 +30,15 @@ class Moves:
         gathered: seconds to gather its parameters once.
         reduced: seconds to reduce its gradients once.
         messages: messages of that reduction.
+        first: seconds to gather the embedding, and what is gathered with it, of `gathered`.
+        last: seconds to reduce their gradients, of `reduced`.
     """
 
     gathered: float
     reduced: float
     messages: int
+    first: float = 0.0
+    last: float = 0.0
 
 
 def data_groups(layout: Layout, cluster: Cluster) -> tuple[GroupSpan, GroupSpan, GroupSpan]:
@@ -81,30 +85,39 @@ def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts
         between = all_reduce(cluster, replica, sent / shard.size) if each.group is shard else 0.0
         return scattered + between
 
-    def total(seconds: Callable[[_Together], float], *, trained: bool) -> float:
-        by_tensor, groups = software.by_tensor, (shard, expert)
-        sent = _together(layout, spec, groups, by_tensor=by_tensor, trained=trained)
-        return sum(each.count * seconds(each) for each in sent)
+    ends = spec.embedding and software.waits_for_ends and not whole
+
+    def total(
+        seconds: Callable[[_Together], float], *, trained: bool, first: bool = False
+    ) -> float:
+        sent = _together(layout, spec, (shard, expert), software, trained=trained)
+        return sum(each.count * seconds(each) for each in sent if each.ends or not first)
 
     arriving = 0.0 if whole else total(gathered, trained=False)
     if software.broadcasts_updates and not whole:
-        arriving = _broadcast(layout, cluster, spec, (shard, expert))
+        arriving = _broadcast(layout, cluster, spec, (shard, expert), software)
     return Moves(
         arriving,
         total(reduced, trained=True),
         len(spec.layers),
+        total(gathered, trained=False, first=True) if ends else 0.0,
+        total(reduced, trained=True, first=True) if ends else 0.0,
     )
 
 
 def _broadcast(
-    layout: Layout, cluster: Cluster, spec: StageParts, groups: tuple[GroupSpan, GroupSpan]
+    layout: Layout,
+    cluster: Cluster,
+    spec: StageParts,
+    groups: tuple[GroupSpan, GroupSpan],
+    software: Software,
 ) -> float:
     """Seconds in which ranks broadcast the parameters of a stage that they have updated."""
-    seconds = 0.0
+    seconds, each_alone = 0.0, replace(software, by_tensor=True)
     for group in dict.fromkeys(groups):
         own = [
             each
-            for each in _together(layout, spec, groups, by_tensor=True, trained=True)
+            for each in _together(layout, spec, groups, each_alone, trained=True)
             if each.group == group
         ]
         size = 2.0 * sum(each.size * each.count for each in own)
@@ -124,6 +137,7 @@ class _Together:
         shapes: their shapes.
         narrow: elements of those that are gathered in 8 bits.
         count: how often a stage has such.
+        ends: whether they are those of the model's ends.
     """
 
     group: GroupSpan
@@ -132,6 +146,7 @@ class _Together:
     shapes: tuple[tuple[int, ...], ...]
     narrow: int
     count: int
+    ends: bool
 
     @property
     def size(self) -> int:
@@ -143,8 +158,8 @@ def _together(
     layout: Layout,
     spec: StageParts,
     groups: tuple[GroupSpan, GroupSpan],
+    software: Software,
     *,
-    by_tensor: bool,
     trained: bool,
 ) -> Iterator[_Together]:
     """What a stage sends at once: each block's parameters, or each parameter.
@@ -152,8 +167,10 @@ def _together(
     `groups`: those of dense parameters and of experts; `trained`: only of what is trained.
     """
     grid, (nodes, expert_nodes) = layout.grid, layout.node_sizes
+    by_tensor, whole = software.by_tensor, software.whole_embedding
     narrows = layout.config.training.fp8_param_gather and not by_tensor
-    for block in stage_blocks(layout, spec, trained=trained):
+    blocks = stage_blocks(layout, spec, trained=trained, whole_embedding=whole)
+    for place, block in enumerate(blocks):
         narrow = block.narrow if narrows else (0, 0)
         for group, stride, node, shapes, few in (
             (groups[0], grid.tp, nodes, block.dense, narrow[0]),
@@ -161,7 +178,7 @@ def _together(
         ):
             for piece in [(shape,) for shape in shapes] if by_tensor else [shapes]:
                 if piece:
-                    yield _Together(group, stride, node, piece, few, block.count)
+                    yield _Together(group, stride, node, piece, few, block.count, place == 0)
 
 
 def _buckets(

@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fivefold.counts.policy import StatePolicy, megatron_policy
+from fivefold.counts.state import num_shards
 from fivefold.layout import Layout
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.memory import peak_memory
+from fivefold.predict.software import Software
 from fivefold.published.frameworks.framework import Framework
 from fivefold.published.row import PublishedRow
-from fivefold.published.runs import Choice
+from fivefold.published.runs import Choice, software_of
 
 _COMMUNICATOR = 1e9  # of NCCL, on H100s: 0.7 to 3.3 GB in its issues 964 and 1685
 
@@ -45,7 +47,10 @@ def published_peak(row: PublishedRow, choice: Choice, cluster: Cluster) -> Peak:
     loss = {} if choice.framework.separate_loss else _loss_of(row)
     run = replace(layout, config=layout.config.with_values(**loss))
     full = replace(cluster, memory_margin=0.0)  # it ran, or did not
-    predicted = peak_memory(run, full, policy=_policy_of(layout, choice.framework))
+    habits = software_of(row, choice.framework)
+    compiled = "torch.compile" in row.text("note")
+    policy = _policy_of(layout, choice.framework, habits, compiled=compiled)
+    predicted = peak_memory(run, full, policy=policy, software=habits)
     return Peak(predicted.max_allocated, predicted.fits)
 
 
@@ -54,12 +59,24 @@ def _extremes(layout: Layout) -> list[int]:
     return sorted({0, min(1, layout.grid.pp - 1), layout.grid.pp - 1})
 
 
-def _policy_of(layout: Layout, framework: Framework) -> StatePolicy | None:
-    """The state policy of a framework, of Megatron-LM, or of Fivefold if weights are sharded."""
+def _policy_of(
+    layout: Layout, framework: Framework, habits: Software, *, compiled: bool
+) -> StatePolicy | None:
+    """The state policy of a framework, of Megatron-LM, or of Fivefold if weights are sharded.
+
+    A single data-parallel rank shards nothing, and computes with the weights that it updates. Its
+    backward is one graph if the model is compiled; hooks of sharding cut it at every layer.
+    """
     sharding = layout.config.parallel.sharding
     if framework.held is None:
         return None if sharding.splits_parameters else megatron_policy(sharding.splits_optimizer)
     copy, gradient, master, moments = framework.held
+    shared = num_shards(layout) > 1
+    whole = shared and habits.reduces_last and layout.num_microbatches > 1
+    if whole:
+        gradient = habits.gradient_bytes or gradient
+    if not shared and copy == master:
+        copy = 0.0
     return StatePolicy(
         copy=copy,
         narrow_copy=copy,
@@ -67,9 +84,11 @@ def _policy_of(layout: Layout, framework: Framework) -> StatePolicy | None:
         master=master,
         moments=moments,
         splits_copy=sharding.splits_parameters,
-        splits_gradient=sharding.splits_gradients,
+        splits_gradient=sharding.splits_gradients and not whole,
         splits_optimizer=sharding.splits_optimizer,
         fresh=2.0,
+        fresh_at_once=compiled and not shared,
+        whole_embedding=habits.whole_embedding,
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from fivefold.check import check
 from fivefold.config.config import Config
@@ -19,14 +19,14 @@ from fivefold.config.sharding import SHARDING, Sharding
 from fivefold.errors import ConfigError, DataError, FivefoldError
 from fivefold.layout import Layout
 from fivefold.model.shape import training_flops
-from fivefold.predict.software import Software
+from fivefold.predict.software import Attention, Software
 from fivefold.published.frameworks.framework import Framework
 from fivefold.published.frameworks.registry import frameworks_of
 from fivefold.published.row import OUT_OF_MEMORY, PublishedRow, cluster_of, model_of
 from fivefold.search.partitions import balanced_layout
 
 _TERA = 1e12
-_KERNELS: Mapping[str, Literal["best", "flash2", "flash1", "scores"]] = MappingProxyType(
+_KERNELS: Mapping[str, Attention] = MappingProxyType(
     {"cudnn": "best", "flash2": "flash2", "flash1": "flash1", "scores": "scores"}
 )
 
@@ -62,9 +62,7 @@ def _wire_bytes(row: PublishedRow) -> float | None:
     return sizes.get(told)
 
 
-def _attention_of(
-    row: PublishedRow, habits: Software
-) -> Literal["best", "flash2", "flash1", "scores"]:
+def _attention_of(row: PublishedRow, habits: Software) -> Attention:
     """The attention kernel: as its column or a note tells, or else that of the framework."""
     column = row.text("attention")
     if column:
@@ -233,6 +231,7 @@ def _parallel(row: PublishedRow, model: ModelConfig, framework: Framework) -> di
     sharded = row.text("sp")
     sequence = tp > 1 and (sharded == "1" or (not sharded and framework.sequence_parallel))
     strategy = _strategy(row, framework)
+    fused = framework.fused_loss or (framework.compiles_loss and "eager" not in note.split())
     settings: dict[str, Any] = {
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
@@ -240,7 +239,7 @@ def _parallel(row: PublishedRow, model: ModelConfig, framework: Framework) -> di
         "sequence_parallel": sequence,
         "tp_comm_overlap": tp > 1 and ("async" in note or framework.overlaps_tp),
         "data_parallel_sharding_strategy": strategy.name,
-        "cross_entropy_loss_fusion": _told(row, "fused_loss", framework.fused_loss),
+        "cross_entropy_loss_fusion": _told(row, "fused_loss", fused),
         **_overlaps(row, framework, strategy.zero_stage),
         **(framework.settings if cp > 1 else {}),
     }

@@ -33,6 +33,7 @@ class Torchtitan(Replay):
 
     communicators = 4  # data, tensor, pipeline, context
     expandable = True
+    compiles_loss = False
 
     def __init__(
         self,
@@ -160,10 +161,17 @@ class Torchtitan(Replay):
         z = self.sizes
         split = self.layout.grid.tp > 1
         wide = 4 * z.entries
-        return [
+        logits = [
             *self._norm("norm", "x", compiled=False),
             *([Op("all", z.gathered, ("norm",), buffer=z.gathered)] if split else []),
             _multiply("logits", 2 * z.entries, "all" if split else "norm", 2 * self.vocabulary),
+        ]
+        if (
+            self.compiles_loss and self.compiled and not split
+        ):  # reads logits, writes their gradient
+            return [*logits, Op("y", 4, ("logits",), ("logits",))]
+        return [
+            *logits,
             Op("wide", wide, ("logits",)),
             # Split over the vocabulary, shifted logits and their exponentials are tensors, too.
             Op(
@@ -309,6 +317,12 @@ class Torchtitan(Replay):
         if self.compiled:
             return Op("product", self.sizes.inner, ("gate", "up"), ("gate", "up"))
         return Op("product", self.sizes.inner, ("silu", "up"), ("silu", "up"))
+
+
+class TorchtitanCompiledLoss(Torchtitan):
+    """A replay of torchtitan since April 2025, which compiles its loss (its commit bbb1b616e)."""
+
+    compiles_loss = True
 
 
 def _multiply(

@@ -169,3 +169,92 @@ def test_eager_kernels_cost_most_where_one_would_do():
         for name in ("mlp_norm", "mlp_act")
     )
     assert norm > 2 > act > 1
+
+
+def test_gathered_logits_are_sent_and_every_rank_computes_the_whole_loss():
+    layout = planned("llama3-8b", 8, mbs=1, gbs=2, tp=4, sp=True)
+    shared, whole = (
+        LayerTimes(layout, H100, Software(whole_logits=habit)).head() for habit in (False, True)
+    )
+    logits = layout.config.training.seq_length * layout.config.model.padded_vocab_size
+    sent = gather(H100, span(H100, 4, 1), 2 * logits)
+    assert whole.tp.forward - shared.tp.forward == pytest.approx(sent)
+    rate = 3350e9 * 0.85
+    more = (24 + 10) * logits * 3 / 4 / rate + 4 * logits / rate  # and copied to be joined
+    assert whole.compute.total - shared.compute.total == pytest.approx(more, rel=0.01)
+    alone = planned("llama3-8b", 8, mbs=1, gbs=8)
+    times = [LayerTimes(alone, H100, Software(whole_logits=habit)).head() for habit in (0, 1)]
+    assert times[0] == times[1]
+
+
+def test_a_whole_embedding_is_not_summed_but_its_gradient_is_gathered():
+    layout = planned("llama3-8b", 8, mbs=1, gbs=2, tp=4, sp=True)
+    split, whole = (
+        LayerTimes(layout, H100, Software(whole_embedding=habit)).embedding().tp
+        for habit in (False, True)
+    )
+    assert (whole.forward, whole.dx) == (0.0, split.forward) and split.dx == 0.0 < split.forward
+    apart = planned("llama3-8b", 8, mbs=1, gbs=2, tp=4)
+    assert LayerTimes(apart, H100, Software(whole_embedding=True)).embedding().tp.total == 0.0
+
+
+def test_projections_with_a_plan_of_their_own_gather_and_reduce_each():
+    layout = planned("llama3-8b", 8, mbs=1, gbs=2, tp=4, sp=True)
+    eager = {"fused": False, "overlaps_backward_tp": False}
+    once, each, joined = (
+        LayerTimes(layout, H100, Software(**habits)).layer(LayerKind(), ()).tp
+        for habits in (
+            eager,
+            eager | {"gathers_each": True},
+            {"gathers_each": True, "overlaps_backward_tp": False},
+        )
+    )
+    hidden = gather(H100, span(H100, 4, 1), 2 * 4096 * 4096)
+    assert each.forward - once.forward == pytest.approx(3 * hidden)  # of q, k, v; of gate and up
+    assert each.dx - once.dx == pytest.approx(3 * hidden)
+    assert joined.forward == once.forward and joined.dx == each.dx
+
+
+def test_gradients_reduced_with_the_last_backward_only_cost_as_much_at_any_count():
+    def communication(microbatches, *, reduces_last):
+        settings = {"zero": "optim_grads_params", "mbs": 1, "gbs": 64 * microbatches}
+        layout = planned("llama3-8b", 64, seq=512, **settings)
+        found = predict(layout, H100, Software(reduces_last=reduces_last, gradient_bytes=4.0))
+        return next(part.seconds for part in found.parts if part.name == "DP communication")
+
+    always, last = ([communication(n, reduces_last=r) for n in (1, 4)] for r in (False, True))
+    assert last[0] == always[0]
+    gathered = (always[1] - last[1]) / 3  # what three of four reductions took
+    assert gathered > 0.5 * 4 * 8.03e9 / (8 * 40e9)
+    assert last[1] < 0.6 * always[1]
+
+
+def test_ends_in_one_block_are_gathered_before_and_reduced_after_all_else():
+    def parts(**settings):
+        layout = planned("llama3-8b", 64, mbs=1, zero="optim_grads_params", **settings)
+        (beside, _), (waited, _) = (
+            (stages[0].dp, costs)
+            for costs, stages in (
+                stage_costs(layout, H100, Software(waits_for_ends=habit)) for habit in (0, 1)
+            )
+        )
+        return beside, waited
+
+    beside, waited = parts(gbs=64)
+    ends = 2 * 128256 * 4096
+    once = gather(H100, span(H100, 64, 1), 2 * ends)
+    slowed = H100.gpu.overlap_slowdown * once  # what it costs the work beside which it is hidden
+    assert waited.forward - beside.forward == pytest.approx(once - slowed, rel=0.01)
+    assert waited.dx > beside.dx
+    inner, outer = parts(gbs=64, pp=2, sp=False)
+    assert outer.forward > inner.forward  # the first stage has the embedding
+    layout = planned("llama3-8b", 64, pp=2, mbs=1, zero="optim_grads_params")
+    last = [stage_costs(layout, H100, Software(waits_for_ends=habit))[1][-1].dp for habit in (0, 1)]
+    assert last[0] == last[1]
+
+
+def test_pytorch_s_list_of_kernels_begins_with_the_best_on_blackwell_only():
+    for name, best in (("H100", False), ("A100-80", True), ("B200", True), ("GB300", True)):
+        gpu = Software(attention="listed").on(preset(name)).gpu
+        reached = preset(name).gpu.attention_forward * (1 if best else preset(name).gpu.flash2)
+        assert gpu.attention_forward == reached

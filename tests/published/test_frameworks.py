@@ -12,7 +12,7 @@ from fivefold.config.presets import PRESETS
 from fivefold.counts.state import held
 from fivefold.layout import Layout
 from fivefold.published.nanotron import Nanotron
-from fivefold.published.torchtitan import Torchtitan
+from fivefold.published.torchtitan import Torchtitan, TorchtitanCompiledLoss
 
 MODEL = replace(PRESETS["llama3-8b"], num_layers=4)
 MIB = 2**20  # of a block, at most so much is spare
@@ -127,3 +127,14 @@ def test_activations_grow_with_tokens() -> None:
         for length in lengths
     ]
     assert peaks[2] - peaks[1] == pytest.approx(2 * (peaks[1] - peaks[0]), rel=0.02)
+
+
+def test_a_compiled_loss_keeps_no_logits_in_fp32() -> None:
+    """Else the log-softmax and its gradient are, and where layers are not compiled."""
+    run = layout(micro_batch_size=4, recompute="full")
+    logits = 4 * 4096 * MODEL.padded_vocab_size
+    apart, joined = (kind(run, 0).run() for kind in (Torchtitan, TorchtitanCompiledLoss))
+    saved = apart.most_allocated - joined.most_allocated
+    assert saved == pytest.approx(2 * 4 * logits, rel=0.01)
+    eager = [kind(run, 0, compiled=False) for kind in (Torchtitan, TorchtitanCompiledLoss)]
+    assert eager[0].run().most_allocated == eager[1].run().most_allocated

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.published.memory import published_peak
-from fivefold.published.row import PublishedRow, cluster_of, read_rows
+from fivefold.published.row import COLUMNS, PublishedRow, cluster_of, read_rows
 from fivefold.published.runs import measured_bytes, row_layouts
 from fivefold.published.score import report
 
@@ -109,3 +109,54 @@ def test_recomputation_lowers_what_is_reserved(recompute: str, smaller: float) -
         choice = row_layouts(other)[0]
         peaks.append(published_peak(other, choice, cluster_of(other)).reported)
     assert peaks[1] < smaller * peaks[0]
+
+
+SHARDED = {
+    "src": "somebody",
+    "framework": "kempnerforge",
+    "gpu": "H200",
+    "model": "Llama3-8B",
+    "seq": "4096",
+    "mbs": "4",
+    "zero": "FSDP",
+    "recomp": "full",
+    "prec": "bf16",
+    "pp": "1",
+    "cp": "1",
+}
+WEIGHTS, TABLE = 8.03e9, 128256 * 4096
+LOGITS = 4 * 4096 * 128256
+
+
+def kept_whole(world: int, tp: int, microbatches: int = 2, note: str = "") -> float:
+    """Bytes of a peak, of a Llama 3 8B whose tensor-parallel ranks gather their logits."""
+    cells = {"ngpu": str(world), "tp": str(tp), "gbs": str(4 * microbatches * world // tp)}
+    row = PublishedRow(
+        1, dict.fromkeys(COLUMNS, "") | SHARDED | cells | {"note": note, "gpus_per_node": "8"}
+    )
+    (choice,) = row_layouts(row)
+    return published_peak(row, choice, cluster_of(row)).reported
+
+
+def test_tensor_parallelism_does_not_split_logits_that_are_gathered_nor_a_whole_embedding() -> None:
+    """By hand: weights and moments in shards, whole gradients in fp32, four tensors of logits."""
+    for world, tp in ((8, 1), (8, 4), (32, 4)):
+        own = TABLE + (WEIGHTS - TABLE) / tp
+        ends, inputs = 2 * (TABLE + TABLE / tp), 32 * 4 * 4096 * 4096 * 2 / tp
+        by_hand = own * (6 / (world // tp) + 4) + ends + inputs + 8 * LOGITS
+        assert kept_whole(world, tp) == pytest.approx(by_hand, rel=0.03)
+
+
+def test_gradients_of_one_microbatch_are_reduced_as_they_come() -> None:
+    """Else they wait whole, in the type in which they will be reduced."""
+    saved = kept_whole(8, 1) - kept_whole(8, 1, microbatches=1)
+    assert saved == pytest.approx((4 - 2 / 8) * WEIGHTS, rel=0.01)
+
+
+def test_one_compiled_graph_returns_all_gradients_at_once() -> None:
+    """Of a rank that shards nothing; layers that are sharded are graphs of their own."""
+    eager, compiled = (kept_whole(1, 1, note=note) for note in ("", "torch.compile"))
+    state, inputs = 8 * WEIGHTS, 32 * 4 * 4096 * 4096 * 2
+    assert eager == pytest.approx(state + inputs + 8 * LOGITS, rel=0.02)
+    assert compiled == pytest.approx(state + 2 * WEIGHTS + 4 * LOGITS, rel=0.02)
+    assert kept_whole(8, 1, note="torch.compile") == kept_whole(8, 1)

@@ -280,3 +280,22 @@ def test_a_dense_models_activation_is_run_again_with_its_mlp():
     for model, module in (("LLAMA3.1_405B", "mlp"), ("Qwen3_235B_a22B", "moe_act")):
         layout = only_layout(model=model, recomp="norm, act", tp="4", pp="2", ngpu="8")
         assert set(layout.config.memory.recompute_modules) == {"layernorm", module}
+
+
+def test_pytorch_s_attention_is_that_of_its_release():
+    def kernel(framework, release):
+        return software(row(framework=framework, release=release, pp="1")).attention
+
+    assert kernel("torchtitan", "2024-12") == "flash2"
+    assert kernel("torchtitan", "2025-06") == "listed"
+    assert kernel("fsdp", "2025-12") == "flash2"
+    assert kernel("fsdp", "2026-04") == kernel("kempnerforge", "2026-04") == "best"
+
+
+def test_a_loss_is_compiled_with_the_model_by_releases_that_do() -> None:
+    def fused(release, note=""):
+        found = only_layout(framework="torchtitan", release=release, note=note)
+        return found.config.memory.cross_entropy_loss_fusion
+
+    assert not fused("2024-12") and not fused("2025-03")
+    assert fused("2025-04") and fused("2025-06") and not fused("2025-06", "eager")

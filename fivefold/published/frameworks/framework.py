@@ -35,6 +35,7 @@ class Framework:
         overlaps_shards: whether gradients that are sharded once a step (ZeRO-1) are.
         overlaps_gather: whether parameters are gathered in parallel to the next forward.
         fused_loss: whether the loss is one kernel over the logits.
+        compiles_loss: whether the loss is compiled where the model is, and so is one kernel.
         separate_loss: whether logits in fp32, their log-softmax and its gradient are tensors each.
         fp8_recipe: recipe if the row does not name one.
         settings: further settings of every run, by field name.
@@ -60,6 +61,7 @@ class Framework:
     overlaps_shards: bool = True
     overlaps_gather: bool = True
     fused_loss: bool = False
+    compiles_loss: bool = False
     separate_loss: bool = False
     fp8_recipe: str = "tensorwise"
     settings: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from fivefold.published.frameworks.framework import OTHERS, Framework
 from fivefold.published.nanotron import Nanotron, by_weights
-from fivefold.published.torchtitan import Torchtitan
+from fivefold.published.torchtitan import Torchtitan, TorchtitanCompiledLoss
 
 HAI_LLM: tuple[Framework, ...] = (
     Framework(
@@ -53,15 +53,42 @@ NANOTRON: tuple[Framework, ...] = (
         replay=Nanotron,
     ),
 )
+_TITAN = replace(
+    OTHERS,
+    attention="flash2",
+    joins_linears=False,
+    overlaps_backward_tp=False,
+    waits_for_ends=True,
+)
 TORCHTITAN: tuple[Framework, ...] = (
     Framework(
         "torchtitan",
         "torchtitan",
-        software=replace(
-            OTHERS, attention="flash2", joins_linears=False, overlaps_backward_tp=False
-        ),
+        software=_TITAN,
         microbatch_a_rank=True,
         whole_attention=True,
         replay=Torchtitan,
+    ),
+    # Its loss is compiled again, as it was in autumn 2024.
+    Framework(
+        "torchtitan",
+        "",
+        (2025, 4),
+        _TITAN,
+        compiles_loss=True,
+        microbatch_a_rank=True,
+        whole_attention=True,
+        replay=TorchtitanCompiledLoss,
+    ),
+    # Its list of kernels begins with cuDNN's on Blackwell (its pull request 1196).
+    Framework(
+        "torchtitan",
+        "",
+        (2025, 5),
+        replace(_TITAN, attention="listed"),
+        compiles_loss=True,
+        microbatch_a_rank=True,
+        whole_attention=True,
+        replay=TorchtitanCompiledLoss,
     ),
 )
