@@ -111,8 +111,8 @@ def stage_blocks(
     ends = _block(model, degrees, around, trained, leaves_out="mtp.", whole=whole)
     predicts = _block(model, degrees, around, trained, only="mtp.0.")
     further = [replace(predicts, count=stage.mtp)] if stage.mtp else []
-    kinds = Counter(layer_kind(model, layer) for layer in stage.layers)
-    first = {layer_kind(model, layer): layer for layer in reversed(stage.layers)}
+    each = [layer_kind(model, layer) for layer in stage.layers]
+    kinds, first = Counter(each), dict(zip(reversed(each), reversed(stage.layers), strict=True))
     layers = [
         replace(_block(model, degrees, WholeModel((first[kind],), False, False), trained), count=n)
         for kind, n in kinds.items()

@@ -4,6 +4,7 @@ All sizes are bytes on one device; what is kept between forward and backward is 
 `model.activations`.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -98,10 +99,8 @@ def stage_bytes(
     ends += entry_bytes(model, stage, running).values()
     loss = total(loss_bytes(model, running)) if stage.head else Saved()
     whole = total(layers)
-    waiting = tokens * sum(
-        waiting_bytes(model, running, layer_kind(model, layer))
-        for layer in (*stage.layers, *[model.num_layers] * stage.mtp)
-    )
+    kinds = Counter(layer_kind(model, layer) for layer in _numbers(model, stage))
+    waiting = tokens * sum(n * waiting_bytes(model, running, kind) for kind, n in kinds.items())
     moving = 2 * tokens * max((saved.offloaded for saved in layers), default=0.0)
     kept = tokens * (whole.kept + total(ends).kept)
     messages, inside = _buffers(layout, stage, running)
@@ -116,8 +115,9 @@ def stage_bytes(
 
     points: dict[tuple[Kind, bool], tuple[ActPoint, ...]] = {}
     for last in (False, True):
-        reduces = last or policy.splits_gradient
-        found = _backward_points(layout, stage, running, policy, reduces=reduces)
+        if not last or (policy.reducing and not policy.splits_gradient):  # else as before
+            reduces = last or policy.splits_gradient
+            found = _backward_points(layout, stage, running, policy, layers, reduces=reduces)
         # Before a layer's gradients are reduced, what they were computed from is gone.
         gone = waiting / max(len(layers), 1)
         backwards = [replace(point, working=point.working + moving) for point in found]
@@ -149,7 +149,13 @@ def stage_bytes(
 
 
 def _backward_points(
-    layout: Layout, stage: StageParts, running: Running, policy: StatePolicy, *, reduces: bool
+    layout: Layout,
+    stage: StageParts,
+    running: Running,
+    policy: StatePolicy,
+    layers: list[Saved],
+    *,
+    reduces: bool,
 ) -> list[ActPoint]:
     """The points in the backward of a stage at which memory may peak.
 
@@ -162,7 +168,6 @@ def _backward_points(
     tokens = training.micro_batch_size * training.seq_length / layout.grid.cp
     loss = total(loss_bytes(model, running)) if stage.head else Saved()
     vocabulary = model.trains_all * model.padded_vocab_size / layout.grid.tp * model.hidden_size
-    layers = _saved_by_layer(layout, stage, running)
     kept = tokens * sum(layer.kept for layer in layers)
     gone, remade = -tokens * loss.kept, tokens * _remade_at_once(running, layers)
     messages, inside = _buffers(layout, stage, running)
@@ -262,12 +267,11 @@ def _tiled_sums(layout: Layout, layer: Layer, running: Running) -> float:
 def _saved_by_layer(layout: Layout, stage: StageParts, running: Running) -> list[Saved]:
     """Bytes per token of each layer of a stage, multi-token prediction layers last."""
     model = layout.config.model
-    numbers = [*stage.layers, *range(model.num_layers, model.num_layers + stage.mtp)]
     memory = running.memory
     by_place = memory.recompute_granularity == "full" or memory.recomputes_first_layers
     known: dict[tuple[LayerKind, int], Saved] = {}
     result = []
-    for place, layer in enumerate(numbers):
+    for place, layer in enumerate(_numbers(model, stage)):
         kind = layer_kind(model, layer), place if by_place else 0
         if kind not in known:
             # Full recomputation makes each further prediction again by itself.
@@ -275,6 +279,11 @@ def _saved_by_layer(layout: Layout, stage: StageParts, running: Running) -> list
             known[kind] = total(saved_activations(model, layer, running, position=position))
         result.append(known[kind])
     return result
+
+
+def _numbers(model: ModelConfig, stage: StageParts) -> tuple[int, ...]:
+    """The layers of a stage, multi-token prediction layers last."""
+    return *stage.layers, *range(model.num_layers, model.num_layers + stage.mtp)
 
 
 def _remade_at_once(running: Running, layers: list[Saved]) -> float:
