@@ -315,6 +315,13 @@ DEPENDENTS = (
         ("--fp8-format hybrid",),
     ),
     Dependents(
+        ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"),
+        "fp8_recipe",
+        lambda c: c.training.delays_scales,
+        "scales by the largest elements of earlier steps",
+        ("--fp8-format hybrid --fp8-recipe delayed",),
+    ),
+    Dependents(
         ("fp8_param_gather",),
         "fp8_format",
         lambda c: c.training.fp8_format is not None,

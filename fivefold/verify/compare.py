@@ -48,7 +48,7 @@ def compare(
     """
     engine = Engine(layout, rank, device)
     for stage in engine.model.stages.values():
-        scale_each_element(stage)
+        scale_each_element(stage, layout.config.training)
     for gradients in engine.model.gradients.values():
         send_each_element(gradients.exchanges)
     if plant is not None:
@@ -133,10 +133,13 @@ def _load_differences(
 def _weight_differences(
     engine: Engine, step: int, reference: ReferenceStep
 ) -> Iterator[Difference]:
-    """Differences of every weight and expert bias after the update, with digests for replicas."""
+    """Differences of every weight, expert bias and delayed scale after the update, with digests for
+    replicas."""
     rank, floor = engine.groups.rank, engine.layout.config.optimizer.lr
     held = {name: piece_of(p).like(engine.weight(name)) for name, p in engine.parameters.items()}
     held |= {name: piece_of(value) for name, value in engine.model.buffers(copies=True).items()}
+    if engine.model.scaling is not None:
+        held |= engine.model.scaling.stored(copies=True)
     for name, piece in held.items():
         record = engine.model.records.get(name)
         stored = name if record is None else record.stored
