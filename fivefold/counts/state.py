@@ -9,12 +9,12 @@ from math import prod
 
 from fivefold.config.memory import WEIGHT_ROOMS, update_rooms
 from fivefold.config.model import ModelConfig
-from fivefold.config.training import BLOCK
+from fivefold.config.training import BLOCK, TrainingConfig
 from fivefold.counts.policy import StatePolicy, engine_policy
 from fivefold.data_parallel.blocks import UnitSizes
 from fivefold.layout import Layout
 from fivefold.model.description import layer_kind
-from fivefold.model.fp8_rules import in_eight_bits
+from fivefold.model.fp8_rules import OPERANDS, delayed_bytes, in_eight_bits
 from fivefold.model.shape import StageParts, WholeModel, layer_weights, stage_weights
 
 
@@ -37,6 +37,7 @@ class ModelState:
         disk: bytes of offloaded masters, moments and weights on a disk, not in host memory.
         updated: number of parameters that the rank updates, here or on the host.
         rooms: bytes of the rooms in which offloaded state is updated on the device.
+        scales: bytes of delayed scales of 8-bit operands, and of their histories.
     """
 
     parameters: int
@@ -49,6 +50,7 @@ class ModelState:
     disk: float = 0.0
     updated: int = 0
     rooms: float = 0.0
+    scales: float = 0.0
 
     @property
     def weights(self) -> float:
@@ -58,7 +60,8 @@ class ModelState:
     @property
     def total(self) -> float:
         """Bytes of everything on the device."""
-        return self.weights + self.gradients + self.optimizer + self.rooms + self.gathered
+        lasting = self.weights + self.gradients + self.optimizer + self.rooms + self.scales
+        return lasting + self.gathered
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,14 @@ class GatheredBlock:
         dense: local shapes of parameters on the attention mesh, after tensor parallelism.
         experts: local shapes of parameters on the expert mesh, after expert and tensor parallelism.
         narrow: elements of `dense` and of `experts` that 8-bit linear layers multiply with.
+        linears: number of these layers, each expert's counted.
         count: number of such blocks in the stage.
     """
 
     dense: tuple[tuple[int, ...], ...]
     experts: tuple[tuple[int, ...], ...]
     narrow: tuple[int, int]
+    linears: int
     count: int = 1
 
     @property
@@ -127,7 +132,7 @@ def _block(
     tp, ep, etp = degrees
     dense: list[tuple[int, ...]] = []
     experts: list[tuple[int, ...]] = []
-    narrow = [0, 0]
+    narrow, linears = [0, 0], 0
     for name, weight in stage_weights(model, parts).items():
         if not name.startswith(only) or (leaves_out and name.startswith(leaves_out)):
             continue
@@ -137,7 +142,8 @@ def _block(
         place.append(weight.local(tp, ep, etp))
         if in_eight_bits(name, weight):
             narrow[weight.of_experts] += prod(place[-1])
-    return GatheredBlock(tuple(dense), tuple(experts), (narrow[0], narrow[1]))
+            linears += place[-1][0] if weight.of_experts else 1
+    return GatheredBlock(tuple(dense), tuple(experts), (narrow[0], narrow[1]), linears)
 
 
 def stages_held(layout: Layout, pp_rank: int) -> tuple[int, ...]:
@@ -197,6 +203,7 @@ def model_state(
     beyond = 0.0  # bytes of moments in 8 bits that are more than those of whole blocks
     places = at if policy.splits_optimizer else _Shard(1, 0, 1, 0)
     kept = unpacked = 0.0
+    linears = 0
     for index in stages_held(layout, pp_rank):
         stage = layout.split.stages[index]
         ends, *layers = stage_blocks(layout, stage)
@@ -206,6 +213,7 @@ def model_state(
             beyond += block.count * places.beyond(block, policy)
         for block in (ends, *layers):
             whole += block.count * block.size
+            linears += block.count * block.linears
             copies += block.count * block.copied(policy)
             frozen += block.count * at.held(block)
             kept += block.count * _second_copy(layout, block, policy)
@@ -239,7 +247,13 @@ def model_state(
         disk=(away * lying if policy.on_disk else 0) + (weights if policy.away_on_disk else 0),
         updated=optimizer,
         rooms=passing * (policy.gradient + lying) if policy.visits else 0,
+        scales=_delayed_scales(layout.config.training, linears),
     )
+
+
+def _delayed_scales(training: TrainingConfig, linears: int) -> int:
+    """Bytes of the delayed scales of so many 8-bit linear layers."""
+    return OPERANDS * linears * delayed_bytes(training) if training.delays_scales else 0
 
 
 def _away(layout: Layout, pp_rank: int, policy: StatePolicy) -> tuple[float, float]:

@@ -12,6 +12,7 @@ of this rank, 1 of other linear layers.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import inf
 
 import torch
@@ -103,7 +104,7 @@ class DelayedScaling:
         self._most_recent = training.fp8_amax_compute_algo == "most_recent"
         sizes = [OPERANDS * layer.held for layer in layers]
         number, length = sum(sizes), training.fp8_amax_history_len
-        self._ends = torch.tensor(sizes, dtype=torch.int64).cumsum(0).tolist()
+        self._ends = list(accumulate(sizes))
         self._seen = torch.zeros(number, device=device)
         self._scale = torch.ones(number, device=device)
         self._history = torch.zeros(number, length, device=device)
@@ -168,7 +169,7 @@ class DelayedScaling:
 
     def held(self) -> tuple[Tensor, ...]:
         """All that it keeps from step to step."""
-        return self._scale, self._seen, self._history
+        return self._scale, self._seen, self._history, self._places, self._limit
 
 
 def _places(layers: Sequence[ScaledLayer], every: Mapping[str, int | None]) -> Tensor:

@@ -44,6 +44,11 @@ def num_delayed_scales(model: ModelConfig) -> int:
     return OPERANDS * sum(experts or 1 for experts in eight_bit_linears(model).values())
 
 
+def delayed_bytes(training: TrainingConfig) -> int:
+    """Bytes that a delayed scale takes: history, scale, largest element, limit, and place."""
+    return 4 * (training.fp8_amax_history_len + 3) + 8
+
+
 def in_eight_bits(name: str, weight: Weight) -> bool:
     """Whether --fp8-format has a weight multiplied in 8 bits."""
     return weight.multiplies and name.split(".")[-2] not in _WIDE
