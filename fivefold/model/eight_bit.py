@@ -348,11 +348,16 @@ def with_scales(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> Sequence
 
 
 def eight_bit(training: TrainingConfig, dtype: torch.dtype) -> EightBit | None:
-    """The products that --fp8-format and --fp8-recipe ask for; None: those of the dtype."""
+    """The products that --fp8-format and --fp8-recipe ask for; None: those of the dtype.
+
+    They still scale by an operand's own largest element where scales are to be delayed, until
+    `install_delayed`.
+    """
     if training.fp8_format is None:
         return None
     gradients = E5M2 if training.fp8_format == "hybrid" else E4M3
-    return EightBit(RECIPES[training.fp8_recipe], dtype, gradients)
+    recipe = "tensorwise" if training.delays_scales else training.fp8_recipe
+    return EightBit(RECIPES[recipe], dtype, gradients)
 
 
 def install_eight_bit(stage: Stage, products: EightBit, memory: MemoryConfig) -> None:
