@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fivefold.context.install import install_context_parallel
-from fivefold.counts.parameters import ParameterRecord, parameter_records
+from fivefold.counts.parameters import ParameterRecord, delayed_layers, parameter_records
 from fivefold.counts.state import unit_of, units_on_host
 from fivefold.data_parallel.fsdp import ShardedStage
 from fivefold.data_parallel.policy import Policy, make_policy
@@ -23,19 +23,12 @@ from fivefold.memory.offload import Host, install_offload
 from fivefold.memory.parameters import OffloadedParameters
 from fivefold.memory.recompute import install_recompute
 from fivefold.mesh.collectives import sum_in_buckets
-from fivefold.mesh.grid import EXPERT_AXES
 from fivefold.mesh.groups import Groups
 from fivefold.mesh.slices import Piece
 from fivefold.model.batch import Batch
 from fivefold.model.compiled import compile_layers
-from fivefold.model.delayed import DelayedScaling, ScaledLayer
-from fivefold.model.eight_bit import (
-    eight_bit,
-    eight_bit_layers,
-    install_delayed,
-    install_eight_bit,
-)
-from fivefold.model.fp8_rules import eight_bit_linears
+from fivefold.model.delayed import DelayedScaling
+from fivefold.model.eight_bit_layers import eight_bit, install_delayed, install_eight_bit
 from fivefold.model.fusions import install_fusions
 from fivefold.model.init import init_slice
 from fivefold.model.transformer import Stage
@@ -63,7 +56,7 @@ class ParallelModel:
         executor: runs programs on the stages.
         on_host: names of the parameters whose masters and moments are in host memory.
         offloaded: weights that are on the device for their gathers only; None: all are there.
-        scaling: delayed scales of 8-bit operands; None: there are none.
+        scaling: delayed scales of 8-bit operands, if there are any.
         limited: entered while a program runs; what limits the memory of the device sets it.
     """
 
@@ -74,8 +67,8 @@ class ParallelModel:
     records: dict[str, ParameterRecord]
     executor: Executor
     on_host: frozenset[str]
+    scaling: DelayedScaling
     offloaded: OffloadedParameters | None = None
-    scaling: DelayedScaling | None = None
     limited: AbstractContextManager[object] = field(default_factory=nullcontext)
 
     def run(self, program: Program, batches: Sequence[Batch], scale: torch.Tensor) -> StepSums:
@@ -212,7 +205,9 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     _install_experts(layout, groups, stages, deferred, records, meanwhile)
     if groups.cp is not None:
         _install_context(layout, groups, stages)
-    scaling = _install_eight_bit(layout, groups, policy, stages, device, records)
+    _install_eight_bit(layout, policy, stages)
+    layers = delayed_layers(layout, groups.rank, records.values())
+    scaling = install_delayed(stages, layers, config, device)
     _install_memory(layout, groups, stages, device)
     for stage in stages.values():
         install_fusions(stage, config.training)
@@ -240,7 +235,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
         gradients,
         deferred,
         groups.pp,
-        _hidden_shape(layout),
+        layout.hidden_shape,
         policy.compute_dtype,
         device,
         turns,
@@ -249,7 +244,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
         lines=groups.pp_lines,
     )
     return ParallelModel(
-        layout, groups, stages, gradients, records, executor, on_host, offloaded, scaling
+        layout, groups, stages, gradients, records, executor, on_host, scaling, offloaded
     )
 
 
@@ -330,45 +325,15 @@ def _install_context(layout: Layout, groups: Groups, stages: dict[int, Stage]) -
     log.info("context parallel over %d (%s)", layout.grid.cp, ", ".join(dict.fromkeys(kinds)))
 
 
-def _install_eight_bit(
-    layout: Layout,
-    groups: Groups,
-    policy: Policy,
-    stages: dict[int, Stage],
-    device: torch.device,
-    records: dict[str, ParameterRecord],
-) -> DelayedScaling | None:
-    """Returns delayed scales, if there are any."""
+def _install_eight_bit(layout: Layout, policy: Policy, stages: dict[int, Stage]) -> None:
     products = eight_bit(layout.config.training, policy.compute_dtype)
     if products is None:
-        return None
+        return
     for number, stage in stages.items():
         install_eight_bit(stage, products, layout.memory_of(number))
     training = layout.config.training
     gathered = ", gathered in 8 bits" if training.fp8_param_gather else ""
     log.info("linear layers in fp8: %s, %s%s", training.fp8_format, training.fp8_recipe, gathered)
-    if not training.delays_scales:
-        return None
-    return _install_delayed(layout, groups, stages, device, records)
-
-
-def _install_delayed(
-    layout: Layout,
-    groups: Groups,
-    stages: dict[int, Stage],
-    device: torch.device,
-    records: dict[str, ParameterRecord],
-) -> DelayedScaling:
-    ep = layout.grid.coordinates(groups.rank, EXPERT_AXES)["ep"]
-    every, layers = eight_bit_linears(layout.config.model), []
-    for name in (name for stage in stages.values() for name in eight_bit_layers(stage)):
-        record = records[f"{name}.weight"]
-        held = record.shape[0] if record.experts else 1
-        first = ep * held if record.experts else 0
-        layers.append(ScaledLayer(name, not record.written, every[name], first, held))
-    scaling = DelayedScaling(layers, every, layout.config.training, device)
-    install_delayed([*stages.values()], scaling)
-    return scaling
 
 
 def _install_memory(
@@ -432,11 +397,3 @@ def _install_data_parallel(
     trained = [name for name, _ in stage.named_parameters() if records[name].trained]
     over = {name: sums[records[name].sums[0]] for name in trained}
     return ReplicatedStage(stage, over, policy, reduces_in_hooks=in_hooks)
-
-
-def _hidden_shape(layout: Layout) -> tuple[int, int]:
-    config = layout.config
-    tokens = config.training.micro_batch_size * config.training.seq_length
-    tokens //= config.parallel.num_sequence_slices
-    parts = layout.grid.cp * (layout.grid.tp if config.parallel.sequence_parallel else 1)
-    return tokens // parts, config.model.hidden_size

@@ -60,7 +60,7 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
     stages = engine.model.stages.values()
     launched = LayerLaunches([layer for stage in stages for layer in stage.transformer_layers])
     waits = HostWaits(engine.device, map(local_tensor, engine.parameters.values()))
-    host, scaling = engine.optimizer.host, engine.model.scaling
+    host = engine.optimizer.host
     before = _moved(host)
     try:
         counts = (chosen, kept, work, traffic, launched, waits)
@@ -90,7 +90,7 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
         layer_operations=launched.of_a_layer,
         waits=dict(waits.places),
         peak_allocated=torch.cuda.max_memory_allocated(engine.device) if on_gpu else None,
-        scales=0 if scaling is None else sum(tensor.nbytes for tensor in scaling.held()),
+        scales=sum(tensor.nbytes for tensor in engine.model.scaling.held()),
         rooms=sum(tensor.nbytes for tensor in host.rooms()),
         host=sum(tensor.nbytes for tensor in host.tensors()),
         disk=host.disk_bytes(),

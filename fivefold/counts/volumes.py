@@ -306,10 +306,9 @@ class _Volumes:
         mixtures = sum(layer_kind(self.model, layer).experts for layer in every)
         numbers = mixtures * ((self.model.num_experts or 0) + 4)
         yield Flow("world", "what routers decided", numbers * one)
-        if self.layout.config.training.delays_scales:
-            number = num_delayed_scales(self.model)  # fp32
-            size = wire_bytes("all_reduce", 4 * number, self.layout.grid.world_size)
-            yield Flow("world", "largest elements of 8-bit operands", size)
+        scales = 4 * num_delayed_scales(self.layout.config)  # fp32
+        size = wire_bytes("all_reduce", scales, self.layout.grid.world_size)
+        yield Flow("world", "largest elements of 8-bit operands", size)
 
     def _layer(self, layer: int) -> Layer:
         return describe(self.model, layer_kind(self.model, layer))

@@ -23,7 +23,7 @@ from fivefold.config.training import TrainingConfig
 from fivefold.mesh.collectives import start_all_reduce
 from fivefold.mesh.slices import Piece
 from fivefold.model.fp8 import E4M3, E5M2, TINY, Scaled, largest, narrowed, over
-from fivefold.model.fp8_rules import OPERANDS, SCALES
+from fivefold.model.fp8_rules import OPERANDS, SCALES, ScaledLayer
 
 INPUT, WEIGHT, GRADIENT = range(OPERANDS)
 
@@ -61,24 +61,6 @@ class OperandScales:
         return Scaled(narrowed(x_MK, scale, dtype), over(1.0, scale) + found * 0, (None, None))
 
 
-@dataclass(frozen=True)
-class ScaledLayer:
-    """A linear layer whose operands have histories, on this rank.
-
-    Attributes:
-        name: name in the whole model.
-        copy: whether another rank, too, holds its stage, and stores it.
-        experts: experts of the whole layer; None: it is no grouped one.
-        first, held: this rank's experts; 0 and 1 of other layers.
-    """
-
-    name: str
-    copy: bool
-    experts: int | None
-    first: int
-    held: int
-
-
 class DelayedScaling:
     """The histories and scales of all operands that a rank multiplies in 8 bits.
 
@@ -88,7 +70,7 @@ class DelayedScaling:
     Args:
         layers: 8-bit linear layers of this rank.
         every: those of the whole model by name, with the number of their experts; None: it is no
-            grouped one.
+            grouped one. Empty: there are no delayed scales, and nothing is sent.
         training: settings.
         device: where they lie.
     """
@@ -121,21 +103,25 @@ class DelayedScaling:
         self._scale.fill_(1.0)
         self._history.zero_()
 
-    def of_layers(self) -> Iterator[OperandScales]:
-        """The scales of each layer, in the order in which layers were given."""
-        parts = (x.tensor_split(self._ends[:-1]) for x in (self._scale, self._seen))
+    def of_layers(self) -> Iterator[tuple[ScaledLayer, OperandScales]]:
+        """The scales of each layer."""
+        parts = map(self._by_layer, (self._scale, self._seen))
         for layer, scale, seen in zip(self._layers, *parts, strict=True):
-            yield OperandScales(scale.view(OPERANDS, layer.held), seen.view(OPERANDS, layer.held))
+            shape = OPERANDS, layer.held
+            yield layer, OperandScales(scale.view(shape), seen.view(shape))
 
     def begin(self) -> None:
         """Begin a step; forget what evaluations and steps that were not taken have seen."""
-        self._seen.zero_()
+        if self._total:
+            self._seen.zero_()
 
     def agree(self, group: dist.ProcessGroup | None) -> None:
         """Let all ranks know the largest elements of a step, of those that are finite: one message.
 
         An element that is not finite is the largest of all, so that every rank leaves it out.
         """
+        if not self._total:
+            return
         seen = self._seen.nan_to_num(nan=inf, posinf=inf)
         message = seen.new_zeros(self._total).scatter_reduce_(0, self._places, seen, "amax")
         whole = start_all_reduce(message, group, dist.ReduceOp.MAX).wait()
@@ -147,6 +133,8 @@ class DelayedScaling:
 
         A scale whose history has only zeros stays as it is.
         """
+        if not self._total:
+            return
         before = self._history[:, :-1]
         self._history.copy_(torch.cat([self._seen[:, None], before], 1))
         known = self._history[:, 0] if self._most_recent else self._history.amax(1)
@@ -160,12 +148,15 @@ class DelayedScaling:
             copies: whether to name those that another rank stores, too.
         """
         found = {}
-        parts = (x.tensor_split(self._ends[:-1]) for x in (self._scale, self._history))
+        parts = map(self._by_layer, (self._scale, self._history))
         for layer, scale, history in zip(self._layers, *parts, strict=True):
-            if copies or not layer.copy:
+            if copies or layer.written:
                 found[f"{SCALES}{layer.name}.scale"] = _piece(layer, scale)
                 found[f"{SCALES}{layer.name}.amax_history"] = _piece(layer, history)
         return found
+
+    def _by_layer(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x.tensor_split(self._ends)[: len(self._layers)]
 
     def held(self) -> tuple[Tensor, ...]:
         """All that it keeps from step to step."""

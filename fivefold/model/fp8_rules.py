@@ -1,5 +1,6 @@
 """Which 8-bit settings can be trained with, alone and in combination; torch-free."""
 
+from dataclasses import dataclass
 from math import log2, prod
 
 from fivefold.config.config import Config
@@ -19,6 +20,28 @@ SQUARE = ("delayed", "tensorwise", "blockwise")
 """Recipes whose blocks of a weight have as many rows as columns: one copy serves both products."""
 BLACKWELL = 10, 0
 """Compute capability of the first GPUs with kernels for mxfp8."""
+
+
+@dataclass(frozen=True)
+class ScaledLayer:
+    """A linear layer whose operands have delayed scales, on a rank.
+
+    Attributes:
+        name: name in the whole model.
+        stage: index in the program of the stage that holds it.
+        written: whether a checkpoint stores its scales; False for a second copy.
+        experts: experts of the whole layer; None: it is no grouped one.
+        first, held: this rank's experts; 0 and 1 of other layers.
+    """
+
+    name: str
+    stage: int
+    written: bool
+    experts: int | None
+    first: int
+    held: int
+
+
 OPERANDS = 3
 """Operands of a linear layer, each with a history of its own where scales are delayed."""
 SCALES = "fp8."
@@ -39,9 +62,14 @@ def eight_bit_linears(model: ModelConfig) -> dict[str, int | None]:
     }
 
 
-def num_delayed_scales(model: ModelConfig) -> int:
+def delayed_linears(config: Config) -> dict[str, int | None]:
+    """Those whose operands have delayed scales: none, or all."""
+    return eight_bit_linears(config.model) if config.training.delays_scales else {}
+
+
+def num_delayed_scales(config: Config) -> int:
     """Operands of the whole model with a delayed scale."""
-    return OPERANDS * sum(experts or 1 for experts in eight_bit_linears(model).values())
+    return OPERANDS * sum(experts or 1 for experts in delayed_linears(config).values())
 
 
 def delayed_bytes(training: TrainingConfig) -> int:

@@ -96,7 +96,7 @@ class Trainer:
             DataError: the data is not what it was.
         """
         state = read_state(source, step)
-        self.engine.start_scales_anew()
+        self.engine.model.scaling.reset()  # a checkpoint of another recipe has none
         if weights_only:
             starts = without_adapters(state, self.engine.layout.config.model)
             weights = self.engine.weights_to_load(starts)

@@ -141,8 +141,7 @@ def _weight_differences(
     rank, floor = engine.groups.rank, engine.layout.config.optimizer.lr
     held = {name: piece_of(p).like(engine.weight(name)) for name, p in engine.parameters.items()}
     held |= {name: piece_of(value) for name, value in engine.model.buffers(copies=True).items()}
-    narrow = engine.layout.config.training.precision == "bf16"
-    if engine.model.scaling is not None and not narrow:  # a bit of bf16 moves a scale by far more
+    if engine.layout.config.training.precision != "bf16":  # a bit of which moves a scale by more
         held |= engine.model.scaling.stored(copies=True)
     for name, piece in held.items():
         record = engine.model.records.get(name)

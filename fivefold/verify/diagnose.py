@@ -187,8 +187,7 @@ def _gradients_of_samples(
 def _plain(config: Config, reference: ReferenceStep) -> Stage:
     """The plain model with the weights, and delayed scales, before the step."""
     model = plain_model(config, torch.float64)
-    scaling = delayed_scaling(model, config)
-    scales = {} if scaling is None else scaling.stored(copies=True)
+    scales = delayed_scaling(model, config).stored(copies=True)
     for name, piece in scales.items():
         piece.local.copy_(reference.before[name])
     weights = {name: w for name, w in reference.before.items() if name not in scales}

@@ -15,14 +15,9 @@ from fivefold.config.memory import MemoryConfig
 from fivefold.config.training import OptimizerConfig
 from fivefold.data.packing import IGNORED, Microbatch
 from fivefold.model.batch import Batch
-from fivefold.model.delayed import DelayedScaling, ScaledLayer
-from fivefold.model.eight_bit import (
-    eight_bit,
-    eight_bit_layers,
-    install_delayed,
-    install_eight_bit,
-)
-from fivefold.model.fp8_rules import eight_bit_linears
+from fivefold.model.delayed import DelayedScaling
+from fivefold.model.eight_bit_layers import eight_bit, install_delayed, install_eight_bit
+from fivefold.model.fp8_rules import ScaledLayer, delayed_linears
 from fivefold.model.init import initialise
 from fivefold.model.prediction import valid_by_depth
 from fivefold.model.routing import Decision
@@ -84,16 +79,11 @@ def plain_model(config: Config, dtype: torch.dtype) -> Stage:
     return model.to(dtype)
 
 
-def delayed_scaling(model: Stage, config: Config) -> DelayedScaling | None:
-    """The delayed scales of a plain model, which it then multiplies with, if there are any."""
-    if not config.training.delays_scales:
-        return None
-    every = eight_bit_linears(config.model)
-    names = eight_bit_layers(model)
-    layers = [ScaledLayer(name, False, every[name], 0, every[name] or 1) for name in names]
-    scaling = DelayedScaling(layers, every, config.training, torch.device("cpu"))
-    install_delayed([model], scaling)
-    return scaling
+def delayed_scaling(model: Stage, config: Config) -> DelayedScaling:
+    """The delayed scales with which a plain model multiplies from now on, if there are any."""
+    every = delayed_linears(config).items()
+    layers = [ScaledLayer(name, 0, True, experts, 0, experts or 1) for name, experts in every]
+    return install_delayed({0: model}, layers, config, torch.device("cpu"))
 
 
 def run_reference(
@@ -123,8 +113,7 @@ def run_reference(
         before = _state(master, scaling)
         batch = global_batch(config, step)
         samples = microbatches(config, batch, slice(0, config.training.global_batch_size))
-        if scaling is not None:
-            scaling.begin()
+        scaling.begin()
         tokens = valid_by_depth(as_batch(batch, step, config.model.mtp_num_layers))
         routing: dict[int, list[Tensor]] = {}
         narrow = config.optimizer.narrow_gradients and dtype == torch.bfloat16
@@ -144,9 +133,8 @@ def run_reference(
             mixture.router.update_bias(torch.stack(routing[mixture.router.layer]).sum(0))
         model.load_state_dict(master.state_dict())
         round_gathered(model, config)
-        if scaling is not None:
-            scaling.agree(None)
-            scaling.update()
+        scaling.agree(None)
+        scaling.update()
         found.append(
             ReferenceStep(
                 loss=float(losses[:, 0].sum()) / valid_tokens(batch),
@@ -293,10 +281,8 @@ def _round_state(
                 wide.copy_(form.unpack(*form.pack(wide, own)))
 
 
-def _state(master: Stage, scaling: DelayedScaling | None) -> Tensors:
+def _state(master: Stage, scaling: DelayedScaling) -> Tensors:
     """Copies of weights, biases of experts, and delayed scales."""
-    held = dict(master.state_dict())
-    if scaling is not None:
-        scales = scaling.stored(copies=True).items()
-        held |= {name: piece.local.double() for name, piece in scales}
+    scales = scaling.stored(copies=True).items()
+    held = dict(master.state_dict()) | {name: piece.local.double() for name, piece in scales}
     return {name: weight.detach().clone() for name, weight in held.items()}

@@ -12,7 +12,8 @@ from fivefold.config.memory import MemoryConfig
 from fivefold.config.training import TrainingConfig
 from fivefold.errors import ConfigError
 from fivefold.mesh.slices import local_tensor
-from fivefold.model.eight_bit import EightBit, eight_bit, install_eight_bit, products_of
+from fivefold.model.eight_bit import EightBit
+from fivefold.model.eight_bit_layers import eight_bit, install_eight_bit, products_of
 from fivefold.model.fp8 import E4M3, RECIPES
 from fivefold.model.fp8_rules import SQUARE, in_eight_bits, num_scales
 from fivefold.model.shape import stage_weights

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from fivefold.config.training import TrainingConfig
-from fivefold.model.delayed import DelayedScaling, ScaledLayer
-from fivefold.model.eight_bit import EightBit, EightBitGroups, eight_bit
+from fivefold.model.delayed import DelayedScaling
+from fivefold.model.eight_bit import EightBit, EightBitGroups
+from fivefold.model.eight_bit_layers import eight_bit
 from fivefold.model.fp8 import E4M3, E5M2
+from fivefold.model.fp8_rules import ScaledLayer
 from fivefold.model.layers import of_one_input
 from tests.model.test_fp8 import BITS, _random, _rounded
 
@@ -61,7 +63,7 @@ def _layers(training: TrainingConfig, scaling: DelayedScaling) -> list[EightBit]
     products = eight_bit(training, torch.float64)
     assert products is not None
     return [EightBit(products.recipe, products.dtype, products.gradients, delayed=each)
-            for each in scaling.of_layers()]  # fmt: skip
+            for _, each in scaling.of_layers()]  # fmt: skip
 
 
 def _fitting(x: Tensor) -> Tensor:
@@ -79,7 +81,7 @@ def test_steps_are_scaled_by_those_before(
     training = _late(
         fp8_amax_history_len=length, fp8_amax_compute_algo=algorithm, fp8_margin=margin
     )
-    scaling = _scaling(training, *(ScaledLayer(n, False, None, 0, 1) for n in ("q", "k")))
+    scaling = _scaling(training, *(ScaledLayer(n, 0, True, None, 0, 1) for n in ("q", "k")))
     both = of_one_input(
         EightBit(each.recipe, each.dtype, each.gradients, keeps_input=keeps, delayed=each.delayed)
         for each in _layers(training, scaling)
@@ -125,7 +127,7 @@ def test_steps_are_scaled_by_those_before(
 
 def test_experts_have_scales_of_their_own_and_those_without_rows_keep_theirs() -> None:
     training = _late()
-    scaling = _scaling(training, ScaledLayer("up", False, 5, 1, 3))
+    scaling = _scaling(training, ScaledLayer("up", 0, True, 5, 1, 3))
     (one,) = _layers(training, scaling)
     weight = _random(3, 4, 7).requires_grad_()
     scales = []
@@ -152,7 +154,7 @@ def test_experts_have_scales_of_their_own_and_those_without_rows_keep_theirs() -
 @pytest.mark.parametrize("bad", [inf, -inf, nan])
 def test_what_is_not_finite_is_seen_and_not_remembered(bad: float) -> None:
     training = _late(fp8_amax_history_len=2, fp8_amax_compute_algo="max")
-    scaling = _scaling(training, ScaledLayer("up", False, None, 0, 1))
+    scaling = _scaling(training, ScaledLayer("up", 0, True, None, 0, 1))
     (one,) = _layers(training, scaling)
     w, stored = _random(4, 7), scaling.stored(copies=True)
     for spoilt in (False, True):
@@ -175,7 +177,7 @@ def test_what_is_not_finite_is_seen_and_not_remembered(bad: float) -> None:
 def test_a_step_that_is_not_taken_leaves_nothing() -> None:
     """Neither does an evaluation; and what is larger than expected is cut off, not infinite."""
     training = _late()
-    scaling = _scaling(training, ScaledLayer("up", False, None, 0, 1))
+    scaling = _scaling(training, ScaledLayer("up", 0, True, None, 0, 1))
     (one,) = _layers(training, scaling)
     w = _random(4, 7)
     for factor, taken in ((1.0, True), (1e6, False), (1.0, True)):
@@ -195,9 +197,9 @@ def test_parts_of_a_layer_know_their_place() -> None:
     """What a rank has of the message, by name: of experts its own; of a stage that two ranks hold,
     as little twice as once; the second copy is not stored again."""
     every = {"a": None, "b": 3, "c": None}
-    layers = [ScaledLayer("c", False, None, 0, 1), ScaledLayer("b", True, 3, 1, 2)]
+    layers = [ScaledLayer("c", 0, True, None, 0, 1), ScaledLayer("b", 1, False, 3, 1, 2)]
     scaling = DelayedScaling(layers, every, _late(), CPU)
-    for number, scales in enumerate(scaling.of_layers()):
+    for number, (_, scales) in enumerate(scaling.of_layers()):
         scales.seen.copy_(torch.arange(scales.seen.numel()).view_as(scales.seen) + 10 * number)
     before = scaling._seen.clone()
     scaling.agree(None)

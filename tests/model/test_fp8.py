@@ -10,7 +10,8 @@ from torch import Tensor
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.config.training import TrainingConfig
-from fivefold.model.eight_bit import EightBit, EightBitGroups, eight_bit, install_eight_bit
+from fivefold.model.eight_bit import EightBit, EightBitGroups
+from fivefold.model.eight_bit_layers import eight_bit, install_eight_bit
 from fivefold.model.fp8 import (
     E4M3,
     E5M2,

@@ -47,7 +47,6 @@ def _train(engine: Engine, steps: range) -> list[float]:
 
 def _state(engine: Engine) -> tuple[dict[str, bytes], Scales]:
     """Bits of this rank's weights; places, shapes and bits of its scales."""
-    assert engine.model.scaling is not None
     weights = {n: local_tensor(p).numpy().tobytes() for n, p in engine.parameters.items()}
     scales = engine.model.scaling.stored(copies=True)
     return weights, {
@@ -62,7 +61,7 @@ def _scales(found: Scales, name: str) -> torch.Tensor:
 
 
 def _load(engine: Engine, folder: Path, step: int) -> None:
-    engine.start_scales_anew()
+    engine.model.scaling.reset()
     tensors = engine.stored_tensors()
     Checkpointer(folder).load(step, tensors)
     engine.after_load(step, tensors)

@@ -12,7 +12,8 @@ from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError
 from fivefold.model.compiled import compile_layers
-from fivefold.model.eight_bit import EightBit, install_eight_bit
+from fivefold.model.eight_bit import EightBit
+from fivefold.model.eight_bit_layers import install_eight_bit
 from fivefold.model.fp8 import E5M2, RECIPES
 from fivefold.model.fp8_rules import check_kernels
 from fivefold.model.init import initialise
