@@ -179,6 +179,6 @@ def _losses(rank: int, world: int) -> list[float]:
 
 
 def test_it_learns() -> None:
-    """From scales of 1, with which many gradients are zero in the first step."""
+    """From scales of 1, with which small gradients vanish."""
     (losses,) = run(1, _losses)
     assert losses[-1] < 0.9 * losses[0]
