@@ -94,16 +94,10 @@ EIGHT_BIT: dict[str, tuple[int, str, str, dict[str, Any]]] = {
         SEQUENCE | {"seq_length": 80, "tp_comm_overlap": True},
     ),
     "of earlier steps": (
-        4,
+        2,
         "llama",
         "delayed",
-        SEQUENCE
-        | {
-            "seq_length": 80,
-            "fp8_amax_history_len": 3,
-            "pipeline_model_parallel_size": 2,
-            "tp_comm_overlap": True,
-        },
+        SEQUENCE | {"fp8_amax_history_len": 3, "tp_comm_overlap": True},
     ),
     "plain queries, gathered": (2, "latent", "tensorwise", SEQUENCE | {"q_lora_rank": None}),
     "recomputed in part": (

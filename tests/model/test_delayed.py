@@ -13,7 +13,7 @@ from fivefold.config.training import TrainingConfig
 from fivefold.model.delayed import DelayedScaling
 from fivefold.model.eight_bit import EightBit, EightBitGroups
 from fivefold.model.eight_bit_layers import eight_bit
-from fivefold.model.fp8 import E4M3, E5M2
+from fivefold.model.fp8 import E4M3, E5M2, _by_kernel, multiply
 from fivefold.model.fp8_rules import ScaledLayer
 from fivefold.model.layers import of_one_input
 from tests.model.test_fp8 import BITS, _random, _rounded
@@ -123,6 +123,29 @@ def test_steps_are_scaled_by_those_before(
                     assert torch.equal(stored[f"fp8.{name}.amax_history"][row], history)
                     assert float(stored[f"fp8.{name}.scale"][row]) == one.scale
         assert (stored["fp8.k.scale"][0] == 1.0).all()  # its input is q's
+
+
+@pytest.mark.parametrize("size", [(16, 32, 48), (5, 40, 17)])
+def test_torch_multiplies_what_has_a_delayed_scale(size: tuple[int, int, int]) -> None:
+    """PyTorch's product of 8-bit floats, here on a CPU: of inputs, and of gradients in e5m2."""
+    m, n, k = size
+    training = _late(fp8_margin=1)
+    scaling = _scaling(training, ScaledLayer("up", 0, True, None, 0, 1))
+    ((_, scales),) = scaling.of_layers()
+    x, w, g = (_random(*s, seed=sum(s)).bfloat16() for s in ((m, k), (n, k), (m, n)))
+    g, errors = g * 1e-5, []  # below the least number of e5m2, until the scale is known
+    for _ in range(2):
+        scaling.begin()
+        narrow = [scales.quantised(x, 0, E4M3), scales.quantised(w, 1, E4M3)]
+        grad = scales.quantised(g, 2, E5M2)
+        for a, b in (narrow, (grad, narrow[1].t()), (grad.t(), narrow[0].t())):
+            true = multiply(a, b, torch.float64)
+            ours = _by_kernel(a, b, fast=False).double()
+            assert (ours - true).norm() <= 2**-8 * true.norm()
+        errors.append(float((grad.wide(torch.float64) - g).norm() / g.norm()))
+        scaling.agree(None)
+        scaling.update()
+    assert errors[1] < 0.1 < 0.3 < errors[0]
 
 
 def test_experts_have_scales_of_their_own_and_those_without_rows_keep_theirs() -> None:
