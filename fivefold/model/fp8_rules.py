@@ -119,7 +119,11 @@ def check_eight_bit(config: Config, mistakes: Mistakes) -> None:
         mistakes.add(
             "tp_comm_overlap multiplies parts of the tokens while others travel, and with "
             "fp8_recipe tensorwise all tokens are scaled at once, not each by itself",
-            works=["--no-tp-comm-overlap", "--fp8-recipe rowwise", "--fp8-format none"],
+            works=[
+                "--no-tp-comm-overlap",
+                *(f"--fp8-recipe {name}" for name in ("rowwise", "delayed")),
+                "--fp8-format none",
+            ],
         )
     gathers = parallel.context_parallel_size > 1 and "all_gather" in parallel.cp_comm_type
     if config.model.multi_latent_attention and gathers:
