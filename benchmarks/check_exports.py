@@ -100,7 +100,7 @@ MEANINGLESS = {
     ),
     "cross_entropy_loss_fusion": ("cross_entropy_fusion_impl",),
     "fine_grained_activation_offloading": ("offload_modules", "min_offloaded_tensor_size"),
-    "fp8_format": ("fp8_recipe",),
+    "fp8_format": ("fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"),
     "eval_interval": ("eval_interval", "eval_iters"),
     "data_parallel_sharding_strategy": ("overlap_param_gather",),
 }

@@ -16,7 +16,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fivefold.model.fp8_rules import E4M3_ALONE, TRAINED
+from fivefold.model.fp8 import RECIPES
+from fivefold.model.fp8_rules import E4M3_ALONE
 
 STEPS, SEEDS = 300, 3
 WAYS = {
@@ -24,7 +25,7 @@ WAYS = {
     "fp32": ("--precision", "fp32"),
     **{
         f"fp8 {form}, {recipe}": ("--bf16", "--fp8-format", form, "--fp8-recipe", recipe)
-        for recipe in TRAINED
+        for recipe in ("delayed", *RECIPES)
         for form in ("hybrid", "e4m3")
         if form == "e4m3" or recipe not in E4M3_ALONE
     },

@@ -58,6 +58,7 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
     "sinks": ("debug-gpt-oss",),
     "fp8": ("debug", *FP8),
     "fp8 experts": ("debug-mixtral", *FP8),
+    "fp8, scales of earlier steps": ("debug-mixtral", *FP8[:2], "--fp8-recipe", "delayed"),
 }
 SHARDED = ("--data-parallel-sharding-strategy", "optim_grads_params")
 RANKS: dict[str, tuple[str, ...]] = {

@@ -31,7 +31,8 @@ from fivefold.config.training import TrainingConfig
 from fivefold.hardware import peak_flops
 from fivefold.model.batch import Batch, on_device
 from fivefold.model.compiled import compile_layers
-from fivefold.model.eight_bit import EightBit, install_eight_bit
+from fivefold.model.eight_bit import EightBit
+from fivefold.model.eight_bit_layers import install_eight_bit
 from fivefold.model.fp8 import RECIPES
 from fivefold.model.fp8_rules import BLACKWELL
 from fivefold.model.fusions import install_fusions

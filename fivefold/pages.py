@@ -40,6 +40,7 @@ MEMORY: Mapping[str, str] = MappingProxyType(
         "gradients": DX,
         "arriving gradients": DX_LIGHT,
         "optimizer": "#c9a227",
+        "8-bit scales": EXPERT,
         "activations": HELD,
         "recomputed": AGAIN,
         "loss": "#b5507a",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fivefold.context.install import install_context_parallel
-from fivefold.counts.parameters import ParameterRecord, parameter_records
+from fivefold.counts.parameters import ParameterRecord, delayed_layers, parameter_records
 from fivefold.counts.state import unit_of, units_on_host
 from fivefold.data_parallel.fsdp import ShardedStage
 from fivefold.data_parallel.policy import Policy, make_policy
@@ -27,7 +27,8 @@ from fivefold.mesh.groups import Groups
 from fivefold.mesh.slices import Piece
 from fivefold.model.batch import Batch
 from fivefold.model.compiled import compile_layers
-from fivefold.model.eight_bit import eight_bit, install_eight_bit
+from fivefold.model.delayed import DelayedScaling
+from fivefold.model.eight_bit_layers import eight_bit, install_delayed, install_eight_bit
 from fivefold.model.fusions import install_fusions
 from fivefold.model.init import init_slice
 from fivefold.model.transformer import Stage
@@ -55,6 +56,7 @@ class ParallelModel:
         executor: runs programs on the stages.
         on_host: names of the parameters whose masters and moments are in host memory.
         offloaded: weights that are on the device for their gathers only; None: all are there.
+        scaling: delayed scales of 8-bit operands, if there are any.
         limited: entered while a program runs; what limits the memory of the device sets it.
     """
 
@@ -65,6 +67,7 @@ class ParallelModel:
     records: dict[str, ParameterRecord]
     executor: Executor
     on_host: frozenset[str]
+    scaling: DelayedScaling
     offloaded: OffloadedParameters | None = None
     limited: AbstractContextManager[object] = field(default_factory=nullcontext)
 
@@ -203,6 +206,8 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     if groups.cp is not None:
         _install_context(layout, groups, stages)
     _install_eight_bit(layout, policy, stages)
+    layers = delayed_layers(layout, groups.rank, records.values())
+    scaling = install_delayed(stages, layers, config, device)
     _install_memory(layout, groups, stages, device)
     for stage in stages.values():
         install_fusions(stage, config.training)
@@ -230,7 +235,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
         gradients,
         deferred,
         groups.pp,
-        _hidden_shape(layout),
+        layout.hidden_shape,
         policy.compute_dtype,
         device,
         turns,
@@ -238,7 +243,9 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
         states_into=layout.states_into,
         lines=groups.pp_lines,
     )
-    return ParallelModel(layout, groups, stages, gradients, records, executor, on_host, offloaded)
+    return ParallelModel(
+        layout, groups, stages, gradients, records, executor, on_host, scaling, offloaded
+    )
 
 
 def _on_host(
@@ -390,11 +397,3 @@ def _install_data_parallel(
     trained = [name for name, _ in stage.named_parameters() if records[name].trained]
     over = {name: sums[records[name].sums[0]] for name in trained}
     return ReplicatedStage(stage, over, policy, reduces_in_hooks=in_hooks)
-
-
-def _hidden_shape(layout: Layout) -> tuple[int, int]:
-    config = layout.config
-    tokens = config.training.micro_batch_size * config.training.seq_length
-    tokens //= config.parallel.num_sequence_slices
-    parts = layout.grid.cp * (layout.grid.tp if config.parallel.sequence_parallel else 1)
-    return tokens // parts, config.model.hidden_size

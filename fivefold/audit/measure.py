@@ -90,6 +90,7 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
         layer_operations=launched.of_a_layer,
         waits=dict(waits.places),
         peak_allocated=torch.cuda.max_memory_allocated(engine.device) if on_gpu else None,
+        scales=sum(tensor.nbytes for tensor in engine.model.scaling.held()),
         rooms=sum(tensor.nbytes for tensor in host.rooms()),
         host=sum(tensor.nbytes for tensor in host.tensors()),
         disk=host.disk_bytes(),

@@ -36,6 +36,7 @@ class RankRecord:
         parameters: bytes of the parameters that the optimizer updates, or for which the host does.
         gradients: bytes of the gradients that the optimizer gets after all reductions.
         optimizer: bytes of the optimizer's moments on the device.
+        scales: bytes of delayed scales of 8-bit operands, and of their histories.
         rooms: bytes of rooms on the device in which state from the host is updated.
         activations: bytes kept between forward and backward of one microbatch, by stage.
         multiplications: FLOPs of matrix products, without those of attention.
@@ -76,6 +77,7 @@ class RankRecord:
     layer_operations: tuple[Amount, Amount] | None = None
     waits: Mapping[str, Amount] | None = None
     rooms: Amount = 0.0
+    scales: Amount = 0.0
     host: Amount = 0.0
     disk: Amount = 0.0
     to_host: Amount = 0.0
@@ -146,6 +148,7 @@ def expected_record(
         gradients=state.updated * engine_policy(layout.config).gradient,
         optimizer=state.optimizer,
         rooms=state.rooms,
+        scales=state.scales,
         host=state.host,
         disk=state.disk,
         to_host=traffic.out,

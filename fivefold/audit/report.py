@@ -175,6 +175,7 @@ def audit(
         _compare("weights", pairs, lambda r: r.parameters),
         _compare("gradients", pairs, lambda r: r.gradients),
         _compare("optimizer state", pairs, lambda r: r.optimizer),
+        *_scales(layout, pairs),
         *_on_host(layout, pairs),
         *_activations(layout, pairs),
         _products(layout, pairs),
@@ -250,6 +251,11 @@ def _sent(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
 
 def _sent_over(axis: str, record: RankRecord) -> float:
     return record.sent.get(axis, 0.0)
+
+
+def _scales(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
+    if layout.config.training.delays_scales:
+        yield _compare("delayed scales", pairs, lambda r: r.scales)
 
 
 def _on_host(layout: Layout, pairs: Pairs) -> Iterator[Finding]:

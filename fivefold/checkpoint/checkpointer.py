@@ -28,7 +28,7 @@ from fivefold.checkpoint.integrity import (
     stamps,
     write_manifest,
 )
-from fivefold.checkpoint.matching import check_types, mismatches
+from fivefold.checkpoint.matching import check_histories, check_types, mismatches
 from fivefold.checkpoint.reader import fill
 from fivefold.checkpoint.staging import Staging
 from fivefold.checkpoint.team import DiskFullError, Team
@@ -37,6 +37,7 @@ from fivefold.errors import CheckpointError, DamagedCheckpoint, Mistake
 from fivefold.files import disk_full, free_bytes, read_json, write_atomic
 from fivefold.mesh.groups import new_group
 from fivefold.mesh.slices import Piece, as_piece
+from fivefold.model.fp8_rules import SCALES
 
 _HEADER = 1_800  # least bytes added to each tensor by torch.save and by the index
 LOAD_STEP = "--ckpt-step"
@@ -155,7 +156,8 @@ class Checkpointer:
         """Fill tensors in place from a checkpoint of any layout, and return its meta.
 
         Checksums, names and shapes are checked before anything is changed. Values are converted if
-        the types differ.
+        the types differ. Delayed scales of 8-bit operands stay as they are if it has none, and are
+        left out if the model has none.
 
         Args:
             step: step to load; None: the latest.
@@ -166,12 +168,18 @@ class Checkpointer:
         Raises:
             DamagedCheckpoint: on every rank, if files are not what was written.
             CheckpointError: on every rank, if there is no such checkpoint, or it is of another
-                model, or optimizer state here has fewer bits than it has.
+                model, or optimizer state here has fewer bits than it has, or delayed scales have
+                histories of another length.
         """
         folder, index = self.open(step)
-        pieces = {name: as_piece(tensor) for name, tensor in tensors.items()}
+        pieces = {
+            name: as_piece(tensor)
+            for name, tensor in tensors.items()
+            if name in index or not name.startswith(SCALES)
+        }
         check_types({name: p.local.dtype for name, p in pieces.items()}, index)
-        self._check_names(folder, index, pieces, skip)
+        check_histories({name: p.shape for name, p in pieces.items()}, index)
+        self._check_names(folder, index, pieces, (*skip, SCALES))
         meta = self._read_meta(folder)
         self._team.each(f"loading {folder}", lambda: fill(folder, index, pieces))
         return meta

@@ -7,6 +7,7 @@ import torch
 
 from fivefold.checkpoint.index import SavedTensor
 from fivefold.errors import CheckpointError, Mistake, did_you_mean
+from fivefold.model.fp8_rules import SCALES
 from fivefold.units import human_count
 
 Shapes = Mapping[str, Sequence[int]]
@@ -77,6 +78,19 @@ def check_types(asked: Mapping[str, torch.dtype], saved: Mapping[str, SavedTenso
                 )
             )
         )
+
+
+def check_histories(asked: Shapes, saved: Mapping[str, SavedTensor]) -> None:
+    """Check that histories of delayed scales are as long as the checkpoint's.
+
+    Raises:
+        CheckpointError: they are longer or shorter here.
+    """
+    for name, shape in asked.items():
+        if name.startswith(SCALES) and name in saved and (was := saved[name].shape) != tuple(shape):
+            what = f"the checkpoint has {name} of {_shape(was)}, these settings {_shape(shape)}"
+            works = (f"--fp8-amax-history-len {was[-1]}", "--fp8-recipe tensorwise")
+            raise CheckpointError(str(Mistake(what, works=works)))
 
 
 _FLAGS = {1: "fp8", 2: "bf16", 4: "fp32", 8: "fp32"}  # fp32 stands for the masters' type

@@ -308,11 +308,18 @@ DEPENDENTS = (
         ("--bf16",),
     ),
     Dependents(
-        ("fp8_recipe",),
+        ("fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"),
         "fp8_format",
         lambda c: c.training.fp8_format is not None,
         "scales 8-bit tensors",
         ("--fp8-format hybrid",),
+    ),
+    Dependents(
+        ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"),
+        "fp8_recipe",
+        lambda c: c.training.fp8_recipe == "delayed",
+        "scales by the largest elements of earlier steps",
+        ("--fp8-recipe delayed",),
     ),
     Dependents(
         ("fp8_param_gather",),

@@ -153,8 +153,14 @@ FOREIGN = _table(
     ("--fp8-format", "fp8 fp8_recipe_format", ""),
     (
         "",
-        "fp8_amax_history_len fp8_amax_compute_algo fp8_margin fp8_interval tp_only_amax_red",
-        "8-bit tensors are scaled by their own largest elements (--fp8-recipe), not earlier ones",
+        "fp8_interval",
+        "scales follow from their histories after each step",
+    ),
+    (
+        "",
+        "tp_only_amax_red reduce_amax no_reduce_amax fp8_amax_reduce",
+        "with --fp8-recipe delayed all ranks that multiply with a tensor compare their largest "
+        "elements, so that every layout has the scales of one device",
     ),
     (
         "",

@@ -36,7 +36,17 @@ class TrainingConfig:
         None, "8-bit format of matrix multiplications on top of bf16; hybrid: e5m2 for gradients"
     )
     fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"] = option(
-        "delayed", "how 8-bit tensors are scaled"
+        "delayed",
+        "how 8-bit tensors are scaled; delayed: by the largest elements of earlier steps",
+    )
+    fp8_margin: int = option(
+        0, "with delayed scales: powers of two that are left free above the largest element"
+    )
+    fp8_amax_history_len: int = option(
+        1, "with delayed scales: steps whose largest elements are remembered"
+    )
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = option(
+        "most_recent", "with delayed scales: which of the remembered largest elements scales"
     )
     fp8_param_gather: bool = option(
         False, "with fp8_format and sharded weights: gather those of linear layers in 8 bits"
@@ -119,6 +129,11 @@ class TrainingConfig:
     deterministic_mode: bool = option(
         False, "use only kernels that give the same bits in every run; some are slower"
     )
+
+    @property
+    def delays_scales(self) -> bool:
+        """Whether 8-bit tensors are scaled by the largest elements of earlier steps."""
+        return self.fp8_format is not None and self.fp8_recipe == "delayed"
 
     @property
     def evaluates(self) -> bool:

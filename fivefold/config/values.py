@@ -55,6 +55,7 @@ _RULES = MappingProxyType(
         "global_batch_size": _AT_LEAST_ONE,
         "seq_length": _AT_LEAST_ONE,
         "train_iters": _AT_LEAST_ONE,
+        "fp8_amax_history_len": _AT_LEAST_ONE,
         "label_smoothing": _SHARE,
         "z_loss_coeff": _NOT_NEGATIVE,
         "mtp_loss_scaling_factor": _NOT_NEGATIVE,

@@ -167,6 +167,7 @@ def _memory(layout: Layout) -> list[Row]:
     worst = max(range(layout.grid.pp), key=lambda rank: states[rank].total)
     state, parallel = states[worst], layout.config.parallel
     gathered = f" + update rooms {human_bytes(state.rooms)}" if state.rooms else ""
+    gathered += f" + 8-bit scales {human_bytes(state.scales)}" if state.scales else ""
     gathered += f" + gathered blocks {human_bytes(state.gathered)}" if state.gathered else ""
     where = f", pipeline rank {worst}" if layout.grid.pp > 1 else ""
     return [

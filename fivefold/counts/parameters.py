@@ -1,12 +1,12 @@
 """The record of each parameter on a rank, which all other modules read; torch-free."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from fivefold.counts.state import num_expert_shards, num_shards
 from fivefold.layout import Layout
 from fivefold.mesh.grid import EXPERT_AXES
-from fivefold.model.fp8_rules import in_eight_bits
+from fivefold.model.fp8_rules import ScaledLayer, delayed_linears, in_eight_bits
 from fivefold.model.operations import Weight
 from fivefold.model.shape import EMBEDDING, canonical_name, embedding_names, stage_weights
 
@@ -86,6 +86,28 @@ def parameter_records(layout: Layout, rank: int) -> tuple[ParameterRecord, ...]:
                 )
             )
     return tuple(records)
+
+
+def delayed_layers(
+    layout: Layout, rank: int, records: Iterable[ParameterRecord]
+) -> tuple[ScaledLayer, ...]:
+    """The linear layers of a rank whose 8-bit operands have delayed scales.
+
+    Args:
+        layout: layout of the run.
+        rank: number of the rank.
+        records: its parameters.
+    """
+    every = delayed_linears(layout.config)
+    ep = layout.grid.coordinates(rank, EXPERT_AXES)["ep"]
+    found = []
+    for record in records:
+        name, _, what = record.name.rpartition(".")
+        if name in every and what == "weight":
+            held = record.shape[0] if record.experts else 1
+            first = ep * held if record.experts else 0
+            found.append(ScaledLayer(name, record.stage, record.written, every[name], first, held))
+    return tuple(found)
 
 
 def shards_of(layout: Layout, rank: int) -> tuple[int, int]:

@@ -1,26 +1,21 @@
 """Bytes of weights, gradients and optimizer state per rank; all who count state use these."""
 
-from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import accumulate
 from math import prod
 
 from fivefold.config.memory import WEIGHT_ROOMS, room_for, update_rooms
-from fivefold.config.model import ModelConfig
-from fivefold.config.training import BLOCK
+from fivefold.config.training import BLOCK, TrainingConfig
+from fivefold.counts.blocks import GatheredBlock, stage_blocks
 from fivefold.counts.policy import StatePolicy, engine_policy
 from fivefold.data_parallel.blocks import UnitSizes
 from fivefold.layout import Layout
 from fivefold.model.description import layer_kind
-from fivefold.model.fp8_rules import in_eight_bits
+from fivefold.model.fp8_rules import OPERANDS, delayed_bytes
 from fivefold.model.shape import (
-    EMBEDDING,
     StageParts,
-    WholeModel,
     layer_weights,
-    stage_weights,
 )
 
 
@@ -43,6 +38,7 @@ class ModelState:
         disk: bytes of offloaded masters, moments and weights on a disk, not in host memory.
         updated: number of parameters that the rank updates, here or on the host.
         rooms: bytes of the rooms in which offloaded state is updated on the device.
+        scales: bytes of delayed scales of 8-bit operands, and of their histories.
     """
 
     parameters: int
@@ -55,6 +51,7 @@ class ModelState:
     disk: float = 0.0
     updated: int = 0
     rooms: float = 0.0
+    scales: float = 0.0
 
     @property
     def weights(self) -> float:
@@ -64,89 +61,8 @@ class ModelState:
     @property
     def total(self) -> float:
         """Bytes of everything on the device."""
-        return self.weights + self.gradients + self.optimizer + self.rooms + self.gathered
-
-
-@dataclass(frozen=True)
-class GatheredBlock:
-    """Parameters that are gathered together.
-
-    A block is a layer (with norms and projection for a multi-token prediction layer), or the ends
-    of the model in a stage.
-
-    Attributes:
-        dense: local shapes of parameters on the attention mesh, after tensor parallelism.
-        experts: local shapes of parameters on the expert mesh, after expert and tensor parallelism.
-        narrow: elements of `dense` and of `experts` that 8-bit linear layers multiply with.
-        count: number of such blocks in the stage.
-    """
-
-    dense: tuple[tuple[int, ...], ...]
-    experts: tuple[tuple[int, ...], ...]
-    narrow: tuple[int, int]
-    count: int = 1
-
-    @property
-    def size(self) -> int:
-        """Elements of one block."""
-        return sum(map(prod, (*self.dense, *self.experts)))
-
-    def copied(self, policy: StatePolicy) -> float:
-        """Bytes of a copy of one block to compute with."""
-        return self.size * policy.copy - sum(self.narrow) * (policy.copy - policy.narrow_copy)
-
-
-def stage_blocks(
-    layout: Layout, stage: StageParts, *, trained: bool = False, whole_embedding: bool = False
-) -> list[GatheredBlock]:
-    """The blocks of a stage: its ends, then further predictions, then each kind of layer.
-
-    `trained`: only the parameters that are trained; `whole_embedding`: the token embedding is not
-    split by tensor parallelism, unless it is the output layer, too.
-    """
-    model, grid = layout.config.model, layout.grid
-    degrees = (grid.tp, grid.ep, grid.etp)
-    around = WholeModel((), stage.embedding, stage.head, stage.mtp)
-    whole = EMBEDDING if whole_embedding and model.untie_embeddings_and_output_weights else ""
-    ends = _block(model, degrees, around, trained, leaves_out="mtp.", whole=whole)
-    predicts = _block(model, degrees, around, trained, only="mtp.0.")
-    further = [replace(predicts, count=stage.mtp)] if stage.mtp else []
-    each = [layer_kind(model, layer) for layer in stage.layers]
-    kinds, first = Counter(each), dict(zip(reversed(each), reversed(stage.layers), strict=True))
-    layers = [
-        replace(_block(model, degrees, WholeModel((first[kind],), False, False), trained), count=n)
-        for kind, n in kinds.items()
-    ]
-    return [ends, *further, *layers]
-
-
-@lru_cache(maxsize=1024)
-def _block(
-    model: ModelConfig,
-    degrees: tuple[int, int, int],
-    parts: WholeModel,
-    trained: bool,
-    *,
-    only: str = "",
-    leaves_out: str | None = None,
-    whole: str = "",
-) -> GatheredBlock:
-    """The block of parameters whose names start with `only` and not with `leaves_out`; `trained`:
-    only of those that are trained; `whole`: name of one that no ranks split."""
-    tp, ep, etp = degrees
-    dense: list[tuple[int, ...]] = []
-    experts: list[tuple[int, ...]] = []
-    narrow = [0, 0]
-    for name, weight in stage_weights(model, parts).items():
-        if not name.startswith(only) or (leaves_out and name.startswith(leaves_out)):
-            continue
-        if weight.trained < trained:
-            continue
-        place = experts if weight.of_experts else dense
-        place.append(weight.shape if name == whole else weight.local(tp, ep, etp))
-        if in_eight_bits(name, weight):
-            narrow[weight.of_experts] += prod(place[-1])
-    return GatheredBlock(tuple(dense), tuple(experts), (narrow[0], narrow[1]))
+        lasting = self.weights + self.gradients + self.optimizer + self.rooms + self.scales
+        return lasting + self.gathered
 
 
 def stages_held(layout: Layout, pp_rank: int) -> tuple[int, ...]:
@@ -206,6 +122,7 @@ def model_state(
     beyond = 0.0  # bytes of moments in 8 bits that are more than those of whole blocks
     places = at if policy.splits_optimizer else _Shard(1, 0, 1, 0)
     kept = unpacked = 0.0
+    linears = 0
     for index in stages_held(layout, pp_rank):
         stage = layout.split.stages[index]
         ends, *layers = stage_blocks(layout, stage, whole_embedding=policy.whole_embedding)
@@ -217,6 +134,7 @@ def model_state(
             beyond += block.count * places.beyond(block, policy)
         for block in (ends, *layers):
             whole += block.count * block.size
+            linears += block.count * block.linears
             copies += block.count * block.copied(policy)
             frozen += block.count * at.held(block)
             kept += block.count * _second_copy(layout, block, policy)
@@ -255,7 +173,13 @@ def model_state(
         disk=(lies if policy.on_disk else 0) + (weights if policy.away_on_disk else 0),
         updated=optimizer,
         rooms=number * each * policy.gradient + passing if policy.visits else 0,
+        scales=_delayed_scales(layout.config.training, linears),
     )
+
+
+def _delayed_scales(training: TrainingConfig, linears: int) -> int:
+    """Bytes of the delayed scales of so many 8-bit linear layers."""
+    return OPERANDS * linears * delayed_bytes(training) if training.delays_scales else 0
 
 
 def _away(layout: Layout, pp_rank: int, policy: StatePolicy) -> tuple[float, float]:

@@ -17,6 +17,7 @@ from fivefold.counts.state import held, held_of_experts, num_expert_shards, num_
 from fivefold.layout import Layout
 from fivefold.mesh.grid import EXPERT_AXES
 from fivefold.model.description import Layer, describe, layer_kind
+from fivefold.model.fp8_rules import num_delayed_scales
 from fivefold.model.operations import CoreAttention, Operation
 from fivefold.model.running import Running, at_place
 from fivefold.model.shape import StageParts
@@ -305,6 +306,9 @@ class _Volumes:
         mixtures = sum(layer_kind(self.model, layer).experts for layer in every)
         numbers = mixtures * ((self.model.num_experts or 0) + 4)
         yield Flow("world", "what routers decided", numbers * one)
+        scales = 4 * num_delayed_scales(self.layout.config)  # fp32
+        size = wire_bytes("all_reduce", scales, self.layout.grid.world_size)
+        yield Flow("world", "largest elements of 8-bit operands", size)
 
     def _layer(self, layer: int) -> Layer:
         return describe(self.model, layer_kind(self.model, layer))

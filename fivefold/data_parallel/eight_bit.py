@@ -21,10 +21,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from fivefold.mesh.collectives import start_all_reduce
-from fivefold.model.eight_bit import EightBit, EightBitExperts
+from fivefold.model.delayed import WEIGHT, OperandScales
+from fivefold.model.eight_bit import EightBit
+from fivefold.model.eight_bit_layers import products_of
 from fivefold.model.fp8 import E4M3, largest, narrowed, over, scales
-from fivefold.model.grouped import GroupedLinear
-from fivefold.model.layers import Linear
 from fivefold.model.leaves import local
 
 
@@ -108,8 +108,16 @@ class EightBitParam(FSDPParam):
     def take(self, largest: Tensor) -> None:
         """Set the scales by the largest elements of all ranks."""
         how = self.products.recipe
-        self.scale = scales(largest, E4M3, powers_of_two=how.powers_of_two)
-        self.inverse = over(1.0, self.scale)
+        self._set(scales(largest, E4M3, powers_of_two=how.powers_of_two))
+
+    def take_delayed(self, known: OperandScales) -> None:
+        """Set the scales that are known before, and write down this rank's largest elements."""
+        seen = known.seen[WEIGHT]
+        torch.maximum(seen, self.largest().view(-1), out=seen)
+        self._set(known.scale[WEIGHT].view(-1, 1, 1).clone())
+
+    def _set(self, scale: Tensor) -> None:
+        self.scale, self.inverse = scale, over(1.0, scale)
 
     def _shard(self) -> Tensor:
         """This rank's part of the master, [E, F, H] without padding, in the compute dtype."""
@@ -137,15 +145,6 @@ class EightBitParam(FSDPParam):
         return m, k
 
 
-def products_of(module: nn.Module) -> EightBit | None:
-    """How a linear layer multiplies; None: not in 8 bits."""
-    if isinstance(module, Linear) and isinstance(module.multiply, EightBit):
-        return module.multiply
-    if isinstance(module, GroupedLinear) and isinstance(module.products, EightBitExperts):
-        return module.products.each
-    return None
-
-
 def gather_in_eight_bits(group: Any, compute_dtype: torch.dtype) -> list[EightBitParam]:
     """Let a parameter group of FSDP2 gather the weights of linear layers in 8 bits.
 
@@ -163,8 +162,14 @@ def gather_in_eight_bits(group: Any, compute_dtype: torch.dtype) -> list[EightBi
 
 
 def agree_on_scales(held: Iterable[EightBitParam], group: dist.ProcessGroup | None) -> None:
-    """Set the scales of weights whose shards a group's ranks hold, in one message."""
-    every = list(held)
+    """Set the scales of weights whose shards a group's ranks hold: in one message, unless they are
+    known before."""
+    every = []
+    for each in held:
+        if (delayed := each.products.delayed) is not None:
+            each.take_delayed(delayed)
+        else:
+            every.append(each)
     if not every:
         return
     found = [each.largest() for each in every]

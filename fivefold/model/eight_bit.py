@@ -5,7 +5,7 @@ Where a scale belongs to part of that dim, an operand is quantised once for each
 that read it. Shapes: T tokens, H input features, F output features, E groups of rows.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -13,13 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.config.memory import MemoryConfig
-from fivefold.config.training import TrainingConfig
-from fivefold.model.experts import MoE
+from fivefold.model.delayed import GRADIENT, INPUT, WEIGHT, OperandScales
 from fivefold.model.fp8 import (
     E4M3,
-    E5M2,
-    RECIPES,
     Block,
     Recipe,
     Scaled,
@@ -29,9 +25,7 @@ from fivefold.model.fp8 import (
     quantise,
 )
 from fivefold.model.grouped import group_ends
-from fivefold.model.layers import Kept, LayerBlock, Linear, Products
-from fivefold.model.places import placed_layers
-from fivefold.model.transformer import Stage
+from fivefold.model.layers import Kept, Products, input_gradients, outputs
 
 
 @dataclass(frozen=True)
@@ -47,6 +41,7 @@ class EightBit(Products):
         keeps_input: whether to keep the input itself and to quantise it again: where it is made
             again, or kept for another reader.
         weight: the weight of the next products, already quantised; None: as they come.
+        delayed: scales that are known before; None: those of the operands' own largest elements.
     """
 
     recipe: Recipe
@@ -54,13 +49,24 @@ class EightBit(Products):
     gradients: torch.dtype = E4M3
     keeps_input: bool = False
     weight: Scaled | None = None
+    delayed: OperandScales | None = None
 
+    @staticmethod
     def apply(
-        self, x_TH: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+        products: Sequence[Products],
+        x_TH: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
     ) -> tuple[Tensor, ...]:
-        """[T, H] -> one [T, F] per weight, under autograd."""
-        products: tuple[Tensor, ...] = _Multiplied.apply(x_TH, self, *weights)
-        return _with_biases(products, biases)
+        """[T, H] -> one [T, F] per linear layer, under autograd."""
+        ys: tuple[Tensor, ...] = _Multiplied.apply(x_TH, tuple(products), *weights)
+        return _with_biases(ys, biases)
+
+    def reading_as(self, first: Products) -> "EightBit":
+        """The same, with the scales with which the first linear layer reads their input."""
+        if self.delayed is None or not isinstance(first, EightBit):
+            return self
+        return replace(self, delayed=replace(self.delayed, of_input=first.delayed))
 
     def input(self, x_TH: Tensor) -> tuple[Kept, Kept]:
         """Bits [T, H] and scales: for the results, and for dW unless that takes the input."""
@@ -70,26 +76,27 @@ class EightBit(Products):
 
     def taken(self, x_TH: Tensor) -> Kept:
         """Bits [T, H] and scales for the results."""
-        x = self._quantised(x_TH, self._across, E4M3)
+        x = self._quantised(x_TH, self._across, INPUT)
         return x.bits, x.inverse
 
     def kept(self, x_TH: Tensor) -> Kept:
         """Bits [T, H] and scales for dW, or the input."""
         if self.keeps_input:
             return (x_TH,)
-        x = self._quantised(x_TH, self._along, E4M3)
+        x = self._quantised(x_TH, self._along, INPUT)
         return x.bits, x.inverse
 
     def in_parts(self, weight_FH: Tensor, *, of_gradient: bool) -> "EightBit":
         """The same, with a weight that is quantised once for all parts of the tokens."""
-        assert self.recipe.across == 1, "some of the tokens have other scales than all of them"
+        known = self.recipe.across == 1 or self.delayed is not None
+        assert known, "some of the tokens have other scales than all of them"
         return replace(self, weight=self._weight(weight_FH, of_gradient=of_gradient))
 
     def gradient(self, grad_TF: Tensor) -> Kept:
         """Its bits and scales, if one pair serves dX and dW."""
         if not self.recipe.reads_both_ways:
             return (grad_TF,)
-        grad = self._quantised(grad_TF, self._across, self.gradients)
+        grad = self._quantised(grad_TF, self._across, GRADIENT)
         return grad.bits, grad.inverse
 
     def output(
@@ -100,7 +107,7 @@ class EightBit(Products):
         out_TF: Tensor | None = None,
     ) -> Tensor:
         """[T, H] -> [T, F]."""
-        left = self._read(x, self._across, E4M3)
+        left = self._read(x, self._across, INPUT)
         y_TF = multiply(left, self._weight(weight_FH), self.dtype, fast=True)
         y_TF = y_TF if bias_F is None else y_TF + bias_F
         return y_TF if out_TF is None else out_TF.copy_(y_TF)
@@ -113,7 +120,7 @@ class EightBit(Products):
         out_TH: Tensor | None = None,
     ) -> Tensor:
         """[T, F] -> [T, H], added to `onto_TH` or written into `out_TH` if there is one."""
-        left = self._read(grad, self._across, self.gradients)
+        left = self._read(grad, self._across, GRADIENT)
         grad_TH = multiply(left, self._weight(weight_FH, of_gradient=True), self.dtype)
         if onto_TH is not None:
             return onto_TH.add_(grad_TH)
@@ -121,18 +128,18 @@ class EightBit(Products):
 
     def weight_gradient(self, grad: Kept, kept: Kept, onto_FH: Tensor | None = None) -> Tensor:
         """[F, H], added to `onto_FH` in place, in its dtype, if there is one."""
-        x = self._read(kept, self._along, E4M3)
-        left = self._read(grad, self._along, self.gradients).t()
+        x = self._read(kept, self._along, INPUT)
+        left = self._read(grad, self._along, GRADIENT).t()
         grad_FH = multiply(left, x.t(), self.dtype)
         return grad_FH if onto_FH is None else onto_FH.add_(grad_FH)
 
     def groups_output(self, x: Kept, weight_EFH: Tensor, ends: list[int]) -> Tensor:
         """`output` for groups of rows [T, H] with a weight each, where rows have scales alone."""
-        return self._of_groups(self._read(x, self._across, E4M3), weight_EFH, ends)
+        return self._of_groups(self._read(x, self._across, INPUT), weight_EFH, ends)
 
     def groups_gradient(self, grad: Kept, weight_EFH: Tensor, ends: list[int]) -> Tensor:
         """`input_gradient` for the same groups."""
-        left = self._read(grad, self._across, self.gradients)
+        left = self._read(grad, self._across, GRADIENT)
         return self._of_groups(left, weight_EFH, ends, of_gradient=True)
 
     def _of_groups(
@@ -146,6 +153,12 @@ class EightBit(Products):
         each = zip(left.by_rows(ends), rights, strict=True)
         products = [multiply(*pair, self.dtype, fast=not of_gradient) for pair in each]
         return torch.cat(products)
+
+    def of_group(self, group: int) -> "EightBit":
+        """The products of one group."""
+        if self.delayed is None:
+            return self
+        return replace(self, delayed=self.delayed.of_group(group))
 
     def by_group(self, weight_EFH: Tensor) -> Sequence[Tensor | Scaled]:
         """The weight of each group, in 8 bits if that is how they were gathered."""
@@ -169,16 +182,18 @@ class EightBit(Products):
         """Blocks of a matrix [T, ...] for a product that sums over the tokens."""
         return self.recipe.along, self.recipe.across
 
-    def _quantised(self, x: Tensor, block: Block, dtype: torch.dtype) -> Scaled:
-        recipe = self.recipe
+    def _quantised(self, x: Tensor, block: Block, operand: int) -> Scaled:
+        recipe, dtype = self.recipe, self.gradients if operand == GRADIENT else E4M3
+        if self.delayed is not None:
+            return self.delayed.quantised(x, operand, dtype)
         how = {"powers_of_two": recipe.powers_of_two, "exponents": recipe.exponents}
         return quantise(x, block, dtype, **how)
 
-    def _read(self, kept: Kept, block: Block, dtype: torch.dtype) -> Scaled:
+    def _read(self, kept: Kept, block: Block, operand: int) -> Scaled:
         """What was kept of a matrix, quantised if it is the matrix itself."""
         if len(kept) > 1:
             return Scaled(kept[0], kept[1], block)
-        return self._quantised(kept[0], block, dtype)
+        return self._quantised(kept[0], block, operand)
 
     def _weight(self, weight: Tensor | Scaled, *, of_gradient: bool = False) -> Scaled:
         """A weight [F, H] as a product takes it: over H, or over F for the gradient of the input.
@@ -191,7 +206,7 @@ class EightBit(Products):
             weight = Scaled(weight.detach(), inverse_of(weight)[0], self.weight_block)
         if isinstance(weight, Scaled):
             return weight.t() if of_gradient else weight
-        return self._quantised(weight.t() if of_gradient else weight, self.weight_block, E4M3)
+        return self._quantised(weight.t() if of_gradient else weight, self.weight_block, WEIGHT)
 
 
 def inverse_of(weight: Tensor) -> Tensor:
@@ -217,32 +232,43 @@ class EightBitGroups(Products):
     each: EightBit
     ends: list[int]
 
+    @staticmethod
     def apply(
-        self, x_TH: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+        products: Sequence[Products],
+        x_TH: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
     ) -> tuple[Tensor, ...]:
-        """[T, H] -> one [T, F] per weight, under autograd; biases are added elsewhere."""
-        ys: tuple[Tensor, ...] = _Multiplied.apply(x_TH, self, *weights)
+        """[T, H] -> one [T, F] per linear layer, under autograd; biases are added elsewhere."""
+        ys: tuple[Tensor, ...] = _Multiplied.apply(x_TH, tuple(products), *weights)
         return ys
+
+    def reading_as(self, first: Products) -> "EightBitGroups":
+        """The same, with the scales with which the first linear layer reads their input."""
+        assert isinstance(first, EightBitGroups)
+        return replace(self, each=self.each.reading_as(first.each))
 
     def input(self, x_TH: Tensor) -> tuple[Kept, Kept]:
         """What `each` takes of the rows of each group, one after the other, or of all at once."""
         if self._by_row:
             return self.each.taken(x_TH), tuple(chain(*map(self.each.kept, self._split(x_TH))))
-        taken, kept = zip(*map(self.each.input, self._split(x_TH)), strict=True)
+        read = (each.input(x) for each, x in zip(self._every, self._split(x_TH), strict=True))
+        taken, kept = zip(*read, strict=True)
         return tuple(chain(*taken)), tuple(chain(*kept))
 
     def gradient(self, grad_TF: Tensor) -> Kept:
         """What the products of each group take, one after the other, or of all at once."""
         if self._by_row:
             return self.each.gradient(grad_TF)
-        return tuple(chain(*map(self.each.gradient, self._split(grad_TF))))
+        each = zip(self._every, self._split(grad_TF), strict=True)
+        return tuple(chain(*(one.gradient(grad) for one, grad in each)))
 
     def output(self, x: Kept, weight_EFH: Tensor, *_: Tensor | None) -> Tensor:
         """[T, H] -> [T, F], without a bias."""
         if self._by_row:
             return self.each.groups_output(x, weight_EFH, self.ends)
-        weights = self.each.by_group(weight_EFH)
-        return torch.cat(list(map(self.each.output, self._groups(x), weights)))
+        each = zip(self._every, self._groups(x), self.each.by_group(weight_EFH), strict=True)
+        return torch.cat([one.output(rows, weight) for one, rows, weight in each])
 
     def input_gradient(
         self, grad: Kept, weight_EFH: Tensor, onto_TH: Tensor | None = None, *_: Tensor | None
@@ -251,21 +277,27 @@ class EightBitGroups(Products):
         if self._by_row:
             grad_TH = self.each.groups_gradient(grad, weight_EFH, self.ends)
         else:
-            weights = self.each.by_group(weight_EFH)
-            grad_TH = torch.cat(list(map(self.each.input_gradient, self._groups(grad), weights)))
+            pairs = zip(self._groups(grad), self.each.by_group(weight_EFH), strict=True)
+            each = zip(self._every, pairs, strict=True)
+            grad_TH = torch.cat([one.input_gradient(*pair) for one, pair in each])
         return grad_TH if onto_TH is None else onto_TH.add_(grad_TH)
 
     def weight_gradient(self, grad: Kept, kept: Kept, onto_EFH: Tensor | None = None) -> Tensor:
         """[E, F, H], zero for groups without rows; added to `onto_EFH` if there is one."""
         grads = zip(*map(self._split, grad), strict=True) if self._by_row else self._groups(grad)
-        each = map(self.each.weight_gradient, grads, self._groups(kept))
-        grad_EFH = torch.stack(list(each))
+        each = zip(self._every, grads, self._groups(kept), strict=True)
+        grad_EFH = torch.stack([one.weight_gradient(tuple(grad), x) for one, grad, x in each])
         return grad_EFH if onto_EFH is None else onto_EFH.add_(grad_EFH)
 
     @property
     def _by_row(self) -> bool:
         """Whether no row shares a scale with another in the products for the results and dX."""
         return self.each.recipe.across == 1
+
+    @property
+    def _every(self) -> Iterator[EightBit]:
+        """The products of each group."""
+        return map(self.each.of_group, range(len(self.ends)))
 
     def _split(self, x: Tensor) -> tuple[Tensor, ...]:
         return x.tensor_split(self.ends)[: len(self.ends)]
@@ -308,61 +340,25 @@ def with_scales(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> Sequence
     return weights
 
 
-def eight_bit(training: TrainingConfig, dtype: torch.dtype) -> EightBit | None:
-    """The products that --fp8-format and --fp8-recipe ask for; None: those of the dtype."""
-    if training.fp8_format is None:
-        return None
-    gradients = E5M2 if training.fp8_format == "hybrid" else E4M3
-    return EightBit(RECIPES[training.fp8_recipe], dtype, gradients)
-
-
-def install_eight_bit(stage: Stage, products: EightBit, memory: MemoryConfig) -> None:
-    """Put products in the seams of every linear layer of a stage's blocks, as Megatron-LM does.
-
-    Routers, gates of shared experts and the output layer keep the dtype.
-
-    Args:
-        stage: stage whose parameters may still be on the meta device.
-        products: the products.
-        memory: settings of the stage. Linear layers that read what recomputation discards keep
-            nothing else of it.
-    """
-    again = replace(products, keeps_input=True)
-    for place, layer in placed_layers(stage):
-        remade = memory.of_layer(place).remade_modules
-        after_norm = again if "layernorm" in remade else products
-        for block in (module for module in layer.modules() if isinstance(module, LayerBlock)):
-            for name, linear in block.named_children():
-                if isinstance(linear, Linear) and name != "shared_expert_gate":
-                    linear.multiply = products if name in _NOT_AFTER_THE_NORM else after_norm
-        if isinstance(layer.mlp, MoE):
-            for grouped in layer.mlp.experts.into:
-                grouped.products = EightBitExperts(products)
-            after_act = again if "moe_act" in remade else products
-            layer.mlp.experts.down_proj.products = EightBitExperts(after_act)
-    for prediction in stage.predictions:
-        prediction.eh_proj.multiply = products
-
-
-_NOT_AFTER_THE_NORM = frozenset({"o_proj", "down_proj", "q_b_proj", "kv_b_proj"})
-
-
 class _Multiplied(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, products: Products, *weights: Tensor) -> tuple[Tensor, ...]:
-        taken, kept = products.input(x)
-        outputs = products.outputs(taken, weights, (None,) * len(weights))
+    def forward(
+        ctx: Any, x: Tensor, products: tuple[Products, ...], *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        taken, kept = products[0].input(x)
+        ys = outputs(products, taken, weights, (None,) * len(weights))
         ctx.save_for_backward(*weights, *kept)
         ctx.products, ctx.count, ctx.scales = products, len(weights), scales_of(weights)
-        return outputs
+        return ys
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         products, saved = ctx.products, ctx.saved_tensors
         weights, kept = with_scales(saved[: ctx.count], ctx.scales), saved[ctx.count :]
-        taken = [products.gradient(grad) for grad in grads]
-        grad_x = products.input_gradients(taken, weights) if ctx.needs_input_grad[0] else None
-        return grad_x, None, *(products.weight_gradient(grad, kept) for grad in taken)
+        taken = [each.gradient(grad) for each, grad in zip(products, grads, strict=True)]
+        grad_x = input_gradients(products, taken, weights) if ctx.needs_input_grad[0] else None
+        of_weights = zip(products, taken, strict=True)
+        return grad_x, None, *(each.weight_gradient(grad, kept) for each, grad in of_weights)
 
 
 def _with_biases(products: Iterable[Tensor], biases: Iterable[Tensor | None]) -> tuple[Tensor, ...]:

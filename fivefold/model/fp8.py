@@ -65,7 +65,8 @@ RECIPES = {
 }
 """By the value of --fp8-recipe. tensorwise is Transformer Engine's Float8CurrentScaling, rowwise
 that of torchao, blockwise DeepSeek-V3's (2024, section 3.3), mxfp8 the Open Compute Project's
-(Microscaling Formats v1.0, 2023), scaled such that nothing overflows (Mishra et al. 2025)."""
+(Microscaling Formats v1.0, 2023), scaled such that nothing overflows (Mishra et al. 2025). delayed
+has the blocks of tensorwise, and scales of `model.delayed`."""
 
 EACH_ELEMENT = Recipe(1, 1, 1, powers_of_two=True)
 """A scale for every element, which no cut of a matrix changes: what `verify` compares with."""

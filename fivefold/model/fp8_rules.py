@@ -1,31 +1,80 @@
 """Which 8-bit settings can be trained with, alone and in combination; torch-free."""
 
-from math import prod
+from dataclasses import dataclass
+from math import log2, prod
 
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.config.sharding import SHARDING
+from fivefold.config.training import TrainingConfig
 from fivefold.errors import Mistakes
 from fivefold.mesh.grid import Grid
 from fivefold.model.operations import Weight
+from fivefold.model.shape import stage_weights, whole_model
 
-TRAINED = ("tensorwise", "rowwise", "blockwise", "mxfp8")
-"""Recipes that the trainer has."""
+E4M3_LARGEST, E4M3_LEAST = 448.0, 2.0**-9
+"""Largest and least positive number of e4m3 (Micikevicius et al. 2022)."""
 E4M3_ALONE = {"blockwise": 128, "mxfp8": 32}
 """Recipes whose blocks are so short that e4m3 does for gradients; elements of a block."""
-SQUARE = ("tensorwise", "blockwise")
+SQUARE = ("delayed", "tensorwise", "blockwise")
 """Recipes whose blocks of a weight have as many rows as columns: one copy serves both products."""
 BLACKWELL = 10, 0
 """Compute capability of the first GPUs with kernels for mxfp8."""
-_NEEDS = {
-    "delayed": "scales by the largest elements of earlier steps: a history that every layout would "
-    "have to save, to share and to repeat when it recomputes. The recipes of this version scale a "
-    "tensor by its own largest elements",
-}
 
+
+@dataclass(frozen=True)
+class ScaledLayer:
+    """A linear layer whose operands have delayed scales, on a rank.
+
+    Attributes:
+        name: name in the whole model.
+        stage: index in the program of the stage that holds it.
+        written: whether a checkpoint stores its scales; False for a second copy.
+        experts: experts of the whole layer; None: it is no grouped one.
+        first, held: this rank's experts; 0 and 1 of other layers.
+    """
+
+    name: str
+    stage: int
+    written: bool
+    experts: int | None
+    first: int
+    held: int
+
+
+OPERANDS = 3
+"""Operands of a linear layer, each with a history of its own where scales are delayed."""
+SCALES = "fp8."
+"""What names of delayed scales and of their histories begin with in a checkpoint."""
 
 _WIDE = frozenset({"lm_head", "router", "shared_expert_gate"})
 """Linear layers that keep the compute dtype, as in Megatron-LM."""
+
+
+def eight_bit_linears(model: ModelConfig) -> dict[str, int | None]:
+    """The linear layers that --fp8-format has multiply in 8 bits, each with the number of its
+    experts; None: it is no grouped one."""
+    weights = stage_weights(model, whole_model(model))
+    return {
+        name.removesuffix(".weight"): weight.shape[0] if weight.of_experts else None
+        for name, weight in weights.items()
+        if in_eight_bits(name, weight)
+    }
+
+
+def delayed_linears(config: Config) -> dict[str, int | None]:
+    """Those whose operands have delayed scales: none, or all."""
+    return eight_bit_linears(config.model) if config.training.delays_scales else {}
+
+
+def num_delayed_scales(config: Config) -> int:
+    """Operands of the whole model with a delayed scale."""
+    return OPERANDS * sum(experts or 1 for experts in delayed_linears(config).values())
+
+
+def delayed_bytes(training: TrainingConfig) -> int:
+    """Bytes that a delayed scale takes: history, scale, largest element, limit, and place."""
+    return 4 * (training.fp8_amax_history_len + 3) + 8
 
 
 def in_eight_bits(name: str, weight: Weight) -> bool:
@@ -46,11 +95,8 @@ def check_eight_bit(config: Config, mistakes: Mistakes) -> None:
     if training.fp8_format is None:
         return
     recipe = training.fp8_recipe
-    if recipe not in TRAINED:
-        mistakes.add(
-            f"with fp8_format {training.fp8_format}, fp8_recipe = {recipe} {_NEEDS[recipe]}",
-            works=[f"--fp8-recipe {name}" for name in TRAINED],
-        )
+    if recipe == "delayed":
+        _check_delayed(training, mistakes)
     if recipe in E4M3_ALONE and training.fp8_format == "hybrid":
         mistakes.add(
             f"no kernel multiplies e5m2 gradients (fp8_format hybrid) with a scale for each "
@@ -73,7 +119,11 @@ def check_eight_bit(config: Config, mistakes: Mistakes) -> None:
         mistakes.add(
             "tp_comm_overlap multiplies parts of the tokens while others travel, and with "
             "fp8_recipe tensorwise all tokens are scaled at once, not each by itself",
-            works=["--no-tp-comm-overlap", "--fp8-recipe rowwise", "--fp8-format none"],
+            works=[
+                "--no-tp-comm-overlap",
+                *(f"--fp8-recipe {name}" for name in ("rowwise", "delayed")),
+                "--fp8-format none",
+            ],
         )
     gathers = parallel.context_parallel_size > 1 and "all_gather" in parallel.cp_comm_type
     if config.model.multi_latent_attention and gathers:
@@ -92,6 +142,24 @@ def check_eight_bit(config: Config, mistakes: Mistakes) -> None:
                 "8-bit copy of it",
                 works=["--offload-modules core_attn", "--fp8-format none"],
             )
+
+
+def _check_delayed(training: TrainingConfig, mistakes: Mistakes) -> None:
+    """Report what would leave no number of an operand, and what keeps no history."""
+    most = int(log2(E4M3_LARGEST / E4M3_LEAST))
+    if not 0 <= training.fp8_margin <= most:
+        mistakes.add(
+            f"fp8_margin {training.fp8_margin}: the largest element becomes {E4M3_LARGEST:g} / 2 ^ "
+            "margin, which fits with 0 and is above the least number of e4m3, 2 ^ -9, up to "
+            f"{most}",
+            works=["--fp8-margin 0", f"--fp8-margin {most}"],
+        )
+    if training.compile:
+        mistakes.add(
+            "fp8_recipe delayed writes down the largest element of each operand as it is "
+            "multiplied, which compiled layers (compile) do not do",
+            works=["--no-compile", "--fp8-recipe tensorwise"],
+        )
 
 
 def check_gathered(config: Config, mistakes: Mistakes) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.mesh.device import uses_gpu_kernels
-from fivefold.model.layers import Kept, Products, add_product
+from fivefold.model.layers import Kept, Products, add_product, of_one_input, outputs
 from fivefold.model.leaves import local
 
 
@@ -20,7 +20,7 @@ class GroupedLinear(nn.Module):
     """y = x W_e^T + b_e for the rows of each group e, with W [E, out, in]; uninitialised.
 
     Attributes:
-        products: seam around the products, the same for all linears of one input.
+        products: seam around the products, of the same kind for all linears of one input.
         multiply: seam around the multiplication of one input with several linears.
     """
 
@@ -79,9 +79,9 @@ GroupedMultiplication = Callable[..., tuple[Tensor, ...]]
 def plain_multiply(x_TH: Tensor, rows_E: Tensor, *linears: GroupedLinear) -> tuple[Tensor, ...]:
     """Grouped multiplication under autograd; replaced when weight gradients are deferred."""
     weights = [local(linear.weight) for linear in linears]
-    groups = linears[0].products
-    products = groups.products(rows_E, groups.ends(x_TH, rows_E))
-    return products.apply(x_TH, weights, (None,) * len(weights))
+    ends = linears[0].products.ends(x_TH, rows_E)
+    products = of_one_input(linear.products.products(rows_E, ends) for linear in linears)
+    return products[0].apply(products, x_TH, weights, (None,) * len(weights))
 
 
 class GroupArithmetic(Protocol):
@@ -106,13 +106,19 @@ class GroupedProducts(Products):
     rows_E: Tensor
     ends: list[int] | None
 
+    @staticmethod
     def apply(
-        self, x_TH: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+        products: Sequence[Products],
+        x_TH: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
     ) -> tuple[Tensor, ...]:
-        """[T, H] -> one [T, F] per weight, under autograd; biases are added elsewhere."""
-        if self.ends is None:
-            return self.outputs((x_TH,), weights, biases)
-        rows = x_TH.tensor_split(self.ends)[: len(self.ends)]
+        """[T, H] -> one [T, F] per linear layer, under autograd; biases are added elsewhere."""
+        first = products[0]
+        assert isinstance(first, GroupedProducts)
+        if first.ends is None:
+            return outputs(products, (x_TH,), weights, biases)
+        rows = x_TH.tensor_split(first.ends)[: len(first.ends)]
         return tuple(
             torch.cat([x @ one.t() for x, one in zip(rows, weight_EFH.unbind(), strict=True)])
             for weight_EFH in weights

@@ -5,7 +5,7 @@ A seam is an attribute that holds a plain callable. Tensor parallelism replaces 
 H input features, F output features, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,8 +24,9 @@ class Products:
     """The three products of a linear layer with W [F, H], in the dtype of its input.
 
     Each takes its operands as they were read: what another arithmetic makes of them is made once,
-    for all linear layers of an input and for both products of a gradient. The first two products
-    are made of all tokens at once or of some at a time, with the same result.
+    for all linear layers of an input (by the products of the first) and for both products of a
+    gradient. The first two products are made of all tokens at once or of some at a time, with the
+    same result.
 
     Attributes:
         keeps_input: whether dW takes the input itself.
@@ -33,11 +34,19 @@ class Products:
 
     keeps_input: bool = True
 
+    @staticmethod
     def apply(
-        self, x_TH: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+        products: "Sequence[Products]",
+        x_TH: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
     ) -> tuple[Tensor, ...]:
-        """[T, H] -> one [T, F] per weight, under autograd."""
-        return self.outputs((x_TH,), weights, biases)
+        """[T, H] -> one [T, F] per linear layer of an input, under autograd."""
+        return outputs(products, (x_TH,), weights, biases)
+
+    def reading_as(self, first: "Products") -> "Products":
+        """The same, with an input that the products of another linear layer have read."""
+        return self
 
     def input(self, x_TH: Tensor) -> tuple[Kept, Kept]:
         """What `output` takes of an input, and what `weight_gradient` does: first its rows."""
@@ -97,20 +106,33 @@ class Products:
         (grad_TF,), (x_TH,) = grad, kept
         return grad_TF.t() @ x_TH if onto_FH is None else add_product(onto_FH, grad_TF.t(), x_TH)
 
-    def outputs(
-        self, x: Kept, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-    ) -> tuple[Tensor, ...]:
-        """One [T, F] per weight."""
-        each = zip(weights, biases, strict=True)
-        return tuple(self.output(x, weight_FH, bias_F) for weight_FH, bias_F in each)
 
-    def input_gradients(self, grads: Sequence[Kept], weights: Sequence[Tensor]) -> Tensor:
-        """The sum over the linear layers of an input, [T, H]."""
-        (first, *others), (weight, *rest) = grads, weights
-        total_TH = self.input_gradient(first, weight)
-        for grad, weight_FH in zip(others, rest, strict=True):
-            self.input_gradient(grad, weight_FH, onto_TH=total_TH)
-        return total_TH
+def of_one_input(products: Iterable[Products]) -> tuple[Products, ...]:
+    """The products of the linear layers of one input, which all read it as the first does."""
+    first, *others = products
+    return first, *(each.reading_as(first) for each in others)
+
+
+def outputs(
+    products: Sequence[Products],
+    x: Kept,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+) -> tuple[Tensor, ...]:
+    """One [T, F] per linear layer of an input."""
+    each = zip(products, weights, biases, strict=True)
+    return tuple(product.output(x, weight_FH, bias_F) for product, weight_FH, bias_F in each)
+
+
+def input_gradients(
+    products: Sequence[Products], grads: Sequence[Kept], weights: Sequence[Tensor]
+) -> Tensor:
+    """The sum over the linear layers of an input, [T, H]."""
+    (own, first, weight), *others = zip(products, grads, weights, strict=True)
+    total_TH = own.input_gradient(first, weight)
+    for product, grad, weight_FH in others:
+        product.input_gradient(grad, weight_FH, onto_TH=total_TH)
+    return total_TH
 
 
 def add_product(onto: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -131,7 +153,7 @@ class Linear(nn.Module):
         lora_A, lora_B: its adapter, which the block that holds it runs; None: it has none.
         lora_scale: factor of what the adapter makes.
         used: rows of the weight that this rank multiplies with; None: all it holds.
-        multiply: seam around the products, the same for all linears of one input; another
+        multiply: seam around the products, of the same kind for all linears of one input; another
             arithmetic replaces them.
     """
 
@@ -162,7 +184,7 @@ class Linear(nn.Module):
     def forward(self, x_TH: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
         bias = None if self.bias is None else local(self.bias)
-        return self.multiply.apply(x_TH, (local(self.weight),), (bias,))[0]
+        return self.multiply.apply((self.multiply,), x_TH, (local(self.weight),), (bias,))[0]
 
 
 class Column(Protocol):
@@ -180,7 +202,8 @@ def plain_column(x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
     """Apply every linear to the same input; replaced by column (output-sharded) parallelism."""
     weights = [local(linear.weight) for linear in linears]
     biases = [None if linear.bias is None else local(linear.bias) for linear in linears]
-    return linears[0].multiply.apply(x_TH, weights, biases)
+    products = of_one_input(linear.multiply for linear in linears)
+    return products[0].apply(products, x_TH, weights, biases)
 
 
 Spread = Callable[[Tensor], Tensor]

@@ -33,19 +33,17 @@ class Running:
         experts: settings of routers.
         adds_expert_bias: whether this one of the ranks that split an expert adds its output bias.
         routed: known rows of the layer's experts per microbatch; None: expected rows.
-        imbalance: tokens of this rank's experts, as a multiple of an even share; used only with
-            expected rows.
-        fused_attention: whether attention avoids the S x S matrix; dropout of probabilities needs
-            the matrix.
+        imbalance: tokens of this rank's experts over an even share; used with expected rows only.
+        fused_attention: whether attention avoids the S x S matrix, which dropout in it needs.
         keeps_masks: whether dropout keeps a byte per value, instead of making its mask again.
         whole_logits: whether every tensor-parallel rank holds the logits of the whole vocabulary.
-        narrow_loss: whether an unfused loss works in the compute dtype, on tensors of their own.
+        narrow_loss: whether an unfused loss works in the compute dtype, on tensors of its own.
         memory: settings of recomputation, offloading and fusion.
         microbatch_tokens: tokens that pass a layer at once on this rank, before sequence
             parallelism splits them; decides which tensors are too small to be offloaded.
         microbatch_rows: sequences that pass a layer at once on this rank.
-        latents_gathered: whether context-parallel ranks gather latents instead of keeping keys and
-            values: one entry for all layers, or one per layer, repeated; empty: never.
+        latents_gathered: whether context-parallel ranks gather latents, not keys and values: one
+            entry for all layers, or one per layer, repeated; empty: never.
     """
 
     seq_length: int
@@ -83,15 +81,13 @@ class Running:
         training, parallel = config.training, config.parallel
         element = ELEMENT_BYTES[training.precision]
         parts = parallel.context_parallel_size * parallel.num_sequence_slices
-        gathers: tuple[bool, ...] = ()
-        if parallel.context_parallel_size > 1 and config.model.multi_latent_attention:
-            gathers = tuple(kind == "all_gather" for kind in parallel.cp_comm_type)
+        latents = parallel.context_parallel_size > 1 and config.model.multi_latent_attention
+        gathers = tuple(latents and kind == "all_gather" for kind in parallel.cp_comm_type)
         tokens = training.micro_batch_size * training.seq_length / parts
-        narrow = 0.5 if training.fp4_format else 1 if training.fp8_format else element
         return cls(
             seq_length=training.seq_length,
             element_bytes=element,
-            input_bytes=narrow,
+            input_bytes=0.5 if training.fp4_format else 1 if training.fp8_format else element,
             scale_rows=SCALE_ROWS.get(training.fp8_recipe, 0) if training.fp8_format else 0,
             tensor_parallel=parallel.tensor_model_parallel_size,
             sequence_parallel=parallel.sequence_parallel,

@@ -9,6 +9,7 @@ which one bucket is read while another is updated and those before are written b
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -75,13 +76,7 @@ class HostAdamW:
         self.weights = weights
         # Gradients arrive from the last layer to the first.
         shapes = {n: tuple(local_tensor(parameters[n]).shape) for n in reversed([*parameters])}
-
-        def likes(shape: tuple[int, ...]) -> dict[str, Tensor]:
-            master, gradient = (
-                torch.empty(shape, dtype=kept, device="meta") for kept in (dtype, gradient_dtype)
-            )
-            return {GRADIENT: gradient, MASTER: master} | moments_like(master, config)
-
+        likes = partial(_like, config, dtype, gradient_dtype)
         self.state = OffloadedState(shapes, likes, link, folder, copied=on_device)
         self._rooms = UpdateRooms(self.state, link) if on_device and shapes else None
         here = self.state if self._rooms is None else self._rooms
@@ -236,6 +231,17 @@ class HostAdamW:
             for state, kept in self.state.kept(name).items()
             if state in STATES
         }
+
+
+def _like(
+    config: OptimizerConfig,
+    dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
+    shape: tuple[int, ...],
+) -> dict[str, Tensor]:
+    """On the meta device, what is kept of a parameter of this shape."""
+    master, gradient = (torch.empty(shape, dtype=d, device="meta") for d in (dtype, gradient_dtype))
+    return {GRADIENT: gradient, MASTER: master} | moments_like(master, config)
 
 
 _Left = Callable[[Bucket], Mark]

@@ -33,7 +33,7 @@ MASTER, GRADIENT = "master", "gradient"
 
 
 @dataclass(frozen=True)
-class Place:
+class StatePlace:
     """Where a state of some elements lies.
 
     Attributes:
@@ -65,7 +65,7 @@ class BucketPart:
     name: str
     elements: slice
     shape: tuple[int, ...]
-    places: Mapping[str, Place]
+    places: Mapping[str, StatePlace]
 
     def of(self, state: str, lines: Lines) -> Tensor:
         """A state of these elements, from the lines of the bucket."""
@@ -154,14 +154,14 @@ def _cut(shapes: Mapping[str, tuple[int, ...]], limit: int) -> Iterator[list[_Cu
         yield cuts
 
 
-def _append(ends: Counter[Line], like: Mapping[str, Tensor]) -> dict[str, Place]:
+def _append(ends: Counter[Line], like: Mapping[str, Tensor]) -> dict[str, StatePlace]:
     """Places for states at the ends of their lines, which move on."""
-    found = dict[str, Place]()
+    found = dict[str, StatePlace]()
     for state, tensor in like.items():
         line = state, tensor.dtype
         within = slice(ends[line], ends[line] + tensor.numel())
         ends[line] = within.stop
-        found[state] = Place(line, within, tuple(tensor.shape))
+        found[state] = StatePlace(line, within, tuple(tensor.shape))
     return found
 
 

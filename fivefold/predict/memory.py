@@ -201,6 +201,8 @@ def _rank_peak(
         "gradients": state.gradients,
         "optimizer": state.optimizer + state.rooms,
     }
+    if state.scales:
+        always["8-bit scales"] = state.scales
     start = sum(always.values())
     points = [_worst_points(running, sizes) for running in found.running]
     worst = [sum(point.size for point in each) for each in points]

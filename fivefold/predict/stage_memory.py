@@ -11,8 +11,8 @@ from functools import cached_property
 from math import prod
 
 from fivefold.config.model import ModelConfig
+from fivefold.counts.blocks import GatheredBlock, stage_blocks
 from fivefold.counts.policy import StatePolicy
-from fivefold.counts.state import GatheredBlock, stage_blocks
 from fivefold.layout import Layout
 from fivefold.model.activations import (
     Saved,

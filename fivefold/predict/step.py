@@ -11,9 +11,10 @@ from itertools import islice
 from math import exp, inf, log, prod, sqrt
 
 from fivefold.config.sharding import SHARDING, Sharding
+from fivefold.counts.blocks import stage_blocks
 from fivefold.counts.offload import times_reduced
 from fivefold.counts.policy import engine_policy
-from fivefold.counts.state import stage_blocks, stages_held
+from fivefold.counts.state import stages_held
 from fivefold.layout import Layout
 from fivefold.model.shape import StageParts, training_flops
 from fivefold.pipeline.costs import Costs

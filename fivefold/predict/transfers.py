@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from fivefold.config.dependents import sums_in_buckets
-from fivefold.counts.state import stage_blocks
+from fivefold.counts.blocks import stage_blocks
 from fivefold.layout import Layout
 from fivefold.mesh.buckets import buckets_of
 from fivefold.mesh.nodes import NodeSizes

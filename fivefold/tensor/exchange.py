@@ -90,8 +90,12 @@ def _sum_of(terms: Sequence[Term]) -> Tensor:
 
 
 def _of_rows(terms: Sequence[Term], rows: slice) -> list[Term]:
-    """Terms of some of the tokens."""
-    return [(tuple(x[rows] for x in taken), factor) for taken, factor in terms]
+    """Terms of some of the tokens; a scale that all tokens share is that of some, too."""
+    tokens = len(terms[0][0][0])
+    return [
+        (tuple(x[rows] if len(x) == tokens else x for x in taken), factor)
+        for taken, factor in terms
+    ]
 
 
 @dataclass(frozen=True)

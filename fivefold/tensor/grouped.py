@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fivefold.model.eight_bit import scales_of, with_scales
 from fivefold.model.grouped import GroupArithmetic, GroupedLinear
+from fivefold.model.layers import input_gradients, of_one_input, outputs
 from fivefold.model.leaves import local
 from fivefold.tensor.deferred_weight import DeferredWeights
 
@@ -26,7 +27,7 @@ class GroupedMultiply:
     def __call__(self, x_TH: Tensor, rows_E: Tensor, *linears: GroupedLinear) -> tuple[Tensor, ...]:
         """[T, H] -> one [T, F] per linear."""
         targets = tuple(linear.weight for linear in linears)
-        how = linears[0].products, self.deferred, targets
+        how = tuple(linear.products for linear in linears), self.deferred, targets
         ys: tuple[Tensor, ...] = _Grouped.apply(x_TH, rows_E, *how, *map(local, targets))
         return ys
 
@@ -37,28 +38,31 @@ class _Grouped(torch.autograd.Function):
         ctx: Any,
         x_TH: Tensor,
         rows_E: Tensor,
-        groups: GroupArithmetic,
+        groups: tuple[GroupArithmetic, ...],
         deferred: DeferredWeights,
         targets: tuple[Tensor, ...],
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        ends = groups.ends(x_TH, rows_E)
-        products = groups.products(rows_E, ends)
-        taken, kept = products.input(x_TH)
-        outputs = products.outputs(taken, weights, (None,) * len(weights))
+        ends = groups[0].ends(x_TH, rows_E)
+        products = of_one_input(each.products(rows_E, ends) for each in groups)
+        taken, kept = products[0].input(x_TH)
+        ys = outputs(products, taken, weights, (None,) * len(weights))
         ctx.save_for_backward(rows_E, *weights, *(kept if targets[0].requires_grad else ()))
         ctx.groups, ctx.ends, ctx.deferred, ctx.targets = groups, ends, deferred, targets
         ctx.scales = scales_of(weights)
-        return outputs
+        return ys
 
     @staticmethod
     def backward(ctx: Any, *grads_TF: Tensor) -> tuple[Any, ...]:
         deferred, targets = ctx.deferred, ctx.targets
         rows_E, *saved = ctx.saved_tensors
-        products = ctx.groups.products(rows_E, ctx.ends)
+        products = of_one_input(each.products(rows_E, ctx.ends) for each in ctx.groups)
         weights, kept = with_scales(saved[: len(targets)], ctx.scales), saved[len(targets) :]
-        grads = [products.gradient(grad) for grad in grads_TF]
-        makes = [partial(products.weight_gradient, grad, kept) for grad in grads]
+        grads = [each.gradient(grad) for each, grad in zip(products, grads_TF, strict=True)]
+        makes = [
+            partial(each.weight_gradient, grad, kept)
+            for each, grad in zip(products, grads, strict=True)
+        ]
 
         def add() -> None:
             for parameter, make in zip(targets, makes, strict=True):
@@ -70,5 +74,5 @@ class _Grouped(torch.autograd.Function):
             deferred.put(targets, add)
         elif trains:
             grads_w = list(map(deferred.made, targets, makes))
-        grad_x = products.input_gradients(grads, weights) if ctx.needs_input_grad[0] else None
+        grad_x = input_gradients(products, grads, weights) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None, None, *grads_w

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fivefold.mesh.collectives import Pending, all_gather, all_reduce, all_to_all, reduce_scatter
 from fivefold.model.eight_bit import scales_of, with_scales
-from fivefold.model.layers import Kept, Linear, Products
+from fivefold.model.layers import Kept, Linear, Products, of_one_input
 from fivefold.model.leaves import add_to_grad, local
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.exchange import Exchange, Factor
@@ -55,7 +55,7 @@ class ColumnParallel:
             for linear, part in zip(linears, rows, strict=True)
         ]
         targets = tuple((linear.weight, linear.bias) for linear in linears)
-        how = self, targets, rows, linears[0].multiply
+        how = self, targets, rows, of_one_input(linear.multiply for linear in linears)
         outputs: tuple[Tensor, ...] = _Column.apply(x_TH, *how, *weights, *biases)
         return outputs
 
@@ -68,15 +68,15 @@ class _Column(torch.autograd.Function):
         column: ColumnParallel,
         targets: tuple[Target, ...],
         rows: tuple[slice | None, ...],
-        products: Products,
+        products: tuple[Products, ...],
         *tensors: Any,
     ) -> tuple[Tensor, ...]:
         weights, biases = tensors[: len(targets)], tensors[len(targets) :]
         exchange = column.exchange
-        factors = [Factor(products, *each) for each in zip(weights, biases, strict=True)]
+        factors = [Factor(*each) for each in zip(products, weights, biases, strict=True)]
         (kept_TH, *rest), outputs = exchange.gather_products(x, factors)
         ctx.trains = targets[0][0].requires_grad
-        own = x if products.keeps_input else exchange.own(kept_TH)
+        own = x if products[0].keeps_input else exchange.own(kept_TH)
         ctx.save_for_backward(*weights, *([own, *rest] if ctx.trains else []))
         ctx.column, ctx.targets, ctx.rows, ctx.products = column, targets, rows, products
         ctx.scales = scales_of(weights)
@@ -87,30 +87,31 @@ class _Column(torch.autograd.Function):
         saved, count = ctx.saved_tensors, len(ctx.targets)
         weights, kept = with_scales(saved[:count], ctx.scales), saved[count:]
         column: ColumnParallel = ctx.column
-        products: Products = ctx.products
+        products: tuple[Products, ...] = ctx.products
         exchange, deferring = column.exchange, column.deferred.deferring
         gathered = _Gathered(exchange, kept[0]) if ctx.trains else None
         if gathered is not None and not deferring:
             gathered.start()
         pending = None
-        grads = [products.gradient(grad) for grad in grads_TF]
+        grads = [each.gradient(grad) for each, grad in zip(products, grads_TF, strict=True)]
         if ctx.needs_input_grad[0]:
-            factors = [Factor(products, weight, of_gradient=True) for weight in weights]
+            pairs = zip(products, weights, strict=True)
+            factors = [Factor(*pair, of_gradient=True) for pair in pairs]
             pending = exchange.start_sum(list(zip(grads, factors, strict=True)))
         of_weights: Sequence[Tensor | None] = [None] * 2 * count
         if gathered is not None:
             own = [
-                _Own(weight, bias, part, grad, None if bias is None else grad_TF)
-                for (weight, bias), part, grad, grad_TF in zip(
-                    ctx.targets, ctx.rows, grads, grads_TF, strict=True
+                _Own(each, weight, bias, part, grad, None if bias is None else grad_TF)
+                for each, (weight, bias), part, grad, grad_TF in zip(
+                    products, ctx.targets, ctx.rows, grads, grads_TF, strict=True
                 )
             ]
             if deferring:
-                _defer(column, products, gathered, kept[1:], own)
+                _defer(column, gathered, kept[1:], own)
             else:
                 whole = gathered.wait(), *kept[1:]
                 of_weights = [
-                    *(column.deferred.made(*each.gradient(products, whole)) for each in own),
+                    *(column.deferred.made(*each.gradient(whole)) for each in own),
                     *(each.of_bias() for each in own),
                 ]
         grad_x = pending.wait() if pending is not None else None
@@ -122,23 +123,23 @@ class _Own:
     """What the gradients of a linear's weight and bias are made of.
 
     Attributes:
+        products: the linear's products.
         weight, bias: the parameters.
         rows: rows of them that the gradients cover; None: all.
         grad: what dW takes of the gradient of the result.
         grad_TF: that gradient, if there is a bias.
     """
 
+    products: Products
     weight: Tensor
     bias: Tensor | None
     rows: slice | None
     grad: Kept
     grad_TF: Tensor | None
 
-    def gradient(
-        self, products: Products, kept: Kept
-    ) -> tuple[Tensor, Callable[..., Tensor], slice | None]:
+    def gradient(self, kept: Kept) -> tuple[Tensor, Callable[..., Tensor], slice | None]:
         """The arguments of `DeferredWeights.made` and `add`."""
-        return self.weight, partial(products.weight_gradient, self.grad, kept), self.rows
+        return self.weight, partial(self.products.weight_gradient, self.grad, kept), self.rows
 
     def of_bias(self) -> Tensor | None:
         """The gradient of the bias, if there is one."""
@@ -147,7 +148,6 @@ class _Own:
 
 def _defer(
     column: ColumnParallel,
-    products: Products,
     gathered: "_Gathered",
     rest: Sequence[Tensor],
     own: Sequence[_Own],
@@ -157,7 +157,7 @@ def _defer(
     def add() -> None:
         kept = gathered.wait(), *rest
         for each in own:
-            column.deferred.add(*each.gradient(products, kept))
+            column.deferred.add(*each.gradient(kept))
             of_bias = each.of_bias()
             if each.bias is not None and of_bias is not None:
                 add_to_grad(each.bias, of_bias, each.rows)

@@ -166,6 +166,7 @@ class Engine:
     ) -> DeviceResult:
         """Leave the global batch's complete gradient on the parameters."""
         depths = self.layout.config.model.mtp_num_layers
+        self.model.scaling.begin()
         batches = self._batches(microbatches, depths)
         tokens = self._count(batches)
         local = self.model.run(
@@ -174,6 +175,7 @@ class Engine:
             tokens.clamp_min(1).double().reciprocal(),
         )
         self.model.finish_gradients()
+        self.model.scaling.agree(self.groups.world)
         self.optimizer.host.leave_all()
         optimizer, training = self.layout.config.optimizer, self.layout.config.training
         norm = global_grad_norm(
@@ -214,6 +216,7 @@ class Engine:
         else:
             self.optimizer.host.step(found.lr, result.grad_norm, clip)
             self._routers.update(found.routing)
+            self.model.scaling.update()
             self.optimizer.zero_grad()
         return result
 
@@ -259,9 +262,9 @@ class Engine:
         return bool(all_reduce(zero, self.groups.world) == 0)
 
     def stored_tensors(self) -> dict[str, Tensor | Piece]:
-        """Weights and optimizer state by the names of the whole model, for a checkpoint."""
+        """Weights, optimizer state and scales by the names of the whole model, for a checkpoint."""
         kept = self._by_stored_name(record for record in self._records if record.loaded)
-        return kept | self.model.buffers(copies=True)
+        return kept | self.model.buffers(copies=True) | self.model.scaling.stored(copies=True)
 
     def stored_weights(self) -> dict[str, Tensor | Piece]:
         """`stored_tensors` without the optimizer's state."""
@@ -280,7 +283,7 @@ class Engine:
     def written_tensors(self) -> dict[str, Tensor | Piece]:
         """`stored_tensors` without second copies, which another rank writes."""
         kept = self._by_stored_name(record for record in self._records if record.written)
-        return kept | self.model.buffers(copies=False)
+        return kept | self.model.buffers(copies=False) | self.model.scaling.stored(copies=False)
 
     def _by_stored_name(self, records: Iterable[ParameterRecord]) -> dict[str, Tensor | Piece]:
         names = {record.stored: record.name for record in records}

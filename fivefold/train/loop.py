@@ -18,6 +18,7 @@ from fivefold.data.packing import Microbatch
 from fivefold.data.validation import ValidationSet
 from fivefold.errors import CheckpointError, Mistake, TrainingError
 from fivefold.files import as_kind, telling_full_disk
+from fivefold.model.fp8_rules import SCALES
 from fivefold.model.shape import training_flops
 from fivefold.train.activity import Activity
 from fivefold.train.bad_steps import BadSteps
@@ -95,6 +96,7 @@ class Trainer:
             DataError: the data is not what it was.
         """
         state = read_state(source, step)
+        self.engine.model.scaling.reset()  # a checkpoint of another recipe has none
         if weights_only:
             starts = without_adapters(state, self.engine.layout.config.model)
             weights = self.engine.weights_to_load(starts)
@@ -139,6 +141,7 @@ class Trainer:
             CheckpointError: on every rank, if the tensors are of another model or cannot be read.
         """
         model, weights = self.engine.layout.config.model, self.engine.weights_to_load(not adapter)
+        weights = {name: w for name, w in weights.items() if not name.startswith(SCALES)}
         fill = partial(fill_from_folder, folder, model, adapter=adapter)
         self.checkpointer.load_by(f"loading {folder}", weights, fill)
         self.engine.after_load(0, weights)

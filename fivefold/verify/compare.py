@@ -11,6 +11,7 @@ from fivefold.data.packing import Microbatch
 from fivefold.layout import Layout
 from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.slices import Piece, piece_of
+from fivefold.model.fp8_rules import SCALES
 from fivefold.train.engine import Engine, StepResult
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches, rows_of
 from fivefold.verify.diagnose import diagnose
@@ -48,7 +49,7 @@ def compare(
     """
     engine = Engine(layout, rank, device)
     for stage in engine.model.stages.values():
-        scale_each_element(stage)
+        scale_each_element(stage, layout.config.training)
     for gradients in engine.model.gradients.values():
         send_each_element(gradients.exchanges)
     if plant is not None:
@@ -89,6 +90,8 @@ def baseline_differences(
             ("param", own.after, true.after),
         ):
             for name, whole in of_true.items():
+                if name.startswith(SCALES):  # compared in fp64 alone
+                    continue
                 found.append(_tensor(what, step, 0, name, piece_of(of_own[name]), whole))
     return found
 
@@ -133,10 +136,13 @@ def _load_differences(
 def _weight_differences(
     engine: Engine, step: int, reference: ReferenceStep
 ) -> Iterator[Difference]:
-    """Differences of every weight and expert bias after the update, with digests for replicas."""
+    """Differences of every weight, expert bias and delayed scale after the update, with digests for
+    replicas."""
     rank, floor = engine.groups.rank, engine.layout.config.optimizer.lr
     held = {name: piece_of(p).like(engine.weight(name)) for name, p in engine.parameters.items()}
     held |= {name: piece_of(value) for name, value in engine.model.buffers(copies=True).items()}
+    if engine.layout.config.training.precision != "bf16":  # a bit of which moves a scale by more
+        held |= engine.model.scaling.stored(copies=True)
     for name, piece in held.items():
         record = engine.model.records.get(name)
         stored = name if record is None else record.stored

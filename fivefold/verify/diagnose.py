@@ -26,6 +26,7 @@ from fivefold.verify.reference import (
     ReferenceStep,
     Tensors,
     batches_of,
+    delayed_scaling,
     gradients,
     plain_model,
     valid_tokens,
@@ -184,9 +185,13 @@ def _gradients_of_samples(
 
 
 def _plain(config: Config, reference: ReferenceStep) -> Stage:
-    """The plain model with the weights before the step."""
+    """The plain model with the weights, and delayed scales, before the step."""
     model = plain_model(config, torch.float64)
-    model.load_state_dict(reference.before)
+    scales = delayed_scaling(model, config).stored(copies=True)
+    for name, piece in scales.items():
+        piece.local.copy_(reference.before[name])
+    weights = {name: w for name, w in reference.before.items() if name not in scales}
+    model.load_state_dict(weights)
     return model
 
 

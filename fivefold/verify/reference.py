@@ -15,7 +15,9 @@ from fivefold.config.memory import MemoryConfig
 from fivefold.config.training import OptimizerConfig
 from fivefold.data.packing import IGNORED, Microbatch
 from fivefold.model.batch import Batch
-from fivefold.model.eight_bit import eight_bit, install_eight_bit
+from fivefold.model.delayed import DelayedScaling
+from fivefold.model.eight_bit_layers import eight_bit, install_delayed, install_eight_bit
+from fivefold.model.fp8_rules import ScaledLayer, delayed_linears
 from fivefold.model.init import initialise
 from fivefold.model.prediction import valid_by_depth
 from fivefold.model.routing import Decision
@@ -42,8 +44,8 @@ class ReferenceStep:
         losses: summed loss of each microbatch, [microbatches].
         loads: tokens that chose each expert, [layers with experts, microbatches, experts].
         grads: gradients by global name, before clipping.
-        before: weights, and biases of experts, before the update.
-        after: weights, and biases of experts, after the update.
+        before: weights, biases of experts, and delayed scales, before the update.
+        after: weights, biases of experts, and delayed scales, after the update.
     """
 
     loss: float
@@ -73,8 +75,15 @@ def plain_model(config: Config, dtype: torch.dtype) -> Stage:
     products = eight_bit(training, dtype)
     if products is not None:
         install_eight_bit(model, products, MemoryConfig())
-    scale_each_element(model)
+    scale_each_element(model, training)
     return model.to(dtype)
+
+
+def delayed_scaling(model: Stage, config: Config) -> DelayedScaling:
+    """The delayed scales with which a plain model multiplies from now on, if there are any."""
+    every = delayed_linears(config).items()
+    layers = [ScaledLayer(name, 0, True, experts, 0, experts or 1) for name, experts in every]
+    return install_delayed({0: model}, layers, config, torch.device("cpu"))
 
 
 def run_reference(
@@ -97,12 +106,14 @@ def run_reference(
     optimizer = _optimizer(weights, config.optimizer)
     model = plain_model(config, dtype)
     model.load_state_dict(master.state_dict())
+    scaling = delayed_scaling(model, config)
     round_gathered(model, config)
     found = []
     for step in range(steps):
-        before = _copies(master.state_dict())
+        before = _state(master, scaling)
         batch = global_batch(config, step)
         samples = microbatches(config, batch, slice(0, config.training.global_batch_size))
+        scaling.begin()
         tokens = valid_by_depth(as_batch(batch, step, config.model.mtp_num_layers))
         routing: dict[int, list[Tensor]] = {}
         narrow = config.optimizer.narrow_gradients and dtype == torch.bfloat16
@@ -122,6 +133,8 @@ def run_reference(
             mixture.router.update_bias(torch.stack(routing[mixture.router.layer]).sum(0))
         model.load_state_dict(master.state_dict())
         round_gathered(model, config)
+        scaling.agree(None)
+        scaling.update()
         found.append(
             ReferenceStep(
                 loss=float(losses[:, 0].sum()) / valid_tokens(batch),
@@ -137,7 +150,7 @@ def run_reference(
                 else torch.zeros(0),
                 grads=grads,
                 before=before,
-                after=_copies(master.state_dict()),
+                after=_state(master, scaling),
             )
         )
     return found
@@ -268,5 +281,8 @@ def _round_state(
                 wide.copy_(form.unpack(*form.pack(wide, own)))
 
 
-def _copies(weights: Mapping[str, Tensor]) -> Tensors:
-    return {name: weight.detach().clone() for name, weight in weights.items()}
+def _state(master: Stage, scaling: DelayedScaling) -> Tensors:
+    """Copies of weights, biases of experts, and delayed scales."""
+    scales = scaling.stored(copies=True).items()
+    held = dict(master.state_dict()) | {name: piece.local.double() for name, piece in scales}
+    return {name: weight.detach().clone() for name, weight in held.items()}

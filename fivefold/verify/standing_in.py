@@ -15,16 +15,15 @@ import torch
 from torch import Tensor
 
 from fivefold.config.config import Config
+from fivefold.config.training import TrainingConfig
 from fivefold.context.install import shards_of
 from fivefold.data_parallel.blocks import WEIGHT_BITS, in_few_bits
 from fivefold.data_parallel.communication import HierarchicalReduceScatter, NodeGather
 from fivefold.data_parallel.quantised import Blocks, Whole
 from fivefold.mesh.grid import Grid
 from fivefold.model.batch import Batch, taken
-from fivefold.model.eight_bit import EightBit, EightBitExperts
+from fivefold.model.eight_bit_layers import change_products, eight_bit_layers
 from fivefold.model.fp8 import EACH_ELEMENT
-from fivefold.model.grouped import GroupedLinear
-from fivefold.model.layers import Linear
 from fivefold.model.routing import Router
 from fivefold.model.shards import MicrobatchShare
 from fivefold.model.transformer import Stage
@@ -54,19 +53,17 @@ def stand_in(model: Stage, config: Config) -> None:
     model.register_forward_pre_hook(lambda _, arguments: limit.see(arguments[1]))
 
 
-def scale_each_element(stage: Stage) -> None:
+def scale_each_element(stage: Stage, training: TrainingConfig) -> None:
     """Give each element of an 8-bit operand a scale of its own, where layers have such operands.
 
     Elements that share a scale are multiplied on the same rank, so scales depend on how a layout
     cuts a tensor. A block of one element cannot be cut: everything else then is as in training, and
-    all layouts round alike.
+    all layouts round alike. Delayed scales are the same in every layout, and stay as they are.
     """
-    for module in stage.modules():
-        if isinstance(module, Linear) and isinstance(module.multiply, EightBit):
-            module.multiply = replace(module.multiply, recipe=EACH_ELEMENT)
-        if isinstance(module, GroupedLinear) and isinstance(module.products, EightBitExperts):
-            alone = replace(module.products.each, recipe=EACH_ELEMENT)
-            module.products = EightBitExperts(alone)
+    if training.delays_scales:
+        return
+    for module, _ in eight_bit_layers(stage).values():
+        change_products(module, recipe=EACH_ELEMENT)
 
 
 EACH_WEIGHT = Blocks(WEIGHT_BITS, size=1, powers_of_two=True)

@@ -93,6 +93,12 @@ EIGHT_BIT: dict[str, tuple[int, str, str, dict[str, Any]]] = {
         "mxfp8",
         SEQUENCE | {"seq_length": 80, "tp_comm_overlap": True},
     ),
+    "of earlier steps": (
+        2,
+        "llama",
+        "delayed",
+        SEQUENCE | {"fp8_amax_history_len": 3, "tp_comm_overlap": True},
+    ),
     "plain queries, gathered": (2, "latent", "tensorwise", SEQUENCE | {"q_lora_rank": None}),
     "recomputed in part": (
         2,
@@ -145,6 +151,7 @@ EIGHT_BIT: dict[str, tuple[int, str, str, dict[str, Any]]] = {
         EIGHT_BIT,
         "latents",
         "sequence parallel",
+        "of earlier steps",
         "plain queries, gathered",
         "recomputed in part",
         "offloaded, ring",

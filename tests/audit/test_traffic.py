@@ -286,6 +286,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "cp + pp": (4, {CP: 2, PP: 2, KIND: ("a2a",)}),
     "qwZ, optim in bf16": (2, {ZERO: "optim"} | QWZ | BF16),
     "gathered in 8 bits, optim": (2, {ZERO: "optim"} | NARROW | {"fp8_recipe": "tensorwise"}),
+    "gathered in 8 bits, scales of earlier steps, pp": (
+        4,
+        {ZERO: "optim", PP: 2} | NARROW | {"fp8_recipe": "delayed"},
+    ),
     "gathered in 8 bits, hpZ, tp + sp": (8, ZERO3 | HPZ | SP | NARROW),
     "gathered in 8 bits, hsdp, pp": (8, ZERO3 | {HSDP: 2, PP: 2} | NARROW),
     "qwZ + hpZ": (4, ZERO3 | QWZ | HPZ),

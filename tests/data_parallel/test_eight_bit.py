@@ -9,10 +9,11 @@ import torch
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.memory import MemoryConfig
-from fivefold.data_parallel.eight_bit import products_of
+from fivefold.config.training import TrainingConfig
 from fivefold.errors import ConfigError
 from fivefold.mesh.slices import local_tensor
-from fivefold.model.eight_bit import EightBit, install_eight_bit
+from fivefold.model.eight_bit import EightBit
+from fivefold.model.eight_bit_layers import eight_bit, install_eight_bit, products_of
 from fivefold.model.fp8 import E4M3, RECIPES
 from fivefold.model.fp8_rules import SQUARE, in_eight_bits, num_scales
 from fivefold.model.shape import stage_weights
@@ -32,6 +33,12 @@ EXPERTS = replace(MIXTURE, hidden_size=136, moe_ffn_hidden_size=200)
 ZERO3 = "optim_grads_params"
 CASES: dict[str, tuple[int, Any, str, dict[str, Any]]] = {
     "ZeRO-1, by tensor": (2, MODELS["llama tied"], "tensorwise", flags(strategy="optim")),
+    "ZeRO-3, tp, experts, scales of earlier steps": (
+        4,
+        MIXED,
+        "delayed",
+        named(ep=2, tp=2, strategy=ZERO3) | {"fp8_amax_history_len": 2},
+    ),
     "ZeRO-3, tp, blocks over two ranks": (
         4,
         WIDE,
@@ -107,9 +114,10 @@ def test_rules_and_layers_name_the_same_weights(model: Any) -> None:
 
 @pytest.mark.parametrize("recipe", SQUARE)
 @pytest.mark.parametrize("shape", [(1, 1), (128, 129), (300, 40), (3, 129, 256)])
-def test_as_many_scales_are_compared_as_blocks_have(recipe: str, shape: tuple[int, ...]) -> None:
+def test_as_many_scales_are_compared_as_blocks_have(recipe: Any, shape: tuple[int, ...]) -> None:
     whole = torch.zeros(shape).reshape(-1, *shape[-2:])
-    products = EightBit(RECIPES[recipe], torch.float32)
+    products = eight_bit(TrainingConfig(fp8_format="e4m3", fp8_recipe=recipe), torch.float32)
+    assert products is not None
     made = sum(products._weight(each).inverse.numel() for each in whole)
     assert num_scales(shape, recipe) == made
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.config.training import TrainingConfig
-from fivefold.model.eight_bit import EightBit, EightBitGroups, eight_bit, install_eight_bit
+from fivefold.model.eight_bit import EightBit, EightBitGroups
+from fivefold.model.eight_bit_layers import eight_bit, install_eight_bit
 from fivefold.model.fp8 import (
     E4M3,
     E5M2,
@@ -179,7 +180,7 @@ def test_a_layer_quantises_each_operand_for_its_product(recipe: str, form: str) 
     for keeps in (False, True):
         leaves = [each.clone().requires_grad_() for each in (x, w, v)]
         each = EightBit(products.recipe, products.dtype, products.gradients, keeps_input=keeps)
-        y, z = each.apply(leaves[0], leaves[1:], (None, torch.ones(40).double()))
+        y, z = each.apply((each, each), leaves[0], leaves[1:], (None, torch.ones(40).double()))
         torch.autograd.backward([y, z], [g, 2 * g])
         expected = (
             true(x, w, "y"),
@@ -202,14 +203,15 @@ def test_experts_multiply_as_if_each_were_alone(recipe: str) -> None:
     x, g = _random(134, 20), _random(134, 12, seed=1)
     weights = [_random(4, 12, 20, seed=seed).requires_grad_() for seed in (2, 3)]
     leaf = x.clone().requires_grad_()
-    ys = EightBitGroups(one, ends).apply(leaf, weights, (None, None))
+    groups = EightBitGroups(one, ends)
+    ys = groups.apply((groups, groups), leaf, weights, (None, None))
     torch.autograd.backward(ys, [g, -g])
     for index, (part, grad) in enumerate(zip(x.split(rows), g.split(rows), strict=True)):
         own = [
             part.clone().requires_grad_(),
             *(w[index].detach().requires_grad_() for w in weights),
         ]
-        zs = one.apply(own[0], own[1:], (None, None))
+        zs = one.apply((one, one), own[0], own[1:], (None, None))
         torch.autograd.backward(zs, [grad, -grad])
         where = slice(ends[index] - rows[index], ends[index])
         found = [ys[0][where], ys[1][where], leaf.grad[where], *(w.grad[index] for w in weights)]  # type: ignore[index]
@@ -281,7 +283,7 @@ def test_one_call_multiplies_as_each_group_alone(rows: list[int]) -> None:
         x, g, w = _random(ends[-1], 64), _random(ends[-1], 48, seed=1), _random(4, 48, 64, seed=2)
         leaves = [each.bfloat16().to(device, dtype).requires_grad_() for each in (x, w)]
         groups = EightBitGroups(one, ends)
-        (y,) = groups.apply(leaves[0], leaves[1:], (None,))
+        (y,) = groups.apply((groups,), leaves[0], leaves[1:], (None,))
         y.backward(g.bfloat16().to(device, dtype))
         found.append([y, *(leaf.grad for leaf in leaves)])
     for ours, true in zip(*found, strict=True):

@@ -12,7 +12,8 @@ from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError
 from fivefold.model.compiled import compile_layers
-from fivefold.model.eight_bit import EightBit, install_eight_bit
+from fivefold.model.eight_bit import EightBit
+from fivefold.model.eight_bit_layers import install_eight_bit
 from fivefold.model.fp8 import E5M2, RECIPES
 from fivefold.model.fp8_rules import check_kernels
 from fivefold.model.init import initialise
@@ -20,7 +21,7 @@ from fivefold.model.transformer import Stage
 from fivefold.pipeline.stages import StageSpec
 from fivefold.verify.shrink import prepare
 from tests.model.models import batch_of
-from tests.verify.cases import MIXTURE, MODELS, config, flags, named, verify_in_pool
+from tests.verify.cases import MIXTURE, MODELS, chosen, config, flags, named, verify_in_pool
 
 HYBRID = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
 MIXED = replace(MIXTURE, mtp_num_layers=1, moe_shared_expert_gate=True)
@@ -106,6 +107,43 @@ def test_layouts_round_alike(case: str) -> None:
     assert report.passed, report.text()
 
 
+LATE = {
+    "fp8_recipe": "delayed",
+    "fp8_amax_history_len": 2,
+    "fp8_amax_compute_algo": "max",
+    "fp8_margin": 1,
+}
+COPIES = flags(pp=2, stages="Ett|tttL") | {
+    "pipeline_schedule": "dualpipe",
+    "micro_batch_size": 1,
+}
+LATE_CASES = CASES | {
+    "two copies, replicas": (4, MODELS["llama tied"], COPIES),
+    "experts split, ring": (4, MIXED, named(ep=2, cp=2, etp=1, strategy="optim_grads")),
+    "products in parts": (
+        4,
+        MODELS["gpt"],
+        flags(tp=2, sequence=True) | {"tp_comm_overlap": True},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    chosen(
+        LATE_CASES,
+        "deferred weights",
+        "latents, ring, offloaded",
+        "experts deferred and recomputed",
+    ),
+)
+def test_delayed_scales_are_those_of_one_device(case: str) -> None:
+    """As they are in training: no cut of a tensor changes what all its ranks have seen."""
+    world, model, settings = LATE_CASES[case]
+    report = verify_in_pool(world, config(model, world, **HYBRID | settings | LATE))
+    assert report.passed, report.text()
+
+
 def test_a_compiled_layer_is_one_graph() -> None:
     model, losses, grads = replace(MODELS["llama"], num_layers=1), [], []
     for compiled in (False, True):
@@ -134,8 +172,14 @@ def _refusal(world: int, model: ModelConfig, settings: dict[str, Any]) -> str:
 
 
 def test_what_would_not_be_trained_as_it_says_is_refused() -> None:
-    refusal = _refusal(1, MODELS["llama"], flags() | {"fp8_recipe": "delayed"})
-    assert "fp8_recipe = delayed" in refusal and "--fp8-recipe blockwise" in refusal
+    late = flags() | {"fp8_recipe": "delayed"}
+    assert "--fp8-recipe tensorwise" in _refusal(1, MODELS["llama"], late | {"compile": True})
+    refusal = _refusal(1, MODELS["llama"], late | {"fp8_margin": 18})
+    assert "up to 17" in refusal and "--fp8-margin 17" in refusal
+    assert "fp8_amax_history_len must be at least 1" in _refusal(
+        1, MODELS["llama"], late | {"fp8_amax_history_len": 0}
+    )
+    assert "--fp8-recipe delayed" in _refusal(1, MODELS["llama"], flags() | {"fp8_margin": 1})
     for recipe in ("blockwise", "mxfp8"):
         blocks = _refusal(1, MODELS["llama"], flags() | {"fp8_recipe": recipe})
         assert "no kernel multiplies e5m2" in blocks and "works: --fp8-format e4m3" in blocks

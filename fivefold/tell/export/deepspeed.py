@@ -8,7 +8,7 @@ from fivefold.config.parallel import ParallelConfig
 from fivefold.config.sharding import SHARDING
 from fivefold.data_parallel.zeropp_rules import techniques
 from fivefold.layout import Layout
-from fivefold.tell.export.settings import Export, Settings, described, state_types
+from fivefold.tell.export.settings import Export, Settings, described, formats, state_types
 from fivefold.tell.export.stand_in import changes, one_stage_a_rank
 
 ITS_SCHEDULES = ("1f1b",)
@@ -185,9 +185,7 @@ def _lost_of_the_code(said: Settings, layout: Layout) -> Iterator[str]:
         said.mention("tp_comm_overlap")
         yield "tp_comm_overlap has no counterpart there: tensor-parallel messages are waited for"
     if said["fp8_format"] or said["fp4_format"]:
-        names = ("fp8_format", "fp8_recipe", "fp4_format")
-        formats = ", ".join(f"{name} = {said[name]}" for name in names)
-        yield f"multiplications in 8 or 4 bits are code there: {formats}"
+        yield f"multiplications in 8 or 4 bits are code there: {formats(said)}"
     if said["precision"] == "fp64":
         yield "precision fp64 is code there: a model in double precision"
 

@@ -14,6 +14,7 @@ from fivefold.tell.export.megatron_pipeline import (
     why_not_hidden,
 )
 from fivefold.tell.export.settings import (
+    DELAYED,
     Export,
     Settings,
     command_line,
@@ -191,6 +192,8 @@ def _training(said: Settings) -> Iterator[str]:
         yield from flags(said, "fp8_format")
         recipe = said["fp8_recipe"]
         yield from set_flag("fp8_recipe", recipe if recipe in _RECIPES else "tensorwise")
+        if recipe == "delayed":
+            yield from flags(said, *DELAYED)
         yield from set_flag("fp8_param_gather", said["fp8_param_gather"])
     yield from flags(said, "fp4_format")
     yield from flags(said, "lr", "min_lr", "lr_decay_style", "lr_decay_iters")

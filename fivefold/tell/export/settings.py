@@ -132,6 +132,17 @@ def flags(said: Settings, *names: str) -> Iterator[str]:
         yield from set_flag(name, said[name])
 
 
+DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
+"""What only scales of earlier steps have."""
+
+
+def formats(said: Settings) -> str:
+    """In how many bits linear layers are asked to multiply, and how 8 bits are scaled."""
+    late = DELAYED if said["fp8_format"] and said["fp8_recipe"] == "delayed" else ()
+    names = ("fp8_format", "fp8_recipe", *late, "fp4_format")
+    return ", ".join(f"{name} = {said[name]}" for name in names)
+
+
 def state_types(said: Settings) -> str:
     """The types that masters, gradients and moments are asked to have."""
     names = (

@@ -14,6 +14,7 @@ from fivefold.tell.export.settings import (
     command_line,
     described,
     flag,
+    formats,
     state_types,
 )
 from fivefold.tell.export.stand_in import changes, in_a_loop, one_stage_a_rank
@@ -217,10 +218,9 @@ def _lost_of_the_model(said: Settings, layout: Layout, name: str | None) -> Iter
     if training.fp4_format or (
         training.fp8_format and (name is None or ITS_MODELS[name].narrow != narrow)
     ):
-        formats = f"fp8_format = {narrow[0]}, fp8_recipe = {narrow[1]}"
         yield (
             "multiplications in 8 or 4 bits are converters of the model's configuration there: "
-            f"{formats}, fp4_format = {training.fp4_format}"
+            f"{formats(said)}"
         )
     balances = model.moe_router_enable_expert_bias
     balances |= "balancing by a bias of the router" in model.unmodelled

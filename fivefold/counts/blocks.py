@@ -1,0 +1,98 @@
+"""The parameters of a stage by blocks that are gathered and reduced together."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+
+from fivefold.config.model import ModelConfig
+from fivefold.counts.policy import StatePolicy
+from fivefold.layout import Layout
+from fivefold.model.description import layer_kind
+from fivefold.model.fp8_rules import in_eight_bits
+from fivefold.model.shape import EMBEDDING, StageParts, WholeModel, stage_weights
+
+
+@dataclass(frozen=True)
+class GatheredBlock:
+    """Parameters that are gathered together.
+
+    A block is a layer (with norms and projection for a multi-token prediction layer), or the ends
+    of the model in a stage.
+
+    Attributes:
+        dense: local shapes of parameters on the attention mesh, after tensor parallelism.
+        experts: local shapes of parameters on the expert mesh, after expert and tensor parallelism.
+        narrow: elements of `dense` and of `experts` that 8-bit linear layers multiply with.
+        linears: number of these layers, each expert's counted.
+        count: number of such blocks in the stage.
+    """
+
+    dense: tuple[tuple[int, ...], ...]
+    experts: tuple[tuple[int, ...], ...]
+    narrow: tuple[int, int]
+    linears: int
+    count: int = 1
+
+    @property
+    def size(self) -> int:
+        """Elements of one block."""
+        return sum(map(prod, (*self.dense, *self.experts)))
+
+    def copied(self, policy: StatePolicy) -> float:
+        """Bytes of a copy of one block to compute with."""
+        return self.size * policy.copy - sum(self.narrow) * (policy.copy - policy.narrow_copy)
+
+
+def stage_blocks(
+    layout: Layout, stage: StageParts, *, trained: bool = False, whole_embedding: bool = False
+) -> list[GatheredBlock]:
+    """The blocks of a stage: its ends, then further predictions, then each kind of layer.
+
+    `trained`: only the parameters that are trained; `whole_embedding`: the token embedding is not
+    split by tensor parallelism, unless it is the output layer, too.
+    """
+    model, grid = layout.config.model, layout.grid
+    degrees = (grid.tp, grid.ep, grid.etp)
+    around = WholeModel((), stage.embedding, stage.head, stage.mtp)
+    whole = EMBEDDING if whole_embedding and model.untie_embeddings_and_output_weights else ""
+    ends = _block(model, degrees, around, trained, leaves_out="mtp.", whole=whole)
+    predicts = _block(model, degrees, around, trained, only="mtp.0.")
+    further = [replace(predicts, count=stage.mtp)] if stage.mtp else []
+    each = [layer_kind(model, layer) for layer in stage.layers]
+    kinds, first = Counter(each), dict(zip(reversed(each), reversed(stage.layers), strict=True))
+    layers = [
+        replace(_block(model, degrees, WholeModel((first[kind],), False, False), trained), count=n)
+        for kind, n in kinds.items()
+    ]
+    return [ends, *further, *layers]
+
+
+@lru_cache(maxsize=1024)
+def _block(
+    model: ModelConfig,
+    degrees: tuple[int, int, int],
+    parts: WholeModel,
+    trained: bool,
+    *,
+    only: str = "",
+    leaves_out: str | None = None,
+    whole: str = "",
+) -> GatheredBlock:
+    """The block of parameters whose names start with `only` and not with `leaves_out`; `trained`:
+    only of those that are trained; `whole`: name of one that no ranks split."""
+    tp, ep, etp = degrees
+    dense: list[tuple[int, ...]] = []
+    experts: list[tuple[int, ...]] = []
+    narrow, linears = [0, 0], 0
+    for name, weight in stage_weights(model, parts).items():
+        if not name.startswith(only) or (leaves_out and name.startswith(leaves_out)):
+            continue
+        if weight.trained < trained:
+            continue
+        place = experts if weight.of_experts else dense
+        place.append(weight.shape if name == whole else weight.local(tp, ep, etp))
+        if in_eight_bits(name, weight):
+            narrow[weight.of_experts] += prod(place[-1])
+            linears += place[-1][0] if weight.of_experts else 1
+    return GatheredBlock(tuple(dense), tuple(experts), (narrow[0], narrow[1]), linears)
