@@ -288,7 +288,12 @@ class OperationTimes:
     def _norm(self) -> Times:
         size = self.hidden_bytes / self.parts
         rms = self.model.normalization == "RMSNorm"  # a LayerNorm is one kernel
-        return self._elementwise(2 * size, 3 * size, UNFUSED_NORM if rms else UNFUSED_TRAFFIC)
+        norm = self._elementwise(2 * size, 3 * size, UNFUSED_NORM if rms else UNFUSED_TRAFFIC)
+        if not self.software.casts_norms:
+            return norm
+        # A kernel that widens what the norm reads, and one that narrows the gradient it writes.
+        widened = Phases(*(elementwise(self.gpu, count * size, 1) for count in (4, 5)))
+        return norm + Times(widened)
 
     def _residual(self, *, joins: bool) -> Times:
         """The residual sum with the bias and dropout before it, forward and backward.

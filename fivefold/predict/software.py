@@ -15,6 +15,8 @@ class Software:
     Attributes:
         fused: whether norms, residuals, activations and the loss are one kernel each; otherwise
             each elementwise operation reads and writes memory separately.
+        casts_norms: whether a norm reads a copy of the hidden states in fp32 that a kernel of its
+            own makes.
         attention: the attention kernel: the best one, FlashAttention-2, PyTorch's list that puts
             the best one before it on Blackwell only ("listed"), the first FlashAttention, or an
             unfused one, which holds the matrix of scores in memory if attention has dropout.
@@ -42,6 +44,9 @@ class Software:
         reduces_whole: whether gradients of a sharded optimizer are summed on every rank, which
             keeps its share: twice the bytes of a reduce-scatter (`allreduce_and_scatter` in
             DeepSpeed's ZeRO-1 and ZeRO-2).
+        bucket: elements of gradients, of a sharded optimizer, that are copied together, divided by
+            the number of ranks, summed and copied back; None: they are summed where they are, layer
+            by layer.
         broadcasts_updates: whether a rank updates whole parameters and broadcasts them in its
             sharding group, where others gather shards: as many messages one after the other as
             there are parameters or ranks, each of which visits every rank (InternLM's ZeRO-1).
@@ -72,6 +77,7 @@ class Software:
     """
 
     fused: bool = True
+    casts_norms: bool = False
     attention: Attention = "best"
     overlaps_backward_tp: bool = True
     hidden_tp: float | None = None
@@ -83,6 +89,7 @@ class Software:
     by_tensor: bool = False
     gathers_to_recompute: bool = False
     reduces_whole: bool = False
+    bucket: int | None = None
     broadcasts_updates: bool = False
     whole_embedding: bool = False
     whole_logits: bool = False

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from math import prod
+from math import ceil, prod
 
 from fivefold.config.dependents import sums_in_buckets
 from fivefold.counts.blocks import stage_blocks
@@ -18,8 +18,12 @@ from fivefold.predict.communication import (
     reduce_scatter,
     span,
 )
+from fivefold.predict.compute import elementwise
 from fivefold.predict.software import Software
 from fivefold.predict.zeropp import gather_seconds, reduction_seconds
+
+COPIED = 6.0
+"""Elements read and written for each of a bucket: copied into it, divided, and copied back."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +100,15 @@ def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts
     arriving = 0.0 if whole else total(gathered, trained=False)
     if software.broadcasts_updates and not whole:
         arriving = _broadcast(layout, cluster, spec, (shard, expert), software)
+    messages, copied = len(spec.layers), 0.0
+    if software.bucket and parallel.sharding.splits_optimizer:
+        elements = total(lambda each: float(each.size), trained=True)
+        messages = ceil(elements / software.bucket)
+        copied = elementwise(cluster.gpu, elements * COPIED * wire, 3 * messages)
     return Moves(
         arriving,
-        total(reduced, trained=True),
-        len(spec.layers),
+        total(reduced, trained=True) + copied,
+        messages,
         total(gathered, trained=False, first=True) if ends else 0.0,
         total(reduced, trained=True, first=True) if ends else 0.0,
     )

@@ -329,7 +329,7 @@ def _open(
     sizes = [given] if given else [b for b in (1, 2, 4, 8) if each % b == 0]
     for size in sizes:
         for virtual in _virtual(row, config.model.num_layers, pp):
-            for recompute in _recompute(row, config.model):
+            for recompute in _recompute(row, config.model, framework):
                 yield {
                     "micro_batch_size": size,
                     "num_virtual_stages_per_pipeline_rank": virtual if virtual > 1 else None,
@@ -363,7 +363,7 @@ _MODULES: Mapping[str, str] = MappingProxyType(
 )
 
 
-def _recompute(row: PublishedRow, model: ModelConfig) -> list[dict[str, Any]]:
+def _recompute(row: PublishedRow, model: ModelConfig, framework: Framework) -> list[dict[str, Any]]:
     text = row.text("recomp")
     if text == "full":
         return [{"recompute_granularity": "full"}]
@@ -374,7 +374,7 @@ def _recompute(row: PublishedRow, model: ModelConfig) -> list[dict[str, Any]]:
         # what it runs again in layer.py.
         return [_selective("layernorm", "mlp")]
     if text.startswith("none"):
-        return [{}]
+        return [_selective(*framework.recomputes) if framework.recomputes else {}]
     if row.text("flops_conv") == "hfu96":
         return [{"recompute_granularity": "full"}]  # which the convention counts
     words = re.findall(r"[a-z_]+", text)

@@ -258,3 +258,35 @@ def test_pytorch_s_list_of_kernels_begins_with_the_best_on_blackwell_only():
         gpu = Software(attention="listed").on(preset(name)).gpu
         reached = preset(name).gpu.attention_forward * (1 if best else preset(name).gpu.flash2)
         assert gpu.attention_forward == reached
+
+
+def test_norms_of_copies_in_fp32_take_their_traffic():
+    layout = planned("llama3-8b", 8, mbs=1, gbs=8)
+    plain, cast = (
+        LayerTimes(layout, H100, Software(casts_norms=habit)).operations(LayerKind())["mlp_norm"]
+        for habit in (False, True)
+    )
+    rate, elements = 3350e9 * 0.85, 4096 * 4096
+    # read in bf16, written and read in fp32; the gradient, too, beside the copy
+    assert cast.compute.forward - plain.compute.forward == pytest.approx(8 * elements / rate, 0.1)
+    assert cast.compute.dx - plain.compute.dx == pytest.approx(10 * elements / rate, 0.1)
+
+
+def test_a_bucket_s_last_sum_is_exposed_and_every_gradient_copied():
+    layout = planned("llama3-8b", 64, mbs=1, zero="optim", seq=8192)
+
+    def communication(**habits):
+        found = predict(layout, H100, Software(gradient_bytes=2.0, **habits))
+        return next(part.seconds for part in found.parts if part.name == "DP communication")
+
+    by_layer, few, one = (communication(bucket=size) for size in (None, 1 << 30, 1 << 34))
+    assert by_layer < few < one
+    off = planned("llama3-8b", 64, mbs=1, zero="optim", overlap_grad_reduce=False)
+    alone, copied = (
+        predict(off, H100, Software(gradient_bytes=2.0, bucket=size)).step_time
+        for size in (None, 1 << 29)
+    )
+    assert copied - alone == pytest.approx(12 * 8.03e9 / (3350e9 * 0.85), rel=0.02)
+    whole = planned("llama3-8b", 64, mbs=1, zero="no_shard")
+    times = {predict(whole, H100, Software(bucket=size)).step_time for size in (None, 1 << 29)}
+    assert len(times) == 1

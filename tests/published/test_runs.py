@@ -299,3 +299,13 @@ def test_a_loss_is_compiled_with_the_model_by_releases_that_do() -> None:
 
     assert not fused("2024-12") and not fused("2025-03")
     assert fused("2025-04") and fused("2025-06") and not fused("2025-06", "eager")
+
+
+def test_what_a_framework_always_runs_again_is_no_choice_of_a_row() -> None:
+    def again(**cells):
+        return only_layout(**cells, zero="1").config.memory.remade_modules
+
+    assert again(framework="internlm", recomp="none") == ("layernorm",)
+    assert again(framework="megatron", recomp="none") == ()
+    whole = only_layout(framework="internlm", recomp="full", zero="1").config.memory
+    assert whole.recompute_granularity == "full"

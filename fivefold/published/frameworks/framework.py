@@ -37,6 +37,7 @@ class Framework:
         fused_loss: whether the loss is one kernel over the logits.
         compiles_loss: whether the loss is compiled where the model is, and so is one kernel.
         separate_loss: whether logits in fp32, their log-softmax and its gradient are tensors each.
+        recomputes: modules that the backward runs again where nothing else is recomputed.
         fp8_recipe: recipe if the row does not name one.
         settings: further settings of every run, by field name.
         expert_settings: settings of models with experts, by field name.
@@ -63,6 +64,7 @@ class Framework:
     fused_loss: bool = False
     compiles_loss: bool = False
     separate_loss: bool = False
+    recomputes: tuple[str, ...] = ()
     fp8_recipe: str = "tensorwise"
     settings: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     expert_settings: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))

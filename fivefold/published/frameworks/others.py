@@ -21,7 +21,9 @@ HAI_LLM: tuple[Framework, ...] = (
 META: tuple[Framework, ...] = (Framework("meta", r"\bmeta\b(?!-)"),)
 # Every rank of a sharding group broadcasts the parameters that it has updated, whole tensors each,
 # and gradients are summed on all ranks in buckets, beside the last backward
-# (`broadcast_params`, `_partition_param_list` in its hybrid_zero_optim.py).
+# (`broadcast_params`, `_partition_param_list` in its hybrid_zero_optim.py, `reduce_bucket_size` in
+# its configs). Norms read `residual.float()`, and run again in the backward of layers that are not
+# recomputed (`dropout_selective_checkpoint`).
 INTERNLM: tuple[Framework, ...] = (
     Framework(
         "internlm",
@@ -29,7 +31,9 @@ INTERNLM: tuple[Framework, ...] = (
         software=replace(
             OTHERS,
             attention="flash1",
+            casts_norms=True,
             reduces_whole=True,
+            bucket=512 * 2**20,
             accumulates_apart=True,
             broadcasts_updates=True,
             gradient_bytes=2.0,
@@ -37,6 +41,7 @@ INTERNLM: tuple[Framework, ...] = (
         sequence_parallel=False,
         overlaps_gather=False,
         fused_loss=True,
+        recomputes=("layernorm",),
         held=(2.0, 2.0, 4.0, 8.0),
     ),
 )
