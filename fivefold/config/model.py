@@ -22,7 +22,7 @@ LoraTarget = Literal[
     "kv_a_proj",
     "kv_b_proj",
 ]
-OF_ADAPTERS = ("lora_alpha", "lora_target_modules", "use_rslora")
+OF_ADAPTERS = ("lora_alpha", "lora_target_modules", "use_rslora", "use_dora")
 """Settings that say something of adapters only."""
 
 
@@ -179,6 +179,9 @@ class ModelConfig:
     )
     use_rslora: bool = option(
         False, "multiply adapters by lora_alpha / sqrt(rank) instead (rank-stabilised LoRA)"
+    )
+    use_dora: bool = option(
+        False, "also train the length of each row of a weight with its adapter (DoRA)"
     )
     unmodelled: tuple[str, ...] = option(
         (),

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from fivefold.config.model import ModelConfig
-from fivefold.model.lora import LORA
+from fivefold.model.lora import LORA, MAGNITUDE
 from fivefold.model.seeds import derive_seed
-from fivefold.model.shape import canonical_name
+from fivefold.model.shape import canonical_name, parameter_shapes
 from fivefold.model.transformer import Stage
 
 _ROWS_PER_BLOCK = 256
@@ -42,6 +42,11 @@ def init_slice(
     name = canonical_name(model, name)
     spans = [part.indices(size)[:2] for part, size in zip(slices, global_shape, strict=True)]
     shape = [max(0, stop - start) for start, stop in spans]
+    if name.endswith(MAGNITUDE):
+        weight = f"{name.removesuffix(MAGNITUDE)}.weight"
+        shape_there = parameter_shapes(model)[weight]
+        rows = init_slice(weight, shape_there, (*slices, slice(None)), model, seed)
+        return lengths_of(rows, dtype)
     if len(global_shape) == 1 or name.endswith(".bias"):
         value = 1.0 if name.endswith("norm.weight") else 0.0
         return torch.full(shape, value, dtype=dtype)
@@ -57,6 +62,12 @@ def init_slice(
         _matrix(f"{name}.{index}", sizes, spans[1:], std, seed, dtype) for index in range(*spans[0])
     ]
     return torch.stack(matrices) if matrices else torch.empty(shape, dtype=dtype)
+
+
+def lengths_of(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The magnitudes that go with rows of a weight while its adapter makes zero: [F, H] -> [F]."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return torch.linalg.vector_norm(rows, dim=1, dtype=wide).to(dtype)
 
 
 def _adapter(

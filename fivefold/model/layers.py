@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.config.model import ModelConfig
+from fivefold.model.dora import Summed, plain_sum, rescaled, squared_lengths
 from fivefold.model.leaves import local
 from fivefold.model.traced import result
 
@@ -129,6 +130,7 @@ class Linear(nn.Module):
 
     Attributes:
         lora_A, lora_B: its adapter, which the block that holds it runs; None: it has none.
+        lora_magnitude_vector: lengths to which rows of both are scaled (`model.dora`); None: not.
         lora_scale: factor of what the adapter makes.
         used: rows of the weight that this rank multiplies with; None: all it holds.
         multiply: seam around the products, the same for all linears of one input; another
@@ -138,20 +140,29 @@ class Linear(nn.Module):
     bias: nn.Parameter | None
     lora_A: "Linear | None"
     lora_B: "Linear | None"
+    lora_magnitude_vector: nn.Parameter | None
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-        self.lora_A = self.lora_B = None
+        self.lora_A = self.lora_B = self.lora_magnitude_vector = None
         self.lora_scale = 0.0
         self.used: slice | None = None
         self.multiply = Products()
 
-    def adapt(self, inputs: int, rank: int, outputs: int, scale: float) -> None:
+    @property
+    def product_bias(self) -> nn.Parameter | None:
+        """The bias that its own product adds; one with magnitudes adds it after these."""
+        return self.bias if self.lora_magnitude_vector is None else None
+
+    def adapt(self, rank: int, scale: float, *, magnitudes: bool) -> None:
         """Get an adapter (`model.lora`)."""
+        outputs, inputs = self.weight.shape
         self.lora_A, self.lora_B = Linear(inputs, rank), Linear(rank, outputs)
         self.lora_scale = scale
+        if magnitudes:
+            self.lora_magnitude_vector = nn.Parameter(torch.empty(outputs))
 
     def use(self, rows: slice) -> None:
         """Multiply with these rows of the weight only."""
@@ -159,9 +170,30 @@ class Linear(nn.Module):
         if self.lora_B is not None:
             self.lora_B.used = rows
 
+    def part(self, parameter: Tensor) -> Tensor:
+        """The rows of a parameter's local part that this rank multiplies with."""
+        return local(parameter) if self.used is None else local(parameter)[self.used]
+
+    def rescaled(self, made_TF: Tensor, summed: Summed = plain_sum) -> Tensor:
+        """What it makes in the end, of what its weight and adapter make.
+
+        Args:
+            made_TF: their sum, without the bias if there are magnitudes.
+            summed: sums over the ranks that split the rows of the weight.
+        """
+        if self.lora_magnitude_vector is None:
+            return made_TF
+        assert self.lora_A is not None and self.lora_B is not None
+        down, up = local(self.lora_A.weight), self.part(self.lora_B.weight)
+        weight = self.part(self.weight).detach()
+        squares = squared_lengths(weight, down.detach(), up.detach(), self.lora_scale)
+        bias = None if self.bias is None else self.part(self.bias)
+        lengths, magnitudes = summed(squares).sqrt(), self.part(self.lora_magnitude_vector)
+        return rescaled(made_TF, magnitudes, lengths, bias)
+
     def forward(self, x_TH: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
-        bias = None if self.bias is None else local(self.bias)
+        bias = None if self.product_bias is None else local(self.product_bias)
         return self.multiply.apply(x_TH, (local(self.weight),), (bias,))[0]
 
 
@@ -179,7 +211,8 @@ Row = Callable[[Tensor, Linear], Tensor]
 def plain_column(x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
     """Apply every linear to the same input; replaced by column (output-sharded) parallelism."""
     weights = [local(linear.weight) for linear in linears]
-    biases = [None if linear.bias is None else local(linear.bias) for linear in linears]
+    added = [linear.product_bias for linear in linears]
+    biases = [None if bias is None else local(bias) for bias in added]
     return linears[0].multiply.apply(x_TH, weights, biases)
 
 
@@ -206,6 +239,7 @@ class LayerBlock(nn.Module):
         row: seam around the linear that returns to the residual stream.
         whole: seam around linears of the hidden states that every rank holds whole.
         spread: seam around features that all heads share and no column-parallel linear reads.
+        summed: seam around numbers of which ranks that split the inputs of `row` have parts.
         recomputed_as: name in recompute_modules that reruns this block; empty: none.
         recomputed_with_norm: name that reruns it with the norm before it; empty: none.
         discards_norm: names that recompute the norm's output.
@@ -223,6 +257,7 @@ class LayerBlock(nn.Module):
         self.row: Row = plain_row
         self.whole: Column = plain_column
         self.spread: Spread = plain_spread
+        self.summed: Summed = plain_sum
 
     def split(self, rank: int, ranks: int) -> None:
         """Take one rank's heads where `ranks` split them; blocks without heads ignore it."""
@@ -241,7 +276,7 @@ class LayerBlock(nn.Module):
             return self.row(x_TF, linear)
         low_TR = self.row(x_TF, linear.lora_A) * linear.lora_scale
         (added_TH,) = self.whole(low_TR, linear.lora_B)
-        return self.row(x_TF, linear).add_(added_TH)
+        return linear.rescaled(self.row(x_TF, linear).add_(added_TH), self.summed)
 
     def _adapted(self, column: Column, x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
         """Adapters first: a frozen linear that ends a recomputed block is then not run again.
@@ -260,7 +295,7 @@ class LayerBlock(nn.Module):
         for y, more in zip(made, added, strict=True):
             if more is not None:
                 y.add_(more)
-        return made
+        return tuple(of.rescaled(y) for of, y in zip(linears, made, strict=True))
 
 
 class Embedding(nn.Module):

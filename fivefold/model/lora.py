@@ -2,7 +2,8 @@
 
 y = W x + s B A x. A and B are linear layers of their own, so that each is split, gathered and
 summed as any other: beside a column-parallel W, A is whole and B is column-parallel; beside a
-row-parallel one, A is row-parallel and B is whole. Names are those of PEFT.
+row-parallel one, A is row-parallel and B is whole. Names are those of PEFT. With magnitudes it is
+DoRA (`model.dora`).
 """
 
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from torch import nn
 from fivefold.config.model import ModelConfig
 from fivefold.model.layers import LayerBlock, Linear
 
+MAGNITUDE = ".lora_magnitude_vector"
 LORA = ".lora_"
 """Found in the names of all parameters of adapters, and in no others."""
 
@@ -22,8 +24,7 @@ def add_adapters(module: nn.Module, model: ModelConfig) -> None:
         return
     for name, linear in [*_linears(module)]:
         if model.adapts(name):
-            outputs, inputs = linear.weight.shape
-            linear.adapt(inputs, model.lora_rank, outputs, model.lora_scale)
+            linear.adapt(model.lora_rank, model.lora_scale, magnitudes=model.use_dora)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(LORA in name)
 

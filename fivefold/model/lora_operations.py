@@ -52,18 +52,72 @@ class Adapters(Operation):
         return 2 * rows, 2 * columns
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rescaled(Operation):
+    """The magnitudes (DoRA) of the adapted linear layers of one operation.
+
+    Attributes:
+        split: (outputs, heads among them that are never split or 0) of each that is column-parallel.
+        whole: outputs of all others, which lie as the residual stream does.
+        summed: outputs of those whose rows ranks split: each time they run forward, ranks sum one
+            number in at least fp32 for each.
+    """
+
+    split: tuple[tuple[int, int], ...]
+    whole: int
+    summed: int
+
+    def kept_else(self, running: Running) -> tuple[Kept, ...]:
+        """What is scaled, and the lengths of rows."""
+        tp, wide = running.tensor_parallel, max(running.element_bytes, 4)
+        split = sum(features / min(tp, heads or tp) for features, heads in self.split)
+        made = running.element_bytes * (split + self.whole / running.token_parts)
+        lengths = running.by_microbatch(wide * (split + self.whole))
+        return (Kept(self.name, (made + lengths,), self.rerun_by),)
+
+
 def with_adapters(operations: Sequence[Operation], model: ModelConfig) -> Iterator[Operation]:
     """The operations of a layer with frozen weights, and adapters before those that have some."""
     for operation in operations:
         adapted = [weight for weight in operation.multiplied if _is_adapted(weight, model)]
-        if adapted:
-            yield _adapters(operation, adapted, model)
+        adapters = _adapters(operation, adapted, model) if adapted else None
+        if adapters is not None:
+            yield adapters
         if isinstance(operation, CoreAttention):
             operation = replace(operation, shares_output=model.adapts("o_proj"))
         if isinstance(operation, RouterLinear):
             reads = model.adapts("gate_proj") or model.adapts("up_proj")
             operation = replace(operation, adapted=reads)
-        yield replace(operation, weights=frozen(operation.weights, model))
+        made = replace(operation, weights=frozen(operation.weights, model))
+        if adapters is not None and model.use_dora:
+            yield from _with_magnitudes(made, adapted, adapters.rerun_by)
+        else:
+            yield made
+
+
+def _with_magnitudes(
+    operation: Operation, adapted: Sequence[Weight], rerun_by: tuple[str, ...]
+) -> Iterator[Operation]:
+    """A frozen operation, which the backward of a recomputed block repeats to its end, since what
+    is scaled is kept; and its magnitudes."""
+    yield replace(operation, rerun_by=rerun_by)
+    lengths = [
+        Weight(
+            f"{weight.name.removesuffix('.weight')}.lora_magnitude_vector",
+            weight.shape[:1],
+            0 if weight.split == 0 else None,
+            weight.heads,
+        )
+        for weight in adapted
+    ]
+    yield Rescaled(
+        f"{operation.name}_dora",
+        tuple(lengths),
+        rerun_by,
+        split=tuple((w.shape[0], w.heads) for w in adapted if w.split == 0),
+        whole=sum(w.shape[0] for w in adapted if w.split != 0),
+        summed=sum(w.shape[0] for w in adapted if w.split == 1),
+    )
 
 
 def frozen(weights: Sequence[Weight], model: ModelConfig) -> tuple[Weight, ...]:
