@@ -237,6 +237,10 @@ class ModelConfig:
         every = "all-linear" in chosen and linear in get_args(LoraTarget)
         return self.lora_rank is not None and (every or linear in chosen)
 
+    def keeps_made(self, linear: str) -> bool:
+        """Whether linear layers of a name keep what they made, to be scaled (DoRA)."""
+        return self.use_dora and self.adapts(linear)
+
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding; the same for every layout, so that checkpoints reshard."""

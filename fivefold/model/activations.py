@@ -134,10 +134,11 @@ def prediction_bytes(model: ModelConfig, parts: StageParts, running: Running) ->
 def entry_bytes(model: ModelConfig, parts: StageParts, running: Running) -> dict[str, Saved]:
     """Bytes per token of a stage's input that stays on the device, beside its copy in host memory.
 
-    The pipeline holds it for its gradient. Elsewhere the first layer counts it as its own: as its
-    input if it is recomputed, else as that of its first norm.
+    The pipeline holds it for its gradient, and so does autograd that of a frozen embedding, which
+    nothing is before. Elsewhere the first layer counts it as its own: as its input if it is
+    recomputed, else as that of its first norm.
     """
-    if parts.embedding or not parts.layers:
+    if (parts.embedding and model.trains_all) or not parts.layers:
         return {}
     size = running.element_bytes * model.hidden_size / running.token_parts
     moves = not {"layer_input", "attn_norm"}.isdisjoint(running.memory.moved_items)

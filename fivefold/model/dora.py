@@ -1,4 +1,4 @@
-"""Adapters with magnitudes (DoRA, Liu et al. 2024): rows of W + s B A are scaled to trained lengths.
+"""Adapters with magnitudes (DoRA, Liu et al. 2024): rows of W + s B A get trained lengths.
 
 y = m / n * (W x + s B A x) + b, where n is the length of each row of W + s B A: a constant in the
 backward, as in section 4.3 of the paper and in PEFT. W + s B A is never made: its squared lengths
@@ -40,7 +40,9 @@ def squared_lengths(weight_FH: Tensor, down_RH: Tensor, up_FR: Tensor, scale: fl
     return own_F + (mixed_FR * up_FR).sum(1)
 
 
-def rescaled(made_TF: Tensor, magnitude_F: Tensor, lengths_F: Tensor, bias_F: Tensor | None) -> Tensor:
+def rescaled(
+    made_TF: Tensor, magnitude_F: Tensor, lengths_F: Tensor, bias_F: Tensor | None
+) -> Tensor:
     """m / n * what W and the adapter make, and the bias."""
     y_TF: Tensor = _Rescaled.apply(made_TF, magnitude_F, lengths_F, bias_F)
     return y_TF

@@ -57,23 +57,23 @@ class Rescaled(Operation):
     """The magnitudes (DoRA) of the adapted linear layers of one operation.
 
     Attributes:
-        split: (outputs, heads among them that are never split or 0) of each that is column-parallel.
-        whole: outputs of all others, which lie as the residual stream does.
-        summed: outputs of those whose rows ranks split: each time they run forward, ranks sum one
-            number in at least fp32 for each.
+        measured: the weights of these linear layers, of which it measures the rows.
     """
 
-    split: tuple[tuple[int, int], ...]
-    whole: int
-    summed: int
+    measured: tuple[Weight, ...]
 
     def kept_else(self, running: Running) -> tuple[Kept, ...]:
         """What is scaled, and the lengths of rows."""
-        tp, wide = running.tensor_parallel, max(running.element_bytes, 4)
-        split = sum(features / min(tp, heads or tp) for features, heads in self.split)
-        made = running.element_bytes * (split + self.whole / running.token_parts)
-        lengths = running.by_microbatch(wide * (split + self.whole))
-        return (Kept(self.name, (made + lengths,), self.rerun_by),)
+        tp, element = running.tensor_parallel, running.element_bytes
+        made = lengths = 0.0
+        for weight in self.measured:
+            rows: float = weight.shape[0]
+            if weight.split == 0:
+                rows /= min(tp, weight.heads or tp)
+            made += element * rows / (1 if weight.split == 0 else running.token_parts)
+            lengths += max(element, 4) * rows
+        size = made + running.by_microbatch(lengths)
+        return (Kept(self.name, (size,), self.rerun_by),)
 
 
 def with_adapters(operations: Sequence[Operation], model: ModelConfig) -> Iterator[Operation]:
@@ -110,14 +110,8 @@ def _with_magnitudes(
         )
         for weight in adapted
     ]
-    yield Rescaled(
-        f"{operation.name}_dora",
-        tuple(lengths),
-        rerun_by,
-        split=tuple((w.shape[0], w.heads) for w in adapted if w.split == 0),
-        whole=sum(w.shape[0] for w in adapted if w.split != 0),
-        summed=sum(w.shape[0] for w in adapted if w.split == 1),
-    )
+    name = f"{operation.name}_dora"
+    yield Rescaled(name, tuple(lengths), rerun_by, measured=tuple(adapted))
 
 
 def frozen(weights: Sequence[Weight], model: ModelConfig) -> tuple[Weight, ...]:

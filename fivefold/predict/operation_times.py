@@ -13,7 +13,7 @@ from fivefold.model.description import LayerKind, describe
 from fivefold.model.expert_operations import Dispatch, ExpertsIn, ExpertsOut, RouterLinear
 from fivefold.model.fusion_rules import joins_norm
 from fivefold.model.latent_operations import LatentDown, LatentUp
-from fivefold.model.lora_operations import Adapters
+from fivefold.model.lora_operations import Adapters, Rescaled
 from fivefold.model.operations import (
     Activation,
     ColumnLinear,
@@ -118,6 +118,8 @@ class OperationTimes:
                 return self._row(weight)
             case Adapters():
                 return self._adapters(op)
+            case Rescaled():
+                return self._rescaled(op)
             case Activation():
                 if not op.copies:
                     return self._activation(self.tokens * (op.features // self.grid.tp))
@@ -243,6 +245,18 @@ class OperationTimes:
                 times += self._column(partial(self._linear, shape), op.rank / hidden)
             else:
                 times += self._row(shape)
+        return times
+
+    def _rescaled(self, op: Rescaled) -> Times:
+        """Reads the rows of weights and multiplies them by A, then scales what was made of them."""
+        times = Times()
+        for weight in op.measured:
+            rows, columns = weight.local(self.grid.tp)
+            tokens = self.tokens if weight.split == 0 else self._own
+            made, read = tokens * rows * ELEMENT, rows * columns * ELEMENT
+            times += self._elementwise(2 * made + 2 * read, 4 * made)
+            if weight.split == 1 and self.grid.tp > 1:
+                times += Times(tp=Phases(all_reduce(self.cluster, self.tp, 2 * rows * ELEMENT)))
         return times
 
     def _multiplied(self, linear_on: Callable[[int], Phases]) -> Phases:
