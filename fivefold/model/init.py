@@ -1,11 +1,12 @@
 """Weight initialisation that does not depend on the layout: every slice is a slice of the whole."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from fivefold.config.model import ModelConfig
+from fivefold.mesh.slices import Piece, as_piece
 from fivefold.model.lora import LORA, MAGNITUDE
 from fivefold.model.seeds import derive_seed
 from fivefold.model.shape import canonical_name, parameter_shapes
@@ -68,6 +69,28 @@ def lengths_of(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """The magnitudes that go with rows of a weight while its adapter makes zero: [F, H] -> [F]."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     return torch.linalg.vector_norm(rows, dim=1, dtype=wide).to(dtype)
+
+
+def load_lengths(
+    name: str,
+    magnitudes: Piece,
+    weight: Tensor | Piece,
+    fill: Callable[[Mapping[str, Piece]], None],
+) -> None:
+    """Give new magnitudes the lengths of the rows of a loaded weight, of which each is read whole.
+
+    Args:
+        name: stored name of the magnitudes.
+        magnitudes: a rank's part of them, filled in place.
+        weight: a rank's part of the weight, in the type in which it is computed with.
+        fill: reads pieces of weights, by their stored names.
+    """
+    piece = as_piece(weight)
+    columns = slice(0, piece.shape[1])
+    rows = piece.local.new_empty(len(magnitudes.local), columns.stop)
+    whole = Piece(rows, piece.shape, (*magnitudes.slices, columns))
+    fill({f"{name.removesuffix(MAGNITUDE)}.weight": whole})
+    magnitudes.local.copy_(lengths_of(rows, magnitudes.local.dtype))
 
 
 def _adapter(

@@ -27,6 +27,7 @@ from fivefold.train.evaluation import evaluations
 from fivefold.train.garbage import collecting
 from fivefold.train.meters import device_peak, peak_memory
 from fivefold.train.metrics import EvalMetrics, Sink, StepMetrics
+from fivefold.train.new_adapters import measure_rows
 from fivefold.train.not_finite import locate, locate_in_state
 from fivefold.train.profile import profiled
 from fivefold.train.save_interval import SaveInterval
@@ -99,6 +100,7 @@ class Trainer:
             starts = without_adapters(state, self.engine.layout.config.model)
             weights = self.engine.weights_to_load(starts)
             source.load(state.step, weights, skip=("optim.",))
+            measure_rows(self.engine, source, source.filling(state.step), new=starts)
             return self.engine.after_load(0, weights)
         self.loader.load_state_dict(state.loader)
         tensors = self.engine.stored_tensors()
@@ -141,6 +143,7 @@ class Trainer:
         model, weights = self.engine.layout.config.model, self.engine.weights_to_load(not adapter)
         fill = partial(fill_from_folder, folder, model, adapter=adapter)
         self.checkpointer.load_by(f"loading {folder}", weights, fill)
+        measure_rows(self.engine, self.checkpointer, fill, new=adapter is None)
         self.engine.after_load(0, weights)
 
     def run(self) -> None:
