@@ -22,7 +22,7 @@ LoraTarget = Literal[
     "kv_a_proj",
     "kv_b_proj",
 ]
-OF_ADAPTERS = ("lora_alpha", "lora_target_modules", "use_rslora", "use_dora")
+OF_ADAPTERS = ("lora_alpha", "lora_target_modules", "use_rslora", "use_dora", "lora_dropout")
 """Settings that say something of adapters only."""
 
 
@@ -183,6 +183,7 @@ class ModelConfig:
     use_dora: bool = option(
         False, "also train the length of each row of a weight with its adapter (DoRA)"
     )
+    lora_dropout: float = option(0.0, "dropout of what adapters read, of each a mask of its own")
     unmodelled: tuple[str, ...] = option(
         (),
         "features of the original that are not modelled; the model can be planned, not trained",
@@ -240,6 +241,10 @@ class ModelConfig:
     def keeps_made(self, linear: str) -> bool:
         """Whether linear layers of a name keep what they made, to be scaled (DoRA)."""
         return self.use_dora and self.adapts(linear)
+
+    def reads_shared(self, linear: str) -> bool:
+        """Whether the adapter of linear layers of a name reads what others keep, too."""
+        return self.adapts(linear) and not self.lora_dropout
 
     @property
     def padded_vocab_size(self) -> int:

@@ -86,11 +86,20 @@ def kept_activations(
     every = (*parts.layers, *further)
     # Places of dropout, each of which keeps the key of its mask.
     places = looks_up + 2 * len(kept_whole) if model.hidden_dropout else 0
+    if model.lora_dropout:
+        places += sum(_adapters(layout, layer) for _, layer in kept_whole)
+    drops = model.hidden_dropout > 0 or model.lora_dropout > 0
     if layout.grid.cp > 1:  # indices of this rank's tokens, of which masks are made again
         repeats = _repeats(layout, stage, len(kept_whole) < len(every))
-        kept += 8.0 * (places > 0 or (repeats and model.hidden_dropout > 0))
+        kept += 8.0 * (places > 0 or (repeats and drops))
         kept += 8.0 * (repeats and model.num_experts is not None)
     return tokens * (kept + (total(saved).offloaded if on_host else 0.0)) + 8.0 * places
+
+
+def _adapters(layout: Layout, layer: int) -> int:
+    """Linear layers of a layer that have adapters."""
+    weights = layer_weights(layout.config.model, layer)
+    return sum(name.endswith("lora_A.weight") for name in weights)
 
 
 def _repeats(layout: Layout, stage: int, whole: bool) -> bool:
@@ -127,7 +136,7 @@ def _copies(layout: Layout, layer: int, joined: bool) -> float:
     """
     model, parallel, grid = layout.config.model, layout.config.parallel, layout.grid
     kind = parallel.cp_comm_type[layer % len(parallel.cp_comm_type)]
-    read = model.trains_all or model.adapts("o_proj")
+    read = model.trains_all or model.reads_shared("o_proj")
     output = model.attention_size / grid.tp * (read and not _is_moved(layout))
     if grid.cp == 1:
         window = model.window_of(layer)
@@ -155,7 +164,8 @@ def _is_moved(layout: Layout) -> bool:
 def multiplications(layout: Layout, rank: int, rows: StepRows | None = None) -> float:
     """FLOPs of a rank's linear layers per step: forward, dX and dW, each 2 x weights x tokens,
     without dW of what is frozen.
-    Lengths of rows with magnitudes (DoRA) are made in each forward.
+    Lengths of rows with magnitudes (DoRA) are made in each forward; where their adapters have
+    dropout, their linear layers multiply by both inputs.
 
     Recomputed layers count once more: whole layers, modules except possibly their last linear, or
     the stages of microbatches that are not kept.
@@ -304,5 +314,6 @@ def _linear_weights(layout: Layout, layer: int) -> dict[str, float]:
             size /= parts
         if weight.heads % grid.tp:
             size //= weight.heads
-        sizes[name] = size
+        apart = model.lora_dropout > 0 and model.keeps_made(name.split(".")[-2])
+        sizes[name] = 2 * size if apart else size
     return sizes

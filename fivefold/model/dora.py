@@ -61,7 +61,65 @@ class _Rescaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_TF: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        made_TF, magnitude_F, lengths_F = ctx.saved_tensors
-        of_magnitude_F = (grad_TF * made_TF).sum(0, dtype=lengths_F.dtype) / lengths_F
-        grad_made_TF = grad_TF * (magnitude_F / lengths_F).to(grad_TF.dtype)
-        return grad_made_TF, of_magnitude_F.to(magnitude_F.dtype), None, None
+        return *_gradients(grad_TF, *ctx.saved_tensors), None, None
+
+
+def rescaled_beside(
+    made_TF: Tensor,
+    dropped_TF: Tensor,
+    added_TF: Tensor,
+    magnitude_F: Tensor,
+    lengths_F: Tensor,
+    bias_F: Tensor | None,
+) -> Tensor:
+    """y = W x + (m / n - 1) W d + m / n s B A d + b, where dropout leaves d of x for the adapter.
+
+    As PEFT has it.
+
+    Args:
+        made_TF: W x.
+        dropped_TF: W d.
+        added_TF: s B A d.
+        magnitude_F: m.
+        lengths_F: n.
+        bias_F: b.
+    """
+    y_TF: Tensor = _RescaledBeside.apply(
+        made_TF, dropped_TF, added_TF, magnitude_F, lengths_F, bias_F
+    )
+    return y_TF
+
+
+class _RescaledBeside(torch.autograd.Function):
+    """Keeps W d + s B A d."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        made_TF: Tensor,
+        dropped_TF: Tensor,
+        added_TF: Tensor,
+        magnitude_F: Tensor,
+        lengths_F: Tensor,
+        bias_F: Tensor | None,
+    ) -> Tensor:
+        both_TF = dropped_TF + added_TF
+        ctx.save_for_backward(both_TF, magnitude_F, lengths_F)
+        scale_F = (magnitude_F / lengths_F).to(made_TF.dtype)
+        y_TF = (made_TF - dropped_TF).addcmul_(both_TF, scale_F)
+        return result(y_TF if bias_F is None else y_TF.add_(bias_F))
+
+    @staticmethod
+    def backward(ctx: Any, grad_TF: Tensor) -> tuple[Tensor | None, ...]:
+        both_TF, magnitude_F, lengths_F = ctx.saved_tensors
+        of_added_TF, of_magnitude_F = _gradients(grad_TF, both_TF, magnitude_F, lengths_F)
+        return grad_TF, of_added_TF - grad_TF, of_added_TF, of_magnitude_F, None, None
+
+
+def _gradients(
+    grad_TF: Tensor, made_TF: Tensor, magnitude_F: Tensor, lengths_F: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of what was scaled, and of the magnitudes."""
+    of_magnitude_F = (grad_TF * made_TF).sum(0, dtype=lengths_F.dtype) / lengths_F
+    of_made_TF = grad_TF * (magnitude_F / lengths_F).to(grad_TF.dtype)
+    return of_made_TF, of_magnitude_F.to(magnitude_F.dtype)

@@ -18,13 +18,25 @@ LORA = ".lora_"
 """Found in the names of all parameters of adapters, and in no others."""
 
 
-def add_adapters(module: nn.Module, model: ModelConfig) -> None:
-    """Give adapters to the linear layers that `model` names, if any, and freeze all else."""
+def add_adapters(module: nn.Module, model: ModelConfig) -> tuple[str, ...]:
+    """Give adapters to the linear layers that `model` names, if any, and freeze all else.
+
+    Returns:
+        The names of these linear layers within attention and MLPs.
+    """
     if model.lora_rank is None:
+        return ()
+    adapted = [(name, linear) for name, linear in _linears(module) if model.adapts(name)]
+    for name, linear in adapted:
+        linear.adapt(name, model.lora_rank, model.lora_scale, magnitudes=model.use_dora)
+    freeze(module, model)
+    return tuple(name for name, _ in adapted)
+
+
+def freeze(module: nn.Module, model: ModelConfig) -> None:
+    """Freeze all parameters but those of adapters, if `model` has some."""
+    if model.trains_all:
         return
-    for name, linear in [*_linears(module)]:
-        if model.adapts(name):
-            linear.adapt(model.lora_rank, model.lora_scale, magnitudes=model.use_dora)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(LORA in name)
 

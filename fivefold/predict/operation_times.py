@@ -22,6 +22,7 @@ from fivefold.model.operations import (
     Operation,
     Residual,
     RowLinear,
+    Weight,
 )
 from fivefold.model.prediction_operations import PredictionInput
 from fivefold.predict.cluster import Cluster
@@ -236,16 +237,7 @@ class OperationTimes:
 
     def _adapters(self, op: Adapters) -> Times:
         """A and B of each adapter: one is whole, on this rank's tokens, the other is split."""
-        times, hidden = Times(), self.model.hidden_size
-        for weight in op.multiplied:
-            shape = weight.local(self.grid.tp)
-            if weight.split is None:
-                times += Times(self._linear(shape, self._own))
-            elif weight.split == 0:
-                times += self._column(partial(self._linear, shape), op.rank / hidden)
-            else:
-                times += self._row(shape)
-        return times
+        return sum((self._alone(weight) for weight in op.multiplied), Times())
 
     def _rescaled(self, op: Rescaled) -> Times:
         """Reads the rows of weights and multiplies them by A, then scales what was made of them."""
@@ -255,9 +247,20 @@ class OperationTimes:
             tokens = self.tokens if weight.split == 0 else self._own
             made, read = tokens * rows * ELEMENT, rows * columns * ELEMENT
             times += self._elementwise(2 * made + 2 * read, 4 * made)
+            if op.apart:
+                times += self._alone(weight).without_dw()
             if weight.split == 1 and self.grid.tp > 1:
                 times += Times(tp=Phases(all_reduce(self.cluster, self.tp, 2 * rows * ELEMENT)))
         return times
+
+    def _alone(self, weight: Weight) -> Times:
+        """A linear layer of an input of its own."""
+        shape = weight.local(self.grid.tp)
+        if weight.split is None:
+            return Times(self._linear(shape, self._own))
+        if weight.split == 1:
+            return self._row(shape)
+        return self._column(partial(self._linear, shape), shape[1] / self.model.hidden_size)
 
     def _multiplied(self, linear_on: Callable[[int], Phases]) -> Phases:
         """A linear layer on all tokens, of which forward and dX may be cut into each rank's."""

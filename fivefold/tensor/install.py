@@ -60,7 +60,7 @@ def install_tensor_parallel(
     for block in stage.blocks:
         block.column, block.row = column, row
         block.whole, block.spread = whole, spread
-        block.summed = partial(all_reduce, group=group)
+        block.summed, block.place = partial(all_reduce, group=group), rank
         block.split(rank, size)
     for prediction in stage.predictions:
         prediction.column, prediction.joined = column, WholeRows(group, sequence_parallel)
