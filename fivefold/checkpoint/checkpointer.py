@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -195,6 +196,10 @@ class Checkpointer:
             raise self._damaged(folder, faults)
         job = f"reading {folder}"
         return folder, self._team.each(job, lambda: read_index(folder, read_manifest(folder)))
+
+    def filling(self, step: int | None) -> Callable[[Mapping[str, Piece]], None]:
+        """What fills pieces of some tensors of a checkpoint, by name; arguments as of `load`."""
+        return partial(fill, *self.open(step))
 
     def load_by(
         self, job: str, tensors: Tensors, work: Callable[[Mapping[str, Piece]], None]

@@ -142,7 +142,7 @@ FOREIGN = _table(
     ),
     ("--lora-target-modules", "target_modules lora_modules", ""),
     ("", "lora_dropout", "adapters have no dropout of their own"),
-    ("", "use_dora dora", "of adapters there is LoRA, with --lora-rank"),
+    ("--use-dora", "dora", "it is of the adapters of --lora-rank"),
     ("", "init_lora_weights", "A is uniform and B zero, as PEFT has them by default"),
     # Precision
     ("--precision", "dtype torch_dtype mixed_precision param_dtype", ""),

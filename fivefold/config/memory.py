@@ -130,6 +130,10 @@ class MemoryConfig:
         """Tokens in each tile of a recomputed dense MLP, of which the last may be smaller."""
         return -(-tokens // self.tiled_mlp_num_shards)
 
+    def num_tiles(self, tokens: int) -> int:
+        """Tiles of so many tokens."""
+        return -(-tokens // self.tile_of(tokens))
+
     def last_tile(self, tokens: int) -> float:
         """Share of the tokens in the last tile."""
         size = self.tile_of(tokens)

@@ -22,7 +22,7 @@ LoraTarget = Literal[
     "kv_a_proj",
     "kv_b_proj",
 ]
-OF_ADAPTERS = ("lora_alpha", "lora_target_modules", "use_rslora")
+OF_ADAPTERS = ("lora_alpha", "lora_target_modules", "use_rslora", "use_dora", "lora_dropout")
 """Settings that say something of adapters only."""
 
 
@@ -180,6 +180,10 @@ class ModelConfig:
     use_rslora: bool = option(
         False, "multiply adapters by lora_alpha / sqrt(rank) instead (rank-stabilised LoRA)"
     )
+    use_dora: bool = option(
+        False, "also train the length of each row of a weight with its adapter (DoRA)"
+    )
+    lora_dropout: float = option(0.0, "dropout of what adapters read, of each a mask of its own")
     unmodelled: tuple[str, ...] = option(
         (),
         "features of the original that are not modelled; the model can be planned, not trained",
@@ -233,6 +237,14 @@ class ModelConfig:
         chosen = self.lora_target_modules
         every = "all-linear" in chosen and linear in get_args(LoraTarget)
         return self.lora_rank is not None and (every or linear in chosen)
+
+    def keeps_made(self, linear: str) -> bool:
+        """Whether linear layers of a name keep what they made, to be scaled (DoRA)."""
+        return self.use_dora and self.adapts(linear)
+
+    def reads_shared(self, linear: str) -> bool:
+        """Whether the adapter of linear layers of a name reads what others keep, too."""
+        return self.adapts(linear) and not self.lora_dropout
 
     @property
     def padded_vocab_size(self) -> int:

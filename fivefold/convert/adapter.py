@@ -25,8 +25,8 @@ from fivefold.convert.stored import Stored
 from fivefold.convert.tensor_files import TensorFiles
 from fivefold.errors import CheckpointError, Mistake
 from fivefold.files import tensor_names, write_atomic
-from fivefold.model.lora import LORA
-from fivefold.model.shape import stage_weights
+from fivefold.model.lora import LORA, MAGNITUDE
+from fivefold.model.shape import parameter_shapes, stage_weights
 
 _JOINT = "gpt2", "gpt_neox"
 """Families whose queries, keys and values are one linear layer in transformers."""
@@ -37,25 +37,32 @@ _OF_EXPERTS = "gate_proj", "up_proj", "down_proj"
 def with_merged(read: ReadPart, model: ModelConfig) -> ReadPart:
     """`read` of a model's weights, with W + s B A in the place of W where it has an adapter.
 
-    The sum is made in at least fp32.
+    The sum is made in at least fp32, and with magnitudes its rows get these lengths.
     """
     if model.lora_rank is None:
         return read
-    adapted = {name.split(LORA)[0] for name in stage_weights(model) if LORA in name}
+    shapes = parameter_shapes(model)
+    adapted = {name.split(LORA)[0] for name in shapes if LORA in name}
     rank = slice(0, model.lora_rank)
 
     def merged(name: str, slices: tuple[slice, ...]) -> Tensor:
-        part, linear = read(name, slices), name.removesuffix(".weight")
+        linear = name.removesuffix(".weight")
         if linear not in adapted or not name.endswith(".weight"):
-            return part
+            return read(name, slices)
         rows, columns = slices
+        inputs = slice(0, shapes[name][1]) if model.use_dora else columns
+        part = read(name, (rows, inputs))
         down, up = (
             read(f"{linear}{LORA}{which}.weight", of).to(
                 torch.promote_types(part.dtype, torch.float32)
             )
-            for which, of in (("A", (rank, columns)), ("B", (rows, rank)))
+            for which, of in (("A", (rank, inputs)), ("B", (rows, rank)))
         )
-        return part.to(down.dtype).addmm_(up, down, alpha=model.lora_scale)
+        whole = part.to(down.dtype).addmm_(up, down, alpha=model.lora_scale)
+        if not model.use_dora:
+            return whole
+        lengths = read(f"{linear}{MAGNITUDE}", (rows,)) / torch.linalg.vector_norm(whole, dim=1)
+        return whole[:, columns] * lengths[:, None]
 
     return merged
 
@@ -110,9 +117,9 @@ def adapter_places(model: ModelConfig, places: Mapping[str, Stored]) -> dict[str
             continue
         linear, which = name.split(LORA)
         place = places[f"{linear}.weight"]
-        there = f"{PREFIX}{place.names[0].removesuffix('.weight')}.lora_{which}"
-        rows = place.rows if which.startswith("B") else None
-        found[name] = Stored(weight.shape, (there,), -2, rows)
+        there = f"{PREFIX}{place.names[0].removesuffix('.weight')}{LORA}{which}"
+        rows = None if which.startswith("A") else place.rows
+        found[name] = Stored(weight.shape, (there,), -len(weight.shape), rows)
     return found
 
 
@@ -207,6 +214,7 @@ def _settings(
         "lora_alpha": model.lora_alpha,
         "lora_dropout": 0.0,
         "use_rslora": model.use_rslora,
+        "use_dora": model.use_dora,
         "target_modules": sorted(targets),
         "bias": "none",
         "inference_mode": True,

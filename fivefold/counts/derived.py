@@ -105,7 +105,8 @@ def _parameters(layout: Layout) -> list[Row]:
         ),
     ]
     if model.lora_rank is not None:
-        why = f"adapters of rank {model.lora_rank}; all else is frozen"
+        lengths = " and magnitudes of rows" if model.use_dora else ""
+        why = f"adapters of rank {model.lora_rank}{lengths}; all else is frozen"
         trained = count.total - count_parameters(model.base).total
         rows.append(("trained parameters", human_count(trained), why))
     if model.num_experts:

@@ -1,13 +1,14 @@
 """Theoretical activation bytes and linear-layer FLOPs of a rank; torch-free."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
-from types import MappingProxyType
 
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.context import gathers_latents, seen_shares
+from fivefold.counts.lengths import length_products
+from fivefold.counts.remade import MADE_AGAIN, Remade, remade_layers
 from fivefold.counts.routed import StepRows
 from fivefold.layout import Layout
 from fivefold.mesh.grid import EXPERT_AXES
@@ -85,11 +86,20 @@ def kept_activations(
     every = (*parts.layers, *further)
     # Places of dropout, each of which keeps the key of its mask.
     places = looks_up + 2 * len(kept_whole) if model.hidden_dropout else 0
+    if model.lora_dropout:
+        places += sum(_adapters(layout, layer) for _, layer in kept_whole)
+    drops = model.hidden_dropout > 0 or model.lora_dropout > 0
     if layout.grid.cp > 1:  # indices of this rank's tokens, of which masks are made again
         repeats = _repeats(layout, stage, len(kept_whole) < len(every))
-        kept += 8.0 * (places > 0 or (repeats and model.hidden_dropout > 0))
+        kept += 8.0 * (places > 0 or (repeats and drops))
         kept += 8.0 * (repeats and model.num_experts is not None)
     return tokens * (kept + (total(saved).offloaded if on_host else 0.0)) + 8.0 * places
+
+
+def _adapters(layout: Layout, layer: int) -> int:
+    """Linear layers of a layer that have adapters."""
+    weights = layer_weights(layout.config.model, layer)
+    return sum(name.endswith("lora_A.weight") for name in weights)
 
 
 def _repeats(layout: Layout, stage: int, whole: bool) -> bool:
@@ -126,7 +136,7 @@ def _copies(layout: Layout, layer: int, joined: bool) -> float:
     """
     model, parallel, grid = layout.config.model, layout.config.parallel, layout.grid
     kind = parallel.cp_comm_type[layer % len(parallel.cp_comm_type)]
-    read = model.trains_all or model.adapts("o_proj")
+    read = model.trains_all or model.reads_shared("o_proj")
     output = model.attention_size / grid.tp * (read and not _is_moved(layout))
     if grid.cp == 1:
         window = model.window_of(layer)
@@ -154,6 +164,8 @@ def _is_moved(layout: Layout) -> bool:
 def multiplications(layout: Layout, rank: int, rows: StepRows | None = None) -> float:
     """FLOPs of a rank's linear layers per step: forward, dX and dW, each 2 x weights x tokens,
     without dW of what is frozen.
+    Lengths of rows with magnitudes (DoRA) are made in each forward; where their adapters have
+    dropout, their linear layers multiply by both inputs.
 
     Recomputed layers count once more: whole layers, modules except possibly their last linear, or
     the stages of microbatches that are not kept.
@@ -175,7 +187,7 @@ def multiplications(layout: Layout, rank: int, rows: StepRows | None = None) -> 
             runs = 1 + model.mtp_num_layers
             once += runs * model.padded_vocab_size // grid.tp * model.hidden_size
             passes += (2 + model.trains_all + memory.makes_logits_again) * once
-        for layer, remade in _remade_layers(layout, stage):
+        for layer, remade in remade_layers(layout, stage):
             more, alone = products.of_layer(layer, remade)
             passes, once = passes + more, once + alone
             if layer_kind(model, layer).experts:
@@ -184,35 +196,6 @@ def multiplications(layout: Layout, rank: int, rows: StepRows | None = None) -> 
                 total += products.of_one_expert(layer) * repeated
         total += (count * passes + recomputed[stage] * once) * tokens
     return 2 * total
-
-
-@dataclass(frozen=True)
-class _Remade:
-    """What the backward of a layer recomputes.
-
-    Attributes:
-        whole: whether it is the whole layer.
-        ends_group: whether it is the last layer that is recomputed together.
-        modules: modules that it is otherwise.
-    """
-
-    whole: bool
-    ends_group: bool
-    modules: tuple[str, ...]
-
-
-def _remade_layers(layout: Layout, stage: int) -> Iterator[tuple[int, _Remade]]:
-    """The layers of a stage of the program, and what is recomputed of each."""
-    memory, model = layout.memory_of(stage), layout.config.model
-    parts = layout.split.stages[stage % len(layout.split.stages)]
-    for group, again in memory.recomputed_groups(len(parts.layers)):
-        for place in group:
-            modules = memory.of_layer(place).remade_modules
-            yield parts.layers[place], _Remade(again, again and place == group[-1], modules)
-    # A further prediction has a projection before its layer and a norm after it.
-    whole = memory.recompute_granularity == "full"
-    for depth in range(parts.mtp):
-        yield model.num_layers + depth, _Remade(whole, False, memory.remade_modules)
 
 
 def _reached(
@@ -246,7 +229,7 @@ class _Products:
         eight_bit = layout.config.training.fp8_format is not None
         self._stops = layout.grid.tp > 1 or layout.owns_linears or not eight_bit
 
-    def of_layer(self, layer: int, remade: _Remade) -> tuple[float, float]:
+    def of_layer(self, layer: int, remade: Remade) -> tuple[float, float]:
         """Products per token of a step, and of one forward, without experts."""
         sizes, model = _linear_weights(self._layout, layer), self._model
         again, ends_group = remade.whole, remade.ends_group
@@ -254,7 +237,7 @@ class _Products:
         once = sum(sizes.values())
         once += 2 * model.hidden_size**2 // self._layout.grid.tp if predicts else 0
         passes = (3 + again) * once - self._frozen(layer, sizes)
-        tiled = [name for name in sizes if again and name.startswith(_MADE_AGAIN["mlp"])]
+        tiled = [name for name in sizes if again and name.startswith(MADE_AGAIN["mlp"])]
         if self._memory.tiled_mlp_num_shards == 1:
             tiled = []
         passes += sum(sizes[name] for name in tiled if not self._ends(name, "mlp"))
@@ -272,11 +255,12 @@ class _Products:
             passes += times * sizes["self_attn.kv_b_proj.weight"]
             once += got * sizes["self_attn.kv_b_proj.weight"]
         for module in remade.modules:
-            names = [name for name in sizes if name.startswith(_MADE_AGAIN.get(module, ()))]
+            names = [name for name in sizes if name.startswith(MADE_AGAIN.get(module, ()))]
             passes += sum(sizes[name] for name in names if not self._ends(name, module))
-        return passes, once
+        every, alone = length_products(self._layout, layer, remade)
+        return passes + every, once + alone
 
-    def of_experts(self, layer: int, remade: _Remade) -> float:
+    def of_experts(self, layer: int, remade: Remade) -> float:
         """Products of a step per row of an expert."""
         again = remade.whole or not {"moe", "routed_experts"}.isdisjoint(remade.modules)
         return (2 + self._model.trains_all + again) * self.of_one_expert(layer)
@@ -303,26 +287,13 @@ class _Products:
 
     def _ends(self, name: str, region: str) -> bool:
         """Whether recomputation of this module, or of a whole layer, stops before this linear."""
-        if not self._stops:
+        if not self._stops or self._model.keeps_made(name.split(".")[-2]):
             return False
         if name == "mlp.shared_experts.down_proj.weight":  # a gate saves what it multiplies
             return region == "shared_experts" or not self._model.moe_shared_expert_gate
         if name == "self_attn.o_proj.weight":
             return region != "layer"
         return name == "mlp.down_proj.weight"
-
-
-_MADE_AGAIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "mla_up_proj": tuple(f"self_attn.{up}_proj." for up in ("q", "q_b", "kv_b")),
-        "mlp": tuple(f"mlp.{name}_proj." for name in ("gate", "up", "down")),
-        "moe": ("mlp.router.", "mlp.shared_expert"),
-        "shared_experts": ("mlp.shared_experts.",),
-        "a2a_overlap_attn": ("self_attn.",),
-        "a2a_overlap_post_attn": ("mlp.router.",),
-    }
-)
-"""Recomputed module -> prefixes of the names of its linear layers, without experts."""
 
 
 def _linear_weights(layout: Layout, layer: int) -> dict[str, float]:
@@ -343,5 +314,6 @@ def _linear_weights(layout: Layout, layer: int) -> dict[str, float]:
             size /= parts
         if weight.heads % grid.tp:
             size //= weight.heads
-        sizes[name] = size
+        apart = model.lora_dropout > 0 and model.keeps_made(name.split(".")[-2])
+        sizes[name] = 2 * size if apart else size
     return sizes

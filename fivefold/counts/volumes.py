@@ -9,8 +9,10 @@ from fivefold.config.memory import MemoryConfig
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.context import gathers_latents, seen_shares
 from fivefold.counts.expert_volumes import expert_flows
+from fivefold.counts.lengths import summed_lengths
 from fivefold.counts.messages import Flow, context_volumes, wire_bytes
 from fivefold.counts.parameters import parameter_records, tied_ranks
+from fivefold.counts.remade import remade_layers
 from fivefold.counts.routed import StepRows
 from fivefold.counts.sharded import ShardedVolumes
 from fivefold.counts.state import held, held_of_experts, num_expert_shards, num_shards
@@ -114,6 +116,7 @@ class _Volumes:
             once = 1 if sequence else 2
             embedding = (2 if trains else once) * self.microbatches + once * twice
             yield Flow("tp", "embedding", (spec.embedding + spec.mtp) * embedding * unit)
+            yield Flow("tp", "lengths of adapted rows", self._lengths(stage))
             if spec.head:
                 runs = 1 + self.model.mtp_num_layers
                 again = trains or self.layout.config.memory.makes_logits_again
@@ -124,6 +127,13 @@ class _Volumes:
                 yield Flow("tp", "cross entropy", runs * (self.microbatches + twice) * whole)
         size = wire_bytes("all_reduce", self._held("tp") * self.gradient, self.tp)
         yield Flow("tp", "gradients of replicated parameters", size)
+
+    def _lengths(self, stage: int) -> float:
+        """Bytes of sums that complete the lengths of rows, in a stage of the program."""
+        each = (summed_lengths(self.layout, *layer) for layer in remade_layers(self.layout, stage))
+        forward, again = (sum(numbers) for numbers in zip((0, 0), *each, strict=True))
+        runs = (self.microbatches + self.recomputed[stage]) * forward + self.microbatches * again
+        return self.slices * wire_bytes("all_reduce", runs * max(self.element, 4), self.tp)
 
     def _further(self, spec: StageParts) -> range:
         """Indices of a stage's multi-token prediction layers."""
@@ -172,10 +182,10 @@ class _Volumes:
                 features += sum(self._features(layers[index])[0] for index in group)
                 features += sum(self._tiled_again(self._layer(layers[index])) for index in group)
                 end = self._layer(layers[group[-1]])
-                skipped = float(last)
-                if self._is_tiled(end):
-                    skipped = (self._tiled_again(end) + last) * self._last_tile
-                features -= skipped * end.ends_with_sum
+                skipped = float(last * end.ends_with_sum)
+                if self._is_tiled(end) and not self.model.hidden_dropout:
+                    skipped = (self._tiled_again(end) + skipped) * self._last_tile
+                features -= skipped
         return features
 
     @property

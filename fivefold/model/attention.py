@@ -20,8 +20,9 @@ from fivefold.model.batch import Documents
 from fivefold.model.blockwise import local_attention
 from fivefold.model.context import Context
 from fivefold.model.dropout import Dropout, HeadDropout
-from fivefold.model.layers import LayerBlock, Linear, RMSNorm
+from fivefold.model.layers import LayerBlock, Linear
 from fivefold.model.leaves import local
+from fivefold.model.norms import RMSNorm
 from fivefold.model.shards import MicrobatchShare
 from fivefold.model.varlen import Pieces, lacking_packed, packed_attention
 
@@ -292,7 +293,8 @@ class Attention(AttentionBlock):
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]; attends within the rows and documents of `context`."""
-        projected = self.project(x_TH, self.q_proj, self.k_proj, self.v_proj)
+        drops = context.layer.adapters
+        projected = self.project(x_TH, self.q_proj, self.k_proj, self.v_proj, drops=drops)
         D = self.model.head_dim
         q, k, v = (p.view(context.rows, p.shape[0] // context.rows, -1, D) for p in projected)
         if self.q_norm is not None and self.k_norm is not None:
@@ -302,4 +304,4 @@ class Attention(AttentionBlock):
         if context.sequence is not None:
             k, v = context.sequence.join(self.site, k, v)
         out_BSND = self.kernel(q, k, v, self._scope(context), context.layer.heads)
-        return self.project_back(out_BSND.reshape(projected[0].shape), self.o_proj)
+        return self.project_back(out_BSND.reshape(projected[0].shape), self.o_proj, drops)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from fivefold.model.attention import attention, in_one_call
+from fivefold.model.dora import plain_sum
 from fivefold.model.layers import plain_column, plain_row, plain_spread
 from fivefold.model.transformer import Stage
 
@@ -41,6 +42,8 @@ def compile_layers(stage: Stage, backend: str) -> None:
                 module.whole = _outside(module.whole)
             if module.spread is not plain_spread:
                 module.spread = _outside(module.spread)
+            if module.summed is not plain_sum:
+                module.summed = _outside(module.summed)
         layer.run = torch.compile(layer.run, backend=backend)  # type: ignore[method-assign]
 
 

@@ -19,7 +19,7 @@ from fivefold.model.expert_operations import (
     SharedOut,
 )
 from fivefold.model.latent_operations import LatentDown, LatentUp
-from fivefold.model.lora_operations import Adapters, frozen, with_adapters
+from fivefold.model.lora_operations import Adapters, Rescaled, frozen, with_adapters
 from fivefold.model.operations import (
     Activation,
     ColumnLinear,
@@ -87,8 +87,11 @@ class Layer:
 
     @property
     def remade_mlp(self) -> tuple[Operation, ...]:
-        """The linear layers of the MLP that its recomputation runs: all but the last product."""
-        return tuple(op for op in self.mlp if isinstance(op, ColumnLinear | ExpertsIn | Adapters))
+        """The linear layers of the MLP that its recomputation runs: all but the last product,
+        unless what that makes is kept, to be scaled."""
+        kinds = ColumnLinear | ExpertsIn | Adapters | Rescaled
+        again = kinds | RowLinear if isinstance(self.operations[-2], Rescaled) else kinds
+        return tuple(op for op in self.mlp if isinstance(op, again))
 
     @property
     def after_mlp_input(self) -> tuple[Operation, ...]:
@@ -112,10 +115,10 @@ class Layer:
     @property
     def ends_with_sum(self) -> bool:
         """Whether the layer ends with a tensor-parallel reduction whose result nothing keeps."""
-        *_, last, residual = self.operations
+        *within, residual = self.operations
         assert isinstance(residual, Residual)
         gated = any(weight.name == _SHARED_GATE for weight in self.weights)
-        return isinstance(last, RowLinear) and not gated and not residual.dropout
+        return isinstance(within[-1], RowLinear) and not gated and not residual.dropout
 
 
 def layer_kind(model: ModelConfig, layer: int) -> LayerKind:
@@ -160,17 +163,12 @@ def head_weights(model: ModelConfig) -> tuple[Weight, ...]:
 
 def _attention(model: ModelConfig) -> tuple[Operation, ...]:
     h, heads = model.hidden_size, model.num_attention_heads
-    latent = model.multi_latent_attention
+    latent, before = model.multi_latent_attention, _norm("input_layernorm", model)
     sinks: tuple[Weight, ...] = ()
     if model.softmax_type == "learnable":
         sinks = (Weight("self_attn.sinks.weight", (heads,), split=0),)
     return (
-        Norm(
-            "attn_norm",
-            _norm("input_layernorm", model),
-            ("layernorm", "a2a_overlap_attn"),
-            features=h,
-        ),
+        Norm("attn_norm", before, ("layernorm", "a2a_overlap_attn"), features=h),
         *(_latent_projections(model) if latent else _projections(model)),
         CoreAttention(
             "core_attn",

@@ -4,8 +4,10 @@ An element's mask bit hashes (seed, step, site, row, column). The row is a token
 whole run and the column a feature or a key token, so recomputation also drops the same elements.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -77,6 +79,7 @@ class Mask:
         fused: whether one kernel makes the mask and drops, where there is one.
         first_head: index in the model of the first head.
         all_heads: heads of the model.
+        first_column: id of the first column, where `ids_Bk` is None.
     """
 
     ids_Bq: Tensor
@@ -86,6 +89,7 @@ class Mask:
     fused: bool
     first_head: int = 0
     all_heads: int = 1
+    first_column: int = 0
 
     def drop(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """`x` without what is dropped, the rest rescaled, and added to `onto`."""
@@ -97,7 +101,7 @@ class Mask:
         if self.fused and runs_triton(x):
             from fivefold.model import dropout_kernels
 
-            names = self.ids_Bq, self.ids_Bk, self.key
+            names = self.ids_Bq, self._named(x), self.key
             numbers = threshold(self.p), 1.0 / (1.0 - self.p), (self.first_head, self.all_heads)
             return dropout_kernels.drop(x, onto, *names, *numbers)
         rows, columns = self._ids(x)
@@ -115,9 +119,15 @@ class Mask:
             found[part] = self._plainly(rows[part], columns[matrix], x[part], rest)
         return y
 
+    def _named(self, x: Tensor) -> Tensor | None:
+        """Ids of columns for a kernel; None: 0 .. k - 1."""
+        if not self.first_column:
+            return self.ids_Bk
+        return torch.arange(x.shape[-1], device=x.device)[None] + self.first_column
+
     def _ids(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Ids of rows [.., q, 1] and columns [.., k], each as wide as it differs."""
-        columns = torch.arange(x.shape[-1], device=x.device)
+        columns = torch.arange(x.shape[-1], device=x.device) + self.first_column
         if self.ids_Bk is not None:
             columns = self.ids_Bk[:, None, None]
         if x.dim() == 2:
@@ -145,7 +155,7 @@ class _Drop(torch.autograd.Function):
         mask: Mask,
     ) -> Tensor:
         ctx.save_for_backward(ids_Bq, ids_Bk, key)
-        ctx.rest = mask.p, mask.fused, mask.first_head, mask.all_heads
+        ctx.rest = mask.p, mask.fused, mask.first_head, mask.all_heads, mask.first_column
         return mask.dropped(x, onto)
 
     @staticmethod
@@ -165,6 +175,7 @@ class Dropout:
         seed: seed of the run.
         step: optimizer step.
         rows_T: run-wide ids of this rank's tokens in the residual stream.
+        all_rows_T: those of all ranks that split the tokens of the residual stream.
         token_ids_BL: run-wide ids of the L tokens attended to; the queries are the last S.
         fused: whether kernels of a GPU make masks where they drop (`bias_dropout_fusion`).
     """
@@ -172,12 +183,29 @@ class Dropout:
     seed: int
     step: int
     rows_T: Tensor
+    all_rows_T: Tensor
     token_ids_BL: Tensor
     fused: bool = False
 
     def at(self, site: str) -> "HiddenDropout":
         """The dropout of the residual stream's features at `site`, a place in the model."""
         return HiddenDropout(self.rows_T, self._key(site), self.fused)
+
+    def of_adapters(
+        self, site: str, names: Sequence[str], p: float
+    ) -> Mapping[str, "AdapterDropout"]:
+        """The dropout of what the adapters of a layer read, by the names of its linear layers.
+
+        Args:
+            site: the layer.
+            names: its linear layers with adapters.
+            p: drop probability; 0: there is none.
+        """
+        rows = self.rows_T, self.all_rows_T
+        return {
+            name: AdapterDropout(*rows, p, self._key(f"{site}.{name}"), self.fused)
+            for name in (names if p else ())
+        }
 
     def uniform(self, features: int, site: str) -> Tensor:
         """Uniform random numbers in [0, 1) for the residual stream, [T, features] fp64."""
@@ -215,6 +243,39 @@ class HiddenDropout:
         """Drop features with probability `p`, rescale the rest, and add it to `onto_TH`."""
         mask = Mask(self.rows_T[None], None, p, self.key, self.fused)
         return mask.drop(x_TH, onto_TH)
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterDropout:
+    """The dropout of what one adapter reads.
+
+    Attributes:
+        rows_T: run-wide ids of this rank's tokens in the residual stream.
+        all_rows_T: those of all ranks that split the tokens of the residual stream.
+        p: drop probability.
+        key: int64 scalar that identifies the linear layer and step.
+        fused: as in `Dropout`.
+    """
+
+    rows_T: Tensor
+    all_rows_T: Tensor
+    p: float
+    key: Tensor
+    fused: bool
+
+    def whole(self, x_TH: Tensor) -> Tensor:
+        """Drop of all features of this rank's tokens."""
+        return Mask(self.rows_T[None], None, self.p, self.key, self.fused).drop(x_TH)
+
+    def part(self, x_TF: Tensor, first: int) -> Tensor:
+        """Drop of some features, from `first` on, of the tokens of all ranks."""
+        rows = self.all_rows_T[None]
+        return Mask(rows, None, self.p, self.key, self.fused, first_column=first).drop(x_TF)
+
+
+Drops = Mapping[str, AdapterDropout]
+"""By the names of linear layers; empty: no adapter has any."""
+NO_DROPS: Drops = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,8 +320,10 @@ class LayerDropout:
         attended: of what attention adds to the residual stream; None: no dropout.
         made: of what the MLP adds; None: no dropout.
         heads: of attention probabilities; None: no dropout.
+        adapters: of what adapters read, by the names of their linear layers.
     """
 
     attended: HiddenDropout | None = None
     made: HiddenDropout | None = None
     heads: HeadDropout | None = None
+    adapters: Drops = field(default_factory=dict)

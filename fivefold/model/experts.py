@@ -15,6 +15,7 @@ from fivefold.config.experts import ExpertsConfig
 from fivefold.config.model import ModelConfig
 from fivefold.model.activation import activated
 from fivefold.model.context import Context
+from fivefold.model.dropout import Drops
 from fivefold.model.grouped import GroupedLinear
 from fivefold.model.layers import LayerBlock, Linear
 from fivefold.model.mlp import MLP
@@ -226,12 +227,13 @@ class MoE(LayerBlock):
         if self.shared_experts is None:
             return self.dispatch(x_TH, choice, run)
         if self.overlaps:
-            shared = _SharedBeside(self.shared_experts, x_TH)
+            shared = _SharedBeside(self.shared_experts, x_TH, context.layer.adapters)
             y_TH = self.dispatch(x_TH, choice, run, (shared.first, shared.last))
             shared_TH = shared.result
         else:
             y_TH = self.dispatch(x_TH, choice, run)
-            shared_TH = self.call_shared(self.shared_experts, x_TH)
+            run_shared, drops = self.shared_experts.run, context.layer.adapters
+            shared_TH = self.call_shared(run_shared, x_TH, drops)
         if self.shared_expert_gate is not None:
             shared_TH = shared_TH * self.shared_expert_gate(x_TH).sigmoid()
         return y_TH + shared_TH
@@ -240,12 +242,12 @@ class MoE(LayerBlock):
 class _SharedBeside:
     """Shared experts in two halves, one to overlap with dispatch and one with combine."""
 
-    def __init__(self, experts: MLP, x_TH: Tensor) -> None:
-        self._experts = experts
+    def __init__(self, experts: MLP, x_TH: Tensor, drops: Drops) -> None:
+        self._experts, self._drops = experts, drops
         self.result = x_TH  # then the inner features, then the result
 
     def first(self) -> None:
-        self.result = self._experts.inner(self.result)
+        self.result = self._experts.inner(self.result, self._drops)
 
     def last(self) -> None:
-        self.result = self._experts.outer(self.result)
+        self.result = self._experts.outer(self.result, self._drops)

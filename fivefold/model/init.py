@@ -1,14 +1,15 @@
 """Weight initialisation that does not depend on the layout: every slice is a slice of the whole."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from fivefold.config.model import ModelConfig
-from fivefold.model.lora import LORA
+from fivefold.mesh.slices import Piece, as_piece
+from fivefold.model.lora import LORA, MAGNITUDE
 from fivefold.model.seeds import derive_seed
-from fivefold.model.shape import canonical_name
+from fivefold.model.shape import canonical_name, parameter_shapes
 from fivefold.model.transformer import Stage
 
 _ROWS_PER_BLOCK = 256
@@ -42,6 +43,11 @@ def init_slice(
     name = canonical_name(model, name)
     spans = [part.indices(size)[:2] for part, size in zip(slices, global_shape, strict=True)]
     shape = [max(0, stop - start) for start, stop in spans]
+    if name.endswith(MAGNITUDE):
+        weight = f"{name.removesuffix(MAGNITUDE)}.weight"
+        shape_there = parameter_shapes(model)[weight]
+        rows = init_slice(weight, shape_there, (*slices, slice(None)), model, seed)
+        return lengths_of(rows, dtype)
     if len(global_shape) == 1 or name.endswith(".bias"):
         value = 1.0 if name.endswith("norm.weight") else 0.0
         return torch.full(shape, value, dtype=dtype)
@@ -57,6 +63,34 @@ def init_slice(
         _matrix(f"{name}.{index}", sizes, spans[1:], std, seed, dtype) for index in range(*spans[0])
     ]
     return torch.stack(matrices) if matrices else torch.empty(shape, dtype=dtype)
+
+
+def lengths_of(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The magnitudes that go with rows of a weight while its adapter makes zero: [F, H] -> [F]."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return torch.linalg.vector_norm(rows, dim=1, dtype=wide).to(dtype)
+
+
+def load_lengths(
+    name: str,
+    magnitudes: Piece,
+    weight: Tensor | Piece,
+    fill: Callable[[Mapping[str, Piece]], None],
+) -> None:
+    """Give new magnitudes the lengths of the rows of a loaded weight, of which each is read whole.
+
+    Args:
+        name: stored name of the magnitudes.
+        magnitudes: a rank's part of them, filled in place.
+        weight: a rank's part of the weight, in the type in which it is computed with.
+        fill: reads pieces of weights, by their stored names.
+    """
+    piece = as_piece(weight)
+    columns = slice(0, piece.shape[1])
+    rows = piece.local.new_empty(len(magnitudes.local), columns.stop)
+    whole = Piece(rows, piece.shape, (*magnitudes.slices, columns))
+    fill({f"{name.removesuffix(MAGNITUDE)}.weight": whole})
+    magnitudes.local.copy_(lengths_of(rows, magnitudes.local.dtype))
 
 
 def _adapter(

@@ -18,9 +18,10 @@ from torch import Tensor
 from fivefold.config.model import ModelConfig
 from fivefold.model.attention import AttentionBlock, Scope
 from fivefold.model.context import Context
-from fivefold.model.dropout import HeadDropout
-from fivefold.model.layers import LayerNorm, Linear, RMSNorm, make_norm
+from fivefold.model.dropout import Drops, HeadDropout
+from fivefold.model.layers import Linear
 from fivefold.model.leaves import local
+from fivefold.model.norms import LayerNorm, RMSNorm, make_norm
 from fivefold.model.rope import score_scale
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -65,24 +66,25 @@ class LatentAttention(AttentionBlock):
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]; attends within the rows and documents of `context`."""
-        latents = self._down(x_TH)
-        scope, drop = self._scope(context), context.layer.heads
+        scope, drop, drops = self._scope(context), context.layer.heads, context.layer.adapters
+        latents = self._down(x_TH, drops)
         if self.latent_kernel is None:
             make = partial(self._heads, *latents, context)
             out_BSNV = self.up(make, lambda q, k, v: self.kernel(q, k, v, scope, drop))
         else:
             out_BSNV = self._from_latents(*latents, context, scope, drop)
-        return self.project_back(out_BSNV.flatten(2).flatten(0, 1), self.o_proj)
+        return self.project_back(out_BSNV.flatten(2).flatten(0, 1), self.o_proj, drops)
 
-    def _down(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _down(self, x_TH: Tensor, drops: Drops) -> tuple[Tensor, Tensor, Tensor]:
         """Input of the query projection, normalised key/value latent, and shared rotary key.
 
         The last two are copies, so that neither keeps the other's memory alive.
         """
         if self.q_a_proj is None or self.q_a_layernorm is None:
-            query, (kv_TC,) = x_TH, self.project_whole(x_TH, self.kv_a_proj)
+            query, (kv_TC,) = x_TH, self.project_whole(x_TH, self.kv_a_proj, drops=drops)
         else:
-            query_TQ, kv_TC = self.project_whole(x_TH, self.q_a_proj, self.kv_a_proj)
+            downs = self.q_a_proj, self.kv_a_proj
+            query_TQ, kv_TC = self.project_whole(x_TH, *downs, drops=drops)
             query = self.q_a_layernorm(query_TQ)
         latent_TC, key_TR = (part.contiguous() for part in kv_TC.split(self._sizes, dim=-1))
         return query, self.kv_a_layernorm(latent_TC), key_TR
@@ -94,7 +96,7 @@ class LatentAttention(AttentionBlock):
 
     def _heads(self, query: Tensor, latent_TC: Tensor, key_TR: Tensor, context: Context) -> Heads:
         q_BSND = self._queries(query, context)
-        (kv_TF,) = self.project(latent_TC, self.kv_b_proj)
+        (kv_TF,) = self.project(latent_TC, self.kv_b_proj, drops=context.layer.adapters)
         key_BS1R = self._shared_key(key_TR, context)
         k, v = _Joined.apply(_by_rows(kv_TF, context, q_BSND.shape[2]), key_BS1R, self.model)
         if context.sequence is not None:
@@ -104,7 +106,7 @@ class LatentAttention(AttentionBlock):
     def _queries(self, query: Tensor, context: Context) -> Tensor:
         linear = self.q_proj if self.q_b_proj is None else self.q_b_proj
         assert linear is not None and context.rotary is not None
-        (q_TF,) = self.project(query, linear)
+        (q_TF,) = self.project(query, linear, drops=context.layer.adapters)
         heads = q_TF.shape[1] // self.model.query_dim
         rotated = context.rotary.rotate(_by_rows(q_TF, context, heads), self.model.qk_head_dim)
         scale = score_scale(self.model)

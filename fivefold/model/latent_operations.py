@@ -41,6 +41,7 @@ class LatentUp(Operation):
             else 0.
         shared: rotary features of the key that all heads share.
         outputs: features of queries, keys and values together.
+        reads_alone: whether nothing else keeps the hidden state that queries are projected from.
     """
 
     latents: int
@@ -48,6 +49,7 @@ class LatentUp(Operation):
     uncompressed: int
     shared: int
     outputs: int
+    reads_alone: bool = False
 
     def kept_else(self, running: Running) -> tuple[Kept, ...]:
         """The latents before their norms, and the shared key if it is recomputed from."""
@@ -64,7 +66,7 @@ class LatentUp(Operation):
         """
         read = self.latents - (self.keys if running.gathers_latents else 0)
         # Queries that are projected from the hidden state read it apart from the latents.
-        read += self.uncompressed if running.narrows("layernorm") else 0
+        read += self.uncompressed if self.reads_alone or running.narrows("layernorm") else 0
         after = running.input_bytes * read / running.token_parts
         queries = self.latents - self.keys or self.uncompressed
         scaled = (queries, self.keys) if running.narrows() else ()

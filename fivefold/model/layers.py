@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.config.model import ModelConfig
+from fivefold.model.dora import Summed, plain_sum, rescaled, rescaled_beside, squared_lengths
+from fivefold.model.dropout import NO_DROPS, Drops
 from fivefold.model.leaves import local
-from fivefold.model.traced import result
 
 Kept = tuple[Tensor, ...]
 """What a product takes of an operand."""
@@ -151,7 +151,8 @@ class Linear(nn.Module):
 
     Attributes:
         lora_A, lora_B: its adapter, which the block that holds it runs; None: it has none.
-        lora_scale: factor of what the adapter makes.
+        lora_magnitude_vector: lengths to which rows of both are scaled (`model.dora`); None: not.
+        lora_name, lora_scale: its name in its block, and the factor of what the adapter makes.
         used: rows of the weight that this rank multiplies with; None: all it holds.
         multiply: seam around the products, of the same kind for all linears of one input; another
             arithmetic replaces them.
@@ -160,20 +161,29 @@ class Linear(nn.Module):
     bias: nn.Parameter | None
     lora_A: "Linear | None"
     lora_B: "Linear | None"
+    lora_magnitude_vector: nn.Parameter | None
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-        self.lora_A = self.lora_B = None
-        self.lora_scale = 0.0
+        self.lora_A = self.lora_B = self.lora_magnitude_vector = None
+        self.lora_name, self.lora_scale = "", 0.0
         self.used: slice | None = None
         self.multiply = Products()
 
-    def adapt(self, inputs: int, rank: int, outputs: int, scale: float) -> None:
+    @property
+    def product_bias(self) -> nn.Parameter | None:
+        """The bias that its own product adds; one with magnitudes adds it after these."""
+        return self.bias if self.lora_magnitude_vector is None else None
+
+    def adapt(self, name: str, rank: int, scale: float, *, magnitudes: bool) -> None:
         """Get an adapter (`model.lora`)."""
+        outputs, inputs = self.weight.shape
         self.lora_A, self.lora_B = Linear(inputs, rank), Linear(rank, outputs)
-        self.lora_scale = scale
+        self.lora_name, self.lora_scale = name, scale
+        if magnitudes:
+            self.lora_magnitude_vector = nn.Parameter(torch.empty(outputs))
 
     def use(self, rows: slice) -> None:
         """Multiply with these rows of the weight only."""
@@ -181,9 +191,41 @@ class Linear(nn.Module):
         if self.lora_B is not None:
             self.lora_B.used = rows
 
+    def part(self, parameter: Tensor) -> Tensor:
+        """The rows of a parameter's local part that this rank multiplies with."""
+        return local(parameter) if self.used is None else local(parameter)[self.used]
+
+    def adapted(
+        self,
+        made_TF: Tensor,
+        added_TF: Tensor,
+        dropped_TF: Tensor | None = None,
+        summed: Summed = plain_sum,
+    ) -> Tensor:
+        """What its weight makes, overwritten, with what its adapter adds.
+
+        Args:
+            made_TF: product of the weight, with `product_bias`.
+            added_TF: product of the adapter.
+            dropped_TF: product of the weight with what the adapter reads, if it has dropout and
+                there are magnitudes.
+            summed: sums over the ranks that split the rows of the weight.
+        """
+        magnitudes, down, up = self.lora_magnitude_vector, self.lora_A, self.lora_B
+        if magnitudes is None:
+            return made_TF.add_(added_TF)
+        assert down is not None and up is not None
+        weight, low, high = self.part(self.weight), local(down.weight), self.part(up.weight)
+        squares = squared_lengths(weight.detach(), low.detach(), high.detach(), self.lora_scale)
+        scales = self.part(magnitudes), summed(squares).sqrt()
+        bias = None if self.bias is None else self.part(self.bias)
+        if dropped_TF is None:
+            return rescaled(made_TF.add_(added_TF), *scales, bias)
+        return rescaled_beside(made_TF, dropped_TF, added_TF, *scales, bias)
+
     def forward(self, x_TH: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
-        bias = None if self.bias is None else local(self.bias)
+        bias = None if self.product_bias is None else local(self.product_bias)
         return self.multiply.apply((self.multiply,), x_TH, (local(self.weight),), (bias,))[0]
 
 
@@ -201,7 +243,8 @@ Row = Callable[[Tensor, Linear], Tensor]
 def plain_column(x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
     """Apply every linear to the same input; replaced by column (output-sharded) parallelism."""
     weights = [local(linear.weight) for linear in linears]
-    biases = [None if linear.bias is None else local(linear.bias) for linear in linears]
+    added = [linear.product_bias for linear in linears]
+    biases = [None if bias is None else local(bias) for bias in added]
     products = of_one_input(linear.multiply for linear in linears)
     return products[0].apply(products, x_TH, weights, biases)
 
@@ -229,6 +272,8 @@ class LayerBlock(nn.Module):
         row: seam around the linear that returns to the residual stream.
         whole: seam around linears of the hidden states that every rank holds whole.
         spread: seam around features that all heads share and no column-parallel linear reads.
+        summed: seam around numbers of which ranks that split the inputs of `row` have parts.
+        place: place of this rank among these.
         recomputed_as: name in recompute_modules that reruns this block; empty: none.
         recomputed_with_norm: name that reruns it with the norm before it; empty: none.
         discards_norm: names that recompute the norm's output.
@@ -246,27 +291,40 @@ class LayerBlock(nn.Module):
         self.row: Row = plain_row
         self.whole: Column = plain_column
         self.spread: Spread = plain_spread
+        self.summed: Summed = plain_sum
+        self.place = 0
 
     def split(self, rank: int, ranks: int) -> None:
         """Take one rank's heads where `ranks` split them; blocks without heads ignore it."""
 
-    def project(self, x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
+    def project(
+        self, x_TH: Tensor, *linears: Linear, drops: Drops = NO_DROPS
+    ) -> tuple[Tensor, ...]:
         """`column` with what adapters add: [T, H] -> one [T, F] per linear."""
-        return self._adapted(self.column, x_TH, *linears)
+        return self._adapted(self.column, x_TH, linears, drops)
 
-    def project_whole(self, x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
+    def project_whole(
+        self, x_TH: Tensor, *linears: Linear, drops: Drops = NO_DROPS
+    ) -> tuple[Tensor, ...]:
         """`whole` with what adapters add."""
-        return self._adapted(self.whole, x_TH, *linears)
+        return self._adapted(self.whole, x_TH, linears, drops)
 
-    def project_back(self, x_TF: Tensor, linear: Linear) -> Tensor:
+    def project_back(self, x_TF: Tensor, linear: Linear, drops: Drops = NO_DROPS) -> Tensor:
         """`row` with what an adapter adds: [T, F] -> [T, H]."""
         if linear.lora_A is None or linear.lora_B is None:
             return self.row(x_TF, linear)
-        low_TR = self.row(x_TF, linear.lora_A) * linear.lora_scale
+        read_TF, dropped_TH = x_TF, None
+        if drops:
+            read_TF = drops[linear.lora_name].part(x_TF, self.place * x_TF.shape[1])
+            apart = linear.lora_magnitude_vector is not None
+            dropped_TH = self.row(read_TF, linear) if apart else None
+        low_TR = self.row(read_TF, linear.lora_A) * linear.lora_scale
         (added_TH,) = self.whole(low_TR, linear.lora_B)
-        return self.row(x_TF, linear).add_(added_TH)
+        return linear.adapted(self.row(x_TF, linear), added_TH, dropped_TH, self.summed)
 
-    def _adapted(self, column: Column, x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
+    def _adapted(
+        self, column: Column, x_TH: Tensor, linears: Sequence[Linear], drops: Drops
+    ) -> tuple[Tensor, ...]:
         """Adapters first: a frozen linear that ends a recomputed block is then not run again.
 
         Few features are scaled, not the sum by `add`'s alpha, which inductor loses (torch 2.13).
@@ -274,16 +332,22 @@ class LayerBlock(nn.Module):
         first = [linear.lora_A for linear in linears if linear.lora_A is not None]
         if not first:
             return column(x_TH, *linears)
-        low = iter(self.whole(x_TH, *first))
-        added = [
-            None if of.lora_B is None else column(next(low) * of.lora_scale, of.lora_B)[0]
-            for of in linears
-        ]
+        low = iter(() if drops else self.whole(x_TH, *first))
+        added: list[tuple[Tensor, Tensor | None] | None] = []
+        for of in linears:
+            if of.lora_A is None or of.lora_B is None:
+                added.append(None)
+                continue
+            read_TH = drops[of.lora_name].whole(x_TH) if drops else x_TH
+            low_TR = self.whole(read_TH, of.lora_A)[0] if drops else next(low)
+            (added_TF,) = column(low_TR * of.lora_scale, of.lora_B)
+            apart = drops and of.lora_magnitude_vector is not None
+            added.append((added_TF, column(read_TH, of)[0] if apart else None))
         made = column(x_TH, *linears)
-        for y, more in zip(made, added, strict=True):
-            if more is not None:
-                y.add_(more)
-        return made
+        return tuple(
+            y if more is None else of.adapted(y, *more)
+            for of, y, more in zip(linears, made, added, strict=True)
+        )
 
 
 class Embedding(nn.Module):
@@ -302,71 +366,3 @@ class Embedding(nn.Module):
 def plain_lookup(indices_T: Tensor, embedding: Embedding) -> Tensor:
     """Look up rows of the table; replaced when the vocabulary is sharded."""
     return F.embedding(indices_T, local(embedding.weight))
-
-
-class LayerNorm(nn.Module):
-    """Layer normalisation over the last dim, with a bias."""
-
-    def __init__(self, features: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(features))
-        self.bias = nn.Parameter(torch.empty(features))
-        self.epsilon = epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x normalised over the last dim."""
-        weight = local(self.weight)
-        return F.layer_norm(x, weight.shape, weight, local(self.bias), self.epsilon)
-
-
-class RMSNorm(nn.Module):
-    """x divided by its root mean square over the last dim (Zhang and Sennrich 2019)."""
-
-    def __init__(self, features: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(features))
-        self.epsilon = epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x normalised over the last dim, with statistics in at least fp32."""
-        weight = local(self.weight)
-        if x.is_cuda:
-            return F.rms_norm(x, weight.shape, weight, self.epsilon)
-        y: Tensor = _RMSNorm.apply(x, weight, self.epsilon)
-        return y
-
-    def of_sum(self, x_TH: Tensor, onto_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """onto + x, and that normalised, in one kernel of a GPU (`runs_triton`)."""
-        from fivefold.model import norm_kernels
-
-        return norm_kernels.sum_and_norm(x_TH, onto_TH, local(self.weight), self.epsilon)
-
-
-def make_norm(model: ModelConfig, features: int | None = None) -> LayerNorm | RMSNorm:
-    """The model's kind of normalisation; by default over the residual stream's features."""
-    kind = LayerNorm if model.normalization == "LayerNorm" else RMSNorm
-    return kind(features or model.hidden_size, model.norm_epsilon)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """RMSNorm for CPUs, where PyTorch does not fuse it: its backward is four times as fast."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean_square = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).unsqueeze(-1)
-        scale = mean_square.add_(epsilon).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return result((wide * scale).mul_(weight).to(x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, scale = ctx.saved_tensors
-        grad = grad_y.to(scale.dtype)
-        wide_weight = weight.to(scale.dtype)
-        normed = x * scale
-        product = grad * normed
-        grad_weight = product.flatten(0, -2).sum(0)
-        mean = (product @ wide_weight).div_(x.shape[-1]).unsqueeze(-1)
-        grad_x = (grad * wide_weight).addcmul_(normed, mean, value=-1.0).mul_(scale)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None

@@ -2,7 +2,8 @@
 
 y = W x + s B A x. A and B are linear layers of their own, so that each is split, gathered and
 summed as any other: beside a column-parallel W, A is whole and B is column-parallel; beside a
-row-parallel one, A is row-parallel and B is whole. Names are those of PEFT.
+row-parallel one, A is row-parallel and B is whole. Names are those of PEFT. With magnitudes it is
+DoRA (`model.dora`).
 """
 
 from collections.abc import Iterator
@@ -14,18 +15,30 @@ from torch import Tensor, nn
 from fivefold.config.model import ModelConfig
 from fivefold.model.layers import LayerBlock, Linear
 
+MAGNITUDE = ".lora_magnitude_vector"
 LORA = ".lora_"
 """Found in the names of all parameters of adapters, and in no others."""
 
 
-def add_adapters(module: nn.Module, model: ModelConfig) -> None:
-    """Give adapters to the linear layers that `model` names, if any, and freeze all else."""
+def add_adapters(module: nn.Module, model: ModelConfig) -> tuple[str, ...]:
+    """Give adapters to the linear layers that `model` names, if any, and freeze all else.
+
+    Returns:
+        The names of these linear layers within attention and MLPs.
+    """
     if model.lora_rank is None:
+        return ()
+    adapted = [(name, linear) for name, linear in _linears(module) if model.adapts(name)]
+    for name, linear in adapted:
+        linear.adapt(name, model.lora_rank, model.lora_scale, magnitudes=model.use_dora)
+    freeze(module, model)
+    return tuple(name for name, _ in adapted)
+
+
+def freeze(module: nn.Module, model: ModelConfig) -> None:
+    """Freeze all parameters but those of adapters, if `model` has some."""
+    if model.trains_all:
         return
-    for name, linear in [*_linears(module)]:
-        if model.adapts(name):
-            outputs, inputs = linear.weight.shape
-            linear.adapt(inputs, model.lora_rank, outputs, model.lora_scale)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(LORA in name)
 

@@ -5,6 +5,7 @@ from torch import Tensor
 from fivefold.config.model import ModelConfig
 from fivefold.model.activation import activated
 from fivefold.model.context import Context
+from fivefold.model.dropout import NO_DROPS, Drops
 from fivefold.model.layers import LayerBlock, Linear
 
 
@@ -29,13 +30,19 @@ class MLP(LayerBlock):
 
     def forward(self, x_TH: Tensor, context: Context | None = None) -> Tensor:
         """[T, H] -> [T, H], independently for each token."""
-        return self.outer(self.inner(x_TH))
+        return self.run(x_TH, NO_DROPS if context is None else context.layer.adapters)
 
-    def inner(self, x_TH: Tensor) -> Tensor:
+    def run(self, x_TH: Tensor, drops: Drops) -> Tensor:
+        """`forward` with the dropout of its adapters alone."""
+        return self.outer(self.inner(x_TH, drops), drops)
+
+    def inner(self, x_TH: Tensor, drops: Drops = NO_DROPS) -> Tensor:
         """[T, H] -> [T, F], after the activation."""
         linears = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
-        return activated(self.model, self.project(x_TH, *linears), fused=self.fuses_gate)
+        return activated(
+            self.model, self.project(x_TH, *linears, drops=drops), fused=self.fuses_gate
+        )
 
-    def outer(self, x_TF: Tensor) -> Tensor:
+    def outer(self, x_TF: Tensor, drops: Drops = NO_DROPS) -> Tensor:
         """[T, F] -> [T, H]."""
-        return self.project_back(x_TF, self.down_proj)
+        return self.project_back(x_TF, self.down_proj, drops)

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from fivefold.config.model import ModelConfig
 from fivefold.model.batch import Batch
 from fivefold.model.context import Context
-from fivefold.model.layers import Column, Linear, make_norm, plain_column
+from fivefold.model.layers import Column, Linear, plain_column
 from fivefold.model.loss import IGNORED
+from fivefold.model.norms import make_norm
 
 
 class FurtherToken(nn.Module):

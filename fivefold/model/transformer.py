@@ -26,15 +26,13 @@ from fivefold.model.layers import (
     Column,
     Embedding,
     LayerBlock,
-    LayerNorm,
     Linear,
-    RMSNorm,
-    make_norm,
     plain_column,
 )
-from fivefold.model.lora import add_adapters, as_if_trained
+from fivefold.model.lora import add_adapters, as_if_trained, freeze
 from fivefold.model.loss import cross_entropy
 from fivefold.model.mlp import MLP
+from fivefold.model.norms import LayerNorm, RMSNorm, make_norm
 from fivefold.model.prediction import FurtherToken, objective, targets
 from fivefold.model.rope import RotaryTables
 from fivefold.model.routing import Decision
@@ -90,6 +88,7 @@ class TransformerLayer(nn.Module):
         self.dropout = model.hidden_dropout
         self.side_by_side = model.parallel_residual
         self.site = f"layers.{layer}"
+        self.adapted, self.lora_dropout = add_adapters(self, model), model.lora_dropout
         self.block: NormedBlock = plain_block
         self.fuses_norm = False
 
@@ -123,10 +122,11 @@ class TransformerLayer(nn.Module):
 
     def _dropout(self, dropout: Dropout) -> LayerDropout:
         heads = self.self_attn.head_dropout(dropout)
+        adapters = dropout.of_adapters(self.site, self.adapted, self.lora_dropout)
         if not self.dropout:
-            return LayerDropout(heads=heads)
+            return LayerDropout(heads=heads, adapters=adapters)
         attended, made = (dropout.at(f"{self.site}.{after}") for after in ("self_attn", "mlp"))
-        return LayerDropout(attended, made, heads)
+        return LayerDropout(attended, made, heads, adapters)
 
 
 def _added(sum_TH: Tensor, x_TH: Tensor, drop: HiddenDropout | None, rate: float) -> Tensor:
@@ -217,7 +217,7 @@ class Stage(nn.Module):
         self.model, self.parts, jitter = model, parts, rules[0].moe_input_jitter_eps
         self.seed, self.label_smoothing, self.z_loss_coeff = seed, label_smoothing, z_loss_coeff
         self.mtp_loss_scaling_factor, self.jitters = mtp_loss_scaling_factor, jitter is not None
-        add_adapters(self, model)
+        freeze(self, model)
         self.tie()
         self.column: Column = plain_column
         self.through: Through = plain_layers
@@ -246,8 +246,7 @@ class Stage(nn.Module):
     @property
     def embeddings(self) -> list[Embedding]:
         """The tables in which it looks tokens up."""
-        tables = (self.embed_tokens, self.mtp_embed_tokens)
-        return [table for table in tables if table is not None]
+        return [t for t in (self.embed_tokens, self.mtp_embed_tokens) if t is not None]
 
     def tie(self) -> None:
         """Make modules that share a weight share one Parameter; repeat after reallocating it."""
@@ -357,11 +356,12 @@ class Stage(nn.Module):
 
     def _dropout(self, batch: Batch) -> Dropout | None:
         model = self.model
-        drops = model.hidden_dropout or model.attention_dropout or self.jitters
-        if not (self.training and drops):
+        drops = model.hidden_dropout or model.attention_dropout or model.lora_dropout
+        if not (self.training and (drops or self.jitters)):
             return None
-        rows_T = self.shard_tokens(batch.own_token_ids.flatten())
-        return Dropout(self.seed, batch.step, rows_T, batch.token_ids, self.fuses_dropout)
+        ids_T = batch.own_token_ids.flatten()
+        rows = self.shard_tokens(ids_T), ids_T
+        return Dropout(self.seed, batch.step, *rows, batch.token_ids, self.fuses_dropout)
 
 
 def trained_z_coeff(stage: Stage) -> float:

@@ -13,7 +13,7 @@ from fivefold.model.description import LayerKind, describe
 from fivefold.model.expert_operations import Dispatch, ExpertsIn, ExpertsOut, RouterLinear
 from fivefold.model.fusion_rules import joins_norm
 from fivefold.model.latent_operations import LatentDown, LatentUp
-from fivefold.model.lora_operations import Adapters
+from fivefold.model.lora_operations import Adapters, Rescaled
 from fivefold.model.operations import (
     Activation,
     ColumnLinear,
@@ -22,6 +22,7 @@ from fivefold.model.operations import (
     Operation,
     Residual,
     RowLinear,
+    Weight,
 )
 from fivefold.model.prediction_operations import PredictionInput
 from fivefold.predict.cluster import Cluster
@@ -60,13 +61,12 @@ class OperationTimes:
     """
 
     def __init__(self, layout: Layout, cluster: Cluster, software: Software) -> None:
-        config, grid = layout.config, layout.grid
+        config, grid, training = layout.config, layout.grid, layout.config.training
         self.config = config
         self.cluster, self.software = software.on(cluster), software
         self.gpu = self.cluster.gpu
         self.model, self.parallel, self.grid = config.model, config.parallel, grid
-        self.memory, self.training = config.memory, config.training
-        training = config.training
+        self.memory, self.training = config.memory, training
         self.tokens = training.micro_batch_size * training.seq_length // grid.cp
         self.parts = grid.tp if self.parallel.sequence_parallel else 1
         narrow = "fp4" if training.fp4_format else "fp8" if training.fp8_format else None
@@ -119,6 +119,8 @@ class OperationTimes:
                 return self._row(weight)
             case Adapters():
                 return self._adapters(op)
+            case Rescaled():
+                return self._rescaled(op)
             case Activation():
                 if not op.copies:
                     return self._activation(self.tokens * (op.features // self.grid.tp))
@@ -239,16 +241,30 @@ class OperationTimes:
 
     def _adapters(self, op: Adapters) -> Times:
         """A and B of each adapter: one is whole, on this rank's tokens, the other is split."""
-        times, hidden = Times(), self.model.hidden_size
-        for weight in op.multiplied:
-            shape = weight.local(self.grid.tp)
-            if weight.split is None:
-                times += Times(self._linear(shape, self._own))
-            elif weight.split == 0:
-                times += self._column(partial(self._linear, shape), op.rank / hidden)
-            else:
-                times += self._row(shape)
+        return sum((self._alone(weight) for weight in op.multiplied), Times())
+
+    def _rescaled(self, op: Rescaled) -> Times:
+        """Reads the rows of weights and multiplies them by A, then scales what was made of them."""
+        times = Times()
+        for weight in op.measured:
+            rows, columns = weight.local(self.grid.tp)
+            tokens = self.tokens if weight.split == 0 else self._own
+            made, read = tokens * rows * ELEMENT, rows * columns * ELEMENT
+            times += self._elementwise(2 * made + 2 * read, 4 * made)
+            if op.apart:
+                times += self._alone(weight).without_dw()
+            if weight.split == 1 and self.grid.tp > 1:
+                times += Times(tp=Phases(all_reduce(self.cluster, self.tp, 2 * rows * ELEMENT)))
         return times
+
+    def _alone(self, weight: Weight) -> Times:
+        """A linear layer of an input of its own."""
+        shape = weight.local(self.grid.tp)
+        if weight.split is None:
+            return Times(self._linear(shape, self._own))
+        if weight.split == 1:
+            return self._row(shape)
+        return self._column(partial(self._linear, shape), shape[1] / self.model.hidden_size)
 
     def _multiplied(self, linear_on: Callable[[int], Phases]) -> Phases:
         """A linear layer on all tokens, of which forward and dX may be cut into each rank's."""
@@ -315,17 +331,13 @@ class OperationTimes:
         return self._elementwise((reads + 1) * size, (2 * reads + 1) * size, unfused)
 
     def _core_attention(self) -> Times:
-        model, tp = self.model, self.grid.tp
-        length = self.training.seq_length
-        heads = model.num_attention_heads // tp
+        model, tp, length = self.model, self.grid.tp, self.training.seq_length
         mixed = self.tokens * ELEMENT * (model.q_size + model.k_size) / tp
-        rotary = (
-            self._elementwise(2 * mixed, 2 * mixed, UNFUSED_ROTATION)
-            if model.position_embedding_type == "rope"
-            else Times()
-        )
+        rotary = Times()
+        if model.position_embedding_type == "rope":
+            rotary = self._elementwise(2 * mixed, 2 * mixed, UNFUSED_ROTATION)
         if model.attention_dropout and self.software.attention == "scores":
-            batch = self.tokens // length * heads
+            batch = self.tokens // length * (model.num_attention_heads // tp)
             dims, precision = (model.query_dim, model.value_dim), self.training.precision
             return rotary + Times(score_matrices(self.gpu, batch, length, dims, precision))
         way = configured_way(self.config, self.cluster)
@@ -347,8 +359,7 @@ class OperationTimes:
 
     def _grouped(self, outputs: int, inputs: int, copies: int) -> Phases:
         """A linear layer [out, in] in each expert of a rank, on the rows that reach the expert."""
-        each, local = self.rows_of_one(copies)
-        return self._linear((outputs, inputs), each, local)
+        return self._linear((outputs, inputs), *self.rows_of_one(copies))
 
     def rows_of_one(self, copies: int) -> tuple[int, int]:
         """Rows of a microbatch for one expert of the busiest rank, and the experts of that rank."""
@@ -363,8 +374,7 @@ class OperationTimes:
 
     def _dispatch(self, own: int) -> float:
         """Seconds for a rank's tokens to reach their experts, or to return from them."""
-        model, grid = self.model, self.grid
-        row = model.hidden_size * ELEMENT
+        model, grid, row = self.model, self.grid, self.model.hidden_size * ELEMENT
         tensor = gather(self.cluster, self.etp, own * model.moe_router_topk * row * grid.etp)
         if grid.ep == 1:
             return tensor
@@ -379,13 +389,12 @@ class OperationTimes:
         These are k, o and up among q, k, v, o, gate, up and down; with tensor parallelism not o,
         whose sum over the ranks is kept.
         """
-        layer = {weight.name: weight for weight in describe(self.model, LayerKind()).weights}
-        local = {name: weight.local(self.grid.tp) for name, weight in layer.items()}
+        weights = describe(self.model, LayerKind()).weights
+        local = {weight.name: weight.local(self.grid.tp) for weight in weights}
         up = local["mlp.up_proj.weight"]
         again = (local["self_attn.k_proj.weight"], up)
         gathered = (self._column(partial(self._linear, weight)) for weight in again)
-        output = Times()
+        rest = self._activation(self.tokens * up[0]) + self._norm() * 2
         if self.grid.tp == 1:
-            output = Times(self._linear(local["self_attn.o_proj.weight"], self.tokens))
-        act = self._activation(self.tokens * up[0])
-        return sum(gathered, output + act + self._norm() * 2)
+            rest += Times(self._linear(local["self_attn.o_proj.weight"], self.tokens))
+        return sum(gathered, rest)

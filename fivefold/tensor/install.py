@@ -1,12 +1,14 @@
 """Installs tensor and sequence parallelism in the seams of a plain stage."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.groups import Groups
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import DeferredWeights
@@ -58,6 +60,7 @@ def install_tensor_parallel(
     for block in stage.blocks:
         block.column, block.row = column, row
         block.whole, block.spread = whole, spread
+        block.summed, block.place = partial(all_reduce, group=group), rank
         block.split(rank, size)
     for prediction in stage.predictions:
         prediction.column, prediction.joined = column, WholeRows(group, sequence_parallel)

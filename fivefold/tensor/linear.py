@@ -47,14 +47,12 @@ class ColumnParallel:
     def __call__(self, x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
         """[T or t, H] -> one [T, F] per linear."""
         rows = tuple(linear.used for linear in linears)
-        weights = [
-            _part(local(linear.weight), part) for linear, part in zip(linears, rows, strict=True)
-        ]
+        targets = tuple((linear.weight, linear.product_bias) for linear in linears)
+        weights = [linear.part(linear.weight) for linear in linears]
         biases = [
-            None if linear.bias is None else _part(local(linear.bias), part)
-            for linear, part in zip(linears, rows, strict=True)
+            None if bias is None else linear.part(bias)
+            for linear, (_, bias) in zip(linears, targets, strict=True)
         ]
-        targets = tuple((linear.weight, linear.bias) for linear in linears)
         how = self, targets, rows, of_one_input(linear.multiply for linear in linears)
         outputs: tuple[Tensor, ...] = _Column.apply(x_TH, *how, *weights, *biases)
         return outputs
@@ -198,7 +196,8 @@ class RowParallel:
         """[T, F] -> [T or t, H]."""
         call = _RowCall(self, (linear.weight, None), Factor(linear.multiply, local(linear.weight)))
         y: Tensor = _RowSum.apply(_RowInput.apply(x_TF, call.factor.weight_FH, call), call)
-        return y if linear.bias is None else y + local(linear.bias)
+        bias = linear.product_bias
+        return y if bias is None else y + local(bias)
 
 
 @dataclass
@@ -369,7 +368,3 @@ class _WholeRows(torch.autograd.Function):
         receives = [torch.empty_like(part) for part in sends]
         all_to_all(sends, receives, group)
         return torch.cat(receives), None
-
-
-def _part(parameter: Tensor, rows: slice | None) -> Tensor:
-    return parameter if rows is None else parameter[rows]

@@ -28,6 +28,7 @@ from fivefold.train.evaluation import evaluations
 from fivefold.train.garbage import collecting
 from fivefold.train.meters import device_peak, peak_memory
 from fivefold.train.metrics import EvalMetrics, Sink, StepMetrics
+from fivefold.train.new_adapters import measure_rows
 from fivefold.train.not_finite import locate, locate_in_state
 from fivefold.train.profile import profiled
 from fivefold.train.save_interval import SaveInterval
@@ -56,8 +57,7 @@ class Trainer:
         audit: folder for the bytes, memory and FLOPs measured in one step; None: no audit.
         profile: folder for the recorded timelines of steps; None: no profile.
         step: number of optimizer steps done.
-        check_folder: function that raises if the run folder is gone; None on all ranks but the
-            first.
+        check_folder: raises if the run folder is gone; None on all ranks but the first.
         activity: what this rank is doing, for whoever asks.
         stragglers: comparison of replicas; None: none is asked for.
         local: states in the memory of hosts; None: none are kept.
@@ -101,6 +101,7 @@ class Trainer:
             starts = without_adapters(state, self.engine.layout.config.model)
             weights = self.engine.weights_to_load(starts)
             source.load(state.step, weights, skip=("optim.",))
+            measure_rows(self.engine, source, source.filling(state.step), new=starts)
             return self.engine.after_load(0, weights)
         self.loader.load_state_dict(state.loader)
         tensors = self.engine.stored_tensors()
@@ -109,8 +110,7 @@ class Trainer:
         self._saved = self.step if source.folder == self.checkpointer.folder else None
 
     def restore_local(self, after: int) -> bool:
-        """Load the latest whole state of this layout in the memory of hosts, if it is later than
-        step `after`; collective. Returns whether there was one.
+        """Load the latest whole state in hosts' memory, if there is one after a step; collective.
 
         Raises:
             DataError: the data is not what it was.
@@ -123,8 +123,8 @@ class Trainer:
             self.console.warning(self.local.damage)
         if step is None or step <= after:
             return False
-        loaded, what = self.local.load(tensors), f"the state of step {step} in memory"
-        state = as_kind(loaded, SavedState, what, CheckpointError)
+        what = f"the state of step {step} in memory"
+        state = as_kind(self.local.load(tensors), SavedState, what, CheckpointError)
         self.loader.load_state_dict(state.loader)
         self._continue(state, tensors)
         return True
@@ -144,6 +144,7 @@ class Trainer:
         weights = {name: w for name, w in weights.items() if not name.startswith(SCALES)}
         fill = partial(fill_from_folder, folder, model, adapter=adapter)
         self.checkpointer.load_by(f"loading {folder}", weights, fill)
+        measure_rows(self.engine, self.checkpointer, fill, new=adapter is None)
         self.engine.after_load(0, weights)
 
     def run(self) -> None:

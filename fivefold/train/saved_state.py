@@ -14,7 +14,7 @@ from fivefold.errors import CheckpointError, Mistake
 from fivefold.files import as_kind
 
 # What may differ between a checkpoint's model and ours without making it another model.
-_FREE_MODEL_FIELDS = ("hidden_dropout", "attention_dropout", "init_method_std")
+_FREE_MODEL_FIELDS = ("hidden_dropout", "attention_dropout", "lora_dropout", "init_method_std")
 
 _MOST = 2**53  # steps or samples: beyond it indices of tokens overflow
 _Count = Annotated[int, Meta(ge=0, le=_MOST)]

@@ -13,7 +13,7 @@ from fivefold.audit.waits import HostWaits
 from fivefold.check import check
 from fivefold.config.sources import read_config
 from fivefold.mesh.slices import local_tensor
-from fivefold.model.layers import RMSNorm
+from fivefold.model.norms import RMSNorm
 from fivefold.train.engine import Engine
 from tests.audit.layouts import microbatches_of
 from tests.pool import run

@@ -104,7 +104,9 @@ def error(rank: int, world: int, case: Case) -> float:
     documents, drop = documents_of(case), None
     if case.dropout:
         ids = 100 + torch.arange(case.rows * case.length).view(shape)
-        drop = Dropout(3, 1, ids.flatten(), ids).heads(case.dropout, "site", 2, case.heads + 2)
+        drop = Dropout(3, 1, ids.flatten(), ids.flatten(), ids).heads(
+            case.dropout, "site", 2, case.heads + 2
+        )
     whole = Scope(documents, case.window, causal=case.causal)
     expected = plain_attention(q, k, v, whole, drop)
     true = [expected, *torch.autograd.grad(expected, (q, k, v), grad)]

@@ -62,7 +62,8 @@ def _logits(stage: Stage, model: ModelConfig) -> torch.Tensor:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_merged_weights_have_our_logits(kind: str, tmp_path: Path) -> None:
     theirs = written(kind, tmp_path / "base").eval()
-    model, stage = _adapted(tmp_path / "base", use_rslora=kind in FAMILIES[::3])
+    chosen = {"use_rslora": kind in FAMILIES[::3], "use_dora": kind in FAMILIES[::2]}
+    model, stage = _adapted(tmp_path / "base", **chosen)
     to_hub(_saved(model, stage, tmp_path / "base", tmp_path / "run"), tmp_path / "merged")
     with InFp64():
         merged = type(theirs).from_pretrained(tmp_path / "merged", dtype=torch.float64).eval()
@@ -78,8 +79,8 @@ def test_peft_has_our_logits(kind: str, tmp_path: Path) -> None:
     theirs = written(kind, tmp_path / "base").eval()
     base = model_in(HubFolder(tmp_path / "base"))
     targets = tuple(n for n in linear_names(base) if base.num_experts is None or n not in OF_MLP)
-    rescaled = kind in FAMILIES[::3]
-    model, stage = _adapted(tmp_path / "base", use_rslora=rescaled, lora_target_modules=targets)
+    chosen = {"use_rslora": kind in FAMILIES[::3], "use_dora": kind in FAMILIES[1::2]}
+    model, stage = _adapted(tmp_path / "base", **chosen, lora_target_modules=targets)
     run = _saved(model, stage, tmp_path / "base", tmp_path / "run")
     if kind in ("gpt2", "gpt_neox"):
         with pytest.raises(CheckpointError, match="one linear layer"):

@@ -53,6 +53,9 @@ def saved(kind: str, folder: Path, dtype: torch.dtype = torch.float64, **setting
     chosen = {"r": 3, "lora_alpha": 5, "target_modules": sorted(asked), "task_type": "CAUSAL_LM"}
     settings = chosen | {"init_lora_weights": False} | settings
     wrapped = peft.get_peft_model(theirs, peft.LoraConfig(**settings), autocast_adapter_dtype=False)
+    for name, parameter in wrapped.named_parameters():
+        if "magnitude" in name:  # which PEFT makes such that they change nothing
+            parameter.data.mul_(torch.linspace(0.5, 2.0, len(parameter)))
     wrapped.save_pretrained(folder / "adapter")
     return wrapped
 
@@ -72,7 +75,8 @@ def ours(folder: Path) -> tuple[ModelConfig, Stage, dict[str, Stored]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_and_gradients_are_those_of_peft(kind: str, tmp_path: Path) -> None:
-    theirs = saved(kind, tmp_path, use_rslora=kind in KINDS[::3]).eval()
+    magnitudes = kind in KINDS[1::2]
+    theirs = saved(kind, tmp_path, use_rslora=kind in KINDS[::3], use_dora=magnitudes).eval()
     model, stage, places = ours(tmp_path)
     batch = batch_of(model, [[LENGTH]])
     logits = stage.logits(batch)[:, : model.vocab_size]
@@ -83,7 +87,7 @@ def test_logits_and_gradients_are_those_of_peft(kind: str, tmp_path: Path) -> No
     (logits * onto).sum().backward()
     (expected * onto).sum().backward()
     gradients = {
-        name.replace(".default.", "."): parameter.grad
+        name.replace(".default.", ".").replace("_vector.weight", "_vector"): parameter.grad
         for name, parameter in theirs.named_parameters()
         if parameter.requires_grad
     }
@@ -99,7 +103,7 @@ def test_logits_and_gradients_are_those_of_peft(kind: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_there_and_back_is_the_same_to_the_byte(kind: str, tmp_path: Path) -> None:
-    saved(kind, tmp_path, torch.bfloat16)
+    saved(kind, tmp_path, torch.bfloat16, use_dora=kind in KINDS[::2])
     to_run(tmp_path / "base", tmp_path / "run", tmp_path / "adapter")
     to_hub(tmp_path / "run", tmp_path / "again", adapter=True)
     one, two = ((tmp_path / side / WEIGHTS).read_bytes() for side in ("adapter", "again"))
@@ -109,10 +113,11 @@ def test_there_and_back_is_the_same_to_the_byte(kind: str, tmp_path: Path) -> No
     assert after.base == str(tmp_path / "base")
 
 
-def test_converted_it_is_merged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("magnitudes", [False, True])
+def test_converted_it_is_merged(magnitudes: bool, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    theirs = saved("qwen3", tmp_path).eval()
+    theirs = saved("qwen3", tmp_path, use_dora=magnitudes).eval()
     to_run(tmp_path / "base", tmp_path / "run", tmp_path / "adapter")
     to_hub(tmp_path / "run", tmp_path / "merged", dtype="fp64")
     tokens = torch.arange(LENGTH)[None] % 90
@@ -141,7 +146,7 @@ def _differing(rank: int, world: int, settings: Config, folder: Path) -> list[st
 @pytest.mark.parametrize("name", ["tp 4 over two key heads, ZeRO-3", "experts 2 x 2"])
 def test_each_rank_reads_its_own_slices(name: str, tmp_path: Path) -> None:
     world, kind, flags = LAYOUTS[name]
-    saved(kind, tmp_path, torch.bfloat16)
+    saved(kind, tmp_path, torch.bfloat16, use_dora=True)
     values = {SHORT.get(flag, flag): value for flag, value in flags.items()}
     settings = Config(ours(tmp_path)[0]).with_values(
         precision="fp32", seq_length=16, global_batch_size=8, micro_batch_size=1, **values
@@ -183,7 +188,6 @@ REFUSED: dict[str, Any] = {
     "alpha_pattern": {"layers.0": 8},
     "lora_bias": True,
     "use_qalora": True,
-    "use_dora": True,
     "alora_invocation_tokens": [1],
     "kasa_config": {},
     "target_modules": "(q_proj",
@@ -258,6 +262,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
         "lm_head of this adapter has no adapters here",
     ),
     "one not named": (_settings(target_modules=["k_proj"]), "not named, and has tensors"),
+    "without magnitudes": (_settings(use_dora=True), "lora_magnitude_vector"),
     "another rank": (_settings(r=4), "another shape"),
 }
 
@@ -286,7 +291,7 @@ def test_other_values_are_the_same_adapter_or_an_error(llama: Path, tmp_path: Pa
         except FivefoldError as error:
             assert str(error).strip()
             continue
-        of_value = {"r", "lora_alpha", "use_rslora", "lora_dropout"} & changes.keys()
+        of_value = {"r", "lora_alpha", "use_rslora", "use_dora", "lora_dropout"} & changes.keys()
         assert of_value or found.settings == true.settings
 
 

@@ -47,7 +47,8 @@ def test_neighbours_keys_and_shifts_are_uncorrelated() -> None:
 
 def dropout(token_ids_BS: torch.Tensor, **changes: int) -> Dropout:
     settings = {"seed": 1, "step": 2} | changes
-    return Dropout(rows_T=token_ids_BS.flatten(), token_ids_BL=token_ids_BS, **settings)
+    ids_T = token_ids_BS.flatten()
+    return Dropout(rows_T=ids_T, all_rows_T=ids_T, token_ids_BL=token_ids_BS, **settings)
 
 
 def test_hidden_mask_does_not_depend_on_how_tokens_are_sharded() -> None:
@@ -61,6 +62,19 @@ def test_hidden_mask_does_not_depend_on_how_tokens_are_sharded() -> None:
     assert torch.equal(torch.cat(parts), whole)
     kept = whole != 0
     torch.testing.assert_close(whole[kept], x[kept] / 0.7, rtol=1e-15, atol=0)
+
+
+def test_a_mask_of_part_of_the_features_is_that_part() -> None:
+    ids, x_TF = torch.arange(40, 64)[None], torch.randn(24, 12, dtype=torch.float64)
+    drop = dropout(ids).of_adapters("layers.0", ("o_proj",), 0.3)["o_proj"]
+    whole_TF = drop.whole(x_TF)
+    assert 0.2 < (whole_TF == 0).double().mean() < 0.4
+    halves = [drop.part(x_TF[:, first : first + 6], first) for first in (0, 6)]
+    assert torch.equal(torch.cat(halves, dim=1), whole_TF)
+    x_TF.requires_grad_()
+    (drop.part(x_TF[:, 6:], 6).sum()).backward()
+    assert x_TF.grad is not None
+    assert torch.equal(x_TF.grad[:, 6:] != 0, whole_TF[:, 6:] != 0)
 
 
 def test_head_mask_does_not_depend_on_how_heads_and_rows_are_sharded() -> None:

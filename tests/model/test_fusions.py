@@ -21,7 +21,7 @@ from fivefold.model import activation, dropout, rope, transformer
 from fivefold.model.batch import on_device
 from fivefold.model.fusion_rules import joins_norm
 from fivefold.model.fusions import install_fusions
-from fivefold.model.layers import RMSNorm
+from fivefold.model.norms import RMSNorm
 from fivefold.model.transformer import Stage
 from tests.model.models import FAMILIES, LLAMA, batch_of, build
 

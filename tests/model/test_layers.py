@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.model.activation import swiglu
-from fivefold.model.layers import RMSNorm
+from fivefold.model.norms import RMSNorm
 
 
 def norm(dtype: torch.dtype) -> RMSNorm:

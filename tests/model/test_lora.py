@@ -1,5 +1,7 @@
 """Adapters alone, without a model around them."""
 
+from dataclasses import replace
+
 import torch
 
 from fivefold.config.model import ModelConfig
@@ -19,9 +21,9 @@ MODEL = ModelConfig(
 )
 
 
-def _mlp() -> MLP:
-    mlp = MLP(MODEL, 12)
-    add_adapters(mlp, MODEL)
+def _mlp(model: ModelConfig = MODEL) -> MLP:
+    mlp = MLP(model, 12)
+    add_adapters(mlp, model)
     generator = torch.Generator().manual_seed(1)
     for parameter in mlp.parameters():
         parameter.data.normal_(generator=generator)
@@ -40,7 +42,23 @@ def test_an_adapter_adds_its_share() -> None:
     assert len(trained) == 4
 
 
+def test_magnitudes_are_the_lengths_of_rows() -> None:
+    """Rows of W + s B A, scaled to their magnitudes; their lengths are constants in a backward."""
+    mlp = _mlp(replace(MODEL, use_dora=True))
+    down, x_TF = mlp.down_proj, torch.randn(5, 12, dtype=torch.float64)
+    tensors = [down.lora_A.weight, down.lora_B.weight, down.lora_magnitude_vector]  # type: ignore[union-attr]
+    a, b, m = tensors
+    moved = down.weight + 3 * 2**0.5 * b @ a
+    scaled = (m / moved.norm(dim=1).detach())[:, None] * moved
+    for made_TH in (mlp.project_back(x_TF, down), *mlp.project(x_TF, down)):
+        torch.testing.assert_close(made_TH, x_TF @ scaled.t(), rtol=1e-12, atol=1e-12)
+        onto = torch.randn(made_TH.shape, dtype=torch.float64)
+        found = torch.autograd.grad((made_TH * onto).sum(), tensors)
+        expected = torch.autograd.grad((x_TF @ scaled.t() * onto).sum(), tensors, retain_graph=True)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_a_compiler_keeps_the_share() -> None:
     """Inductor of torch 2.13 loses `alpha` of a sum of two products."""
-    mlp, x_TH = _mlp(), torch.randn(5, 8, dtype=torch.float64)
+    mlp, x_TH = _mlp(replace(MODEL, use_dora=True)), torch.randn(5, 8, dtype=torch.float64)
     torch.testing.assert_close(torch.compile(mlp)(x_TH), mlp(x_TH), rtol=1e-12, atol=1e-12)

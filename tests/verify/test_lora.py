@@ -115,3 +115,17 @@ def test_adapters_are_trained_as_on_one_device(case: str) -> None:
     adapted = replace(model, lora_rank=3, lora_target_modules=targets or ("all-linear",))
     report = verify_in_pool(ranks, config(adapted, **named(**settings)))
     assert report.passed, report.text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    chosen(CASES, "few key/value heads", "whole tokens", "ZeRO-3, recomputed, tied", "deferred"),
+)
+def test_magnitudes_are_trained_as_on_one_device(case: str) -> None:
+    ranks, model, settings, targets = CASES[case]
+    adapted = replace(
+        model, lora_rank=3, lora_target_modules=targets or ("all-linear",), use_dora=True
+    )
+    report = verify_in_pool(ranks, config(adapted, **named(**settings)))
+    assert report.passed, report.text()

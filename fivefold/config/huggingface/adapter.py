@@ -76,7 +76,7 @@ def read_adapter(folder: Path) -> PeftAdapter:
     if alpha <= 0:
         reader.mistakes.add(f"lora_alpha of this adapter must be positive, not {alpha:g}")
     settings: dict[str, Any] = {"lora_rank": rank, "lora_alpha": alpha}
-    settings["use_rslora"] = reader.flag("use_rslora", False)
+    settings |= {name: reader.flag(name, False) for name in ("use_rslora", "use_dora")}
     dropout = reader.number("lora_dropout", 0.0)
     base = reader.fields.get("base_model_name_or_path")
     targets, excluded = reader.patterns("target_modules"), reader.patterns("exclude_modules")
@@ -125,7 +125,6 @@ def _refuse_others(reader: Reader) -> None:
     reader.fixed("peft_type", "LORA")
     reader.fixed("task_type", "CAUSAL_LM", None)
     reader.fixed("bias", "none")
-    reader.fixed("use_dora", False)
     why = "others change the weights that it is for, or train a part of it"
     reader.fixed("init_lora_weights", *_UNTOUCHED, why=why)
     for name in ("modules_to_save", "target_parameters", "trainable_token_indices"):

@@ -1,0 +1,73 @@
+"""How often the rows of a weight with its adapter are measured (DoRA), and what that takes."""
+
+from collections.abc import Iterator
+
+from fivefold.counts.remade import MADE_AGAIN, Remade
+from fivefold.layout import Layout
+from fivefold.model.description import describe, layer_kind
+from fivefold.model.lora_operations import Rescaled
+from fivefold.model.operations import Weight
+
+
+def length_products(layout: Layout, layer: int, remade: Remade) -> tuple[float, float]:
+    """Multiplications of lengths per token of a step, and of one forward.
+
+    These are of A with the rows of the weight, with itself and with B.
+
+    Args:
+        layout: layout of the run.
+        layer: index of the layer.
+        remade: what its backward recomputes.
+    """
+    tp, training = layout.grid.tp, layout.config.training
+    tokens = training.micro_batch_size * training.seq_length // layout.grid.cp
+    slices, rank = layout.config.parallel.num_sequence_slices, layout.config.model.lora_rank or 0
+    every = alone = 0.0
+    for weight in _measured(layout, layer):
+        rows, columns = weight.local(tp)
+        if weight.heads % tp:
+            rows //= weight.heads
+        products = rank * (rows * columns + rank * (rows + columns)) * slices / tokens
+        forward, again = _runs(layout, weight, remade)
+        every, alone = every + (forward + again) * products, alone + forward * products
+    return every, alone
+
+
+def summed_lengths(layout: Layout, layer: int, remade: Remade) -> tuple[int, int]:
+    """Numbers that tensor-parallel ranks sum per microbatch or slice of it, forward and again.
+
+    Arguments as of `length_products`.
+    """
+    every = again = 0
+    for weight in _measured(layout, layer):
+        if weight.split == 1:
+            forward, repeated = _runs(layout, weight, remade)
+            every, again = every + weight.shape[0] * forward, again + weight.shape[0] * repeated
+    return every, again
+
+
+def _measured(layout: Layout, layer: int) -> Iterator[Weight]:
+    model = layout.config.model
+    for op in describe(model, layer_kind(model, layer)).operations:
+        if isinstance(op, Rescaled):
+            yield from op.measured
+
+
+def _runs(layout: Layout, weight: Weight, remade: Remade) -> tuple[int, int]:
+    """How often a linear layer runs per microbatch or slice of it: forward, and in the backward."""
+    config = layout.config
+    memory, training = config.memory, config.training
+    dense = weight.name.startswith(MADE_AGAIN["mlp"])
+    tiles = 1
+    if dense and memory.tiled_mlp_num_shards > 1 and (remade.whole or "mlp" in remade.modules):
+        parts = layout.grid.tp if config.parallel.sequence_parallel else 1
+        tiles = memory.num_tiles(
+            training.micro_batch_size * training.seq_length // layout.grid.cp // parts
+        )
+    again = sum(weight.name.startswith(MADE_AGAIN.get(each, ())) for each in remade.modules)
+    if remade.whole:
+        again += 1 + (tiles > 1)
+    again *= tiles
+    if tiles > 1 and remade.ends_group and not config.model.hidden_dropout:
+        again -= 1  # the last tile's input is the last that is saved
+    return tiles, again

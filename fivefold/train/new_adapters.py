@@ -1,0 +1,38 @@
+"""What adapters start from beside weights that were loaded."""
+
+from collections.abc import Callable, Mapping
+
+from fivefold.checkpoint.checkpointer import Checkpointer
+from fivefold.mesh.slices import Piece, as_piece
+from fivefold.model.init import load_lengths
+from fivefold.model.lora import MAGNITUDE
+from fivefold.train.engine import Engine
+
+
+def measure_rows(
+    engine: Engine,
+    source: Checkpointer,
+    fill: Callable[[Mapping[str, Piece]], None],
+    *,
+    new: bool,
+) -> None:
+    """Give new magnitudes of rows (DoRA), if there are any, the lengths of rows of loaded weights.
+
+    Args:
+        engine: its weights are loaded, and not yet finished by `after_load`.
+        source: agrees between the ranks on how it ended.
+        fill: reads pieces of the weights, by their stored names.
+        new: whether adapters were not loaded.
+
+    Raises:
+        CheckpointError: on every rank, if one could not read.
+    """
+    weights, records = engine.optimizer.weights(), engine.model.records
+
+    def measure(_: Mapping[str, Piece]) -> None:
+        for name in [name for name in weights if name.endswith(MAGNITUDE)]:
+            of = weights[f"{name.removesuffix(MAGNITUDE)}.weight"]
+            load_lengths(records[name].stored, as_piece(weights[name]), of, fill)
+
+    if new:
+        source.load_by("measuring rows", {}, measure)
