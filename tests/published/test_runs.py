@@ -309,3 +309,11 @@ def test_what_a_framework_always_runs_again_is_no_choice_of_a_row() -> None:
     assert again(framework="megatron", recomp="none") == ()
     whole = only_layout(framework="internlm", recomp="full", zero="1").config.memory
     assert whole.recompute_granularity == "full"
+
+
+def test_megatron_s_first_fused_attention_was_the_first_flash_attention() -> None:
+    def kernel(release):
+        return software(row(framework="megatron", release=release)).attention
+
+    kernels = ["scores", "flash1", "flash2", "best"]
+    assert [kernel(each) for each in ("2022-06", "2023-01", "2023-07", "2024-01")] == kernels

@@ -29,12 +29,22 @@ MEGATRON: tuple[Framework, ...] = (
         overlaps_shards=False,
         overlaps_gather=False,
     ),
-    # --use-flash-attn (January 2023); --overlap-grad-reduce came with core 0.3, in the summer, and
-    # --overlap-param-gather with core 0.4, in autumn.
+    # --use-flash-attn: the first FlashAttention.
     Framework(
         "megatron",
         "",
         (2023,),
+        replace(OTHERS, attention="flash1"),
+        overlaps_replicas=False,
+        overlaps_shards=False,
+        overlaps_gather=False,
+    ),
+    # FlashAttention-2 (July 2023); --overlap-grad-reduce came with core 0.3, in the summer, and
+    # --overlap-param-gather with core 0.4, in autumn.
+    Framework(
+        "megatron",
+        "",
+        (2023, 7),
         replace(OTHERS, attention="flash2"),
         overlaps_replicas=False,
         overlaps_shards=False,

@@ -76,7 +76,7 @@ def _release(text: str) -> tuple[int, ...] | None:
 
 def _possible(row: PublishedRow) -> tuple[Framework, ...]:
     """The frameworks that runs with such settings have used."""
-    early, sequence, flash, latest = MEGATRON
+    early, sequence, _, flash, latest = MEGATRON
     alone = not any((row.whole(axis) or 1) > 1 for axis in ("tp", "pp", "ep"))
     if alone and re.match("3|fsdp|hsdp", row.text("zero")):
         return (FSDP[-1], DEEPSPEED[-1])
