@@ -247,6 +247,7 @@ CHANGES: Mapping[str, Change] = {
     "lora_target_modules": Change(("q_proj", "v_proj"), {"lora_rank": 8}),
     "use_rslora": Change(True, {"lora_rank": 8}),
     "use_dora": Change(True, {"lora_rank": 8}),
+    "lora_dropout": Change(0.1, {"lora_rank": 8}),
     "unmodelled": Change(("a bell",)),
     # parallel
     "tensor_model_parallel_size": Change(2),

@@ -141,7 +141,6 @@ FOREIGN = _table(
         _LORA,
     ),
     ("--lora-target-modules", "target_modules lora_modules", ""),
-    ("", "lora_dropout", "adapters have no dropout of their own"),
     ("--use-dora", "dora", "it is of the adapters of --lora-rank"),
     ("", "init_lora_weights", "A is uniform and B zero, as PEFT has them by default"),
     # Precision

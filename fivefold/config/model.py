@@ -221,6 +221,11 @@ class ModelConfig:
         return self.lora_rank is None
 
     @property
+    def drops(self) -> bool:
+        """Whether training drops anything."""
+        return max(self.hidden_dropout, self.attention_dropout, self.lora_dropout) > 0
+
+    @property
     def base(self) -> "ModelConfig":
         """The same model without adapters."""
         defaults: dict[str, Any] = {name: getattr(ModelConfig, name) for name in OF_ADAPTERS}

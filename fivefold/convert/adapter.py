@@ -155,12 +155,12 @@ def open_adapter(
 
 
 def _see_settings(adapter: PeftAdapter, model: ModelConfig) -> None:
-    """See that a model has the adapters of a folder."""
+    """See that a model has the adapters of a folder; their dropout is a matter of training."""
     there = replace(model, **adapter.settings)
     changed = {
         name: value
         for name, value in adapter.settings.items()
-        if getattr(model, name) != value and name != "lora_target_modules"
+        if getattr(model, name) != value and name not in ("lora_target_modules", "lora_dropout")
     }
     if [*map(model.adapts, linear_names(model))] != [*map(there.adapts, linear_names(model))]:
         changed["lora_target_modules"] = adapter.settings["lora_target_modules"]
@@ -212,7 +212,7 @@ def _settings(
         "base_model_name_or_path": base,
         "r": model.lora_rank,
         "lora_alpha": model.lora_alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": model.lora_dropout,
         "use_rslora": model.use_rslora,
         "use_dora": model.use_dora,
         "target_modules": sorted(targets),

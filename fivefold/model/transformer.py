@@ -355,9 +355,7 @@ class Stage(nn.Module):
         return as_if_trained(_dropped_at("embedding", x_TH, dropout, self.model.hidden_dropout))
 
     def _dropout(self, batch: Batch) -> Dropout | None:
-        model = self.model
-        drops = model.hidden_dropout or model.attention_dropout or model.lora_dropout
-        if not (self.training and (drops or self.jitters)):
+        if not (self.training and (self.model.drops or self.jitters)):
             return None
         ids_T = batch.own_token_ids.flatten()
         rows = self.shard_tokens(ids_T), ids_T

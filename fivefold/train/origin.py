@@ -5,8 +5,7 @@ from pathlib import Path
 
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.config import Config
-from fivefold.config.huggingface import from_hf_config, read_adapter, refuse_adapter
-from fivefold.config.huggingface.adapter import SETTINGS
+from fivefold.config.huggingface import from_hf_config, refuse_adapter
 from fivefold.config.huggingface.write import differences
 from fivefold.config.megatron import is_megatron, megatron_checkpoint
 from fivefold.convert.hub import HubFolder, is_hub_folder
@@ -113,10 +112,6 @@ def _from_hub(folder: Path, config: Config) -> Origin:
         raise CheckpointError(str(Mistake(what, tuple(wrong), attempt=attempt)))
     load = config.checkpoint.load_adapter
     adapter = None if load is None else Path(load)
-    if adapter is not None and (dropout := read_adapter(adapter).dropout):
-        what = f"{adapter} was trained with lora_dropout {dropout:g}; adapters have none here"
-        attempt = f'"lora_dropout": 0.0 in {adapter / SETTINGS}, to go on without it'
-        raise CheckpointError(str(Mistake(what, attempt=attempt)))
     sources_in(folder, config.model, adapter)  # before any rank starts
     return Origin(folder, 0, weights_only=True, foreign=True, adapter=adapter)
 

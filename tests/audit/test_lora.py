@@ -34,7 +34,8 @@ def _adapted(model: ModelConfig, random: Random) -> ModelConfig:
 def _layouts(seed: int) -> Iterator[Layout]:
     random = Random(seed)
     for number, layout in enumerate(random_layouts(seed)):
-        model = replace(_adapted(layout.config.model, random), use_dora=number % 2 == 0)
+        kinds = {"use_dora": number % 2 == 0, "lora_dropout": 0.2 * (number % 3 == 0)}
+        model = replace(_adapted(layout.config.model, random), **kinds)
         try:
             yield check(replace(layout.config, model=model), layout.grid.world_size)
         except ConfigError:  # what adapters do not go with, such as an optimizer on the host
@@ -58,7 +59,8 @@ def test_many_steps_do_what_theory_says(number: int, tmp_path: Path) -> None:
 def test_frozen_experts_do_what_theory_says(name: str, tmp_path: Path) -> None:
     world, model, values = CASES[name]
     settings = named(**{"precision": "fp32", **values})
-    adapted = replace(_adapted(replace(SMALL, **model), Random(name)), use_dora=len(name) % 2 == 0)
+    kinds = {"use_dora": len(name) % 2 == 0, "lora_dropout": 0.2 * (len(name) % 3 == 0)}
+    adapted = replace(_adapted(replace(SMALL, **model), Random(name)), **kinds)
     try:
         layout = check(config(adapted, **settings), world)
     except ConfigError as error:

@@ -57,11 +57,12 @@ def close(found: Tensor | None, true: Tensor | None, dtype: torch.dtype) -> None
 @TYPES
 @pytest.mark.parametrize("adds", [False, True])
 def test_dropout_by_a_kernel_drops_the_same(adds: bool, dtype: torch.dtype, device: str) -> None:
-    """Of features of tokens, and of probabilities between the tokens of two rows."""
+    """Of features of tokens, all or from one on, and of probabilities between those of two rows."""
     far, key = 2**40, torch.full((), -(2**61) + 12345, device=device)
     ids_BL = torch.arange(far, far + 22, device=device).view(2, 11)
     for shape, ids_Bq, ids_Bk, heads in (
         ((7, 37), torch.arange(5, 12, device=device)[None], None, (0, 1)),
+        ((7, 37), torch.arange(5, 12, device=device)[None], None, (0, 1, 74)),
         ((2, 3, 6, 11), ids_BL[:, 5:], ids_BL, (1, 5)),
     ):
         x, onto, grad = torch.randn(3, *shape, device=device).to(dtype)

@@ -129,3 +129,22 @@ def test_magnitudes_are_trained_as_on_one_device(case: str) -> None:
     )
     report = verify_in_pool(ranks, config(adapted, **named(**settings)))
     assert report.passed, report.text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("magnitudes", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    chosen(
+        [case for case in CASES if case != "fused loss, tiles"],  # a tile does not know its tokens
+        "whole tokens",
+        "deferred",
+        "experts",
+    ),
+)
+def test_adapters_drop_the_same_as_on_one_device(case: str, magnitudes: bool) -> None:
+    ranks, model, settings, targets = CASES[case]
+    chosen = {"lora_target_modules": targets or ("all-linear",), "use_dora": magnitudes}
+    adapted = replace(model, lora_rank=3, lora_dropout=0.3, **chosen)
+    report = verify_in_pool(ranks, config(adapted, **named(**settings)))
+    assert report.passed, report.text()

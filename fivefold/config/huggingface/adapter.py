@@ -30,7 +30,6 @@ class PeftAdapter:
     Attributes:
         folder: where it lies.
         settings: settings of ours that describe it, by name.
-        dropout: dropout of its inputs in training.
         base: the model that it is for, a folder or a hub name; None: not told.
         targets: the linear layers that PEFT would look for: ends of names, or a pattern of whole
             names; None: PEFT knows them by the model's family.
@@ -40,7 +39,6 @@ class PeftAdapter:
 
     folder: Path
     settings: Mapping[str, Any]
-    dropout: float
     base: str | None
     targets: str | tuple[str, ...] | None
     excluded: str | tuple[str, ...] | None
@@ -77,7 +75,9 @@ def read_adapter(folder: Path) -> PeftAdapter:
         reader.mistakes.add(f"lora_alpha of this adapter must be positive, not {alpha:g}")
     settings: dict[str, Any] = {"lora_rank": rank, "lora_alpha": alpha}
     settings |= {name: reader.flag(name, False) for name in ("use_rslora", "use_dora")}
-    dropout = reader.number("lora_dropout", 0.0)
+    settings["lora_dropout"] = dropout = reader.number("lora_dropout", 0.0)
+    if not 0 <= dropout < 1:
+        reader.mistakes.add(f"lora_dropout of this adapter must be in [0, 1), not {dropout:g}")
     base = reader.fields.get("base_model_name_or_path")
     targets, excluded = reader.patterns("target_modules"), reader.patterns("exclude_modules")
     _see_patterns(reader, rank, alpha)
@@ -89,7 +89,6 @@ def read_adapter(folder: Path) -> PeftAdapter:
     return PeftAdapter(
         folder,
         settings,
-        dropout,
         base if isinstance(base, str) else None,
         targets,
         excluded,
