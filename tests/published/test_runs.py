@@ -317,3 +317,10 @@ def test_megatron_s_first_fused_attention_was_the_first_flash_attention() -> Non
 
     kernels = ["scores", "flash1", "flash2", "best"]
     assert [kernel(each) for each in ("2022-06", "2023-01", "2023-07", "2024-01")] == kernels
+
+
+def test_nemo_s_own_8_bit_recipe_has_scales_of_earlier_steps() -> None:
+    for release in ("24.07", "25.04"):
+        cells = {"framework": "nemo", "release": release}
+        assert only_layout(**cells, prec="fp8").config.training.fp8_recipe == "delayed"
+        assert only_layout(**cells, prec="fp8-mx").config.training.fp8_recipe == "mxfp8"

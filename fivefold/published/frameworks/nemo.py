@@ -5,7 +5,8 @@ from dataclasses import replace
 from fivefold.published.frameworks.framework import OTHERS, Framework
 
 NEMO: tuple[Framework, ...] = (
-    # FlashAttention-2 where a recipe does not choose cuDNN's, and scales of earlier steps.
+    # FlashAttention-2 where a recipe does not choose cuDNN's, and scales of earlier steps
+    # (`bf16_with_fp8_mixed`), as later.
     Framework(
         "nemo",
         r"\bnemo\b(?!-?automodel)",
@@ -14,7 +15,7 @@ NEMO: tuple[Framework, ...] = (
         fp8_recipe="delayed",
         whole_attention=True,
     ),
-    Framework("nemo", "", (25,), overlaps_tp=True, whole_attention=True),
+    Framework("nemo", "", (25,), overlaps_tp=True, fp8_recipe="delayed", whole_attention=True),
 )
 BRIDGE: tuple[Framework, ...] = (
     Framework("bridge", r"megatron-?bridge", overlaps_tp=True),
