@@ -70,7 +70,8 @@ def test_the_recipe_is_named_after_the_model(model: str, recipe: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [60, 83, 140])
 def test_lines_fit_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr(columns.shutil, "get_terminal_size", lambda *_, **__: os.terminal_size((width, 9)))
+    size = os.terminal_size((width, 9))
+    monkeypatch.setattr(columns.shutil, "get_terminal_size", lambda *_, **__: size)
     monkeypatch.setattr(columns.sys.stdout, "isatty", lambda: True, raising=False)
     text = re.sub("\x1b\\[\\d+m", "", _said("plan gpt2 --gpus 16 --gbs 64", capsys))
     lines = text.partition("\nnext\n")[0].splitlines()
