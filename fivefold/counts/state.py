@@ -13,10 +13,7 @@ from fivefold.data_parallel.blocks import UnitSizes
 from fivefold.layout import Layout
 from fivefold.model.description import layer_kind
 from fivefold.model.fp8_rules import OPERANDS, delayed_bytes
-from fivefold.model.shape import (
-    StageParts,
-    layer_weights,
-)
+from fivefold.model.shape import StageParts, layer_weights
 
 
 @dataclass(frozen=True)

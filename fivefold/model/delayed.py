@@ -22,7 +22,7 @@ from torch import Tensor
 from fivefold.config.training import TrainingConfig
 from fivefold.mesh.collectives import start_all_reduce
 from fivefold.mesh.slices import Piece
-from fivefold.model.fp8 import E4M3, E5M2, TINY, Scaled, largest, narrowed, over
+from fivefold.model.fp8 import E4M3, OF_GRADIENTS, TINY, Scaled, largest, narrowed, over
 from fivefold.model.fp8_rules import OPERANDS, SCALES, ScaledLayer
 
 INPUT, WEIGHT, GRADIENT = range(OPERANDS)
@@ -92,8 +92,8 @@ class DelayedScaling:
         self._history = torch.zeros(number, length, device=device)
         self._total = OPERANDS * sum(experts or 1 for experts in every.values())
         self._places = _places(layers, every).to(device)
-        of_gradients = E5M2 if training.fp8_format == "hybrid" else E4M3
-        limits = torch.tensor([torch.finfo(each).max for each in (E4M3, E4M3, of_gradients)])
+        types = E4M3, E4M3, OF_GRADIENTS[training.fp8_format or "e4m3"]
+        limits = torch.tensor([torch.finfo(each).max for each in types])
         limits *= 2.0**-training.fp8_margin
         each = [limits.repeat_interleave(layer.held) for layer in layers]
         self._limit = torch.cat(each).to(device) if each else self._seen

@@ -13,7 +13,7 @@ from fivefold.config.training import TrainingConfig
 from fivefold.model.delayed import DelayedScaling
 from fivefold.model.eight_bit import EightBit, EightBitExperts
 from fivefold.model.experts import MoE
-from fivefold.model.fp8 import E4M3, E5M2, RECIPES
+from fivefold.model.fp8 import OF_GRADIENTS, RECIPES
 from fivefold.model.fp8_rules import ScaledLayer, delayed_linears
 from fivefold.model.grouped import GroupedLinear
 from fivefold.model.layers import LayerBlock, Linear
@@ -29,9 +29,8 @@ def eight_bit(training: TrainingConfig, dtype: torch.dtype) -> EightBit | None:
     """
     if training.fp8_format is None:
         return None
-    gradients = E5M2 if training.fp8_format == "hybrid" else E4M3
     recipe = "tensorwise" if training.delays_scales else training.fp8_recipe
-    return EightBit(RECIPES[recipe], dtype, gradients)
+    return EightBit(RECIPES[recipe], dtype, OF_GRADIENTS[training.fp8_format])
 
 
 def install_eight_bit(stage: Stage, products: EightBit, memory: MemoryConfig) -> None:

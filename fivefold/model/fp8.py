@@ -9,6 +9,7 @@ Shapes: T tokens, F output features, H input features; M, N, K rows, columns and
 
 from dataclasses import dataclass
 from math import inf
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,8 @@ from torch import Tensor
 from fivefold.model.fp8_rules import BLACKWELL
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
+OF_GRADIENTS = MappingProxyType({"hybrid": E5M2, "e4m3": E4M3})
+"""The type of gradients, by the value of --fp8-format."""
 TINY = 1e-30
 """Least largest element that a scale is made for: zeros get a finite scale, too."""
 MX = 32

@@ -18,7 +18,7 @@ class UpdateRooms:
     """
 
     def __init__(self, state: OffloadedState, link: HostLink) -> None:
-        self._state, self._link = state, link
+        self._link = link
         self._rooms = [
             state.room(lambda n, d: torch.empty(n, dtype=d, device=link.device), gradients=True)
             for _ in range(state.rooms)

@@ -193,7 +193,6 @@ class OffloadedState:
 
     Attributes:
         buckets: the buckets, in the order of updates.
-        gradient_room: what a room for the gradients of any bucket is like.
         rooms: how many rooms there are through which buckets pass.
         gradients: room for all gradients, one after the other.
         waited_seconds: seconds for which the host waited until a bucket was read.

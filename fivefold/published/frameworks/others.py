@@ -65,6 +65,17 @@ _TITAN = replace(
     overlaps_backward_tp=False,
     waits_for_ends=True,
 )
+# Its loss is compiled again since April 2025, as it was in autumn 2024.
+_TITAN_2025 = Framework(
+    "torchtitan",
+    "",
+    (2025, 4),
+    _TITAN,
+    compiles_loss=True,
+    microbatch_a_rank=True,
+    whole_attention=True,
+    replay=TorchtitanCompiledLoss,
+)
 TORCHTITAN: tuple[Framework, ...] = (
     Framework(
         "torchtitan",
@@ -74,26 +85,7 @@ TORCHTITAN: tuple[Framework, ...] = (
         whole_attention=True,
         replay=Torchtitan,
     ),
-    # Its loss is compiled again, as it was in autumn 2024.
-    Framework(
-        "torchtitan",
-        "",
-        (2025, 4),
-        _TITAN,
-        compiles_loss=True,
-        microbatch_a_rank=True,
-        whole_attention=True,
-        replay=TorchtitanCompiledLoss,
-    ),
+    _TITAN_2025,
     # Its list of kernels begins with cuDNN's on Blackwell (its pull request 1196).
-    Framework(
-        "torchtitan",
-        "",
-        (2025, 5),
-        replace(_TITAN, attention="listed"),
-        compiles_loss=True,
-        microbatch_a_rank=True,
-        whole_attention=True,
-        replay=TorchtitanCompiledLoss,
-    ),
+    replace(_TITAN_2025, since=(2025, 5), software=replace(_TITAN, attention="listed")),
 )
