@@ -6,6 +6,16 @@ from fivefold.published.frameworks.framework import OTHERS, Framework
 
 # Narayanan et al. (2021): scores in memory, messages of a pipeline in shares, nothing overlapped.
 _EARLY = replace(OTHERS, attention="scores", scatters_hops=True)
+# --use-flash-attn (January 2023): the first FlashAttention.
+_FLASH = Framework(
+    "megatron",
+    "",
+    (2023,),
+    replace(OTHERS, attention="flash1"),
+    overlaps_replicas=False,
+    overlaps_shards=False,
+    overlaps_gather=False,
+)
 MEGATRON: tuple[Framework, ...] = (
     Framework(
         "megatron",
@@ -29,27 +39,10 @@ MEGATRON: tuple[Framework, ...] = (
         overlaps_shards=False,
         overlaps_gather=False,
     ),
-    # --use-flash-attn: the first FlashAttention.
-    Framework(
-        "megatron",
-        "",
-        (2023,),
-        replace(OTHERS, attention="flash1"),
-        overlaps_replicas=False,
-        overlaps_shards=False,
-        overlaps_gather=False,
-    ),
+    _FLASH,
     # FlashAttention-2 (July 2023); --overlap-grad-reduce came with core 0.3, in the summer, and
     # --overlap-param-gather with core 0.4, in autumn.
-    Framework(
-        "megatron",
-        "",
-        (2023, 7),
-        replace(OTHERS, attention="flash2"),
-        overlaps_replicas=False,
-        overlaps_shards=False,
-        overlaps_gather=False,
-    ),
+    replace(_FLASH, since=(2023, 7), software=replace(OTHERS, attention="flash2")),
     # Its scripts of 2024 turn on all overlaps, in tensor parallelism, too.
     Framework("megatron", "", (2023, 11)),
 )
