@@ -140,14 +140,9 @@ def model_state(
         gathered = max(gathered, ends.copied(policy) + policy.in_flight * largest)
     frozen -= own
     optimizer = own if policy.splits_optimizer else trained
-    away = optimizer
-    if policy.offloaded < 1:
-        away = sum(at.held(block) for block in units_on_host(layout, pp_rank).values())
-    here = optimizer - away
-    leaves = (
-        units_on_host(layout, pp_rank).values() if policy.offloaded and policy.eight_bit else ()
-    )
-    beyond_away = sum(at.beyond(block, policy) for block in leaves)
+    leaves = units_on_host(layout, pp_rank).values() if policy.offloaded else ()
+    away = optimizer if policy.offloaded == 1 else sum(map(at.held, leaves))
+    here, off = optimizer - away, _off_device(at, leaves, policy, away)
     weights, visiting = _away(layout, pp_rank, policy)
     rooms = WEIGHT_ROOMS * visiting if policy.away_on_disk else weights
     gradients = (own if policy.splits_gradient else trained) * policy.gradient
@@ -155,23 +150,48 @@ def model_state(
         gradients = here * policy.gradient
     if policy.placeholder:
         gradients += _distinct_weights(layout, pp_rank) * policy.placeholder
-    lying = policy.master + policy.moments
-    lies = away * lying + beyond_away
-    number, each = update_rooms(away)
-    passing = number * (each * lying + at.beyond_of_room(leaves, policy, each))
     return ModelState(
         parameters=whole,
         masters=here * policy.master + (frozen + (0 if policy.away else away)) * policy.compute,
         copies=0 if policy.splits_copy else copies,
         gradients=gradients,
-        optimizer=here * policy.moments + beyond - beyond_away,
+        optimizer=here * policy.moments + beyond - off.beyond,
         gathered=gathered + unpacked + kept + visiting if policy.splits_copy else 0,
-        host=away * policy.gradient + (passing if policy.on_disk else lies) + rooms,
-        disk=(lies if policy.on_disk else 0) + (weights if policy.away_on_disk else 0),
+        host=away * policy.gradient + (off.rooms if policy.on_disk else off.kept) + rooms,
+        disk=(off.kept if policy.on_disk else 0) + (weights if policy.away_on_disk else 0),
         updated=optimizer,
-        rooms=number * each * policy.gradient + passing if policy.visits else 0,
+        rooms=off.gradients + off.rooms if policy.visits else 0,
         scales=_delayed_scales(layout.config.training, linears),
     )
+
+
+@dataclass(frozen=True)
+class _OffDevice:
+    """Bytes of masters and moments that are off the device.
+
+    Attributes:
+        kept: all of them.
+        beyond: those of moments in 8 bits that are more than the policy says.
+        rooms: rooms through which they pass.
+        gradients: the same for their gradients.
+    """
+
+    kept: float
+    beyond: float
+    rooms: float
+    gradients: float
+
+
+def _off_device(
+    at: "_Shard", blocks: Collection[GatheredBlock], policy: StatePolicy, elements: int
+) -> _OffDevice:
+    """What is off the device of so many elements, those of some blocks."""
+    each = policy.master + policy.moments
+    beyond = sum(at.beyond(block, policy) for block in blocks)
+    number, capacity = update_rooms(elements)
+    room = capacity * each + at.beyond_of_room(blocks, policy, capacity)
+    gradients = number * capacity * policy.gradient
+    return _OffDevice(elements * each + beyond, beyond, number * room, gradients)
 
 
 def _delayed_scales(training: TrainingConfig, linears: int) -> int:
@@ -224,7 +244,7 @@ class _Shard:
         self, blocks: Collection[GatheredBlock], policy: StatePolicy, elements: int
     ) -> float:
         """The same of a room through which the state of some blocks passes."""
-        if not blocks:
+        if not (blocks and policy.eight_bit):
             return 0.0
         pairs = [part for block in blocks for part in self._parts(block)]
         vectors = room_for(elements, ((size, size * (len(shape) == 1)) for shape, size in pairs))
