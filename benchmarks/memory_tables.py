@@ -64,23 +64,32 @@ def activations(model: ModelConfig, tp: int, length: int) -> list[Activations]:
         ("tensor + sequence parallel, selective", 34 / t, parts | selective),
         ("full recompute", 2, split | {"recompute_granularity": "full"}),
     ]
+    dropping = replace(model, hidden_dropout=0.1, attention_dropout=0.1)
     return [
         Activations(
             name,
             published,
-            _kept(replace(model, hidden_dropout=0.1, attention_dropout=0.1), length, values, True),
-            _kept(replace(model, hidden_dropout=0.1, attention_dropout=0.0), length, values, False),
+            _kept(dropping, length, values, plainly=True),
+            _kept(dropping, length, values, plainly=False),
         )
         for name, published, values in rows
     ]
 
 
-def _kept(model: ModelConfig, length: int, values: dict[str, Any], masks: bool) -> float:
-    """Bytes that an inner layer keeps of a token and a hidden feature."""
+def _kept(model: ModelConfig, length: int, values: dict[str, Any], *, plainly: bool) -> float:
+    """Bytes that an inner layer keeps of a token and a hidden feature.
+
+    Args:
+        model: the model.
+        length: tokens of a sequence.
+        values: settings of parallelism and recomputation.
+        plainly: whether kernels keep scores and dropout masks.
+    """
     values = {"seq_length": length, "global_batch_size": 1} | values
     config = Config(model).with_values(**values)
     check(config, config.parallel.tensor_model_parallel_size, planned=True)
-    saved = saved_activations(model, 1, Running.of(config, keeps_masks=masks))
+    running = Running.of(config, fused_attention=not plainly, keeps_masks=plainly)
+    saved = saved_activations(model, 1, running)
     return total(saved).kept / model.hidden_size
 
 

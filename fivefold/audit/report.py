@@ -177,7 +177,7 @@ def audit(
         _compare("optimizer state", pairs, lambda r: r.optimizer),
         *_scales(layout, pairs),
         *_on_host(layout, pairs),
-        *_activations(layout, pairs),
+        *_activations(pairs),
         _products(layout, pairs),
         *_operations(records, layer_operations, outlook),
         *_waits(records),
@@ -287,18 +287,15 @@ def _hidden(what: str, found: Sequence[tuple[float, float, int]]) -> Iterator[Fi
         yield Finding(f"waited for {what}", None, waited, None, rank, 0, human_seconds, note)
 
 
-def _activations(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
+def _activations(pairs: Pairs) -> Iterator[Finding]:
     """A finding for the activations of each stage, over all ranks that hold it."""
-    note = "what autograd keeps is not what model/activations.py counts"
-    if layout.config.model.attention_dropout:
-        note = "dropping attention probabilities keeps S x S matrices, whose number is approximate"
     for stage in sorted({stage for _, record in pairs for stage in record.activations}):
         yield _compare(
             f"activations of stage {stage}",
             [pair for pair in pairs if stage in pair[1].activations],
             partial(_kept_by, stage),
             tolerance=ACTIVATION_TOLERANCE,
-            note=note,
+            note="what autograd keeps is not what model/activations.py counts",
         )
 
 

@@ -88,11 +88,12 @@ def kept_activations(
     places = looks_up + 2 * len(kept_whole) if model.hidden_dropout else 0
     if model.lora_dropout:
         places += sum(_adapters(layout, layer) for _, layer in kept_whole)
-    drops = model.hidden_dropout > 0 or model.lora_dropout > 0
     if layout.grid.cp > 1:  # indices of this rank's tokens, of which masks are made again
         repeats = _repeats(layout, stage, len(kept_whole) < len(every))
-        kept += 8.0 * (places > 0 or (repeats and drops))
+        kept += 8.0 * (places > 0 or (repeats and model.drops))
         kept += 8.0 * (repeats and model.num_experts is not None)
+    if model.attention_dropout:  # not saved tensors, which recomputation would free
+        places += len(every)
     return tokens * (kept + (total(saved).offloaded if on_host else 0.0)) + 8.0 * places
 
 
@@ -142,6 +143,7 @@ def _copies(layout: Layout, layer: int, joined: bool) -> float:
         window = model.window_of(layer)
         whole = window is None or window + 1 >= layout.config.training.seq_length
         fused = model.query_dim == model.value_dim and model.softmax_type == "vanilla"
+        fused = fused and not model.attention_dropout
         return output if joined and whole and fused else 0.0
     if kind not in ("a2a", "a2a+p2p"):
         return 0.0

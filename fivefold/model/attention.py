@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fivefold.config.model import ModelConfig
 from fivefold.model.batch import Documents
+from fivefold.model.blocks import Sight
 from fivefold.model.blockwise import local_attention
 from fivefold.model.context import Context
 from fivefold.model.dropout import Dropout, HeadDropout
@@ -68,18 +69,18 @@ def attention(
 ) -> Tensor:
     """Attention by the cheapest implementation that supports the request.
 
-    With dropout: the plain one. With documents, a window, sinks, or values of another size than
-    keys: one call of FlashAttention where it runs. Elsewhere, and for a sequence slice with earlier
-    keys: block by block, which skips blocks that nothing sees, or document by document. Otherwise
-    PyTorch's fused attention.
+    With documents, a window, sinks, or values of another size than keys: one call of FlashAttention
+    where it runs. Elsewhere, with dropout, and for a sequence slice with earlier keys: block by
+    block, which skips blocks that nothing sees, or document by document. Otherwise PyTorch's fused
+    attention.
     """
-    if drop is not None:
-        return plain_attention(q_BSND, k_BLGD, v_BLGD, scope, drop)
-    if _packs(q_BSND, k_BLGD, v_BLGD, scope):
+    if drop is None and _packs(q_BSND, k_BLGD, v_BLGD, scope):
         return packed_attention(q_BSND, k_BLGD, v_BLGD, _pieces(q_BSND, scope), scope.sinks)
-    if k_BLGD.shape[1] > q_BSND.shape[1] or _special(q_BSND, k_BLGD, v_BLGD, scope):
-        starts = None if scope.documents is None else scope.documents.starts
-        return local_attention(q_BSND, k_BLGD, v_BLGD, starts, scope.window, scope.sinks)
+    apart = drop is not None or k_BLGD.shape[1] > q_BSND.shape[1]
+    if apart or _special(q_BSND, k_BLGD, v_BLGD, scope):
+        starts = (0, k_BLGD.shape[1]) if scope.documents is None else scope.documents.starts
+        sight = Sight(starts, scope.window, scope.causal)
+        return local_attention(q_BSND, k_BLGD, v_BLGD, sight, scope.sinks, drop)
     return sdpa_attention(q_BSND, k_BLGD, v_BLGD, scope)
 
 
@@ -116,30 +117,6 @@ def _pieces(q_BSND: Tensor, scope: Scope) -> Pieces:
     return Pieces(ends, length, scope.window, scope.causal)
 
 
-def plain_attention(
-    q_BSND: Tensor,
-    k_BLGD: Tensor,
-    v_BLGD: Tensor,
-    scope: Scope,
-    drop: HeadDropout | None = None,
-) -> Tensor:
-    """Attention by its definition: holds the S x L scores, softmax in at least fp32."""
-    S, N, D = q_BSND.shape[1:]
-    q_BNSD, k_BNLD, v_BNLD = (_per_query_head(x, N) for x in (q_BSND, k_BLGD, v_BLGD))
-    scores = (q_BNSD * D**-0.5) @ k_BNLD.transpose(2, 3)
-    scores = scores.masked_fill(~_seen(S, k_BLGD, scope), float("-inf"))
-    if scope.sinks is not None:
-        sinks = scope.sinks[:, None, None].expand(*scores.shape[:3], 1)
-        scores = torch.cat((scores, sinks.to(scores.dtype)), dim=-1)
-    softmax_dtype = torch.promote_types(scores.dtype, torch.float32)
-    probabilities = scores.softmax(dim=-1, dtype=softmax_dtype).to(v_BNLD.dtype)
-    if scope.sinks is not None:
-        probabilities = probabilities[..., :-1]
-    if drop is not None:
-        probabilities = drop(probabilities)
-    return (probabilities @ v_BNLD).transpose(1, 2)
-
-
 def sdpa_attention(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope) -> Tensor:
     """PyTorch's fused attention, one document at a time so that no masked score is computed.
 
@@ -155,20 +132,6 @@ def sdpa_attention(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope)
         _fused(q[None], k[None], v[None], scope.causal)[0] for q, k, v in zip(*pieces, strict=True)
     ]
     return torch.cat(outputs).view(*q_BSND.shape[:3], -1)
-
-
-def _seen(S: int, k_BLGD: Tensor, scope: Scope) -> Tensor:
-    """Mask of the keys each of the last S tokens sees: [S, L], or [B, 1, S, L] with documents."""
-    L = k_BLGD.shape[1]
-    seen = torch.ones(S, L, dtype=torch.bool, device=k_BLGD.device)
-    if scope.causal:
-        seen = seen.tril(L - S)
-    if scope.window is not None:
-        seen = seen.triu(L - S - scope.window)
-    if scope.documents is None:
-        return seen
-    ids_BL = scope.documents.ids_BS
-    return (seen & (ids_BL[:, L - S :, None] == ids_BL[:, None, :]))[:, None]
 
 
 def _fused(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, causal: bool) -> Tensor:

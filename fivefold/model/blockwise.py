@@ -137,7 +137,8 @@ class Queries:
 
         def dropped(p_BNqk: Tensor, block: Block, rows: slice) -> Tensor:
             of_rows = q_ids[:, slice(*block.q)][:, rows]
-            return drop.between(p_BNqk, of_rows, k_ids[:, slice(*block.k)])
+            of_keys = k_ids[:, slice(*block.k)][:, : p_BNqk.shape[-1]]
+            return drop.between(p_BNqk, of_rows, of_keys)
 
         return dropped
 
@@ -164,9 +165,9 @@ def local_attention(
     q_BSND: Tensor,
     k_BLGD: Tensor,
     v_BLGD: Tensor,
-    starts: tuple[int, ...] | None,
-    window: int | None,
+    sight: Sight,
     sinks: Tensor | None = None,
+    drop: HeadDropout | None = None,
 ) -> Tensor:
     """Attention of rows on one rank, which skips masked blocks.
 
@@ -174,23 +175,27 @@ def local_attention(
         q_BSND: queries, the last S tokens of each row.
         k_BLGD: keys.
         v_BLGD: values.
-        starts: offset of each document in the B * L tokens, then B * L; None: no packing.
-        window: how many tokens before itself a query sees; None: all.
+        sight: which keys are seen: of each row alike, or of all B * L tokens one after the other.
         sinks: logits [N], see `model.attention.Scope`.
+        drop: dropout of the probabilities, or None.
 
     Returns:
         [B, S, N, Dv].
     """
-    shape, length = q_BSND.shape, k_BLGD.shape[1]
-    queries = [(length - shape[1], length)]
-    if starts is not None:
-        queries = [(end - shape[1], end) for end in range(length, starts[-1] + 1, length)]
+    shape, length, last = q_BSND.shape, k_BLGD.shape[1], sight.starts[-1]
+    k_ids = None if drop is None else drop.token_ids_BL
+    q_ids = None if k_ids is None else k_ids[:, -shape[1] :]
+    if last > length:
         q_BSND, k_BLGD, v_BLGD = (x.flatten(0, 1)[None] for x in (q_BSND, k_BLGD, v_BLGD))
-        length = starts[-1]
-    sight = Sight((0, length) if starts is None else starts, window)
-    blocks = cut(joined(queries), ((0, length),), sight)
-    out: Tensor = _Local.apply(q_BSND, k_BLGD, v_BLGD, sinks, blocks)
+        q_ids, k_ids = (None if x is None else x.reshape(1, -1) for x in (q_ids, k_ids))
+    queries = [(end - shape[1], end) for end in range(length, last + 1, length)]
+    blocks = cut(joined(queries), ((0, last),), sight)
+    out: Tensor = _Local.apply(q_BSND, k_BLGD, v_BLGD, sinks, blocks, (drop, q_ids, k_ids))
     return out.reshape(*shape[:3], -1)
+
+
+Dropping = tuple[HeadDropout | None, Tensor | None, Tensor | None]
+"""Dropout, and the ids of the tokens that queries and keys stand for."""
 
 
 class _Local(torch.autograd.Function):
@@ -202,20 +207,23 @@ class _Local(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         blocks: tuple[Block, ...],
+        dropping: Dropping,
     ) -> Tensor:
-        queries = Queries(q, k.shape[2])
+        drop, q_ids, k_ids = dropping
+        queries = Queries(q, k.shape[2], drop, q_ids)
         queries.begin(v.shape[-1], sinks)
-        queries.meet(Keys(k, v, blocks, ((0, k.shape[1]),)))
+        queries.meet(Keys(k, v, blocks, ((0, k.shape[1]),), ids=k_ids))
         out = queries.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, queries.lse)
-        ctx.sinks, ctx.blocks = sinks, blocks
+        ctx.rest = sinks, blocks, dropping
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        queries = Queries(q, k.shape[2])
+        sinks, blocks, (drop, q_ids, k_ids) = ctx.rest
+        queries = Queries(q, k.shape[2], drop, q_ids)
         queries.begin_backward(grad, out, lse)
-        dk, dv = queries.meet_backward(Keys(k, v, ctx.blocks, ((0, k.shape[1]),)))
-        sinks = None if ctx.sinks is None else queries.sink_grads(ctx.sinks)
-        return queries.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), sinks, None
+        dk, dv = queries.meet_backward(Keys(k, v, blocks, ((0, k.shape[1]),), ids=k_ids))
+        d_sinks = None if sinks is None else queries.sink_grads(sinks)
+        return queries.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None

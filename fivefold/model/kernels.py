@@ -26,7 +26,8 @@ from fivefold.model.cuda_kernels import (
 )
 
 Drop = Callable[[Tensor, Block, slice], Tensor]
-"""Drops probabilities [B, N, rows, k] of the given query rows of a block and rescales the rest."""
+"""Drops probabilities [B, N, rows, keys] of the given query rows of a block, to its first keys, and
+rescales the rest."""
 
 Grads = tuple[Tensor, Tensor, Tensor]
 ROWS = 256  # queries per step of the plain kernel, which bounds the probabilities it holds
@@ -81,11 +82,11 @@ class Plain:
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
         seen = visible(block, q.device)
         outs, lses = [], []
-        for rows in _rows(q):
-            scores = _scores(q[:, :, rows], k, seen, rows)
+        for rows, keys in _rows(block):
+            scores = _scores(q[:, :, rows], k[:, :, keys], seen, rows)
             lse = scores.logsumexp(-1)
             p = self._drop((scores - lse[..., None]).exp(), block, rows)
-            outs.append((_grouped(p, v) @ v[:, :, None]).flatten(1, 2))
+            outs.append((_grouped(p, v) @ v[:, :, None, keys]).flatten(1, 2))
             lses.append(lse)
         return torch.cat(outs, 2), torch.cat(lses, 2)
 
@@ -99,23 +100,28 @@ class Plain:
         seen = visible(block, q.device)
         scale = q.shape[-1] ** -0.5
         dqs, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
-        for rows in _rows(q):
-            p = (_scores(q[:, :, rows], k, seen, rows) - lse[:, :, rows, None]).exp()
+        for rows, keys in _rows(block):
+            p = (_scores(q[:, :, rows], k[:, :, keys], seen, rows) - lse[:, :, rows, None]).exp()
             kept = self._drop(p, block, rows)
             of = _grouped(grad[:, :, rows], v)
-            dv += (_grouped(kept, v).transpose(3, 4) @ of).sum(2)
-            dp = self._drop((of @ v[:, :, None].transpose(3, 4)).flatten(1, 2), block, rows)
+            dv[:, :, keys] += (_grouped(kept, v).transpose(3, 4) @ of).sum(2)
+            dp = (of @ v[:, :, None, keys].transpose(3, 4)).flatten(1, 2)
+            dp = self._drop(dp, block, rows)
             ds = _grouped(p * (dp - delta[:, :, rows, None]), k) * scale
-            dqs.append((ds @ k[:, :, None]).flatten(1, 2))
-            dk += (ds.transpose(3, 4) @ _grouped(q[:, :, rows], k)).sum(2)
+            dqs.append((ds @ k[:, :, None, keys]).flatten(1, 2))
+            dk[:, :, keys] += (ds.transpose(3, 4) @ _grouped(q[:, :, rows], k)).sum(2)
         return torch.cat(dqs, 2), dk, dv
 
     def _drop(self, p: Tensor, block: Block, rows: slice) -> Tensor:
         return p if self.drop is None else self.drop(p, block, rows)
 
 
-def _rows(q: Tensor) -> Iterator[slice]:
-    return (slice(start, start + ROWS) for start in range(0, q.shape[2], ROWS))
+def _rows(block: Block) -> Iterator[tuple[slice, slice]]:
+    """Queries that are taken at once, and the first keys, which hold all that they see."""
+    count, every = (stop - start for start, stop in (block.q, block.k))
+    for start in range(0, count, ROWS):
+        seen = min(start + ROWS, every) if block.kind == Visibility.CAUSAL else every
+        yield slice(start, start + ROWS), slice(seen)
 
 
 def _grouped(x: Tensor, keys: Tensor) -> Tensor:
@@ -126,7 +132,9 @@ def _grouped(x: Tensor, keys: Tensor) -> Tensor:
 def _scores(q: Tensor, k: Tensor, seen: Tensor | None, rows: slice) -> Tensor:
     grouped = _grouped(q * q.shape[-1] ** -0.5, k)
     scores = (grouped @ k[:, :, None].transpose(3, 4)).flatten(1, 2)
-    return scores if seen is None else scores.masked_fill(~seen[rows], float("-inf"))
+    if seen is None:
+        return scores
+    return scores.masked_fill(~seen[rows, : k.shape[2]], float("-inf"))
 
 
 @dataclass(frozen=True)

@@ -342,7 +342,8 @@ class CoreAttention(Operation):
         remade = ("a2a_overlap_attn", *(["mla_up_proj"] if self.from_latents else ()))
         again = ("core_attn", "a2a_overlap_attn")
         scores = Kept("attn_scores", (self._scores(running),), again, "core_attn")
-        apart = self._keeps_matrix(running) or running.input_bytes < running.element_bytes
+        narrow = running.input_bytes < running.element_bytes
+        apart = narrow or not running.fused_attention
         result = Kept(
             "attn_output",
             (0.0 if apart else running.by_heads(model.attention_size),),
@@ -355,7 +356,7 @@ class CoreAttention(Operation):
     def _scores(self, running: Running) -> float:
         model, element = self.model, running.element_bytes
         heads = model.num_attention_heads
-        if not self._keeps_matrix(running):
+        if running.fused_attention:
             narrower = running.input_bytes < element
             output = element * model.attention_size if narrower else 0.0
             return (max(LOG_SUM_EXP, element) * heads + output) / running.tensor_parallel
@@ -363,10 +364,6 @@ class CoreAttention(Operation):
         if model.attention_dropout:
             per_score += element + running.mask_bytes
         return per_score * heads * running.seq_length / running.tensor_parallel
-
-    def _keeps_matrix(self, running: Running) -> bool:
-        """Whether the unfused scores are kept instead of softmax statistics and the output."""
-        return not running.fused_attention or bool(self.model.attention_dropout)
 
 
 @dataclass(frozen=True, kw_only=True)

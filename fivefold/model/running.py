@@ -34,7 +34,7 @@ class Running:
         adds_expert_bias: whether this one of the ranks that split an expert adds its output bias.
         routed: known rows of the layer's experts per microbatch; None: expected rows.
         imbalance: tokens of this rank's experts over an even share; used with expected rows only.
-        fused_attention: whether attention avoids the S x S matrix, which dropout in it needs.
+        fused_attention: whether attention never holds S x S scores, as is so in Fivefold.
         keeps_masks: whether dropout keeps a byte per value, instead of making its mask again.
         whole_logits: whether every tensor-parallel rank holds the logits of the whole vocabulary.
         narrow_loss: whether an unfused loss works in the compute dtype, on tensors of its own.

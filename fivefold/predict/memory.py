@@ -152,7 +152,12 @@ def peak_memory(
         known: bytes of stages, to share among layouts that differ in recompute_num_layers only.
     """
     others = policy is not None
-    running = Running.of(layout.config, imbalance=imbalance, keeps_masks=others)
+    running = Running.of(
+        layout.config,
+        imbalance=imbalance,
+        fused_attention=not (others and layout.config.model.attention_dropout),
+        keeps_masks=others,
+    )
     if software is not None:
         whole, narrow = software.whole_logits, software.narrow_loss
         running = replace(running, whole_logits=whole, narrow_loss=narrow)

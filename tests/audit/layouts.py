@@ -147,6 +147,7 @@ def _model(random: Random) -> ModelConfig:
         "make_vocab_size_divisible_by": random.choice((4, 16)),
         "max_position_embeddings": 64,
         "hidden_dropout": random.choice((0.0, 0.0, 0.1)),
+        "attention_dropout": random.choice((0.0, 0.0, 0.1)),
     }
     return ModelConfig(**values | FAMILIES[random.choice(list(FAMILIES))])
 

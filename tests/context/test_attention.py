@@ -12,11 +12,12 @@ from fivefold.context.balance import split
 from fivefold.context.install import make_kernel
 from fivefold.mesh.grid import Grid
 from fivefold.mesh.groups import build_groups
-from fivefold.model.attention import Scope, plain_attention
+from fivefold.model.attention import Scope
 from fivefold.model.batch import Batch, Documents, taken
 from fivefold.model.blocks import Sight
 from fivefold.model.dropout import Dropout
 from fivefold.model.shards import MicrobatchShare
+from tests.model.plain_attention import plain_attention
 from tests.pool import run
 from tests.verify.cases import shared_groups
 

@@ -91,28 +91,30 @@ FULL = MemoryConfig(recompute_granularity="full")
 def test_korthikanti_s_table_comes_out() -> None:
     """Table 2 of the paper, bytes per token: s b h x (...) over s b."""
     t, scores = 8, 5 * A * S / H
-    split = {"tensor_parallel": t, "sequence_parallel": True}
-    assert kept(GPT3, Running(S)) == H * (34 + scores)
-    assert kept(GPT3, Running(S, tensor_parallel=t)) == H * (10 + 24 / t + scores / t)
-    assert kept(GPT3, Running(S, **split)) == H / t * (34 + scores)
-    assert kept(GPT3, Running(S, **split, memory=SELECTIVE)) == H * 34 / t
-    assert kept(GPT3, Running(S, memory=FULL)) == 2 * H
-    assert kept(GPT3, Running(S, tensor_parallel=t, memory=FULL)) == 2 * H
-    assert kept(GPT3, Running(S, **split, memory=FULL)) == 2 * H / t
+    whole = Running(S, fused_attention=False)
+    split = replace(whole, tensor_parallel=t)
+    parts = replace(split, sequence_parallel=True)
+    assert kept(GPT3, whole) == H * (34 + scores)
+    assert kept(GPT3, split) == H * (10 + 24 / t + scores / t)
+    assert kept(GPT3, parts) == H / t * (34 + scores)
+    assert kept(GPT3, replace(parts, memory=SELECTIVE)) == H * 34 / t
+    assert kept(GPT3, replace(whole, memory=FULL)) == 2 * H
+    assert kept(GPT3, replace(split, memory=FULL)) == 2 * H
+    assert kept(GPT3, replace(parts, memory=FULL)) == 2 * H / t
 
 
 def test_sequence_parallelism_saves_47_percent_where_tensor_parallelism_is_4() -> None:
-    without = Running(S, tensor_parallel=4, memory=SELECTIVE)
+    without = Running(S, tensor_parallel=4, fused_attention=False, memory=SELECTIVE)
     with_it = replace(without, sequence_parallel=True)
     assert 1 - kept(GPT3, with_it) / kept(GPT3, without) == pytest.approx(0.47, abs=0.005)
 
 
-def test_dropping_probabilities_needs_them_and_a_fused_kernel_keeps_one_number_a_head() -> None:
-    dry = replace(GPT3, attention_dropout=0.0)
-    fused = saved_activations(dry, 0, Running(S))["attn_scores"]
-    plain = saved_activations(dry, 0, Running(S, fused_attention=False))["attn_scores"]
-    dropping = saved_activations(GPT3, 0, Running(S))["attn_scores"]
-    assert (fused.kept, plain.kept, dropping.kept) == (4 * A, 2 * A * S, 5 * A * S)
+@pytest.mark.parametrize(("dropout", "scores"), [(0.0, 2 * A * S), (0.1, 5 * A * S)])
+def test_a_fused_kernel_keeps_one_number_a_head(dropout: float, scores: int) -> None:
+    model = replace(GPT3, attention_dropout=dropout)
+    for fused, expected in ((True, 4 * A), (False, scores)):
+        running = Running(S, fused_attention=fused)
+        assert saved_activations(model, 0, running)["attn_scores"].kept == expected
 
 
 def test_a_layer_of_experts_keeps_a_row_for_each_copy_of_a_token() -> None:

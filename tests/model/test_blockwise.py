@@ -6,12 +6,15 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fivefold.model.attention import Scope, plain_attention
+from fivefold.model import kernels
+from fivefold.model.attention import Scope
 from fivefold.model.batch import Documents
 from fivefold.model.blocks import Block, Sight, Span, Visibility, common, cut, joined
 from fivefold.model.blockwise import local_attention
 from fivefold.model.cuda_kernels import Differentiated, Flex, _seen
+from fivefold.model.dropout import Dropout
 from fivefold.model.kernels import KERNELS, BlockKernel, Plain, choose_kernel, visible
+from tests.model.plain_attention import plain_attention
 
 
 def seen_by_definition(sight: Sight, query: int, key: int) -> bool:
@@ -223,18 +226,28 @@ def test_kernels_for_cuda_are_called_as_they_want(name: str) -> None:
 
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 @pytest.mark.parametrize("packed", [False, True])
-def test_local_attention_is_the_definition(window: int | None, packed: bool) -> None:
-    inputs = tensors((2, 20, 4, 6), (2, 20, 2, 6), (2, 20, 2, 6))
+@pytest.mark.parametrize("queries", [20, 13])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_local_attention_is_the_definition(
+    window: int | None, packed: bool, queries: int, dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of whole rows, and of their last tokens."""
+    monkeypatch.setattr(kernels, "ROWS", 3)
+    inputs = tensors((2, queries, 4, 6), (2, 20, 2, 6), (2, 20, 2, 6))
     q, k, v = (x.requires_grad_() for x in inputs)
-    documents = None
+    documents, sight = None, Sight((0, 20), window)
     if packed:
         ids = torch.tensor([[0] * 7 + [1] + [2] * 12, [0] * 19 + [1]])
         documents = Documents(ids, (0, 7, 8, 20, 39, 40))
-    (grad,) = tensors((2, 20, 4, 6))
+        sight = Sight(documents.starts, window)
+    names = torch.arange(100, 140).view(2, 20)
+    made = Dropout(3, 1, names.flatten(), names.flatten(), names)
+    drop = made.heads(dropout, "site", 2, 7) if dropout else None
+    (grad,) = tensors((2, queries, 4, 6))
     outs, grads = [], []
     for out in (
-        plain_attention(q, k, v, Scope(documents, window)),
-        local_attention(q, k, v, documents and documents.starts, window),
+        plain_attention(q, k, v, Scope(documents, window), drop),
+        local_attention(q, k, v, sight, drop=drop),
     ):
         outs.append(out)
         grads.append(torch.autograd.grad(out, (q, k, v), grad))

@@ -7,7 +7,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
-from fivefold.model.attention import plain_attention
 from fivefold.model.blocks import Sight
 from fivefold.model.shape import (
     WholeModel,
@@ -20,6 +19,7 @@ from fivefold.model.shape import (
 )
 from fivefold.model.transformer import Stage
 from tests.model.models import FAMILIES, GPT, LLAMA, batch_of
+from tests.model.plain_attention import plain_attention
 
 PARTS = {
     "whole": None,
