@@ -3,7 +3,7 @@
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,7 +103,8 @@ class Accounting(Watch):
 
     holdings: Holdings
 
-    def __enter__(self) -> Self:
+    def begin(self) -> None:
+        """See `Watch`."""
         self._own_resize = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -113,11 +114,9 @@ class Accounting(Watch):
 
         # No dispatch mode sees this method, by which FSDP2 gives memory back.
         setattr(torch.UntypedStorage, "resize_", resize)  # noqa: B010
-        super().__enter__()
-        return self
 
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
+    def end(self) -> None:
+        """See `Watch`."""
         setattr(torch.UntypedStorage, "resize_", self._own_resize)  # noqa: B010
 
 

@@ -41,16 +41,15 @@ class KeptActivations(Watch):
         self.packed = False
         self.any_packed = False
 
-    def __enter__(self) -> "KeptActivations":
+    def begin(self) -> None:
+        """See `Watch`."""
         for index, stage in self._stages.items():
             begin, end = partial(self._begin, index), partial(self._end, index)
             self._exit.callback(stage.register_forward_pre_hook(begin).remove)
             self._exit.callback(stage.register_forward_hook(end).remove)
-        super().__enter__()
-        return self
 
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
+    def end(self) -> None:
+        """See `Watch`."""
         self._exit.close()
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

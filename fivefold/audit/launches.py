@@ -86,15 +86,14 @@ class LayerLaunches(Launches):
             return None
         return median(self._forwards), median(self._backwards)
 
-    def __enter__(self) -> "LayerLaunches":
+    def begin(self) -> None:
+        """See `Watch`."""
         for layer in self._layers:
             self._hooks.callback(layer.register_forward_pre_hook(self._before_forward).remove)
             self._hooks.callback(layer.register_forward_hook(self._after_forward).remove)
-        super().__enter__()
-        return self
 
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
+    def end(self) -> None:
+        """See `Watch`."""
         self._hooks.close()
 
     def _before_forward(self, layer: nn.Module, arguments: tuple[Any, ...]) -> None:

@@ -1,7 +1,7 @@
 """Measures one training step on this rank."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from fivefold.audit.record import RankRecord, write_record
 from fivefold.audit.routed import ChosenExperts
 from fivefold.audit.traffic import Traffic, axes_of
 from fivefold.audit.waits import HostWaits
+from fivefold.audit.watch import watching
 from fivefold.audit.work import Multiplications
 from fivefold.mesh.groups import Groups
 from fivefold.mesh.slices import local_tensor
@@ -63,10 +64,8 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
     host = engine.optimizer.host
     before = _moved(host)
     try:
-        counts = (chosen, kept, work, traffic, launched, waits)
-        with torch.compiler.set_stance("force_eager"), ExitStack() as entered:
-            for count in counts:
-                entered.enter_context(count)
+        counts = watching(kept, work, traffic, launched, waits)
+        with torch.compiler.set_stance("force_eager"), chosen, counts:
             yield
     finally:
         hook.remove()

@@ -43,7 +43,8 @@ class StreamWatch(Watch):
         self._known: dict[int, set[str]] = {}
         self._messages: set[str] = set()
 
-    def __enter__(self) -> "StreamWatch":
+    def begin(self) -> None:
+        """See `Watch`."""
         self._hooks = ExitStack()
         hooks: list[tuple[type, str, Callable[..., None]]] = [
             (torch.cuda.Event, "record", self._record),
@@ -55,11 +56,9 @@ class StreamWatch(Watch):
         ]
         for owner, name, hook in hooks:
             self._hooks.enter_context(after(owner, name, hook))
-        super().__enter__()
-        return self
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+    def end(self) -> None:
+        """See `Watch`."""
         self._hooks.close()
 
     def raise_if_any(self) -> None:

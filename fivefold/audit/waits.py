@@ -71,7 +71,8 @@ class HostWaits(Watch):
         for tensor in tensors:
             self._put_there(tensor)
 
-    def __enter__(self) -> "HostWaits":
+    def begin(self) -> None:
+        """See `Watch`."""
         hooks: list[tuple[type, str, Callable[..., None]]] = [
             (HostLink, "back", lambda link, mark, host, onto, *_, **__: self._put_there(onto)),
             (torch.cuda.Event, "synchronize", self._has_waited),
@@ -80,11 +81,9 @@ class HostWaits(Watch):
         ]
         for owner, name, hook in hooks:
             self._hooks.enter_context(after(owner, name, hook))
-        super().__enter__()
-        return self
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+    def end(self) -> None:
+        """See `Watch`."""
         self._hooks.close()
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

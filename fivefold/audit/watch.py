@@ -2,20 +2,83 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 from torch._guards import active_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+Run = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
+"""Runs an operation with its arguments and keyword arguments."""
 ROOT = str(Path(__file__).resolve().parents[1])
 
 
-class Watch(TorchDispatchMode):
+def _execute(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+class Watch:
     """Observes operations on plain tensors inside its block, including those of a backward."""
+
+    def __init__(self) -> None:
+        self._go_on: Run = _execute
+
+    def begin(self) -> None:
+        """What else is to be observed, before the block."""
+
+    def end(self) -> None:
+        """Undo `begin`, after the block."""
+
+    def __enter__(self) -> Self:
+        self._block = watching(self)
+        self._block.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._block.__exit__(*error)
+
+    def _observes(self, func: Any) -> bool:
+        """Whether the operation concerns this observer; asked of every one, so it must be quick."""
+        return True
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operation; subclasses observe it before or after."""
+        return self._go_on(func, args, kwargs)
+
+    def ask(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operation, observed if it concerns this observer."""
+        return (self._run if self._observes(func) else self._go_on)(func, args, kwargs)
+
+    def before(self, go_on: Run) -> Run:
+        """How operations run when this observer passes them on to another one."""
+        self._go_on = go_on
+        return self.ask
+
+
+@contextmanager
+def watching(*watches: Watch) -> Iterator[None]:
+    """Several observers of the operations in the block, the last of which is asked first.
+
+    They are one dispatch mode: each mode costs every operation a detour through PyTorch, which
+    takes longer than the observation.
+    """
+    run: Run = _execute
+    with ExitStack() as stack:
+        for watch in watches:
+            watch.begin()
+            stack.callback(watch.end)
+            run = watch.before(run)
+        stack.enter_context(_Mode(run))
+        yield
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self._ask = run
 
     def __torch_dispatch__(
         self,
@@ -28,17 +91,8 @@ class Watch(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         # Of operations that are new to it, DTensor learns on tensors without memory what they give.
-        if not self._observes(func) or active_fake_mode() is not None:
-            return func(*args, **(kwargs or {}))
-        return self._run(func, args, kwargs or {})
-
-    def _observes(self, func: Any) -> bool:
-        """Whether the operation concerns this observer; asked of every one, so it must be quick."""
-        return True
-
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run an operation; subclasses observe it before or after."""
-        return func(*args, **kwargs)
+        run = _execute if active_fake_mode() is not None else self._ask
+        return run(func, args, kwargs or {})
 
 
 @contextmanager

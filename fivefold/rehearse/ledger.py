@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,15 +65,17 @@ class StepLedger(Accounting):
         self._views: dict[Any, bool] = {}
         self._reads = _HostReads(self)
 
-    def __enter__(self) -> Self:
-        self._reads.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        self._reads.__exit__(*exception)
-
     def begin(self) -> None:
+        """See `Watch`."""
+        super().begin()
+        self._reads.__enter__()
+
+    def end(self) -> None:
+        """See `Watch`."""
+        self._reads.__exit__(None, None, None)
+        super().end()
+
+    def forget(self) -> None:
         """Forget what was issued and launched so far, but not what is held."""
         self.issued, self.operations, self.waits = [], 0, 0
 

@@ -78,7 +78,7 @@ def watched_step(layout: Layout, rank: int, *, started: float | None = None) -> 
         for stage in engine.model.stages.values():
             for mixture in stage.mixtures:
                 mixture.router.limit = limit_by_place
-        ledger.begin()
+        ledger.forget()
         chosen = ChosenExperts(engine.model.stages, engine.groups)
         with chosen:
             found = engine.gradients(microbatches_of(layout))

@@ -162,7 +162,7 @@ def test_8_bits_are_kept_and_sent_as_theory_says(name: str, tmp_path: Path) -> N
     model = SIZES | FAMILIES[family] | {"hidden_size": 32, "mtp_num_layers": 0}
     model |= {key: settings[key] for key in settings if key in vars(ModelConfig(**SIZES))}
     values = {key: value for key, value in settings.items() if key not in model}
-    base = {"micro_batch_size": 1, "seq_length": 32, "precision": "bf16", "fp8_format": "e4m3"}
+    base = {"global_batch_size": 2, "seq_length": 32, "precision": "bf16", "fp8_format": "e4m3"}
     config = Config(ModelConfig(**model)).with_values(**base | values, fp8_recipe=recipe)
     _check(check(config, world), 1, tmp_path)
 
@@ -177,7 +177,9 @@ def test_a_stage_holds_its_input_beside_the_copy(least: int, tmp_path: Path) -> 
         "min_offloaded_tensor_size": least,
     }
     model = ModelConfig(**SIZES | FAMILIES["llama"] | {"mtp_num_layers": 0})
-    config = Config(model).with_values(precision="fp32", seq_length=64, **settings)
+    config = Config(model).with_values(
+        precision="fp32", seq_length=64, global_batch_size=4, **settings
+    )
     _check(check(config, 2), 1, tmp_path)
 
 
@@ -213,7 +215,9 @@ PREDICTIONS: dict[str, tuple[int, str, dict[str, Any]]] = {
 def test_further_predictions_do_what_theory_says(name: str, tmp_path: Path) -> None:
     world, family, settings = PREDICTIONS[name]
     model = ModelConfig(**SIZES | FAMILIES[family])
-    config = Config(model).with_values(precision="fp32", seq_length=16, **settings)
+    config = Config(model).with_values(
+        precision="fp32", seq_length=16, global_batch_size=4, **settings
+    )
     _check(check(config, world), 1, tmp_path)
 
 
