@@ -253,7 +253,9 @@ def test_a_checkpoint_of_remainders_is_one_of_fp32_masters(pool: Pool, tmp_path:
     aware = {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"}
     aware["store_param_remainders"] = True
     layout = named(pp=2, pipeline_model_parallel_layout=STAGES[2, 1], precision="bf16")
-    settings = config(MODELS["gpt"], 2, **layout, **aware)
+    # A number halfway between two of bf16 goes up beside remainders, since 32,768 is none, and to
+    # the even one where masters are of fp32: here there is none.
+    settings = config(replace(MODELS["gpt"], attention_dropout=0.0), 2, **layout, **aware)
     fp32 = {"store_param_remainders": False}
     pool.run(2, _refused_saved_and_loaded, settings, fp32, tmp_path)
 
