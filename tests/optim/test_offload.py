@@ -224,7 +224,6 @@ def _refused_saved_and_loaded(
         assert _step(giver, giver.steps) == _step(taker, taker.steps)
         true, held = _state(giver), _state(taker)
         for name, tensor in true.items():
-            differ = tensor.to(held[name].dtype) != held[name].to(tensor.dtype)
             assert torch.equal(tensor.to(held[name].dtype), held[name].to(tensor.dtype)), name
 
 
