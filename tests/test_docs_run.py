@@ -62,21 +62,23 @@ def prepare(folder: Path) -> None:
             (folder / name).write_text(content, encoding="utf-8")
 
 
-def work(folder: str, answers: Connection, argv: list[str]) -> None:
-    """In a process of its own: run a command line and send its status and all that it prints."""
+def work(folder: str, channel: Connection) -> None:
+    """In a process of its own: run command lines; send the status of each and all it prints."""
     os.chdir(folder)
     os.environ |= {"HOME": folder, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     os.environ["XDG_CACHE_HOME"] = str(Path(folder, ".cache"))
     from fivefold.cli.main import main
 
-    output = Path(folder, ".output")
-    with output.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-        status = main(argv)
-        sys.stdout.flush()
-        sys.stderr.flush()
-    answers.send((status, output.read_text(encoding="utf-8")))
+    output = Path(folder, f".output-{os.getpid()}")
+    while True:
+        argv = channel.recv()
+        with output.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+            status = main(argv)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        channel.send((status, output.read_text(encoding="utf-8")))
 
 
 @pytest.fixture(scope="module")
@@ -93,31 +95,55 @@ def said() -> dict[str, str]:
     return {}
 
 
-@pytest.fixture(scope="module")
-def server() -> multiprocessing.context.ForkServerContext:
-    """Processes that have imported PyTorch when they begin."""
-    context = multiprocessing.get_context("forkserver")
-    verbs = ("plan", "report", "schedule", "train", "verify")
-    rooms = [f"fivefold.cli.{verb}" for verb in verbs]
-    context.set_forkserver_preload([*rooms, "fivefold.train.run", "fivefold.verify.run"])
-    return context
+class Reader:
+    """Runs command lines: each in a process of its own, and all that only plan in one.
 
+    The processes have imported PyTorch when they begin.
+    """
 
-def run(
-    server: multiprocessing.context.ForkServerContext, folder: Path, argv: list[str]
-) -> tuple[int, str]:
-    ours, theirs = server.Pipe(duplex=False)
-    process = server.Process(target=work, args=(str(folder), theirs, argv))
-    process.start()
-    theirs.close()
-    try:
-        assert ours.poll(SECONDS), f"{argv} takes more than {SECONDS} s"
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._context = folder, multiprocessing.get_context("forkserver")
+        verbs = ("plan", "report", "schedule", "train", "verify")
+        rooms = [f"fivefold.cli.{verb}" for verb in verbs]
+        self._context.set_forkserver_preload([*rooms, "fivefold.train.run", "fivefold.verify.run"])
+        self._planner = self._start()
+
+    def run(self, argv: list[str]) -> tuple[int, str]:
+        """The status and the output of a command line."""
+        if argv[0] in ("plan", "schedule"):
+            return self._ask(*self._planner, argv)
+        process, channel = self._start()
+        try:
+            return self._ask(process, channel, argv)
+        finally:
+            process.kill()
+            process.join()
+
+    def close(self) -> None:
+        self._planner[0].kill()
+
+    def _start(self) -> tuple[multiprocessing.process.BaseProcess, Connection]:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=work, args=(str(self._folder), theirs))
+        process.start()
+        theirs.close()
+        return process, ours
+
+    def _ask(
+        self, process: multiprocessing.process.BaseProcess, channel: Connection, argv: list[str]
+    ) -> tuple[int, str]:
+        channel.send(argv)
+        assert channel.poll(SECONDS), f"{argv} takes more than {SECONDS} s"
         with contextlib.suppress(EOFError):
-            return ours.recv()
-    finally:
-        process.kill()
-        process.join()
-    return -1, (folder / ".output").read_text()
+            return channel.recv()
+        return -1, (self._folder / f".output-{process.pid}").read_text()
+
+
+@pytest.fixture(scope="module")
+def reader(folder: Path) -> Iterator[Reader]:
+    made = Reader(folder)
+    yield made
+    made.close()
 
 
 def expected_status(command: Command) -> int:
@@ -134,12 +160,12 @@ def plain(text: str) -> list[str]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", in_reading_order(), ids=lambda page: page.stem)
-def test_commands_do_what_the_page_says(page: Path, folder: Path, said, server) -> None:
+def test_commands_do_what_the_page_says(page: Path, reader: Reader, said) -> None:
     for command in steps_of(page):
         argv = command.argv
         assert argv is not None
         if command.line not in said:
-            status, said[command.line] = run(server, folder, argv)
+            status, said[command.line] = reader.run(argv)
             assert status == expected_status(command), f"{command}\n{said[command.line]}"
         if argv[0] == "train" and "--dry-run" not in argv:
             assert STEP.search(said[command.line]), f"{command}\n{said[command.line]}"

@@ -11,7 +11,7 @@ from tests.train.test_run import cache, command, losses
 
 __all__ = ["cache"]  # fixture
 
-LONG = ("--data-parallel-sharding-strategy", "optim_grads_params", "--train-iters", "10")
+LONG = ("--data-parallel-sharding-strategy", "optim_grads_params", "--train-iters", "6")
 AWAY = ("--optimizer-cpu-offload", "--param-cpu-offload", "--recompute-granularity", "full")
 
 

@@ -43,7 +43,9 @@ def kill_a_rank(job: subprocess.Popen[str], run: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["nproc", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher", ["nproc", pytest.param("torchrun", marks=pytest.mark.exhaustive)]
+)
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
     cache: Path, finished: Path, tmp_path: Path, launcher: str
 ) -> None:
