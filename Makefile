@@ -5,6 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
+# Tests start hundreds of processes, each of which would otherwise compile the project anew.
+export PYTHONDONTWRITEBYTECODE :=
 # Files of tests that run at the same time; each keeps its own processes.
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder

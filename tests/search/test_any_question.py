@@ -41,7 +41,7 @@ from fivefold.tell.infeasible import why_nothing
 from fivefold.tell.record import as_json
 from fivefold.tell.report import context, memory_table, others, ranked, traded
 
-QUESTIONS = 40  # of each kind; `-m exhaustive` asks a thousand
+QUESTIONS = 28  # of each kind; `-m exhaustive` asks a thousand
 ROWS = 30  # layouts of each part that are looked at
 MODELS = ("debug-llama", "debug-gpt", "debug", "gpt2", "deepseek-v2-lite", "mixtral-8x7b")
 SIZES = (1, 1, 2, 2, 3, 4, 4, 6, 8, 16, -1, 0)

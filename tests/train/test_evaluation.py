@@ -41,9 +41,9 @@ LENGTH = 32
 SPLIT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 LAYOUTS: list[tuple[int, str, dict[str, Any]]] = [
     (1, "debug", {}),
-    (4, "debug", {"data_parallel_sharding_strategy": "optim_grads_params"}),
+    (2, "debug", {"data_parallel_sharding_strategy": "optim_grads_params"}),
     (4, "debug", {"tensor_model_parallel_size": 2, "context_parallel_size": 2}),
-    (4, "debug", {"pipeline_model_parallel_size": 2, "micro_batch_size": 2}),
+    (2, "debug", {"pipeline_model_parallel_size": 2, "micro_batch_size": 2}),
     (4, "debug-mixtral", {"expert_model_parallel_size": 2, **SPLIT}),
 ]
 """The last of 3 batches of the set of 17 samples holds one, so that most ranks only fill it."""

@@ -54,10 +54,8 @@ SPOILT = {
 WAITING = ("stop-forward-2-hsdp", "hang-save-1-tp2dp2")  # most of their time is idle
 BUSY = (  # each told by other means than the others
     "kill-start-1-replicas",
-    "exit-backward-3-tp2dp2",
     "raise-reduction-1-pp2",
     "gradient--3-hsdp",
-    "parameter--1-tp2dp2",
     "exp_avg--2-pp2zero3",
     "cotangent--1-cp2",
 )

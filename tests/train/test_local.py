@@ -17,7 +17,7 @@ from tests.train.test_run import cache, command, finished, losses, wait_for
 __all__ = ["cache", "finished"]  # fixtures
 
 SECONDS = 30.0  # from a kill to the next step; about 2 on a quiet machine
-LONG = ("--train-iters", "30", "--lr-decay-iters", "6", "--save-interval", "0")
+LONG = ("--train-iters", "20", "--lr-decay-iters", "6", "--save-interval", "0")
 
 
 def start(words: list[str]) -> "subprocess.Popen[str]":

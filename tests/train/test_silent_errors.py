@@ -21,7 +21,7 @@ from fivefold.train.engine import Engine
 from fivefold.train.silent_errors import SilentErrors, fingerprint, odd_ones
 from fivefold.verify.batches import global_batch, microbatches
 from tests.pool import run
-from tests.verify.cases import LLAMA, MODELS, config, named, shared_groups
+from tests.verify.cases import LLAMA, MODELS, chosen, config, named, shared_groups
 
 STAGES = {"pipeline_model_parallel_layout": "Ett|tttL"}
 TWO = {"num_distributed_optimizer_instances": 2}
@@ -87,7 +87,10 @@ def compare_weights(rank: int, world: int, model: str, values: dict[str, Any]) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    chosen(LAYOUTS, "bf16", "tp", "pp, tied", "replicas of shards", "two copies", "experts"),
+)
 def test_a_changed_bit_is_found_and_named(layout: str) -> None:
     world, model, values = LAYOUTS[layout]
     grid = check(config(MODELS[model], world, **values), world).grid
@@ -138,7 +141,9 @@ def spoilt(engine: Engine) -> Iterator[None]:
         (2, named(attention_dropout=0.1, hidden_dropout=0.1), 1),
         (4, named(strategy="optim_grads_params"), 2),
         (4, named(cp=2), 3),
-        (8, named(tp=2, pp=2, strategy="optim", **STAGES), 5),
+        pytest.param(
+            8, named(tp=2, pp=2, strategy="optim", **STAGES), 5, marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_a_loss_that_one_replica_computes_otherwise_is_found(
@@ -187,7 +192,7 @@ def compare_gradients(rank: int, world: int, values: dict[str, Any], wrong: int)
     ("world", "values"),
     [
         (2, named(attention_dropout=0.1, hidden_dropout=0.1)),
-        (4, named(strategy="optim_grads_params")),
+        pytest.param(4, named(strategy="optim_grads_params"), marks=pytest.mark.exhaustive),
         (4, named(strategy="optim_grads", cp=2)),
         pytest.param(
             8, named(tp=2, pp=2, strategy="optim", **STAGES), marks=pytest.mark.exhaustive

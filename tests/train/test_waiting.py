@@ -21,7 +21,16 @@ from fivefold.pipeline.ir import Act
 from fivefold.train.engine import Engine, StepResult
 from fivefold.verify.batches import global_batch, microbatches, rows_of
 from tests.pool import run
-from tests.verify.cases import MIXTURE, MODELS, STAGES, STRATEGIES, config, flags, shared_groups
+from tests.verify.cases import (
+    MIXTURE,
+    MODELS,
+    STAGES,
+    STRATEGIES,
+    chosen,
+    config,
+    flags,
+    shared_groups,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -139,7 +148,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", chosen(CASES, "one rank, bf16", "ring", "two copies", "optim"))
 def test_nothing_waits_between_the_first_forward_and_the_last_update(case: str) -> None:
     world, model, values = CASES[case]
     for events in run(world, _events, config(MODELS[model], clip_grad=0.01, **values)):
@@ -160,7 +169,7 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("case", EXPERTS)
+@pytest.mark.parametrize("case", chosen(EXPERTS, "flex, ranks", "alltoall, experts"))
 def test_experts_that_get_a_fixed_number_of_rows_never_wait(case: str) -> None:
     world, values = EXPERTS[case]
     for events in run(world, _events, config(MIXTURE, clip_grad=0.01, **values)):
@@ -210,7 +219,7 @@ def _refused(rank: int, world: int, settings: Config) -> None:
         assert _bits(ours) == _bits(theirs) != before
 
 
-@pytest.mark.parametrize("case", ["one rank", "ring", "optim_grads_params", "no_shard"])
+@pytest.mark.parametrize("case", chosen(CASES, "one rank", "ring", "optim_grads_params"))
 def test_a_refused_step_leaves_every_bit_and_its_gradients(case: str) -> None:
     world, model, values = CASES[case]
     run(world, _refused, config(MODELS[model], clip_grad=0.01, lr=1e-2, **values))

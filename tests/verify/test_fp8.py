@@ -100,7 +100,17 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    chosen(
+        CASES,
+        "latents, ring, offloaded",
+        "parts",
+        "tiles",
+        "experts",
+        "gathered in 8 bits, deferred, offloaded",
+    ),
+)
 def test_layouts_round_alike(case: str) -> None:
     world, model, settings = CASES[case]
     report = verify_in_pool(world, config(model, world, **HYBRID | settings))

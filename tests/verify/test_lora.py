@@ -1,6 +1,7 @@
 """Adapters beside frozen weights: every layout trains what one device trains."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -98,53 +99,39 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any], tuple[str, ...]]] = {
 }
 
 
+DROPS, MAGNITUDES = {"lora_dropout": 0.3}, {"use_dora": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "magnitudes": MAGNITUDES,
+    "dropped": DROPS,
+    "both": DROPS | MAGNITUDES,
+}
+EVERY = {
+    f"{case}, {kind}": (case, kind)
+    for case, kind in product(CASES, KINDS)
+    if case != "fused loss, tiles" or "lora_dropout" not in KINDS[kind]  # no tile knows its tokens
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case",
+    "name",
     chosen(
-        CASES,
-        "few key/value heads",
-        "ZeRO-3, recomputed, tied",
-        "deferred",
-        "embedding alone in its stage",
-        "experts",
+        EVERY,
+        "few key/value heads, plain",
+        "few key/value heads, magnitudes",
+        "whole tokens, both",
+        "ZeRO-3, recomputed, tied, magnitudes",
+        "deferred, plain",
+        "deferred, both",
+        "embedding alone in its stage, plain",
+        "experts, dropped",
     ),
 )
-def test_adapters_are_trained_as_on_one_device(case: str) -> None:
+def test_adapters_are_trained_as_on_one_device(name: str) -> None:
+    case, kind = EVERY[name]
     ranks, model, settings, targets = CASES[case]
     adapted = replace(model, lora_rank=3, lora_target_modules=targets or ("all-linear",))
-    report = verify_in_pool(ranks, config(adapted, **named(**settings)))
-    assert report.passed, report.text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    chosen(CASES, "few key/value heads", "whole tokens", "ZeRO-3, recomputed, tied", "deferred"),
-)
-def test_magnitudes_are_trained_as_on_one_device(case: str) -> None:
-    ranks, model, settings, targets = CASES[case]
-    adapted = replace(
-        model, lora_rank=3, lora_target_modules=targets or ("all-linear",), use_dora=True
-    )
-    report = verify_in_pool(ranks, config(adapted, **named(**settings)))
-    assert report.passed, report.text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("magnitudes", [False, True])
-@pytest.mark.parametrize(
-    "case",
-    chosen(
-        [case for case in CASES if case != "fused loss, tiles"],  # a tile does not know its tokens
-        "whole tokens",
-        "deferred",
-        "experts",
-    ),
-)
-def test_adapters_drop_the_same_as_on_one_device(case: str, magnitudes: bool) -> None:
-    ranks, model, settings, targets = CASES[case]
-    chosen = {"lora_target_modules": targets or ("all-linear",), "use_dora": magnitudes}
-    adapted = replace(model, lora_rank=3, lora_dropout=0.3, **chosen)
+    adapted = replace(adapted, **KINDS[kind])
     report = verify_in_pool(ranks, config(adapted, **named(**settings)))
     assert report.passed, report.text()
