@@ -22,6 +22,7 @@ from multiprocessing.connection import Client, Connection, Listener, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -29,6 +30,9 @@ from fivefold.mesh.groups import lost_connection
 from fivefold.train.children import die_with_parent
 
 REPORT_SECONDS = 1.0  # for the other ranks' reports after the first failure
+MOST_THREADS = 100
+"""Threads of a rank with which it begins no further call: each of gloo's groups has three, one of
+which wakes a hundred times a second, so that ranks with hundreds of groups do little else."""
 
 
 class RankError(Exception):
@@ -66,9 +70,11 @@ class Pool:
                 os.kill(pid, signal.SIGCONT)
                 connection.send_bytes(order)
             results = _collect(group, time.monotonic() + timeout)
-            # A thread of every gloo group wakes a hundred times a second, also where none is used.
-            for _, pid in group.values():
-                os.kill(pid, signal.SIGSTOP)
+            if max(psutil.Process(pid).num_threads() for _, pid in group.values()) > MOST_THREADS:
+                self._kill(world_size)
+            else:  # those threads wake where no group is used, too
+                for _, pid in group.values():
+                    os.kill(pid, signal.SIGSTOP)
             return results
         except BaseException:
             self._kill(world_size)
