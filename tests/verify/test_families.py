@@ -80,8 +80,7 @@ def test_layouts(case: str) -> None:
 )
 def test_bytes_and_products_are_those_of_theory(case: str, tmp_path: Path) -> None:
     ranks, family, values = CASES[case]
-    dry = dict.fromkeys(DROP, 0.0)
-    layout = check(config(MODELS[family], ranks, **values | WHOLE | dry), ranks)
+    layout = check(config(MODELS[family], ranks, **values | WHOLE), ranks)
     report = audit(describe(layout), layout, records_of(layout, 1, tmp_path), None, None)
     assert report.passed, report.text()
     for finding in report.findings:
