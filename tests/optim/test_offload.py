@@ -200,8 +200,9 @@ def test_every_layout_trains_to_the_same_bits(pool: Pool, case: str, tmp_path: P
 
 
 def _refused_saved_and_loaded(
-    rank: int, world: int, settings: Config, other: dict[str, Any], folder: Path
-) -> None:
+    rank: int, world: int, settings: Config, other: dict[str, Any], folder: Path, rounds_alike: bool
+) -> bool:
+    """Whether all was compared: not where a way that rounds otherwise met what lies halfway."""
     here, away = settings.with_values(**other), settings
     first = _engine(away, rank, world)
     _step(first, 0)
@@ -222,25 +223,24 @@ def _refused_saved_and_loaded(
         tensors = taker.stored_tensors()
         files.load(None, tensors)
         taker.after_load(giver.steps, tensors)
-        alike = not _halfway(_state(giver), _state(taker))
-        losses = _step(giver, giver.steps), _step(taker, taker.steps)
-        assert losses[0] == pytest.approx(losses[1], rel=0.0 if alike else 1e-3)
-        if not alike:
-            return
+        if not rounds_alike and _halfway(_state(giver), _state(taker)):
+            return False
+        assert _step(giver, giver.steps) == _step(taker, taker.steps)
         true, held = _state(giver), _state(taker)
-        if _halfway(true, held):
-            return
+        if not rounds_alike and _halfway(true, held):
+            return False
         for name, tensor in true.items():
             assert torch.equal(tensor.to(held[name].dtype), held[name].to(tensor.dtype)), name
+    return True
 
 
 def _halfway(*states: dict[str, Tensor]) -> bool:
-    """Whether a weight of any rank lies halfway between two numbers of bf16. To compute with, it
-    goes up beside remainders, since 32,768 is none, and to the even one where masters are of fp32.
+    """Whether a weight of any rank lies halfway between two numbers of bf16, the lower one even.
+    To compute with, it goes up beside remainders, since 32,768 is none, and down from fp32.
     """
     kept = (x for state in states for name, x in state.items() if "exp_avg" not in name)
     wide = (x.view(torch.int32) for x in kept if x.dtype == torch.float32)
-    found = torch.tensor(any(bool((x & 0xFFFF == 0x8000).any()) for x in wide))
+    found = torch.tensor(any(bool((x & 0x1FFFF == 0x8000).any()) for x in wide))
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return bool(found)
 
@@ -255,17 +255,20 @@ def test_a_refused_step_changes_no_bit_and_checkpoints_know_no_place(
     # Several types in one file, of which the narrow ones come last, and scales of blocks.
     values |= EIGHT | {"exp_avg_dtype": "bf16"}
     settings = config(MODELS["llama tied"], 2, **values)
-    pool.run(2, _refused_saved_and_loaded, settings, HERE, tmp_path)
+    pool.run(2, _refused_saved_and_loaded, settings, HERE, tmp_path, True)
 
 
 def test_a_checkpoint_of_remainders_is_one_of_fp32_masters(pool: Pool, tmp_path: Path) -> None:
     # With gradients in bf16 both update piece by piece, and CPUs compute the same bits.
     aware = {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"}
     aware["store_param_remainders"] = True
-    layout = named(pp=2, pipeline_model_parallel_layout=STAGES[2, 1], precision="bf16")
-    settings = config(MODELS["gpt"], 2, **layout, **aware)
+    layout = named(pp=2, pipeline_model_parallel_layout="Et|tL", precision="bf16")
+    # Few weights, of which none may lie halfway between two numbers of bf16.
+    settings = config(replace(MODELS["gpt"], num_layers=2), 2, **layout, **aware)
     fp32 = {"store_param_remainders": False}
-    pool.run(2, _refused_saved_and_loaded, settings, fp32, tmp_path)
+    seeds = ((settings.with_values(seed=seed), tmp_path / str(seed)) for seed in range(8))
+    runs = (pool.run(2, _refused_saved_and_loaded, s, fp32, folder, False) for s, folder in seeds)
+    assert any(all(run) for run in runs), "every seed met a number halfway between two of bf16"
 
 
 def _held(rank: int, world: int, settings: Config) -> tuple[float, ...]:
