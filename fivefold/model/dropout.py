@@ -298,10 +298,6 @@ class HeadDropout:
     all_heads: int
     fused: bool
 
-    def __call__(self, x_BNSL: Tensor) -> Tensor:
-        """Drop probabilities of the last S of L tokens."""
-        return self.between(x_BNSL, self.token_ids_BL[:, -x_BNSL.shape[2] :], self.token_ids_BL)
-
     def between(self, x_BNqk: Tensor, ids_Bq: Tensor, ids_Bk: Tensor) -> Tensor:
         """Drop probabilities between queries and keys with these token ids."""
         heads = self.first_head, self.all_heads

@@ -30,7 +30,8 @@ def plain_attention(
     if scope.sinks is not None:
         probabilities = probabilities[..., :-1]
     if drop is not None:
-        probabilities = drop(probabilities)
+        ids_BL = drop.token_ids_BL
+        probabilities = drop.between(probabilities, ids_BL[:, -S:], ids_BL)
     return (probabilities @ v_BNLD).transpose(1, 2)
 
 

@@ -81,9 +81,10 @@ def test_head_mask_does_not_depend_on_how_heads_and_rows_are_sharded() -> None:
     ids = torch.arange(10).view(2, 5)
     x = torch.ones(2, 4, 5, 5)
     drop = dropout(ids).heads(0.4, "site", 0, 4)
-    whole = drop(x)
-    by_head = [drop.after(n)(x[:, :2]) for n in (0, 2)]
-    by_row = [dropout(ids[r : r + 1]).heads(0.4, "site", 0, 4)(x[:1]) for r in range(2)]
+    whole = drop.between(x, ids, ids)
+    by_head = [drop.after(n).between(x[:, :2], ids, ids) for n in (0, 2)]
+    rows = [ids[r : r + 1] for r in range(2)]
+    by_row = [dropout(row).heads(0.4, "site", 0, 4).between(x[:1], row, row) for row in rows]
     late = drop.between(x[:, :, 3:, :2], ids[:, 3:], ids[:, :2])
     assert torch.equal(late, whole[:, :, 3:, :2])
     assert torch.equal(torch.cat(by_head, dim=1), whole)
