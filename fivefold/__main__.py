@@ -1,7 +1,5 @@
 """`python -m fivefold`."""
 
-import sys
+from fivefold.cli.main import program
 
-from fivefold.cli.main import main
-
-sys.exit(main())
+program()

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.mesh.groups import lost_connection
-from fivefold.train.children import die_with_parent
+from fivefold.train.children import die_with_parent, import_what_ranks_import
 
 REPORT_SECONDS = 1.0  # for the other ranks' reports after the first failure
 MOST_THREADS = 100
@@ -156,6 +156,7 @@ def _fork_on_order(orders: Connection, address: str) -> None:
     helper = os.getpid()
     while True:
         world_size, store = orders.recv()
+        import_what_ranks_import()
         for rank in range(world_size):
             if os.fork() == 0:
                 orders.close()

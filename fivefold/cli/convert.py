@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fivefold import process
 from fivefold.config.huggingface import is_adapter, read_adapter
 from fivefold.config.megatron import is_megatron, megatron_checkpoint
 from fivefold.config.model import ModelConfig
@@ -59,6 +60,7 @@ def run(argv: Sequence[str]) -> int:
     from fivefold.convert.save import MOST_BYTES
     from fivefold.train.convert import to_hub, to_run
 
+    process.work()
     if inward:
         size = to_run(base, target, adapter, model)
         print(f"{target}: a run folder with {human_bytes(size)} of weights at step 0")

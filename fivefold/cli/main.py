@@ -9,8 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
+from typing import NoReturn
 
-from fivefold import __version__
+from fivefold import __version__, process
 from fivefold.cli.style import first_rank, paint
 from fivefold.errors import ConfigError, FivefoldError, did_you_mean
 from fivefold.files import telling_full_disk
@@ -36,6 +37,12 @@ VERBS: Mapping[str, str] = MappingProxyType(
         "completion": "let bash, zsh or fish complete commands, flags and recipes",
     }
 )
+
+
+def program() -> NoReturn:
+    """`main`, as a process of its own."""
+    process.begin()
+    process.leave(main())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

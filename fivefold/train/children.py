@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -70,6 +71,15 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before the line above
             os._exit(1)
+
+
+def import_what_ranks_import() -> None:
+    """Import once what every rank would import when it has been forked.
+
+    The first DTensor or optimizer of a process has PyTorch import its compiler, used or not: a
+    second of CPU time for each rank.
+    """
+    import_module("torch._dynamo")
 
 
 def fork(worker: Worker, env: RankEnv, errors_folder: Path | None, threads: int | None) -> Child:

@@ -19,10 +19,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fivefold import process
 from fivefold.errors import ConfigError, Mistake
 from fivefold.mesh.shared_gpu import Pause, share_gpu
 from fivefold.train import failures
-from fivefold.train.children import POLL_SECONDS, Child, Worker, fork, signal_all, terminate
+from fivefold.train.children import (
+    POLL_SECONDS,
+    Child,
+    Worker,
+    fork,
+    import_what_ranks_import,
+    signal_all,
+    terminate,
+)
 from fivefold.train.cuda_environment import let_segments_grow, make_deterministic, set_defaults
 from fivefold.train.devices import sees_own_gpu_only
 from fivefold.train.failures import Failure
@@ -91,6 +100,7 @@ def run_ranks(
             `rejoin.keep_on` does it, or None if they end, and a line that says so; None: they end.
     """
     assert not torch.cuda.is_initialized(), "CUDA does not survive a fork"
+    import_what_ranks_import()
     # The port is bound before and the server starts after the first fork, so that ranks that
     # connect early wait in the backlog.
     with closing(socket.create_server(("127.0.0.1", 0), backlog=max(128, 2 * nproc))) as listener:
@@ -198,6 +208,7 @@ def init_process_group(
     Raises:
         ConfigError: this machine has fewer GPUs than ranks.
     """
+    process.work()
     if deterministic:
         make_deterministic()
     device = torch.device("cpu")
