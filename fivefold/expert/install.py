@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Mapping
 
-from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from fivefold.config.parallel import TokenDispatcher
 from fivefold.expert.deepep import DeepEPDispatch, Kernels
 from fivefold.expert.dispatch import AllToAllDispatch, FlexDispatch, GatherDispatch
 from fivefold.mesh.collectives import all_gather, all_reduce, group_size
 from fivefold.mesh.groups import ExpertGroups
+from fivefold.mesh.slices import distributed
 from fivefold.model.experts import Dispatcher, Experts
 from fivefold.model.grouped import GroupedLinear
 from fivefold.model.routing import Surroundings
@@ -95,12 +95,5 @@ def _distribute(stage: Stage, groups: ExpertGroups, dims: Mapping[str, int | Non
             own = parameter.detach().chunk(mesh.size(0), 0)[0]
             if dim is not None:
                 own = own.chunk(mesh.size(1), dim)[0]
-            whole = DTensor.from_local(
-                own.contiguous(),
-                mesh,
-                [Shard(0), Replicate() if dim is None else Shard(dim)],
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-            setattr(module, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+            placements = [Shard(0), Replicate() if dim is None else Shard(dim)]
+            setattr(module, name, distributed(parameter, own.contiguous(), mesh, placements))

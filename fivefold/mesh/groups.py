@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -134,7 +135,7 @@ class Groups:
         """The coordinates of this rank on the attention mesh."""
         return self.grid.coordinates(self.rank)
 
-    @property
+    @cached_property
     def tp_mesh(self) -> DeviceMesh | None:
         """The 1-D mesh of tensor parallelism; None if it has one rank."""
         return self.mesh["tp"] if self.tp is not None else None
@@ -165,7 +166,7 @@ class ExpertGroups:
     mesh: DeviceMesh
     nodes: NodeGroups
 
-    @property
+    @cached_property
     def split_mesh(self) -> DeviceMesh | None:
         """The 2-D mesh over which experts are split; None if each rank holds all of them whole."""
         return self.mesh["ep", "etp"] if self.both is not None else None

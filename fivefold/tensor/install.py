@@ -5,11 +5,12 @@ from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.groups import Groups
+from fivefold.mesh.slices import distributed
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.exchange import Exchange
@@ -95,15 +96,7 @@ def _distribute(stage: Stage, groups: Groups, dims: Mapping[str, int | None]) ->
                 dim = dims[names[parameter]]
                 placement = Replicate() if dim is None else Shard(dim)
                 local = _meta_part(parameter, placement, mesh.size(), mesh.get_local_rank())
-                whole = DTensor.from_local(
-                    local,
-                    mesh,
-                    [placement],
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
-                made[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+                made[parameter] = distributed(parameter, local, mesh, [placement])
             setattr(module, name, made[parameter])
 
 
