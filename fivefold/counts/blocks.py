@@ -46,26 +46,37 @@ class GatheredBlock:
 
 def stage_blocks(
     layout: Layout, stage: StageParts, *, trained: bool = False, whole_embedding: bool = False
-) -> list[GatheredBlock]:
+) -> tuple[GatheredBlock, ...]:
     """The blocks of a stage: its ends, then further predictions, then each kind of layer.
 
     `trained`: only the parameters that are trained; `whole_embedding`: the token embedding is not
     split by tensor parallelism, unless it is the output layer, too.
     """
-    model, grid = layout.config.model, layout.grid
-    degrees = (grid.tp, grid.ep, grid.etp)
-    around = WholeModel((), stage.embedding, stage.head, stage.mtp)
+    parts = WholeModel(stage.layers, stage.embedding, stage.head, stage.mtp)
+    degrees = (layout.grid.tp, layout.grid.ep, layout.grid.etp)
+    return _blocks(layout.config.model, degrees, parts, trained, whole_embedding)
+
+
+@lru_cache(maxsize=4096)
+def _blocks(
+    model: ModelConfig,
+    degrees: tuple[int, int, int],
+    parts: WholeModel,
+    trained: bool,
+    whole_embedding: bool,
+) -> tuple[GatheredBlock, ...]:
+    around = replace(parts, layers=())
     whole = EMBEDDING if whole_embedding and model.untie_embeddings_and_output_weights else ""
     ends = _block(model, degrees, around, trained, leaves_out="mtp.", whole=whole)
     predicts = _block(model, degrees, around, trained, only="mtp.0.")
-    further = [replace(predicts, count=stage.mtp)] if stage.mtp else []
-    each = [layer_kind(model, layer) for layer in stage.layers]
-    kinds, first = Counter(each), dict(zip(reversed(each), reversed(stage.layers), strict=True))
+    further = [replace(predicts, count=parts.mtp)] if parts.mtp else []
+    each = [layer_kind(model, layer) for layer in parts.layers]
+    kinds, first = Counter(each), dict(zip(reversed(each), reversed(parts.layers), strict=True))
     layers = [
         replace(_block(model, degrees, WholeModel((first[kind],), False, False), trained), count=n)
         for kind, n in kinds.items()
     ]
-    return [ends, *further, *layers]
+    return (ends, *further, *layers)
 
 
 @lru_cache(maxsize=1024)

@@ -7,11 +7,13 @@ offloading applied.
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import inf
+from types import MappingProxyType
 
 from fivefold.config.memory import LOSS_TOKENS, MemoryConfig, vocab_split_sizes
 from fivefold.config.model import ModelConfig
-from fivefold.model.description import describe, layer_kind
+from fivefold.model.description import LayerKind, describe, layer_kind
 from fivefold.model.latent_operations import LatentDown
 from fivefold.model.operations import Kept, Norm
 from fivefold.model.running import Running, at_place, scale_bytes
@@ -45,7 +47,7 @@ def total(saved: Mapping[str, Saved] | Iterable[Saved]) -> Saved:
 
 def saved_activations(
     model: ModelConfig, layer: int, running: Running, *, position: int = 0
-) -> dict[str, Saved]:
+) -> Mapping[str, Saved]:
     """What one layer keeps for its backward on one rank: module -> bytes per token.
 
     Tokens are those of the rank's microbatch (batch x sequence / CP) before sequence parallelism
@@ -61,25 +63,21 @@ def saved_activations(
         running: degrees, dtypes, recomputation and offloading, of its stage.
         position: its place among the layers of its stage, for recomputation of some of them.
     """
-    running = at_place(running, position)
-    whole = kept_items(model, layer, running)
+    running = at_place(running.of_layer(layer), position)
+    memory, kind = running.memory, layer_kind(model, layer)
+    if memory.recompute_granularity != "full" or not _is_recomputed(memory, position):
+        return _saved(model, kind, running)
+    starts = memory.recompute_method == "block" or position % memory.recompute_num_layers[0] == 0
+    return _saved_by_recomputation(model, kind, running, starts)
+
+
+@lru_cache(maxsize=1024)
+def _saved(model: ModelConfig, kind: LayerKind, running: Running) -> Mapping[str, Saved]:
+    """What a layer of this kind keeps that is not recomputed as a whole."""
     memory = running.memory
-    if memory.recompute_granularity == "full" and _is_recomputed(memory, position):
-        starts_group = memory.recompute_method == "block" or (
-            position % memory.recompute_num_layers[0] == 0
-        )
-        size = running.element_bytes * model.hidden_size / running.token_parts
-        moves = "layer_input" in memory.moved_items
-        away = _away(Kept("layer_input", (size,)), running) if moves else 0.0
-        first = {"layer_input": Saved(kept=size - away, offloaded=away)} if starts_group else {}
-        return first | {
-            item.name: Saved(kept=item.size) if item.stays else Saved(remade=_remade(item, running))
-            for item in whole
-            if not item.held_by
-        }
     moved = memory.moved_items
     saved = {}
-    for item in whole:
+    for item in _kept_items(model, kind, running):
         if item.held_by:
             remade = set(running.remade) & set(item.remade_by)
             if item.module in moved and item.held_by not in moved and not remade:
@@ -91,13 +89,34 @@ def saved_activations(
         else:
             away = _away(item, running) if item.module in moved else 0.0
             saved[item.name] = Saved(kept=item.size - away, offloaded=away)
-    return saved
+    return MappingProxyType(saved)
+
+
+@lru_cache(maxsize=1024)
+def _saved_by_recomputation(
+    model: ModelConfig, kind: LayerKind, running: Running, starts_group: bool
+) -> Mapping[str, Saved]:
+    """What a layer keeps that is recomputed as a whole; the first of a group keeps its input."""
+    saved = {}
+    if starts_group:
+        size = running.element_bytes * model.hidden_size / running.token_parts
+        moves = "layer_input" in running.memory.moved_items
+        away = _away(Kept("layer_input", (size,)), running) if moves else 0.0
+        saved["layer_input"] = Saved(kept=size - away, offloaded=away)
+    for item in _kept_items(model, kind, running):
+        if not item.held_by:
+            remade = Saved(remade=_remade(item, running))
+            saved[item.name] = Saved(kept=item.size) if item.stays else remade
+    return MappingProxyType(saved)
 
 
 def kept_items(model: ModelConfig, layer: int, running: Running) -> list[Kept]:
     """What the operations of a layer keep without recomputation and offloading."""
-    operations = describe(model, layer_kind(model, layer)).operations
-    running = running.of_layer(layer)
+    return _kept_items(model, layer_kind(model, layer), running.of_layer(layer))
+
+
+def _kept_items(model: ModelConfig, kind: LayerKind, running: Running) -> list[Kept]:
+    operations = describe(model, kind).operations
     items = (item for operation in operations for item in operation.kept(running))
     return [item for item in items if item.size]
 

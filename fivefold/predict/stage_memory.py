@@ -221,7 +221,7 @@ def _backward_points(
     return points or [ActPoint("backward")]
 
 
-def _trained(layout: Layout, stage: StageParts, policy: StatePolicy) -> list[GatheredBlock]:
+def _trained(layout: Layout, stage: StageParts, policy: StatePolicy) -> tuple[GatheredBlock, ...]:
     whole = policy.whole_embedding
     return stage_blocks(layout, stage, trained=True, whole_embedding=whole)
 
