@@ -11,9 +11,10 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,13 +63,28 @@ def prepare(folder: Path) -> None:
             (folder / name).write_text(content, encoding="utf-8")
 
 
+def once(search: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same, run once for each question: pages show a plan as text, as a recipe, as a page."""
+    known: dict[str, Any] = {}
+
+    def found(request: Any) -> Any:
+        key = repr(request)
+        if key not in known:
+            known[key] = search(request)
+        return known[key]
+
+    return found
+
+
 def work(folder: str, channel: Connection) -> None:
     """In a process of its own: run command lines; send the status of each and all it prints."""
     os.chdir(folder)
     os.environ |= {"HOME": folder, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     os.environ["XDG_CACHE_HOME"] = str(Path(folder, ".cache"))
     from fivefold.cli.main import main
+    from fivefold.search import search
 
+    search.search = once(search.search)
     output = Path(folder, f".output-{os.getpid()}")
     while True:
         argv = channel.recv()
@@ -105,7 +121,8 @@ class Reader:
         self._folder, self._context = folder, multiprocessing.get_context("forkserver")
         verbs = ("plan", "report", "schedule", "train", "verify")
         rooms = [f"fivefold.cli.{verb}" for verb in verbs]
-        self._context.set_forkserver_preload([*rooms, "fivefold.train.run", "fivefold.verify.run"])
+        trains = ("fivefold.train.run", "fivefold.verify.run", "torch._dynamo")
+        self._context.set_forkserver_preload([*rooms, *trains])
         self._planner = self._start()
 
     def run(self, argv: list[str]) -> tuple[int, str]:

@@ -25,7 +25,8 @@ _READS = frozenset(
     }
 )
 """Operations whose result, or its shape, the host needs before it goes on."""
-_OF_BOTH = frozenset({"aten::_to_copy", "aten::copy_", "aten::index", "aten::index_put_"})
+_COPIES = frozenset({"aten::_to_copy", "aten::copy_"})
+_OF_BOTH = _COPIES | {"aten::index", "aten::index_put_"}
 """Operations that take a tensor of the host beside one on the device; others take only scalars."""
 _ACCESSORS = ("tolist", "cpu", "numpy", "__array__")
 """Methods that hand a tensor to the host; on a CPU none of them comes by the dispatcher."""
@@ -38,11 +39,13 @@ def awaited(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result:
         return True
     if name == "aten::index":  # of the elements that a mask selects, the host needs the number
         return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
+    if name not in _COPIES:
+        return False
     every = [*tensors_in(args), *tensors_in(result)]
     if all(x.is_cuda or not bytes_of(x) for x in every):
         return False
     later = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
-    return name in ("aten::copy_", "aten::_to_copy") and not later and any(x.is_cuda for x in every)
+    return not later and any(x.is_cuda for x in every)
 
 
 class HostWaits(Watch):
