@@ -65,6 +65,7 @@ def _blocks(
     trained: bool,
     whole_embedding: bool,
 ) -> tuple[GatheredBlock, ...]:
+    """As `stage_blocks` has it, from what of a layout they depend on: a search asks for few."""
     around = replace(parts, layers=())
     whole = EMBEDDING if whole_embedding and model.untie_embeddings_and_output_weights else ""
     ends = _block(model, degrees, around, trained, leaves_out="mtp.", whole=whole)
