@@ -3,7 +3,7 @@
 A thread on each rank sleeps on a key of the rendezvous store, at no cost, until another process
 asks. It then looks twice at the rank's main thread and answers. That a rank does not answer also
 tells something: it is stopped, gone or stuck in native code. Questions are numbered from 1, and
-each is put to every rank.
+each is put to every rank that has registered; one that registers later answers the last of them.
 """
 
 import json
@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -49,7 +50,9 @@ class RollCall:
     def __init__(self, env: RankEnv) -> None:
         self._env, self._witness = env, Witness(env.activity)
         self._thread: threading.Thread | None = None
-        self._ended, self._question = False, 1
+        # Calls carry the name of who is called: what wakes this one to leave wakes no later one.
+        self._name = uuid.uuid4().hex
+        self._ended, self._question = False, 0
 
     def __enter__(self) -> Self:
         if self._env.launcher != "single":
@@ -68,8 +71,7 @@ class RollCall:
         if self._thread is None or not self._thread.is_alive():
             return
         if (store := connect(self._env)) is not None:
-            for question in (self._question, self._question + 1):  # it may be answering the first
-                store.set(key("call", question, self._env.rank), "")
+            store.set(key("call", self._question, self._name), "")
             self._thread.join(CONNECT_SECONDS)
 
     def _answer(self) -> None:
@@ -77,28 +79,29 @@ class RollCall:
             store = dist.TCPStore(
                 self._env.master_addr, self._env.master_port, is_master=False, timeout=FOR_EVER
             )
-            here = json.dumps([socket.gethostname(), os.getpid()])
-            store.set(key("process", self._env.rank), here)
-            # One who takes the place of a dead rank leaves the questions that were put to that one.
-            self._question = max(1, store.add(key("questions"), 0))
+            here = [socket.gethostname(), os.getpid(), self._name]
+            store.set(key("process", self._env.rank), json.dumps(here))
+            asked = store.add(key("questions"), 0)
             while True:
-                store.wait([key("call", self._question, self._env.rank)], FOR_EVER)
+                if asked:
+                    answer = json.dumps(asdict(self._witness.look()))
+                    store.set(key("answer", asked, self._env.rank), answer)
+                asked = self._question = asked + 1
+                if not self._ended:  # else nobody may know by now which question to wake it with
+                    store.wait([key("call", asked, self._name)], FOR_EVER)
                 if self._ended:
                     return
-                answer = json.dumps(asdict(self._witness.look()))
-                store.set(key("answer", self._question, self._env.rank), answer)
-                self._question += 1
         except dist.DistError:  # whoever kept the store has gone: nobody is left to ask
             return
 
 
-def key(kind: str, *numbers: int) -> str:
+def key(kind: str, *names: int | str) -> str:
     """A key of the store, which torchrun keeps when it restarts the ranks."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # A host that comes or goes is no restart to torchrun's count, but another number of ranks.
         attempt += f" of {os.environ['WORLD_SIZE']}"
-    return "/".join([f"roll call {attempt}", kind, *map(str, numbers)])
+    return "/".join([f"roll call {attempt}", kind, *map(str, names)])
 
 
 def connect(env: RankEnv) -> dist.TCPStore | None:
@@ -115,14 +118,15 @@ def connect(env: RankEnv) -> dist.TCPStore | None:
 
 
 def call(store: dist.Store, world_size: int) -> int:
-    """Ask every rank for its activity; they answer within `ANSWER_SECONDS`, or not at all.
+    """Ask ranks for their activity; they answer within `ANSWER_SECONDS`, or not at all.
 
     Returns:
         The number of the question.
     """
     question = store.add(key("questions"), 1)
     for rank in range(world_size):
-        store.set(key("call", question, rank), "")
+        if (registered := _registered(store, rank)) is not None:
+            store.set(key("call", question, registered[2]), "")
     return question
 
 
@@ -159,10 +163,18 @@ def await_answers(
 
 def process_of(store: dist.Store, rank: int) -> int | None:
     """The process id of a rank, if it has registered and is on this machine."""
+    registered = _registered(store, rank)
+    if registered is None or registered[0] != socket.gethostname():
+        return None
+    return registered[1]
+
+
+def _registered(store: dist.Store, rank: int) -> tuple[str, int, str] | None:
+    """Host, process id and name of whoever answers for a rank; None if nobody does yet."""
     if not store.check([key("process", rank)]):
         return None
-    host, pid = json.loads(store.get(key("process", rank)))
-    return pid if host == socket.gethostname() else None
+    host, pid, name = json.loads(store.get(key("process", rank)))
+    return host, pid, name
 
 
 def find_suspect(

@@ -35,12 +35,39 @@ def store() -> Iterator[dist.TCPStore]:
 def test_a_new_rank_does_not_answer_what_the_dead_one_was_asked(store: dist.TCPStore) -> None:
     for _ in range(20):
         question = call(store, 2)
-    began = time.monotonic()
     with RollCall(RankEnv(1, 1, 2, 2, "127.0.0.1", store.port, "local")):
-        question = call(store, 2)
-        while not answers(store, [1], question):
-            assert time.monotonic() < began + 20 * LOOK_SECONDS
-            time.sleep(0.02)
+        assert _await_answer(store, call(store, 2))
+
+
+def test_a_rank_that_leaves_lets_no_later_one_answer_before_it_is_asked(
+    store: dist.TCPStore,
+) -> None:
+    """It wakes its own thread, in the store that the one in its place reads, too."""
+    env = RankEnv(1, 1, 2, 2, "127.0.0.1", store.port, "local")
+    for _ in range(2):
+        with RollCall(env):
+            question = call(store, 2)
+            assert _await_answer(store, question)
+    with RollCall(env):
+        time.sleep(4 * LOOK_SECONDS)
+        assert not answers(store, [1], question + 1)
+        assert _await_answer(store, call(store, 2))
+
+
+def test_a_rank_that_leaves_at_once_does_not_wait_for_its_thread(store: dist.TCPStore) -> None:
+    call(store, 2)
+    began = time.monotonic()
+    for _ in range(10):
+        with RollCall(RankEnv(1, 1, 2, 2, "127.0.0.1", store.port, "local")):
+            pass
+    assert time.monotonic() < began + 10 * (LOOK_SECONDS + 0.3)
+
+
+def _await_answer(store: dist.Store, question: int) -> bool:
+    deadline = time.monotonic() + 20 * LOOK_SECONDS
+    while not answers(store, [1], question) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return bool(answers(store, [1], question))
 
 
 class Clock:
