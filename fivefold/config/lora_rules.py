@@ -72,14 +72,6 @@ def check_adapted_run(config: Config, mistakes: Mistakes) -> None:
                 "adapters have little",
                 works=(f"--no-{name.replace('_', '-')}",),
             )
-    model, shards = config.model, config.memory.tiled_mlp_num_shards
-    in_mlp = [name for name in ("gate_proj", "up_proj", "down_proj") if model.adapts(name)]
-    if model.lora_dropout and shards > 1 and in_mlp:
-        mistakes.add(
-            f"lora_dropout: a tile of tiled_mlp_num_shards {shards} does not know its tokens, by "
-            f"which adapters of {' '.join(in_mlp)} drop",
-            works=("--lora-dropout 0", "--tiled-mlp-num-shards 1"),
-        )
     gathers = "all_gather" in parallel.cp_comm_type and parallel.context_parallel_size > 1
     if gathers and config.model.multi_latent_attention:
         mistakes.add(

@@ -10,6 +10,7 @@ Shapes: T tokens, H features.
 
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from fivefold.config.memory import MemoryConfig
+from fivefold.model.context import Context
 from fivefold.model.leaves import local
 from fivefold.model.mlp import MLP
 from fivefold.tensor.deferred_weight import DeferredWeights
@@ -34,17 +36,23 @@ class Tiles:
 
     memory: MemoryConfig
 
-    def __call__(self, mlp: MLP, x_TH: Tensor, *rest: Any) -> Tensor:
-        """[T, H] -> [T, H]; the MLP ignores all further arguments."""
+    def __call__(self, mlp: MLP, x_TH: Tensor, context: Context) -> Tensor:
+        """[T, H] -> [T, H]."""
         tiles = x_TH.split(self.memory.tile_of(len(x_TH)))
         sums = {name: _Sum(local(p), len(tiles)) for name, p in mlp.named_parameters()}
         made = []
-        for tile_tH in tiles:
+        for tile_tH, end in zip(tiles, accumulate(map(len, tiles)), strict=True):
             parameters = {name: each.share() for name, each in sums.items()}
+            of_tile = replace(context, layer=context.layer.of_tile(end - len(tile_tH), end))
             # Only what is itself an argument is saved as a tensor, so that others may discard it.
-            run = partial(functional_call, mlp, parameters)
+            run = partial(_run, mlp, parameters, of_tile)
             made.append(checkpoint(run, tile_tH, use_reentrant=False, preserve_rng_state=False))
         return torch.cat(made)
+
+
+def _run(mlp: MLP, parameters: dict[str, Tensor], context: Context, tile_tH: Tensor) -> Tensor:
+    made_tH: Tensor = functional_call(mlp, parameters, (tile_tH, context))
+    return made_tH
 
 
 def never_defer(mlp: MLP) -> None:

@@ -272,6 +272,12 @@ class AdapterDropout:
         rows = self.all_rows_T[None]
         return Mask(rows, None, self.p, self.key, self.fused, first_column=first).drop(x_TF)
 
+    def of_tile(self, start: int, end: int) -> "AdapterDropout":
+        """The dropout of this rank's tokens from `start` to `end`, and of the same of others."""
+        of_ranks = self.all_rows_T.view(-1, len(self.rows_T))
+        all_rows_t = of_ranks[:, start:end].flatten()
+        return replace(self, rows_T=self.rows_T[start:end], all_rows_T=all_rows_t)
+
 
 Drops = Mapping[str, AdapterDropout]
 """By the names of linear layers; empty: no adapter has any."""
@@ -323,3 +329,8 @@ class LayerDropout:
     made: HiddenDropout | None = None
     heads: HeadDropout | None = None
     adapters: Drops = field(default_factory=dict)
+
+    def of_tile(self, start: int, end: int) -> "LayerDropout":
+        """The same, with adapters that read this rank's tokens from `start` to `end` alone."""
+        tiles = {name: drop.of_tile(start, end) for name, drop in self.adapters.items()}
+        return replace(self, adapters=tiles)

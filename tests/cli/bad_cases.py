@@ -249,12 +249,6 @@ VALUES = [
         "--lora-rank 4 --lora-dropout 1",
         "lora_dropout must be in [0, 1), not 1.0",
     ),
-    layout(
-        "adapters dropping in tiles",
-        "--lora-rank 4 --lora-dropout 0.1 --recompute-granularity full --tiled-mlp-num-shards 2",
-        "a tile of tiled_mlp_num_shards 2 does not know its tokens",
-        "--lora-dropout 0 | --tiled-mlp-num-shards 1",
-    ),
     layout("negative seed", "--seed -1", "seed must be in 0 .. 2^63 - 1, not -1"),
     layout("seed beyond 63 bits", "--seed 9223372036854775808", "seed must be in 0 .. 2^63 - 1"),
     layout("no steps", "--train-iters 0", "train_iters must be at least 1"),
