@@ -34,7 +34,7 @@ def store() -> Iterator[dist.TCPStore]:
 
 def test_a_new_rank_does_not_answer_what_the_dead_one_was_asked(store: dist.TCPStore) -> None:
     for _ in range(20):
-        question = call(store, 2)
+        call(store, 2)
     with RollCall(RankEnv(1, 1, 2, 2, "127.0.0.1", store.port, "local")):
         assert _await_answer(store, call(store, 2))
 
