@@ -281,7 +281,8 @@ def move_folder(planter: Planter, fault: Fault) -> None:
 
 
 def delete_folder(planter: Planter, fault: Fault) -> None:
-    shutil.rmtree(planter.run)
+    while planter.run.exists():  # a checkpoint may be written into it meanwhile
+        shutil.rmtree(planter.run, ignore_errors=True)
 
 
 DEEDS: dict[str, Callable[[Planter, Fault], None]] = {
