@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 from torch._guards import active_fake_mode
 from torch.distributed.tensor import DTensor
@@ -91,7 +92,8 @@ class _Mode(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         # Of operations that are new to it, DTensor learns on tensors without memory what they give.
-        run = _execute if active_fake_mode() is not None else self._ask
+        others = torch._C._len_torch_dispatch_stack()  # seldom any, and quicker asked than which
+        run = _execute if others and active_fake_mode() is not None else self._ask
         return run(func, args, kwargs or {})
 
 

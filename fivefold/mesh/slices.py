@@ -69,8 +69,9 @@ def global_shape(tensor: Tensor) -> torch.Size:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's shard, detached and sharing storage; a plain tensor is its own shard."""
-    data = tensor.detach()
-    return data.to_local() if isinstance(data, DTensor) else data
+    with torch.no_grad():  # a DTensor's own detach would work out its sharding first
+        data = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return data.detach()
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
