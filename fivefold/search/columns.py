@@ -16,8 +16,10 @@ def codes(column: Column) -> tuple[Column, int]:
         return column, 0
     occurs = np.zeros(int(column.max()) + 1, bool)
     occurs[column] = True
-    places = np.cumsum(occurs) - 1
-    return places[column], int(places[-1]) + 1
+    found = np.flatnonzero(occurs)
+    places = np.empty(len(occurs), np.int64)
+    places[found] = np.arange(len(found))
+    return places[column], len(found)
 
 
 def table(columns: Mapping[str, Iterable[int]]) -> Columns:
