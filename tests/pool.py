@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from fivefold.mesh.groups import lost_connection
 from fivefold.train.children import die_with_parent, import_what_ranks_import
+from fivefold.train.scheduling import finish_before_others
 
 REPORT_SECONDS = 1.0  # for the other ranks' reports after the first failure
 MOST_THREADS = 100
@@ -166,6 +167,7 @@ def _fork_on_order(orders: Connection, address: str) -> None:
 
 def _serve(rank: int, world_size: int, address: str, store: str) -> None:
     torch.set_num_threads(1)
+    finish_before_others()
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     connection = Client(address)

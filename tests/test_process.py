@@ -16,10 +16,16 @@ assert gc.get_threshold() != usual
 from fivefold.train.launch import init_process_group, launch_local
 
 def rank(env):
-    import sys
+    import os, sys
     assert "torch._dynamo" in sys.modules, "each rank would import it by itself"
+    before = os.listdir("/proc/self/task") if sys.platform == "linux" else []
     init_process_group(env, "cpu")
     assert gc.get_threshold() == usual, gc.get_threshold()
+    if sys.platform == "linux":
+        of_gloo = set(os.listdir("/proc/self/task")) - set(before)
+        assert of_gloo
+        policies = {os.sched_getscheduler(int(thread)) for thread in (*of_gloo, os.getpid())}
+        assert policies == {os.SCHED_BATCH}
 
 process.leave(launch_local(rank, 2))
 """
@@ -52,6 +58,6 @@ def test_a_reader_who_has_gone_is_no_error() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_look_for_garbage_as_usual_and_share_imports() -> None:
+def test_ranks_look_for_garbage_as_usual_share_imports_and_finish_their_turn() -> None:
     done = run(RANK)
     assert done.returncode == 0, done.stderr

@@ -40,6 +40,7 @@ from fivefold.train.heap import keep_freed_memory
 from fivefold.train.rank_env import RankEnv
 from fivefold.train.rejoin import Generations, Orders
 from fivefold.train.roll_call import Answer, answers, call, find_suspect
+from fivefold.train.scheduling import finish_before_others
 from fivefold.train.signals import StopRequest, passed_on
 
 SETTLE_SECONDS = 0.3  # to wait for the report of a rank that failed a moment earlier
@@ -221,6 +222,7 @@ def init_process_group(
         backend = share_gpu(device, pause) if shared else "cpu:gloo,cuda:nccl"
     else:
         keep_freed_memory()
+        finish_before_others()
     timeout = timedelta(seconds=timeout_seconds)
     rendezvous: dict[str, Any] = {"rank": env.rank, "world_size": env.world_size}
     match env.launcher:
