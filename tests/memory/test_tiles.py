@@ -10,10 +10,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.config.memory import MemoryConfig
 from fivefold.memory.tiles import Tiles
+from fivefold.model.context import Context
+from fivefold.model.dropout import AdapterDropout
 from fivefold.model.mlp import MLP
 from tests.model.models import LLAMA
 
 TOKENS, INNER = 50, 96
+CONTEXT = Context(
+    rows=1,
+    rotary=None,
+    packing=None,
+    dropout=None,
+    part=None,
+    sequence=None,
+    routing={},
+    token_ids_T=None,
+    first_ids_B=torch.zeros(1, dtype=torch.int64),
+    step=0,
+)
 
 
 def _mlp() -> MLP:
@@ -32,7 +46,7 @@ def _gradients(mlp: MLP, dtype: torch.dtype, shards: int) -> list[Tensor]:
     ).to(dtype)
     x_TH.requires_grad_()
     run: Any = Tiles(MemoryConfig(tiled_mlp_num_shards=shards)) if shards else MLP.__call__
-    y_TH = run(mlp, x_TH)
+    y_TH = run(mlp, x_TH, CONTEXT)
     y_TH.backward(grad_TH)
     return [y_TH.detach(), *(leaf.grad for leaf in (x_TH, *mlp.parameters()))]  # type: ignore[misc]
 
@@ -53,6 +67,20 @@ def test_sums_over_many_tiles_are_as_exact_as_one_product() -> None:
         _gradients(mlp, torch.bfloat16, 50), _gradients(mlp, torch.bfloat16, 0), exact, strict=True
     ):
         assert (ours - true).norm() < 1.1 * (whole - true).norm()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_tile_drops_what_the_whole_drops(ranks: int) -> None:
+    """Of this rank's tokens, and of the same ones of every rank where these are gathered."""
+    all_rows = torch.randperm(ranks * TOKENS)
+    rows, key = all_rows[:TOKENS], torch.tensor(7)
+    drop = AdapterDropout(rows, all_rows, 0.5, key, fused=False)
+    x_NTF = torch.rand(ranks, TOKENS, 8) + 1
+    whole, parts = drop.whole(x_NTF[0]), drop.part(x_NTF.flatten(0, 1), 3).view_as(x_NTF)
+    for start, end in ((0, 17), (17, 34), (34, TOKENS)):
+        tile, x_NtF = drop.of_tile(start, end), x_NTF[:, start:end]
+        assert torch.equal(tile.whole(x_NtF[0]), whole[start:end])
+        assert torch.equal(tile.part(x_NtF.flatten(0, 1), 3).view_as(x_NtF), parts[:, start:end])
 
 
 class _Widest(TorchDispatchMode):
