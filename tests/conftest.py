@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 import sys
@@ -7,6 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+from fivefold import process
+
 if TYPE_CHECKING:
     from tests.pool import Pool
 
@@ -15,6 +18,7 @@ def pytest_sessionstart() -> None:
     """A shell starts what runs in its background with SIGINT ignored, and programs inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    process.begin()
 
 
 if not Path("/dev/nvidiactl").exists():
@@ -55,7 +59,12 @@ def _file(item: pytest.Item) -> str:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Fork the pool's helper now: no test has yet made this process unfit for it."""
+    """Fork the pool's helper now: no test has yet made this process unfit for it.
+
+    What has been imported is never garbage; nobody looks through it again, here or in ranks.
+    """
+    process.work()
+    gc.freeze()
     wanted = any("pool" in getattr(item, "fixturenames", ()) for item in session.items)
     if (wanted or "tests.pool" in sys.modules) and not session.config.option.collectonly:
         _pool()

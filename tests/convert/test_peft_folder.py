@@ -33,7 +33,6 @@ from tests.model.models import batch_of
 from tests.pool import run
 from tests.verify.cases import shared_groups
 
-peft = pytest.importorskip("peft")
 KINDS = [kind for kind in FAMILIES if kind not in ("gpt2", "gpt_neox")]
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
@@ -52,6 +51,7 @@ def saved(kind: str, folder: Path, dtype: torch.dtype = torch.float64, **setting
     asked = {place.names[0].split(".")[-2] for place in adapted}
     chosen = {"r": 3, "lora_alpha": 5, "target_modules": sorted(asked), "task_type": "CAUSAL_LM"}
     settings = chosen | {"init_lora_weights": False} | settings
+    peft = pytest.importorskip("peft")
     wrapped = peft.get_peft_model(theirs, peft.LoraConfig(**settings), autocast_adapter_dtype=False)
     for name, parameter in wrapped.named_parameters():
         if "magnitude" in name:  # which PEFT makes such that they change nothing
@@ -225,6 +225,7 @@ def test_what_has_no_effect_is_read(name: str, llama: Path, tmp_path: Path) -> N
 
 def test_every_field_that_peft_writes_is_known(llama: Path) -> None:
     """`saved` has its defaults; a later PEFT with a field more is seen here."""
+    peft = pytest.importorskip("peft")
     fields = json.loads((llama / "adapter" / SETTINGS).read_text())
     assert fields.keys() == {*peft.LoraConfig().to_dict()}
     assert read_adapter(llama / "adapter").settings["lora_rank"] == 3
