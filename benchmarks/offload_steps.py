@@ -1,11 +1,11 @@
 """Whole steps with state off the device, beside DeepSpeed's: seconds, CPU seconds, bytes resident.
 
-    pip install --no-deps --target DIR deepspeed==0.19.8 hjson py-cpuinfo msgpack ninja einops ...
-    PYTHONPATH=DIR python -m benchmarks.offload_steps [--rounds 3] [--ranks 1 2] [--ways ...]
+    python -m benchmarks.offload_steps [--rounds 3] [--ranks 1 2] [--ways ...]
 
 The model of `benchmarks.peers`, from the same weights on the same tokens, in bf16 with fp32
 masters, clipped. Systems take turns within each round; medians count. Without a GPU host memory is
-a second copy, for both. DeepSpeed compiles its Adam and, for a disk, its reader (libaio-dev).
+a second copy, for both. DeepSpeed lives where `benchmarks.peers` puts it; it compiles its Adam and,
+for a disk, its reader (Debian's libaio-dev).
 """
 
 import argparse
@@ -14,11 +14,14 @@ from statistics import median
 
 from benchmarks.peer_systems.common import BATCH, SEQ
 from benchmarks.peer_systems.offload_ways import WAYS
-from benchmarks.peers import System, answer
+from benchmarks.peers import System, answer, make_peers_venv
 
 SYSTEMS = {
     "DeepSpeed": System(
-        "deepspeed", script="offload_deepspeed", environment={"DS_ACCELERATOR": "cpu"}
+        "deepspeed",
+        peer=True,
+        script="offload_deepspeed",
+        environment={"DS_ACCELERATOR": "cpu"},
     ),
     "Fivefold": System("fivefold", own_launcher=True, script="offload_fivefold"),
     "Fivefold, on the device": System("fivefold", own_launcher=True, script="offload_fivefold"),
@@ -48,6 +51,8 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
     parser.add_argument("--path", default=tempfile.gettempdir(), help="folder of the disk")
     given = parser.parse_args()
+    if any(SYSTEMS[name].peer for name in given.systems):
+        make_peers_venv()
     print(f"| | ranks | | {' | '.join(FIGURES)} |\n|{'---|' * 6}")
     for way in given.ways:
         for ranks in given.ranks:
