@@ -69,7 +69,7 @@ def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
     if config.training.fp8_format is not None:
         config = _with_whole_gradients(config, changes)
     _tell_rounding(config, changes)
-    config = _with_whole_blocks(config, changes)
+    config = _with_wide_messages(_with_whole_blocks(config, changes), changes)
     constant: dict[str, Any] = {
         "lr": LEARNING_RATE,
         "lr_decay_style": "constant",
@@ -112,6 +112,19 @@ def _with_whole_blocks(config: Config, changes: list[str]) -> Config:
     few = {name: "bf16" for name in types if config.value(name) == "fp8"}
     changes.append(f"{' and '.join(few)} fp8 -> bf16: the narrower rows are cut within blocks")
     return config.with_values(**few)
+
+
+def _with_wide_messages(config: Config, changes: list[str]) -> Config:
+    """A configuration whose gradients travel unrounded, unless everything is compared in bf16."""
+    precision, wide = config.training.precision, {"grad_reduce_in_bf16": False}
+    if precision == "bf16" or not config.parallel.grad_reduce_in_bf16:
+        return config
+    changes.append(
+        f"gradients are sent in {precision}, not in bf16: one device does not round them "
+        "(--bf16 compares them as they are sent)"
+    )
+    config, _ = without_orphans(config.with_values(**wide), wide)
+    return config
 
 
 def _tell_rounding(config: Config, changes: list[str]) -> None:

@@ -111,6 +111,12 @@ CORNERS: dict[str, tuple[int, str, dict[str, Any]]] = {
         "gpt",
         flags(stages="Ett|tt|tL") | {"pipeline_schedule": "interleaved_1f1b"},
     ),
+    "sent in bf16, which one device does not": (
+        2,
+        "gpt",
+        flags(strategy="optim")
+        | {"grad_reduce_in_bf16": True, "ddp_reduce_scatter_with_fp32_accumulation": True},
+    ),
     "no overlap, replicated": (2, "gpt", flags() | {"overlap_grad_reduce": False}),
     "no overlap, ZeRO-1": (
         2,
@@ -271,6 +277,7 @@ def test_one_layout_of_each_kind(world: int, case: dict[str, Any], model: str) -
         "an embedding alone, sharded and tensor parallel",
         "a loss that counts as a layer",
         "virtual stages on one rank",
+        "sent in bf16, which one device does not",
         "no overlap, ZeRO-1",
         "groups of microbatches",
         "no clipping",
