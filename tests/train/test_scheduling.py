@@ -30,3 +30,15 @@ def test_threads_finish_their_turn_unless_the_user_has_chosen_otherwise() -> Non
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(_policies, os.SCHED_IDLE).result() == (os.SCHED_IDLE,) * 2
     assert os.sched_getscheduler(0) == here
+
+
+def test_a_container_may_forbid_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    here = os.sched_getscheduler(0)
+    monkeypatch.setattr(os, "sched_getscheduler", lambda _: os.SCHED_OTHER)
+    monkeypatch.setattr(os, "sched_setscheduler", forbidden)
+    finish_before_others()
+    monkeypatch.undo()
+    assert os.sched_getscheduler(0) == here
