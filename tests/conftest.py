@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def pytest_sessionstart() -> None:
-    """A shell starts what runs in its background with SIGINT ignored, and programs inherit that."""
+    """A shell starts what runs in its background with SIGINT ignored, and programs inherit that.
+
+    Until all tests are collected nothing but imports is done.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     process.begin()

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -60,6 +61,7 @@ def test_a_rank_that_leaves_at_once_does_not_wait_for_its_thread(store: dist.TCP
     for _ in range(10):
         with RollCall(RankEnv(1, 1, 2, 2, "127.0.0.1", store.port, "local")):
             pass
+        assert "roll call" not in {thread.name for thread in threading.enumerate()}
     assert time.monotonic() < began + 10 * (LOOK_SECONDS + 0.3)
 
 
