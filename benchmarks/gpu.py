@@ -52,6 +52,18 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
     "native loss": ("debug", "--cross-entropy-loss-fusion"),
     "linear loss": ("debug", *LINEAR_LOSS),
     "compiled": ("debug", "--compile"),
+    "residual sum and norm in one": ("debug", "--fused-residual-rmsnorm"),
+    "tiles": (
+        *("debug", "--recompute-granularity", "selective", "--recompute-modules", "mlp"),
+        *("--tiled-mlp-num-shards", "3"),
+    ),
+    "adapters": ("debug", "--lora-rank", "4", "--lora-dropout", "0.1", "--use-dora"),
+    "optimizer on the host": ("debug", "--optimizer-cpu-offload"),
+    "optimizer states brought": ("debug", "--offload-optimizer-states"),
+    "states of few bits": (
+        *("debug", "--use-precision-aware-optimizer"),
+        *("--exp-avg-dtype", "fp8", "--exp-avg-sq-dtype", "fp8"),
+    ),
     "deferred weights": ("debug", "--pipeline-schedule", "zb_h1"),
     "experts": ("debug-mixtral",),
     "latents": ("debug-deepseek-v3",),
@@ -65,6 +77,17 @@ RANKS: dict[str, tuple[str, ...]] = {
     "2: dp, gradients sharded": (
         *("debug", "--nproc", "2", *ONE_RANK),
         *("--data-parallel-sharding-strategy", "optim_grads"),
+    ),
+    "2: tp in parts": (
+        *("debug", "--nproc", "2", "--tp", "2", "--sequence-parallel", "--tp-comm-overlap"),
+    ),
+    "2: ZeRO++": (
+        *("debug", "--nproc", "2", *ONE_RANK, *SHARDED),
+        *("--zero-quantized-weights", "--zero-quantized-gradients"),
+    ),
+    "2: weights on the host": (
+        *("debug", "--nproc", "2", *ONE_RANK, *SHARDED),
+        *("--param-cpu-offload", "--optimizer-cpu-offload"),
     ),
     "2: zb_v": ("debug", "--nproc", "2", *ONE_RANK, "--pp", "2", "--pipeline-schedule", "zb_v"),
     "2: dualpipe_v": (
@@ -99,6 +122,10 @@ RANKS: dict[str, tuple[str, ...]] = {
     ),
     "4: latents, ep, pp": (
         *("debug-deepseek-v3", "--nproc", "4", *ONE_RANK, "--ep", "2", "--pp", "2"),
+    ),
+    "4: ep beside another microbatch": (
+        *("debug-mixtral", "--nproc", "4", *ONE_RANK, "--ep", "2", "--pp", "2"),
+        *("--pipeline-schedule", "dualpipe_v", "--overlap-moe-expert-parallel-comm"),
     ),
     "8: tp, pp, cp": ("debug", "--nproc", "8", "--tp", "2", "--pp", "2", "--cp", "2"),
     "8: tp, pp, ep, sharded": (
@@ -139,9 +166,9 @@ def run(
         )
         output, said, passed = done.stdout, done.stdout + done.stderr, done.returncode == 0
     except subprocess.TimeoutExpired as late:
-        words_so_far = (late.stdout or b"") + (late.stderr or b"")
-        said = words_so_far.decode(errors="replace") + f"\nnot done after {limit:.0f} s"
-        output, passed = "", False
+        output = (late.stdout or b"").decode(errors="replace")
+        said = output + (late.stderr or b"").decode(errors="replace")
+        said, passed = said + f"\nnot done after {limit:.0f} s", False
     last = "" if passed else "\n".join(said.splitlines()[-8:])
     return Outcome(passed, time.perf_counter() - began, last, _rows(output))
 
@@ -151,14 +178,24 @@ def _rows(output: str) -> tuple[Any, ...]:
     return tuple(json.loads(line) for line in output.splitlines() if line.startswith('{"'))
 
 
+def side_by_side(
+    named: Mapping[str, tuple[str, ...]], *, limit: float, share: int
+) -> Iterator[tuple[str, Outcome]]:
+    """Run modules of Python in turn, several at once: one for every `share` cores."""
+    one = partial(run, limit=limit, more={"OMP_NUM_THREADS": "1"})  # or threads outnumber the cores
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // share)) as pool:
+        yield from zip(named, pool.map(lambda words: one(*words), named.values()), strict=True)
+
+
 def twins(dry: bool) -> Iterator[tuple[str, Outcome]]:
     """Kernels against their plain twins; on a CPU they are collected and skipped."""
     files = [
-        str(file)  # to collect all of them takes longer than to run these
+        str(file.relative_to(ROOT))  # to collect all of them takes longer than to run these
         for file in sorted((ROOT / "tests").rglob("test_*.py"))
         if "pytest.mark.gpu" in file.read_text()
     ]
-    yield "kernels", run("pytest", "-q", "-p", "no:xdist", "-m", "gpu", *files, limit=240)
+    words = ("pytest", "-q", "-p", "no:xdist", "-m", "gpu")
+    yield from side_by_side({file: (*words, file) for file in files}, limit=240, share=4)
 
 
 def verify(dry: bool) -> Iterator[tuple[str, Outcome]]:
@@ -171,9 +208,7 @@ def verify(dry: bool) -> Iterator[tuple[str, Outcome]]:
         words += ("--device", "cpu" if dry else "cuda")
         for precision in ("fp64", "bf16"):
             named[f"{name}, {precision}"] = (*words, "--precision", precision)
-    one = partial(run, limit=150, more={"OMP_NUM_THREADS": "1"})  # or threads outnumber the cores
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) * 3 // 4)) as pool:
-        yield from zip(named, pool.map(lambda words: one(*words), named.values()), strict=True)
+    yield from side_by_side(named, limit=150, share=1)
 
 
 def ranks(dry: bool) -> Iterator[tuple[str, Outcome]]:
@@ -185,9 +220,7 @@ def ranks(dry: bool) -> Iterator[tuple[str, Outcome]]:
         named[name] = words if dry else (*words, "--races")
         if not dry:
             named[f"{name}, delayed"] = (*words, "--delays", "1")
-    one = partial(run, limit=150, more={"OMP_NUM_THREADS": "1"})
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool:
-        yield from zip(named, pool.map(lambda words: one(*words), named.values()), strict=True)
+    yield from side_by_side(named, limit=150, share=3)
 
 
 def script(module: str, dry: bool) -> Iterator[tuple[str, Outcome]]:

@@ -3,7 +3,6 @@
     python -m benchmarks.gpu_layers [--dry]
 
 Forward and backward of a few layers in bf16, on the hidden states of one row: Fivefold's, as they
-Forward and backward of a few layers in bf16, on the hidden states of one row: Fivefold's, as they
 are, without fused kernels, with dropout and compiled, with the row as one document and packed with
 many, and with linear layers in fp8 by each recipe (their MFU is a share of the bf16 peak); and the
 same layers in plain PyTorch, which knows no documents.
@@ -25,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
 from fivefold.config.training import TrainingConfig
@@ -124,7 +124,7 @@ def our_step(
     """Forward and backward of Fivefold's layers, in 8 bits if there is a recipe."""
     stage = Stage(model, StageSpec(False, tuple(range(LAYERS)), False)).to(device, torch.bfloat16)
     if recipe is not None:
-        install_eight_bit(stage, EightBit(RECIPES[recipe], torch.bfloat16), ())
+        install_eight_bit(stage, EightBit(RECIPES[recipe], torch.bfloat16), MemoryConfig())
     for parameter in stage.parameters():
         nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else nn.init.ones_(parameter)
     if fused:

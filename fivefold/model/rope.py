@@ -93,7 +93,7 @@ class RotaryTables:
 
     def rotate(self, x_BSND: Tensor, first: int = 0) -> Tensor:
         """Rotate feature pairs of each head, from feature `first` on, by its token's angle."""
-        (rotated,) = _Rotate.apply(self.cos, self.sin, first, self.fused, x_BSND)
+        rotated, _ = _Rotate.apply(self.cos, self.sin, first, self.fused, x_BSND, None)
         return rotated
 
     def rotate_both(self, q_BSND: Tensor, k_BSGD: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,20 +103,24 @@ class RotaryTables:
 
 
 class _Rotate(torch.autograd.Function):
-    """Saves no input: the gradient is rotated back by the same angle."""
+    """Saves no input: the gradient is rotated back by the same angle.
+
+    Of one tensor, or two: torch 2.11 does not compile a forward of any number of them.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, cos: Tensor, sin: Tensor, first: int, fused: bool, *heads: Any
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, cos: Tensor, sin: Tensor, first: int, fused: bool, x: Tensor, y: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(cos, sin)
         ctx.first, ctx.fused = first, fused
-        return tuple(result(_turn(x, cos, sin, 1.0, first, fused=fused)) for x in heads)
+        turned = result(_turn(x, cos, sin, 1.0, first, fused=fused))
+        return turned, None if y is None else result(_turn(y, cos, sin, 1.0, first, fused=fused))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         (cos, sin), first, fused = ctx.saved_tensors, ctx.first, ctx.fused
-        turned = (_turn(grad, cos, sin, -1.0, first, fused=fused) for grad in grads)
+        turned = (g if g is None else _turn(g, cos, sin, -1.0, first, fused=fused) for g in grads)
         return None, None, None, None, *turned
 
 
