@@ -130,8 +130,8 @@ class Races:
                     self.found[race] = self.found.get(race, 0) + 1
 
 
-PAGE = 1 << 21
-"""Bytes of memory that are looked up together: what a caching allocator takes at once."""
+PAGE = 1 << 13
+"""Bytes of memory that are looked up together: a page holds few of the tensors of a small model."""
 
 
 def _pages(span: Span) -> range:

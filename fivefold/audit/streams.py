@@ -38,7 +38,6 @@ class StreamWatch(Watch):
         super().__init__()
         self.races = Races()
         self._lock = RLock()
-        self._events: weakref.WeakKeyDictionary[Any, Mark] = weakref.WeakKeyDictionary()
         self._works: dict[int, tuple[dist.Work, Mark]] = {}
         self._known: dict[int, set[str]] = {}
         self._messages: set[str] = set()
@@ -150,16 +149,23 @@ class StreamWatch(Watch):
 
     def _record(self, event: Any, result: Any, stream: Any = None) -> None:
         with self._lock:
-            self._events[event] = self.races.mark(_name(stream or torch.cuda.current_stream()))
+            mark = self.races.mark(_name(stream or torch.cuda.current_stream()))
+            # On the event: torch frees events of CUDA without a word to weak references.
+            event.reached = self, mark
 
     def _wait(self, event: Any, result: Any, stream: Any = None) -> None:
         with self._lock:
             name = _name(stream or torch.cuda.current_stream())
-            self.races.wait(name, self._events.get(event, {}))
+            self.races.wait(name, self._mark_of(event))
 
     def _host_waits(self, event: Any, result: Any) -> None:
         with self._lock:
-            self.races.wait(HOST, self._events.get(event, {}))
+            self.races.wait(HOST, self._mark_of(event))
+
+    def _mark_of(self, event: Any) -> Mark:
+        """What an event has recorded since this watch began."""
+        watch, mark = getattr(event, "reached", (None, {}))
+        return mark if watch is self else {}
 
     def _host_waits_for_stream(self, stream: Any, result: Any) -> None:
         with self._lock:

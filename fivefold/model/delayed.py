@@ -22,7 +22,7 @@ from torch import Tensor
 from fivefold.config.training import TrainingConfig
 from fivefold.mesh.collectives import start_all_reduce
 from fivefold.mesh.slices import Piece
-from fivefold.model.fp8 import E4M3, OF_GRADIENTS, TINY, Scaled, largest, narrowed, over
+from fivefold.model.fp8 import E4M3, OF_GRADIENTS, TINY, Scaled, narrowed_and_largest, over
 from fivefold.model.fp8_rules import OPERANDS, SCALES, ScaledLayer
 
 INPUT, WEIGHT, GRADIENT = range(OPERANDS)
@@ -55,10 +55,10 @@ class OperandScales:
         """
         if operand == INPUT and self.of_input is not None:
             return self.of_input.quantised(x_MK, operand, dtype)
-        found, seen = largest(x_MK[None, :, None, :]), self.seen[operand]
+        seen, scale = self.seen[operand], self.scale[operand].view(1, 1)
+        bits, found = narrowed_and_largest(x_MK, scale, dtype)
         torch.maximum(seen, found.view(()), out=seen)
-        scale = self.scale[operand].view(1, 1)
-        return Scaled(narrowed(x_MK, scale, dtype), over(1.0, scale) + found * 0, (None, None))
+        return Scaled(bits, over(1.0, scale) + found * 0, (None, None))
 
 
 class DelayedScaling:

@@ -10,11 +10,13 @@ Shapes: T tokens, F output features, H input features; M, N, K rows, columns and
 from dataclasses import dataclass
 from math import inf
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fivefold.mesh.device import runs_triton
 from fivefold.model.fp8_rules import BLACKWELL
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
@@ -26,6 +28,7 @@ MX = 32
 """Elements of a block of mxfp8."""
 _MULTIPLE = 16  # of which a kernel wants the dims of its operands
 _EXPONENT = 0x7F800000  # bits of an fp32
+_BY_TILES = torch.bfloat16, torch.float16, torch.float32  # types that kernels of ours quantise
 
 Block = tuple[int | None, int | None]
 """Rows and columns that share a scale; None: all of them."""
@@ -127,6 +130,14 @@ def quantise(
         powers_of_two: whether to round scales down to powers of two.
         exponents: whether to keep these as E8M0, in which infinity is NaN, too.
     """
+    if _by_tiles(x_MK):
+        from fivefold.model import quantise_kernels as kernels
+
+        if kernels.fits(block):
+            along = block[1] == 1 != block[0]  # then its product sums over rows
+            how = {"powers_of_two": powers_of_two, "by_columns": along}
+            bits, inverse = kernels.quantise(x_MK, block, dtype, **how)
+            return Scaled(bits, inverse.to(E8M0) if exponents else inverse, block)
     rows, columns = x_MK.shape
     m, k = (each or max(size, 1) for each, size in zip(block, x_MK.shape, strict=True))
     padding = -columns % k, -rows % m
@@ -139,6 +150,21 @@ def quantise(
         bits = bits[:rows, :columns].clone(memory_format=torch.contiguous_format)
     inverse = over(1.0, scale)
     return Scaled(bits, inverse.to(E8M0) if exponents else inverse, block)
+
+
+def narrowed_and_largest(x_MK: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Bits of a matrix with a scale that is known, [1, 1] of fp32, and its largest magnitude, as
+    `scale`."""
+    if _by_tiles(x_MK):
+        from fivefold.model import quantise_kernels as kernels
+
+        return kernels.narrowed(x_MK, scale, dtype)
+    return narrowed(x_MK, scale, dtype), largest(x_MK[None, :, None, :])
+
+
+def _by_tiles(x_MK: Tensor) -> bool:
+    """Whether kernels of ours quantise it."""
+    return x_MK.dtype in _BY_TILES and all(x_MK.shape) and runs_triton(x_MK)
 
 
 def narrowed(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -202,20 +228,53 @@ def _has_kernel(a: Scaled, b: Scaled) -> bool:
 def _by_kernel(a: Scaled, b: Scaled, *, fast: bool) -> Tensor:
     """Operands are padded with zeros to what the kernel takes."""
     left, right = _aligned(a), _aligned(b)
-    swizzle = F.SwizzleType.SWIZZLE_32_4_4 if a.block[1] == MX else F.SwizzleType.NO_SWIZZLE
-    product = F.scaled_mm(
-        left.bits,
-        right.bits.t(),
-        scale_a=_laid_out(left),
-        scale_recipe_a=_KINDS[left.block],
-        scale_b=_laid_out(right).t() if right.block == (1, None) else _laid_out(right),
-        scale_recipe_b=_KINDS[right.block],
+    right_scale = _laid_out(right)
+    operands = left.bits, right.bits.t(), _laid_out(left)
+    kinds = _KINDS[left.block].value, _KINDS[right.block].value
+    product = _product if not torch.compiler.is_compiling() else _traced_product
+    made = product(
+        *operands,
+        right_scale.t() if right.block == (1, None) else right_scale,
+        *kinds,
+        swizzled=a.block[1] == MX,
+        fast=fast and a.block[1] is None,
+    )
+    return made[: len(a.bits), : len(b.bits)]
+
+
+def _product(
+    left: Tensor,
+    right: Tensor,
+    left_scale: Tensor,
+    right_scale: Tensor,
+    left_kind: int,
+    right_kind: int,
+    swizzled: bool,
+    fast: bool,
+) -> Tensor:
+    swizzle = F.SwizzleType.SWIZZLE_32_4_4 if swizzled else F.SwizzleType.NO_SWIZZLE
+    return F.scaled_mm(
+        left,
+        right,
+        scale_a=left_scale,
+        scale_recipe_a=F.ScalingType(left_kind),
+        scale_b=right_scale,
+        scale_recipe_b=F.ScalingType(right_kind),
         swizzle_a=swizzle,
         swizzle_b=swizzle,
         output_dtype=torch.bfloat16,
-        use_fast_accum=fast and a.block[1] is None,
+        use_fast_accum=fast,
     )
-    return product[: len(a.bits), : len(b.bits)]
+
+
+_traced_product = torch.library.custom_op(
+    "fivefold::scaled_product", _product, mutates_args=(), device_types="cuda"
+)  # torch 2.11 breaks the graph of a compiled layer at its own
+
+
+@_traced_product.register_fake
+def _(left: Tensor, right: Tensor, *_: Any, **__: Any) -> Tensor:
+    return left.new_empty(left.shape[0], right.shape[1], dtype=torch.bfloat16)
 
 
 def multiplies_groups(a: Scaled, weight_ENK: Tensor, dtype: torch.dtype) -> bool:
@@ -264,13 +323,22 @@ def _aligned(x: Scaled) -> Scaled:
     """Rows and depth of a multiple of what the kernel takes, the depth contiguous."""
     each = _MULTIPLE, MX if x.block[1] == MX else _MULTIPLE
     rows, depth = (-size % multiple for size, multiple in zip(x.bits.shape, each, strict=True))
-    bits = x.bits.contiguous()
+    bits = _by_rows(x.bits)
     if rows or depth:
         bits = F.pad(bits.view(torch.uint8), (0, depth, 0, rows)).view(x.bits.dtype)
     inverse = x.inverse
     if x.block[0] == 1 and inverse.dtype != E8M0:  # others are padded as they are laid out
         inverse = F.pad(inverse, (0, 0, 0, rows), value=1.0)
     return Scaled(bits, inverse, x.block)
+
+
+def _by_rows(bits_MK: Tensor) -> Tensor:
+    """The same, contiguous."""
+    if bits_MK.is_contiguous() or not runs_triton(bits_MK):
+        return bits_MK.contiguous()
+    from fivefold.model import quantise_kernels as kernels
+
+    return kernels.by_rows(bits_MK)
 
 
 def _laid_out(x: Scaled) -> Tensor:

@@ -156,8 +156,8 @@ def _finite(value: Any) -> Any:
 
 def worst_line(worst: dict[str, Any]) -> str:
     """One line on the worst difference."""
-    kind = _SHOWN[worst["what"]].removesuffix("s")
-    name = f"{kind} of {worst['name']}" if worst["name"] else kind
+    kind = _SHOWN[worst["what"]]
+    name = f"{kind.removesuffix('s')} of {worst['name']}" if worst["name"] else kind
     line = f"{name} in step {worst['step'] + 1} on rank {worst['rank']}: {worst['error']:.2e}"
     if worst["name"]:
         line += f" (norm ratio {worst['ratio']:.4g}, cosine {worst['cosine']:.4f})"

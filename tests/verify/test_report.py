@@ -31,6 +31,15 @@ def test_large_errors_and_what_is_no_number_fail(error: float) -> None:
     assert found["passed"] is False and set(found) >= {"dtype", "layout", "max_rel_error", "worst"}
 
 
+def test_a_number_is_called_by_its_name_and_a_tensor_by_its_own() -> None:
+    wrong = replace(RIGHT, error=1.0)
+    for what, said in (("loss", "loss in step"), ("grad", "gradient of bad in step")):
+        text = judge(
+            LAYOUT, [replace(wrong, what=what, name="bad" * (what == "grad"))], None
+        ).text()
+        assert f"worst      {said}" in text
+
+
 def test_errors_are_relative_to_the_whole_tensor() -> None:
     assert judge(LAYOUT, [replace(RIGHT, error=1e-11, scale=100.0)], None).passed
     assert not judge(LAYOUT, [replace(RIGHT, error=1e-14, scale=0.0)], None).passed
