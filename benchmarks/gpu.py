@@ -81,6 +81,10 @@ RANKS: dict[str, tuple[str, ...]] = {
     "2: tp in parts": (
         *("debug", "--nproc", "2", "--tp", "2", "--sequence-parallel", "--tp-comm-overlap"),
     ),
+    "2: tp, fp8 in bf16": (
+        *("debug", "--nproc", "2", "--tp", "2", "--sequence-parallel", "--precision", "bf16"),
+        *("--fp8-format", "e4m3", "--fp8-recipe", "rowwise"),
+    ),
     "2: ZeRO++": (
         *("debug", "--nproc", "2", *ONE_RANK, *SHARDED),
         *("--zero-quantized-weights", "--zero-quantized-gradients"),

@@ -147,7 +147,9 @@ class SplitTokens(Exchange):
     def own(self, x_TH: Tensor) -> Tensor:
         """[T, H] -> [t, H], a copy: the rows of this rank's tokens."""
         assert self.group is not None
-        return x_TH.chunk(self.group.size())[self.group.rank()].clone()
+        return x_TH.chunk(self.group.size())[self.group.rank()].clone(
+            memory_format=torch.contiguous_format  # 8 bits may lie by columns
+        )
 
     def start_sum(self, terms: Sequence[Term]) -> Pending:
         """Sum products over the terms and the ranks: [T, F] each -> [t, H]."""

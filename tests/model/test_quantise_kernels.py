@@ -15,7 +15,7 @@ from fivefold.model.delayed import WEIGHT, OperandScales
 from fivefold.model.fp8 import E4M3, E5M2, Block, Scaled, quantise
 
 BLOCKS: list[Block] = [(None, None), (1, None), (None, 1), (1, 128), (128, 1), (128, 128)]
-BLOCKS += [(1, 32), (32, 1)]
+BLOCKS += [(1, 32), (32, 1), (1, 1)]
 CASES = 20
 """Of the 192 combinations of a block: the interpreter takes some 50 ms for each."""
 
