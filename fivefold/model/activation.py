@@ -107,7 +107,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
         act = F.silu(gate).mul_(up)
         if weights_T.dtype == act.dtype:
             return result(act.mul_(weights_T[:, None]))
-        return (act * weights_T[:, None]).to(gate.dtype)
+        return result((act * weights_T[:, None]).to(gate.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,7 +150,7 @@ class _Activated(torch.autograd.Function):
         y = _value(name, g)
         if u is not None:
             y = y.mul_(u)
-        return result(y) if weights_T is None else (y * weights_T[:, None]).to(gate.dtype)
+        return result(y if weights_T is None else (y * weights_T[:, None]).to(gate.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fivefold.model.blockwise import sink_grads
 from fivefold.model.cuda_kernels import Grads, flash_backward, flash_forward, lacking_flash
+from fivefold.model.traced import result
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class _Packed(torch.autograd.Function):
         if sinks is not None:
             # A sink only adds to the denominator of the softmax.
             total = torch.logaddexp(lse, sinks.detach()[:, None].to(lse.dtype))
-            out = (out * (lse - total).exp_().t()[..., None]).to(q.dtype)
+            out = result((out * (lse - total).exp_().t()[..., None]).to(q.dtype))
             lse = total
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.pieces, ctx.kernel = pieces, kernel
