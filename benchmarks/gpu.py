@@ -38,6 +38,8 @@ import torch
 from fivefold.files import write_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
+KEPT, SHOWN = 100, 8
+"""Last lines of a process that failed: in the results, where a crash leaves many, and on screen."""
 LINEAR_LOSS = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "linear")
 ONE_RANK = ("--tp", "1", "--no-sequence-parallel")
 FP8 = ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise")
@@ -146,7 +148,7 @@ class Outcome:
     Attributes:
         passed: whether its exit status was 0.
         seconds: how long it took.
-        last: the last lines of what it said.
+        last: the last lines of what it said, if it failed.
         rows: lines of JSON that it printed.
     """
 
@@ -173,7 +175,7 @@ def run(
         output = (late.stdout or b"").decode(errors="replace")
         said = output + (late.stderr or b"").decode(errors="replace")
         said, passed = said + f"\nnot done after {limit:.0f} s", False
-    last = "" if passed else "\n".join(said.splitlines()[-8:])
+    last = "" if passed else "\n".join(said.splitlines()[-KEPT:])
     return Outcome(passed, time.perf_counter() - began, last, _rows(output))
 
 
@@ -301,7 +303,8 @@ def main() -> int:
             failed += not outcome.passed
             state = "passed" if outcome.passed else "FAILED"
             print(f"{state}  {outcome.seconds:6.1f} s  {part}: {name}", flush=True)
-            print("".join(f"    {line}\n" for line in outcome.last.splitlines()), end="")
+            shown = outcome.last.splitlines()[-SHOWN:]
+            print("".join(f"    {line}\n" for line in shown), end="")
             for row in outcome.rows:
                 print(_shown(row), end="", flush=True)
             found[name] = vars(outcome)
