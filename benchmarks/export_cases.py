@@ -364,6 +364,8 @@ CHANGES: Mapping[str, Change] = {
     "fp4_format": Change("e2m1"),
     "compile": Change(True),
     "compile_backend": Change("aot_eager", {"compile": True}),
+    "cuda_graph_impl": Change("local", {"reset_attention_mask": False}),
+    "cuda_graph_scope": Change("full_iteration"),  # the one that there is
     "bias_swiglu_fusion": Change(False),
     "bias_gelu_fusion": Change(False),
     "rope_fusion": Change(False),

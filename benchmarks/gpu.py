@@ -43,6 +43,7 @@ KEPT, SHOWN = 100, 8
 LINEAR_LOSS = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "linear")
 ONE_RANK = ("--tp", "1", "--no-sequence-parallel")
 FP8 = ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise")
+GRAPH = ("--cuda-graph-impl", "local", "--no-reset-attention-mask")
 OFFLOADS = ("--fine-grained-activation-offloading", "--offload-modules", "core_attn")
 TECHNIQUES: dict[str, tuple[str, ...]] = {
     "plain": ("debug",),
@@ -73,6 +74,14 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
     "fp8": ("debug", *FP8),
     "fp8 experts": ("debug-mixtral", *FP8),
     "fp8, scales of earlier steps": ("debug-mixtral", *FP8[:2], "--fp8-recipe", "delayed"),
+    "step as one graph": ("debug", *GRAPH),
+    "step as one graph, compiled": ("debug", *GRAPH, "--compile"),
+    "step as one graph, recomputed, linear loss": (
+        *("debug", *GRAPH, *LINEAR_LOSS, "--recompute-granularity", "full"),
+    ),
+    "step as one graph, fp8, scales of earlier steps": (
+        *("debug", *GRAPH, *FP8[:2], "--fp8-recipe", "delayed"),
+    ),
 }
 SHARDED = ("--data-parallel-sharding-strategy", "optim_grads_params")
 RANKS: dict[str, tuple[str, ...]] = {
@@ -210,7 +219,10 @@ def verify(dry: bool) -> Iterator[tuple[str, Outcome]]:
     for name, (recipe, *flags) in TECHNIQUES.items():
         if dry and "--compile" in flags:
             flags += ["--compile-backend", "aot_eager"]
-        words = ("fivefold", "verify", recipe, "--nproc", "1", *ONE_RANK, "--steps", "2", *flags)
+        steps = "4" if GRAPH[0] in flags else "2"  # two are launched, then two replayed
+        if dry and GRAPH[0] in flags:
+            flags += [GRAPH[0], "none"]  # a CPU has none
+        words = ("fivefold", "verify", recipe, "--nproc", "1", *ONE_RANK, "--steps", steps, *flags)
         words += ("--device", "cpu" if dry else "cuda")
         for precision in ("fp64", "bf16"):
             named[f"{name}, {precision}"] = (*words, "--precision", precision)

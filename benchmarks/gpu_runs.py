@@ -3,8 +3,9 @@
     python -m benchmarks.gpu_runs [--dry]
 
 The engine of `fivefold train` on random tokens, packed into documents: no corpus, no checkpoints.
-Each model takes a few steps, and one more that is measured. Prints a line of JSON for each quantity
-of each model, as `fivefold audit` compares them. `--dry` runs small models on a CPU.
+Each model takes a few steps, and one more that is measured, which no graph replays. Prints a line
+of JSON for each quantity of each model, as `fivefold audit` compares them. `--dry` runs small
+models on a CPU.
 """
 
 import gc
@@ -51,10 +52,16 @@ FULL = {
     "recompute_method": "uniform",
     "recompute_num_layers": (1,),
 }
+WHOLE = {"reset_attention_mask": False}
+GRAPH = {"cuda_graph_impl": "local"}
 Runs = Mapping[str, tuple[ModelConfig, dict[str, Any]]]
 RUNS: Runs = {
     "1B": (ONE_B, SHORT),
     "1B, compiled": (ONE_B, SHORT | {"compile": True}),
+    "1B, whole rows": (ONE_B, SHORT | WHOLE),
+    "1B, whole rows, one graph": (ONE_B, SHORT | WHOLE | GRAPH),
+    "1B, whole rows, compiled": (ONE_B, SHORT | WHOLE | {"compile": True}),
+    "1B, whole rows, compiled, one graph": (ONE_B, SHORT | WHOLE | GRAPH | {"compile": True}),
     "eight layers of 8B": (EIGHT_B, LONG),
     "eight layers of 8B, compiled, native loss": (
         EIGHT_B,
@@ -71,16 +78,18 @@ SMALL = {"seq_length": 64, "global_batch_size": 4}
 DRY_RUNS: Runs = {
     "small": (PRESETS["debug-llama"], SMALL),
     "small, linear loss": (PRESETS["debug-llama"], SMALL | LINEAR),
+    "small, whole rows": (PRESETS["debug-llama"], SMALL | WHOLE),
     "small with experts": (PRESETS["debug-mixtral"], SMALL),
 }
 
 
 def batches(layout: Layout) -> list[Microbatch]:
-    """Random tokens in documents of some 500."""
+    """Random tokens in documents of some 500, of which each row may be one for attention."""
     training, model = layout.config.training, layout.config.model
     random = np.random.default_rng(1)
     shape = training.micro_batch_size, training.seq_length + 1
-    rules = Packing(training.seq_length, eod_id=0)
+    apart = layout.config.data.reset_attention_mask
+    rules = Packing(training.seq_length, eod_id=0, reset_attention_mask=apart)
     made = []
     for number in range(layout.num_microbatches):
         windows = random.integers(1, model.vocab_size, shape)
@@ -104,6 +113,10 @@ def rows(runs: Runs, device: torch.device) -> Iterator[dict[str, Any]]:
         for _ in range(WARMUP):
             step()
         usual = statistics.median(seconds(step, device) for _ in range(STEPS))
+        if device.type == "cuda":
+            reserved = torch.cuda.max_memory_reserved(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            yield {"model": name, "quantity": "memory reserved", "measured": reserved}
         with tempfile.TemporaryDirectory() as folder:
             with measured(engine, 1, Path(folder)):
                 step()

@@ -14,6 +14,7 @@ from fivefold.config.config import SETTINGS, Config
 from fivefold.config.dependence import check_dependents
 from fivefold.config.experts import check_routing
 from fivefold.config.foreign import name_of
+from fivefold.config.graph_rules import check_step_graph
 from fivefold.config.lora_rules import check_adapted_run
 from fivefold.config.memory_rules import check_memory
 from fivefold.config.model import ModelConfig
@@ -117,6 +118,7 @@ def _check(
         _check_built(config, mistakes)
         check_routers(config, mistakes)
         check_tensor_overlap(parallel, mistakes)
+        check_step_graph(config, parallel, mistakes)
     check_tensor_parallel(config, parallel, mistakes)
     check_experts(config, parallel, mistakes)
     check_context(config, parallel, mistakes)

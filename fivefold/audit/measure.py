@@ -28,6 +28,7 @@ class Measurable(Protocol):
     groups: Groups
     device: torch.device
     model: Any
+    graphs: Any
     parameters: dict[str, nn.Parameter]
     optimizer: Any
 
@@ -38,6 +39,7 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
 
     The block runs slower than other steps, and computes the same. Compiled layers run as they were
     written: torch.compile would give up for good on code that it meets inside of a dispatch mode.
+    No step is replayed, in which nothing of what is measured could be seen.
 
     Args:
         engine: engine that runs the step.
@@ -65,7 +67,8 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
     before = _moved(host)
     try:
         counts = watching(kept, work, traffic, launched, waits)
-        with torch.compiler.set_stance("force_eager"), chosen, counts:
+        eager = torch.compiler.set_stance("force_eager")
+        with engine.graphs.eagerly(), eager, chosen, counts:
             yield
     finally:
         hook.remove()

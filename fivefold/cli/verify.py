@@ -7,6 +7,7 @@ from typing import Literal
 from fivefold.check import check
 from fivefold.cli.style import note
 from fivefold.cli.verdict import tell
+from fivefold.config.graph_rules import check_graph_device
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load
@@ -71,6 +72,7 @@ def run(argv: Sequence[str]) -> int:
     gpus = visible_gpus()
     device = choose_device(options.device, RankEnv(), options.nproc, gpus)
     check_deepep(config, device.kind, shared=device.shared)
+    check_graph_device(config, device.kind, shared=device.shared)
     if device.shared:
         note(device.why)
     report = verify(

@@ -168,9 +168,19 @@ FOREIGN = _table(
         "linear layers of all blocks make all three products in 8 bits (--fp8-format)",
     ),
     (
+        "--cuda-graph-impl",
+        "enable_cuda_graph external_cuda_graph cuda_graphs use_cuda_graphs",
+        "local, with --no-reset-attention-mask: a graph is a whole step, of rows of one document",
+    ),
+    (
         "",
-        "enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope cuda_graphs",
-        "steps are launched kernel by kernel; --compile makes fewer of them",
+        "cuda_graph_warmup_steps disable_cuda_graphs",
+        "two steps of a form are launched kernel by kernel before it is recorded",
+    ),
+    (
+        "",
+        "te_rng_tracker use_te_rng_tracker",
+        "dropout's masks are functions of seed and names, and nothing is drawn on the device",
     ),
     ("--moe-grouped-gemm", "moe_group_gemm", ""),
     (

@@ -58,6 +58,14 @@ class TrainingConfig:
     compile_backend: Literal["inductor", "aot_eager"] = option(
         "inductor", "backend of torch.compile; aot_eager leaves the operations unchanged"
     )
+    cuda_graph_impl: Literal["local"] | None = option(
+        None,
+        "record the forwards and backwards of a step as a CUDA graph, which the host launches at "
+        "once; of rows that are one document each (--no-reset-attention-mask)",
+    )
+    cuda_graph_scope: Literal["full_iteration"] = option(
+        "full_iteration", "what cuda_graph_impl records: the forwards and backwards of whole steps"
+    )
     bias_swiglu_fusion: bool = option(
         True, "compute SwiGLU or quick GeGLU in one kernel of a GPU, and its backward in another"
     )

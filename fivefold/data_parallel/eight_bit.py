@@ -77,7 +77,7 @@ class EightBitParam(FSDPParam):
         if not hasattr(self, "_unsharded_param"):
             bits = self.all_gather_outputs[0].view(E4M3)
             bits = bits.as_strided(self._orig_size, self._contiguous_orig_stride)
-            spec, trained = self._unsharded_dtensor_spec, self.sharded_param.requires_grad
+            spec, trained = self._whole_spec, self.sharded_param.requires_grad
             whole: Tensor = bits
             if spec is not None and spec.tensor_meta is not None:
                 meta = spec.tensor_meta._replace(dtype=E4M3)
@@ -87,6 +87,15 @@ class EightBitParam(FSDPParam):
                 leaf.grad_dtype = self.compute_dtype
         leaf = local(self._unsharded_param)
         leaf.inverse_scales = self.inverse  # type: ignore[attr-defined]
+
+    @property
+    def _whole_spec(self) -> Any:
+        """Layout of the whole weight on other axes; None if it has none. Torch 2.11 has another
+        name for it."""
+        known: Any = self
+        if hasattr(self, "_unsharded_dtensor_spec"):
+            return known._unsharded_dtensor_spec
+        return known._tp_spec if self.is_dtensor else None
 
     def largest(self) -> Tensor:
         """[E, blocks of F, blocks of H] largest elements, 0 where this rank holds none of a block.

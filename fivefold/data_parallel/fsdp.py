@@ -25,6 +25,7 @@ from fivefold.data_parallel.communication import (
     ReduceScatter,
 )
 from fivefold.data_parallel.eight_bit import EightBitParam, agree_on_scales, gather_in_eight_bits
+from fivefold.data_parallel.left_over import let_go
 from fivefold.data_parallel.policy import Policy
 from fivefold.data_parallel.prefetch import last_layer_first, set_prefetch
 from fivefold.data_parallel.quantised import Blocks, Format
@@ -276,6 +277,19 @@ class ShardedStage:
         self._finish_gathers()
         for unit in self._units:
             unit.reshard()
+
+    def settle(self) -> list[Any]:
+        """Forget all events of steps and evaluations before, which a capture must not wait for.
+
+        The device has done all of its work. FSDP2 keeps events for whoever comes next; most are
+        gone when a step ends, and gathers that an evaluation had begun for nothing are not.
+
+        Returns:
+            The streams on which FSDP2 gathers and reduces.
+        """
+        self.reshard()
+        state: Any = self._root._get_fsdp_state()
+        return let_go(state, self.parameter_groups())
 
     def blocks(self) -> Iterator[tuple[list[nn.Parameter], Callable[[], None]]]:
         """Each block's own parameters, in the order of a forward, and what starts their gather."""

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -133,6 +134,10 @@ class ReplicatedStage:
 
     def forget(self) -> None:
         """Nothing is ever gathered."""
+
+    def settle(self) -> list[Any]:
+        """Nothing is left of a step that has ended, and no stream is its own."""
+        return []
 
     def blocks(self) -> Iterator[tuple[list[nn.Parameter], Callable[[], None]]]:
         """No block: nothing is ever gathered."""

@@ -1,6 +1,6 @@
 """Model inputs of one microbatch: B rows of S tokens, flattened row by row to T = B * S."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
@@ -161,23 +161,80 @@ def on_device(batches: Sequence[Batch], device: torch.device) -> list[Batch]:
     """
     if device.type == "cpu":
         return [_moved(batch, {}) for batch in batches]
-    places = [
-        (batch, field.name)
-        for batch in batches
-        for field in fields(batch)
-        if isinstance(getattr(batch, field.name), Tensor)
-    ]
-    tensors = [getattr(batch, name) for batch, name in places]
-    moved: dict[int, dict[str, Any]] = {id(batch): {} for batch in batches}
-    for dtype in {tensor.dtype for tensor in tensors}:
-        alike = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        flat = torch.cat([tensors[i].flatten() for i in alike])
-        flat = flat.pin_memory() if device.type == "cuda" else flat
-        parts = flat.to(device, non_blocking=True).split([tensors[i].numel() for i in alike])
-        for i, part in zip(alike, parts, strict=True):
-            batch, name = places[i]
-            moved[id(batch)][name] = part.view(tensors[i].shape)
-    return [_moved(batch, moved[id(batch)]) for batch in batches]
+    flat = _flat(batches, pinned=device.type == "cuda")
+    return _placed(batches, {d: x.to(device, non_blocking=True) for d, x in flat.items()})
+
+
+class FixedBatches:
+    """A step's batches on a device, in memory that further steps fill with theirs.
+
+    Args:
+        batches: the first step's, still on the host, each row one document.
+        device: where they are to be.
+
+    Attributes:
+        batches: those on the device.
+    """
+
+    def __init__(self, batches: Sequence[Batch], device: torch.device) -> None:
+        assert all(batch.packing is None for batch in batches), "documents differ in length"
+        self._pinned = device.type == "cuda"
+        flat = _flat(batches, self._pinned)
+        self._memory = {dtype: x.to(device, non_blocking=True) for dtype, x in flat.items()}
+        self.batches = _placed(batches, self._memory)
+
+    def fill(self, batches: Sequence[Batch]) -> None:
+        """Copy batches of the same form, as `on_device` does."""
+        for dtype, flat in _flat(batches, self._pinned).items():
+            self._memory[dtype].copy_(flat, non_blocking=True)
+
+
+def form(batches: Sequence[Batch]) -> Hashable:
+    """What batches have in common that differ in their tokens alone: shapes, types, whose part."""
+    found: list[Hashable] = []
+    for batch in batches:
+        shapes = tuple((name, x.shape, x.dtype) for name, x in _tensors(batch))
+        starts = None if batch.packing is None else batch.packing.starts
+        part = None if batch.part is None else (batch.part.shards.chunks, batch.part.rank)
+        found.append((shapes, starts, part))
+    return tuple(found)
+
+
+def _flat(batches: Sequence[Batch], pinned: bool) -> dict[torch.dtype, Tensor]:
+    """All elements of the batches' tensors by type, in the order of `_places`."""
+    found = {}
+    for dtype, places in _places(batches).items():
+        flat = torch.cat([getattr(batches[i], name).flatten() for i, name in places])
+        found[dtype] = flat.pin_memory() if pinned else flat
+    return found
+
+
+def _placed(batches: Sequence[Batch], flat: Mapping[torch.dtype, Tensor]) -> list[Batch]:
+    """The batches with their tensors cut from memory as `_flat` has it."""
+    moved: list[dict[str, Any]] = [{} for _ in batches]
+    for dtype, places in _places(batches).items():
+        tensors = [getattr(batches[i], name) for i, name in places]
+        parts = flat[dtype].split([tensor.numel() for tensor in tensors])
+        for (i, name), tensor, part in zip(places, tensors, parts, strict=True):
+            moved[i][name] = part.view(tensor.shape)
+    return [_moved(batch, tensors) for batch, tensors in zip(batches, moved, strict=True)]
+
+
+def _places(batches: Sequence[Batch]) -> dict[torch.dtype, list[tuple[int, str]]]:
+    """Which batches have which tensors of a type."""
+    found: dict[torch.dtype, list[tuple[int, str]]] = {}
+    for i, batch in enumerate(batches):
+        for name, tensor in _tensors(batch):
+            found.setdefault(tensor.dtype, []).append((i, name))
+    return found
+
+
+def _tensors(batch: Batch) -> Iterator[tuple[str, Tensor]]:
+    """The fields of a batch that are tensors."""
+    for field in fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, Tensor):
+            yield field.name, value
 
 
 def _moved(batch: Batch, tensors: Mapping[str, Any]) -> Batch:

@@ -139,7 +139,8 @@ class LayerTimes(OperationTimes):
 
     def host(self, kind: LayerKind) -> float:
         """Seconds in which the host issues a layer's forward; a backward takes twice that."""
-        if self.software.whole_graph:
+        replayed = self.layout.config.training.cuda_graph_impl is not None
+        if replayed or self.software.whole_graph:
             return 0.0
         return forward_operations(self.layout, kind, self.software) * self.cluster.host_operation
 

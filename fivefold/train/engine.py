@@ -30,6 +30,7 @@ from fivefold.train.device_limit import device_limit
 from fivefold.train.layout_groups import groups_of
 from fivefold.train.metrics import LayerRouting
 from fivefold.train.routers import Routers
+from fivefold.train.step_graph import CudaRecorder, StepGraphs
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,8 @@ class Engine:
         )
         self._routers = Routers(layout, self.model.stages)
         self._programs: dict[tuple[int, bool], Program] = {}
+        replays = layout.config.training.cuda_graph_impl is not None and device.type == "cuda"
+        self.graphs = StepGraphs(self.model, device, CudaRecorder(device) if replays else None)
 
     @property
     def steps(self) -> int:
@@ -169,12 +172,8 @@ class Engine:
         self.model.scaling.begin()
         batches = self._batches(microbatches, depths)
         tokens = self._count(batches)
-        local = self.model.run(
-            self._program(len(microbatches)),
-            on_device(batches, self.device),
-            tokens.clamp_min(1).double().reciprocal(),
-        )
-        self.model.finish_gradients()
+        scale = tokens.clamp_min(1).double().reciprocal()
+        local = self.graphs.run(self._program(len(microbatches)), batches, scale)
         self.model.scaling.agree(self.groups.world)
         self.optimizer.host.leave_all()
         optimizer, training = self.layout.config.optimizer, self.layout.config.training

@@ -74,7 +74,8 @@ def _repeat(engine: Engine, microbatches: Sequence[Microbatch]) -> tuple[list[_S
     witness, observed = _Witness(), executor.observe
     executor.observe = witness.observe
     try:
-        with witness.watching(executor.stages), torch.compiler.set_stance("force_eager"):
+        eager = torch.compiler.set_stance("force_eager")
+        with witness.watching(executor.stages), eager, engine.graphs.eagerly():
             result = engine.gradients(microbatches).read()
     finally:
         executor.observe = observed

@@ -35,6 +35,7 @@ def profiled(engine: Engine, folder: Path) -> Iterator[None]:
     recorder = Recorder(groups.pp, engine.device)
     own = groups.rank in logging.profile_ranks
     with ExitStack() as stack:
+        stack.enter_context(engine.graphs.eagerly())
         if own and logging.use_pytorch_profiler:
             stack.enter_context(_traced(engine, folder / FOLDER / f"rank-{groups.rank}.json"))
             executor.observe = lambda act: _both(recorder, act)

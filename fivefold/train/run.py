@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from fivefold.checkpoint.local import latest_complete
 from fivefold.config.config import Config
+from fivefold.config.graph_rules import check_graph_device
 from fivefold.config.sources import to_toml
 from fivefold.counts.derived import describe
 from fivefold.data.prepare import PreparedData
@@ -184,6 +185,7 @@ def choose_places(
     device = choose_device(asked, env, nproc, visible_gpus())
     check_deepep(layout.config, device.kind, shared=device.shared)
     check_profiler(layout.config.logging, device.kind)
+    check_graph_device(layout.config, device.kind, shared=device.shared)
     if layout.config.training.fp8_format is not None:
         check_kernels(layout.config, capability() if device.kind == "cuda" else None)
     check_open_files(layout, device.kind)

@@ -216,7 +216,7 @@ class SilentErrors:
             name = names[parameter]
             hashes[name] = hashes.get(name, 0) + fingerprint(grad)
 
-        with watching_gradients(engine.model.gradients.values(), look):
+        with engine.graphs.eagerly(), watching_gradients(engine.model.gradients.values(), look):
             engine.gradients(batch)
         engine.optimizer.zero_grad()
         zero = torch.zeros((), dtype=torch.int64, device=engine.device)

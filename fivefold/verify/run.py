@@ -55,7 +55,9 @@ def verify(
     if steps < 1:
         raise ConfigError(f"verification needs at least 1 step, not {steps}")
     if device.kind != "cuda":
-        _need_no_streams(delays, races)
+        _need_no_streams(delays, races, "of GPUs only")
+    if layout.config.training.cuda_graph_impl is not None:
+        _need_no_streams(delays, races, "where every step is launched, and a graph replays some")
     check_plant(layout, plant)
     layout, changes = prepare(layout)
     config = layout.config
@@ -96,12 +98,12 @@ def verify(
     return replace(report, changes=changes)
 
 
-def _need_no_streams(delays: int | None, races: bool) -> None:
+def _need_no_streams(delays: int | None, races: bool, where: str) -> None:
     mistakes = Mistakes()
     if delays is not None:
-        mistakes.add("delays hold up streams, of GPUs only", works=["--delays none"])
+        mistakes.add(f"delays hold up streams, {where}", works=["--delays none"])
     if races:
-        mistakes.add("races are between streams, of GPUs only", works=["--no-races"])
+        mistakes.add(f"races are between streams, {where}", works=["--no-races"])
     mistakes.raise_if_any()
 
 

@@ -258,6 +258,25 @@ VALUES = [
     layout("no timeout", "--distributed-timeout-minutes 0", "must be positive"),
     layout("one replica", "--log-straggler", "and there is one"),
     layout("no interval", "--log-interval 0", "log_interval must be at least 1"),
+    layout(
+        "documents in a graph",
+        "--cuda-graph-impl local",
+        "whose number and lengths differ in each",
+        "works: --no-reset-attention-mask | --cuda-graph-impl none",
+    ),
+    layout(
+        "host within a graph",
+        "--nproc 2 --pp 2 --cuda-graph-impl local --hidden-dropout 0.1 --optimizer-cpu-offload "
+        "--no-reset-attention-mask",
+        "pipeline ranks (pp 2)",
+        "works: --hidden-dropout 0 | --cuda-graph-impl none",
+        "works: --no-optimizer-cpu-offload | --cuda-graph-impl none",
+    ),
+    layout(
+        "graph of another trainer",
+        "--enable-cuda-graph",
+        "did you mean --cuda-graph-impl?",
+    ),
 ]
 
 COMMAND_LINES = [

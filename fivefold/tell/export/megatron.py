@@ -204,9 +204,12 @@ def _training(said: Settings) -> Iterator[str]:
     # Without an interval it counts its evaluations in vain; without iterations there are none.
     yield from flag("eval-interval", said["eval_interval"] or said["train_iters"])
     yield from flag("eval-iters", said["eval_iters"] if said["eval_interval"] else 0)
-    yield from set_flag(
-        "no_check_for_nan_in_loss_and_grad", not said["check_for_nan_in_loss_and_grad"]
-    )
+    graphs = said["cuda_graph_impl"] is not None
+    if graphs:
+        yield from flags(said, "cuda_graph_impl", "cuda_graph_scope")
+        yield "--te-rng-tracker"
+    unchecked = graphs or not said["check_for_nan_in_loss_and_grad"]
+    yield from set_flag("no_check_for_nan_in_loss_and_grad", unchecked)
     yield from flag("distributed-timeout-minutes", ceil(said["distributed_timeout_minutes"]))
     for name in ("rope_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion"):
         yield from set_flag(f"no_{name}", not said[name])
@@ -316,6 +319,11 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
             yield f"it keeps masters in fp32, and rounds moments to the nearest: {kinds}"
         else:
             yield f"use_precision_aware_optimizer was left out: it needs ZeRO-1 or more ({kinds})"
+    if said["cuda_graph_impl"] and said["check_for_nan_in_loss_and_grad"]:
+        yield (
+            "its graphs of whole iterations (cuda_graph_impl) leave no room for the host to look: "
+            "check_for_nan_in_loss_and_grad was left out"
+        )
     if said["deterministic_mode"]:
         yield "deterministic_mode wants NCCL_ALGO in the environment, such as NCCL_ALGO=^NVLS"
         if memory.cross_entropy_loss_fusion:

@@ -33,11 +33,12 @@ OWN = frozenset(
         "watchdog_timeout_seconds",
         "pipeline_dx_first",
         "device_memory_limit",
+        "cuda_graph_scope",
     }
 )
 """Settings of the run folder, of logging, of how ranks are started and watched, and of what is sent
 first, which have no meaning for another trainer: others split a backward only where the schedule
-does."""
+does. And one that has one value, which `cuda_graph_impl` stands for."""
 
 
 SPLITS = (
