@@ -46,6 +46,13 @@ class Decision:
     sums: Tensor
 
 
+class Decisions(dict[int, Decision]):
+    """Decisions by layer, which a forward fills in.
+
+    A class of its own, since FSDP2 of torch 2.11 hands a module a copy of every plain dict.
+    """
+
+
 @dataclass(frozen=True)
 class ExpertChoice:
     """Experts of each token, with weights.

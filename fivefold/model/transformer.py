@@ -35,7 +35,7 @@ from fivefold.model.mlp import MLP
 from fivefold.model.norms import LayerNorm, RMSNorm, make_norm
 from fivefold.model.prediction import FurtherToken, objective, targets
 from fivefold.model.rope import RotaryTables
-from fivefold.model.routing import Decision
+from fivefold.model.routing import Decisions
 from fivefold.model.sequence_slices import KeysAndValues
 from fivefold.model.shape import StageParts, has_final_norm, whole_model
 
@@ -267,7 +267,7 @@ class Stage(nn.Module):
         x_TH: Tensor | None,
         batch: Batch,
         sequence: KeysAndValues | None = None,
-        routing: dict[int, Decision] | None = None,
+        routing: Decisions | None = None,
     ) -> Tensor:
         """Hidden states [T, H] of the stage, or the summed loss (a scalar) if it holds the head.
 
@@ -310,7 +310,7 @@ class Stage(nn.Module):
         x_TH: Tensor | None,
         batch: Batch,
         sequence: KeysAndValues | None,
-        routing: dict[int, Decision] | None,
+        routing: Decisions | None,
     ) -> tuple[Tensor, Context]:
         """Embedding (if held) and layers: hidden states [T, H] before the final norm."""
         dropout = self._dropout(batch)
@@ -325,7 +325,7 @@ class Stage(nn.Module):
             dropout,
             batch.part,
             sequence,
-            {} if routing is None else routing,
+            Decisions() if routing is None else routing,
             self.shard_tokens(batch.own_token_ids.flatten()) if routes else None,
             batch.token_ids[:, 0],
             batch.step,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fivefold.model.batch import Batch
-from fivefold.model.routing import Decision
+from fivefold.model.routing import Decisions
 from fivefold.model.sequence_slices import SlicedSequence
 from fivefold.model.transformer import Stage
 from fivefold.pipeline.ir import COMPUTE, READS_PARAMETERS, Act, Direction, Kind, Message, Program
@@ -170,7 +170,7 @@ class _Step:
         self._sequences: dict[tuple[int, int], SlicedSequence] = {}
         self._losses: list[Tensor] = []
         self._z_sums: list[Tensor] = []
-        self._decisions: dict[Piece, dict[int, Decision]] = {}
+        self._decisions: dict[Piece, Decisions] = {}
         self._routing: dict[int, Tensor] = {}
         weights = (
             kid for act in self._acts for kid in act.elementary if kid.kind in (Kind.W, Kind.BW)
@@ -292,7 +292,7 @@ class _Step:
         if x is not None:
             x.requires_grad_(torch.is_grad_enabled())
         batch = self._batches[act.mb * program.num_slices + act.slice]
-        decisions = self._decisions.setdefault(_piece(act), {})
+        decisions = self._decisions.setdefault(_piece(act), Decisions())
         out: Tensor = module(x, batch, sequence, decisions)
         return out * self._scale if module.parts.head else out
 

@@ -20,7 +20,7 @@ from fivefold.model.eight_bit_layers import eight_bit, install_delayed, install_
 from fivefold.model.fp8_rules import ScaledLayer, delayed_linears
 from fivefold.model.init import initialise
 from fivefold.model.prediction import valid_by_depth
-from fivefold.model.routing import Decision
+from fivefold.model.routing import Decisions
 from fivefold.model.transformer import Stage
 from fivefold.optim.eight_bit import FORMATS
 from fivefold.optim.rounding import MOMENTS, NamedElements, rounded
@@ -190,7 +190,7 @@ def gradients(
     }
     losses = []
     for batch in in_order(model, batches):
-        decisions: dict[int, Decision] = {}
+        decisions = Decisions()
         loss = model(None, batch, None, decisions)
         if routing is not None:
             for layer, decision in decisions.items():
