@@ -72,6 +72,8 @@ class CudaRecorder:
         """Capture the work; other threads may go on using the device meanwhile."""
         gc.collect()  # what is unreachable may hold memory, and is not to be freed meanwhile
         graph, mode = torch.cuda.CUDAGraph(), "thread_local"
+        here = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(here)  # for who follows streams: nothing computes before a replay
         # It waits for the device, and empties the allocator's cache.
         with torch.cuda.graph(graph, stream=self._stream, capture_error_mode=mode):
             # FSDP2 makes its streams wait for this one, and waits for some of them only.
@@ -80,6 +82,7 @@ class CudaRecorder:
             work()
             for stream in streams:
                 self._stream.wait_stream(stream)
+        here.wait_stream(self._stream)
         return graph.replay
 
 

@@ -2,7 +2,8 @@
 
     python -m tests.gpu_stub.steps [--forget-waits] RECIPE FLAGS...
 
-Prints a line of JSON for each rank: the races, and how often the host waited for the GPU in a step.
+Prints a line of JSON for each rank: the races, how often the host waited for the GPU in a step, and
+how many steps were replays.
 """
 
 import ctypes
@@ -59,6 +60,7 @@ def main(argv: list[str]) -> int:
             if followed is not None:
                 races = [f"{race}" for race in followed.races.found]
         found = {"rank": env.rank, "races": races, "waits": waits[STEPS + 1 :]}
+        found["replayed"] = engine.graphs.replayed
         os.write(1, f"{json.dumps(found)}\n".encode())  # at once: other ranks write there, too
 
     return launch_local(rank, layout.grid.world_size, describe=layout.grid.name)

@@ -50,6 +50,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
         *(ON_HOST, "--param-cpu-offload"),
     ),
 }
+GRAPH = ("--cuda-graph-impl", "local", "--no-reset-attention-mask")
+GRAPHED = ("tensor", "sharded", "replicated", "ring", "gathered keys", "ulysses", "hybrid")
 CALL = re.compile(r"(\w+) comm (\S+) (type .*?)(?: peer (\d+))? stream \d+$")
 MADE = re.compile(r"(?:init|.* to) comm (\S+) rank (\d+) of \d+")
 USES = re.compile(r"thread (\d+) uses device (\d+)")
@@ -110,6 +112,25 @@ def test_a_verification_that_follows_streams_ends(tmp_path: Path) -> None:
         "fivefold", "verify", *LAYOUTS["zb_v"], *flags, gpus=1, folder=tmp_path, status=1
     )
     assert "worst      loss in step 1" in said and "FAILED" in said  # nothing is computed there
+
+
+@needs_stub
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one rank", *GRAPHED])
+def test_steps_are_recorded_as_graphs(name: str, tmp_path: Path) -> None:
+    """A stub with the rules of captures refuses waits of the host, for events from outside, and
+    streams that are not joined."""
+    words = LAYOUTS.get(name, ("debug", "--nproc", "1", *ALONE))
+    try:
+        ranks = steps(tmp_path, *words, *GRAPH, gpus=8)
+    except AssertionError as failure:
+        if "cudaErrorNotSupported" in str(failure):
+            pytest.skip("this stub knows no captures")
+        raise
+    for rank in ranks:
+        assert rank["replayed"] == 4  # of six, after two
+        assert not rank["races"] and max(rank["waits"]) <= 1
+    assert not disagreements(tmp_path)
 
 
 @needs_stub
