@@ -28,6 +28,7 @@ from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
 from fivefold.data.packing import Microbatch, Packing, pack
+from fivefold.hardware import find_gpu
 from fivefold.layout import Layout
 from fivefold.report.audited import outlook
 from fivefold.train.engine import Engine
@@ -100,7 +101,9 @@ def batches(layout: Layout) -> list[Microbatch]:
 
 
 def rows(runs: Runs, device: torch.device) -> Iterator[dict[str, Any]]:
-    """A row for each quantity of each model."""
+    """A row for each quantity of each model, predicted for this GPU, or an H100 in its place."""
+    gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    cluster = "H100" if gpu is None else gpu.name
     for name, (model, settings) in runs.items():
         config = Config(model).with_values(precision="bf16", **settings)
         layout = check(config, 1)
@@ -120,7 +123,9 @@ def rows(runs: Runs, device: torch.device) -> Iterator[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             with measured(engine, 1, Path(folder)):
                 step()
-            report = audit(name, layout, read_records(Path(folder)), usual, outlook(layout, "H100"))
+            report = audit(
+                name, layout, read_records(Path(folder)), usual, outlook(layout, cluster)
+            )
         for finding in report.findings:
             yield {
                 "model": name,
