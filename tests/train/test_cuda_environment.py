@@ -1,8 +1,6 @@
 """What torch and NCCL read from the environment, and deterministic mode."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 
 from fivefold.train import cuda_environment
 from fivefold.train.cuda_environment import keep_flight_record, let_segments_grow, set_defaults
+from tests import programs
 
 
 def test_the_user_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,6 +65,5 @@ def test_deterministic_runs_train(recipe: str, tmp_path: Path) -> None:
     words = ["train", recipe, "--train-iters", "2", "--lr-warmup-iters", "0"]
     words += ["--deterministic-mode", "--save", "run"]
     words += ["--nproc", "4"] if recipe == "demo-moe" else []
-    command = [sys.executable, "-m", "fivefold", *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = programs.run(words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.test_local import ranks, start
-from tests.train.test_run import cache, command, losses
-
-__all__ = ["cache"]  # fixture
+from tests.train.test_run import command, losses
 
 LONG = ("--data-parallel-sharding-strategy", "optim_grads_params", "--train-iters", "6")
 AWAY = ("--optimizer-cpu-offload", "--param-cpu-offload", "--recompute-granularity", "full")

@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 import subprocess
-import sys
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -33,6 +32,7 @@ from fivefold.train.eval import evaluate_rank
 from fivefold.train.evaluation import evaluations
 from fivefold.train.run_folder import CHECKPOINTS
 from fivefold.verify.reference import batches_of, plain_model
+from tests import programs
 from tests.pool import run
 
 pytestmark = pytest.mark.slow
@@ -159,8 +159,7 @@ def test_a_checkpoint_has_in_every_layout_the_losses_that_its_run_had(
 
 def _fivefold(*words: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, from which ranks can be forked."""
-    command = [sys.executable, "-m", "fivefold", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    return programs.run(words)
 
 
 def test_eval_says_losses_first_and_the_next_command_last(

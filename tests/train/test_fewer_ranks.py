@@ -20,9 +20,7 @@ from fivefold.cli.fewer_ranks import DEVICES, leave_out
 from fivefold.cli.main import main
 from fivefold.train.engine import DeviceResult, Engine
 from fivefold.train.rank_env import RankEnv
-from tests.train.test_run import cache, command, finished, losses, wait_for
-
-__all__ = ["cache", "finished"]  # fixtures
+from tests.train.test_run import command, losses, wait_for
 
 
 @contextmanager

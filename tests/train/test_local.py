@@ -12,21 +12,23 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.train.test_run import cache, command, finished, losses, wait_for
-
-__all__ = ["cache", "finished"]  # fixtures
+from tests import programs
+from tests.programs import Program
+from tests.train.test_run import FIVEFOLD, command, losses, wait_for
 
 SECONDS = 30.0  # from a kill to the next step; about 2 on a quiet machine
 LONG = ("--train-iters", "20", "--lr-decay-iters", "6", "--save-interval", "0")
 
 
-def start(words: list[str]) -> "subprocess.Popen[str]":
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+def start(words: list[str]) -> "subprocess.Popen[str] | Program":
     env = os.environ | {"OMP_NUM_THREADS": "1"}
+    if words[:3] == FIVEFOLD:
+        return programs.start(words[3:], env=env)
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(words, env=env, **pipes)  # type: ignore[call-overload, no-any-return]
 
 
-def ranks(job: "subprocess.Popen[str]") -> list[psutil.Process]:
+def ranks(job: "subprocess.Popen[str] | Program") -> list[psutil.Process]:
     return psutil.Process(job.pid).children()
 
 

@@ -28,15 +28,15 @@ from fivefold.train.rank_env import RankEnv
 from fivefold.train.rejoin import Generations
 from fivefold.train.restarts import NextStart, Restarts, check_restarts
 from fivefold.train.run_folder import RunFolder
-from tests.train.test_run import cache, command, finished, losses, wait_for
-
-__all__ = ["cache", "finished"]  # fixtures
+from tests import programs
+from tests.programs import Program
+from tests.train.test_run import command, losses, wait_for
 
 TWO = ("--nproc", "2", "--tp", "2")
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max-restarts", "2"]
 
 
-def kill_a_rank(job: subprocess.Popen[str], run: Path) -> None:
+def kill_a_rank(job: subprocess.Popen[str] | Program, run: Path) -> None:
     """One that has no part in writing metrics, once there is a checkpoint."""
     wait_for(run / "checkpoints" / "latest", job)
     psutil.Process(job.pid).children()[-1].send_signal(signal.SIGKILL)
@@ -52,14 +52,15 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
     run = tmp_path / "run"
     words = command(cache, run, "--save-interval", "1", "--train-iters", "20")
     words += ["--lr-decay-iters", "6"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
     if launcher == "nproc":
         on_disk = ["--optimizer-cpu-offload", "--optimizer-offload-path", str(tmp_path / "disk")]
         words += [*TWO, "--max-restarts", "2", *on_disk]
+        job: subprocess.Popen[str] | Program = programs.start(words[3:], env=env)
     else:
         words = [sys.executable, "-m", *TORCHRUN, *words[1:], "--tp", "2"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    job = subprocess.Popen(words, env=env, **pipes)  # type: ignore[call-overload]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        job = subprocess.Popen(words, env=env, **pipes)  # type: ignore[call-overload]
     kill_a_rank(job, run)
     said, errors = job.communicate(timeout=200)
     assert job.returncode == 0, errors

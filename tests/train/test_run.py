@@ -19,24 +19,15 @@ import pytest
 from benchmarks import kill
 from fivefold.cli.main import main
 from fivefold.train.lock import FILE, RunLock, claim
+from tests import programs
 from tests.checkpoint.forge import Call, forge
 from tests.cli.advice import read_message
 
 pytestmark = pytest.mark.slow
 
 FIVEFOLD = [sys.executable, "-m", "fivefold"]
+TWO = ("--nproc", "2", "--tp", "2")
 TINY = ["--train-iters", "6", "--save-interval", "3", "--precision", "fp64", "--seq-length", "32"]
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small corpus, so that nothing waits for the tokenisation of a large one."""
-    folder = tmp_path_factory.mktemp("corpus")
-    lines = [f"def function_{n}(x):\n    return x + {n}\n" for n in range(2000)]
-    for part in range(4):
-        text = "\n".join(lines[part::4])
-        (folder / f"part-{part}.txt").write_text(text, encoding="utf-8")
-    return folder
 
 
 def command(cache: Path, run: Path, *flags: str) -> list[str]:
@@ -46,22 +37,11 @@ def command(cache: Path, run: Path, *flags: str) -> list[str]:
 
 def train(cache: Path, run: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """Run to the end, or to the error."""
-    return subprocess.run(
-        command(cache, run, *flags), capture_output=True, text=True, timeout=200, check=False
-    )
+    return programs.run(command(cache, run, *flags)[3:])
 
 
 def losses(run: Path) -> list[float]:
     return kill.losses(run)
-
-
-@pytest.fixture(scope="module")
-def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run of two ranks."""
-    run = tmp_path_factory.mktemp("runs") / "finished"
-    done = train(cache, run, "--nproc", "2", "--tp", "2")
-    assert done.returncode == 0, done.stderr
-    return run
 
 
 def test_a_run_leaves_all_that_it_promises(finished: Path) -> None:
@@ -100,7 +80,7 @@ def test_a_resumed_run_goes_on_to_the_last_bit_and_in_another_layout_to_1e_12(
 def test_sigterm_saves_the_step_and_ends_well(cache: Path, tmp_path: Path) -> None:
     run = tmp_path / "stopped"
     flags = ["--nproc", "2", "--dp-shard", "2", "--train-iters", "100000", "--save-interval", "0"]
-    job = subprocess.Popen(command(cache, run, *flags), stdout=subprocess.PIPE, text=True)
+    job = programs.start(command(cache, run, *flags)[3:])
     deadline = time.monotonic() + 100
     while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text():
         assert time.monotonic() < deadline
@@ -156,35 +136,36 @@ def test_without_the_check_a_dead_run_is_warned_of_only(
 
 
 def test_killed_runs_lose_nothing(cache: Path, finished: Path, tmp_path: Path) -> None:
-    """A few kills at moments that lie all over a run; `benchmarks/kill.py` does fifty."""
-    run = tmp_path / "killed"
-    for moment in (1.5, 3.0, 4.5):
-        job = subprocess.Popen(
-            command(cache, run, "--nproc", "2", "--tp", "2"),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            job.wait(timeout=moment)
-        except subprocess.TimeoutExpired:
+    """Kills at its start, after a step and while it saves; `benchmarks/kill.py` does fifty."""
+    run, killed = tmp_path / "killed", 0
+    began = time.monotonic()
+    moments: tuple[Callable[[], object], ...] = (
+        lambda: time.monotonic() > began + 0.5,
+        lambda: [file for file in run.glob("metrics.jsonl") if file.read_bytes()],
+        lambda: [*run.glob("checkpoints/*/__*")],
+    )
+    for is_moment in moments:
+        job = programs.start(command(cache, run, *TWO)[3:], own_session=True)
+        while job.poll() is None and not is_moment():
+            time.sleep(0.005)
+        if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
+        killed += job.wait() == -signal.SIGKILL
+    assert killed > 1  # the last of them may have been done
     done = train(cache, run, "--nproc", "2", "--tp", "2")
     assert done.returncode == 0, done.stderr
     assert losses(run) == losses(finished)
 
 
-def started(cache: Path, run: Path, *flags: str) -> subprocess.Popen[str]:
+def started(cache: Path, run: Path, *flags: str) -> programs.Program:
     """A long run, when it has done its first step."""
     long = ["--train-iters", "100000", "--lr-decay-style", "constant", *flags]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    job = subprocess.Popen(command(cache, run, *long), **pipes)  # type: ignore[call-overload]
+    job = programs.start(command(cache, run, *long)[3:])
     wait_for(run / "metrics.jsonl", job)
     return job
 
 
-def wait_for(file: Path, job: subprocess.Popen[str]) -> None:
+def wait_for(file: Path, job: subprocess.Popen[str] | programs.Program) -> None:
     """Until there is something in it."""
     deadline = time.monotonic() + 100
     while not file.exists() or not file.read_bytes():

@@ -1,8 +1,6 @@
 """Texts are written token by token at the cost of one, and as if each were alone."""
 
 import io
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from fivefold.parallelize import parallelize
 from fivefold.train.decoder import Decoder
 from fivefold.train.layout_groups import groups_of
 from fivefold.train.sample import Sampling
+from tests import programs
 from tests.pool import run
 from tests.verify.cases import MODELS, chosen, config, named, shared_groups
 
@@ -171,9 +170,8 @@ def test_lines_are_answered_by_the_template(
     prompt = "<user>how many|<assistant>"
     assert main([*words, prompt]) == 0
     expected = capsys.readouterr().out.removeprefix(prompt)
-    ranks = [sys.executable, "-m", "fivefold", *words, "--chat", "--tp", "2"]
-    asked = {"input": "how many\nand now\n", "text": True, "capture_output": True}
-    said = subprocess.run(ranks, timeout=100, check=True, **asked)  # type: ignore[call-overload]
+    said = programs.run([*words, "--chat", "--tp", "2"], said="how many\nand now\n")
+    assert not said.returncode, said.stderr
     assert said.stdout.splitlines() == talk
     assert "|" not in talk[0] and (expected.split("|")[0].rstrip("\n")) == talk[0]
     assert main(["sample", str(trained / "own"), "--chat"]) == 2

@@ -1,18 +1,17 @@
 """The command, from a recipe to the exit status."""
 
 import json
-import subprocess
-import sys
+from subprocess import CompletedProcess
 
 import pytest
+
+from tests import programs
 
 pytestmark = pytest.mark.slow
 
 
-def verify(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "fivefold", "verify", *argv], capture_output=True, text=True
-    )
+def verify(*argv: str) -> CompletedProcess[str]:
+    return programs.run(["verify", *argv])
 
 
 def test_json_and_status_of_a_layout_that_passes() -> None:

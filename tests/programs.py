@@ -1,0 +1,147 @@
+"""Processes of the program, forked from one that has imported PyTorch: it takes milliseconds where
+a new interpreter computes for three seconds.
+
+`start(words)` runs `fivefold` with these words in a process of its own, as a shell would, and
+`run(words)` waits for its end. They are for tests of what a process does; that an interpreter can
+be started with `-m fivefold` is tested in tests/test_bad_input.py and under torchrun.
+"""
+
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from subprocess import CompletedProcess, TimeoutExpired
+from typing import Any
+
+import torch
+
+from fivefold.cli.main import program
+
+VERBS = ("eval", "plan", "report", "schedule", "train", "verify")
+ROOMS = ("fivefold.train.run", "fivefold.verify.run", "torch._dynamo", "tests.programs")
+
+
+@cache
+def forking() -> ForkServerContext:
+    """Where processes are forked from that one of this session which has imported all they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*(f"fivefold.cli.{verb}" for verb in VERBS), *ROOMS])
+    return context
+
+
+class Program:
+    """A process that was started; as `subprocess.Popen`, whose output is in files meanwhile.
+
+    Args:
+        body: called in the process; what it returns, or gives to `sys.exit`, is the exit status.
+        arguments: its arguments, pickled.
+        said: what is on its standard input.
+        cwd: its working directory; None: that of this process.
+        env: its environment; None: that of this process.
+        own_session: whether it leads a session and a process group of its own.
+    """
+
+    def __init__(
+        self,
+        body: Callable[..., int | None],
+        *arguments: Any,
+        said: str = "",
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        own_session: bool = False,
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="fivefold-program-")
+        self._files = [Path(self._folder.name, name) for name in ("in", "out", "err")]
+        for file in self._files:
+            file.write_text(said if file.name == "in" else "")
+        how = (cwd or Path.cwd(), dict(os.environ if env is None else env), own_session)
+        self._process = forking().Process(
+            target=_become, args=(self._files, *how, body, arguments), daemon=False
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, or a signal's number with a minus; None while it runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            assert timeout is not None
+            raise TimeoutExpired(str(self.pid), timeout)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Wait, and read all that it wrote to standard output and standard error."""
+        self.wait(timeout)
+        out, err = (file.read_text(encoding="utf-8") for file in self._files[1:])
+        return out, err
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def start(words: Sequence[str], **how: Any) -> Program:
+    """`fivefold` with these words; see `Program`."""
+    return Program(_fivefold, [*words], **how)
+
+
+def run(words: Sequence[str], timeout: float = 200.0, **how: Any) -> CompletedProcess[str]:
+    """`fivefold` with these words, run to its end."""
+    process = start(words, **how)
+    try:
+        out, err = process.communicate(timeout)
+    except TimeoutExpired:
+        process.kill()
+        raise
+    assert process.returncode is not None
+    return CompletedProcess([*words], process.returncode, out, err)
+
+
+def _fivefold(words: list[str]) -> None:
+    sys.argv = ["fivefold", *words]
+    program()
+
+
+def _become(
+    files: Sequence[Path],
+    cwd: Path,
+    env: Mapping[str, str],
+    own_session: bool,
+    body: Callable[..., int | None],
+    arguments: tuple[Any, ...],
+) -> None:
+    """In the new process: what a shell would have set before."""
+    gc.freeze()  # what was imported is never garbage
+    if own_session:
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    for number, (file, mode) in enumerate(zip(files, ("r", "w", "w"), strict=True)):
+        with file.open(mode, encoding="utf-8") as opened:
+            os.dup2(opened.fileno(), number)
+    sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+    if "OMP_NUM_THREADS" in env:
+        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    sys.exit(body(*arguments))
