@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 
 from fivefold.config.config import Config
 from fivefold.config.memory import MemoryConfig
@@ -73,7 +74,7 @@ class Layout:
         parallel = self.config.parallel
         if parallel.delay_wgrad_compute or (self.grid.pp > 1 and parallel.pipeline_dx_first):
             return True
-        return any(act.kind is Kind.B for row in self.order().program().ranks for act in row)
+        return _defers(self.order())
 
     @property
     def sends_dx_first(self) -> bool:
@@ -220,3 +221,10 @@ class Layout:
             num_microbatches or self.num_microbatches,
             self.config.parallel.pipeline_in_flight_limit,
         )
+
+
+@lru_cache(maxsize=4096)
+def _defers(order: Order) -> bool:
+    """Whether some dX of a schedule is computed before its dW. Planning asks it of the same few
+    schedules thousands of times, and their programs are long."""
+    return any(act.kind is Kind.B for row in order.program().ranks for act in row)
