@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.programs import Program
 from tests.test_docs import DOCS, LINK, ROOT, Command, _blocks, _commands
 
 pytestmark = pytest.mark.slow
@@ -76,16 +77,15 @@ def once(search: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return found
 
 
-def work(folder: str, channel: Connection) -> None:
+def work(channel: Connection) -> None:
     """In a process of its own: run command lines; send the status of each and all it prints."""
-    os.chdir(folder)
-    os.environ |= {"HOME": folder, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    os.environ["XDG_CACHE_HOME"] = str(Path(folder, ".cache"))
+    from fivefold import process
     from fivefold.cli.main import main
     from fivefold.search import search
 
     search.search = once(search.search)
-    output = Path(folder, f".output-{os.getpid()}")
+    process.begin()  # as a program does
+    output = Path(f".output-{os.getpid()}")
     while True:
         argv = channel.recv()
         with output.open("w") as file:
@@ -118,11 +118,9 @@ class Reader:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._context = folder, multiprocessing.get_context("forkserver")
-        verbs = ("plan", "report", "schedule", "train", "verify")
-        rooms = [f"fivefold.cli.{verb}" for verb in verbs]
-        trains = ("fivefold.train.run", "fivefold.verify.run", "torch._dynamo")
-        self._context.set_forkserver_preload([*rooms, *trains])
+        self._folder = folder
+        self._env = os.environ | {"HOME": str(folder), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+        self._env["XDG_CACHE_HOME"] = str(folder / ".cache")
         self._planner = self._start()
 
     def run(self, argv: list[str]) -> tuple[int, str]:
@@ -134,21 +132,18 @@ class Reader:
             return self._ask(process, channel, argv)
         finally:
             process.kill()
-            process.join()
+            process.wait()
 
     def close(self) -> None:
         self._planner[0].kill()
 
-    def _start(self) -> tuple[multiprocessing.process.BaseProcess, Connection]:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=work, args=(str(self._folder), theirs))
-        process.start()
+    def _start(self) -> tuple[Program, Connection]:
+        ours, theirs = multiprocessing.Pipe()
+        process = Program(work, theirs, cwd=self._folder, env=self._env)
         theirs.close()
         return process, ours
 
-    def _ask(
-        self, process: multiprocessing.process.BaseProcess, channel: Connection, argv: list[str]
-    ) -> tuple[int, str]:
+    def _ask(self, process: Program, channel: Connection, argv: list[str]) -> tuple[int, str]:
         channel.send(argv)
         assert channel.poll(SECONDS), f"{argv} takes more than {SECONDS} s"
         with contextlib.suppress(EOFError):
