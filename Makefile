@@ -11,21 +11,28 @@ export PYTHONDONTWRITEBYTECODE :=
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test quick exhaustive gpu docs lint install clean
+# pip would compile five times as many modules as the tests import, one after the other.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+
+.PHONY: demo test quick exhaustive gpu docs lint style types tests install clean
 
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PIP) torch
+	$(PIP) --editable '.[dev]'
 	touch $(STAMP)
 
 # The shell keeps one run folder for both halves of the demo.
 demo: $(STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" sh examples/demo.sh
 
-test: lint
+# Types are checked beside the tests, of which the first only import.
+test: style
+	$(MAKE) --no-print-directory -j 2 types tests
+
+tests: $(STAMP)
 	$(PYTEST) -m 'not exhaustive'
 
 quick: $(STAMP)
@@ -45,9 +52,13 @@ docs: $(STAMP)
 	$(BIN)/python -m benchmarks.pages
 	$(BIN)/python -m benchmarks.picture
 
-lint: $(STAMP)
+lint: style types
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(STAMP)
 	$(BIN)/mypy
 
 clean:
