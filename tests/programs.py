@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
@@ -61,12 +62,15 @@ class Program:
         for file in self._files:
             file.write_text(said if file.name == "in" else "")
         how = (cwd or Path.cwd(), dict(os.environ if env is None else env), own_session)
+        ready, begins = multiprocessing.Pipe(duplex=False)
         self._process = forking().Process(
-            target=_become, args=(self._files, *how, body, arguments), daemon=False
+            target=_become, args=(begins, self._files, *how, body, arguments), daemon=False
         )
         self._process.start()
+        begins.close()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
+        ready.recv_bytes()  # else a signal might come before its session and its handlers
 
     @property
     def returncode(self) -> int | None:
@@ -123,6 +127,7 @@ def _fivefold(words: list[str]) -> None:
 
 
 def _become(
+    begins: Connection,
     files: Sequence[Path],
     cwd: Path,
     env: Mapping[str, str],
@@ -144,4 +149,6 @@ def _become(
     sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
     if "OMP_NUM_THREADS" in env:
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    begins.send_bytes(b"")
+    begins.close()
     sys.exit(body(*arguments))

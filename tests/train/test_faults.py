@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from fivefold.mesh.grid import Grid
+from tests.programs import Program
 from tests.train import faults
 from tests.train.faults import DEEDS, LAYOUTS, PHASES, SUBJECTS, Case
 
@@ -98,12 +99,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(corpus: Path, folder: Path, names: Sequence[str]) -> subprocess.Popen:
-    words = [sys.executable, "-m", "tests.train.faults", str(corpus), str(folder), *names]
-    return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+def start(corpus: Path, folder: Path, names: Sequence[str]) -> Program:
+    return Program(faults.run_all, [str(corpus), str(folder), *names])
 
 
-def outcomes(process: subprocess.Popen) -> Iterator[tuple[str, dict]]:
+def outcomes(process: Program) -> Iterator[tuple[str, dict]]:
     output, _ = process.communicate()
     assert process.returncode == 0
     for line in output.splitlines():
@@ -113,9 +113,9 @@ def outcomes(process: subprocess.Popen) -> Iterator[tuple[str, dict]]:
 
 @pytest.fixture(scope="module")
 def found(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    """What came of every case of the small set; those that wait do so beside the others."""
+    """What came of every case of the small set; those that wait do so beside all others."""
     folder = tmp_path_factory.mktemp("runs")
-    processes = [start(corpus, folder, names) for names in (BUSY, WAITING)]
+    processes = [start(corpus, folder, names) for names in (BUSY, *zip(WAITING, strict=True))]
     return {name: outcome for process in processes for name, outcome in outcomes(process)}
 
 

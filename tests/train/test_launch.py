@@ -4,10 +4,9 @@ import gc
 import os
 import re
 import signal
-import subprocess
 import sys
-import textwrap
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -17,6 +16,8 @@ import torch.distributed as dist
 from fivefold.errors import ConfigError, FivefoldError
 from fivefold.train.launch import init_process_group, launch_local, run_ranks
 from fivefold.train.rank_env import RankEnv, read_rank_env
+from fivefold.train.signals import StopRequest
+from tests.programs import Program
 
 pytestmark = pytest.mark.slow
 
@@ -49,17 +50,15 @@ def test_ranks_meet_and_know_where_they_are(tmp_path):
     assert {f.read_text() for f in tmp_path.iterdir()} == {f"3.0 {os.getpgrp()}"}
 
 
+def alone() -> None:
+    print(init_process_group(read_rank_env({}), "cpu"), dist.get_world_size())
+
+
 def test_alone_without_a_launcher():
-    code = """
-        import torch, torch.distributed as dist
-        from fivefold.train.launch import init_process_group
-        from fivefold.train.rank_env import read_rank_env
-        print(init_process_group(read_rank_env({}), "cpu"), dist.get_world_size())
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == ["cpu", "1"]
+    process = Program(alone)
+    said, errors = process.communicate(60)
+    assert process.returncode == 0, errors
+    assert said.split() == ["cpu", "1"]
 
 
 def test_what_a_worker_returns_is_the_exit_status(capfd):
@@ -182,31 +181,25 @@ def test_a_rank_that_ignores_sigterm_is_killed(capfd):
     assert time.monotonic() - start < 6
 
 
-PARENT = """
-    import os, sys, time
-    from pathlib import Path
-    from fivefold.train.launch import launch_local
-    from fivefold.train.signals import StopRequest
-    folder, polite = Path(sys.argv[1]), sys.argv[2] == "polite"
+def be_parent(folder: Path, manner: str) -> int:
+    """In a process of its own: launch ranks that end when they are asked to, or never."""
 
-    def worker(env):
+    def worker(env: RankEnv) -> None:
         with StopRequest() as stop:
             (folder / f"pid-{env.rank}").write_text(str(os.getpid()))
-            while not (polite and stop.signum):
+            while not (manner == "polite" and stop.signum):
                 time.sleep(0.02)
             (folder / f"saved-{env.rank}").write_text(stop.reason)
 
-    sys.exit(launch_local(worker, 2))
-"""
+    return launch_local(worker, 2)
 
 
 @pytest.fixture
 def parent(tmp_path):
     started = []
 
-    def start(manner: str) -> tuple[subprocess.Popen, list[psutil.Process]]:
-        command = [sys.executable, "-c", textwrap.dedent(PARENT), str(tmp_path), manner]
-        started.append(subprocess.Popen(command, start_new_session=True))
+    def start(manner: str) -> tuple[Program, list[psutil.Process]]:
+        started.append(Program(be_parent, tmp_path, manner, own_session=True))
         files = [tmp_path / f"pid-{rank}" for rank in range(2)]
         wait_until(lambda: all(f.exists() and f.read_text() for f in files), 60)
         return started[0], [psutil.Process(int(f.read_text())) for f in files]

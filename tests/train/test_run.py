@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import kill
+from benchmarks.peers import free_port
 from fivefold.cli.main import main
 from fivefold.train.lock import FILE, RunLock, claim
 from tests import programs
@@ -197,11 +198,13 @@ def test_ranks_of_torchrun_have_one_owner_and_a_second_start_is_refused(
     assert "-m\0torch.distributed.run" not in Path(f"/proc/{owner}/cmdline").read_text()
     assert main(command(cache, run, "--nproc", "2", "--tp", "2")[3:]) == 2
     assert f"in use by process {owner} on" in capfd.readouterr().err
-    again = subprocess.run(
-        [*torchrun, "2", "-m", "fivefold", *words], capture_output=True, text=True, timeout=100
-    )
-    assert again.returncode != 0
-    assert again.stderr.count(f"in use by process {owner} on") == 1
+    env = os.environ | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    env["MASTER_PORT"] = str(free_port())
+    ranks = [env | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]  # as torchrun starts them
+    again = [programs.start(words, env=each) for each in ranks]
+    errors = [rank.communicate(timeout=100)[1] for rank in again]
+    assert all(rank.returncode for rank in again)
+    assert "".join(errors).count(f"in use by process {owner} on") == 1
     first.terminate()
     first.communicate(timeout=60)
     assert not (run / FILE).exists()
