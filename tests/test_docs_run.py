@@ -28,6 +28,9 @@ STEP = re.compile(r"^ *\d+/\d+ ", re.MULTILINE)
 HEREDOC = re.compile(r"^cat > (\S+) << 'END'\n(.*?)^END$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"\d[\d.,]*(e[-+]\d+)?( [mu]?s\b)?")
 SECONDS = 240
+EFFORT = (40_000, 20_000, 4_000)
+"""A tenth of the planner's usual work, of which tests/search/ see what it finds: pages show what is
+said and not by which of the layouts it is said, and a search ends in the same ways."""
 
 
 def in_reading_order() -> list[Path]:
@@ -81,13 +84,15 @@ def work(channel: Connection) -> None:
     """In a process of its own: run command lines; send the status of each and all it prints."""
     from fivefold import process
     from fivefold.cli.main import main
-    from fivefold.search import search
+    from fivefold.search import branch_and_bound, search
 
     search.search = once(search.search)
     process.begin()  # as a program does
     output = Path(f".output-{os.getpid()}")
     while True:
         argv = channel.recv()
+        if argv[0] == "plan":
+            search.WORK, branch_and_bound.TO_IMPROVE, branch_and_bound.TO_TRADE = EFFORT
         with output.open("w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
