@@ -40,6 +40,10 @@ LONG = (
     "tests/train/test_launch.py",
     "tests/verify/test_compile.py",
     "tests/verify/test_pairs.py",
+    "tests/optim/test_offload.py",
+    "tests/search/test_any_question.py",
+    "tests/search/test_proven.py",
+    "tests/verify/test_families.py",
 )
 """Files that take longest, some of them by waiting: a process that began one of them at the end
 would leave the others idle."""

@@ -25,6 +25,7 @@ from tests.verify.cases import shared_groups
 
 def _step(rank: int, world: int, folder: Path) -> None:
     config = settings("1f1b").with_values(use_pytorch_profiler=True, profile_ranks=(0, 1))
+    config = config.with_values(num_layers=2, global_batch_size=8)  # four microbatches
     with shared_groups():
         engine = Engine(check(config, world), rank, torch.device("cpu"))
         batch = global_batch(config, 0)
@@ -45,14 +46,14 @@ def test_a_trace_names_actions_and_messages(
     size = 2 * 128 * 128 * 4  # a microbatch of hidden states in fp32
     for trace, other in zip(traces, traces[::-1], strict=True):
         count, sent = trace.messages["pp", "send"]
-        assert (count, sent) == (8, 8 * size)
+        assert (count, sent) == (4, 4 * size)
         assert trace.messages["pp", "receive"][0] == other.messages["pp", "send"][0]
         assert {*trace.acts} >= {"F", "BW"} or {*trace.acts} >= {"F", "B", "W"}
         assert 0 < sum(trace.acts.values()) < trace.seconds
         assert 0 < sum(trace.operations.values()) < 3 * trace.seconds
     assert main(["profile", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"pp +send +8 x +1.00 MiB sent", out)
+    assert re.search(r"pp +send +4 x +512 KiB sent", out)
     whole = json.loads((tmp_path / FOLDER / "trace.json").read_text())
     assert {event["pid"] for event in whole["traceEvents"]} == {0, 1}
     names = {event["args"]["name"] for event in whole["traceEvents"] if event["ph"] == "M"}
