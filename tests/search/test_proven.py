@@ -78,5 +78,5 @@ def test_a_trainer_gets_a_pipeline_that_it_runs(line: str, target: str) -> None:
     assert bool(notes) == changed
     if not changed:
         assert found is result
-    given = search(asked(f"{line} --pp 4 --pipeline-schedule zb_v"))
+    given = result_of(f"{line} --pp 4 --pipeline-schedule zb_v")
     assert within(given, target) == (given, ())
