@@ -166,7 +166,8 @@ class _Axes:
         """Pipeline-parallel sizes: at most one rank per layer, unless a layout string is given."""
         layers = self.config.model.num_layers
         written = "pipeline_model_parallel_layout" in self.given
-        return self.sizes("pp", tried=lambda n: written or n <= layers)
+        most = layers if self.config.training.cuda_graph_impl is None else 1
+        return self.sizes("pp", legal=lambda n: written or n <= most)
 
     def experts(self, tensor: Collection[int]) -> dict[str, list[int]]:
         """Pairs of expert-parallel and expert-tensor-parallel sizes; etp is 1 or in `tensor`."""

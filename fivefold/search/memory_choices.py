@@ -90,7 +90,7 @@ def further_choices(config: Config, given: frozenset[str]) -> list[MemoryChoice]
 
 def _with_moved(config: Config, choice: MemoryChoice) -> list[MemoryChoice]:
     """The choice with its largest remaining activations offloaded to the host."""
-    if choice.is_full:
+    if choice.is_full or config.training.cuda_graph_impl is not None:  # which needs no host
         return []
     again = set(config.with_values(**choice.settings).memory.remade_modules)
     experts = ("expert_fc1", "moe_act") if config.model.num_experts is not None else ()

@@ -13,6 +13,7 @@ from fivefold.errors import ConfigError
 from fivefold.model.shape import WholeModel, forward_flops
 from fivefold.pipeline.layout import split_layers
 from fivefold.search.enumeration import enumerate_space
+from fivefold.search.memory_choices import further_choices
 from fivefold.search.partitions import balanced_layout
 from fivefold.search.space import SHARDINGS, Space
 
@@ -68,6 +69,18 @@ def test_no_legal_mesh_is_left_out() -> None:
                     if (tp, cp, pp, mbs) not in found:
                         missing.append((tp, cp, pp, mbs))
     assert not missing
+
+
+def test_steps_that_are_graphs_have_no_pipelines_and_move_nothing() -> None:
+    config = Config(PRESETS["llama3-8b"]).with_values(
+        cuda_graph_impl="local", reset_attention_mask=False, global_batch_size=64
+    )
+    space = enumerate_space(config, 16)
+    assert len(space) > 50 and set(space.columns["pp"].tolist()) == {1}
+    for row in range(0, len(space), 7):
+        check(space.config_of(row), 16, planned=True)
+    for choice in further_choices(config, frozenset()):
+        check(config.with_values(**choice.settings), 1)
 
 
 def test_no_layout_comes_twice() -> None:
