@@ -118,7 +118,7 @@ def _check(
         _check_built(config, mistakes)
         check_routers(config, mistakes)
         check_tensor_overlap(parallel, mistakes)
-        check_step_graph(config, parallel, mistakes)
+    check_step_graph(config, parallel, mistakes)
     check_tensor_parallel(config, parallel, mistakes)
     check_experts(config, parallel, mistakes)
     check_context(config, parallel, mistakes)

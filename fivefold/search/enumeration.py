@@ -277,7 +277,7 @@ class _Axes:
 
 def _plain(config: Config) -> Config:
     """The model and its training settings, without parallelism or memory techniques."""
-    training = replace(config.training, fp8_param_gather=False)
+    training = replace(config.training, fp8_param_gather=False, cuda_graph_impl=None)
     return Config(config.model, training=training, optimizer=config.optimizer)
 
 

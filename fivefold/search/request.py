@@ -7,6 +7,7 @@ from typing import Any
 
 from fivefold.config.config import Config
 from fivefold.config.dependence import check_dependents
+from fivefold.config.graph_rules import check_step_graph
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.memory_rules import check_memory
 from fivefold.config.parallel import ParallelConfig
@@ -186,6 +187,7 @@ def _request(
     check_memory(config.memory, config.model, mistakes)
     check_dependents(config, mistakes, planned=True)
     check_contradictions(config, mistakes)
+    check_step_graph(config, config.parallel, mistakes)
     mistakes.raise_if_any()
     return asked
 

@@ -190,10 +190,11 @@ def _works(request: Request, rules: Iterable[Mistake], *, legal: bool) -> Iterat
             told.add(text)
             yield text
     for text in _released(request):
-        told.add(text)
-        yield text
+        if text not in told:
+            told.add(text)
+            yield text
     for change in _more(request) if legal else _around(request):
-        if _has_plan(request, change):
+        if _typed(change) not in told and _has_plan(request, change):
             told.add(_typed(change))
             yield _typed(change)
             if legal:  # with more of them it works, too
