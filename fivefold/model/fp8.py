@@ -206,7 +206,9 @@ def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) ->
     if a.bits.is_cuda and dtype == torch.bfloat16 and _has_kernel(a, b):
         return _by_kernel(a, b, fast=fast)
     wide = torch.promote_types(dtype, torch.float32)
-    return (a.wide(wide) @ b.wide(wide).t()).to(dtype)
+    product = a.wide(wide) @ b.wide(wide).t()
+    # Not what `to` or a slice returns as it was: compiled by torch 2.11, it would need no gradient.
+    return product if wide == dtype else product.to(dtype)
 
 
 def _has_kernel(a: Scaled, b: Scaled) -> bool:
@@ -239,7 +241,8 @@ def _by_kernel(a: Scaled, b: Scaled, *, fast: bool) -> Tensor:
         swizzled=a.block[1] == MX,
         fast=fast and a.block[1] is None,
     )
-    return made[: len(a.bits), : len(b.bits)]
+    rows, columns = len(a.bits), len(b.bits)
+    return made if made.shape == (rows, columns) else made[:rows, :columns]
 
 
 def _product(
