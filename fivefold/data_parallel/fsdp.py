@@ -97,6 +97,7 @@ class ShardedStage:
         self.exchanges: list[NodeGather | HierarchicalReduceScatter] = []
         self._narrow: dict[Any, list[EightBitParam]] = defaultdict(list)  # by who shares them
         self._scales_known = False
+        self._switches: tuple[bool, bool, bool] | None = None
         self._held: dict[torch.Tensor, Any] = {}  # by whole parameter, what FSDP2 knows of it
         self._root = self._units[0]
         self._gathers: list[UnshardHandle] = []
@@ -224,9 +225,13 @@ class ShardedStage:
             each = (held for group in self.parameter_groups() for held in group.fsdp_params)
             gathered = (held for held in each if hasattr(held, "_unsharded_param"))
             self._held = {held.unsharded_param: held for held in gathered}
-        self._root.set_requires_gradient_sync(reduces)
-        self._root.set_requires_all_reduce(last)
-        self._root.set_reshard_after_backward(reshards)
+        if self._switches == (reduces, last, reshards):
+            return
+        self._switches = reduces, last, reshards
+        for unit in self._units:  # asked of the root, FSDP2 would look through all modules
+            unit.set_requires_gradient_sync(reduces, recurse=False)
+            unit.set_requires_all_reduce(last, recurse=False)
+            unit.set_reshard_after_backward(reshards, recurse=False)
 
     def _end_of_backward(self) -> None:
         """What FSDP2 does when a backward ends.
