@@ -4,8 +4,8 @@
 
 Forward and backward of a few layers in bf16, on the hidden states of one row: Fivefold's, as they
 are, without fused kernels, with dropout and compiled, with the row as one document and packed with
-many, and with linear layers in fp8 by each recipe (their MFU is a share of the bf16 peak); and the
-same layers in plain PyTorch, which knows no documents.
+many, with linear layers in fp8 by each recipe (their MFU is a share of the bf16 peak), and as one
+CUDA graph; and the same layers in plain PyTorch, which knows no documents.
 
 Prints a line of JSON for each. `--dry` runs small ones on a CPU.
 """
@@ -40,6 +40,7 @@ from fivefold.model.rope import RotaryTables
 from fivefold.model.shape import training_flops
 from fivefold.model.transformer import Stage
 from fivefold.pipeline.stages import StageSpec
+from fivefold.train.step_graph import CudaRecorder
 
 LAYERS, STEPS, WARMUP = 4, 10, 3
 LLAMA = replace(PRESETS["llama3-8b"], num_layers=LAYERS)
@@ -135,6 +136,19 @@ def our_step(
     return _both_ways(lambda x: stage(x, batch), stage, model, length, device)
 
 
+def replayed(make: Callable[[], Step], device: torch.device) -> Step:
+    """A step as one CUDA graph, which the host launches at once."""
+    step, recorder = make(), CudaRecorder(device)
+    for _ in range(WARMUP):
+        recorder.run(step)
+
+    def work() -> tuple[Tensor, ...]:
+        step()
+        return ()
+
+    return recorder.record(work, ())
+
+
 def _both_ways(
     forward: Callable[[Tensor], Tensor],
     layers: nn.Module,
@@ -225,6 +239,8 @@ def rows(dry: bool) -> Iterator[dict[str, Any]]:
             if not dry:
                 systems[f"Fivefold {recipe} compiled"] = partial(narrow, compiled=True)
         if not dry:
+            for which in ("Fivefold", "Fivefold compiled", "Fivefold tensorwise"):
+                systems[f"{which}, one graph"] = partial(replayed, systems[which], device)
             systems["plain compiled"] = partial(plain_step, model, length, device, compiled=True)
         spec = StageSpec(False, tuple(range(LAYERS)), False)
         flops = length * training_flops(model, length, spec).total

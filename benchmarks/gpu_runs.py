@@ -46,6 +46,7 @@ LITE = replace(
     vocab_size=VOCABULARY,
 )
 SHORT = {"seq_length": 4096, "micro_batch_size": 2, "global_batch_size": 8}
+SMALLER = {"seq_length": 2048, "global_batch_size": 8}
 LONG = {"seq_length": 8192, "global_batch_size": 4}
 LINEAR = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
 FULL = {
@@ -55,15 +56,18 @@ FULL = {
 }
 WHOLE = {"reset_attention_mask": False}
 GRAPH = {"cuda_graph_impl": "local"}
+FP8 = {"fp8_format": "e4m3", "fp8_recipe": "tensorwise"}
 Runs = Mapping[str, tuple[ModelConfig, dict[str, Any]]]
 RUNS: Runs = {
     "1B": (ONE_B, SHORT),
     "1B, compiled": (ONE_B, SHORT | {"compile": True}),
     "1B, whole rows": (ONE_B, SHORT | WHOLE),
     "1B, whole rows, one graph": (ONE_B, SHORT | WHOLE | GRAPH),
-    "1B, whole rows, compiled": (ONE_B, SHORT | WHOLE | {"compile": True}),
-    "1B, whole rows, compiled, one graph": (ONE_B, SHORT | WHOLE | GRAPH | {"compile": True}),
+    "1B, 8 x 2,048 tokens": (ONE_B, SMALLER | WHOLE),
+    "1B, 8 x 2,048 tokens, one graph": (ONE_B, SMALLER | WHOLE | GRAPH),
+    "1B, whole rows, fp8, one graph": (ONE_B, SHORT | WHOLE | GRAPH | FP8),
     "eight layers of 8B": (EIGHT_B, LONG),
+    "eight layers of 8B, fp8": (EIGHT_B, LONG | FP8),
     "eight layers of 8B, compiled, native loss": (
         EIGHT_B,
         LONG | {"compile": True, "cross_entropy_loss_fusion": True},
