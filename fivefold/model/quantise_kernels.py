@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fivefold.model.fp8 import TINY, Block
+
 TILE = 128
 """Rows and columns of a tile: a multiple of the blocks that it holds."""
-TINY_BITS = tl.constexpr(0x0DA24260)
-"""Those of the fp32 1e-30, the least largest element that a scale is made for."""
-
-Block = tuple[int | None, int | None]
+TINY_BITS = tl.constexpr(int(torch.tensor(TINY, device="cpu").view(torch.int32)))
+"""Those of `TINY` in fp32."""
 
 
 def fits(block: Block) -> bool:
