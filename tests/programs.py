@@ -30,7 +30,7 @@ ROOMS = ("fivefold.train.run", "fivefold.verify.run", "torch._dynamo", "tests.pr
 
 @cache
 def forking() -> ForkServerContext:
-    """Where processes are forked from that one of this session which has imported all they need."""
+    """Where processes are forked from one that has imported all they need."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*(f"fivefold.cli.{verb}" for verb in VERBS), *ROOMS])
     return context

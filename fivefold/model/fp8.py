@@ -1,8 +1,9 @@
 """Matrices in 8-bit floats with scales, and their products: a kernel's, and its plain twin.
 
-A recipe says which elements of an operand share a scale. Quantising is the same on every device;
-what differs is only how a product of quantised operands is summed: GPUs that multiply 8-bit floats
-do it with `torch._scaled_mm`, everything else multiplies what the bits stand for (the twin).
+A recipe says which elements of an operand share a scale. Quantising gives the same bits on every
+device, on a GPU by kernels of ours (`model.quantise_kernels`). What differs is how a product of
+quantised operands is summed: GPUs that multiply 8-bit floats do it with `torch._scaled_mm`,
+everything else multiplies what the bits stand for (the twin).
 
 Shapes: T tokens, F output features, H input features; M, N, K rows, columns and depth of a product.
 """
@@ -207,7 +208,7 @@ def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) ->
         return _by_kernel(a, b, fast=fast)
     wide = torch.promote_types(dtype, torch.float32)
     product = a.wide(wide) @ b.wide(wide).t()
-    # Not what `to` or a slice returns as it was: compiled by torch 2.11, it would need no gradient.
+    # Not what `to` returns as it was: compiled by torch 2.11, it would need no gradient.
     return product if wide == dtype else product.to(dtype)
 
 
@@ -241,8 +242,7 @@ def _by_kernel(a: Scaled, b: Scaled, *, fast: bool) -> Tensor:
         swizzled=a.block[1] == MX,
         fast=fast and a.block[1] is None,
     )
-    rows, columns = len(a.bits), len(b.bits)
-    return made if made.shape == (rows, columns) else made[:rows, :columns]
+    return made[: len(a.bits), : len(b.bits)]
 
 
 def _product(

@@ -133,18 +133,18 @@ def _tile(block: Block) -> dict[str, Any]:
 
 @triton.jit
 def _load(x, rows, columns, row_step, column_step, tile: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A program's tile in fp32, zeros outside, with its places and which of them are inside."""
+    """A program's tile, zeros outside, with its places and which of them are inside."""
     row = tl.program_id(1).to(tl.int64) * tile + tl.arange(0, tile)[:, None]
     column = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)[None, :]
     inside = (row < rows) & (column < columns)
-    taken = tl.load(x + row * row_step + column * column_step, mask=inside, other=0.0)
-    return taken.to(tl.float32), row, column, inside
+    taken = tl.load(x + row * row_step + column * column_step, mask=inside, other=0)
+    return taken, row, column, inside
 
 
 @triton.jit
 def _magnitude(x):  # type: ignore[no-untyped-def]
-    """Bits of |x|, in whose order NaN is the largest of all."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    """Bits of |x| in fp32, in whose order NaN is the largest of all."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
@@ -272,7 +272,7 @@ def _cast(  # type: ignore[no-untyped-def]
         scale = tl.where(scale != scale, scale, exponent)
     one = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     tl.store(inverse + place, one, mask=held)  # programs that share a block store the same
-    y = taken * _spread(scale, rows_each, columns_each, tile)
+    y = taken.to(tl.float32) * _spread(scale, rows_each, columns_each, tile)
     _narrow_to(y, bits, row * bits_row_step + column * bits_column_step, inside, limit)
 
 
@@ -294,15 +294,12 @@ def _narrow(  # type: ignore[no-untyped-def]
     """A tile's bits with a scale that is known, and the bits of the largest magnitude."""
     taken, row, column, inside = _load(x, rows, columns, row_step, column_step, tile)
     tl.atomic_max(found, tl.max(_magnitude(taken)), sem="relaxed")
-    y = taken * tl.load(scale)
+    y = taken.to(tl.float32) * tl.load(scale)
     _narrow_to(y, bits, row * bits_row_step + column * bits_column_step, inside, limit)
 
 
 @triton.jit
 def _copy(x, rows, columns, row_step, column_step, copied, tile: tl.constexpr):  # type: ignore[no-untyped-def]
     """A tile of bytes, whose copies lie row by row."""
-    row = tl.program_id(1).to(tl.int64) * tile + tl.arange(0, tile)[:, None]
-    column = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)[None, :]
-    inside = (row < rows) & (column < columns)
-    taken = tl.load(x + row * row_step + column * column_step, mask=inside, other=0)
+    taken, row, column, inside = _load(x, rows, columns, row_step, column_step, tile)
     tl.store(copied + row * columns + column, taken, mask=inside)

@@ -166,8 +166,10 @@ class _Axes:
         """Pipeline-parallel sizes: at most one rank per layer, unless a layout string is given."""
         layers = self.config.model.num_layers
         written = "pipeline_model_parallel_layout" in self.given
-        most = layers if self.config.training.cuda_graph_impl is None else 1
-        return self.sizes("pp", legal=lambda n: written or n <= most)
+        launched = self.config.training.cuda_graph_impl is None
+        return self.sizes(
+            "pp", legal=lambda n: launched or n == 1, tried=lambda n: written or n <= layers
+        )
 
     def experts(self, tensor: Collection[int]) -> dict[str, list[int]]:
         """Pairs of expert-parallel and expert-tensor-parallel sizes; etp is 1 or in `tensor`."""
