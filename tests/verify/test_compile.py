@@ -231,6 +231,6 @@ def test_a_layer_is_compiled_once(tp: int, pool: Pool) -> None:
     model = replace(MODELS["llama"], window_size=3)
     few, many = (
         config(replace(model, num_layers=layers), **flags(tp=tp), **COMPILED, **rates)
-        for layers in (2, 5)
+        for layers in (2, 12)  # more than torch compiles before it gives up
     )
     assert pool.run(tp, _graphs, many)[0] == pool.run(tp, _graphs, few)[0] > 0
