@@ -51,6 +51,11 @@ def _ring_latency(cluster: Cluster, group: GroupSpan) -> float:
     return inside + (group.nodes - 1) * cluster.network_link.latency
 
 
+# Seconds in which a broadcast's chain gets past a rank, in a node and across nodes: chunks of large
+# messages, by NCCL's tuner (`hwLatencies` of its tuning.cc).
+_CHAIN, _CHAIN_ACROSS = 4e-6, 14e-6
+
+
 def gather(cluster: Cluster, group: GroupSpan, size: float) -> float:
     """Seconds of an all-gather, or of a ring's reduce-scatter, of a buffer of `size` bytes."""
     if group.size == 1:
@@ -86,10 +91,11 @@ def all_reduce(cluster: Cluster, group: GroupSpan, size: float) -> float:
 
 def broadcasts(cluster: Cluster, group: GroupSpan, size: float, messages: int) -> float:
     """Seconds to send `size` bytes, of which ranks have parts, to all: each message is a chain
-    along the ring, and they come one after the other."""
+    along all ranks, and they come one after the other."""
     if group.size == 1:
         return 0.0
-    return size / _rate(cluster, group) + messages * _ring_latency(cluster, group)
+    hop = _CHAIN if group.nodes == 1 else _CHAIN_ACROSS
+    return size / _rate(cluster, group) + messages * group.size * hop
 
 
 def all_to_all(cluster: Cluster, group: GroupSpan, inside: float, across: float) -> float:

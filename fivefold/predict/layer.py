@@ -69,7 +69,7 @@ class LayerTimes(OperationTimes):
         if (kind, again) not in self._known:
             key = ("layer", kind, again, *self._degrees(kind))
             whole = self._once(key, lambda: {"layer": self._with_again(kind, again)})["layer"]
-            self._known[kind, again] = self._copied(self._issued(whole, kind), kind, again)
+            self._known[kind, again] = self._copied(self._issued(whole, kind, again), kind, again)
         return self._known[kind, again]
 
     @cached_property
@@ -144,12 +144,18 @@ class LayerTimes(OperationTimes):
             return 0.0
         return forward_operations(self.layout, kind, self.software) * self.cluster.host_operation
 
-    def _issued(self, times: Times, kind: LayerKind) -> Times:
-        """The times, with each phase at least as long as the host needs to issue it."""
+    def _issued(self, times: Times, kind: LayerKind, again: Again) -> Times:
+        """The times, with each phase at least as long as the host needs to issue it.
+
+        A host that waits for every kernel issues nothing meanwhile, so that both times add up.
+        """
         host, total = self.host(kind), times.total
+        backward = host * (3 if again is None else 2)
+        if self.software.blocks_launches:
+            return times + Times(compute=Phases(host, backward))
         wait = Phases(
             max(0.0, host - total.forward),
-            max(0.0, 2 * host - total.dx - total.dw),
+            max(0.0, backward - total.dx - total.dw),
         )
         return times + Times(compute=wait)
 

@@ -68,11 +68,14 @@ class Software:
             of the step; otherwise the multiplications that compute them do.
         gather_rate: bytes/s at which parameters are gathered and gradients reduced, whatever the
             links; the gathers of the forward are then exposed. None: as the links allow.
-        waits_for_hops: whether a stage is idle while a message travels to it.
+        waits_for_hops: whether a stage is idle while a message to or from it travels: "never",
+            "always", or in a schedule with one stage a rank only ("plain").
         scatters_hops: whether tensor-parallel ranks that hold the same activations send a share
             each to the next pipeline rank's node, where the shares are gathered (Narayanan et al.,
             2021, section 4.1).
         whole_graph: whether a step is one CUDA graph, so that the GPU never waits for the host.
+        blocks_launches: whether the host waits for each kernel that it launches
+            (`CUDA_LAUNCH_BLOCKING=1`), so that its time and the GPU's add up.
         imbalance: tokens of the busiest rank's experts, relative to an even share.
     """
 
@@ -99,9 +102,10 @@ class Software:
     waits_for_ends: bool = False
     accumulates_apart: bool = False
     gather_rate: float | None = None
-    waits_for_hops: bool = False
+    waits_for_hops: Literal["never", "plain", "always"] = "never"
     scatters_hops: bool = False
     whole_graph: bool = False
+    blocks_launches: bool = False
     imbalance: float = 1.0
 
     def on(self, cluster: Cluster) -> Cluster:

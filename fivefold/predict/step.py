@@ -219,12 +219,19 @@ class _Predictor:
             return share + gather(cluster, self.times.tp, whole)
         return send(cluster, self.grid.ranks_per_stage, whole / parts)
 
+    @property
+    def _waits_for_hops(self) -> bool:
+        """Whether stages are idle while their messages travel."""
+        waits = self.software.waits_for_hops
+        plain = (self.parallel.num_virtual_stages_per_pipeline_rank or 1) == 1
+        return waits == "always" or (waits == "plain" and plain)
+
     @cached_property
     def costs(self) -> Costs:
         """Times of the pipeline actions; a backward includes its recomputation."""
         totals = [stage.total for stage in self.stages * self.layout.num_copies]
         smallest = 1e-9  # seconds of an empty stage
-        waits = self.hop if self.software.waits_for_hops else 0.0
+        waits = self.hop if self._waits_for_hops else 0.0
         costs = Costs(
             tuple(max(t.forward, smallest) + waits for t in totals),
             tuple(max(t.dx, smallest) + waits for t in totals),

@@ -71,6 +71,7 @@ OPTIONAL = (
     "graphs",
     "overlap",
     "fused_loss",
+    "etp",
 )
 """Columns that a file may leave out, as if their cells were empty."""
 _COUNT = Range(1, 1e6, whole=True)

@@ -49,6 +49,7 @@ def software_of(row: PublishedRow, framework: Framework) -> Software:
         gradient_bytes=wire,
         keeps_every_second=row.text("recomp") == "selective-op",
         whole_graph=is_graphed(row, framework) if graphs is None else bool(graphs),
+        blocks_launches="blocking launches" in note,
         imbalance=1.2 if "dropless" in note else 1.0,
     )
 
@@ -273,6 +274,7 @@ def _expert_settings(row: PublishedRow, framework: Framework, pp: int) -> dict[s
     across = degree > cluster_of(row).gpus_per_node
     settings: dict[str, Any] = {
         "expert_model_parallel_size": degree,
+        "expert_tensor_parallel_size": row.whole("etp") or 1,
         "moe_token_dispatcher_type": "flex" if across or "deepep" in note else "alltoall",
         "overlap_moe_expert_parallel_comm": pairs,
         **framework.expert_settings,

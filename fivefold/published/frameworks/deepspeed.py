@@ -3,7 +3,26 @@
 from dataclasses import replace
 from types import MappingProxyType
 
+from fivefold.config.config import Config
+from fivefold.pipeline.stages import StageSpec, layout_string
 from fivefold.published.frameworks.framework import OTHERS, Framework
+
+
+def by_blocks(config: Config, stages: int) -> str:
+    """The layout of stages that are filled one after the other with as many layers as the fullest
+    needs (`partition_method` "type:transformer"), or, where only so all are equal, of stages whose
+    first and last have one fewer ("type:transformer|embedding")."""
+    layers = config.model.num_layers
+    each, over = divmod(layers + 2, stages)
+    taken = 1 if layers % stages and not over else 0
+    each = each if taken else -(-layers // stages)
+    of = [(number + taken) // each for number in range(layers)]
+    last = stages - 1
+    return layout_string(
+        StageSpec(s == 0, tuple(n for n, stage in enumerate(of) if stage == s), s == last)
+        for s in range(stages)
+    )
+
 
 # `allreduce_and_scatter` in its stage_1_and_2.py; gradients of microbatches are added by kernels of
 # their own; its pipelines wait for their messages.
@@ -12,7 +31,7 @@ _ENGINE = replace(
     gathers_to_recompute=True,
     reduces_whole=True,
     accumulates_apart=True,
-    waits_for_hops=True,
+    waits_for_hops="always",
 )
 # In June 2021 ZeRO-3 took 0.42 s of a forward to gather 10 GB inside a machine with NVLink (its
 # issue 1174).
@@ -29,18 +48,21 @@ MEGATRON_DEEPSPEED: tuple[Framework, ...] = (
         overlaps_replicas=False,
         overlaps_shards=False,
         overlaps_gather=False,
+        divide=by_blocks,
         held=_FP16,
     ),
-    # With Megatron-LM's dX reduced beside dW.
+    # With Megatron-LM's dX reduced beside dW; activations and their gradients are sent in shares
+    # (`is_pipe_partitioned`, `is_grad_partitioned` of its pipe/engine.py; earlier, not the latter).
     Framework(
         "megatron-deepspeed",
         "",
         (2022,),
-        replace(_ENGINE, attention="scores"),
+        replace(_ENGINE, attention="scores", scatters_hops=True),
         sequence_parallel=False,
         overlaps_replicas=False,
         overlaps_shards=False,
         overlaps_gather=False,
+        divide=by_blocks,
         held=_FP16,
     ),
 )

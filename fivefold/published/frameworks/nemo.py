@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from fivefold.published.frameworks.framework import OTHERS, Framework
+from fivefold.published.frameworks.framework import Framework
+from fivefold.published.frameworks.megatron import CORE
 
 NEMO: tuple[Framework, ...] = (
     # FlashAttention-2 where a recipe does not choose cuDNN's, and scales of earlier steps
@@ -10,15 +11,17 @@ NEMO: tuple[Framework, ...] = (
     Framework(
         "nemo",
         r"\bnemo\b(?!-?automodel)",
-        software=replace(OTHERS, attention="flash2"),
+        software=replace(CORE, attention="flash2"),
         overlaps_tp=True,
         fp8_recipe="delayed",
         whole_attention=True,
     ),
-    Framework("nemo", "", (25,), overlaps_tp=True, fp8_recipe="delayed", whole_attention=True),
+    Framework(
+        "nemo", "", (25,), CORE, overlaps_tp=True, fp8_recipe="delayed", whole_attention=True
+    ),
 )
 BRIDGE: tuple[Framework, ...] = (
-    Framework("bridge", r"megatron-?bridge", overlaps_tp=True),
+    Framework("bridge", r"megatron-?bridge", software=CORE, overlaps_tp=True),
     # Its recipes since June 2026 (perf_recipes, `cuda_graph_impl = "full_iteration"`).
-    Framework("bridge", "", (26, 6), replace(OTHERS, whole_graph=True), overlaps_tp=True),
+    Framework("bridge", "", (26, 6), replace(CORE, whole_graph=True), overlaps_tp=True),
 )
