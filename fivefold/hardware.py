@@ -95,9 +95,9 @@ _A100 = Gpu(
     peak=_rates(bf16=312, fp32=19.5, fp64=19.5),
     matmul=_rates(bf16=271, fp32=18),
     multiprocessors=108,
-    sustained=0.839,
-    attention_forward=0.676,
-    attention_backward=0.588,
+    sustained=0.847,
+    attention_forward=0.654,
+    attention_backward=0.569,
 )
 _H100 = Gpu(
     "H100",
@@ -108,8 +108,8 @@ _H100 = Gpu(
     multiprocessors=132,
     sustained=0.744,
     sustained_narrow=0.872,
-    attention_forward=0.569,
-    attention_backward=0.495,
+    attention_forward=0.558,
+    attention_backward=0.485,
     flash1=0.37,
     flash2=0.65,
 )

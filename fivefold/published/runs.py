@@ -367,8 +367,9 @@ _MODULES: Mapping[str, str] = MappingProxyType(
 
 def _recompute(row: PublishedRow, model: ModelConfig, framework: Framework) -> list[dict[str, Any]]:
     text = row.text("recomp")
-    if text == "full":
-        return [{"recompute_granularity": "full"}]
+    if whole := re.fullmatch(r"full(?: (\d{1,4}))?", text):
+        some = {"recompute_method": "block", "recompute_num_layers": (int(whole[1] or 0),)}
+        return [{"recompute_granularity": "full", **(some if whole[1] else {})}]
     if text == "selective":
         return [_selective("core_attn")]
     if text == "selective-op":

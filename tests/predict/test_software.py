@@ -67,9 +67,21 @@ def test_waiting_for_messages_makes_every_stage_longer_by_one():
     layout = planned("llama3-8b", 64, tp=4, pp=4, gbs=256)
     hop = predict(layout, H100).costs.hop
     hidden, _ = stage_costs(layout, H100, Software())
-    waiting, _ = stage_costs(layout, H100, Software(waits_for_hops=True))
-    assert waiting.f == pytest.approx([f + hop for f in hidden.f])
-    assert waiting.hop == 0.0
+    for when in ("always", "plain"):
+        waiting, _ = stage_costs(layout, H100, Software(waits_for_hops=when))
+        assert waiting.f == pytest.approx([f + hop for f in hidden.f])
+        assert waiting.b == pytest.approx([b + hop for b in hidden.b])
+        assert waiting.hop == 0.0
+
+
+def test_who_waits_in_plain_schedules_sends_beside_interleaved_stages():
+    two = planned("llama3-8b", 64, tp=4, pp=4, gbs=256, num_virtual_stages_per_pipeline_rank=2)
+    never, plain, always = (
+        stage_costs(two, H100, Software(waits_for_hops=when))[0]
+        for when in ("never", "plain", "always")
+    )
+    assert plain == never and never.hop > 0
+    assert always.f == pytest.approx([f + never.hop for f in never.f])
 
 
 def test_scattered_messages_are_shorter():
@@ -133,13 +145,29 @@ def test_no_layer_waits_for_the_host_in_one_graph():
     assert graphed.layer(kind, ()).total.forward < issued.layer(kind, ()).total.forward
 
 
-def test_owners_that_broadcast_pay_a_ring_s_latency_for_each_message():
+@pytest.mark.parametrize(("again", "backward"), [((), 2), (None, 3)])
+def test_a_host_that_waits_for_every_kernel_adds_its_time(again, backward):
+    layout = planned("llama3-8b", 1, mbs=1, gbs=8)
+    kind = LayerKind()
+    beside, blocking = (
+        LayerTimes(layout, H100, Software(blocks_launches=blocks)) for blocks in (False, True)
+    )
+    host, hidden = beside.host(kind), beside.layer(kind, again).total
+    longer = blocking.layer(kind, again).total
+    assert 0 < host < hidden.forward  # which hides it
+    assert longer.forward - hidden.forward == pytest.approx(host)
+    assert longer.dx + longer.dw - hidden.dx - hidden.dw == pytest.approx(backward * host)
+
+
+def test_owners_that_broadcast_pay_a_chain_through_all_ranks_for_each_message():
     cluster = preset("A100-80", 1024)
     group = span(cluster, 1024, 1)
     one, many = (broadcasts(cluster, group, 1e9, messages) for messages in (1, 291))
-    hops = 896 * cluster.node_link.latency + 127 * cluster.network_link.latency
-    assert many - one == pytest.approx(290 * hops)
-    assert one == pytest.approx(gather(cluster, group, 1e9), rel=0.01)
+    assert many - one == pytest.approx(290 * 1024 * 14e-6)
+    assert one - 1024 * 14e-6 == pytest.approx(1e9 / (8 * cluster.network_link.rate))
+    node = span(cluster, 8, 1)
+    one, many = (broadcasts(cluster, node, 1e9, messages) for messages in (1, 8))
+    assert many - one == pytest.approx(7 * 8 * 4e-6)
     assert broadcasts(cluster, span(cluster, 1, 1), 1e9, 291) == 0
 
 

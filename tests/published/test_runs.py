@@ -324,3 +324,66 @@ def test_nemo_s_own_8_bit_recipe_has_scales_of_earlier_steps() -> None:
         cells = {"framework": "nemo", "release": release}
         assert only_layout(**cells, prec="fp8").config.training.fp8_recipe == "delayed"
         assert only_layout(**cells, prec="fp8-mx").config.training.fp8_recipe == "mxfp8"
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "counts"),
+    [
+        (72, 12, [6] * 12),
+        (78, 12, [7] * 11 + [1]),
+        (106, 12, [8] + [9] * 10 + [8]),
+        (70, 8, [8] + [9] * 6 + [8]),
+        (77, 6, [13] * 5 + [12]),
+    ],
+)
+def test_deepspeed_fills_one_stage_after_the_other(layers, stages, counts) -> None:
+    layout = only_layout(
+        **{
+            "framework": "megatron-deepspeed",
+            "release": "2022",
+            "model": "BLOOM",
+            "gpu": "A100-80",
+        },
+        **{"L": f"{layers}", "h": "1024", "ffn": "4096", "heads": "16", "kv": "16"},
+        **{"vocab": "51200", "seq": "2048", "pp": f"{stages}", "ngpu": f"{8 * stages}"},
+    )
+    assert [len(stage.layers) for stage in layout.split.stages] == counts
+    assert [n for stage in layout.split.stages for n in stage.layers] == [*range(layers)]
+    ends = [(stage.embedding, stage.head) for stage in layout.split.stages]
+    assert ends == [(True, False), *[(False, False)] * (stages - 2), (False, True)]
+
+
+def test_pipelines_wait_for_messages_as_their_trainers_do() -> None:
+    def waits(framework: str, release: str) -> str:
+        return software(row(framework=framework, release=release)).waits_for_hops
+
+    assert waits("megatron", "2022") == waits("megatron", "2023.1") == "always"
+    assert (
+        waits("megatron", "2024.1") == waits("nemo", "24.07") == waits("bridge", "26.06") == "plain"
+    )
+    assert waits("deepspeed", "2022") == "always"
+    assert waits("torchtitan", "2025.6") == waits("nanotron", "0.5") == "never"
+
+
+def test_a_host_that_blocks_is_told_by_a_note() -> None:
+    assert software(row(framework="deepspeed", note="blocking launches")).blocks_launches
+    assert not software(row(framework="deepspeed")).blocks_launches
+
+
+@pytest.mark.parametrize("told", ["", "2"])
+def test_experts_are_split_as_a_column_tells(told) -> None:
+    one = row(
+        **{"model": "Qwen3-30B-A3B", "framework": "megatron", "release": "core_r0.12", "etp": told},
+        **{"ngpu": "16", "tp": "2", "pp": "1", "ep": "8", "gbs": "16", "gpu": "A100-80"},
+    )
+    (choice,) = row_layouts(one)
+    assert choice.layout.grid.etp == int(told or 1)
+    assert choice.layout.grid.ep == 8
+
+
+def test_some_layers_may_be_run_again() -> None:
+    memory = only_layout(recomp="full 3").config.memory
+    assert (memory.recompute_method, memory.recompute_num_layers) == ("block", (3,))
+    assert only_layout(recomp="full").config.memory.recompute_method == "uniform"
+    with pytest.raises(DataError, match="full"):
+        row_layouts(row(recomp="full three"))
