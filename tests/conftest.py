@@ -36,6 +36,7 @@ LONG = (
     "tests/train/test_run.py",
     "tests/verify/test_matrix.py",
     "tests/verify/test_experts.py",
+    "tests/audit/test_audit.py",
     "tests/verify/test_command.py",
     "tests/train/test_launch.py",
     "tests/verify/test_compile.py",
@@ -44,6 +45,7 @@ LONG = (
     "tests/search/test_any_question.py",
     "tests/search/test_proven.py",
     "tests/verify/test_families.py",
+    "tests/verify/test_lora.py",
 )
 """Files that take longest, some of them by waiting: a process that began one of them at the end
 would leave the others idle."""

@@ -105,13 +105,14 @@ def run(argv: Sequence[str]) -> int:
 
     check_start(config)
     check_corpora(config)
-    from fivefold.cli.fewer_ranks import FewerRanks
     from fivefold.train.run import train
 
     name, again = recipe_name(options.recipe), options.max_restarts
     start = partial(train, name=name, asked=options.device, max_restarts=again)
     if options.min_nproc is None or options.nproc is None:
         return start(layout, nproc=options.nproc).status
+    from fivefold.cli.fewer_ranks import FewerRanks  # with the planner
+
     by_flag = loaded.by_flag if plans else None
     fewer = FewerRanks(config, by_flag, cluster, budget, options.min_nproc, start)
     return fewer.run(layout).status

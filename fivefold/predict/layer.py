@@ -19,7 +19,7 @@ from fivefold.predict.communication import all_reduce, gather
 from fivefold.predict.compute import Phases, elementwise
 from fivefold.predict.operation_times import ELEMENT, OperationTimes
 from fivefold.predict.software import Software
-from fivefold.predict.stage_times import Again, Times, repeated
+from fivefold.predict.stage_times import Again, Times, added, repeated
 
 TimesCache = dict[tuple[object, ...], dict[str, Times]]
 """Times of layers and operations, by the kinds and degrees that they depend on."""
@@ -79,11 +79,11 @@ class LayerTimes(OperationTimes):
     def _with_again(self, kind: LayerKind, modules: Again) -> Times:
         """The times of a layer with these of its modules recomputed; None: all."""
         times, key = self.operations(kind), ("sum", kind, *self._degrees(kind))
-        plain = self._once(key, lambda: {"layer": sum(times.values(), Times())})["layer"]
+        plain = self._once(key, lambda: {"layer": added(times.values())})["layer"]
         operations = describe(self.model, kind).operations
         tiles = self._running.tiles if modules != () else lambda rerun_by: False
         tiled = (times[op.name] for op in operations if tiles(op.rerun_by))
-        whole = sum(tiled, Times())  # what tiles compute is never deferred
+        whole = added(tiled)  # what tiles compute is never deferred
         plain += Times(compute=Phases(0.0, whole.compute.dw, -whole.compute.dw))
         if modules is None:
             return plain + repeated(plain) + repeated(whole)
@@ -91,7 +91,7 @@ class LayerTimes(OperationTimes):
             return plain + repeated(self.every_second())
         chosen = set(modules)
         again = [times[op.name] for op in operations if chosen & set(op.rerun_by)]
-        return plain + repeated(sum(again, Times()))
+        return plain + repeated(added(again))
 
     def embedding(self) -> Times:
         """The embedding lookup, and its reduction over the tensor-parallel ranks."""

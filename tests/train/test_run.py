@@ -201,10 +201,15 @@ def test_ranks_of_torchrun_have_one_owner_and_a_second_start_is_refused(
     env = os.environ | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     env["MASTER_PORT"] = str(free_port())
     ranks = [env | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]  # as torchrun starts them
-    again = [programs.start(words, env=each) for each in ranks]
-    errors = [rank.communicate(timeout=100)[1] for rank in again]
-    assert all(rank.returncode for rank in again)
-    assert "".join(errors).count(f"in use by process {owner} on") == 1
+    wrong = ["--seq-length", "0"]  # which each rank finds by itself, before it meets others
+    for told, flags in (
+        (f"in use by process {owner} on", []),
+        ("seq_length must be at least 1", wrong),
+    ):
+        again = [programs.start([*words, *flags], env=each) for each in ranks]
+        errors = [rank.communicate(timeout=100)[1] for rank in again]
+        assert all(rank.returncode for rank in again)
+        assert "".join(errors).count(told) == 1
     first.terminate()
     first.communicate(timeout=60)
     assert not (run / FILE).exists()
