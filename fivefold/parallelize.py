@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import nn
@@ -95,15 +95,16 @@ class ParallelModel:
         """Complete every sum that a parameter's record names: over data first."""
         for stage in self.gradients.values():
             stage.finish()
-        # By name: the two copies of the model hold their stages in other orders.
-        named = sorted(self.parameters().items())
+        tp, mirror, tied = (map(local_grad, parameters) for parameters in self._summed_over)
+        sum_in_buckets([*tp], self.groups.tp)
+        sum_in_buckets([*mirror], self.groups.mirror)
+        self._sum_copies([*tied])
 
-        def summed_over(group: str) -> list[torch.Tensor]:
-            return [local_grad(p) for name, p in named if group in self.records[name].sums]
-
-        sum_in_buckets(summed_over("tp"), self.groups.tp)
-        sum_in_buckets(summed_over("mirror"), self.groups.mirror)
-        self._sum_copies(summed_over("tied"))
+    @cached_property
+    def _summed_over(self) -> list[list[nn.Parameter]]:
+        """Whose gradients tp, mirror and tied ranks sum: by name, not in the order of stages."""
+        named, groups = sorted(self.parameters().items()), ("tp", "mirror", "tied")
+        return [[p for name, p in named if group in self.records[name].sums] for group in groups]
 
     def _sum_copies(self, copies: list[torch.Tensor]) -> None:
         """Sum the gradients of all copies of the embedding, here and on other pipeline ranks."""

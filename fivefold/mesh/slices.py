@@ -69,9 +69,8 @@ def global_shape(tensor: Tensor) -> torch.Size:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's shard, detached and sharing storage; a plain tensor is its own shard."""
-    with torch.no_grad():  # a DTensor's own detach would work out its sharding first
-        data = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return data.detach()
+    # A DTensor's own detach would work out its sharding first, and `to_local` enters autograd.
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
