@@ -85,7 +85,7 @@ def zero_if_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         largest = list(torch._foreach_norm(full, float("inf")))
     else:
         largest = [extreme for tensor in full for extreme in torch.aminmax(tensor)]
-    return torch.stack(largest).to(device, torch.float64).mul_(0.0).sum()
+    return torch.stack([norm.to(device, torch.float64) for norm in largest]).mul_(0.0).sum()
 
 
 def _terms(
