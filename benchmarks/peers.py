@@ -175,7 +175,7 @@ def answer(system: System, words: list[str], launcher: list[str] | None = None) 
             stop(process)
     said = [line for line in output.splitlines() if line.startswith("{")]
     if process.returncode or not said:
-        return {"error": errors[-2000:]}
+        return {"error": errors[-2000:].replace(f"{ROOT}/", "")}
     return json.loads(said[-1])
 
 

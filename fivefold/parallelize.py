@@ -102,7 +102,7 @@ class ParallelModel:
 
     @cached_property
     def _summed_over(self) -> list[list[nn.Parameter]]:
-        """Whose gradients tp, mirror and tied ranks sum: by name, not in the order of stages."""
+        """Whose gradients tp, mirror and tied ranks sum: by name, as copies differ in the order."""
         named, groups = sorted(self.parameters().items()), ("tp", "mirror", "tied")
         return [[p for name, p in named if group in self.records[name].sums] for group in groups]
 

@@ -1,6 +1,6 @@
 """Pipeline stages: which layers each stage holds, and which rank each stage is on."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -92,6 +92,15 @@ def layout_string(stages: Iterable[StageSpec]) -> str:
     runs = [(text, len(list(run))) for text, run in groupby(texts[:-1])]
     body = [f"({text}|)*{count}" if count > 2 else f"{text}|" * count for text, count in runs]
     return "".join(body) + texts[-1]
+
+
+def layout_of_counts(counts: Sequence[int]) -> str:
+    """The layout string of stages with so many layers each; the first and the last are the ends."""
+    last = len(counts) - 1
+    return layout_string(
+        StageSpec(stage == 0, tuple(range(count)), stage == last)
+        for stage, count in enumerate(counts)
+    )
 
 
 def _contents(stage: StageSpec) -> str:

@@ -138,7 +138,7 @@ class LayerTimes(OperationTimes):
         return once * (1 + model.mtp_num_layers)
 
     def host(self, kind: LayerKind) -> float:
-        """Seconds in which the host issues a layer's forward; a backward takes twice that."""
+        """Seconds in which the host issues a layer's forward, of which a backward takes twice."""
         replayed = self.layout.config.training.cuda_graph_impl is not None
         if replayed or self.software.whole_graph:
             return 0.0
@@ -147,7 +147,8 @@ class LayerTimes(OperationTimes):
     def _issued(self, times: Times, kind: LayerKind, again: Again) -> Times:
         """The times, with each phase at least as long as the host needs to issue it.
 
-        A host that waits for every kernel issues nothing meanwhile, so that both times add up.
+        A backward that runs the layer again issues its forward, too. A host that waits for every
+        kernel issues nothing meanwhile, so that both times add up.
         """
         host, total = self.host(kind), times.total
         backward = host * (3 if again is None else 2)

@@ -12,7 +12,7 @@ from math import inf, prod
 from fivefold.config.config import Config
 from fivefold.layout import Layout
 from fivefold.model.shape import layer_weights
-from fivefold.pipeline.stages import StageSpec, layout_string
+from fivefold.pipeline.stages import layout_of_counts
 from fivefold.published.replay.step import Replay, weight_shapes
 from fivefold.published.replay.tape import Op
 
@@ -180,8 +180,4 @@ def by_weights(config: Config, stages: int) -> str:
     layer = sum(weight.size for weight in layer_weights(model, 0).values() if weight.multiplies)
     whole = model.num_layers * layer + model.padded_vocab_size * model.hidden_size
     of = [number * layer * stages // whole for number in range(model.num_layers)]
-    last = stages - 1
-    return layout_string(
-        StageSpec(s == 0, tuple(n for n, stage in enumerate(of) if stage == s), s == last)
-        for s in range(stages)
-    )
+    return layout_of_counts([of.count(stage) for stage in range(stages)])

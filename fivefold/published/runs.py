@@ -269,7 +269,7 @@ def _overlaps(row: PublishedRow, framework: Framework, stage: int) -> dict[str, 
 def _expert_settings(row: PublishedRow, framework: Framework, pp: int) -> dict[str, Any]:
     note, degree = row.text("note"), row.whole("ep") or 1
     pairs = "1f1b overlap" in note or (
-        is_graphed(row, framework) and pp > 1 and row.text("recomp") != "full"
+        is_graphed(row, framework) and pp > 1 and not row.text("recomp").startswith("full")
     )
     across = degree > cluster_of(row).gpus_per_node
     settings: dict[str, Any] = {
@@ -367,9 +367,11 @@ _MODULES: Mapping[str, str] = MappingProxyType(
 
 def _recompute(row: PublishedRow, model: ModelConfig, framework: Framework) -> list[dict[str, Any]]:
     text = row.text("recomp")
-    if whole := re.fullmatch(r"full(?: (\d{1,4}))?", text):
-        some = {"recompute_method": "block", "recompute_num_layers": (int(whole[1] or 0),)}
-        return [{"recompute_granularity": "full", **(some if whole[1] else {})}]
+    if text == "full":
+        return [{"recompute_granularity": "full"}]
+    if some := re.fullmatch(r"full (\d{1,4})", text):
+        layers = {"recompute_method": "block", "recompute_num_layers": (int(some[1]),)}
+        return [{"recompute_granularity": "full", **layers}]
     if text == "selective":
         return [_selective("core_attn")]
     if text == "selective-op":

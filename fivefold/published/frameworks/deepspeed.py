@@ -4,7 +4,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from fivefold.config.config import Config
-from fivefold.pipeline.stages import StageSpec, layout_string
+from fivefold.pipeline.stages import layout_of_counts
 from fivefold.published.frameworks.framework import OTHERS, Framework
 
 
@@ -13,15 +13,11 @@ def by_blocks(config: Config, stages: int) -> str:
     needs (`partition_method` "type:transformer"), or, where only so all are equal, of stages whose
     first and last have one fewer ("type:transformer|embedding")."""
     layers = config.model.num_layers
-    each, over = divmod(layers + 2, stages)
-    taken = 1 if layers % stages and not over else 0
-    each = each if taken else -(-layers // stages)
-    of = [(number + taken) // each for number in range(layers)]
-    last = stages - 1
-    return layout_string(
-        StageSpec(s == 0, tuple(n for n, stage in enumerate(of) if stage == s), s == last)
-        for s in range(stages)
-    )
+    if layers % stages and (layers + 2) % stages == 0:
+        each = (layers + 2) // stages
+        return layout_of_counts([each - 1, *[each] * (stages - 2), each - 1])
+    each = -(-layers // stages)
+    return layout_of_counts([max(0, min(each, layers - s * each)) for s in range(stages)])
 
 
 # `allreduce_and_scatter` in its stage_1_and_2.py; gradients of microbatches are added by kernels of

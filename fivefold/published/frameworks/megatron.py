@@ -14,7 +14,7 @@ _FLASH = Framework(
     "megatron",
     "",
     (2023,),
-    replace(CORE, attention="flash1", waits_for_hops="always"),
+    replace(OTHERS, attention="flash1", waits_for_hops="always"),
     overlaps_replicas=False,
     overlaps_shards=False,
     overlaps_gather=False,
