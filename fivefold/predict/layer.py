@@ -6,13 +6,14 @@ waits for the host and for offloaded activations.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 
+from fivefold.config.model import ModelConfig
 from fivefold.layout import Layout
 from fivefold.model.activations import saved_activations, total
 from fivefold.model.description import LayerKind, describe, layer_kinds
-from fivefold.model.operations import Operation
-from fivefold.model.prediction_operations import PredictionInput
+from fivefold.model.expert_operations import Dispatch, ExpertsIn, ExpertsOut
+from fivefold.model.operations import Activation, Operation
 from fivefold.model.running import Running
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import all_reduce, gather
@@ -42,6 +43,18 @@ def forward_operations(layout: Layout, kind: LayerKind, software: Software) -> i
     return operations
 
 
+@lru_cache(maxsize=512)
+def _divided(model: ModelConfig, kind: LayerKind) -> tuple[tuple[Operation, ...], ...]:
+    """A layer's operations on the tokens of a rank, and those on the rows of its experts."""
+
+    def on_rows(op: Operation) -> bool:
+        experts = isinstance(op, Dispatch | ExpertsIn | ExpertsOut)
+        return experts or (isinstance(op, Activation) and op.copies > 0)
+
+    operations = describe(model, kind).operations
+    return tuple(op for op in operations if not on_rows(op)), tuple(filter(on_rows, operations))
+
+
 class LayerTimes(OperationTimes):
     """The times of a layout's layers, embedding and head on a cluster; each is computed once.
 
@@ -67,7 +80,7 @@ class LayerTimes(OperationTimes):
     def layer(self, kind: LayerKind, again: Again) -> Times:
         """The times of a layer, with what is run `again` of its forward."""
         if (kind, again) not in self._known:
-            key = ("layer", kind, again, *self._degrees(kind))
+            key = ("layer", again, *(settings for settings, _ in self._blocks(kind)))
             whole = self._once(key, lambda: {"layer": self._with_again(kind, again)})["layer"]
             self._known[kind, again] = self._copied(self._issued(whole, kind, again), kind, again)
         return self._known[kind, again]
@@ -78,20 +91,28 @@ class LayerTimes(OperationTimes):
 
     def _with_again(self, kind: LayerKind, modules: Again) -> Times:
         """The times of a layer with these of its modules recomputed; None: all."""
-        times, key = self.operations(kind), ("sum", kind, *self._degrees(kind))
-        plain = self._once(key, lambda: {"layer": added(times.values())})["layer"]
-        operations = describe(self.model, kind).operations
-        tiles = self._running.tiles if modules != () else lambda rerun_by: False
-        tiled = (times[op.name] for op in operations if tiles(op.rerun_by))
-        whole = added(tiled)  # what tiles compute is never deferred
-        plain += Times(compute=Phases(0.0, whole.compute.dw, -whole.compute.dw))
+        plain, whole = self._sum(kind, "all", lambda op: True), Times()
+        if modules != () and self.memory.tiled_mlp_num_shards > 1:
+            whole = self._sum(kind, "tiled", lambda op: self._running.tiles(op.rerun_by))
+            # What tiles compute is never deferred.
+            plain += Times(compute=Phases(0.0, whole.compute.dw, -whole.compute.dw))
         if modules is None:
             return plain + repeated(plain) + repeated(whole)
         if modules and self.software.keeps_every_second:
             return plain + repeated(self.every_second())
         chosen = set(modules)
-        again = [times[op.name] for op in operations if chosen & set(op.rerun_by)]
-        return plain + repeated(added(again))
+        again = self._sum(kind, modules, lambda op: not chosen.isdisjoint(op.rerun_by))
+        return plain + repeated(again)
+
+    def _sum(self, kind: LayerKind, name: object, chosen: Callable[[Operation], bool]) -> Times:
+        """The times of a layer's operations of a choice, which has a name."""
+
+        def of_block(key: tuple[object, ...], operations: Sequence[Operation]) -> dict[str, Times]:
+            times = self._timed(key, operations)
+            return {"sum": added(times[op.name] for op in operations if chosen(op))}
+
+        blocks = self._blocks(kind)
+        return added(self._once((name, *b[0]), partial(of_block, *b))["sum"] for b in blocks)
 
     def embedding(self) -> Times:
         """The embedding lookup, and its reduction over the tensor-parallel ranks."""
@@ -173,28 +194,29 @@ class LayerTimes(OperationTimes):
         wait = Phases(max(0.0, seconds - whole.forward), max(0.0, seconds - whole.dx - whole.dw))
         return times + Times(offload=wait)
 
-    def _degrees(self, kind: LayerKind) -> tuple[object, ...]:
-        """The settings that a layer's operations depend on, for one model and cluster."""
-        attention = (self.grid.tp, self.parts, self.grid.cp, self.tokens, self.defers)
-        if not kind.experts:
-            return attention
-        dispatcher = self.parallel.moe_token_dispatcher_type
-        return (*attention, self.grid.ep, self.grid.etp, dispatcher)
-
     def operations(self, kind: LayerKind) -> dict[str, Times]:
-        """The times of a layer's operations; attention is the same in every layer of a model."""
-        layer = describe(self.model, kind)
+        """The times of a layer's operations, in their order."""
+        found: dict[str, Times] = {}
+        for block in self._blocks(kind):
+            found |= self._timed(*block)
+        return {op.name: found[op.name] for op in describe(self.model, kind).operations}
 
-        def timed(operations: Sequence[Operation]) -> dict[str, Times]:
-            return {operation.name: self.operation(operation) for operation in operations}
+    def _blocks(self, kind: LayerKind) -> list[tuple[tuple[object, ...], tuple[Operation, ...]]]:
+        """The operations of a layer, divided by the settings that they depend on, for one model and
+        cluster; and those settings.
 
-        around = [op for op in layer.attention if isinstance(op, PredictionInput)]
-        shared = [op for op in layer.attention if op not in around]
-        dense = self._degrees(LayerKind())
-        found = self._once(("attention", *dense), lambda: timed(shared))
-        if around:
-            found = self._once(("prediction", *dense), lambda: timed(around)) | found
-        return found | self._once(("mlp", kind, *self._degrees(kind)), lambda: timed(layer.mlp))
+        What becomes of experts' rows is the same in every layout with as many tokens on a rank.
+        """
+        on_tokens, on_rows = _divided(self.model, kind)
+        dense = (kind, self.grid.tp, self.parts, self.grid.cp, self.tokens, self.defers)
+        if not on_rows:
+            return [(dense, on_tokens)]
+        dispatcher = self.parallel.moe_token_dispatcher_type
+        experts = ("rows", kind, self._own, self.grid.ep, self.grid.etp, dispatcher)
+        return [(dense, on_tokens), (experts, on_rows)]
+
+    def _timed(self, key: tuple[object, ...], operations: Sequence[Operation]) -> dict[str, Times]:
+        return self._once(key, lambda: {op.name: self.operation(op) for op in operations})
 
     def _once(
         self, key: tuple[object, ...], block: Callable[[], dict[str, Times]]
