@@ -26,6 +26,9 @@ class StatePolicy:
             of all its weights at its end.
         placeholder: bytes of the empty gradient kept for each distinct weight of a layer.
         reducing: bytes of a layer's gradients in reduction while the next layer computes.
+        reducing_whole: bytes of a block's gradients while ranks that share nothing reduce them,
+            beside the accumulated ones: FSDP2 copies them into a message, divides that by one, and
+            copies it into the sum. The block's copy in the compute dtype is free by then.
         in_flight: number of layers whose copies are held at once if copies are sharded: the one
             that computes and those being gathered. Both ends of a stage are held while it runs.
         whole_embedding: whether every tensor-parallel rank holds the whole token embedding.
@@ -55,6 +58,7 @@ class StatePolicy:
     fresh_at_once: bool = False
     placeholder: float = 0.0
     reducing: float = 0.0
+    reducing_whole: float = 0.0
     in_flight: int = 2
     whole_embedding: bool = False
     compute: float = 2.0
@@ -115,6 +119,7 @@ def engine_policy(config: Config) -> StatePolicy:
         splits_optimizer=shared,
         fresh=compute,
         reducing=(compute + gradient if shared else 0) + reduction_buffers(config.parallel),
+        reducing_whole=0 if shared or compute == master else 2 * gradient,
         compute=compute,
         unpacking=config.parallel.zero_quantized_weights * UNPACKING,
         offloaded=memory.optimizer_offload_fraction if memory.optimizer_off_device else 0.0,

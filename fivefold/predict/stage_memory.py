@@ -5,7 +5,7 @@ All sizes are bytes on one device; what is kept between forward and backward is 
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -115,7 +115,8 @@ def stage_bytes(
 
     points: dict[tuple[Kind, bool], tuple[ActPoint, ...]] = {}
     for last in (False, True):
-        if not last or (policy.reducing and not policy.splits_gradient):  # else as before
+        once = policy.reducing_whole or (policy.reducing and not policy.splits_gradient)
+        if not last or once:  # else as before
             reduces = last or policy.splits_gradient
             found = _backward_points(layout, stage, running, policy, layers, reduces=reduces)
         # Before a layer's gradients are reduced, what they were computed from is gone.
@@ -210,6 +211,9 @@ def _backward_points(
         elif policy.reducing:
             end = ActPoint("the end of the last layer", -tokens * layers[-1].kept, gone)
             points.append(replace(end, gradients=block.size * policy.fresh, communication=inside))
+    if policy.reducing_whole and reduces:
+        reduced = ActPoint("the reduction", loss=gone, communication=inside, reduces=True)
+        points += _reductions(_trained(layout, stage, policy), policy, reduced, kept, len(layers))
     if stage.embedding:
         table = vocabulary * (layout.grid.tp if policy.whole_embedding else 1)
         first = ActPoint("the embedding", -kept, gone, gradients=table * policy.fresh)
@@ -219,6 +223,26 @@ def _backward_points(
         # The loss's part stands for the logits and their gradient, which others still refer to.
         points.append(ActPoint("the end of one graph", -kept, gradients=own * policy.fresh))
     return points or [ActPoint("backward")]
+
+
+def _reductions(
+    blocks: tuple[GatheredBlock, ...],
+    policy: StatePolicy,
+    point: ActPoint,
+    kept: float,
+    layers: int,
+) -> Iterator[ActPoint]:
+    """The points at which ranks that share nothing reduce the last layer, and at last the ends.
+
+    `kept`: bytes of activations of all layers.
+    """
+    ends, *others = blocks
+    if layers:
+        beside = others[-1].size * (policy.reducing_whole - policy.copy)
+        yield replace(point, activations=-kept / layers, gradients=beside)
+    copies = policy.copy * sum(block.count * block.size for block in blocks)
+    beside = ends.size * policy.reducing_whole - copies
+    yield replace(point, activations=-kept, gradients=beside)
 
 
 def _trained(layout: Layout, stage: StageParts, policy: StatePolicy) -> tuple[GatheredBlock, ...]:

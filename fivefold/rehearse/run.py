@@ -78,6 +78,9 @@ def watched_step(layout: Layout, rank: int, *, started: float | None = None) -> 
         for stage in engine.model.stages.values():
             for mixture in stage.mixtures:
                 mixture.router.limit = limit_by_place
+        if layout.config.parallel.overlap_param_gather_with_optimizer_step:
+            for gradients in engine.model.gradients.values():
+                gradients.unshard()  # as the step before would have done
         ledger.forget()
         chosen = ChosenExperts(engine.model.stages, engine.groups)
         with chosen:

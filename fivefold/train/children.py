@@ -117,10 +117,13 @@ def _become_rank(env: RankEnv, parent: int, threads: int | None) -> None:
     os.environ.update(env.variables)
     # Gloo would look the host's name up, which fails on many laptops.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    if "OMP_NUM_THREADS" not in os.environ:  # as with torchrun, what the user set is per rank
-        threads = threads or max(1, torch.get_num_threads() // env.world_size)
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        torch.set_num_threads(threads)
+    if "OMP_NUM_THREADS" in os.environ:  # as with torchrun, what the user set is per rank
+        threads = torch.get_num_threads()
+    threads = threads or max(1, torch.get_num_threads() // env.world_size)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    # Even to what it is: this replaces the pool of threads that a fork leaves broken. Autograd's
+    # threads, one for each GPU, would do so at the same time, and one would find none.
+    torch.set_num_threads(threads)
 
 
 def _run_worker(worker: Worker, env: RankEnv, reports: int, errors_folder: Path | None) -> int:

@@ -84,6 +84,9 @@ def test_losses_by_kernels_are_the_loss(
         torch.testing.assert_close(ours.double(), true, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 12), reason="torch 2.11 works out its shape as another operation's"
+)
 def test_a_sum_in_the_products_kernel_is_counted() -> None:
     """`add_product` on CUDA, by shapes alone."""
     left, right = (torch.empty(*shape, device="meta").bfloat16() for shape in ((3, 4), (4, 5)))

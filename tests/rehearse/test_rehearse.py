@@ -4,6 +4,7 @@ from collections import defaultdict
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from torch.distributed.tensor import DTensor, Shard
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import resolve_model
+from fivefold.counts.policy import StatePolicy, engine_policy
 from fivefold.layout import Layout
+from fivefold.predict import memory
 from fivefold.predict.cluster import load_cluster
 from fivefold.rehearse.agree import disagreements
-from fivefold.rehearse.report import make_report
+from fivefold.rehearse.report import MEMORY_TOLERANCE, make_report
 from fivefold.rehearse.roles import rehearsed_layout, roles
 from fivefold.rehearse.run import rehearse_rank, rehearse_ranks, watched_step
 from fivefold.rehearse.script import Issued, Script
@@ -42,6 +45,14 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
             "tp_comm_overlap": True,
             "precision": "bf16",
             **PIPELINE,
+        },
+    ),
+    "gathered beside the update": (
+        "debug-llama",
+        2,
+        {
+            "data_parallel_sharding_strategy": "optim",
+            "overlap_param_gather_with_optimizer_step": True,
         },
     ),
     "context": ("debug-llama", 2, {"context_parallel_size": 2}),
@@ -71,6 +82,9 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
         {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "flex"},
     ),
 }
+
+
+OFTEN = ("sharded", "experts", "gathered beside the update")
 
 
 def small(name: str) -> Layout:
@@ -104,7 +118,7 @@ def played_on_cpus(name: str) -> tuple[Layout, list[Script]]:
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("sharded", "experts") else pytest.param(name, marks=pytest.mark.exhaustive)
+        name if name in OFTEN else pytest.param(name, marks=pytest.mark.exhaustive)
         for name in LAYOUTS
     ],
 )
@@ -138,6 +152,26 @@ def test_the_paths_of_gpus_send_the_same(name: str) -> None:
     assert (
         report.text().splitlines()[-1].endswith("agree on every message, and send what theory says")
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_of_ranks_that_share_nothing_are_copied_whole(ranks: int) -> None:
+    """By FSDP2, twice, which is most of what a layer of large experts takes in its backward."""
+    model = replace(resolve_model("mixtral-8x7b"), num_layers=2, vocab_size=1024)
+    settings = {"seq_length": 256, "global_batch_size": 2 * ranks, "precision": "bf16"}
+    layout = rehearsed_layout(check(Config(model).with_values(**settings), ranks))
+    cluster = load_cluster("H100", 8)
+    report = make_report(layout, "", rehearse_ranks(layout, [0]), cluster)
+    assert report.passed, report.text()
+    assert abs(report.deviation) < MEMORY_TOLERANCE
+    with patch.object(memory, "engine_policy", _without_copies):
+        off = make_report(layout, "", report.scripts, cluster).deviation
+    assert off > 4 * MEMORY_TOLERANCE
+
+
+def _without_copies(config: Config) -> StatePolicy:
+    return replace(engine_policy(config), reducing_whole=0.0)
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
     before = losses(finished)
     assert losses(run)[: len(before)] == before
     starts = json.loads((run / "environment.json").read_text())
-    assert len(starts) == 2
+    assert len(starts) == 2, errors
     if launcher == "nproc":
         assert not [*(tmp_path / "disk").iterdir()]  # what a killed rank had there is gone
         assert re.search(r"restart 1 of 2 from the checkpoint of step \d+", errors)
