@@ -162,8 +162,8 @@ def _backward_points(
 
     At the output layer, whose weight gradient is large while nothing is freed yet; in the last
     layer, where a gated MLP's gradients and weight gradient meet; at its end, where all of its
-    weight gradients wait to be accumulated, or in the layer before, while they are reduced; and at
-    the embedding, when everything else is gone.
+    weight gradients wait to be accumulated, or in the layer before, while they are reduced; where
+    whole ones are copied to be reduced; and at the embedding, when everything else is gone.
     """
     model, training = layout.config.model, layout.config.training
     tokens = training.micro_batch_size * training.seq_length / layout.grid.cp
@@ -213,7 +213,8 @@ def _backward_points(
             points.append(replace(end, gradients=block.size * policy.fresh, communication=inside))
     if policy.reducing_whole and reduces:
         reduced = ActPoint("the reduction", loss=gone, communication=inside, reduces=True)
-        points += _reductions(_trained(layout, stage, policy), policy, reduced, kept, len(layers))
+        each = [tokens * layer.kept for layer in layers]
+        points += _reductions(_trained(layout, stage, policy), policy, reduced, each)
     if stage.embedding:
         table = vocabulary * (layout.grid.tp if policy.whole_embedding else 1)
         first = ActPoint("the embedding", -kept, gone, gradients=table * policy.fresh)
@@ -229,20 +230,19 @@ def _reductions(
     blocks: tuple[GatheredBlock, ...],
     policy: StatePolicy,
     point: ActPoint,
-    kept: float,
-    layers: int,
+    kept: list[float],
 ) -> Iterator[ActPoint]:
     """The points at which ranks that share nothing reduce the last layer, and at last the ends.
 
-    `kept`: bytes of activations of all layers.
+    `kept`: bytes of activations of each layer.
     """
     ends, *others = blocks
-    if layers:
+    if kept:
         beside = others[-1].size * (policy.reducing_whole - policy.copy)
-        yield replace(point, activations=-kept / layers, gradients=beside)
+        yield replace(point, activations=-kept[-1], gradients=beside)
     copies = policy.copy * sum(block.count * block.size for block in blocks)
     beside = ends.size * policy.reducing_whole - copies
-    yield replace(point, activations=-kept, gradients=beside)
+    yield replace(point, activations=-sum(kept), gradients=beside)
 
 
 def _trained(layout: Layout, stage: StageParts, policy: StatePolicy) -> tuple[GatheredBlock, ...]:

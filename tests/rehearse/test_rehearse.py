@@ -25,7 +25,7 @@ from fivefold.rehearse.run import rehearse_rank, rehearse_ranks, watched_step
 from fivefold.rehearse.script import Issued, Script
 from fivefold.rehearse.world import pretended_world
 from tests.pool import run
-from tests.verify.cases import shared_groups
+from tests.verify.cases import chosen, shared_groups
 
 PIPELINE = {"pipeline_model_parallel_size": 2, "global_batch_size": 4}
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -84,9 +84,6 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-OFTEN = ("sharded", "experts", "gathered beside the update")
-
-
 def small(name: str) -> Layout:
     model, world, settings = LAYOUTS[name]
     common = {"seq_length": 32, "micro_batch_size": 1, "global_batch_size": 4, "precision": "fp32"}
@@ -116,11 +113,7 @@ def played_on_cpus(name: str) -> tuple[Layout, list[Script]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [
-        name if name in OFTEN else pytest.param(name, marks=pytest.mark.exhaustive)
-        for name in LAYOUTS
-    ],
+    "name", chosen(LAYOUTS, "sharded", "experts", "gathered beside the update")
 )
 def test_a_rehearsal_is_the_run(name: str) -> None:
     """On CPUs, where both take the same path: each message, and each byte held."""

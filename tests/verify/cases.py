@@ -81,14 +81,14 @@ LATENT = ModelConfig(
     mscale_all_dim=1.0,
     init_method_std=0.1,
 )
-MIXTURE = replace(
-    LLAMA,
-    num_experts=8,
-    moe_router_topk=3,
-    moe_ffn_hidden_size=12,
-    moe_shared_expert_intermediate_size=8,
-    moe_layer_freq="[0,1,1,0,1]",
-)
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "moe_router_topk": 3,
+    "moe_ffn_hidden_size": 12,
+    "moe_shared_expert_intermediate_size": 8,
+    "moe_layer_freq": "[0,1,1,0,1]",
+}
+MIXTURE = replace(LLAMA, **EXPERTS)
 SINKS = replace(
     LLAMA,
     qk_layernorm=False,
@@ -241,7 +241,7 @@ def name(case: dict[str, Any]) -> str:
     return " ".join(words)
 
 
-def chosen(cases: Collection[str], *names: str) -> list[Any]:
+def chosen(cases: Collection[Any], *names: Any) -> list[Any]:
     """Parameters of a test: the named cases, which are no row of the matrix, and for
     `-m exhaustive` the others."""
     assert set(names) <= set(cases)

@@ -19,7 +19,7 @@ from typing import Any
 
 from fivefold.check import check
 from fivefold.errors import ConfigError
-from tests.verify.cases import MODELS, config
+from tests.verify.cases import EXPERTS, MODELS, config
 
 Row = dict[str, str]  # axis -> choice
 Facet = tuple[str, str]  # an axis and one of its kinds of choices
@@ -60,10 +60,7 @@ def _moved(*modules: str) -> dict[str, Any]:
 
 
 def _experts(dispatcher: str, *, ep: int = 2, etp: int = 1, **more: Any) -> dict[str, Any]:
-    layers = {"num_experts": 8, "moe_router_topk": 3, "moe_layer_freq": "[0,1,1,0,1]"}
-    sizes = {"moe_ffn_hidden_size": 12, "moe_shared_expert_intermediate_size": 8}
-    split = {EP: ep, ETP: etp, "moe_token_dispatcher_type": dispatcher}
-    return layers | sizes | split | more
+    return EXPERTS | {EP: ep, ETP: etp, "moe_token_dispatcher_type": dispatcher} | more
 
 
 FAMILIES = ("llama", "llama tied", "gpt", "gpt untied", "latent", "sinks")

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from random import Random
-from typing import Any
 
 import pytest
 
@@ -13,27 +12,15 @@ from fivefold.rehearse.report import make_report
 from fivefold.rehearse.roles import rehearsed_layout, roles
 from fivefold.rehearse.run import rehearse_ranks
 from tests.verify.any_settings import draw
-from tests.verify.cases import LATENT, MIXTURE, MODELS, config, verify_in_pool
+from tests.verify.cases import EXPERTS, LATENT, MIXTURE, MODELS, chosen, config, verify_in_pool
 
 pytestmark = pytest.mark.slow
 
-EXPERTS = {
-    "num_experts": 8,
-    "moe_router_topk": 3,
-    "moe_ffn_hidden_size": 12,
-    "moe_shared_expert_intermediate_size": 8,
-    "moe_layer_freq": "[0,1,1,0,1]",
-}
 ALL = MODELS | {"mixture": MIXTURE, "latent experts": replace(LATENT, **EXPERTS)}
+SEEDS = range(100)
 
 
-def _seeds(*often: int) -> list[Any]:
-    """Parameters of a test: these seeds, and for `-m exhaustive` all others."""
-    seldom = pytest.mark.exhaustive
-    return [n if n in often else pytest.param(n, marks=seldom) for n in range(100)]
-
-
-@pytest.mark.parametrize("seed", _seeds(1, 2))
+@pytest.mark.parametrize("seed", chosen(SEEDS, 1, 2))
 def test_what_goes_together_is_exact(seed: int) -> None:
     random = Random(seed)
     name, ranks = random.choice(sorted(ALL)), random.choice((1, 2, 2, 4, 4, 4, 8))
@@ -47,7 +34,7 @@ def test_what_goes_together_is_exact(seed: int) -> None:
     assert report.passed, f"{shown}\n{report.text()}"
 
 
-@pytest.mark.parametrize("seed", _seeds(0))
+@pytest.mark.parametrize("seed", chosen(SEEDS, 0))
 def test_what_goes_together_is_rehearsed(seed: int) -> None:
     """Ranks agree with each other, and what they send with theory."""
     random = Random(seed)
