@@ -1,7 +1,7 @@
 """ZeRO-1/2/3, HSDP and master weights, implemented with FSDP2."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from fivefold.data_parallel.communication import (
     ReduceScatter,
 )
 from fivefold.data_parallel.eight_bit import EightBitParam, agree_on_scales, gather_in_eight_bits
-from fivefold.data_parallel.left_over import let_go
+from fivefold.data_parallel.left_over import free_message, let_go
 from fivefold.data_parallel.policy import Policy
 from fivefold.data_parallel.prefetch import last_layer_first, set_prefetch
 from fivefold.data_parallel.quantised import Blocks, Format
@@ -176,9 +176,11 @@ class ShardedStage:
     def after_backward(self, *, last: bool) -> None:
         """Reduce gradients where FSDP2's hooks do not."""
         if self._by_hand:
-            self.run_weights((), last=last)
+            self.run_weights([], last=last)
+        else:
+            free_message(self._root._get_fsdp_state())
 
-    def run_weights(self, works: Sequence[Work], *, last: bool) -> None:
+    def run_weights(self, works: list[Work], *, last: bool) -> None:
         """Run deferred weight gradients and reduce each block when its gradients are complete.
 
         Autograd hooks do not tell FSDP2 of these gradients, so its post-backward is called here.
@@ -200,6 +202,7 @@ class ShardedStage:
             if not awaited[group]:
                 _complete(group)
         self._end_of_backward()
+        free_message(self._root._get_fsdp_state())
 
     def reduce(self) -> None:
         """Reduce the accumulated gradients of the step and free gathered parameters."""

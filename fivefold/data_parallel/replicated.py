@@ -1,7 +1,7 @@
 """no_shard: every rank holds all parameters; gradients are all-reduced in buckets."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -80,7 +80,7 @@ class ReplicatedStage:
     def after_backward(self, *, last: bool) -> None:
         """Hooks have seen every gradient."""
 
-    def run_weights(self, works: Sequence[Work], *, last: bool) -> None:
+    def run_weights(self, works: list[Work], *, last: bool) -> None:
         """Run deferred weight gradients; the step's last call starts each completed bucket."""
         self._missing, self._hooks_count = [], False
         if last and self._in_hooks:

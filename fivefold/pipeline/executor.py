@@ -37,7 +37,7 @@ class StageGradients(Protocol):
     def after_backward(self, *, last: bool) -> None:
         """A backward with weight gradients has ended; `last` as above."""
 
-    def run_weights(self, works: Sequence[Work], *, last: bool) -> None:
+    def run_weights(self, works: list[Work], *, last: bool) -> None:
         """Compute weight gradients that a backward has put aside; `last` as above."""
 
     def reduce(self) -> None:

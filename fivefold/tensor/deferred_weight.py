@@ -6,6 +6,7 @@ runs the postponed computations in microbatch order, so that every schedule sums
 the same order.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,30 +33,30 @@ class Work:
     start: Callable[[], None] | None = None
 
 
-def run_works(works: Sequence[Work]) -> Iterator[Tensor]:
+def run_works(works: list[Work]) -> Iterator[Tensor]:
     """Run postponed computations in order; yields each parameter after its `grad` was updated.
 
-    Autograd hooks do not see these gradients, so callers that wait for one use the yields. The
-    messages of a computation travel while those since the last one with messages run, itself
-    included: at most two have started and not ended.
+    The list is emptied on the way, so that memory of those that have run is free. Autograd hooks do
+    not see these gradients, so callers that wait for one use the yields. The messages of a
+    computation travel while those since the last one with messages run, itself included: at most
+    two have started and not ended.
     """
-    starts = (work.start for work in works if work.start is not None)
+    starts = deque(work.start for work in works if work.start is not None)
+    works.reverse()
 
     def start_next() -> None:
-        with torch.no_grad():
-            next(starts, _nothing)()
+        if starts:
+            with torch.no_grad():
+                starts.popleft()()
 
     start_next()
-    for work in works:
-        if work.start is not None:
+    while works:
+        parameters = works[-1].parameters
+        if works[-1].start is not None:
             start_next()
         with torch.no_grad():
-            work.add()
-        yield from work.parameters
-
-
-def _nothing() -> None:
-    """No messages are left to be started."""
+            works.pop().add()
+        yield from parameters
 
 
 class DeferredWeights:

@@ -1,6 +1,6 @@
 """Programs run on tiny models, and what a rank finds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -43,7 +43,7 @@ class NoReduction:
     def after_backward(self, *, last: bool) -> None:
         pass
 
-    def run_weights(self, works: Sequence[Work], *, last: bool) -> None:
+    def run_weights(self, works: list[Work], *, last: bool) -> None:
         self.lasts.append(last)
         for _ in run_works(works):
             pass

@@ -1,6 +1,7 @@
 """Rehearsed ranks against the same ranks run for real over gloo, and planted errors."""
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,6 +16,7 @@ from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import resolve_model
 from fivefold.counts.policy import StatePolicy, engine_policy
+from fivefold.data_parallel import fsdp
 from fivefold.layout import Layout
 from fivefold.predict import memory
 from fivefold.predict.cluster import load_cluster
@@ -24,6 +26,7 @@ from fivefold.rehearse.roles import rehearsed_layout, roles
 from fivefold.rehearse.run import rehearse_rank, rehearse_ranks, watched_step
 from fivefold.rehearse.script import Issued, Script
 from fivefold.rehearse.world import pretended_world
+from fivefold.tensor.deferred_weight import Work, run_works
 from tests.pool import run
 from tests.verify.cases import chosen, shared_groups
 
@@ -165,6 +168,38 @@ def test_gradients_of_ranks_that_share_nothing_are_copied_whole(ranks: int) -> N
 
 def _without_copies(config: Config) -> StatePolicy:
     return replace(engine_policy(config), reducing_whole=0.0)
+
+
+@pytest.mark.slow
+def test_a_rank_keeps_no_more_between_microbatches_than_is_planned() -> None:
+    """Not the message that a backward reduced last, nor what deferred weight gradients had read."""
+    model = replace(resolve_model("llama3-8b"), num_layers=8, vocab_size=16384)
+    settings = {
+        "seq_length": 2048,
+        "global_batch_size": 16,
+        "precision": "bf16",
+        "pipeline_model_parallel_size": 2,
+        "pipeline_schedule": "interleaved_1f1b",
+        "num_virtual_stages_per_pipeline_rank": 2,
+        "pipeline_dx_first": True,
+        "data_parallel_sharding_strategy": "optim_grads",
+    }
+    layout = rehearsed_layout(check(Config(model).with_values(**settings), 4))
+    report = make_report(layout, "", [rehearse_rank(layout, 0)], load_cluster("H100", 8))
+    assert abs(report.deviation) < MEMORY_TOLERANCE
+    for name, careless in (("free_message", _nothing), ("run_works", _held_to_the_end)):
+        with patch.object(fsdp, name, careless):
+            assert rehearse_rank(layout, 0).peak > 1.02 * report.scripts[0].peak
+
+
+def _nothing(state: Any) -> None:
+    pass
+
+
+def _held_to_the_end(works: list[Work]) -> Iterator[torch.Tensor]:
+    held = list(works)
+    yield from run_works(works)
+    del held
 
 
 @pytest.fixture(scope="module")
