@@ -1,10 +1,11 @@
 """Bytes per parameter that frameworks keep, and which of them data-parallel ranks share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fivefold.config.config import Config
 from fivefold.config.training import BLOCK, ELEMENT_BYTES
 from fivefold.data_parallel.blocks import UNPACKING, reduction_buffers
+from fivefold.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,9 @@ class StatePolicy:
         placeholder: bytes of the empty gradient kept for each distinct weight of a layer.
         reducing: bytes of a layer's gradients in reduction while the next layer computes.
         reducing_whole: bytes of a block's gradients while ranks that share nothing reduce them,
-            beside the accumulated ones: FSDP2 copies them into a message, divides that by one, and
-            copies it into the sum. The block's copy in the compute dtype is free by then.
+            beside the accumulated ones: FSDP2 copies them into a message, divides that by one (not
+            on a rank that is alone), and copies it into the sum. The block's copy in the compute
+            dtype is free by then.
         in_flight: number of layers whose copies are held at once if copies are sharded: the one
             that computes and those being gathered. Both ends of a stage are held while it runs.
         whole_embedding: whether every tensor-parallel rank holds the whole token embedding.
@@ -44,6 +46,8 @@ class StatePolicy:
         on_disk: whether these masters and moments lie on a disk instead.
         away: whether the weights of these parameters are on the device for their gathers only.
         away_on_disk: whether such weights lie on a disk, not in host memory.
+        once: whether the only backward of a step makes all gradients, of which none wait from an
+            earlier one, and ends copies that are not permanent in its course.
     """
 
     copy: float
@@ -71,6 +75,7 @@ class StatePolicy:
     on_disk: bool = False
     away: bool = False
     away_on_disk: bool = False
+    once: bool = False
 
     @property
     def device_masters(self) -> float:
@@ -131,6 +136,25 @@ def engine_policy(config: Config) -> StatePolicy:
         away=memory.param_cpu_offload,
         away_on_disk=memory.param_offload_path is not None,
     )
+
+
+def layout_policy(layout: Layout) -> StatePolicy:
+    """Fivefold's policy for a layout, which with one backward in a step needs less.
+
+    FSDP2 makes gradients anew in each step. ZeRO-1 then reduces each block at once, as ZeRO-2 does,
+    and no whole gradients are kept.
+    """
+    config, policy = layout.config, engine_policy(layout.config)
+    backwards = layout.num_microbatches * config.parallel.num_sequence_slices
+    return alone_in_step(config, policy) if backwards == 1 else policy
+
+
+def alone_in_step(config: Config, policy: StatePolicy) -> StatePolicy:
+    """The same of a step with one backward, unless gradients wait in it, or stay in messages."""
+    remade = policy.splits_optimizer or policy.copy
+    if not remade or not (policy.splits_gradient or config.parallel.overlap_grad_reduce):
+        return policy
+    return replace(policy, once=True, splits_gradient=policy.splits_optimizer)
 
 
 def saved_bytes(config: Config) -> float:

@@ -8,7 +8,7 @@ from math import prod
 from fivefold.config.memory import WEIGHT_ROOMS, room_for, update_rooms
 from fivefold.config.training import BLOCK, TrainingConfig
 from fivefold.counts.blocks import GatheredBlock, stage_blocks
-from fivefold.counts.policy import StatePolicy, engine_policy
+from fivefold.counts.policy import StatePolicy, engine_policy, layout_policy
 from fivefold.data_parallel.blocks import UnitSizes
 from fivefold.layout import Layout
 from fivefold.model.description import layer_kind
@@ -111,7 +111,7 @@ def model_state(
         policy: the framework's policy; None: Fivefold's.
         expert_shard: index among the ranks that share the state of experts.
     """
-    policy = policy or engine_policy(layout.config)
+    policy = policy or layout_policy(layout)
     at = _Shard(num_shards(layout), shard, num_expert_shards(layout), expert_shard)
     whole = frozen = 0
     copies = gathered = 0.0
@@ -136,8 +136,7 @@ def model_state(
             frozen += block.count * at.held(block)
             kept += block.count * _second_copy(layout, block, policy)
             unpacked = max(unpacked, policy.unpacking * block.size)
-        largest = max((block.copied(policy) for block in layers), default=0.0)
-        gathered = max(gathered, ends.copied(policy) + policy.in_flight * largest)
+        gathered = max(gathered, gathered_bytes(layout, stage, policy))
     frozen -= own
     optimizer = own if policy.splits_optimizer else trained
     leaves = units_on_host(layout, pp_rank).values() if policy.offloaded else ()
@@ -163,6 +162,22 @@ def model_state(
         rooms=off.gradients + off.rooms if policy.visits else 0,
         scales=_delayed_scales(layout.config.training, linears),
     )
+
+
+def gathered_bytes(layout: Layout, stage: StageParts, policy: StatePolicy) -> float:
+    """Bytes of the copies that are gathered at once while a stage computes."""
+    ends, *layers = stage_blocks(layout, stage, whole_embedding=policy.whole_embedding)
+    largest = max((block.copied(policy) for block in layers), default=0.0)
+    return ends.copied(policy) + policy.in_flight * largest
+
+
+def stage_gradients(layout: Layout, stage: StageParts, policy: StatePolicy) -> float:
+    """Bytes of a stage's gradients on the first of the ranks that share them."""
+    at = _Shard(num_shards(layout), 0, num_expert_shards(layout), 0)
+    whole = policy.whole_embedding
+    blocks = stage_blocks(layout, stage, trained=True, whole_embedding=whole)
+    each = at.held if policy.splits_gradient else (lambda block: block.size)
+    return policy.gradient * sum(block.count * each(block) for block in blocks)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from fivefold.data_parallel.communication import (
     ReduceScatter,
 )
 from fivefold.data_parallel.eight_bit import EightBitParam, agree_on_scales, gather_in_eight_bits
-from fivefold.data_parallel.left_over import free_message, let_go
+from fivefold.data_parallel.left_over import complete, free_message, let_go
 from fivefold.data_parallel.policy import Policy
 from fivefold.data_parallel.prefetch import last_layer_first, set_prefetch
 from fivefold.data_parallel.quantised import Blocks, Format
@@ -98,17 +98,19 @@ class ShardedStage:
         self._narrow: dict[Any, list[EightBitParam]] = defaultdict(list)  # by who shares them
         self._scales_known = False
         self._switches: tuple[bool, bool, bool] | None = None
+        self._unreduced = 0  # backwards of which some gradients wait for their reduction
         self._held: dict[torch.Tensor, Any] = {}  # by whole parameter, what FSDP2 knows of it
         self._root = self._units[0]
         self._gathers: list[UnshardHandle] = []
         # The end of a stage's last backward would wait for its reductions; `finish` does.
         self._root.set_is_last_backward(False)
         for unit in self._units:
-            # The loss is already divided by the global token count, so reductions are plain sums.
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)
             wrapped: Any = unit
             mesh, nodes = meshes[wrapped], groups.nodes
+            # The loss is already divided by the global token count, so reductions are plain sums.
+            if mesh.size() > 1:  # alone, a rank would divide a copy by 1
+                unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
             if groups.experts is not None and isinstance(wrapped, Experts):
                 nodes = groups.experts.nodes
             self.exchanges += _set_communication(unit, mesh, policy, nodes)
@@ -172,6 +174,7 @@ class ShardedStage:
         """
         reduces = whole and (self._every or (last and self._in_hooks))
         self._set(reduces, last=last, reshards=self._policy.reshards or (last and reduces))
+        self._unreduced = 0 if reduces and not self._by_hand else self._unreduced + 1
 
     def after_backward(self, *, last: bool) -> None:
         """Reduce gradients where FSDP2's hooks do not."""
@@ -187,6 +190,9 @@ class ShardedStage:
         """
         reduces = self._every or (last and self._in_hooks)
         self._set(reduces, last=last, reshards=last and reduces)
+        narrow = self._policy.compute_dtype if reduces and self._unreduced <= 1 else None
+        if reduces:
+            self._unreduced = 0
         group_of = {
             held.unsharded_param: group
             for group in self.parameter_groups()
@@ -195,12 +201,12 @@ class ShardedStage:
         awaited = Counter(group_of[p] for work in works for p in work.parameters)
         for group in dict.fromkeys(group_of.values()):
             if not awaited[group]:  # nothing deferred here: for example a fused head and loss
-                _complete(group)
+                complete(group, narrow)
         for parameter in run_works(works):
             group = group_of[parameter]
             awaited[group] -= 1
             if not awaited[group]:
-                _complete(group)
+                complete(group, narrow)
         self._end_of_backward()
         free_message(self._root._get_fsdp_state())
 
@@ -249,7 +255,7 @@ class ShardedStage:
         self._root.set_is_last_backward(True)
         self._end_of_backward()
         self._root.set_is_last_backward(False)
-        self._gathers = []
+        self._gathers, self._unreduced = [], 0
         self.forget()
 
     def forget(self) -> None:
@@ -373,20 +379,3 @@ def _parameter_groups(unit: FSDPModule) -> list:
     if groups is None:
         groups = [state._fsdp_param_group]
     return [group for group in groups if group is not None]
-
-
-def _complete(group: Any) -> None:
-    """Reduce a group, after giving every parameter a gradient in FSDP2's accumulation dtype.
-
-    Gradients that B itself computed (of norms) may already be accumulated; if several B's ran
-    before the first W, that W has already taken them.
-    """
-    for held in group.fsdp_params:
-        if not held.sharded_param.requires_grad:
-            continue
-        if held.unsharded_accumulated_grad is None and held.unsharded_param.grad is None:
-            whole = held.unsharded_param
-            whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
-        held.accumulate_unsharded_grad_if_needed()
-        held.to_accumulated_grad_if_needed()
-    group.post_backward()

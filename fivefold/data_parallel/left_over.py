@@ -1,7 +1,35 @@
-"""What FSDP2 keeps of one step for whoever computes next."""
+"""What FSDP2 keeps of one backward, or of one step, for whoever computes next."""
 
 from collections.abc import Iterable
 from typing import Any
+
+import torch
+
+
+def complete(group: Any, narrow: torch.dtype | None) -> None:
+    """Reduce a group, after giving every parameter a gradient, in the same dtype.
+
+    Gradients that B itself computed (of norms) may already be accumulated; if several B's ran
+    before the first W, that W has already taken them.
+
+    Args:
+        group: FSDP2's own.
+        narrow: dtype in which the gradients of a single microbatch were computed, in which they
+            are copied into the message; None: they are sums, in FSDP2's accumulation dtype.
+    """
+    for held in group.fsdp_params:
+        if not held.sharded_param.requires_grad:
+            continue
+        if held.unsharded_accumulated_grad is None and held.unsharded_param.grad is None:
+            whole = held.unsharded_param
+            whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
+        held.accumulate_unsharded_grad_if_needed()
+        if narrow is None:
+            held.to_accumulated_grad_if_needed()
+        elif held.unsharded_accumulated_grad is not None:
+            held.unsharded_param.grad = held.unsharded_accumulated_grad.to(narrow)
+            held.unsharded_accumulated_grad = None
+    group.post_backward()
 
 
 def free_message(state: Any) -> None:

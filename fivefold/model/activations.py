@@ -177,8 +177,7 @@ def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
     memory, element = running.memory, running.element_bytes
     runs = 1 + model.mtp_num_layers
     around = model.hidden_size / running.token_parts
-    entries = model.padded_vocab_size / (1 if running.whole_logits else running.tensor_parallel)
-    wide = max(element, 4)
+    entries, wide = _logits(model, running), max(element, 4)
     kept, busy, sums = element * entries, (1 + (element < wide)) * wide * entries, wide
     if running.narrow_loss:
         kept, busy, sums = 2 * element * entries, 2 * element * entries, 0.0
@@ -198,6 +197,27 @@ def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
         "logits": Saved(kept=runs * kept, remade=busy),
         "log_sum_exp": Saved(kept=runs * sums),
     }
+
+
+def deferred_by_ends(model: ModelConfig, parts: StageParts, running: Running) -> float:
+    """Bytes per token that deferred weight gradients of a stage's ends keep: x and dY.
+
+    The embedding's dY is that of all tokens of the tensor-parallel ranks. The output layer runs
+    once for each predicted token; fused with the loss it computes its gradient at once.
+    """
+    if not model.trains_all:
+        return 0.0
+    found = (parts.embedding + parts.mtp) * (8.0 + running.element_bytes * model.hidden_size)
+    if parts.head and not running.memory.makes_logits_again:
+        x = model.hidden_size / running.token_parts
+        runs = 1 + model.mtp_num_layers
+        found += runs * running.element_bytes * (x + _logits(model, running))
+    return found
+
+
+def _logits(model: ModelConfig, running: Running) -> float:
+    """Logits of a token on one rank."""
+    return model.padded_vocab_size / (1 if running.whole_logits else running.tensor_parallel)
 
 
 def bookkeeping_bytes(

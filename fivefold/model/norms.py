@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.config.model import ModelConfig
+from fivefold.mesh.device import uses_gpu_kernels
 from fivefold.model.leaves import local
 from fivefold.model.traced import result
 
@@ -67,7 +68,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x normalised over the last dim, with statistics in at least fp32."""
         weight = local(self.weight)
-        if x.is_cuda:
+        if uses_gpu_kernels(x):
             return F.rms_norm(x, weight.shape, weight, self.epsilon)
         return rms_norm(x, weight, self.epsilon)
 

@@ -44,8 +44,8 @@ def build_optimizer(model: ParallelModel, device: torch.device) -> Optimizer:
             gradients.set_gradient_type()
         if away and isinstance(gradients, ShardedStage):
             for name, _ in model.stages[index].named_parameters():
-                if name in away and len(model.records[name].sums) == 1:
-                    host.leave_when_reduced(name)
+                if name in away:
+                    host.leave_when_reduced(name, whole=len(model.records[name].sums) == 1)
     early = config.parallel.overlap_param_gather_with_optimizer_step
     blocks = [*model.blocks()] if early else ()
     return Optimizer(parameters, config.optimizer, host, blocks, places)

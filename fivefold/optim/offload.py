@@ -106,10 +106,14 @@ class HostAdamW:
         """Bytes of masters, moments and weights in files."""
         return self.state.disk_bytes() + (0 if self.weights is None else self.weights.disk_bytes())
 
-    def leave_when_reduced(self, name: str) -> None:
-        """Let FSDP2 hand over the gradient of a parameter each time that it has reduced it."""
-        parameter = self._parameters[name]
-        parameter.register_post_accumulate_grad_hook(lambda _: self.leave(name))
+    def leave_when_reduced(self, name: str, *, whole: bool) -> None:
+        """Let FSDP2 hand over the gradient of a parameter each time that it has reduced it.
+
+        One that is not `whole` yet stays for further sums, in memory of its own: it is a part of
+        the message of a block, which would stay with it.
+        """
+        hook = (lambda _: self.leave(name)) if whole else _stay
+        self._parameters[name].register_post_accumulate_grad_hook(hook)
 
     @torch.no_grad()
     def leave(self, name: str) -> None:
@@ -231,6 +235,16 @@ class HostAdamW:
             for state, kept in self.state.kept(name).items()
             if state in STATES
         }
+
+
+def _stay(parameter: Tensor) -> None:
+    """Give a gradient that is a part of a larger tensor its own memory."""
+    grad = parameter.grad
+    assert grad is not None
+    local = local_tensor(grad)
+    if local.untyped_storage().nbytes() > local.nbytes:
+        with torch.no_grad():
+            grad._local_tensor = local.clone()  # type: ignore[attr-defined]
 
 
 def _like(

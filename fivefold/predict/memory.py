@@ -14,16 +14,17 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.counts.policy import StatePolicy, engine_policy
+from fivefold.counts.policy import StatePolicy, layout_policy
 from fivefold.counts.state import ModelState, model_state, stages_held
 from fivefold.layout import Layout
 from fivefold.model.activations import Running
 from fivefold.model.description import layer_kind
 from fivefold.pipeline.ir import Kind
+from fivefold.predict.backward_memory import ActPoint
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.liveness import Acts, Moments, moments
 from fivefold.predict.software import Software
-from fivefold.predict.stage_memory import ActPoint, StageBytes, stage_bytes
+from fivefold.predict.stage_memory import StageBytes, stage_bytes
 
 OPTIMIZER = "optimizer step"
 
@@ -162,7 +163,7 @@ def peak_memory(
         whole, narrow = software.whole_logits, software.narrow_loss
         running = replace(running, whole_logits=whole, narrow_loss=narrow)
     splits = policy is None and layout.sends_dx_first
-    policy = policy or engine_policy(layout.config)
+    policy = policy or layout_policy(layout)
     kinds: list[tuple[object, ...]] = []
     known = {} if known is None else known
     numbers = layout.config.memory.recompute_num_layers
@@ -176,12 +177,13 @@ def peak_memory(
             )
     sizes = [known[kind] for kind in kinds]
     states: dict[tuple[object, ...], ModelState] = {}
+    copies = not policy.once or layout.config.parallel.overlap_param_gather_with_optimizer_step
     ranks = []
     for pp_rank, found in enumerate(moments(layout, splits_backward=splits)):
         held = tuple(kinds[stage] for stage in stages_held(layout, pp_rank))
         if held not in states:
             states[held] = model_state(layout, pp_rank, policy=policy)
-        ranks.append(_rank_peak(layout, pp_rank, found, states[held], sizes))
+        ranks.append(_rank_peak(layout, pp_rank, found, states[held], sizes, copies=copies))
     disks = inf if cluster.disk_bytes is None else cluster.disk_bytes / cluster.sharing
     return MemoryPrediction(
         tuple(ranks),
@@ -199,7 +201,10 @@ def _rank_peak(
     found: Moments,
     state: ModelState,
     sizes: list[StageBytes],
+    *,
+    copies: bool,
 ) -> RankMemory:
+    """`copies`: whether permanent copies of weights are there while the optimizer updates."""
     own = [sizes[stage] for stage in stages_held(layout, pp_rank)]
     always = {
         "weights": state.weights,
@@ -214,15 +219,18 @@ def _rank_peak(
     held = _held(found, own)
     host = state.host + float((found.kept @ np.array([size.moved for size in own])).max())
     peaks = start + state.gathered + sum(held.values()) + np.array(worst)[found.which]
-    phases = {OPTIMIZER: start}
+    update = always if copies else always | {"weights": state.masters}
+    phases = {OPTIMIZER: sum(update.values())}
     phases |= {phase: float(peaks[at].max()) for phase, at in found.phases()}
     moment = int(peaks.argmax())
-    if peaks[moment] < start:
+    if peaks[moment] < phases[OPTIMIZER]:
         updates = "the optimizer updates"
-        return RankMemory(pp_rank, OPTIMIZER, updates, always, phases, host, state.disk)
+        return RankMemory(pp_rank, OPTIMIZER, updates, update, phases, host, state.disk)
     number = int(found.which[moment])
     parts = always | {"gathered weights": state.gathered}
     parts |= {name: float(size[moment]) for name, size in held.items()}
+    parts["gradients"] += sum(point.unmade for point in points[number])
+    parts["weights"] += sum(point.resharded for point in points[number])
     parts["activations"] += sum(point.activations for point in points[number])
     parts["recomputed"] = sum(point.remade for point in points[number])
     parts["loss"] += sum(point.loss for point in points[number])

@@ -5,17 +5,17 @@ All sizes are bytes on one device; what is kept between forward and backward is 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
-from math import prod
+from functools import partial
 
 from fivefold.config.model import ModelConfig
-from fivefold.counts.blocks import GatheredBlock, stage_blocks
 from fivefold.counts.policy import StatePolicy
+from fivefold.counts.state import gathered_bytes
 from fivefold.layout import Layout
 from fivefold.model.activations import (
     Saved,
+    deferred_by_ends,
     embedding_bytes,
     entry_bytes,
     loss_bytes,
@@ -23,44 +23,11 @@ from fivefold.model.activations import (
     saved_activations,
     total,
 )
-from fivefold.model.description import Layer, LayerKind, describe, layer_kind
+from fivefold.model.description import LayerKind, describe, layer_kind
 from fivefold.model.running import Running
 from fivefold.model.shape import StageParts
 from fivefold.pipeline.ir import Kind
-
-
-@dataclass(frozen=True)
-class ActPoint:
-    """A point of time within a pipeline action, in bytes relative to the action's start.
-
-    Attributes:
-        where: description of the point.
-        activations: kept activations freed by then (negative).
-        loss: memory of the loss freed by then (negative).
-        remade: recomputed activations.
-        working: gradients of activations, and intermediate results of the loss.
-        gradients: weight gradients that are not yet accumulated.
-        waiting: memory kept for deferred weight gradients.
-        communication: buffers of messages.
-        reduces: whether gradients of a layer are being reduced.
-    """
-
-    where: str
-    activations: float = 0.0
-    loss: float = 0.0
-    remade: float = 0.0
-    working: float = 0.0
-    gradients: float = 0.0
-    waiting: float = 0.0
-    communication: float = 0.0
-    reduces: bool = False
-
-    @cached_property
-    def size(self) -> float:
-        """The sum of all parts, in bytes."""
-        freed = self.activations + self.loss
-        needed = self.remade + self.working + self.gradients + self.waiting
-        return freed + needed + self.communication
+from fivefold.predict.backward_memory import ActPoint, absent, backward_points, buffers
 
 
 @dataclass(frozen=True)
@@ -100,10 +67,11 @@ def stage_bytes(
     loss = total(loss_bytes(model, running)) if stage.head else Saved()
     whole = total(layers)
     kinds = Counter(layer_kind(model, layer) for layer in _numbers(model, stage))
-    waiting = tokens * sum(n * waiting_bytes(model, running, kind) for kind, n in kinds.items())
+    read = tokens * sum(n * waiting_bytes(model, running, kind) for kind, n in kinds.items())
+    waiting = read + tokens * deferred_by_ends(model, stage, running)
     moving = 2 * tokens * max((saved.offloaded for saved in layers), default=0.0)
     kept = tokens * (whole.kept + total(ends).kept)
-    messages, inside = _buffers(layout, stage, running)
+    messages, inside = buffers(layout, stage, running)
     forward = ActPoint("forward", working=moving, communication=inside)
     forwards = [replace(forward, loss=-tokens * loss.kept)]
     if stage.head:
@@ -114,13 +82,13 @@ def stage_bytes(
     end = ActPoint("the end", -kept, -tokens * loss.kept, waiting=waiting, communication=messages)
 
     points: dict[tuple[Kind, bool], tuple[ActPoint, ...]] = {}
+    # Weight gradients need no weights: ZeRO-3 has freed what the backward gathered.
+    ungathered = gathered_bytes(layout, stage, policy) if _reshards(layout, policy) else 0.0
     for last in (False, True):
         once = policy.reducing_whole or (policy.reducing and not policy.splits_gradient)
         if not last or once:  # else as before
             reduces = last or policy.splits_gradient
-            found = _backward_points(layout, stage, running, policy, layers, reduces=reduces)
-        # Before a layer's gradients are reduced, what they were computed from is gone.
-        gone = waiting / max(len(layers), 1)
+            found = backward_points(layout, stage, running, policy, layers, reduces=reduces)
         backwards = [replace(point, working=point.working + moving) for point in found]
         points[Kind.F, last] = tuple(forwards)
         points[Kind.R, last] = (ActPoint("recomputation", communication=inside),)
@@ -130,11 +98,22 @@ def stage_bytes(
             ActPoint(
                 "weight gradients",
                 gradients=point.gradients,
-                waiting=-gone if point.reduces else 0.0,
+                waiting=-_run(stage, point, waiting, read, len(layers)),
                 communication=messages,
+                reduces=point.reduces,
+                done=point.done,
+                resharded=point.resharded - ungathered,
             )
             for point in found
         )
+    passing = (
+        replace(forward, working=moving + tokens * largest),
+        *(replace(p, working=p.working + tokens * loss.kept) for p in forwards[1:]),
+    )
+    if policy.once:
+        without = partial(absent, layout, stage, policy)
+        points = {act: tuple(map(without, found)) for act, found in points.items()}
+        passing = tuple(map(without, passing))
     return StageBytes(
         kept=kept,
         loss=tokens * loss.kept,
@@ -142,150 +121,22 @@ def stage_bytes(
         waiting=waiting,
         moved=tokens * whole.offloaded,
         points=points,
-        passing=(
-            replace(forward, working=moving + tokens * largest),
-            *(replace(p, working=p.working + tokens * loss.kept) for p in forwards[1:]),
-        ),
+        passing=passing,
     )
 
 
-def _backward_points(
-    layout: Layout,
-    stage: StageParts,
-    running: Running,
-    policy: StatePolicy,
-    layers: list[Saved],
-    *,
-    reduces: bool,
-) -> list[ActPoint]:
-    """The points in the backward of a stage at which memory may peak.
-
-    At the output layer, whose weight gradient is large while nothing is freed yet; in the last
-    layer, where a gated MLP's gradients and weight gradient meet; at its end, where all of its
-    weight gradients wait to be accumulated, or in the layer before, while they are reduced; where
-    whole ones are copied to be reduced; and at the embedding, when everything else is gone.
-    """
-    model, training = layout.config.model, layout.config.training
-    tokens = training.micro_batch_size * training.seq_length / layout.grid.cp
-    loss = total(loss_bytes(model, running)) if stage.head else Saved()
-    vocabulary = model.trains_all * model.padded_vocab_size / layout.grid.tp * model.hidden_size
-    kept = tokens * sum(layer.kept for layer in layers)
-    gone, remade = -tokens * loss.kept, tokens * _remade_at_once(running, layers)
-    messages, inside = _buffers(layout, stage, running)
-    points = []
-    if stage.head:
-        fresh = vocabulary * policy.fresh
-        heads = _head_points(model, running, tokens, fresh)
-        points += [replace(point, communication=messages) for point in heads]
-    if stage.layers:
-        last = stage.layers[-1]
-        layer = describe(model, layer_kind(model, last))
-        saved = saved_activations(model, last, running, position=len(stage.layers) - 1)
-        # Activations that are no longer needed when the backward reaches the MLP's first weight.
-        done = {item.name for op in layer.after_mlp_input for item in op.kept(running)}
-        freed = sum(item.kept + item.remade for name, item in saved.items() if name in done)
-        point = ActPoint(
-            "the last layer",
-            activations=-tokens * freed,
-            loss=gone,
-            remade=remade,
-            working=tokens
-            * layer.mlp_input.working(running)
-            * running.share_at_once(layer.mlp_input.rerun_by)
-            + _tiled_sums(layout, layer, running),
-            gradients=0.0 if policy.placeholder else _first_linear(layout, layer) * policy.fresh,
-            communication=inside,
-        )
-        points.append(point)
-        *_, block = stage_blocks(layout, stage, trained=True)
-        if policy.reducing and reduces and len(layers) > 1:
-            points.append(
-                replace(
-                    point,
-                    where="the layer before the last",
-                    activations=point.activations - tokens * layers[-1].kept,
-                    gradients=point.gradients + block.size * policy.reducing,
-                    reduces=True,
-                )
-            )
-        elif policy.reducing:
-            end = ActPoint("the end of the last layer", -tokens * layers[-1].kept, gone)
-            points.append(replace(end, gradients=block.size * policy.fresh, communication=inside))
-    if policy.reducing_whole and reduces:
-        reduced = ActPoint("the reduction", loss=gone, communication=inside, reduces=True)
-        each = [tokens * layer.kept for layer in layers]
-        points += _reductions(_trained(layout, stage, policy), policy, reduced, each)
-    if stage.embedding:
-        table = vocabulary * (layout.grid.tp if policy.whole_embedding else 1)
-        first = ActPoint("the embedding", -kept, gone, gradients=table * policy.fresh)
-        points.append(replace(first, communication=messages))
-    if policy.fresh_at_once:
-        own = sum(block.count * block.size for block in _trained(layout, stage, policy))
-        # The loss's part stands for the logits and their gradient, which others still refer to.
-        points.append(ActPoint("the end of one graph", -kept, gradients=own * policy.fresh))
-    return points or [ActPoint("backward")]
+def _reshards(layout: Layout, policy: StatePolicy) -> bool:
+    """Whether hooks free gathered weights after each backward; programs may say when instead."""
+    by_program = layout.config.parallel.pipeline_max_unsharded_stages is not None
+    return policy.splits_copy and not (by_program or layout.alternates_within_stages)
 
 
-def _reductions(
-    blocks: tuple[GatheredBlock, ...],
-    policy: StatePolicy,
-    point: ActPoint,
-    kept: list[float],
-) -> Iterator[ActPoint]:
-    """The points at which ranks that share nothing reduce the last layer, and at last the ends.
-
-    `kept`: bytes of activations of each layer.
-    """
-    ends, *others = blocks
-    if kept:
-        beside = others[-1].size * (policy.reducing_whole - policy.copy)
-        yield replace(point, activations=-kept[-1], gradients=beside)
-    copies = policy.copy * sum(block.count * block.size for block in blocks)
-    beside = ends.size * policy.reducing_whole - copies
-    yield replace(point, activations=-sum(kept), gradients=beside)
-
-
-def _trained(layout: Layout, stage: StageParts, policy: StatePolicy) -> tuple[GatheredBlock, ...]:
-    whole = policy.whole_embedding
-    return stage_blocks(layout, stage, trained=True, whole_embedding=whole)
-
-
-def _head_points(
-    model: ModelConfig, running: Running, tokens: float, fresh: float
-) -> list[ActPoint]:
-    """The points of the loss and of the output layer, whose weight gradient takes `fresh` bytes.
-
-    A loss in the compute dtype is done with its log-softmax and that one's gradient before the
-    output layer makes any.
-    """
-    loss = total(loss_bytes(model, running))
-    dx = running.element_bytes * model.hidden_size * (2 if running.sequence_parallel else 1)
-    if running.memory.makes_logits_again:  # its sum over slices of the vocabulary
-        dx += max(running.element_bytes, 4) * model.hidden_size
-    head = ActPoint("the output layer", working=tokens * (loss.remade + dx), gradients=fresh)
-    if not running.narrow_loss:
-        return [head]
-    half = tokens * loss_bytes(model, running)["logits"].remade / 2
-    done = replace(head, working=head.working - half, loss=-half)
-    return [ActPoint("the loss", working=tokens * loss.remade), done]
-
-
-def _first_linear(layout: Layout, layer: Layer) -> float:
-    """Parameters of an MLP's projections into its inner features, on one rank."""
-    grid = layout.grid
-    sizes = (
-        sum(prod(weight.local(grid.tp, grid.ep, grid.etp)) for weight in linear.multiplied)
-        for linear in layer.mlp_inputs
-        if not linear.frozen
-    )
-    return max(sizes, default=0)
-
-
-def _tiled_sums(layout: Layout, layer: Layer, running: Running) -> float:
-    """Bytes of the weight gradients that the tiles of an MLP add up, in at least fp32."""
-    tiled = [op for op in layer.mlp if running.tiles(op.rerun_by) and not op.frozen]
-    sizes = (prod(weight.local(layout.grid.tp)) for op in tiled for weight in op.multiplied)
-    return max(running.element_bytes, 4) * sum(sizes)
+def _run(stage: StageParts, point: ActPoint, waiting: float, read: float, layers: int) -> float:
+    """Bytes that deferred weight gradients have read and freed at a point of W: at the embedding
+    all, at the output layer its own, and before a layer's gradients are reduced those of one."""
+    if point.done:
+        return waiting if stage.embedding else waiting - read
+    return read / max(layers, 1) if point.reduces else 0.0
 
 
 def _saved_by_layer(layout: Layout, stage: StageParts, running: Running) -> list[Saved]:
@@ -310,41 +161,8 @@ def _numbers(model: ModelConfig, stage: StageParts) -> tuple[int, ...]:
     return *stage.layers, *range(model.num_layers, model.num_layers + stage.mtp)
 
 
-def _remade_at_once(running: Running, layers: list[Saved]) -> float:
-    """Most bytes recomputed at a time: those of a group of layers, or of parts of a layer."""
-    memory = running.memory
-    full = memory.recompute_granularity == "full" and memory.recompute_method == "uniform"
-    group = memory.recompute_num_layers[0] if full else 1
-    sums = [
-        sum(layer.remade for layer in layers[start : start + group])
-        for start in range(0, len(layers), group)
-    ]
-    return max(sums, default=0.0)
-
-
 def waiting_bytes(model: ModelConfig, running: Running, kind: LayerKind) -> float:
     """Bytes per token that the weight gradients of a layer need: x and dY of its linear layers."""
     operations = describe(model, kind).operations
     waiting = (op for op in operations if not (op.frozen or running.tiles(op.rerun_by)))
     return sum(each.deferred(running) for each in waiting)
-
-
-def _buffers(layout: Layout, stage: StageParts, running: Running) -> tuple[float, float]:
-    """Bytes of messages between stages, and the same with those of a layer.
-
-    The latter are gathered keys and values, and tokens sent to experts.
-    """
-    model, training, grid = layout.config.model, layout.config.training, layout.grid
-    tokens = training.micro_batch_size * training.seq_length / grid.cp
-    element, between, inside = running.element_bytes, 0.0, 0.0
-    if grid.pp > 1:
-        between = 2 * element * model.hidden_size / running.token_parts
-    if grid.cp > 1 and stage.layers:
-        keys = element * (model.k_size + model.v_size) / running.tensor_parallel
-        gathers = "all_gather" in layout.config.parallel.cp_comm_type
-        # A ring holds the current block and the arriving one, and the gradients of both.
-        inside += keys * (2 * grid.cp if gathers else 4)
-    if grid.ep > 1 and any(layer_kind(model, layer).experts for layer in stage.layers):
-        rows = running.rows_of_one(model.moe_router_topk)
-        inside += 2 * element * model.hidden_size * rows
-    return tokens * between, tokens * (between + inside)

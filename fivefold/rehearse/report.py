@@ -68,13 +68,14 @@ class RehearsalReport:
         worst = max(script.peak for script in self.scripts)
         room = "fits in" if worst <= self.capacity else "DOES NOT FIT in"
         lines.append(f"peak {human_bytes(worst)} {room} {human_bytes(self.capacity)}")
-        beside = self.deviation_beside_gradients
-        off = "" if abs(beside) <= MEMORY_TOLERANCE else ", which is off"
         lines.append(f"farthest from the planner's peak: {self.deviation:+.1%}")
-        lines.append(
-            f"without gradients: {beside:+.1%}{off} (the planner counts all of them from the start "
-            "of a step, and a rank those that its backwards have made)"
-        )
+        if abs(self.deviation) > MEMORY_TOLERANCE:
+            beside = self.deviation_beside_gradients
+            off = "" if abs(beside) <= MEMORY_TOLERANCE else ", which is off"
+            lines.append(
+                f"without gradients: {beside:+.1%}{off} (the planner counts all of them from the "
+                "start of a step, and a rank those that its backwards have made)"
+            )
         lines += [*self.problems, *self.differing]
         verdict = f"{len(self.scripts)} ranks agree on every message, and send what theory says"
         if self.problems:

@@ -4,6 +4,7 @@ import multiprocessing
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -19,6 +20,7 @@ from fivefold.counts.volumes import by_axis, step_volumes
 from fivefold.data.packing import Microbatch
 from fivefold.layout import Layout
 from fivefold.model.routing import Router
+from fivefold.rehearse.kernels import OneKernelEach
 from fivefold.rehearse.ledger import StepHoldings, StepLedger
 from fivefold.rehearse.script import GRADIENTS, OPTIMIZER, WEIGHTS, Script
 from fivefold.rehearse.shadow import Shadow
@@ -52,7 +54,9 @@ def rehearse_rank(layout: Layout, rank: int, *, gpus: bool = True) -> Script:
     with warnings.catch_warnings():
         # FSDP2 calls functions of torch that torch itself has renamed.
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
-        with pretended_world(rank, layout.grid.world_size, gpus=gpus), Shadow(gpus=gpus):
+        kernels = OneKernelEach() if gpus else nullcontext()
+        world = pretended_world(rank, layout.grid.world_size, gpus=gpus)
+        with world, Shadow(gpus=gpus), kernels:
             return watched_step(layout, rank, started=start)
 
 

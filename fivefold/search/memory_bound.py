@@ -6,7 +6,7 @@ from math import ceil
 import numpy as np
 
 from fivefold.config.config import Config
-from fivefold.counts.policy import engine_policy
+from fivefold.counts.policy import alone_in_step, engine_policy
 from fivefold.model.activations import (
     Saved,
     embedding_bytes,
@@ -44,7 +44,11 @@ def memory_bound(space: Space, ranks: Ranks) -> Values:
     flight at the end of the warm-up; or those with one chunk less, what deferred weight gradients
     (dW) keep, and the gradients of one layer; or what is left of both in the drain.
     """
-    sharded, of_sharded = space.distinct(SHARDING)
+    once = (
+        space.columns["microbatches"] == 1 if space.config.parallel.num_sequence_slices == 1 else 0
+    )
+    by_step = replace(space, columns={**space.columns, "once": np.zeros(len(space), int) + once})
+    sharded, of_sharded = by_step.distinct((*SHARDING, "once"))
     run, of_run = space.distinct(_RUNNING)
     state, kept = _State(sharded), _KeptBytes(run)
     best, reduces = np.zeros(len(space)), space.sharded("splits_gradients")
@@ -110,10 +114,12 @@ class _State:
 
     def _per_parameter(self, kind: str, *, trained: bool) -> Values:
         config, shards = self.space.config, self.shards[kind]
-        each = np.zeros(len(SHARDINGS)), np.zeros(len(SHARDINGS))
+        each, sums = np.zeros((2, len(SHARDINGS))), np.zeros((2, len(SHARDINGS)))
+        remade = []
         for number, sharding in enumerate(SHARDINGS):
             asked = config.with_values(data_parallel_sharding_strategy=sharding.name)
             policy = engine_policy(asked)
+            remade.append(alone_in_step(asked, policy).once)
             # A share is rounded up to whole layers.
             policy = replace(policy, offloaded=ceil(policy.offloaded))
             optimizer = policy.device_masters + policy.device_moments + policy.device_stand_ins
@@ -122,11 +128,14 @@ class _State:
             whole = 0.0 if policy.splits_copy else min(policy.copy, policy.narrow_copy)
             split = optimizer if policy.splits_optimizer else 0.0
             whole += 0.0 if policy.splits_optimizer else optimizer
-            split += policy.device_gradient if policy.splits_gradient else 0.0
-            whole += 0.0 if policy.splits_gradient else policy.gradient
-            each[0][number], each[1][number] = whole, split
-        strategy_column = self.space.columns["strategy"]
-        found: Values = each[0][strategy_column] + each[1][strategy_column] / shards
+            each[:, number] = whole, split
+            reduced = policy.splits_gradient
+            sums[:, number] = (0, policy.device_gradient) if reduced else (policy.gradient, 0)
+        strategy = self.space.columns["strategy"]
+        # At the start of a step's only backward there are no gradients.
+        kept = np.where(self.space.columns["once"] & np.array(remade)[strategy], 0, 1)
+        whole, split = each[:, strategy] + sums[:, strategy] * kept
+        found: Values = whole + split / shards
         return found
 
 

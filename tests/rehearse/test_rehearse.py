@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import resolve_model
-from fivefold.counts.policy import StatePolicy, engine_policy
+from fivefold.counts.policy import StatePolicy, layout_policy
 from fivefold.data_parallel import fsdp
 from fivefold.layout import Layout
 from fivefold.predict import memory
@@ -161,13 +161,13 @@ def test_gradients_of_ranks_that_share_nothing_are_copied_whole(ranks: int) -> N
     report = make_report(layout, "", rehearse_ranks(layout, [0]), cluster)
     assert report.passed, report.text()
     assert abs(report.deviation) < MEMORY_TOLERANCE
-    with patch.object(memory, "engine_policy", _without_copies):
+    with patch.object(memory, "layout_policy", _without_copies):
         off = make_report(layout, "", report.scripts, cluster).deviation
-    assert off > 4 * MEMORY_TOLERANCE
+    assert ranks == 1 or off > 4 * MEMORY_TOLERANCE  # one that is alone divides no copy
 
 
-def _without_copies(config: Config) -> StatePolicy:
-    return replace(engine_policy(config), reducing_whole=0.0)
+def _without_copies(layout: Layout) -> StatePolicy:
+    return replace(layout_policy(layout), reducing_whole=0.0)
 
 
 @pytest.mark.slow
@@ -189,7 +189,7 @@ def test_a_rank_keeps_no_more_between_microbatches_than_is_planned() -> None:
     assert abs(report.deviation) < MEMORY_TOLERANCE
     for name, careless in (("free_message", _nothing), ("run_works", _held_to_the_end)):
         with patch.object(fsdp, name, careless):
-            assert rehearse_rank(layout, 0).peak > 1.02 * report.scripts[0].peak
+            assert rehearse_rank(layout, 0).peak > 1.01 * report.scripts[0].peak
 
 
 def _nothing(state: Any) -> None:

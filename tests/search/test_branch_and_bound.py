@@ -173,7 +173,7 @@ def test_further_techniques_are_legal_and_bounded(model: str) -> None:
 def test_where_one_does_not_fit_none_does_that_shards_less() -> None:
     space = legal_space(question("llama3-8b"))
     c = space.columns
-    few = (c["mbs"] == 2) & (c["pp"] == 1) & (c["tp"] == 1) & (c["cp"] == 1)
+    few = (c["mbs"] == 1) & (c["pp"] == 1) & (c["tp"] == 1) & (c["cp"] == 1)
     space = space.take(np.flatnonzero(few))
     ranks = Ranks.of(space.config.model, space.partitions)
     bounds = time_bound(space, ranks, CLUSTER, Software())

@@ -37,7 +37,8 @@ def test_what_is_proven_is_what_published_runs_have() -> None:
 @pytest.mark.parametrize("line", [TIGHT, EXPERTS, LONG])
 def test_all_that_is_found_is_proven(line: str) -> None:
     result = search(asked(line).among(PROVEN))
-    assert result.best.seconds >= result_of(line).best.seconds
+    fastest, of_all = (min(c.seconds for c in r.found) for r in (result, result_of(line)))
+    assert fastest >= of_all
     for candidate in (*result.found, *result.rejected):
         config, layout = candidate.layout.config, candidate.layout
         assert layout.schedule in PROVEN["pipeline_schedule"]
