@@ -27,6 +27,14 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "tensor": ("debug", "--nproc", "2", "--tp", "2"),
     "tensor, pipeline": ("debug", "--nproc", "4", "--tp", "2", "--pp", "2"),
     "sharded": (*TWO, "--data-parallel-sharding-strategy", "optim_grads_params"),
+    "sharded pipeline": (
+        *("debug", "--nproc", "4", *ALONE, "--pp", "2", "--precision", "bf16"),
+        *("--data-parallel-sharding-strategy", "optim_grads"),
+    ),
+    "split norms, optimizer on the host": (
+        *("debug", "--nproc", "4", "--tp", "2", "--sequence-parallel", ON_HOST),
+        *("--data-parallel-sharding-strategy", "optim_grads"),
+    ),
     "replicated": TWO,
     "zb_v": (*TWO, "--pp", "2", "--pipeline-schedule", "zb_v"),
     "dualpipe_v": (*TWO, "--pp", "2", "--pipeline-schedule", "dualpipe_v"),

@@ -18,13 +18,14 @@ from fivefold.config.presets import resolve_model
 from fivefold.counts.policy import StatePolicy, layout_policy
 from fivefold.data_parallel import fsdp
 from fivefold.layout import Layout
+from fivefold.optim import offload
 from fivefold.predict import memory
 from fivefold.predict.cluster import load_cluster
 from fivefold.rehearse.agree import disagreements
 from fivefold.rehearse.report import MEMORY_TOLERANCE, make_report
 from fivefold.rehearse.roles import rehearsed_layout, roles
 from fivefold.rehearse.run import rehearse_rank, rehearse_ranks, watched_step
-from fivefold.rehearse.script import Issued, Script
+from fivefold.rehearse.script import GRADIENTS, Issued, Script
 from fivefold.rehearse.world import pretended_world
 from fivefold.tensor.deferred_weight import Work, run_works
 from tests.pool import run
@@ -192,7 +193,27 @@ def test_a_rank_keeps_no_more_between_microbatches_than_is_planned() -> None:
             assert rehearse_rank(layout, 0).peak > 1.01 * report.scripts[0].peak
 
 
-def _nothing(state: Any) -> None:
+@pytest.mark.slow
+def test_gradients_that_leave_are_not_kept_by_those_that_stay() -> None:
+    """Norms' gradients await their sum over split tokens, in memory that all of a block shared."""
+    model = replace(resolve_model("llama3-8b"), num_layers=4, vocab_size=1024)
+    settings = {
+        "seq_length": 256,
+        "global_batch_size": 6,
+        "precision": "bf16",
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "optimizer_cpu_offload": True,
+    }
+    layout = rehearsed_layout(check(Config(model).with_values(**settings), 4))
+    kept = rehearse_rank(layout, 0)
+    assert kept.held.get(GRADIENTS, 0) < 0.01 * kept.peak
+    with patch.object(offload, "_stay", _nothing):
+        assert rehearse_rank(layout, 0).held[GRADIENTS] > 0.1 * kept.peak
+
+
+def _nothing(*_: Any) -> None:
     pass
 
 
