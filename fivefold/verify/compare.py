@@ -151,8 +151,9 @@ def _weight_differences(
 
 
 def _number(what: str, step: int, rank: int, own: float, true: float, name: str = "") -> Difference:
+    # A power that a float cannot hold is an error in Python; a product is infinite.
     return Difference(
-        what, step, name, (), rank, abs(own - true), abs(true), own * true, own**2, true**2
+        what, step, name, (), rank, abs(own - true), abs(true), own * true, own * own, true * true
     )
 
 

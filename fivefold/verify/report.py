@@ -228,7 +228,7 @@ def joint_errors(differences: Collection[Difference]) -> Errors:
         else:
             true = sum(d.true for d in here)
             error = sqrt(sum(d.off for d in here) / true) if true else float("inf")
-        errors[what] = max(errors[what] or 0.0, error)
+        errors[what] = max(errors[what] or 0.0, error if isfinite(error) else float("inf"))
     return errors
 
 

@@ -4,10 +4,22 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fivefold.check import check
+from fivefold.mesh.slices import piece_of
 from fivefold.pipeline.stages import layout_string
-from fivefold.verify.report import Difference, VerifyReport, describe, judge
+from fivefold.verify.compare import _number, _tensor
+from fivefold.verify.report import (
+    SCALARS,
+    Difference,
+    VerifyReport,
+    describe,
+    joint_errors,
+    judge,
+)
 from tests.verify.cases import LLAMA, config, flags
 
 LAYOUT = check(config(LLAMA, **flags(tp=2, pp=2, dp=2, strategy="optim", sequence=True)), 8)
@@ -29,6 +41,32 @@ def test_large_errors_and_what_is_no_number_fail(error: float) -> None:
     assert report.worst is not None and report.worst["name"] == "bad"
     found = json.loads(json.dumps(report.as_json(), allow_nan=False))
     assert found["passed"] is False and set(found) >= {"dtype", "layout", "max_rel_error", "worst"}
+
+
+@settings(max_examples=200)
+@given(
+    what=st.sampled_from(("loss", "norm", "evaluation", "grad", "param")),
+    wrong=st.sampled_from((float("nan"), float("inf"), -float("inf"), 1e200, -1e308)),
+    at=st.integers(0, 3),
+    narrow=st.booleans(),
+)
+def test_one_value_that_no_layout_computes_fails_every_verification(
+    what: str, wrong: float, at: int, narrow: bool
+) -> None:
+    """What a missing wait or a lost message leaves behind: any bits."""
+    true = torch.tensor([0.5, -0.25, 0.125, 1.0], dtype=torch.float64)
+    own = true.clone()
+    own[at] = wrong
+    if what in SCALARS:
+        off = _number(what, 0, 1, wrong, 0.5)
+    else:
+        off = _tensor(what, 0, 1, "norm.weight", piece_of(own), true, floor=0.01)
+    right = [_tensor("grad", 0, 0, "other.weight", piece_of(true.clone()), true)]
+    baseline = joint_errors([*right, replace(off, error=0.0, own=off.true, off=0.0)])
+    report = judge(LAYOUT, [*right, off], baseline if narrow else None)
+    assert not report.passed
+    json.dumps(report.as_json(), allow_nan=False)
+    assert "FAILED" in report.text()
 
 
 def test_a_number_is_called_by_its_name_and_a_tensor_by_its_own() -> None:
