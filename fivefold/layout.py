@@ -113,8 +113,8 @@ class Layout:
     @property
     def alternates_within_stages(self) -> bool:
         """Whether a forward and a backward of the same stage run in turns."""
-        acts = (act for row in self._computes().ranks for act in row if act.kids)
-        return self.overlaps_pairs and any(act.kids[0].stage == act.kids[1].stage for act in acts)
+        rows = self._computes(self.enough_microbatches).ranks if self.overlaps_pairs else ()
+        return any(a.kids and a.kids[0].stage == a.kids[1].stage for row in rows for a in row)
 
     @property
     def gathers_once(self) -> bool:

@@ -46,8 +46,8 @@ class StatePolicy:
         on_disk: whether these masters and moments lie on a disk instead.
         away: whether the weights of these parameters are on the device for their gathers only.
         away_on_disk: whether such weights lie on a disk, not in host memory.
-        once: whether the only backward of a step makes all gradients, of which none wait from an
-            earlier one, and ends copies that are not permanent in its course.
+        remade: whether each step makes gradients anew: there are none before the first backward.
+        once: whether the only backward of a step ends copies that are not permanent in its course.
     """
 
     copy: float
@@ -75,6 +75,7 @@ class StatePolicy:
     on_disk: bool = False
     away: bool = False
     away_on_disk: bool = False
+    remade: bool = False
     once: bool = False
 
     @property
@@ -110,6 +111,7 @@ def engine_policy(config: Config) -> StatePolicy:
     master = compute if optimizer.narrow_parameters else wide
     gradient = config.gradient_bytes
     shared = sharding.splits_optimizer
+    offloaded = memory.optimizer_offload_fraction if memory.optimizer_off_device else 0.0
     types = optimizer.moment_types
     each = {"fp32": wide, "bf16": 2, "fp8": 1 + 1 / BLOCK}
     copy = compute if shared or compute != master else 0
@@ -127,7 +129,7 @@ def engine_policy(config: Config) -> StatePolicy:
         reducing_whole=0 if shared or compute == master else 2 * gradient,
         compute=compute,
         unpacking=config.parallel.zero_quantized_weights * UNPACKING,
-        offloaded=memory.optimizer_offload_fraction if memory.optimizer_off_device else 0.0,
+        offloaded=offloaded,
         visits=memory.offload_optimizer_states,
         rounded=sum(kind != "fp32" for kind in types) + optimizer.narrow_parameters,
         wide=wide,
@@ -135,6 +137,7 @@ def engine_policy(config: Config) -> StatePolicy:
         on_disk=memory.optimizer_offload_path is not None,
         away=memory.param_cpu_offload,
         away_on_disk=memory.param_offload_path is not None,
+        remade=(shared or compute != master) and not offloaded,
     )
 
 

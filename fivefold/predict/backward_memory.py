@@ -32,12 +32,12 @@ class ActPoint:
         remade: recomputed activations.
         working: gradients of activations, and intermediate results of the loss.
         gradients: weight gradients that are not yet accumulated.
+        made: accumulated ones of a stage that had none before.
         waiting: memory kept for deferred weight gradients.
         communication: buffers of messages.
         reduces: whether gradients of a layer are being reduced.
         done: whether all gradients of the stage have been made.
-        unmade: gradients of the stage that a step with one backward has not made yet (negative).
-        resharded: copies of weights that it has freed (negative).
+        resharded: copies of weights that a step with one backward has freed (negative).
     """
 
     where: str
@@ -46,33 +46,42 @@ class ActPoint:
     remade: float = 0.0
     working: float = 0.0
     gradients: float = 0.0
+    made: float = 0.0
     waiting: float = 0.0
     communication: float = 0.0
     reduces: bool = False
     done: bool = False
-    unmade: float = 0.0
     resharded: float = 0.0
 
     @cached_property
     def size(self) -> float:
         """The sum of all parts, in bytes."""
-        freed = self.activations + self.loss + self.unmade + self.resharded
-        needed = self.remade + self.working + self.gradients + self.waiting
+        freed = self.activations + self.loss + self.resharded
+        needed = self.remade + self.working + self.gradients + self.made + self.waiting
         return freed + needed + self.communication
 
 
-def absent(layout: Layout, stage: StageParts, policy: StatePolicy, point: ActPoint) -> ActPoint:
-    """A point of a step's only backward, without what is not there yet or any longer."""
-    _, *blocks = _trained(layout, stage, policy)
+def in_first_backward(
+    layout: Layout, stage: StageParts, policy: StatePolicy, point: ActPoint
+) -> ActPoint:
+    """A point of the first backward that makes gradients of a stage, with those it has made."""
     if point.done:
-        copies = sum(block.count * block.copied(policy) for block in blocks)
-        freed = 0.0 if policy.splits_copy else -copies
-        return replace(point, resharded=point.resharded or freed)
-    if policy.offloaded:  # gradients leave as they are made
+        return replace(point, made=stage_gradients(layout, stage, policy))
+    if policy.splits_gradient or not point.reduces:
         return point
-    first = blocks[-1].size * policy.gradient if point.reduces and blocks else 0.0
-    whole = 0.0 if policy.splits_gradient else first
-    return replace(point, unmade=whole - stage_gradients(layout, stage, policy))
+    _, *blocks = _trained(layout, stage, policy)
+    return replace(point, made=blocks[-1].size * policy.gradient if blocks else 0.0)
+
+
+def in_only_backward(
+    layout: Layout, stage: StageParts, policy: StatePolicy, point: ActPoint
+) -> ActPoint:
+    """A point of a step's only backward, without the copies that are not there any longer."""
+    if not point.done or policy.splits_copy or point.resharded:
+        return point
+    _, *blocks = _trained(layout, stage, policy)
+    copies = sum(block.count * block.copied(policy) for block in blocks)
+    return replace(point, resharded=-copies)
 
 
 def backward_points(

@@ -29,12 +29,14 @@ class Doing(NamedTuple):
         kind: kind of action.
         stage: index of the stage.
         light: whether it is a forward that keeps only its input.
-        last: whether no later action computes weight gradients of the stage.
+        first: whether no earlier action computes weight gradients of the stage.
+        last: whether no later one does.
     """
 
     kind: Kind
     stage: int
     light: bool
+    first: bool
     last: bool
 
 
@@ -53,6 +55,8 @@ class Moments:
         kept: [N, S] microbatches between their forward, or R, and the end of their B.
         inputs: [N, S] microbatches between a forward that keeps only its input, and their R.
         waiting: [N, S] microbatches between their B and the end of their W.
+        unmade: [N, S] 1 until the end of the stage's first BW or W, from which on it has weight
+            gradients, else 0.
     """
 
     running: tuple[Acts, ...]
@@ -61,6 +65,7 @@ class Moments:
     kept: NDArray[np.float64]
     inputs: NDArray[np.float64]
     waiting: NDArray[np.float64]
+    unmade: NDArray[np.float64]
 
     def phases(self) -> Iterator[tuple[str, NDArray[np.intp]]]:
         """The phases of the step that occur, with the indices of their actions."""
@@ -103,12 +108,13 @@ def _swept(program: Program, rank: int) -> Moments:
     place = {stage: at for at, stage in enumerate(program.stages_of(rank))}
     splits = {_piece(kid) for act in acts for kid in act.elementary if kid.kind is Kind.W}
     again = {_piece(act) for act in acts if act.kind is Kind.R}
-    last = {
-        kid.stage: number
+    makes = [
+        (kid.stage, number)
         for number, act in enumerate(acts)
         for kid in act.elementary
         if kid.kind in (Kind.W, Kind.BW)
-    }
+    ]
+    first, last = dict(reversed(makes)), dict(makes)
     # Cells (kept, inputs or waiting; action; stage) in which a slice is added before the action,
     # is added after it, is removed after it, and in which a part of its dW is removed.
     before: list[int] = []
@@ -137,7 +143,13 @@ def _swept(program: Program, rank: int) -> Moments:
                 if piece in splits:
                     after.append(2 * size + cell)
         doing = tuple(
-            Doing(kid.kind, kid.stage, light and kid.kind is Kind.F, last.get(kid.stage) == number)
+            Doing(
+                kid.kind,
+                kid.stage,
+                light and kid.kind is Kind.F,
+                number <= first.get(kid.stage, number),
+                last.get(kid.stage) == number,
+            )
             for kid in act.elementary
         )
         if doing not in numbers:
@@ -153,7 +165,9 @@ def _swept(program: Program, rank: int) -> Moments:
     come[:, 1:] += (later - left - done / program.num_weight_parts)[:, :-1]
     kept, inputs, waiting = np.cumsum(come, axis=1)
     index = np.array(which, np.intp), np.array(backwards, np.intp)
-    return Moments(tuple(running), *index, kept, inputs, waiting)
+    ends = np.array([first.get(stage, size) for stage in place])
+    unmade = (np.arange(len(acts))[:, None] <= ends).astype(np.float64)
+    return Moments(tuple(running), *index, kept, inputs, waiting, unmade)
 
 
 def _piece(act: Act) -> tuple[int, int, int]:

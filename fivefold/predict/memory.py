@@ -228,8 +228,9 @@ def _rank_peak(
         return RankMemory(pp_rank, OPTIMIZER, updates, update, phases, host, state.disk)
     number = int(found.which[moment])
     parts = always | {"gathered weights": state.gathered}
-    parts |= {name: float(size[moment]) for name, size in held.items()}
-    parts["gradients"] += sum(point.unmade for point in points[number])
+    for name, size in held.items():
+        parts[name] = parts.get(name, 0.0) + float(size[moment])
+    parts["gradients"] += sum(point.made for point in points[number])
     parts["weights"] += sum(point.resharded for point in points[number])
     parts["activations"] += sum(point.activations for point in points[number])
     parts["recomputed"] = sum(point.remade for point in points[number])
@@ -248,17 +249,19 @@ def _worst_points(running: Acts, sizes: list[StageBytes]) -> list[ActPoint]:
     found = []
     for doing in running:
         size = sizes[doing.stage % len(sizes)]
-        points = size.passing if doing.light else size.points[doing.kind, doing.last]
+        at = doing.kind, doing.first, doing.last
+        points = size.passing if doing.light else size.points[at]
         found.append(max(points, key=lambda point: point.size))
     return found
 
 
 def _held(found: Moments, own: list[StageBytes]) -> dict[str, NDArray[np.float64]]:
-    """Bytes held since before the running action, for every moment."""
-    kept, entry, loss, waiting = np.array(
-        [(size.kept, size.entry, size.loss, size.waiting) for size in own]
+    """Bytes held since before the running action, for every moment, of gradients those missing."""
+    kept, entry, loss, waiting, gradients = np.array(
+        [(size.kept, size.entry, size.loss, size.waiting, size.gradients) for size in own]
     ).T
     return {
+        "gradients": -(found.unmade @ gradients),
         "activations": found.kept @ kept + found.inputs @ entry,
         "loss": found.kept @ loss,
         "deferred weight gradients": found.waiting @ waiting,

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 from fivefold.config.model import ModelConfig
 from fivefold.counts.policy import StatePolicy
-from fivefold.counts.state import gathered_bytes
+from fivefold.counts.state import gathered_bytes, stage_gradients
 from fivefold.layout import Layout
 from fivefold.model.activations import (
     Saved,
@@ -27,7 +28,13 @@ from fivefold.model.description import LayerKind, describe, layer_kind
 from fivefold.model.running import Running
 from fivefold.model.shape import StageParts
 from fivefold.pipeline.ir import Kind
-from fivefold.predict.backward_memory import ActPoint, absent, backward_points, buffers
+from fivefold.predict.backward_memory import (
+    ActPoint,
+    backward_points,
+    buffers,
+    in_first_backward,
+    in_only_backward,
+)
 
 
 @dataclass(frozen=True)
@@ -40,8 +47,9 @@ class StageBytes:
         entry: input of the stage alone.
         waiting: memory kept between B and W.
         moved: activations offloaded to host memory between forward and backward.
+        gradients: weight gradients, which each step makes anew; 0 if it does not.
         points: candidates for the point of highest memory, for each kind of action, and whether
-            it is the last that computes weight gradients, which are then reduced.
+            it is the first and the last that computes weight gradients, which are then reduced.
         passing: the same of a forward that keeps only its input.
     """
 
@@ -50,7 +58,8 @@ class StageBytes:
     entry: float
     waiting: float
     moved: float
-    points: Mapping[tuple[Kind, bool], tuple[ActPoint, ...]]
+    gradients: float
+    points: Mapping[tuple[Kind, bool, bool], tuple[ActPoint, ...]]
     passing: tuple[ActPoint, ...]
 
 
@@ -81,48 +90,60 @@ def stage_bytes(
     largest = max((layer.kept for layer in layers), default=0.0)
     end = ActPoint("the end", -kept, -tokens * loss.kept, waiting=waiting, communication=messages)
 
-    points: dict[tuple[Kind, bool], tuple[ActPoint, ...]] = {}
     # Weight gradients need no weights: ZeRO-3 has freed what the backward gathered.
     ungathered = gathered_bytes(layout, stage, policy) if _reshards(layout, policy) else 0.0
-    for last in (False, True):
-        once = policy.reducing_whole or (policy.reducing and not policy.splits_gradient)
-        if not last or once:  # else as before
-            reduces = last or policy.splits_gradient
-            found = backward_points(layout, stage, running, policy, layers, reduces=reduces)
-        backwards = [replace(point, working=point.working + moving) for point in found]
-        points[Kind.F, last] = tuple(forwards)
-        points[Kind.R, last] = (ActPoint("recomputation", communication=inside),)
-        points[Kind.BW, last] = tuple(backwards)
-        points[Kind.B, last] = (*(replace(point, gradients=0.0) for point in backwards), end)
-        points[Kind.W, last] = tuple(
+    of_backward = partial(backward_points, layout, stage, running, policy, layers)
+    inner = of_backward(reduces=policy.splits_gradient)
+    reduces_once = policy.reducing_whole or (policy.reducing and not policy.splits_gradient)
+    at_end = of_backward(reduces=True) if reduces_once else inner
+    points: dict[tuple[Kind, bool, bool], tuple[ActPoint, ...]] = {}
+    for first, last in product((False, True), repeat=2):
+        backwards = at_end if last else inner
+        if policy.once:
+            backwards = [in_only_backward(layout, stage, policy, point) for point in backwards]
+        if first and policy.remade:
+            backwards = [in_first_backward(layout, stage, policy, point) for point in backwards]
+        only_dx = [replace(point, gradients=0.0, made=0.0) for point in backwards]
+        deferred = [
             ActPoint(
                 "weight gradients",
                 gradients=point.gradients,
+                made=point.made,
                 waiting=-_run(stage, point, waiting, read, len(layers)),
                 communication=messages,
                 reduces=point.reduces,
                 done=point.done,
                 resharded=point.resharded - ungathered,
             )
-            for point in found
-        )
+            for point in backwards
+        ]
+        for kind, found in (
+            (Kind.F, forwards),
+            (Kind.R, [ActPoint("recomputation", communication=inside)]),
+            (Kind.BW, _moving(backwards, moving)),
+            (Kind.B, [*_moving(only_dx, moving), end]),
+            (Kind.W, deferred),
+        ):
+            points[kind, first, last] = tuple(found)
     passing = (
         replace(forward, working=moving + tokens * largest),
         *(replace(p, working=p.working + tokens * loss.kept) for p in forwards[1:]),
     )
-    if policy.once:
-        without = partial(absent, layout, stage, policy)
-        points = {act: tuple(map(without, found)) for act, found in points.items()}
-        passing = tuple(map(without, passing))
     return StageBytes(
         kept=kept,
         loss=tokens * loss.kept,
         entry=0.0 if stage.embedding else tokens * hidden,
         waiting=waiting,
         moved=tokens * whole.offloaded,
+        gradients=stage_gradients(layout, stage, policy) if policy.remade else 0.0,
         points=points,
         passing=passing,
     )
+
+
+def _moving(points: list[ActPoint], moving: float) -> list[ActPoint]:
+    """The points, while so many bytes of offloaded activations pass through the device."""
+    return [replace(point, working=point.working + moving) for point in points]
 
 
 def _reshards(layout: Layout, policy: StatePolicy) -> bool:

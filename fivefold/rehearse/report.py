@@ -8,13 +8,11 @@ from fivefold.layout import Layout
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.memory import RankMemory, peak_memory
 from fivefold.rehearse.agree import disagreements
-from fivefold.rehearse.script import GRADIENTS, Script
+from fivefold.rehearse.script import Script
 from fivefold.units import human_bytes, human_count
 
 BYTES_TOLERANCE = 1e-9
 """Relative difference of two sums of the same whole numbers, in another order."""
-MEMORY_TOLERANCE = 0.03
-"""Relative difference of peaks above which the report says that the planner is off."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +48,6 @@ class RehearsalReport:
         pairs = zip(self.scripts, self.planned, strict=True)
         return max((script.peak / planned.peak - 1 for script, planned in pairs), key=abs)
 
-    @property
-    def deviation_beside_gradients(self) -> float:
-        """As `deviation`, of what is not a gradient at the peak, relative to the planner's peak."""
-        pairs = zip(self.scripts, self.planned, strict=True)
-        return max(
-            (
-                (s.peak - s.held.get(GRADIENTS, 0) - p.peak + p.parts.get("gradients", 0)) / p.peak
-                for s, p in pairs
-            ),
-            key=abs,
-        )
-
     def text(self) -> str:
         """A table of needs, one of bytes, and the verdict in the last line."""
         lines = [self.title, "", *self._needs(), "", *self._sent(), ""]
@@ -69,13 +55,6 @@ class RehearsalReport:
         room = "fits in" if worst <= self.capacity else "DOES NOT FIT in"
         lines.append(f"peak {human_bytes(worst)} {room} {human_bytes(self.capacity)}")
         lines.append(f"farthest from the planner's peak: {self.deviation:+.1%}")
-        if abs(self.deviation) > MEMORY_TOLERANCE:
-            beside = self.deviation_beside_gradients
-            off = "" if abs(beside) <= MEMORY_TOLERANCE else ", which is off"
-            lines.append(
-                f"without gradients: {beside:+.1%}{off} (the planner counts all of them from the "
-                "start of a step, and a rank those that its backwards have made)"
-            )
         lines += [*self.problems, *self.differing]
         verdict = f"{len(self.scripts)} ranks agree on every message, and send what theory says"
         if self.problems:

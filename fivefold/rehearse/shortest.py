@@ -1,13 +1,10 @@
 """The shortest step in which every rank of a job holds as much as in the whole one; torch-free."""
 
-from collections import defaultdict
-
 import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
-from fivefold.pipeline.ir import Kind
 from fivefold.predict.liveness import Acts, Moments, moments
 
 
@@ -32,21 +29,11 @@ def enough_to_hold_all(layout: Layout) -> int:
 
 def _by_action(found: Moments) -> dict[Acts, NDArray[np.float64]]:
     """What is held in each moment, one in a row, by the action that runs."""
-    begun = np.zeros(found.kept.shape[1])
-    columns = {stage: at for at, stage in enumerate(_stages(found))}
-    rows: defaultdict[Acts, list[NDArray[np.float64]]] = defaultdict(list)
-    for moment, which in enumerate(found.which):
-        acts = found.running[which]
-        held = found.kept[moment], found.inputs[moment], found.waiting[moment]
-        rows[acts].append(np.concatenate([*held, begun]))
-        for doing in acts:
-            ends = doing.kind in (Kind.W, Kind.BW)
-            begun[columns[doing.stage]] = begun[columns[doing.stage]] or ends
-    return {acts: np.unique(held, axis=0) for acts, held in rows.items()}
-
-
-def _stages(found: Moments) -> list[int]:
-    return sorted({doing.stage for acts in found.running for doing in acts})
+    held = np.hstack([found.kept, found.inputs, found.waiting, -found.unmade])
+    return {
+        acts: np.unique(held[found.which == which], axis=0)
+        for which, acts in enumerate(found.running)
+    }
 
 
 def _has_likes(

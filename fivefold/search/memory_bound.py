@@ -4,9 +4,10 @@ from dataclasses import replace
 from math import ceil
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fivefold.config.config import Config
-from fivefold.counts.policy import alone_in_step, engine_policy
+from fivefold.counts.policy import engine_policy
 from fivefold.model.activations import (
     Saved,
     embedding_bytes,
@@ -37,20 +38,20 @@ from fivefold.search.bound_tables import (
 from fivefold.search.space import SHARDINGS, Space
 
 
-def memory_bound(space: Space, ranks: Ranks) -> Values:
+def memory_bound(space: Space, ranks: Ranks, *, estimate: bool = False) -> Values:
     """A lower bound on the allocated bytes of the fullest rank, for every candidate.
 
     It is the state of the modules on a rank, plus the largest of these sums: the activations in
     flight at the end of the warm-up; or those with one chunk less, what deferred weight gradients
-    (dW) keep, and the gradients of one layer; or what is left of both in the drain.
+    (dW) keep, and the gradients of one layer; or what is left of both in the drain. Gradients that
+    each step makes anew are there only if that many activations are in flight again later; at its
+    end they are there alone, unless its only backward made them. An estimate, to order layouts by,
+    takes all steps with several microbatches for long ones.
     """
-    once = (
-        space.columns["microbatches"] == 1 if space.config.parallel.num_sequence_slices == 1 else 0
-    )
-    by_step = replace(space, columns={**space.columns, "once": np.zeros(len(space), int) + once})
-    sharded, of_sharded = by_step.distinct((*SHARDING, "once"))
+    sharded, of_sharded = space.distinct(SHARDING)
     run, of_run = space.distinct(_RUNNING)
     state, kept = _State(sharded), _KeptBytes(run)
+    several = space.columns["microbatches"] * space.config.parallel.num_sequence_slices > 1
     best, reduces = np.zeros(len(space)), space.sharded("splits_gradients")
     for which in FOR_MEMORY:
         flying, less = kept.flying(ranks, which)
@@ -62,8 +63,10 @@ def memory_bound(space: Space, ranks: Ranks) -> Values:
         # In the drain a layer's x and dY go as its gradients come.
         np.maximum(held, kept.drained(ranks, which)[of_run], out=held)
         np.maximum(held, flying[of_run], out=held)
-        held += state.on(ranks, which)[of_sharded]
-        np.maximum(best, held, out=best)
+        start, remade = (part[of_sharded] for part in state.on(ranks, which))
+        meet = several if estimate else kept.again(ranks, which)[of_run]
+        np.maximum(best, start + held + np.where(meet, remade, 0), out=best)
+        np.maximum(best, start + np.where(several, remade, 0), out=best)
     return best
 
 
@@ -87,16 +90,17 @@ class _State:
             "expert": np.where(space.shards == 1, 1, np.maximum(inside, 1)),
         }
 
-    def on(self, ranks: Ranks, which: int) -> Values:
-        """Bytes of model state on one of the ranks."""
+    def on(self, ranks: Ranks, which: int) -> tuple[Values, Values]:
+        """Bytes of model state on one of the ranks: at a step's start, and gradients it makes."""
         held = ranks.held[self.space.columns["partition"], which]
-        total = np.zeros(len(self.space))
+        at_start, made = np.zeros((2, len(self.space)))
         for kind, start in (("dense", 0), ("expert", KINDS)):
             trained = self.trained.weighted(held, start)
             frozen = self.sizes.weighted(held, start) - trained
-            total += trained * self._per_parameter(kind, trained=True)
-            total += frozen * self._per_parameter(kind, trained=False)
-        return total
+            lasting, remade = self._per_parameter(kind, trained=True)
+            at_start += trained * lasting + frozen * self._per_parameter(kind, trained=False)[0]
+            made += trained * remade
+        return at_start, made
 
     def arriving(self, ranks: Ranks, which: int) -> Values:
         """Bytes of one layer's new gradients, and where they are sharded of those in reduction."""
@@ -112,31 +116,28 @@ class _State:
         several = (ranks.thinnest[partition, which] > 1) & self.space.sharded("splits_optimizer")
         return np.where(several, smallest * arriving, 0.0)
 
-    def _per_parameter(self, kind: str, *, trained: bool) -> Values:
+    def _per_parameter(self, kind: str, *, trained: bool) -> tuple[Values, Values]:
         config, shards = self.space.config, self.shards[kind]
-        each, sums = np.zeros((2, len(SHARDINGS))), np.zeros((2, len(SHARDINGS)))
-        remade = []
+        whole, split = np.zeros((2, 2, len(SHARDINGS)))
         for number, sharding in enumerate(SHARDINGS):
             asked = config.with_values(data_parallel_sharding_strategy=sharding.name)
             policy = engine_policy(asked)
-            remade.append(alone_in_step(asked, policy).once)
             # A share is rounded up to whole layers.
             policy = replace(policy, offloaded=ceil(policy.offloaded))
             optimizer = policy.device_masters + policy.device_moments + policy.device_stand_ins
             if not trained:
                 optimizer, policy = policy.compute, replace(policy, gradient=0.0)
-            whole = 0.0 if policy.splits_copy else min(policy.copy, policy.narrow_copy)
-            split = optimizer if policy.splits_optimizer else 0.0
-            whole += 0.0 if policy.splits_optimizer else optimizer
-            each[:, number] = whole, split
-            reduced = policy.splits_gradient
-            sums[:, number] = (0, policy.device_gradient) if reduced else (policy.gradient, 0)
+            copies = 0.0 if policy.splits_copy else min(policy.copy, policy.narrow_copy)
+            (split if policy.splits_optimizer else whole)[0, number] += optimizer
+            whole[0, number] += copies
+            part = int(policy.remade)
+            if policy.splits_gradient:
+                split[part, number] += policy.device_gradient
+            else:
+                whole[part, number] += policy.gradient
         strategy = self.space.columns["strategy"]
-        # At the start of a step's only backward there are no gradients.
-        kept = np.where(self.space.columns["once"] & np.array(remade)[strategy], 0, 1)
-        whole, split = each[:, strategy] + sums[:, strategy] * kept
-        found: Values = whole + split / shards
-        return found
+        at_start, remade = whole[:, strategy] + split[:, strategy] / shards
+        return at_start, remade
 
 
 class _KeptBytes:
@@ -182,6 +183,13 @@ class _KeptBytes:
         less = np.maximum(kept - (1 + waits) * chunks.max(axis=1), 0) * np.isfinite(late)
         held = ranks.held[partition, which]
         return kept + self.per_token.column(HEAD) * held[:, HEAD] * self.tokens, less
+
+    def again(self, ranks: Ranks, which: int) -> NDArray[np.bool_]:
+        """Whether as much is in flight again once gradients of all stages have been made."""
+        partition, count = self.space.columns["partition"], self.space.columns["microbatches"]
+        fewer = (ranks.kept[partition, which] < count[:, None]).all(axis=1)
+        found: NDArray[np.bool_] = fewer & (count >= 2 * ranks.size[partition])
+        return found
 
     def drained(self, ranks: Ranks, which: int) -> Values:
         """Bytes of activations and deferred dW in the drain, when most dW are deferred."""

@@ -167,7 +167,7 @@ class _Search:
         if not ledger.found:  # the work was used up on fast layouts that do not fit
             sizes = memory_bound(self.space, self.ranks)
             smallest = float(sizes.min())
-            for layout in smallest_of(self.space, sizes):
+            for layout in smallest_of(self.space, self.ranks):
                 candidate = evaluate(
                     request, layout.config, layout=layout, times_cache=ledger.times_cache
                 )
@@ -264,21 +264,21 @@ class _Search:
 
 
 def smallest_layouts(request: Request) -> list[Candidate]:
-    """The legal layouts with the lowest memory bounds, fit or not; none of them is timed."""
+    """The legal layouts that seem to need least memory, fit or not; none of them is timed."""
     space = legal_space(request)
     if not len(space):
         return []
-    sizes = memory_bound(space, Ranks.of(request.config.model, space.partitions))
+    ranks = Ranks.of(request.config.model, space.partitions)
     return [
         Candidate(layout, peak_memory(layout, request.cluster), None, 0.0)
-        for layout in smallest_of(space, sizes)
+        for layout in smallest_of(space, ranks)
     ]
 
 
-def smallest_of(space: Space, sizes: Values) -> list[Layout]:
-    """The layouts with the lowest memory bounds."""
-    rows = np.argsort(sizes, kind="stable")[:SMALLEST].tolist()
-    return [layout_of(space, row) for row in rows]
+def smallest_of(space: Space, ranks: Ranks) -> list[Layout]:
+    """The layouts with the lowest estimates of their memory."""
+    rows = np.argsort(memory_bound(space, ranks, estimate=True), kind="stable")[:SMALLEST]
+    return [layout_of(space, row) for row in rows.tolist()]
 
 
 def with_context(space: Space, request: Request) -> Space:

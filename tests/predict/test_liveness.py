@@ -54,6 +54,25 @@ def test_few_microbatches_bound_what_is_in_flight() -> None:
     assert _most("1f1b", microbatches=2) == [2, 2, 2, 1]
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "gpipe"])
+@pytest.mark.parametrize("microbatches", [P, M])
+def test_gradients_meet_all_that_is_in_flight_once_it_is_again(
+    schedule: str, microbatches: int
+) -> None:
+    """Not in a step with no more microbatches than are in flight; GPipe's all are."""
+    settings = Config(PRESETS["debug-llama"]).with_values(
+        num_layers=P,
+        pipeline_model_parallel_size=P,
+        pipeline_schedule=schedule,
+        global_batch_size=microbatches,
+    )
+    (first, *_) = moments(check(settings, P, planned=True), splits_backward=False)
+    fullest = first.kept[:, 0] == first.kept.max()
+    met = bool((first.unmade[fullest, 0] == 0).any())
+    assert met == (microbatches == M and schedule != "gpipe")
+    assert first.unmade[0, 0] == 1 and first.unmade[-1, 0] == 0
+
+
 @pytest.mark.parametrize(
     "schedule", ["1f1b", "zb_h2", "interleaved_1f1b", "interleaved_zb", "zb_v", "v_half", "v_min"]
 )
@@ -77,6 +96,6 @@ def test_a_program_cut_short_has_the_same_peaks(schedule: str) -> None:
 
 def _seen(rank: Moments) -> set[tuple[object, ...]]:
     """Everything that a rank is ever found to hold, with what runs and the phase."""
-    held = np.concatenate([rank.kept, rank.inputs, rank.waiting], axis=1)
+    held = np.concatenate([rank.kept, rank.inputs, rank.waiting, rank.unmade], axis=1)
     running = [rank.running[which] for which in rank.which]
     return set(zip(running, rank.backwards.tolist(), map(tuple, held.tolist()), strict=True))

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -12,6 +13,8 @@ from fivefold.config.presets import PRESETS
 from fivefold.counts.policy import StatePolicy, megatron_policy
 from fivefold.counts.state import model_state
 from fivefold.layout import Layout
+from fivefold.pipeline.ir import Program
+from fivefold.pipeline.order import Order
 from fivefold.predict.cluster import preset
 from fivefold.predict.liveness import moments
 from fivefold.predict.memory import MemoryPrediction, peak_memory
@@ -188,6 +191,32 @@ def test_a_rank_holds_as_many_microbatches_as_it_may() -> None:
         False
     ] * 2
     assert peaks[0][3] == peaks[1][3]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_v", "dualpipe_v"])
+def test_the_peak_of_a_long_step_is_that_of_a_short_one(schedule: str) -> None:
+    """A search asks for thousands of peaks, and programs of all microbatches take seconds each."""
+    layout = _layout(
+        PRESETS["mixtral-8x7b"],
+        8,
+        expert_model_parallel_size=2,
+        pipeline_model_parallel_size=4,
+        num_virtual_stages_per_pipeline_rank=2 if schedule == "interleaved_1f1b" else None,
+        global_batch_size=4096,
+        pipeline_schedule=schedule,
+        overlap_moe_expert_parallel_comm=schedule == "dualpipe_v",
+        data_parallel_sharding_strategy="optim_grads_params",
+    )
+    built: list[int] = []
+
+    def counting(self: Order, **options: bool) -> Program:
+        built.append(self.num_microbatches)
+        return executed(self, **options)
+
+    executed = Order.executed
+    with patch.object(Order, "executed", counting):
+        peak_memory(layout, H100)
+    assert max(built, default=0) <= layout.enough_microbatches < 64
 
 
 def test_crowded_experts_need_more() -> None:

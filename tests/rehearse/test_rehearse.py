@@ -22,7 +22,7 @@ from fivefold.optim import offload
 from fivefold.predict import memory
 from fivefold.predict.cluster import load_cluster
 from fivefold.rehearse.agree import disagreements
-from fivefold.rehearse.report import MEMORY_TOLERANCE, make_report
+from fivefold.rehearse.report import make_report
 from fivefold.rehearse.roles import rehearsed_layout, roles
 from fivefold.rehearse.run import rehearse_rank, rehearse_ranks, watched_step
 from fivefold.rehearse.script import GRADIENTS, Issued, Script
@@ -31,6 +31,7 @@ from fivefold.tensor.deferred_weight import Work, run_works
 from tests.pool import run
 from tests.verify.cases import chosen, shared_groups
 
+TOLERANCE = 0.03  # of a rank's peak, relative to the planner's
 PIPELINE = {"pipeline_model_parallel_size": 2, "global_batch_size": 4}
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "replicated pipeline": ("debug-llama", 4, {**PIPELINE}),
@@ -161,10 +162,10 @@ def test_gradients_of_ranks_that_share_nothing_are_copied_whole(ranks: int) -> N
     cluster = load_cluster("H100", 8)
     report = make_report(layout, "", rehearse_ranks(layout, [0]), cluster)
     assert report.passed, report.text()
-    assert abs(report.deviation) < MEMORY_TOLERANCE
+    assert abs(report.deviation) < TOLERANCE
     with patch.object(memory, "layout_policy", _without_copies):
         off = make_report(layout, "", report.scripts, cluster).deviation
-    assert ranks == 1 or off > 4 * MEMORY_TOLERANCE  # one that is alone divides no copy
+    assert ranks == 1 or off > 4 * TOLERANCE  # one that is alone divides no copy
 
 
 def _without_copies(layout: Layout) -> StatePolicy:
@@ -187,7 +188,7 @@ def test_a_rank_keeps_no_more_between_microbatches_than_is_planned() -> None:
     }
     layout = rehearsed_layout(check(Config(model).with_values(**settings), 4))
     report = make_report(layout, "", [rehearse_rank(layout, 0)], load_cluster("H100", 8))
-    assert abs(report.deviation) < MEMORY_TOLERANCE
+    assert abs(report.deviation) < TOLERANCE
     for name, careless in (("free_message", _nothing), ("run_works", _held_to_the_end)):
         with patch.object(fsdp, name, careless):
             assert rehearse_rank(layout, 0).peak > 1.01 * report.scripts[0].peak
