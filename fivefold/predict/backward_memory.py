@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import product
 from math import prod
 
 from fivefold.config.model import ModelConfig
@@ -61,7 +62,32 @@ class ActPoint:
         return freed + needed + self.communication
 
 
-def in_first_backward(
+def points_of_step(
+    layout: Layout,
+    stage: StageParts,
+    running: Running,
+    policy: StatePolicy,
+    layers: list[Saved],
+) -> Iterator[tuple[tuple[bool, bool], list[ActPoint]]]:
+    """The points of a backward at which memory may peak, for each place that it has in a step.
+
+    That is whether it is the first and whether it is the last that makes the stage's weight
+    gradients; the last reduces them, if not each does.
+    """
+    each = partial(_backward_points, layout, stage, running, policy, layers)
+    inner = each(reduces=policy.splits_gradient)
+    reduces_once = policy.reducing_whole or (policy.reducing and not policy.splits_gradient)
+    at_end = each(reduces=True) if reduces_once else inner
+    for first, last in product((False, True), repeat=2):
+        found = at_end if last else inner
+        if policy.once:
+            found = [_in_only_backward(layout, stage, policy, point) for point in found]
+        if first and policy.remade:
+            found = [_in_first_backward(layout, stage, policy, point) for point in found]
+        yield (first, last), found
+
+
+def _in_first_backward(
     layout: Layout, stage: StageParts, policy: StatePolicy, point: ActPoint
 ) -> ActPoint:
     """A point of the first backward that makes gradients of a stage, with those it has made."""
@@ -73,7 +99,7 @@ def in_first_backward(
     return replace(point, made=blocks[-1].size * policy.gradient if blocks else 0.0)
 
 
-def in_only_backward(
+def _in_only_backward(
     layout: Layout, stage: StageParts, policy: StatePolicy, point: ActPoint
 ) -> ActPoint:
     """A point of a step's only backward, without the copies that are not there any longer."""
@@ -84,7 +110,7 @@ def in_only_backward(
     return replace(point, resharded=-copies)
 
 
-def backward_points(
+def _backward_points(
     layout: Layout,
     stage: StageParts,
     running: Running,

@@ -7,8 +7,6 @@ All sizes are bytes on one device; what is kept between forward and backward is 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import product
 
 from fivefold.config.model import ModelConfig
 from fivefold.counts.policy import StatePolicy
@@ -30,10 +28,8 @@ from fivefold.model.shape import StageParts
 from fivefold.pipeline.ir import Kind
 from fivefold.predict.backward_memory import (
     ActPoint,
-    backward_points,
     buffers,
-    in_first_backward,
-    in_only_backward,
+    points_of_step,
 )
 
 
@@ -92,27 +88,15 @@ def stage_bytes(
 
     # Weight gradients need no weights: ZeRO-3 has freed what the backward gathered.
     ungathered = gathered_bytes(layout, stage, policy) if _reshards(layout, policy) else 0.0
-    of_backward = partial(backward_points, layout, stage, running, policy, layers)
-    inner = of_backward(reduces=policy.splits_gradient)
-    reduces_once = policy.reducing_whole or (policy.reducing and not policy.splits_gradient)
-    at_end = of_backward(reduces=True) if reduces_once else inner
     points: dict[tuple[Kind, bool, bool], tuple[ActPoint, ...]] = {}
-    for first, last in product((False, True), repeat=2):
-        backwards = at_end if last else inner
-        if policy.once:
-            backwards = [in_only_backward(layout, stage, policy, point) for point in backwards]
-        if first and policy.remade:
-            backwards = [in_first_backward(layout, stage, policy, point) for point in backwards]
-        only_dx = [replace(point, gradients=0.0, made=0.0) for point in backwards]
+    for of_step, backwards in points_of_step(layout, stage, running, policy, layers):
+        moved = [replace(point, working=point.working + moving) for point in backwards]
+        only_dx = [replace(point, gradients=0.0, made=0.0) for point in moved]
         deferred = [
-            ActPoint(
-                "weight gradients",
-                gradients=point.gradients,
-                made=point.made,
+            replace(
+                _of_weights(point),
                 waiting=-_run(stage, point, waiting, read, len(layers)),
                 communication=messages,
-                reduces=point.reduces,
-                done=point.done,
                 resharded=point.resharded - ungathered,
             )
             for point in backwards
@@ -120,11 +104,11 @@ def stage_bytes(
         for kind, found in (
             (Kind.F, forwards),
             (Kind.R, [ActPoint("recomputation", communication=inside)]),
-            (Kind.BW, _moving(backwards, moving)),
-            (Kind.B, [*_moving(only_dx, moving), end]),
+            (Kind.BW, moved),
+            (Kind.B, [*only_dx, end]),
             (Kind.W, deferred),
         ):
-            points[kind, first, last] = tuple(found)
+            points[kind, *of_step] = tuple(found)
     passing = (
         replace(forward, working=moving + tokens * largest),
         *(replace(p, working=p.working + tokens * loss.kept) for p in forwards[1:]),
@@ -141,9 +125,11 @@ def stage_bytes(
     )
 
 
-def _moving(points: list[ActPoint], moving: float) -> list[ActPoint]:
-    """The points, while so many bytes of offloaded activations pass through the device."""
-    return [replace(point, working=point.working + moving) for point in points]
+def _of_weights(point: ActPoint) -> ActPoint:
+    """What there is of a point of a backward where only weight gradients are computed."""
+    gradients, made, reduces, done = point.gradients, point.made, point.reduces, point.done
+    where = "weight gradients"
+    return ActPoint(where, gradients=gradients, made=made, reduces=reduces, done=done)
 
 
 def _reshards(layout: Layout, policy: StatePolicy) -> bool:
