@@ -46,7 +46,8 @@ class StatePolicy:
         on_disk: whether these masters and moments lie on a disk instead.
         away: whether the weights of these parameters are on the device for their gathers only.
         away_on_disk: whether such weights lie on a disk, not in host memory.
-        remade: whether each step makes gradients anew: there are none before the first backward.
+        remade: whether each step makes gradients anew, and keeps them on the device: there are none
+            before the first backward.
         once: whether the only backward of a step ends copies that are not permanent in its course.
     """
 
@@ -137,7 +138,7 @@ def engine_policy(config: Config) -> StatePolicy:
         on_disk=memory.optimizer_offload_path is not None,
         away=memory.param_cpu_offload,
         away_on_disk=memory.param_offload_path is not None,
-        remade=(shared or compute != master) and not offloaded,
+        remade=(shared or compute != master) and not (offloaded and sharding.splits_gradients),
     )
 
 
@@ -154,10 +155,11 @@ def layout_policy(layout: Layout) -> StatePolicy:
 
 def alone_in_step(config: Config, policy: StatePolicy) -> StatePolicy:
     """The same of a step with one backward, unless gradients wait in it, or stay in messages."""
-    remade = policy.splits_optimizer or policy.copy
-    if not remade or not (policy.splits_gradient or config.parallel.overlap_grad_reduce):
+    copies = policy.splits_optimizer or policy.copy
+    if not copies or not (policy.splits_gradient or config.parallel.overlap_grad_reduce):
         return policy
-    return replace(policy, once=True, splits_gradient=policy.splits_optimizer)
+    remade = policy.remade and not policy.offloaded
+    return replace(policy, once=True, splits_gradient=policy.splits_optimizer, remade=remade)
 
 
 def saved_bytes(config: Config) -> float:

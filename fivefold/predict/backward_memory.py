@@ -18,6 +18,7 @@ from fivefold.model.activations import (
     total,
 )
 from fivefold.model.description import Layer, describe, layer_kind
+from fivefold.model.operations import Operation
 from fivefold.model.running import Running
 from fivefold.model.shape import StageParts
 
@@ -84,6 +85,8 @@ def points_of_step(
             found = [_in_only_backward(layout, stage, policy, point) for point in found]
         if first and policy.remade:
             found = [_in_first_backward(layout, stage, policy, point) for point in found]
+        else:
+            found = [replace(point, made=0.0) for point in found]
         yield (first, last), found
 
 
@@ -94,7 +97,7 @@ def _in_first_backward(
     if point.done:
         return replace(point, made=stage_gradients(layout, stage, policy))
     if policy.splits_gradient or not point.reduces:
-        return point
+        return point  # a shard of the last layer is in it
     _, *blocks = _trained(layout, stage, policy)
     return replace(point, made=blocks[-1].size * policy.gradient if blocks else 0.0)
 
@@ -160,7 +163,7 @@ def _backward_points(
         points.append(point)
         if policy.reducing:
             kept_by_last = tokens * layers[-1].kept
-            points.append(_after_last(layout, stage, policy, point, kept_by_last, reduces=reduces))
+            points += _after_last(layout, stage, policy, point, kept_by_last, reduces=reduces)
     if policy.reducing_whole and reduces:
         reduction = ActPoint("the reduction", loss=gone, communication=inside, reduces=True)
         each = [tokens * layer.kept for layer in layers]
@@ -189,26 +192,38 @@ def _after_last(
     kept: float,
     *,
     reduces: bool,
-) -> ActPoint:
-    """Where the last layer's gradients are reduced beside the layer before, or wait at its end.
+) -> Iterator[ActPoint]:
+    """Where the last layer's gradients are all there, and beside the layer before in a message.
 
     `point`: the one within a layer; `kept`: bytes of activations of the last one.
     """
     *_, block = _trained(layout, stage, policy)
-    made = block.size * (_in_reduction(layout, policy) if reduces else policy.fresh)
+    layer = describe(layout.config.model, layer_kind(layout.config.model, stage.layers[-1]))
+    end = replace(point, where="the end of the last layer", reduces=reduces)
+    end = replace(end, activations=-kept, remade=0.0, working=0.0)
+    each = _in_reduction(layout, policy) if reduces else policy.fresh
+    yield replace(end, gradients=block.size * each)
     if reduces and len(stage.layers) + stage.mtp > 1:
+        # Those that were copied into the message are free; the MLP's others come before.
+        sent = block.size * (policy.reducing - policy.fresh)
+        sent += _last_linears(layout, layer) * policy.fresh
         beside = replace(point, where="the layer before the last", reduces=True)
-        activations, gradients = point.activations - kept, point.gradients + made
-        return replace(beside, activations=activations, gradients=gradients)
-    where, inside = "the end of the last layer", point.communication
-    end = ActPoint(where, -kept, point.loss, gradients=made, communication=inside)
-    return replace(end, reduces=reduces)
+        activations, gradients = point.activations - kept, point.gradients + sent
+        shard = block.size * _shard(layout, policy)
+        if policy.offloaded:  # it is on its way to the host
+            yield replace(beside, activations=activations, gradients=gradients + shard)
+        else:
+            yield replace(beside, activations=activations, gradients=gradients, made=shard)
 
 
 def _in_reduction(layout: Layout, policy: StatePolicy) -> float:
     """Bytes of a parameter's gradient in reduction: as it comes, or as a shard anew, and sent."""
-    shards = policy.gradient / num_shards(layout) if policy.splits_gradient else 0.0
-    return policy.reducing + max(shards - policy.fresh, 0.0)
+    return policy.reducing - policy.fresh + max(_shard(layout, policy), policy.fresh)
+
+
+def _shard(layout: Layout, policy: StatePolicy) -> float:
+    """Bytes of a parameter's gradient that a reduction makes anew on each of the ranks."""
+    return policy.gradient / num_shards(layout) if policy.splits_gradient else 0.0
 
 
 def _reductions(
@@ -258,13 +273,19 @@ def _head_points(
 
 def _first_linear(layout: Layout, layer: Layer) -> float:
     """Parameters of an MLP's projections into its inner features, on one rank."""
-    grid = layout.grid
-    sizes = (
-        sum(prod(weight.local(grid.tp, grid.ep, grid.etp)) for weight in linear.multiplied)
-        for linear in layer.mlp_inputs
-        if not linear.frozen
-    )
-    return max(sizes, default=0)
+    return max((_trained_by(layout, linear) for linear in layer.mlp_inputs), default=0)
+
+
+def _last_linears(layout: Layout, layer: Layer) -> float:
+    """Parameters of an MLP's projections out of its inner features, on one rank."""
+    inward = layer.mlp_inputs
+    return sum(_trained_by(layout, op) for op in layer.after_mlp_input if op not in inward)
+
+
+def _trained_by(layout: Layout, operation: Operation) -> int:
+    """Parameters of the weights of a trained operation that it multiplies with, on one rank."""
+    grid, weights = layout.grid, () if operation.frozen else operation.multiplied
+    return sum(prod(weight.local(grid.tp, grid.ep, grid.etp)) for weight in weights)
 
 
 def _tiled_sums(layout: Layout, layer: Layer, running: Running) -> float:

@@ -94,7 +94,7 @@ def stage_bytes(
         only_dx = [replace(point, gradients=0.0, made=0.0) for point in moved]
         deferred = [
             replace(
-                _of_weights(point),
+                _of_weights(stage, policy, point),
                 waiting=-_run(stage, point, waiting, read, len(layers)),
                 communication=messages,
                 resharded=point.resharded - ungathered,
@@ -125,11 +125,16 @@ def stage_bytes(
     )
 
 
-def _of_weights(point: ActPoint) -> ActPoint:
-    """What there is of a point of a backward where only weight gradients are computed."""
-    gradients, made, reduces, done = point.gradients, point.made, point.reduces, point.done
-    where = "weight gradients"
-    return ActPoint(where, gradients=gradients, made=made, reduces=reduces, done=done)
+def _of_weights(stage: StageParts, policy: StatePolicy, point: ActPoint) -> ActPoint:
+    """What there is of a point of a backward where only weight gradients are computed.
+
+    Those of an output layer come first and are reduced before there are others.
+    """
+    alone = point.done and policy.splits_gradient and not stage.embedding
+    made, reduces, done = 0.0 if alone else point.made, point.reduces, point.done
+    return ActPoint(
+        "weight gradients", gradients=point.gradients, made=made, reduces=reduces, done=done
+    )
 
 
 def _reshards(layout: Layout, policy: StatePolicy) -> bool:
