@@ -97,7 +97,7 @@ def _in_first_backward(
     if point.done:
         return replace(point, made=stage_gradients(layout, stage, policy))
     if policy.splits_gradient or not point.reduces:
-        return point  # a shard of the last layer is in it
+        return point  # whose message may have left a shard
     _, *blocks = _trained(layout, stage, policy)
     return replace(point, made=blocks[-1].size * policy.gradient if blocks else 0.0)
 
@@ -204,7 +204,7 @@ def _after_last(
     each = _in_reduction(layout, policy) if reduces else policy.fresh
     yield replace(end, gradients=block.size * each)
     if reduces and len(stage.layers) + stage.mtp > 1:
-        # Those that were copied into the message are free; the MLP's others come before.
+        # What was copied into the message is free; the MLP's outward linears come first.
         sent = block.size * (policy.reducing - policy.fresh)
         sent += _last_linears(layout, layer) * policy.fresh
         beside = replace(point, where="the layer before the last", reduces=True)

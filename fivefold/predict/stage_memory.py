@@ -26,11 +26,7 @@ from fivefold.model.description import LayerKind, describe, layer_kind
 from fivefold.model.running import Running
 from fivefold.model.shape import StageParts
 from fivefold.pipeline.ir import Kind
-from fivefold.predict.backward_memory import (
-    ActPoint,
-    buffers,
-    points_of_step,
-)
+from fivefold.predict.backward_memory import ActPoint, buffers, points_of_step
 
 
 @dataclass(frozen=True)
