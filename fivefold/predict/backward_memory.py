@@ -210,10 +210,9 @@ def _after_last(
         beside = replace(point, where="the layer before the last", reduces=True)
         activations, gradients = point.activations - kept, point.gradients + sent
         shard = block.size * _shard(layout, policy)
-        if policy.offloaded:  # it is on its way to the host
-            yield replace(beside, activations=activations, gradients=gradients + shard)
-        else:
-            yield replace(beside, activations=activations, gradients=gradients, made=shard)
+        leaving = policy.offloaded and num_shards(layout) > 1  # to the host; if alone, at once
+        gradients, made = (gradients + shard, 0.0) if leaving else (gradients, shard)
+        yield replace(beside, activations=activations, gradients=gradients, made=made)
 
 
 def _in_reduction(layout: Layout, policy: StatePolicy) -> float:
