@@ -138,7 +138,7 @@ def engine_policy(config: Config) -> StatePolicy:
         on_disk=memory.optimizer_offload_path is not None,
         away=memory.param_cpu_offload,
         away_on_disk=memory.param_offload_path is not None,
-        remade=(shared or compute != master) and not (offloaded and sharding.splits_gradients),
+        remade=copy > 0 and not (offloaded and sharding.splits_gradients),
     )
 
 
@@ -155,8 +155,7 @@ def layout_policy(layout: Layout) -> StatePolicy:
 
 def alone_in_step(config: Config, policy: StatePolicy) -> StatePolicy:
     """The same of a step with one backward, unless gradients wait in it, or stay in messages."""
-    copies = policy.splits_optimizer or policy.copy
-    if not copies or not (policy.splits_gradient or config.parallel.overlap_grad_reduce):
+    if not policy.copy or not (policy.splits_gradient or config.parallel.overlap_grad_reduce):
         return policy
     remade = policy.remade and not policy.offloaded
     return replace(policy, once=True, splits_gradient=policy.splits_optimizer, remade=remade)

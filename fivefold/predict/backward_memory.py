@@ -126,8 +126,8 @@ def _backward_points(
 
     At the output layer, whose weight gradient is large while nothing is freed yet; in the last
     layer, where a gated MLP's gradients and weight gradient meet; at its end, where all of its
-    weight gradients wait to be accumulated, or in the layer before, while they are reduced; where
-    whole ones are copied to be reduced; and at the embedding, when everything else is gone.
+    weight gradients are there; in the layer before, while they are reduced; where whole ones
+    are copied to be reduced; and at the embedding, when everything else is gone.
     """
     model, training = layout.config.model, layout.config.training
     tokens = training.micro_batch_size * training.seq_length / layout.grid.cp
@@ -199,10 +199,9 @@ def _after_last(
     """
     *_, block = _trained(layout, stage, policy)
     layer = describe(layout.config.model, layer_kind(layout.config.model, stage.layers[-1]))
-    end = replace(point, where="the end of the last layer", reduces=reduces)
-    end = replace(end, activations=-kept, remade=0.0, working=0.0)
     each = _in_reduction(layout, policy) if reduces else policy.fresh
-    yield replace(end, gradients=block.size * each)
+    end = replace(point, where="the end of the last layer", remade=0.0, working=0.0)
+    yield replace(end, activations=-kept, gradients=block.size * each, reduces=reduces)
     if reduces and len(stage.layers) + stage.mtp > 1:
         # What was copied into the message is free; the MLP's outward linears come first.
         sent = block.size * (policy.reducing - policy.fresh)

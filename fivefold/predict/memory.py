@@ -256,7 +256,8 @@ def _worst_points(running: Acts, sizes: list[StageBytes]) -> list[ActPoint]:
 
 
 def _held(found: Moments, own: list[StageBytes]) -> dict[str, NDArray[np.float64]]:
-    """Bytes held since before the running action, for every moment, of gradients those missing."""
+    """Bytes held since before the running action, for every moment; negative of gradients that are
+    not there yet."""
     kept, entry, loss, waiting, gradients = np.array(
         [(size.kept, size.entry, size.loss, size.waiting, size.gradients) for size in own]
     ).T

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fivefold.check import check
 from fivefold.config.config import Config
+from fivefold.config.model import ModelConfig
 from fivefold.config.presets import resolve_model
 from fivefold.counts.policy import StatePolicy, layout_policy
 from fivefold.data_parallel import fsdp
@@ -157,8 +158,7 @@ def test_the_paths_of_gpus_send_the_same(name: str) -> None:
 def test_gradients_of_ranks_that_share_nothing_are_copied_whole(ranks: int) -> None:
     """By FSDP2, twice, which is most of what a layer of large experts takes in its backward."""
     model = replace(resolve_model("mixtral-8x7b"), num_layers=2, vocab_size=1024)
-    settings = {"seq_length": 256, "global_batch_size": 2 * ranks, "precision": "bf16"}
-    layout = rehearsed_layout(check(Config(model).with_values(**settings), ranks))
+    layout = _rehearsed(model, ranks, seq_length=256, global_batch_size=2 * ranks)
     cluster = load_cluster("H100", 8)
     report = make_report(layout, "", rehearse_ranks(layout, [0]), cluster)
     assert report.passed, report.text()
@@ -166,6 +166,12 @@ def test_gradients_of_ranks_that_share_nothing_are_copied_whole(ranks: int) -> N
     with patch.object(memory, "layout_policy", _without_copies):
         off = make_report(layout, "", report.scripts, cluster).deviation
     assert ranks == 1 or off > 4 * TOLERANCE  # one that is alone divides no copy
+
+
+def _rehearsed(model: ModelConfig, ranks: int, **settings: Any) -> Layout:
+    """The layout of a step in bf16, of as few microbatches as show all."""
+    config = Config(model).with_values(precision="bf16", **settings)
+    return rehearsed_layout(check(config, ranks))
 
 
 def _without_copies(layout: Layout) -> StatePolicy:
@@ -176,17 +182,17 @@ def _without_copies(layout: Layout) -> StatePolicy:
 def test_a_rank_keeps_no_more_between_microbatches_than_is_planned() -> None:
     """Not the message that a backward reduced last, nor what deferred weight gradients had read."""
     model = replace(resolve_model("llama3-8b"), num_layers=8, vocab_size=16384)
-    settings = {
-        "seq_length": 2048,
-        "global_batch_size": 16,
-        "precision": "bf16",
-        "pipeline_model_parallel_size": 2,
-        "pipeline_schedule": "interleaved_1f1b",
-        "num_virtual_stages_per_pipeline_rank": 2,
-        "pipeline_dx_first": True,
-        "data_parallel_sharding_strategy": "optim_grads",
-    }
-    layout = rehearsed_layout(check(Config(model).with_values(**settings), 4))
+    layout = _rehearsed(
+        model,
+        4,
+        seq_length=2048,
+        global_batch_size=16,
+        pipeline_model_parallel_size=2,
+        pipeline_schedule="interleaved_1f1b",
+        num_virtual_stages_per_pipeline_rank=2,
+        pipeline_dx_first=True,
+        data_parallel_sharding_strategy="optim_grads",
+    )
     report = make_report(layout, "", [rehearse_rank(layout, 0)], load_cluster("H100", 8))
     assert abs(report.deviation) < TOLERANCE
     for name, careless in (("free_message", _nothing), ("run_works", _held_to_the_end)):
@@ -198,16 +204,16 @@ def test_a_rank_keeps_no_more_between_microbatches_than_is_planned() -> None:
 def test_gradients_that_leave_are_not_kept_by_those_that_stay() -> None:
     """Norms' gradients await their sum over split tokens, in memory that all of a block shared."""
     model = replace(resolve_model("llama3-8b"), num_layers=4, vocab_size=1024)
-    settings = {
-        "seq_length": 256,
-        "global_batch_size": 6,
-        "precision": "bf16",
-        "tensor_model_parallel_size": 2,
-        "sequence_parallel": True,
-        "data_parallel_sharding_strategy": "optim_grads_params",
-        "optimizer_cpu_offload": True,
-    }
-    layout = rehearsed_layout(check(Config(model).with_values(**settings), 4))
+    layout = _rehearsed(
+        model,
+        4,
+        seq_length=256,
+        global_batch_size=6,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        data_parallel_sharding_strategy="optim_grads_params",
+        optimizer_cpu_offload=True,
+    )
     kept = rehearse_rank(layout, 0)
     assert kept.held.get(GRADIENTS, 0) < 0.01 * kept.peak
     with patch.object(offload, "_stay", _nothing):
