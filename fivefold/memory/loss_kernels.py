@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fivefold.mesh.device import launch
 from fivefold.tensor.vocabulary import Entries
 
 AT_A_TIME = 4096
@@ -25,7 +26,9 @@ def statistics(entries: Entries, logits_Tv: Tensor, labels_T: Tensor) -> Tensor:
     tokens, held = logits_Tv.shape
     found = logits_Tv.new_empty(3 if entries.smoothing else 2, tokens, dtype=torch.float32)
     arguments: tuple[Any, ...] = (logits_Tv, labels_T, found, logits_Tv.stride(0), tokens)
-    _statistics[(tokens,)](
+    launch(
+        _statistics,
+        (tokens,),
         *arguments,
         entries.first,
         held,
@@ -43,7 +46,9 @@ def overwrite(
     """`Entries.gradient`, written over the logits, which it returns."""
     tokens, held = logits_Tv.shape
     arguments: tuple[Any, ...] = (logits_Tv, labels_T, lse_T, scale_T, logits_Tv.stride(0))
-    _overwrite[(tokens, triton.cdiv(held, AT_A_TIME))](
+    launch(
+        _overwrite,
+        (tokens, triton.cdiv(held, AT_A_TIME)),
         *arguments,
         entries.true(logits_Tv),
         entries.first,

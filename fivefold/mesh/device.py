@@ -2,6 +2,7 @@
 
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,35 @@ def uses_gpu_kernels(x: Tensor) -> bool:
 
 def runs_triton(x: Tensor) -> bool:
     """Whether a Triton kernel of ours runs for `x`; what torch.compile traces makes its own."""
-    return x.is_cuda and not torch.compiler.is_compiling() and _has_triton()
+    return uses_gpu_kernels(x) and not torch.compiler.is_compiling() and _has_triton()
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], x: Tensor, /, *arguments: Any, **constants: Any
+) -> None:
+    """Run a Triton kernel of ours, which writes into tensors that it gets; shapes stay as they are.
+
+    Args:
+        kernel: the kernel.
+        grid: its programs along each axis.
+        x: its first argument.
+        arguments: the others.
+        constants: those that it is compiled for, and options of Triton.
+    """
+    if x.is_cuda or not uses_gpu_kernels(x):  # Triton's interpreter takes tensors on a CPU
+        kernel[grid](x, *arguments, **constants)
+    else:
+        _noted(x)
+
+
+def _nothing(x: Tensor) -> None:
+    pass
+
+
+_noted = torch.library.custom_op(
+    "fivefold::launch", _nothing, mutates_args=(), schema="(Tensor x) -> ()"
+)
+_noted.register_fake(_nothing)
 
 
 @cache

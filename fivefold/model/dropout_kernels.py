@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fivefold.mesh.device import launch
+
 ROWS, COLUMNS = 16, 256
 """Rows and columns of a program, which hashes each of them once."""
 
@@ -41,7 +43,9 @@ def drop(
     y = torch.empty_like(x)
     (batch, num_heads), (rows, features) = x.shape[:-2] or (1, 1), x.shape[-2:]
     grid = triton.cdiv(rows, ROWS), triton.cdiv(features, COLUMNS), batch * num_heads
-    _drop[grid](
+    launch(
+        _drop,
+        grid,
         x,
         onto,
         y,

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fivefold.mesh.device import launch
+
 AT_A_TIME = 1024
 """Features of a row that a program holds in registers."""
 
@@ -86,7 +88,9 @@ def _run(
     rows, features = gate.shape
     slope, cubic, bound, offset = how
     if rows:
-        _gate[(rows,)](
+        launch(
+            _gate,
+            (rows,),
             *(gate if x is None else x for x in (*given, *others)),
             features,
             slope=slope,

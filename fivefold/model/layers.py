@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fivefold.mesh.device import uses_gpu_kernels
 from fivefold.model.dora import Summed, plain_sum, rescaled, rescaled_beside, squared_lengths
 from fivefold.model.dropout import NO_DROPS, Drops
 from fivefold.model.leaves import local
@@ -139,7 +140,7 @@ def add_product(onto: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Add a product to a sum, of the same or a wider dtype; in one kernel but for CPUs' narrow."""
     if onto.dtype == left.dtype:
         return onto.addmm_(left, right)
-    if not left.is_cuda:
+    if not uses_gpu_kernels(left):
         return onto.add_(left @ right)
     add: Any = torch.ops.aten.addmm.dtype_out
     added: Tensor = add(onto, left, right, onto.dtype, out=onto)

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fivefold.mesh.device import launch
+
 PROGRAMS = 512
 """Programs of a backward, each of which sums the weight's gradient over its rows."""
 
@@ -43,7 +45,9 @@ class _SumAndNorm(torch.autograd.Function):
         total, y = torch.empty_like(x), torch.empty_like(x)
         scale_T = x.new_empty(len(x), dtype=torch.promote_types(x.dtype, torch.float32))
         if len(x):
-            _forward[(len(x),)](
+            launch(
+                _forward,
+                (len(x),),
                 *(x, onto, weight, total, y, scale_T, x.shape[1]),
                 epsilon=epsilon,
                 **_sizes(x),
@@ -59,7 +63,9 @@ class _SumAndNorm(torch.autograd.Function):
         sums = scale_T.new_zeros(max(programs, 1), features)
         if rows:
             grads = grad_total.contiguous(), grad_y.contiguous()
-            _backward[(programs,)](
+            launch(
+                _backward,
+                (programs,),
                 *(total, weight, scale_T, *grads, grad, sums, rows, features, programs),
                 **_sizes(total),
             )

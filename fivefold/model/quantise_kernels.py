@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fivefold.mesh.device import launch
 from fivefold.model.fp8 import TINY, Block
 
 TILE = 128
@@ -47,7 +48,8 @@ def quantise(
     if None in block:
         found = torch.zeros(counts, dtype=torch.int32, device=x_MK.device)
         rows, columns = _sizes(block)
-        _largest[_grid(x_MK)](x_MK, *_shape(x_MK), found, counts[1], rows, columns, **_tile(block))
+        arguments = *_shape(x_MK), found, counts[1], rows, columns
+        launch(_largest, _grid(x_MK), x_MK, *arguments, **_tile(block))
     _cast_blocks(x_MK, bits, inverse, found, block, powers_of_two)
     return bits, inverse
 
@@ -61,7 +63,9 @@ def _cast_blocks(
     powers_of_two: bool,
 ) -> None:
     rows, columns = _sizes(block)
-    _cast[_grid(x)](
+    launch(
+        _cast,
+        _grid(x),
         *(x, *_shape(x), bits, bits.stride(0), bits.stride(1)),
         *(inverse if found is None else found, inverse, inverse.shape[1]),
         limit=torch.finfo(bits.dtype).max,
@@ -83,7 +87,9 @@ def narrowed(x_MK: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
     """
     bits = _empty_bits(x_MK, dtype, False)
     found = torch.zeros(1, 1, dtype=torch.int32, device=x_MK.device)
-    _narrow[_grid(x_MK)](
+    launch(
+        _narrow,
+        _grid(x_MK),
         *(x_MK, *_shape(x_MK), bits, bits.stride(0), bits.stride(1), scale, found),
         limit=torch.finfo(dtype).max,
         tile=TILE,
@@ -97,7 +103,7 @@ def by_rows(bits_MK: Tensor) -> Tensor:
     taken = bits_MK.view(torch.uint8)
     laid_out = torch.empty(taken.shape, dtype=torch.uint8, device=taken.device)
     grid = triton.cdiv(taken.shape[1], TILE), triton.cdiv(taken.shape[0], TILE)
-    _copy[grid](taken, *_shape(taken), laid_out, tile=TILE, num_warps=8)
+    launch(_copy, grid, taken, *_shape(taken), laid_out, tile=TILE, num_warps=8)
     return laid_out.view(bits_MK.dtype)
 
 

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fivefold.mesh.device import launch
+
 HEADS = 16
 """Heads that a program turns."""
 
@@ -22,7 +24,9 @@ def turn(x_BSND: Tensor, cos: Tensor, sin: Tensor, sign: float, first: int) -> T
     batch, tokens, heads, features = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     half = sin.shape[-1]
-    _turn[(batch * tokens, triton.cdiv(heads, HEADS))](
+    launch(
+        _turn,
+        (batch * tokens, triton.cdiv(heads, HEADS)),
         x,
         y,
         cos.contiguous(),

@@ -1,4 +1,4 @@
-"""What one kernel of a GPU computes, as one operation on shapes."""
+"""What a kernel of a GPU computes, as one operation on shapes; and what needs several, in parts."""
 
 from typing import Any
 
@@ -11,13 +11,21 @@ from torch.overrides import TorchFunctionMode
 class OneKernelEach(TorchFunctionMode):
     """Keeps torch from taking apart what a GPU has one kernel for, as it would on a CPU.
 
-    The parts would need memory, and launches, that a GPU does not.
+    The parts would need memory, and launches, that a GPU does not. A log-sum-exp of rows, on the
+    other hand, is taken apart: torch holds the exponentials of all its inputs.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.rms_norm:
             return _Norm.apply(args[0], kwargs["weight"])
+        if func is Tensor.logsumexp:
+            return _log_sum_exp(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _log_sum_exp(x: Tensor, dim: int) -> Tensor:
+    most = x.amax(dim, keepdim=True)
+    return (x - most).exp_().sum(dim).log_().add_(most.squeeze(dim))
 
 
 class _Norm(torch.autograd.Function):

@@ -196,7 +196,8 @@ class Entries:
             lse_T: log-sum-exp over the whole vocabulary.
             scale_T: upstream gradient times the weight of each token's loss; 0 where ignored.
         """
-        grad_Tv = (logits_Tv.to(lse_T.dtype) - lse_T[:, None]).exp_()
+        grad_Tv = torch.empty_like(logits_Tv, dtype=lse_T.dtype)
+        torch.sub(logits_Tv, lse_T[:, None], out=grad_Tv).exp_()
         grad_Tv *= (scale_T * z_slope(lse_T, self.z_coeff))[:, None]
         if self.smoothing:
             grad_Tv -= (scale_T * (self.smoothing / self.vocab_size))[:, None]
