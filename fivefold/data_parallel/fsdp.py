@@ -25,7 +25,7 @@ from fivefold.data_parallel.communication import (
     ReduceScatter,
 )
 from fivefold.data_parallel.eight_bit import EightBitParam, agree_on_scales, gather_in_eight_bits
-from fivefold.data_parallel.left_over import complete, free_message, let_go
+from fivefold.data_parallel.left_over import complete, free_gathered, free_message, let_go
 from fivefold.data_parallel.policy import Policy
 from fivefold.data_parallel.prefetch import last_layer_first, set_prefetch
 from fivefold.data_parallel.quantised import Blocks, Format
@@ -175,6 +175,7 @@ class ShardedStage:
         reduces = whole and (self._every or (last and self._in_hooks))
         self._set(reduces, last=last, reshards=self._policy.reshards or (last and reduces))
         self._unreduced = 0 if reduces and not self._by_hand else self._unreduced + 1
+        free_gathered(self._root._get_fsdp_state(), self.parameter_groups()[0])
 
     def after_backward(self, *, last: bool) -> None:
         """Reduce gradients where FSDP2's hooks do not."""

@@ -15,8 +15,9 @@ def complete(group: Any, narrow: torch.dtype | None) -> None:
     Args:
         group: FSDP2's own.
         narrow: dtype in which the gradients of a single microbatch were computed, in which they
-            are copied into the message; None: they are sums, in FSDP2's accumulation dtype.
+            are copied into the message; None: some are sums, in FSDP2's accumulation dtype.
     """
+    sums = any(held.unsharded_accumulated_grad is not None for held in group.fsdp_params)
     for held in group.fsdp_params:
         if not held.sharded_param.requires_grad:
             continue
@@ -24,9 +25,9 @@ def complete(group: Any, narrow: torch.dtype | None) -> None:
             whole = held.unsharded_param
             whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
         held.accumulate_unsharded_grad_if_needed()
-        if narrow is None:
+        if narrow is None and sums:
             held.to_accumulated_grad_if_needed()
-        elif held.unsharded_accumulated_grad is not None:
+        elif narrow is not None and held.unsharded_accumulated_grad is not None:
             held.unsharded_param.grad = held.unsharded_accumulated_grad.to(narrow)
             held.unsharded_accumulated_grad = None
     group.post_backward()
@@ -45,6 +46,21 @@ def free_message(state: Any) -> None:
         if message is not None and message.event is not None:  # on CPUs it is reduced by now
             message.reduce_scatter_input.record_stream(context.reduce_scatter_stream)
     _forget_messages(context)
+
+
+def free_gathered(state: Any, group: Any) -> None:
+    """Free the message of a forward's last gather, whose parameters have been copied out of it.
+
+    FSDP2 keeps it for the next forward, through all of a backward.
+
+    Args:
+        state: FSDP2's own of a root module.
+        group: one of its parameter groups.
+    """
+    context = state._comm_ctx
+    if context.all_gather_state is not None:
+        group._wait_all_gather_streams_on_event(context.all_gather_state.event)
+        context.all_gather_state = None
 
 
 def let_go(state: Any, groups: Iterable[Any]) -> list[Any]:
