@@ -88,7 +88,7 @@ def _kept(model: ModelConfig, length: int, values: dict[str, Any], *, plainly: b
     values = {"seq_length": length, "global_batch_size": 1} | values
     config = Config(model).with_values(**values)
     check(config, config.parallel.tensor_model_parallel_size, planned=True)
-    running = Running.of(config, fused_attention=not plainly, keeps_masks=plainly)
+    running = Running.of(config, fused_attention=not plainly, others=plainly)
     saved = saved_activations(model, 1, running)
     return total(saved).kept / model.hidden_size
 

@@ -1,4 +1,4 @@
-"""The parameters of a stage by blocks that are gathered and reduced together."""
+"""The parameters of a stage by blocks, which are gathered and reduced together."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from fivefold.model.shape import EMBEDDING, StageParts, WholeModel, stage_weight
 
 @dataclass(frozen=True)
 class GatheredBlock:
-    """Parameters that are gathered together.
+    """Parameters that are gathered together, or its experts apart from the rest.
 
     A block is a layer (with norms and projection for a multi-token prediction layer), or the ends
     of the model in a stage.
@@ -39,6 +39,14 @@ class GatheredBlock:
         """Elements of one block."""
         return sum(map(prod, (*self.dense, *self.experts)))
 
+    def parts(self, policy: StatePolicy) -> tuple["GatheredBlock", "GatheredBlock"]:
+        """What of it is gathered together, in the order of a backward: experts, and the rest."""
+        if not policy.experts_apart:
+            return replace(self, dense=(), experts=(), narrow=(0, 0)), self
+        dense, experts = self.narrow
+        apart = replace(self, dense=(), narrow=(0, experts))
+        return apart, replace(self, experts=(), narrow=(dense, 0))
+
     def copied(self, policy: StatePolicy) -> float:
         """Bytes of a copy of one block to compute with."""
         return self.size * policy.copy - sum(self.narrow) * (policy.copy - policy.narrow_copy)
@@ -55,6 +63,15 @@ def stage_blocks(
     parts = WholeModel(stage.layers, stage.embedding, stage.head, stage.mtp)
     degrees = (layout.grid.tp, layout.grid.ep, layout.grid.etp)
     return _blocks(layout.config.model, degrees, parts, trained, whole_embedding)
+
+
+def layer_block(layout: Layout, layer: int, *, trained: bool = False) -> GatheredBlock:
+    """The block of one layer; indices from num_layers on mean multi-token prediction layers."""
+    model = layout.config.model
+    degrees = (layout.grid.tp, layout.grid.ep, layout.grid.etp)
+    if layer < model.num_layers:
+        return _block(model, degrees, WholeModel((layer,), False, False), trained)
+    return _block(model, degrees, WholeModel((), False, False, 1), trained, only="mtp.0.")
 
 
 @lru_cache(maxsize=4096)

@@ -33,6 +33,7 @@ class StatePolicy:
             dtype is free by then.
         in_flight: number of layers whose copies are held at once if copies are sharded: the one
             that computes and those being gathered. Both ends of a stage are held while it runs.
+        experts_apart: whether experts are gathered and reduced apart from the rest of their layer.
         whole_embedding: whether every tensor-parallel rank holds the whole token embedding.
         compute: bytes of a weight in the compute dtype.
         narrow_copy: like `copy`, of a weight that 8-bit linear layers multiply with.
@@ -65,6 +66,7 @@ class StatePolicy:
     reducing: float = 0.0
     reducing_whole: float = 0.0
     in_flight: int = 2
+    experts_apart: bool = False
     whole_embedding: bool = False
     compute: float = 2.0
     unpacking: float = 0.0
@@ -78,6 +80,11 @@ class StatePolicy:
     away_on_disk: bool = False
     remade: bool = False
     once: bool = False
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients pass through messages of their own."""
+        return bool(self.reducing or self.reducing_whole)
 
     @property
     def device_masters(self) -> float:
@@ -128,6 +135,8 @@ def engine_policy(config: Config) -> StatePolicy:
         fresh=compute,
         reducing=(compute + gradient if shared else 0) + reduction_buffers(config.parallel),
         reducing_whole=0 if shared or compute == master else 2 * gradient,
+        in_flight=1 + config.parallel.overlap_param_gather,
+        experts_apart=True,
         compute=compute,
         unpacking=config.parallel.zero_quantized_weights * UNPACKING,
         offloaded=offloaded,

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from math import prod
 
@@ -118,7 +119,7 @@ def model_state(
     trained, own = 0, 0  # all that is trained here, and this rank's shards of it
     beyond = 0.0  # bytes of moments in 8 bits that are more than those of whole blocks
     places = at if policy.splits_optimizer else _Shard(1, 0, 1, 0)
-    kept = unpacked = 0.0
+    kept = 0.0
     linears = 0
     for index in stages_held(layout, pp_rank):
         stage = layout.split.stages[index]
@@ -135,7 +136,6 @@ def model_state(
             copies += block.count * block.copied(policy)
             frozen += block.count * at.held(block)
             kept += block.count * _second_copy(layout, block, policy)
-            unpacked = max(unpacked, policy.unpacking * block.size)
         gathered = max(gathered, gathered_bytes(layout, stage, policy))
     frozen -= own
     optimizer = own if policy.splits_optimizer else trained
@@ -155,7 +155,7 @@ def model_state(
         copies=0 if policy.splits_copy else copies,
         gradients=gradients,
         optimizer=here * policy.moments + beyond - off.beyond,
-        gathered=gathered + unpacked + kept + visiting if policy.splits_copy else 0,
+        gathered=gathered + kept + visiting if policy.splits_copy else 0,
         host=away * policy.gradient + (off.rooms if policy.on_disk else off.kept) + rooms,
         disk=(off.kept if policy.on_disk else 0) + (weights if policy.away_on_disk else 0),
         updated=optimizer,
@@ -165,19 +165,28 @@ def model_state(
 
 
 def gathered_bytes(layout: Layout, stage: StageParts, policy: StatePolicy) -> float:
-    """Bytes of the copies that are gathered at once while a stage computes."""
+    """Bytes of the copies that are gathered at once while a stage computes.
+
+    What is gathered beside a layer are other layers, without experts that are gathered apart.
+    """
     ends, *layers = stage_blocks(layout, stage, whole_embedding=policy.whole_embedding)
     largest = max((block.copied(policy) for block in layers), default=0.0)
-    return ends.copied(policy) + policy.in_flight * largest
+    others = max((block.parts(policy)[1].copied(policy) for block in layers), default=0.0)
+    beside = min(policy.in_flight, sum(block.count for block in layers)) - 1
+    return ends.copied(policy) + largest + max(beside, 0) * others
 
 
 def stage_gradients(layout: Layout, stage: StageParts, policy: StatePolicy) -> float:
     """Bytes of a stage's gradients on the first of the ranks that share them."""
-    at = _Shard(num_shards(layout), 0, num_expert_shards(layout), 0)
     whole = policy.whole_embedding
     blocks = stage_blocks(layout, stage, trained=True, whole_embedding=whole)
-    each = at.held if policy.splits_gradient else (lambda block: block.size)
+    each = partial(first_shard, layout) if policy.splits_gradient else (lambda block: block.size)
     return policy.gradient * sum(block.count * each(block) for block in blocks)
+
+
+def first_shard(layout: Layout, block: GatheredBlock) -> int:
+    """Elements of a block on the first of the ranks that share the optimizer state."""
+    return _Shard(num_shards(layout), 0, num_expert_shards(layout), 0).held(block)
 
 
 @dataclass(frozen=True)

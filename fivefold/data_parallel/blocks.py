@@ -66,8 +66,9 @@ class UnitSizes:
         return (self.blocks + self.wide - self.narrow) * element + self.narrow
 
 
-UNPACKING = 8.0
-"""Bytes per weight while a message is unpacked: itself, in fp32, and in the compute type."""
+UNPACKING = 9.0
+"""Bytes per weight while a message is unpacked: itself, in fp32, in the compute type, and the copy
+of that."""
 
 
 def reduction_buffers(parallel: ParallelConfig) -> float:

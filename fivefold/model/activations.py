@@ -167,12 +167,12 @@ def entry_bytes(model: ModelConfig, parts: StageParts, running: Running) -> dict
 def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
     """Bytes per token that the final norm, the output layer and the loss keep on one rank.
 
-    Logits are kept in the compute dtype. A fused loss makes an fp32 gradient of them, except "te",
-    which overwrites the logits; an unfused loss holds the fp32 copy of narrower logits, their
-    exponentials and the logits at once, or, in the compute dtype, the logits, their log-softmax
-    (both kept) and the gradients of both. A loss fused with the output layer ("linear") holds some
-    tokens and a slice of the vocabulary at a time. With multi-token prediction the output layer
-    runs once more per further token, but only one loss is computed at a time.
+    Logits are kept in the compute dtype. A fused loss makes an fp32 gradient of them, except "te"
+    and Fivefold's, which overwrite the logits; an unfused loss holds the fp32 copy of narrower
+    logits, their exponentials and the logits at once, or, in the compute dtype, the logits, their
+    log-softmax (both kept) and the gradients of both. A loss fused with the output layer ("linear")
+    holds some tokens and a slice of the vocabulary at a time. With multi-token prediction the
+    output layer runs once more per further token, but only one loss is computed at a time.
     """
     memory, element = running.memory, running.element_bytes
     runs = 1 + model.mtp_num_layers
@@ -183,9 +183,9 @@ def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
         kept, busy, sums = 2 * element * entries, 2 * element * entries, 0.0
     if memory.cross_entropy_loss_fusion:
         busy, sums = wide * entries, 0.0  # the forward already computes the gradient
-        if memory.cross_entropy_fusion_impl == "te":
+        if memory.cross_entropy_fusion_impl == "te" or not running.others:
             busy = 0.0
-        elif memory.cross_entropy_fusion_impl == "linear":
+        if memory.cross_entropy_fusion_impl == "linear":
             known = running.microbatch_tokens < inf
             share = min(LOSS_TOKENS / running.microbatch_tokens, 1.0) if known else 1.0
             slice_ = min(entries, max(vocab_split_sizes(os.environ)))
@@ -197,6 +197,18 @@ def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
         "logits": Saved(kept=runs * kept, remade=busy),
         "log_sum_exp": Saved(kept=runs * sums),
     }
+
+
+def loss_gradient_bytes(model: ModelConfig, running: Running) -> float:
+    """Bytes per token that the backward of Fivefold's loss takes beside its logits, on one rank.
+
+    An unfused loss makes their gradient in at least fp32, then in their own type; a fused one has
+    made it in its forward.
+    """
+    wide = max(running.element_bytes, 4)
+    narrowed = running.element_bytes if running.element_bytes < wide else 0
+    fused = running.memory.cross_entropy_loss_fusion
+    return 0.0 if fused else (wide + narrowed) * _logits(model, running)
 
 
 def deferred_by_ends(model: ModelConfig, parts: StageParts, running: Running) -> float:

@@ -386,11 +386,15 @@ class Activation(Operation):
 
     def kept_else(self, running: Running) -> tuple[Kept, ...]:
         """Its inputs."""
-        if not self.item:
-            return ()
-        size = running.element_bytes
+        sizes = (self._size(running),) * self.widths
+        return (Kept(self.item, sizes, self.remade_by),) if self.item else ()
+
+    def working(self, running: Running) -> float:
+        """Bytes per token of the gradients of its result and of its inputs."""
+        return (1 + self.widths) * self._size(running)
+
+    def _size(self, running: Running) -> float:
         if self.copies:
-            size *= self.features / running.expert_tensor_parallel * running.rows(self.copies)
-        else:
-            size *= self.features / running.tensor_parallel
-        return (Kept(self.item, (size,) * self.widths, self.remade_by),)
+            rows = running.rows(self.copies) / running.expert_tensor_parallel
+            return running.element_bytes * self.features * rows
+        return running.element_bytes * self.features / running.tensor_parallel

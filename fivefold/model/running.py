@@ -35,7 +35,7 @@ class Running:
         routed: known rows of the layer's experts per microbatch; None: expected rows.
         imbalance: tokens of this rank's experts over an even share; used with expected rows only.
         fused_attention: whether attention never holds S x S scores, as is so in Fivefold.
-        keeps_masks: whether dropout keeps a byte per value, instead of making its mask again.
+        others: whether another framework runs it, whose dropout keeps a byte per value.
         whole_logits: whether every tensor-parallel rank holds the logits of the whole vocabulary.
         narrow_loss: whether an unfused loss works in the compute dtype, on tensors of its own.
         memory: settings of recomputation, offloading and fusion.
@@ -60,7 +60,7 @@ class Running:
     routed: LayerRows | None = None
     imbalance: float = 1.0
     fused_attention: bool = True
-    keeps_masks: bool = True
+    others: bool = True
     whole_logits: bool = False
     narrow_loss: bool = False
     memory: MemoryConfig = field(default_factory=MemoryConfig)
@@ -75,7 +75,7 @@ class Running:
         *,
         imbalance: float = 1.0,
         fused_attention: bool = True,
-        keeps_masks: bool = False,
+        others: bool = False,
     ) -> "Running":
         """From a configuration whose tensor-parallel degrees are set."""
         training, parallel = config.training, config.parallel
@@ -98,7 +98,7 @@ class Running:
             routed=_padded(config, tokens),
             imbalance=imbalance,
             fused_attention=fused_attention,
-            keeps_masks=keeps_masks,
+            others=others,
             memory=config.memory,
             microbatch_tokens=tokens,
             microbatch_rows=training.micro_batch_size,
@@ -140,7 +140,7 @@ class Running:
     @property
     def mask_bytes(self) -> float:
         """Bytes kept for each value that can be dropped."""
-        return 1.0 if self.keeps_masks else 0.0
+        return 1.0 if self.others else 0.0
 
     @property
     def token_parts(self) -> int:

@@ -20,9 +20,9 @@ from fivefold.layout import Layout
 from fivefold.model.activations import Running
 from fivefold.model.description import layer_kind
 from fivefold.pipeline.ir import Kind
-from fivefold.predict.backward_memory import ActPoint
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.liveness import Acts, Moments, moments
+from fivefold.predict.points import ActPoint
 from fivefold.predict.software import Software
 from fivefold.predict.stage_memory import StageBytes, stage_bytes
 
@@ -157,7 +157,7 @@ def peak_memory(
         layout.config,
         imbalance=imbalance,
         fused_attention=not (others and layout.config.model.attention_dropout),
-        keeps_masks=others,
+        others=others,
     )
     if software is not None:
         whole, narrow = software.whole_logits, software.narrow_loss
@@ -218,7 +218,11 @@ def _rank_peak(
     worst = [sum(point.size for point in each) for each in points]
     held = _held(found, own)
     host = state.host + float((found.kept @ np.array([size.moved for size in own])).max())
-    peaks = start + state.gathered + sum(held.values()) + np.array(worst)[found.which]
+    # A stage gathers what it computes with; what else is gathered is there all the time.
+    around = state.gathered - max(size.gathered for size in own)
+    gathered = [sum(sizes[do.stage % len(sizes)].gathered for do in each) for each in found.running]
+    here = np.array([sum(each) for each in zip(gathered, worst, strict=True)])
+    peaks = start + around + sum(held.values()) + here[found.which]
     update = always if copies else always | {"weights": state.masters}
     phases = {OPTIMIZER: sum(update.values())}
     phases |= {phase: float(peaks[at].max()) for phase, at in found.phases()}
@@ -227,11 +231,12 @@ def _rank_peak(
         updates = "the optimizer updates"
         return RankMemory(pp_rank, OPTIMIZER, updates, update, phases, host, state.disk)
     number = int(found.which[moment])
-    parts = always | {"gathered weights": state.gathered}
+    parts = always | {"gathered weights": around + gathered[number]}
     for name, size in held.items():
         parts[name] = parts.get(name, 0.0) + float(size[moment])
     parts["gradients"] += sum(point.made for point in points[number])
-    parts["weights"] += sum(point.resharded for point in points[number])
+    copies_of = "gathered weights" if gathered[number] else "weights"
+    parts[copies_of] += sum(point.resharded for point in points[number])
     parts["activations"] += sum(point.activations for point in points[number])
     parts["recomputed"] = sum(point.remade for point in points[number])
     parts["loss"] += sum(point.loss for point in points[number])

@@ -5,8 +5,9 @@ All sizes are bytes on one device; what is kept between forward and backward is 
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fivefold.config.model import ModelConfig
 from fivefold.counts.policy import StatePolicy
@@ -24,9 +25,11 @@ from fivefold.model.activations import (
 )
 from fivefold.model.description import LayerKind, describe, layer_kind
 from fivefold.model.running import Running
-from fivefold.model.shape import StageParts
+from fivefold.model.shape import StageParts, WholeModel
 from fivefold.pipeline.ir import Kind
-from fivefold.predict.backward_memory import ActPoint, buffers, points_of_step
+from fivefold.predict.backward_memory import points_of_step
+from fivefold.predict.passage import Copies, all_layers
+from fivefold.predict.points import ActPoint, buffers, deferred_bytes, gathers
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class StageBytes:
         waiting: memory kept between B and W.
         moved: activations offloaded to host memory between forward and backward.
         gradients: weight gradients, which each step makes anew; 0 if it does not.
+        gathered: copies of weights that are gathered to compute, at most.
         points: candidates for the point of highest memory, for each kind of action, and whether
             it is the first and the last that computes weight gradients, which are then reduced.
         passing: the same of a forward that keeps only its input.
@@ -51,6 +55,7 @@ class StageBytes:
     waiting: float
     moved: float
     gradients: float
+    gathered: float
     points: Mapping[tuple[Kind, bool, bool], tuple[ActPoint, ...]]
     passing: tuple[ActPoint, ...]
 
@@ -67,35 +72,54 @@ def stage_bytes(
     ends += entry_bytes(model, stage, running).values()
     loss = total(loss_bytes(model, running)) if stage.head else Saved()
     whole = total(layers)
-    kinds = Counter(layer_kind(model, layer) for layer in _numbers(model, stage))
+    kinds = Counter(layer_kind(model, layer) for layer in all_layers(layout, stage))
     read = tokens * sum(n * waiting_bytes(model, running, kind) for kind, n in kinds.items())
     waiting = read + tokens * deferred_by_ends(model, stage, running)
+    of_head = tokens * deferred_by_ends(model, WholeModel((), False, stage.head), running)
     moving = 2 * tokens * max((saved.offloaded for saved in layers), default=0.0)
     kept = tokens * (whole.kept + total(ends).kept)
     messages, inside = buffers(layout, stage, running)
-    forward = ActPoint("forward", working=moving, communication=inside)
+    copies = Copies.of(layout, stage, policy)
+    forward = ActPoint(
+        "forward",
+        working=moving,
+        communication=inside,
+        resharded=copies.but("ends", "rest", "experts", "beside", "message"),
+    )
     forwards = [replace(forward, loss=-tokens * loss.kept)]
     if stage.head:
         working = tokens * loss.remade + moving
-        forwards.append(ActPoint("the loss", working=working, communication=messages))
-    hidden = running.element_bytes * model.hidden_size / running.token_parts
+        loss_point = ActPoint("the loss", working=working, communication=messages)
+        forwards.append(replace(loss_point, resharded=copies.but("ends", "message")))
     largest = max((layer.kept for layer in layers), default=0.0)
+    if policy.splits_copy:
+        before = ActPoint("", -tokens * largest, -tokens * loss.kept, communication=messages)
+        forwards += gathers(copies, before)
+    hidden = running.element_bytes * model.hidden_size / running.token_parts
     end = ActPoint("the end", -kept, -tokens * loss.kept, waiting=waiting, communication=messages)
 
-    # Weight gradients need no weights: ZeRO-3 has freed what the backward gathered.
-    ungathered = gathered_bytes(layout, stage, policy) if _reshards(layout, policy) else 0.0
     points: dict[tuple[Kind, bool, bool], tuple[ActPoint, ...]] = {}
-    for of_step, backwards in points_of_step(layout, stage, running, policy, layers):
-        moved = [replace(point, working=point.working + moving) for point in backwards]
-        only_dx = [replace(point, gradients=0.0, made=0.0) for point in moved]
+    each = partial(points_of_step, layout, stage, running, policy, layers)
+    for (of_step, backwards), (_, of_weights) in zip(each(), each(deferred=True), strict=True):
+        moved = [
+            replace(point, working=point.working + _coming_back(point, moving, len(layers)))
+            for point in backwards
+        ]
+        only_dx = [
+            replace(
+                point, gradients=0.0, made=0.0, waiting=_put_aside(point, of_head, read, layers)
+            )
+            for point in moved
+        ]
         deferred = [
             replace(
-                _of_weights(stage, policy, point),
+                _of_weights(point),
                 waiting=-_run(stage, point, waiting, read, len(layers)),
                 communication=messages,
-                resharded=point.resharded - ungathered,
+                # Weight gradients need no weights: ZeRO-3 has freed what the backward gathered.
+                resharded=copies.but() or point.resharded,
             )
-            for point in backwards
+            for point in of_weights
         ]
         for kind, found in (
             (Kind.F, forwards),
@@ -116,35 +140,36 @@ def stage_bytes(
         waiting=waiting,
         moved=tokens * whole.offloaded,
         gradients=stage_gradients(layout, stage, policy) if policy.remade else 0.0,
+        gathered=gathered_bytes(layout, stage, policy) if policy.splits_copy else 0.0,
         points=points,
         passing=passing,
     )
 
 
-def _of_weights(stage: StageParts, policy: StatePolicy, point: ActPoint) -> ActPoint:
-    """What there is of a point of a backward where only weight gradients are computed.
-
-    Those of an output layer come first and are reduced before there are others.
-    """
-    alone = point.done and policy.splits_gradient and not stage.embedding
-    made, reduces, done = 0.0 if alone else point.made, point.reduces, point.done
-    return ActPoint(
-        "weight gradients", gradients=point.gradients, made=made, reduces=reduces, done=done
-    )
+def _coming_back(point: ActPoint, moving: float, layers: int) -> float:
+    """Bytes of offloaded activations that are back at a point of a backward: those of the layer
+    that runs and of the one before, half of `moving` each."""
+    left = 0 if point.done else min(layers - point.over, 2)
+    return moving * max(left, 0) / 2
 
 
-def _reshards(layout: Layout, policy: StatePolicy) -> bool:
-    """Whether hooks free gathered weights after each backward; programs may say when instead."""
-    by_program = layout.config.parallel.pipeline_max_unsharded_stages is not None
-    return policy.splits_copy and not (by_program or layout.alternates_within_stages)
+def _put_aside(point: ActPoint, of_head: float, read: float, layers: Sequence[Saved]) -> float:
+    """Bytes that weight gradients to come keep at a point of B: after the loss those of the output
+    layer, then those of each layer that is over."""
+    return of_head * (point.loss < 0) + read * point.over / max(len(layers), 1)
+
+
+def _of_weights(point: ActPoint) -> ActPoint:
+    """What there is of a point of a backward where only weight gradients are computed."""
+    return ActPoint("weight gradients", gradients=point.gradients, made=point.made)
 
 
 def _run(stage: StageParts, point: ActPoint, waiting: float, read: float, layers: int) -> float:
     """Bytes that deferred weight gradients have read and freed at a point of W: at the embedding
-    all, at the output layer its own, and before a layer's gradients are reduced those of one."""
+    all, at the output layer its own, and else those of layers that are over."""
     if point.done:
         return waiting if stage.embedding else waiting - read
-    return read / max(layers, 1) if point.reduces else 0.0
+    return read * point.over / max(layers, 1)
 
 
 def _saved_by_layer(layout: Layout, stage: StageParts, running: Running) -> list[Saved]:
@@ -154,7 +179,7 @@ def _saved_by_layer(layout: Layout, stage: StageParts, running: Running) -> list
     by_place = memory.recompute_granularity == "full" or memory.recomputes_first_layers
     known: dict[tuple[LayerKind, int], Saved] = {}
     result = []
-    for place, layer in enumerate(_numbers(model, stage)):
+    for place, layer in enumerate(all_layers(layout, stage)):
         kind = layer_kind(model, layer), place if by_place else 0
         if kind not in known:
             # Full recomputation makes each further prediction again by itself.
@@ -164,13 +189,6 @@ def _saved_by_layer(layout: Layout, stage: StageParts, running: Running) -> list
     return result
 
 
-def _numbers(model: ModelConfig, stage: StageParts) -> tuple[int, ...]:
-    """The layers of a stage, multi-token prediction layers last."""
-    return *stage.layers, *range(model.num_layers, model.num_layers + stage.mtp)
-
-
 def waiting_bytes(model: ModelConfig, running: Running, kind: LayerKind) -> float:
     """Bytes per token that the weight gradients of a layer need: x and dY of its linear layers."""
-    operations = describe(model, kind).operations
-    waiting = (op for op in operations if not (op.frozen or running.tiles(op.rerun_by)))
-    return sum(each.deferred(running) for each in waiting)
+    return deferred_bytes(describe(model, kind).operations, running)

@@ -180,7 +180,10 @@ class MemoryChooser:
         return self.best is None or found.seconds < self.best.seconds
 
     def _may_fit(self, way: Settings, largest: Iterable[Settings]) -> bool:
-        """Whether a way fits at its smallest: all offloaded, one microbatch in flight."""
+        """Whether a way fits at its smallest: all offloaded, one microbatch in flight.
+
+        Or nothing offloaded: with so few in flight, room for what comes back can be more.
+        """
         granularity = way.get(
             "recompute_granularity", self.request.config.memory.recompute_granularity
         )
@@ -210,7 +213,7 @@ class MemoryChooser:
             for moved, items in zip(moves, sets, strict=True)
             if not any(items < others for others in sets)
         ]
-        if not self._may_fit(way, largest):
+        if not self._may_fit(way, (*largest, NONE)):
             return
         slower: list[frozenset[str]] = []
         for moved in (*largest, *moves):

@@ -1,0 +1,169 @@
+"""Gradients and copies of weights while a backward passes the blocks of a stage, one by one.
+
+FSDP2 gathers and reduces a block's parameters together: a layer without its experts, these experts,
+the ends of a stage. When the gradients of a block are there, it frees the copies of its weights, if
+none needs them any longer in the step, copies the gradients into a message and frees them, and the
+message when it reduces the next block. Sizes are bytes on one device.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from fivefold.counts.blocks import GatheredBlock, layer_block, stage_blocks
+from fivefold.counts.policy import StatePolicy
+from fivefold.counts.state import (
+    first_shard,
+    gathered_bytes,
+    num_expert_shards,
+    num_shards,
+)
+from fivefold.layout import Layout
+from fivefold.model.shape import StageParts
+
+
+class Change(NamedTuple):
+    """What a backward has changed, as the attributes of `ActPoint` of these names say."""
+
+    gradients: float
+    made: float
+    resharded: float
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A backward through the blocks of a stage.
+
+    Attributes:
+        layout: layout of the stage.
+        policy: Fivefold's policy for model state.
+        reduces: whether it reduces gradients.
+        first: whether the step has made no gradients of the stage before.
+        last: whether the step makes none of them afterwards.
+    """
+
+    layout: Layout
+    policy: StatePolicy
+    reduces: bool
+    first: bool
+    last: bool
+
+    @property
+    def fresh(self) -> float:
+        """Bytes of a new gradient of a linear layer; 0 if its product adds it to the sum."""
+        layout, policy = self.layout, self.policy
+        adds = policy.reduces and not (policy.splits_gradient or self.first)
+        ours = layout.grid.tp > 1 or layout.owns_linears
+        return 0.0 if adds and ours and layout.fuses_accumulation else policy.fresh
+
+    @property
+    def _message(self) -> float:
+        """Bytes of a gradient in a message."""
+        policy = self.policy
+        return policy.reducing - policy.fresh if policy.reducing else policy.gradient
+
+    def end_of(self, block: GatheredBlock, *done: GatheredBlock) -> Change:
+        """When all gradients of a block are there, and those `done` before are reduced."""
+        policy, size = self.policy, block.size
+        made, resharded = self._made(done), self._resharded(done)
+        if not self.reduces:
+            each = max(policy.gradient, policy.fresh) if self.first else self.fresh
+            return Change(size * each, made, resharded)
+        if policy.splits_gradient:
+            wide = policy.gradient * first_shard(self.layout, block)
+            sent = size * self._message + max(size * policy.fresh, wide)
+        elif policy.reducing_whole:  # divided into a copy, unless the rank is alone
+            grid = self.layout.grid
+            alone = (grid.dp * grid.cp if block.dense else grid.edp) == 1
+            sent = size * policy.reducing_whole / (1 + alone)
+            made += size * policy.gradient * self.first
+        else:
+            sent = size * self._message
+        reduced = Change(sent, made, self._resharded((*done, block)))
+        return max(Change(size * self.fresh, made, resharded), reduced, key=sum)
+
+    def after(self, sent: GatheredBlock, *done: GatheredBlock) -> Change:
+        """While a backward computes after blocks are `done`, of which one was `sent` last."""
+        policy, message = self.policy, 0.0
+        if self.reduces:
+            message = sent.size * self._message
+            if policy.splits_gradient and policy.offloaded and num_shards(self.layout) > 1:
+                message += policy.gradient * first_shard(self.layout, sent)  # for the host
+        return Change(message, self._made(done), self._resharded(done))
+
+    def _made(self, done: tuple[GatheredBlock, ...]) -> float:
+        """Bytes of gradients that are there now and were not before; negative if they are less."""
+        policy = self.policy
+        if not policy.remade:
+            return 0.0
+        whole = policy.gradient * sum(block.count * block.size for block in done)
+        shard = partial(first_shard, self.layout)
+        shards = policy.gradient * sum(block.count * shard(block) for block in done)
+        now = shards if self.reduces and policy.splits_optimizer else whole
+        return now if self.first else now - whole if not policy.splits_gradient else 0.0
+
+    def _resharded(self, done: tuple[GatheredBlock, ...]) -> float:
+        """Bytes of permanent copies, negative, that are no longer needed in the step."""
+        if self.policy.splits_copy or not (self.reduces and self.last):
+            return 0.0
+        return -sum(block.count * block.copied(self.policy) for block in done)
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Bytes of the copies that are gathered to compute with, while a backward passes a stage.
+
+    Attributes:
+        ends: of the stage's ends.
+        experts, rest: of the last layer.
+        beside: of what is gathered beside it: the layer before, without experts gathered apart.
+        message: of the message of what is gathered last in a layer, from which its copy is made; 0
+            where a rank gathers from itself. In a forward it stays until the next one.
+        most: most that are gathered at once; 0 if the blocks do not come and go.
+        unpacked: of the largest block while it is unpacked from a narrower message, with its copy.
+    """
+
+    ends: float = 0.0
+    experts: float = 0.0
+    rest: float = 0.0
+    beside: float = 0.0
+    message: float = 0.0
+    most: float = 0.0
+    unpacked: float = 0.0
+
+    @classmethod
+    def of(cls, layout: Layout, stage: StageParts, policy: StatePolicy) -> "Copies":
+        """Those of a stage."""
+        if not policy.splits_copy:
+            return cls()
+        ends, *layers = stage_blocks(layout, stage, whole_embedding=policy.whole_embedding)
+        parts = (part.size for block in layers for part in block.parts(policy))
+        unpacked = policy.unpacking * max(ends.size, *parts, 0)
+        by_program = layout.config.parallel.pipeline_max_unsharded_stages is not None
+        if by_program or layout.alternates_within_stages:
+            return cls(unpacked=unpacked)
+        numbers, several = all_layers(layout, stage), num_shards(layout) > 1
+        experts, rest, before = 0.0, 0.0, 0.0
+        if numbers:
+            experts, rest = (part.copied(policy) for part in _parts(layout, numbers[-1], policy))
+        if len(numbers) > 1 and policy.in_flight > 1 and several:
+            before = _parts(layout, numbers[-2], policy)[1].copied(policy)
+        message = rest if several else 0.0
+        if experts:
+            message = experts if num_expert_shards(layout) > 1 else 0.0
+        most = gathered_bytes(layout, stage, policy)
+        return cls(ends.copied(policy), experts, rest, before, message, most, unpacked)
+
+    def but(self, *names: str) -> float:
+        """Bytes, negative, by which there are fewer than `most` where these are there."""
+        return sum(getattr(self, name) for name in names) - self.most if self.most else 0.0
+
+
+def all_layers(layout: Layout, stage: StageParts) -> tuple[int, ...]:
+    """The layers of a stage, multi-token prediction layers last."""
+    first = layout.config.model.num_layers
+    return *stage.layers, *range(first, first + stage.mtp)
+
+
+def _parts(layout: Layout, layer: int, policy: StatePolicy) -> tuple[GatheredBlock, GatheredBlock]:
+    return layer_block(layout, layer).parts(policy)

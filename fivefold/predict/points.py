@@ -1,0 +1,132 @@
+"""Points of time within a pipeline action; sizes are bytes on one device."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from fivefold.layout import Layout
+from fivefold.model.activations import Saved
+from fivefold.model.description import Layer, layer_kind
+from fivefold.model.operations import Operation
+from fivefold.model.running import Running
+from fivefold.model.shape import StageParts
+from fivefold.predict.passage import Copies
+
+
+@dataclass(frozen=True)
+class ActPoint:
+    """A point of time within a pipeline action, in bytes relative to the action's start.
+
+    Attributes:
+        where: description of the point.
+        activations: kept activations freed by then (negative).
+        loss: memory of the loss freed by then (negative).
+        remade: recomputed activations.
+        working: gradients of activations, and intermediate results of the loss.
+        gradients: weight gradients that are not yet accumulated.
+        made: accumulated ones of a stage that had none before, or less than none where whole sums
+            have become shards.
+        waiting: memory kept for deferred weight gradients.
+        communication: buffers of messages.
+        over: layers of the stage whose gradients have been made.
+        done: whether all gradients of the stage have been made.
+        resharded: copies of weights that are not gathered, or not needed any longer (negative).
+    """
+
+    where: str
+    activations: float = 0.0
+    loss: float = 0.0
+    remade: float = 0.0
+    working: float = 0.0
+    gradients: float = 0.0
+    made: float = 0.0
+    waiting: float = 0.0
+    communication: float = 0.0
+    over: float = 0.0
+    done: bool = False
+    resharded: float = 0.0
+
+    @cached_property
+    def size(self) -> float:
+        """The sum of all parts, in bytes."""
+        freed = self.activations + self.loss + self.resharded
+        needed = self.remade + self.working + self.gradients + self.made + self.waiting
+        return freed + needed + self.communication
+
+
+def gathers(copies: Copies, start: ActPoint) -> Iterator[ActPoint]:
+    """Where the ends of a stage and its last layer have just been gathered, beside their messages;
+    and where a message is unpacked, which needs more.
+
+    `start`: what there is before.
+    """
+    yield replace(start, where="the gather of the ends", resharded=copies.but("ends", "ends"))
+    where, layer = "the gather of the last layer", ("rest", "experts", "message")
+    yield replace(start, where=where, resharded=copies.but("ends", *layer))
+    if copies.unpacked:
+        held = copies.but("ends", *(("rest",) if copies.experts else ()))
+        yield replace(start, where=where, working=copies.unpacked, resharded=held)
+
+
+def deferred_bytes(operations: Iterable[Operation], running: Running) -> float:
+    """Bytes per token that their weight gradients need: x and dY of linear layers."""
+    waiting = (op for op in operations if not (op.frozen or running.tiles(op.rerun_by)))
+    return sum(each.deferred(running) for each in waiting)
+
+
+def first_linear(layout: Layout, layer: Layer) -> float:
+    """Parameters of an MLP's projections into its inner features, on one rank."""
+    return max((_trained_by(layout, linear) for linear in layer.mlp_inputs), default=0)
+
+
+def last_linears(layout: Layout, layer: Layer) -> float:
+    """Parameters of an MLP's projections out of its inner features, on one rank."""
+    inward = layer.mlp_inputs
+    return sum(_trained_by(layout, op) for op in layer.after_mlp_input if op not in inward)
+
+
+def _trained_by(layout: Layout, operation: Operation) -> int:
+    """Parameters of the weights of a trained operation that it multiplies with, on one rank."""
+    grid, weights = layout.grid, () if operation.frozen else operation.multiplied
+    return sum(prod(weight.local(grid.tp, grid.ep, grid.etp)) for weight in weights)
+
+
+def tiled_sums(layout: Layout, layer: Layer, running: Running) -> float:
+    """Bytes of the weight gradients that the tiles of an MLP add up, in at least fp32."""
+    tiled = [op for op in layer.mlp if running.tiles(op.rerun_by) and not op.frozen]
+    sizes = (prod(weight.local(layout.grid.tp)) for op in tiled for weight in op.multiplied)
+    return max(running.element_bytes, 4) * sum(sizes)
+
+
+def remade_at_once(running: Running, layers: Sequence[Saved]) -> float:
+    """Most bytes recomputed at a time: those of a group of layers, or of parts of a layer."""
+    memory = running.memory
+    full = memory.recompute_granularity == "full" and memory.recompute_method == "uniform"
+    group = memory.recompute_num_layers[0] if full else 1
+    sums = [
+        sum(layer.remade for layer in layers[start : start + group])
+        for start in range(0, len(layers), group)
+    ]
+    return max(sums, default=0.0)
+
+
+def buffers(layout: Layout, stage: StageParts, running: Running) -> tuple[float, float]:
+    """Bytes of messages between stages, and the same with those of a layer.
+
+    The latter are gathered keys and values, and tokens sent to experts.
+    """
+    model, training, grid = layout.config.model, layout.config.training, layout.grid
+    tokens = training.micro_batch_size * training.seq_length / grid.cp
+    element, between, inside = running.element_bytes, 0.0, 0.0
+    if grid.pp > 1:
+        between = 2 * element * model.hidden_size / running.token_parts
+    if grid.cp > 1 and stage.layers:
+        keys = element * (model.k_size + model.v_size) / running.tensor_parallel
+        gathers = "all_gather" in layout.config.parallel.cp_comm_type
+        # A ring holds the current block and the arriving one, and the gradients of both.
+        inside += keys * (2 * grid.cp if gathers else 4)
+    if grid.ep > 1 and any(layer_kind(model, layer).experts for layer in stage.layers):
+        rows = running.rows_of_one(model.moe_router_topk)
+        inside += 2 * element * model.hidden_size * rows
+    return tokens * between, tokens * (between + inside)
