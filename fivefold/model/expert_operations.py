@@ -206,9 +206,13 @@ class ExpertsIn(Operation):
 
     def working(self, running: Running) -> float:
         """Bytes per token of gradients alive while its weight gradient is computed."""
-        each = self.outputs / running.expert_tensor_parallel + self.inputs
-        around = self.inputs / running.token_parts
-        return running.element_bytes * (around + running.rows_of_one(self.copies) * each)
+        inner = self.outputs / running.expert_tensor_parallel
+        around = self.inputs / running.token_parts + running.rows_of_one(self.copies) * inner
+        return running.element_bytes * around + self.of_rows(running)
+
+    def of_rows(self, running: Running) -> float:
+        """Bytes per token of the gradient of its rows."""
+        return running.element_bytes * running.rows_of_one(self.copies) * self.inputs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from fivefold.model.activations import (
     total,
 )
 from fivefold.model.description import Layer, describe, layer_kind
+from fivefold.model.expert_operations import ExpertsIn
 from fivefold.model.operations import Activation, Operation
 from fivefold.model.running import Running
 from fivefold.model.shape import StageParts
@@ -294,13 +295,14 @@ class _Walk(_Route):
         before, behind = ("beside",) if place else (), sum(self._kept[place + 1 :])
         point = replace(point, working=0.0, over=len(self._numbers) - place - 1)
         experts, rest = self._parts(place)
-        if experts.size:
+        if experts.size and isinstance(layer.mlp_input, ExpertsIn):
             inner = self._freed(place, (*layer.after_mlp_input, *layer.mlp_inputs))
             activations = -behind - inner
             inside = replace(point, where=f"the experts of {name}", activations=activations)
             share = deferred_bytes(layer.mlp, self.running)
             share /= deferred_bytes(layer.operations, self.running) or 1.0
-            inside = replace(inside, over=point.over + share)
+            rows = self._tokens * layer.mlp_input.of_rows(self.running)
+            inside = replace(inside, working=rows, over=point.over + share)
             gathered = self._copies.but("ends", "rest", *before)
             yield self._ended(inside, passage.end_of(experts, *done), gathered)
             done = (*done, experts)

@@ -1,7 +1,7 @@
 """The planner's peak of layers of real width against rehearsed ranks, with settings at random."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +9,7 @@ import pytest
 
 from fivefold.check import check
 from fivefold.config.config import Config
+from fivefold.config.model import ModelConfig
 from fivefold.config.presets import resolve_model
 from fivefold.config.sharding import SHARDING
 from fivefold.errors import ConfigError
@@ -19,25 +20,59 @@ from fivefold.rehearse.roles import rehearsed_layout, roles
 from fivefold.rehearse.run import rehearse_ranks
 from tests.verify.cases import chosen
 
-LESS, MORE = 0.06, 0.07
+LESS, MORE = 0.05, 0.05
 """A rank may need so much more than predicted, and so much less, of a model of few layers, in which
 what one block needs for a moment weighs much."""
+DENSE = ("llama3-8b", "qwen3-8b")
+EXPERTS = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2-lite", "gpt-oss-20b", "deepseek-v3")
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "gpipe", "dualpipe_v")
 RECOMPUTED = ("core_attn", "mlp", "layernorm")
 
 
-def drawn(seed: int) -> Layout:
-    """A legal layout of up to 64 ranks, with eight layers of a model."""
+def drawn(seed: int, models: Sequence[str] = DENSE) -> Layout:
+    """A legal layout of up to 256 ranks, with eight layers of one of the models."""
     draw = random.Random(seed)
     while True:
-        model = replace(resolve_model(draw.choice(("llama3-8b", "qwen3-8b"))), num_layers=8)
+        model = _model(draw, draw.choice(models))
         settings = dict(_settings(draw))
         ranks = settings.pop("ranks")
+        if model.num_experts is not None:
+            ranks *= settings.setdefault("context_parallel_size", draw.choice((1, 1, 1, 2, 4)))
+            settings |= dict(_of_experts(draw, model, ranks, settings))
         try:
-            config = Config(replace(model, vocab_size=32768)).with_values(**settings)
+            config = Config(model).with_values(**settings)
             return rehearsed_layout(check(config, ranks))
         except ConfigError:
             continue
+
+
+def _model(draw: random.Random, name: str) -> ModelConfig:
+    """Eight layers of a model, the first without experts where its own first ones are."""
+    model = resolve_model(name)
+    if model.num_experts is None:
+        return replace(model, num_layers=8, vocab_size=32768)
+    model = replace(model, num_experts=min(model.num_experts, 64))
+    frequency = "[0]*1+[1]*7" if model.multi_latent_attention else model.moe_layer_freq
+    vocabulary = draw.choice((32768, 131072))
+    return replace(model, num_layers=8, moe_layer_freq=frequency, vocab_size=vocabulary)
+
+
+def _of_experts(
+    draw: random.Random, model: ModelConfig, ranks: int, settings: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    tp, cp = settings["tensor_model_parallel_size"], settings["context_parallel_size"]
+    stage = ranks // settings["pipeline_model_parallel_size"]
+    ep = draw.choice([each for each in (1, 2, 4, 8) if stage % each == 0])
+    yield "sequence_parallel", tp > 1
+    yield "expert_model_parallel_size", ep
+    yield "expert_tensor_parallel_size", draw.choice([e for e in (1, tp) if stage % (e * ep) == 0])
+    yield "moe_token_dispatcher_type", draw.choice(("alltoall", "alltoall", "allgather", "flex"))
+    if cp > 1:
+        yield "cp_comm_type", (draw.choice(("p2p", "all_gather", "a2a")),)
+    if settings["data_parallel_sharding_strategy"] == "optim_grads_params":
+        yield "zero_quantized_weights", draw.random() < 0.3
+    if settings["recompute_granularity"] == "selective":
+        yield "recompute_modules", tuple(draw.sample((*RECOMPUTED, "moe_act", "moe"), 2))
 
 
 def _settings(draw: random.Random) -> Iterator[tuple[str, Any]]:
@@ -68,7 +103,16 @@ def _settings(draw: random.Random) -> Iterator[tuple[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", chosen(range(100), 0, 1))
 def test_a_rank_needs_what_is_planned(seed: int) -> None:
-    layout = drawn(seed)
+    _needs_what_is_planned(drawn(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", chosen(range(100), 0))
+def test_a_rank_with_experts_needs_what_is_planned(seed: int) -> None:
+    _needs_what_is_planned(drawn(seed, EXPERTS))
+
+
+def _needs_what_is_planned(layout: Layout) -> None:
     one_of_each = {layout.grid.coordinates(rank)["pp"]: rank for rank in reversed(roles(layout))}
     scripts = rehearse_ranks(layout, sorted(one_of_each.values()))
     report = make_report(layout, "", scripts, load_cluster("H100", 8))
