@@ -126,6 +126,11 @@ class _Route:
         return self.stage.head * self._vocabulary * fresh
 
     @property
+    def _fresh(self) -> float:
+        """Bytes of a new gradient of a linear layer within a stage."""
+        return 0.0 if self._policy.placeholder else self.passage.fresh
+
+    @property
     def _waiting(self) -> float:
         """Bytes of it that wait, whole, until the ends of the stage are reduced."""
         return 0.0 if self.deferred or not self._policy.reduces else self._of_head
@@ -222,14 +227,13 @@ class _Walk(_Route):
         layer = self._described(last)
         working = self._tokens * layer.mlp_input.working(running)
         working *= running.share_at_once(layer.mlp_input.rerun_by)
-        linear = 0.0 if policy.placeholder else first_linear(layout, layer) * passage.fresh
         point = ActPoint(
             "the last layer",
             activations=-self._freed(last, layer.after_mlp_input),
             loss=self._gone,
             remade=self._tokens * remade_at_once(running, self.layers),
             working=working + tiled_sums(layout, layer, running),
-            gradients=self._waiting + linear,
+            gradients=self._waiting + first_linear(layout, layer) * self._fresh,
             communication=self._messages[1],
             resharded=self._copies.but("ends", "experts", "rest", "beside"),
         )
@@ -270,7 +274,7 @@ class _Walk(_Route):
             where="the activation of the last layer",
             activations=-self._freed(len(self._numbers) - 1, after[place + 1 :]),
             working=self._tokens * (around + inner),
-            gradients=self._waiting + last_linears(self._layout, layer) * self.passage.fresh,
+            gradients=self._waiting + last_linears(self._layout, layer) * self._fresh,
         )
 
     def _in_first(self, point: ActPoint) -> ActPoint:
