@@ -175,7 +175,7 @@ class ShardedStage:
         reduces = whole and (self._every or (last and self._in_hooks))
         self._set(reduces, last=last, reshards=self._policy.reshards or (last and reduces))
         self._unreduced = 0 if reduces and not self._by_hand else self._unreduced + 1
-        free_gathered(self._root._get_fsdp_state(), self.parameter_groups()[0])
+        free_gathered(self._root._get_fsdp_state())
 
     def after_backward(self, *, last: bool) -> None:
         """Reduce gradients where FSDP2's hooks do not."""

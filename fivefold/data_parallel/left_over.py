@@ -48,19 +48,22 @@ def free_message(state: Any) -> None:
     _forget_messages(context)
 
 
-def free_gathered(state: Any, group: Any) -> None:
+def free_gathered(state: Any) -> None:
     """Free the message of a forward's last gather, whose parameters have been copied out of it.
 
     FSDP2 keeps it for the next forward, through all of a backward.
 
     Args:
         state: FSDP2's own of a root module.
-        group: one of its parameter groups.
     """
     context = state._comm_ctx
-    if context.all_gather_state is not None:
-        group._wait_all_gather_streams_on_event(context.all_gather_state.event)
-        context.all_gather_state = None
+    if context.all_gather_state is None:
+        return
+    event = context.all_gather_state.event
+    if event is not None:  # nor are there streams on CPUs
+        for stream in (context.all_gather_copy_in_stream, context.all_gather_stream):
+            stream.wait_event(event)  # on which the next message is allocated
+    context.all_gather_state = None
 
 
 def let_go(state: Any, groups: Iterable[Any]) -> list[Any]:
