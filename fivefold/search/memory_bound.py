@@ -42,8 +42,8 @@ def memory_bound(space: Space, ranks: Ranks, *, estimate: bool = False) -> Value
     """A lower bound on the allocated bytes of the fullest rank, for every candidate.
 
     It is the state of the modules on a rank, plus the largest of these sums: the activations in
-    flight at the end of the warm-up; or those with one chunk less, what deferred weight gradients
-    (dW) keep, and the gradients of one layer; or what is left of both in the drain. Gradients that
+    flight at the end of the warm-up; or those with one chunk less, and what deferred weight
+    gradients (dW) keep or the gradients of one layer; or what is left of both in the drain. Gradients that
     each step makes anew are there only if that many activations are in flight again later; at its
     end they are there alone, unless its only backward made them. An estimate, to order layouts by,
     takes all steps with several microbatches for long ones.
@@ -52,13 +52,12 @@ def memory_bound(space: Space, ranks: Ranks, *, estimate: bool = False) -> Value
     run, of_run = space.distinct(_RUNNING)
     state, kept = _State(sharded), _KeptBytes(run)
     several = space.columns["microbatches"] * space.config.parallel.num_sequence_slices > 1
-    best, reduces = np.zeros(len(space)), space.sharded("splits_gradients")
+    best = np.zeros(len(space))
     for which in FOR_MEMORY:
         flying, less = kept.flying(ranks, which)
         held = (less + kept.waiting(ranks, which))[of_run]
+        # A layer's gradients are reduced when their x and dY are gone.
         arriving = state.arriving(ranks, which)[of_sharded]
-        # Where gradients are sharded, a layer's are reduced when their x and dY are gone.
-        held += np.where(reduces, 0.0, arriving)
         np.maximum(held, less[of_run] + arriving, out=held)
         # In the drain a layer's x and dY go as its gradients come.
         np.maximum(held, kept.drained(ranks, which)[of_run], out=held)
@@ -103,18 +102,22 @@ class _State:
         return at_start, made
 
     def arriving(self, ranks: Ranks, which: int) -> Values:
-        """Bytes of one layer's new gradients, and where they are sharded of those in reduction."""
+        """Bytes of new gradients of one layer's experts, or of the rest of it, in reduction.
+
+        Only where gradients are sharded: products may add the others to their sums. Less copies of
+        their weights, which a step's last backward frees.
+        """
         partition = self.space.columns["partition"]
         sharded = self.space.config.with_values(data_parallel_sharding_strategy="optim")
         policy = engine_policy(sharded)
-        arriving = np.where(self.space.sharded("splits_gradients"), policy.reducing, policy.fresh)
         held = ranks.held[partition, which]
         smallest = np.full(len(self.space), np.inf)
         for kind in (DENSE, EXPERTS):
-            size = self.trained.column(kind) + self.trained.column(KINDS + kind)
+            parts = self.trained.column(kind), self.trained.column(KINDS + kind)
+            size = np.maximum(*parts)
             smallest = np.where(held[:, kind] > 0, np.minimum(smallest, size), smallest)
-        several = (ranks.thinnest[partition, which] > 1) & self.space.sharded("splits_optimizer")
-        return np.where(several, smallest * arriving, 0.0)
+        several = (ranks.thinnest[partition, which] > 1) & self.space.sharded("splits_gradients")
+        return np.where(several, smallest * (policy.reducing - policy.copy), 0.0)
 
     def _per_parameter(self, kind: str, *, trained: bool) -> tuple[Values, Values]:
         config, shards = self.space.config, self.shards[kind]
