@@ -43,10 +43,10 @@ def memory_bound(space: Space, ranks: Ranks, *, estimate: bool = False) -> Value
 
     It is the state of the modules on a rank, plus the largest of these sums: the activations in
     flight at the end of the warm-up; or those with one chunk less, and what deferred weight
-    gradients (dW) keep or the gradients of one layer; or what is left of both in the drain. Gradients that
-    each step makes anew are there only if that many activations are in flight again later; at its
-    end they are there alone, unless its only backward made them. An estimate, to order layouts by,
-    takes all steps with several microbatches for long ones.
+    gradients (dW) keep or the gradients of one layer; or what is left of both in the drain.
+    Gradients that each step makes anew are there only if that many activations are in flight again
+    later; at its end they are there alone, unless its only backward made them. An estimate, to
+    order layouts by, takes all steps with several microbatches for long ones.
     """
     sharded, of_sharded = space.distinct(SHARDING)
     run, of_run = space.distinct(_RUNNING)
