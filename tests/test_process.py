@@ -16,7 +16,7 @@ assert gc.get_threshold() != usual
 from fivefold.train.launch import init_process_group, launch_local
 
 def rank(env):
-    import os, sys
+    import os, sys, torch
     assert "torch._dynamo" in sys.modules, "each rank would import it by itself"
     before = os.listdir("/proc/self/task") if sys.platform == "linux" else []
     init_process_group(env, "cpu")
@@ -26,6 +26,7 @@ def rank(env):
         assert of_gloo
         policies = {os.sched_getscheduler(int(thread)) for thread in (*of_gloo, os.getpid())}
         assert policies == {os.SCHED_BATCH}
+    torch.distributed.barrier()  # the other may still connect
 
 process.leave(launch_local(rank, 2))
 """
