@@ -35,7 +35,7 @@ class Running:
         routed: known rows of the layer's experts per microbatch; None: expected rows.
         imbalance: tokens of this rank's experts over an even share; used with expected rows only.
         fused_attention: whether attention never holds S x S scores, as is so in Fivefold.
-        others: whether another framework runs it, whose dropout keeps a byte per value.
+        others: whether another framework runs it: dropout keeps a byte per value, losses more.
         whole_logits: whether every tensor-parallel rank holds the logits of the whole vocabulary.
         narrow_loss: whether an unfused loss works in the compute dtype, on tensors of its own.
         memory: settings of recomputation, offloading and fusion.

@@ -123,9 +123,9 @@ def buffers(layout: Layout, stage: StageParts, running: Running) -> tuple[float,
         between = 2 * element * model.hidden_size / running.token_parts
     if grid.cp > 1 and stage.layers:
         keys = element * (model.k_size + model.v_size) / running.tensor_parallel
-        gathers = "all_gather" in layout.config.parallel.cp_comm_type
+        whole = "all_gather" in layout.config.parallel.cp_comm_type
         # A ring holds the current block and the arriving one, and the gradients of both.
-        inside += keys * (2 * grid.cp if gathers else 4)
+        inside += keys * (2 * grid.cp if whole else 4)
     if grid.ep > 1 and any(layer_kind(model, layer).experts for layer in stage.layers):
         rows = running.rows_of_one(model.moe_router_topk)
         inside += 2 * element * model.hidden_size * rows

@@ -5,7 +5,7 @@ All sizes are bytes on one device; what is kept between forward and backward is 
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -80,21 +80,19 @@ def stage_bytes(
     kept = tokens * (whole.kept + total(ends).kept)
     messages, inside = buffers(layout, stage, running)
     copies = Copies.of(layout, stage, policy)
+    largest = tokens * max((layer.kept for layer in layers), default=0.0)
     forward = ActPoint(
         "forward",
         working=moving,
         communication=inside,
         resharded=copies.but("ends", "rest", "experts", "beside", "message"),
     )
-    forwards = [replace(forward, loss=-tokens * loss.kept)]
-    if stage.head:
-        working = tokens * loss.remade + moving
-        loss_point = ActPoint("the loss", working=working, communication=messages)
-        forwards.append(replace(loss_point, resharded=copies.but("ends", "message")))
-    largest = max((layer.kept for layer in layers), default=0.0)
+    busy = [ActPoint("the loss", working=tokens * loss.remade + moving)] if stage.head else []
+    further = [replace(p, resharded=copies.but("ends", "message")) for p in busy]
     if policy.splits_copy:
-        before = ActPoint("", -tokens * largest, -tokens * loss.kept, communication=messages)
-        forwards += gathers(copies, before)
+        further += gathers(copies, ActPoint("", -largest, -tokens * loss.kept))
+    further = [replace(point, communication=messages) for point in further]
+    forwards = [replace(forward, loss=-tokens * loss.kept), *further]
     hidden = running.element_bytes * model.hidden_size / running.token_parts
     end = ActPoint("the end", -kept, -tokens * loss.kept, waiting=waiting, communication=messages)
 
@@ -105,15 +103,15 @@ def stage_bytes(
             replace(point, working=point.working + _coming_back(point, moving, len(layers)))
             for point in backwards
         ]
+        put_aside = partial(_put_aside, of_head=of_head, read=read, layers=len(layers))
         only_dx = [
-            replace(
-                point, gradients=0.0, made=0.0, waiting=_put_aside(point, of_head, read, layers)
-            )
-            for point in moved
+            replace(point, gradients=0.0, made=0.0, waiting=put_aside(point)) for point in moved
         ]
         deferred = [
-            replace(
-                _of_weights(point),
+            ActPoint(
+                "weight gradients",
+                gradients=point.gradients,
+                made=point.made,
                 waiting=-_run(stage, point, waiting, read, len(layers)),
                 communication=messages,
                 # Weight gradients need no weights: ZeRO-3 has freed what the backward gathered.
@@ -130,8 +128,8 @@ def stage_bytes(
         ):
             points[kind, *of_step] = tuple(found)
     passing = (
-        replace(forward, working=moving + tokens * largest),
-        *(replace(p, working=p.working + tokens * loss.kept) for p in forwards[1:]),
+        replace(forward, working=moving + largest),
+        *(replace(point, working=point.working + tokens * loss.kept) for point in further),
     )
     return StageBytes(
         kept=kept,
@@ -153,15 +151,10 @@ def _coming_back(point: ActPoint, moving: float, layers: int) -> float:
     return moving * max(left, 0) / 2
 
 
-def _put_aside(point: ActPoint, of_head: float, read: float, layers: Sequence[Saved]) -> float:
+def _put_aside(point: ActPoint, of_head: float, read: float, layers: int) -> float:
     """Bytes that weight gradients to come keep at a point of B: after the loss those of the output
     layer, then those of each layer that is over."""
-    return of_head * (point.loss < 0) + read * point.over / max(len(layers), 1)
-
-
-def _of_weights(point: ActPoint) -> ActPoint:
-    """What there is of a point of a backward where only weight gradients are computed."""
-    return ActPoint("weight gradients", gradients=point.gradients, made=point.made)
+    return of_head * (point.loss < 0) + read * point.over / max(layers, 1)
 
 
 def _run(stage: StageParts, point: ActPoint, waiting: float, read: float, layers: int) -> float:
