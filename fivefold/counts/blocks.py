@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 
 from fivefold.config.model import ModelConfig
@@ -34,18 +34,24 @@ class GatheredBlock:
     linears: int
     count: int = 1
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Elements of one block."""
         return sum(map(prod, (*self.dense, *self.experts)))
 
     def parts(self, policy: StatePolicy) -> tuple["GatheredBlock", "GatheredBlock"]:
         """What of it is gathered together, in the order of a backward: experts, and the rest."""
-        if not policy.experts_apart:
-            return replace(self, dense=(), experts=(), narrow=(0, 0)), self
+        return self._apart if policy.experts_apart else self._together
+
+    @cached_property
+    def _apart(self) -> tuple["GatheredBlock", "GatheredBlock"]:
         dense, experts = self.narrow
         apart = replace(self, dense=(), narrow=(0, experts))
         return apart, replace(self, experts=(), narrow=(dense, 0))
+
+    @cached_property
+    def _together(self) -> tuple["GatheredBlock", "GatheredBlock"]:
+        return replace(self, dense=(), experts=(), narrow=(0, 0)), self
 
     def copied(self, policy: StatePolicy) -> float:
         """Bytes of a copy of one block to compute with."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from math import prod
 
@@ -258,11 +258,11 @@ class _Shard:
 
     def held(self, block: GatheredBlock) -> int:
         """Elements of one block that the rank keeps."""
-        return sum(size for _, size in self._parts(block))
+        return _elements(self, block)
 
     def beyond(self, block: GatheredBlock, policy: StatePolicy) -> float:
         """Bytes of a block's moments in 8 bits that are more than `policy.moments` says."""
-        return sum(beyond(shape, size, policy) for shape, size in self._parts(block))
+        return sum(beyond(shape, size, policy) for shape, size in self.parts(block))
 
     def beyond_of_room(
         self, blocks: Collection[GatheredBlock], policy: StatePolicy, elements: int
@@ -270,19 +270,25 @@ class _Shard:
         """The same of a room through which the state of some blocks passes."""
         if not (blocks and policy.eight_bit):
             return 0.0
-        pairs = [part for block in blocks for part in self._parts(block)]
+        pairs = [part for block in blocks for part in self.parts(block)]
         vectors = room_for(elements, ((size, size * (len(shape) == 1)) for shape, size in pairs))
         numbers = room_for(elements, ((size, size * (len(shape) > 1)) for shape, size in pairs))
         scales = room_for(elements, ((size, _moment_scales(shape, size)) for shape, size in pairs))
         room = numbers + scales + policy.wide * vectors
         return policy.eight_bit * (room - elements * (1 + 1 / BLOCK))
 
-    def _parts(self, block: GatheredBlock) -> Iterator[tuple[tuple[int, ...], int]]:
+    def parts(self, block: GatheredBlock) -> Iterator[tuple[tuple[int, ...], int]]:
         """The shape of each parameter of a block, and the elements that the rank keeps."""
         for shape in block.dense:
             yield shape, held(shape, self.shards, self.shard)
         for shape in block.experts:
             yield shape, held_of_experts(shape, self.expert_shards, self.expert_shard)
+
+
+@lru_cache(maxsize=4096)
+def _elements(at: _Shard, block: GatheredBlock) -> int:
+    """As `_Shard.held` has it: a search asks often, and for few."""
+    return sum(size for _, size in at.parts(block))
 
 
 def beyond(shape: tuple[int, ...], size: int, policy: StatePolicy) -> float:

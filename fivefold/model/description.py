@@ -6,7 +6,7 @@ This is the one place that knows which layers a model has. Names are those of th
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
@@ -80,7 +80,7 @@ class Layer:
         """The first projection into the inner features of the MLP or experts."""
         return self.mlp_inputs[0]
 
-    @property
+    @cached_property
     def mlp_inputs(self) -> tuple[ColumnLinear | ExpertsIn, ...]:
         """All projections into inner features, including those of shared experts."""
         return tuple(op for op in self.mlp if isinstance(op, ColumnLinear | ExpertsIn))
@@ -93,22 +93,22 @@ class Layer:
         again = kinds | RowLinear if isinstance(self.operations[-2], Rescaled) else kinds
         return tuple(op for op in self.mlp if isinstance(op, again))
 
-    @property
+    @cached_property
     def after_mlp_input(self) -> tuple[Operation, ...]:
         """The operations after the first projection into inner features."""
         return self.operations[self.operations.index(self.mlp_input) + 1 :]
 
-    @property
+    @cached_property
     def attention(self) -> tuple[Operation, ...]:
         """The operations up to and including the attention residual sum."""
         return self.operations[: self._middle]
 
-    @property
+    @cached_property
     def mlp(self) -> tuple[Operation, ...]:
         """The operations after the attention residual sum."""
         return self.operations[self._middle :]
 
-    @property
+    @cached_property
     def _middle(self) -> int:
         return next(n for n, op in enumerate(self.operations, 1) if isinstance(op, Residual))
 

@@ -251,13 +251,10 @@ def _rank_peak(
 
 def _worst_points(running: Acts, sizes: list[StageBytes]) -> list[ActPoint]:
     """The point of highest memory within each of the running actions."""
-    found = []
-    for doing in running:
-        size = sizes[doing.stage % len(sizes)]
-        at = doing.kind, doing.first, doing.last
-        points = size.passing if doing.light else size.points[at]
-        found.append(max(points, key=lambda point: point.size))
-    return found
+    return [
+        sizes[doing.stage % len(sizes)].worst(doing.kind, doing.light, doing.first, doing.last)
+        for doing in running
+    ]
 
 
 def _held(found: Moments, own: list[StageBytes]) -> dict[str, NDArray[np.float64]]:

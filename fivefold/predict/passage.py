@@ -94,13 +94,13 @@ class Passage:
     def _made(self, done: tuple[GatheredBlock, ...]) -> float:
         """Bytes of gradients that are there now and were not before; negative if they are less."""
         policy = self.policy
-        if not policy.remade:
+        if not policy.remade or (policy.splits_gradient and not self.first):
             return 0.0
-        whole = policy.gradient * sum(block.count * block.size for block in done)
-        shard = partial(first_shard, self.layout)
-        shards = policy.gradient * sum(block.count * shard(block) for block in done)
-        now = shards if self.reduces and policy.splits_optimizer else whole
-        return now if self.first else now - whole if not policy.splits_gradient else 0.0
+        whole = now = policy.gradient * sum(block.count * block.size for block in done)
+        if self.reduces and policy.splits_optimizer:
+            shard = partial(first_shard, self.layout)
+            now = policy.gradient * sum(block.count * shard(block) for block in done)
+        return now if self.first else now - whole
 
     def _resharded(self, done: tuple[GatheredBlock, ...]) -> float:
         """Bytes of permanent copies, negative, that are no longer needed in the step."""

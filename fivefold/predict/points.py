@@ -1,9 +1,8 @@
 """Points of time within a pipeline action; sizes are bytes on one device."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 from fivefold.layout import Layout
 from fivefold.model.activations import Saved
@@ -14,8 +13,7 @@ from fivefold.model.shape import StageParts
 from fivefold.predict.passage import Copies
 
 
-@dataclass(frozen=True)
-class ActPoint:
+class ActPoint(NamedTuple):
     """A point of time within a pipeline action, in bytes relative to the action's start.
 
     Attributes:
@@ -47,7 +45,7 @@ class ActPoint:
     done: bool = False
     resharded: float = 0.0
 
-    @cached_property
+    @property
     def size(self) -> float:
         """The sum of all parts, in bytes."""
         freed = self.activations + self.loss + self.resharded
@@ -61,12 +59,12 @@ def gathers(copies: Copies, start: ActPoint) -> Iterator[ActPoint]:
 
     `start`: what there is before.
     """
-    yield replace(start, where="the gather of the ends", resharded=copies.but("ends", "ends"))
+    yield start._replace(where="the gather of the ends", resharded=copies.but("ends", "ends"))
     where, layer = "the gather of the last layer", ("rest", "experts", "message")
-    yield replace(start, where=where, resharded=copies.but("ends", *layer))
+    yield start._replace(where=where, resharded=copies.but("ends", *layer))
     if copies.unpacked:
         held = copies.but("ends", *(("rest",) if copies.experts else ()))
-        yield replace(start, where=where, working=copies.unpacked, resharded=held)
+        yield start._replace(where=where, working=copies.unpacked, resharded=held)
 
 
 def deferred_bytes(operations: Iterable[Operation], running: Running) -> float:

@@ -5,9 +5,9 @@ All sizes are bytes on one device; what is kept between forward and backward is 
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
 
 from fivefold.config.model import ModelConfig
 from fivefold.counts.policy import StatePolicy
@@ -27,9 +27,10 @@ from fivefold.model.description import LayerKind, describe, layer_kind
 from fivefold.model.running import Running
 from fivefold.model.shape import StageParts, WholeModel
 from fivefold.pipeline.ir import Kind
-from fivefold.predict.backward_memory import points_of_step
-from fivefold.predict.passage import Copies, all_layers
-from fivefold.predict.points import ActPoint, buffers, deferred_bytes, gathers
+from fivefold.predict.backward_memory import backward_points
+from fivefold.predict.passage import all_layers
+from fivefold.predict.points import ActPoint, deferred_bytes, gathers
+from fivefold.predict.route import Route
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class StageBytes:
         moved: activations offloaded to host memory between forward and backward.
         gradients: weight gradients, which each step makes anew; 0 if it does not.
         gathered: copies of weights that are gathered to compute, at most.
-        points: candidates for the point of highest memory, for each kind of action, and whether
-            it is the first and the last that computes weight gradients, which are then reduced.
-        passing: the same of a forward that keeps only its input.
+        worst: the point of highest memory of an action of a kind, in the order of `Doing`: whether
+            it is a forward that keeps only its input, and whether it is the first and the last
+            that computes weight gradients, which are then reduced.
     """
 
     kept: float
@@ -56,113 +57,179 @@ class StageBytes:
     moved: float
     gradients: float
     gathered: float
-    points: Mapping[tuple[Kind, bool, bool], tuple[ActPoint, ...]]
-    passing: tuple[ActPoint, ...]
+    worst: Callable[[Kind, bool, bool, bool], ActPoint]
 
 
 def stage_bytes(
     layout: Layout, stage: StageParts, running: Running, policy: StatePolicy
 ) -> StageBytes:
     """The memory of one microbatch in a stage, given how that stage runs."""
-    model, training = layout.config.model, layout.config.training
-    tokens = training.micro_batch_size * training.seq_length / layout.grid.cp
+    model = layout.config.model
     layers = _saved_by_layer(layout, stage, running)
     ends: list[Saved] = list(embedding_bytes(model, running).values()) if stage.embedding else []
     ends += prediction_bytes(model, stage, running).values()
     ends += entry_bytes(model, stage, running).values()
-    loss = total(loss_bytes(model, running)) if stage.head else Saved()
     whole = total(layers)
     kinds = Counter(layer_kind(model, layer) for layer in all_layers(layout, stage))
+    route = Route(layout, stage, running, policy, tuple(layers))
+    tokens = route.tokens
     read = tokens * sum(n * waiting_bytes(model, running, kind) for kind, n in kinds.items())
     waiting = read + tokens * deferred_by_ends(model, stage, running)
-    of_head = tokens * deferred_by_ends(model, WholeModel((), False, stage.head), running)
-    moving = 2 * tokens * max((saved.offloaded for saved in layers), default=0.0)
     kept = tokens * (whole.kept + total(ends).kept)
-    messages, inside = buffers(layout, stage, running)
-    copies = Copies.of(layout, stage, policy)
-    largest = tokens * max((layer.kept for layer in layers), default=0.0)
-    forward = ActPoint(
-        "forward",
-        working=moving,
-        communication=inside,
-        resharded=copies.but("ends", "rest", "experts", "beside", "message"),
-    )
-    busy = [ActPoint("the loss", working=tokens * loss.remade + moving)] if stage.head else []
-    further = [replace(p, resharded=copies.but("ends", "message")) for p in busy]
-    if policy.splits_copy:
-        further += gathers(copies, ActPoint("", -largest, -tokens * loss.kept))
-    further = [replace(point, communication=messages) for point in further]
-    forwards = [replace(forward, loss=-tokens * loss.kept), *further]
     hidden = running.element_bytes * model.hidden_size / running.token_parts
-    end = ActPoint("the end", -kept, -tokens * loss.kept, waiting=waiting, communication=messages)
-
-    points: dict[tuple[Kind, bool, bool], tuple[ActPoint, ...]] = {}
-    each = partial(points_of_step, layout, stage, running, policy, layers)
-    for (of_step, backwards), (_, of_weights) in zip(each(), each(deferred=True), strict=True):
-        moved = [
-            replace(point, working=point.working + _coming_back(point, moving, len(layers)))
-            for point in backwards
-        ]
-        put_aside = partial(_put_aside, of_head=of_head, read=read, layers=len(layers))
-        only_dx = [
-            replace(point, gradients=0.0, made=0.0, waiting=put_aside(point)) for point in moved
-        ]
-        deferred = [
-            ActPoint(
-                "weight gradients",
-                gradients=point.gradients,
-                made=point.made,
-                waiting=-_run(stage, point, waiting, read, len(layers)),
-                communication=messages,
-                # Weight gradients need no weights: ZeRO-3 has freed what the backward gathered.
-                resharded=copies.but() or point.resharded,
-            )
-            for point in of_weights
-        ]
-        for kind, found in (
-            (Kind.F, forwards),
-            (Kind.R, [ActPoint("recomputation", communication=inside)]),
-            (Kind.BW, moved),
-            (Kind.B, [*only_dx, end]),
-            (Kind.W, deferred),
-        ):
-            points[kind, *of_step] = tuple(found)
-    passing = (
-        replace(forward, working=moving + largest),
-        *(replace(point, working=point.working + tokens * loss.kept) for point in further),
-    )
     return StageBytes(
         kept=kept,
-        loss=tokens * loss.kept,
+        loss=-route.gone,
         entry=0.0 if stage.embedding else tokens * hidden,
         waiting=waiting,
         moved=tokens * whole.offloaded,
         gradients=stage_gradients(layout, stage, policy) if policy.remade else 0.0,
         gathered=gathered_bytes(layout, stage, policy) if policy.splits_copy else 0.0,
-        points=points,
-        passing=passing,
+        worst=_Actions(route, kept, read, waiting).worst,
     )
 
 
-def _coming_back(point: ActPoint, moving: float, layers: int) -> float:
-    """Bytes of offloaded activations that are back at a point of a backward: those of the layer
-    that runs and of the one before, half of `moving` each."""
-    left = 0 if point.done else min(layers - point.over, 2)
-    return moving * max(left, 0) / 2
+@dataclass(frozen=True)
+class _Actions:
+    """The points at which memory may peak within the actions of a stage.
 
+    Attributes:
+        route: what they meet there.
+        kept: bytes of activations kept between forward and backward, without those of the loss.
+        read: bytes that deferred weight gradients of layers need.
+        waiting: bytes that all deferred ones need.
+    """
 
-def _put_aside(point: ActPoint, of_head: float, read: float, layers: int) -> float:
-    """Bytes that weight gradients to come keep at a point of B: after the loss those of the output
-    layer, then those of each layer that is over."""
-    return of_head * (point.loss < 0) + read * point.over / max(layers, 1)
+    route: Route
+    kept: float
+    read: float
+    waiting: float
 
+    def worst(self, kind: Kind, light: bool, first: bool, last: bool) -> ActPoint:
+        """As `StageBytes` has it."""
+        policy = self.route.policy
+        backward = kind not in (Kind.F, Kind.R)
+        alike = policy.splits_gradient and policy.splits_copy  # the last one, with all others
+        first = backward and first and policy.remade
+        last = backward and last and policy.reduces and not alike
+        return self._known(kind, light, first, last)
 
-def _run(stage: StageParts, point: ActPoint, waiting: float, read: float, layers: int) -> float:
-    """Bytes that deferred weight gradients have read and freed at a point of W: at the embedding
-    all, at the output layer its own, and else those of layers that are over."""
-    if point.done:
-        return waiting if stage.embedding else waiting - read
-    return read * point.over / max(layers, 1)
+    @cached_property
+    def _known(self) -> Callable[[Kind, bool, bool, bool], ActPoint]:
+        return cache(self._found)
+
+    def _found(self, kind: Kind, light: bool, first: bool, last: bool) -> ActPoint:
+        if kind is Kind.F:
+            points = self._passing if light else self._forwards
+        elif kind is Kind.R:
+            points = [ActPoint("recomputation", communication=self.route.messages[1])]
+        else:
+            of_kind = {Kind.BW: self._whole, Kind.B: self._only_dx, Kind.W: self._only_dw}
+            points = of_kind[kind](first, last)
+        return max(points, key=lambda point: point.size)
+
+    @cached_property
+    def _moving(self) -> float:
+        """Bytes of the activations of two layers that are on their way from or to the host."""
+        return (
+            2 * self.route.tokens * max((each.offloaded for each in self.route.layers), default=0.0)
+        )
+
+    @cached_property
+    def _largest(self) -> float:
+        """Bytes of activations of the layer that keeps most."""
+        return max(self.route.kept, default=0.0)
+
+    @cached_property
+    def _forward(self) -> ActPoint:
+        """The layers of a forward."""
+        copies = self.route.copies
+        return ActPoint(
+            "forward",
+            working=self._moving,
+            communication=self.route.messages[1],
+            resharded=copies.but("ends", "rest", "experts", "beside", "message"),
+        )
+
+    @cached_property
+    def _further(self) -> list[ActPoint]:
+        """The loss, and where a forward has just gathered."""
+        route, points = self.route, []
+        if route.stage.head:
+            loss = total(loss_bytes(route.layout.config.model, route.running))
+            working = route.tokens * loss.remade + self._moving
+            gathered = route.copies.but("ends", "message")
+            points.append(ActPoint("the loss", working=working, resharded=gathered))
+        if route.policy.splits_copy:
+            points += gathers(route.copies, ActPoint("", -self._largest, route.gone))
+        return [point._replace(communication=route.messages[0]) for point in points]
+
+    @property
+    def _forwards(self) -> list[ActPoint]:
+        return [self._forward._replace(loss=self.route.gone), *self._further]
+
+    @property
+    def _passing(self) -> list[ActPoint]:
+        """Those of a forward that keeps only its input."""
+        loss = -self.route.gone
+        further = [point._replace(working=point.working + loss) for point in self._further]
+        return [self._forward._replace(working=self._moving + self._largest), *further]
+
+    def _whole(self, first: bool, last: bool) -> list[ActPoint]:
+        return [
+            point._replace(working=point.working + self._coming_back(point))
+            for point in backward_points(self.route, first=first, last=last, deferred=False)
+        ]
+
+    def _only_dx(self, first: bool, last: bool) -> list[ActPoint]:
+        route = self.route
+        end = ActPoint("the end", -self.kept, route.gone, waiting=self.waiting)
+        return [
+            *(
+                point._replace(gradients=0.0, made=0.0, waiting=self._put_aside(point))
+                for point in self._whole(first, last)
+            ),
+            end._replace(communication=route.messages[0]),
+        ]
+
+    def _only_dw(self, first: bool, last: bool) -> list[ActPoint]:
+        return [
+            ActPoint(
+                "weight gradients",
+                gradients=point.gradients,
+                made=point.made,
+                waiting=-self._run(point),
+                communication=self.route.messages[0],
+                # Weight gradients need no weights: ZeRO-3 has freed what the backward gathered.
+                resharded=self.route.copies.but() or point.resharded,
+            )
+            for point in backward_points(self.route, first=first, last=last, deferred=True)
+        ]
+
+    def _coming_back(self, point: ActPoint) -> float:
+        """Bytes of offloaded activations that are back at a point of a backward: those of the layer
+        that runs and of the one before, half of what moves each."""
+        left = 0 if point.done else min(len(self.route.layers) - point.over, 2)
+        return self._moving * max(left, 0) / 2
+
+    def _put_aside(self, point: ActPoint) -> float:
+        """Bytes that weight gradients to come keep at a point of B: after the loss those of the
+        output layer, then those of each layer that is over."""
+        route = self.route
+        head = WholeModel((), False, route.stage.head)
+        of_head = deferred_by_ends(route.layout.config.model, head, route.running)
+        return route.tokens * of_head * (point.loss < 0) + self._of_layers(point)
+
+    def _run(self, point: ActPoint) -> float:
+        """Bytes that deferred weight gradients have read and freed at a point of W: all at the
+        embedding, its own at the output layer, and else those of layers that are over."""
+        if point.done:
+            return self.waiting if self.route.stage.embedding else self.waiting - self.read
+        return self._of_layers(point)
+
+    def _of_layers(self, point: ActPoint) -> float:
+        """Bytes that deferred weight gradients need of the layers that are over at a point."""
+        return self.read * point.over / max(len(self.route.layers), 1)
 
 
 def _saved_by_layer(layout: Layout, stage: StageParts, running: Running) -> list[Saved]:

@@ -1,0 +1,116 @@
+"""What a backward meets in a stage of the pipeline; sizes are bytes on one device."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fivefold.counts.blocks import GatheredBlock, layer_block, stage_blocks
+from fivefold.counts.policy import StatePolicy
+from fivefold.layout import Layout
+from fivefold.model.activations import Saved, loss_bytes, saved_activations, total
+from fivefold.model.description import Layer, LayerKind, describe, layer_kind
+from fivefold.model.operations import Operation
+from fivefold.model.running import Running
+from fivefold.model.shape import StageParts
+from fivefold.predict.passage import Copies, all_layers
+from fivefold.predict.points import buffers
+
+
+@dataclass(frozen=True)
+class Route:
+    """What a backward meets in a stage.
+
+    Attributes:
+        layout: layout of the stage.
+        stage: the stage.
+        running: how its layers run.
+        policy: the framework's policy for model state.
+        layers: bytes per token of each of them.
+    """
+
+    layout: Layout
+    stage: StageParts
+    running: Running
+    policy: StatePolicy
+    layers: tuple[Saved, ...]
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """The layers of the stage."""
+        return all_layers(self.layout, self.stage)
+
+    @cached_property
+    def tokens(self) -> float:
+        """Tokens of a microbatch on this rank."""
+        training = self.layout.config.training
+        return training.micro_batch_size * training.seq_length / self.layout.grid.cp
+
+    @cached_property
+    def kept(self) -> tuple[float, ...]:
+        """Bytes of activations of each layer."""
+        return tuple(self.tokens * layer.kept for layer in self.layers)
+
+    @cached_property
+    def gone(self) -> float:
+        """Bytes of the loss, negative."""
+        loss = loss_bytes(self.layout.config.model, self.running) if self.stage.head else {}
+        return -self.tokens * total(loss).kept
+
+    @cached_property
+    def messages(self) -> tuple[float, float]:
+        """Bytes of messages between stages, and the same with those of a layer."""
+        return buffers(self.layout, self.stage, self.running)
+
+    @cached_property
+    def vocabulary(self) -> float:
+        """Trained elements of the output layer, or of an embedding that ranks split."""
+        model = self.layout.config.model
+        entries = model.padded_vocab_size / self.layout.grid.tp
+        return model.trains_all * entries * model.hidden_size
+
+    @cached_property
+    def blocks(self) -> tuple[GatheredBlock, ...]:
+        """What is trained: the ends of the stage, then its layers, each kind with their number."""
+        whole = self.policy.whole_embedding
+        return stage_blocks(self.layout, self.stage, trained=True, whole_embedding=whole)
+
+    @cached_property
+    def copies(self) -> Copies:
+        """What is gathered to compute with."""
+        return Copies.of(self.layout, self.stage, self.policy)
+
+    @cached_property
+    def parts(self) -> tuple[tuple[GatheredBlock, GatheredBlock], ...]:
+        """The experts of each layer of the stage, and the rest of it, as far as it is trained."""
+        model = self.layout.config.model
+        known: dict[LayerKind, tuple[GatheredBlock, GatheredBlock]] = {}
+        kinds = [layer_kind(model, number) for number in self.numbers]
+        for kind, number in zip(kinds, self.numbers, strict=True):
+            if kind not in known:
+                known[kind] = layer_block(self.layout, number, trained=True).parts(self.policy)
+        return tuple(known[kind] for kind in kinds)
+
+    @cached_property
+    def largest(self) -> int:
+        """Place of the layer, the first of those, of which most is trained together."""
+        sizes = [max(part.size for part in parts) for parts in self.parts]
+        return sizes.index(max(sizes))
+
+    def other_than(self, place: int) -> tuple[GatheredBlock, ...]:
+        """What is trained of all layers but one."""
+        own = layer_block(self.layout, self.numbers[place], trained=True)
+        return *self.blocks[1:], replace(own, count=-1)
+
+    def described(self, place: int) -> Layer:
+        """The operations of a layer of the stage."""
+        model = self.layout.config.model
+        return describe(model, layer_kind(model, self.numbers[place]))
+
+    def freed(self, place: int, operations: Iterable[Operation]) -> float:
+        """Bytes that a layer of the stage has kept, or has back, for these operations."""
+        model, number = self.layout.config.model, self.numbers[place]
+        position = place if number < model.num_layers else 0
+        saved = saved_activations(model, number, self.running, position=position)
+        names = {item.name for op in operations for item in op.kept(self.running)}
+        items = (item for name, item in saved.items() if name in names)
+        return self.tokens * sum(item.kept + item.remade + item.offloaded for item in items)
