@@ -6,18 +6,10 @@ from functools import cached_property
 
 from fivefold.counts.blocks import GatheredBlock
 from fivefold.model.activations import loss_bytes, loss_gradient_bytes, total
-from fivefold.model.description import Layer
-from fivefold.model.expert_operations import ExpertsIn
-from fivefold.model.operations import Activation
 from fivefold.predict.passage import Change, Passage
 from fivefold.predict.points import (
     ActPoint,
-    deferred_bytes,
-    first_linear,
     gathers,
-    last_linears,
-    remade_at_once,
-    tiled_sums,
 )
 from fivefold.predict.route import Route
 
@@ -132,27 +124,17 @@ class _Walk:
         """In the last layer, where a gated MLP's gradients and weight gradient meet; at the end of
         its experts and at its own, where all their weight gradients are there; in the layer before,
         beside their message; and at the end of the largest, when all others are done."""
-        route = self.route
-        layout, passage, policy = route.layout, self.passage, route.policy
-        running, last = route.running, len(route.numbers) - 1
-        layer = route.described(last)
-        working = route.tokens * layer.mlp_input.working(running)
-        working *= running.share_at_once(layer.mlp_input.rerun_by)
-        point = ActPoint(
-            "the last layer",
-            activations=-route.freed(last, layer.after_mlp_input),
-            loss=route.gone,
-            remade=route.tokens * remade_at_once(running, route.layers),
-            working=working + tiled_sums(layout, layer, running),
-            gradients=self._waiting + first_linear(layout, layer) * self._fresh,
-            communication=route.messages[1],
-            resharded=route.copies.but("ends", "experts", "rest", "beside"),
+        route, passage = self.route, self.passage
+        last = len(route.numbers) - 1
+        sizes = (route.inward, route.outward)
+        point, activated = (
+            each._replace(gradients=self._waiting + size * self._fresh)
+            for each, size in zip(route.last_layer, sizes, strict=True)
         )
-        activated = self._activation(point, layer)
         yield from (point, activated)
         if last:
             yield self._in_first(activated)
-        if not policy.reduces:
+        if not route.policy.reduces:
             return
         yield from self._end_of(last, point)
         if passage.reduces and last:
@@ -168,23 +150,6 @@ class _Walk:
         largest = route.largest
         if largest < last and (passage.reduces or passage.first):
             yield from self._end_of(largest, point, *route.other_than(largest))
-
-    def _activation(self, point: ActPoint, layer: Layer) -> ActPoint:
-        """Where the activation of the last layer has made the gradients of its inputs."""
-        route = self.route
-        running = route.running
-        after = layer.after_mlp_input
-        place = next(n for n, each in enumerate(after) if isinstance(each, Activation))
-        activation = after[place]
-        assert isinstance(activation, Activation)
-        around = running.element_bytes * layer.mlp_input.inputs / running.token_parts
-        inner = activation.working(running) * running.share_at_once(layer.mlp_input.rerun_by)
-        return point._replace(
-            where="the activation of the last layer",
-            activations=-route.freed(len(route.numbers) - 1, after[place + 1 :]),
-            working=route.tokens * (around + inner),
-            gradients=self._waiting + last_linears(route.layout, layer) * self._fresh,
-        )
 
     def _in_first(self, point: ActPoint) -> ActPoint:
         """Such a point of the last layer in the first one, which is taken to be like it."""
@@ -204,19 +169,17 @@ class _Walk:
         `point`: that within the last layer.
         """
         route = self.route
-        passage, layer = self.passage, route.described(place)
+        passage = self.passage
         name = "the last layer" if place == len(route.numbers) - 1 else "the largest layer"
         before, behind = ("beside",) if place else (), sum(route.kept[place + 1 :])
         point = point._replace(working=0.0, over=len(route.numbers) - place - 1)
         experts, rest = route.parts[place]
-        if experts.size and isinstance(layer.mlp_input, ExpertsIn):
-            inner = route.freed(place, (*layer.after_mlp_input, *layer.mlp_inputs))
-            activations = -behind - inner
-            inside = point._replace(where=f"the experts of {name}", activations=activations)
-            share = deferred_bytes(layer.mlp, route.running)
-            share /= deferred_bytes(layer.operations, route.running) or 1.0
-            rows = route.tokens * layer.mlp_input.of_rows(route.running)
-            inside = inside._replace(working=rows, over=point.over + share)
+        if experts.size and (inner := route.in_experts(place)):
+            inside = inner._replace(
+                where=f"the experts of {name}",
+                activations=inner.activations - behind,
+                over=point.over + inner.over,
+            )
             gathered = route.copies.but("ends", "rest", *before)
             yield self._ended(inside, passage.end_of(experts, *done), gathered)
             done = (*done, experts)

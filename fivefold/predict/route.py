@@ -1,19 +1,28 @@
 """What a backward meets in a stage of the pipeline; sizes are bytes on one device."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from fivefold.counts.blocks import GatheredBlock, layer_block, stage_blocks
 from fivefold.counts.policy import StatePolicy
 from fivefold.layout import Layout
 from fivefold.model.activations import Saved, loss_bytes, saved_activations, total
 from fivefold.model.description import Layer, LayerKind, describe, layer_kind
-from fivefold.model.operations import Operation
+from fivefold.model.expert_operations import ExpertsIn
+from fivefold.model.operations import Activation, Operation
 from fivefold.model.running import Running
 from fivefold.model.shape import StageParts
 from fivefold.predict.passage import Copies, all_layers
-from fivefold.predict.points import buffers
+from fivefold.predict.points import (
+    ActPoint,
+    buffers,
+    deferred_bytes,
+    first_linear,
+    last_linears,
+    remade_at_once,
+    tiled_sums,
+)
 
 
 @dataclass(frozen=True)
@@ -101,12 +110,69 @@ class Route:
         own = layer_block(self.layout, self.numbers[place], trained=True)
         return *self.blocks[1:], replace(own, count=-1)
 
-    def described(self, place: int) -> Layer:
+    @cached_property
+    def last_layer(self) -> tuple[ActPoint, ActPoint]:
+        """Within the last layer: where a gated MLP's gradients meet the first of its new weight
+        gradients, and where its activation has made the gradients of its inputs.
+
+        Both without new weight gradients, which are of `inward` and of `outward`.
+        """
+        running, place, layer = self.running, len(self.numbers) - 1, self._described(-1)
+        inputs, after = layer.mlp_input, layer.after_mlp_input
+        at, activation = next((n, op) for n, op in enumerate(after) if isinstance(op, Activation))
+        share = running.share_at_once(inputs.rerun_by)
+        working = self.tokens * inputs.working(running) * share
+        point = ActPoint(
+            "the last layer",
+            activations=-self._freed(place, after),
+            loss=self.gone,
+            remade=self.tokens * remade_at_once(running, self.layers),
+            working=working + tiled_sums(self.layout, layer, running),
+            communication=self.messages[1],
+            resharded=self.copies.but("ends", "experts", "rest", "beside"),
+        )
+        around = running.element_bytes * inputs.inputs / running.token_parts
+        activated = point._replace(
+            where="the activation of the last layer",
+            activations=-self._freed(place, after[at + 1 :]),
+            working=self.tokens * (around + activation.working(running) * share),
+        )
+        return point, activated
+
+    @cached_property
+    def inward(self) -> float:
+        """Trained elements of a projection into the inner features of the last layer's MLP."""
+        return first_linear(self.layout, self._described(-1))
+
+    @cached_property
+    def outward(self) -> float:
+        """Trained elements of the projections out of them."""
+        return last_linears(self.layout, self._described(-1))
+
+    @cached_property
+    def in_experts(self) -> Callable[[int], ActPoint | None]:
+        """Of a layer of the stage: the end of its experts, as if it were the last; None if it has
+        none."""
+        return cache(self._in_experts)
+
+    def _in_experts(self, place: int) -> ActPoint | None:
+        running, layer = self.running, self._described(place)
+        if not isinstance(layer.mlp_input, ExpertsIn):
+            return None
+        share = deferred_bytes(layer.mlp, running)
+        share /= deferred_bytes(layer.operations, running) or 1.0
+        return self.last_layer[0]._replace(
+            activations=-self._freed(place, (*layer.after_mlp_input, *layer.mlp_inputs)),
+            working=self.tokens * layer.mlp_input.of_rows(running),
+            over=share,
+        )
+
+    def _described(self, place: int) -> Layer:
         """The operations of a layer of the stage."""
         model = self.layout.config.model
         return describe(model, layer_kind(model, self.numbers[place]))
 
-    def freed(self, place: int, operations: Iterable[Operation]) -> float:
+    def _freed(self, place: int, operations: Iterable[Operation]) -> float:
         """Bytes that a layer of the stage has kept, or has back, for these operations."""
         model, number = self.layout.config.model, self.numbers[place]
         position = place if number < model.num_layers else 0
