@@ -22,6 +22,11 @@ def in_few_bits(shape: tuple[int, ...]) -> bool:
     return len(shape) > 1
 
 
+def in_block(bits: int) -> float:
+    """Bytes of an element of so many bits in a block, with its part of the scale."""
+    return bits / 8 + SCALE_BYTES / BLOCK
+
+
 @dataclass(frozen=True)
 class UnitSizes:
     """Elements of a unit's parameters that one rank sends to one other.
@@ -66,17 +71,15 @@ class UnitSizes:
         return (self.blocks + self.wide - self.narrow) * element + self.narrow
 
 
-UNPACKING = 9.0
-"""Bytes per weight while a message is unpacked: itself, in fp32, in the compute type, and the copy
-of that."""
+UNPACKING = 5.0
+"""Bytes per weight while a gathered message becomes a layer's weights: itself, in the compute type,
+and the copy of that."""
 
 
 def reduction_buffers(parallel: ParallelConfig) -> float:
-    """Bytes per gradient that qgZ takes while it sends a layer's.
-
-    Two messages and the unpacked ones, whose integers and values in fp32 exist at the same time;
-    between ranks of a node also a copy in the order of the places in nodes.
-    """
+    """Bytes per gradient that qgZ takes while it sends a layer's: two messages, and the sum of a
+    node's in fp32."""
     if not parallel.zero_quantized_gradients:
         return 0.0
-    return 14.0 if parallel.zero_qgz_partition_size > 1 else 10.0
+    node = parallel.zero_qgz_partition_size
+    return 2 * in_block(GRADIENT_BITS) + (4 / node if node > 1 else 0)

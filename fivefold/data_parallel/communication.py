@@ -14,7 +14,6 @@ from fivefold.mesh.collectives import (
     group_size,
     start_all_gather,
     start_reduce_scatter,
-    sum_in_order,
 )
 
 
@@ -115,7 +114,7 @@ class NodeGather(_Buffers):
         if sent is None:
             sent, among = input_tensor, group
             if self.format is not None:
-                sent = self.format.pack(input_tensor.view(1, -1)).flatten()
+                sent = self.format.pack(input_tensor.view(1, 1, -1)).flatten()
         target = output_tensor if self.format is None else None
         gathering = start_all_gather(sent, among, target)
 
@@ -125,7 +124,7 @@ class NodeGather(_Buffers):
                 self.kept = gathered.view(self._node.size(), -1)[self._node.rank()].clone()
             if self.format is not None:
                 size = group.size()
-                self.format.unpack(gathered.view(size, -1), output_tensor.view(size, -1))
+                self.format.unpack(gathered.view(1, size, -1), output_tensor.view(size, -1))
             return output_tensor
 
         return _finish(Pending(gathering.works, finish), async_op)
@@ -165,21 +164,20 @@ class HierarchicalReduceScatter(_Buffers):
     ) -> None:
         """[P*n] -> [n] into `output_tensor`; `op` is a sum, as set in `fsdp.py`."""
         assert not async_op, "FSDP2 reduces on a stream of its own"
-        shares = input_tensor.view(group.size(), -1)
+        shares = input_tensor.view(group.size(), 1, -1)
         if self._inner is not None:
-            places = group_size(self._inner)
-            to_places = shares.unflatten(0, (-1, places)).transpose(0, 1).flatten(0, 1)
-            shares = self._exchanged(to_places, self._inner)
+            by_node = shares.view(-1, group_size(self._inner), shares.shape[2])
+            shares = self._exchanged(by_node.transpose(0, 1), self._inner)[:, None]
         output_tensor.copy_(self._exchanged(shares, self._outer or group).view(-1))
 
-    def _exchanged(self, x_RN: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Sum over a group: of [P*k, n], k rows for each rank in order, this rank's [k, n]."""
-        ranks = group.size()
-        sent = self.format.pack(x_RN).view(ranks, -1)
+    def _exchanged(self, x_PRN: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Sum over a group: of R rows for each of P ranks in order, this rank's [R, N]."""
+        ranks, rows, elements = x_PRN.shape
+        sent = self.format.pack(x_PRN).view(ranks, -1)
         received = torch.empty_like(sent)
         all_to_all(list(sent), list(received), group)
-        values = self.format.unpack(received.view(len(x_RN), -1), torch.empty_like(x_RN))
-        return sum_in_order(values.unflatten(0, (ranks, -1)).unbind())
+        total = x_PRN.new_empty(rows, elements)
+        return self.format.unpack(received.view(ranks, rows, -1), total)
 
 
 def _finish(pending: Pending, async_op: bool) -> _Waitable | None:

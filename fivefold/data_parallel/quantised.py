@@ -1,19 +1,27 @@
 """Messages of ZeRO++ (Wang et al., 2023): blocks of integers, each with a scale.
 
-Shapes: R messages, N elements of one, M bytes of one, B blocks of K elements.
+On a GPU, Triton kernels read and write each number once; elsewhere, and for fp64, PyTorch's
+operations do the same, bit by bit.
+
+Shapes: R messages, N elements of one, M bytes of one, B blocks of K elements; P messages that are
+added up. Runs are numbers of a message that lie side by side in it: [R, N] each.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.data_parallel.blocks import BLOCK, SCALE_BYTES, in_few_bits
+from fivefold.mesh.collectives import sum_in_order
+from fivefold.mesh.device import runs_triton
 
-_TINY = 1e-30  # least largest element that a scale is made for: zeros get a finite one, too
-_SIGN = 8  # added to 4-bit integers of -7 to 7, two of which share a byte
+TINY = 1e-30  # least largest element that a scale is made for: zeros get a finite one, too
+SIGN = 8  # added to 4-bit integers of -7 to 7, two of which share a byte
 _NIBBLE = 16
 _EXPONENT = 0x7F800000  # bits of an fp32
 
@@ -44,7 +52,7 @@ class Blocks:
         integers = (x_RBK / step_RB[..., None]).round_().clamp_(-most, most).to(torch.int8)
         integers = integers.flatten(1)
         if self.bits == 4:
-            low, high = (integers + _SIGN).view(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
+            low, high = (integers + SIGN).view(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
             integers = low + high * _NIBBLE
         return torch.cat((step_RB.view(torch.uint8), integers.view(torch.uint8)), 1)
 
@@ -54,11 +62,31 @@ class Blocks:
         steps, integers = sent_RM.split((SCALE_BYTES * blocks, self._bytes(blocks)), 1)
         if self.bits == 4:
             pairs = torch.stack((integers % _NIBBLE, integers // _NIBBLE), 2).flatten(1)
-            integers = pairs.view(torch.int8) - _SIGN
+            integers = pairs.view(torch.int8) - SIGN
         wide = torch.promote_types(dtype, torch.float32)
         values = integers.view(torch.int8).to(wide).unflatten(1, (blocks, self.size))
         step_RB = steps.clone(memory_format=torch.contiguous_format).view(torch.float32)
         return values.mul_(step_RB[..., None]).flatten(1)[:, :elements].to(dtype)
+
+    def pack_runs(self, runs: Sequence[Tensor], sent_RM: Tensor) -> None:
+        """Runs [A, B, N], R = A x B, as one message each."""
+        if not _by_kernels(runs[0]):
+            sent_RM.copy_(self.pack(_joined(runs)))
+            return
+        from fivefold.data_parallel import quantised_kernels
+
+        if any(run.shape[-1] % self.size for run in runs[:-1]):
+            runs = [torch.cat(tuple(runs), -1)]
+        quantised_kernels.pack(self, runs, sent_RM)
+
+    def unpack_runs(self, sent_PRM: Tensor, runs: Sequence[Tensor]) -> None:
+        """Messages, added up over P in order, into their runs."""
+        if _by_kernels(runs[0]):
+            from fivefold.data_parallel import quantised_kernels
+
+            quantised_kernels.unpack(self, sent_PRM, runs)
+        else:
+            _unpack_each(self, sent_PRM, runs)
 
     def length(self, elements: int) -> int:
         """Bytes of so many elements."""
@@ -75,7 +103,7 @@ class Blocks:
 
     def _step(self, step: Tensor) -> Tensor:
         """What the integers of a block stand for multiples of."""
-        step = step.clamp(min=_TINY)
+        step = step.clamp(min=TINY)
         if not self.powers_of_two:
             return step
         power = (step.view(torch.int32) & _EXPONENT).view(torch.float32)
@@ -88,9 +116,13 @@ class Whole:
 
     dtype: torch.dtype
 
-    def pack(self, x_RN: Tensor) -> Tensor:
-        """[R, N] -> [R, M] bytes."""
-        return x_RN.to(self.dtype).contiguous().view(torch.uint8)
+    def pack_runs(self, runs: Sequence[Tensor], sent_RM: Tensor) -> None:
+        """As `Blocks.pack_runs`."""
+        sent_RM.copy_(_joined(runs).to(self.dtype).contiguous().view(torch.uint8))
+
+    def unpack_runs(self, sent_PRM: Tensor, runs: Sequence[Tensor]) -> None:
+        """As `Blocks.unpack_runs`."""
+        _unpack_each(self, sent_PRM, runs)
 
     def unpack(self, sent_RM: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
         """[R, M] -> [R, `elements`] in `dtype`."""
@@ -134,34 +166,55 @@ class Format:
         """The same with other blocks."""
         return replace(self, blocks=blocks)
 
-    def pack(self, x_RN: Tensor) -> Tensor:
-        """[R, N] -> [R, M] bytes."""
-        assert x_RN.shape[1] == sum(self.sizes), "every parameter of the unit is sent"
-        sent = [
-            way.pack(torch.cat([part for part, _ in self._parts(x_RN, few=few)], 1))
-            for few, way in self._ways()
-        ]
-        return torch.cat(sent, 1)
+    def pack(self, x_ABN: Tensor) -> Tensor:
+        """[A, B, N] -> [R, M] bytes, R = A x B."""
+        assert x_ABN.shape[2] == sum(self.sizes), "every parameter of the unit is sent"
+        ways = self._ways(x_ABN)
+        lengths = [length for *_, length in ways]
+        messages = x_ABN.shape[0] * x_ABN.shape[1]
+        sent = x_ABN.new_empty(messages, sum(lengths), dtype=torch.uint8)
+        for (way, runs, _), part in zip(ways, sent.split(lengths, 1), strict=True):
+            way.pack_runs(runs, part)
+        return sent
 
-    def unpack(self, sent_RM: Tensor, out_RN: Tensor) -> Tensor:
-        """[R, M] -> `out_RN`."""
-        at = 0
-        for few, way in self._ways():
-            targets, sizes = zip(*self._parts(out_RN, few=few), strict=True)
-            length = way.length(sum(sizes))
-            values = way.unpack(sent_RM[:, at : at + length], sum(sizes), out_RN.dtype)
-            for target, value in zip(targets, values.split(sizes, 1), strict=True):
-                target.copy_(value)
-            at += length
+    def unpack(self, sent_PRM: Tensor, out_RN: Tensor) -> Tensor:
+        """[P, R, M], added up over P in order, -> `out_RN`."""
+        ways = self._ways(out_RN)
+        parts = sent_PRM.split([length for *_, length in ways], 2)
+        for (way, runs, _), part in zip(ways, parts, strict=True):
+            way.unpack_runs(part, runs)
         return out_RN
 
-    def _ways(self) -> Iterator[tuple[bool, Blocks | Whole]]:
-        """How matrices are sent, and then vectors, if the unit has any."""
+    def _ways(self, x: Tensor) -> list[tuple[Blocks | Whole, list[Tensor], int]]:
+        """How matrices are sent, and then vectors, if the unit has any: with their runs in `x`,
+        whose last dim is that of a message, and their bytes."""
+        runs: dict[bool, list[Tensor]] = {True: [], False: []}
+        at = 0
+        for few, sizes in groupby(zip(self.few, self.sizes, strict=True), key=itemgetter(0)):
+            start, at = at, at + sum(size for _, size in sizes)
+            if at > start:
+                runs[few].append(x[..., start:at])
         ways: dict[bool, Blocks | Whole] = {True: self.blocks, False: Whole(self.dtype)}
-        sent = {few for few, size in zip(self.few, self.sizes, strict=True) if size}
-        return ((few, way) for few, way in ways.items() if few in sent)
+        return [
+            (ways[few], own, ways[few].length(sum(run.shape[-1] for run in own)))
+            for few, own in runs.items()
+            if own
+        ]
 
-    def _parts(self, x_RN: Tensor, *, few: bool) -> Iterator[tuple[Tensor, int]]:
-        """The parts of the matrices, or of the vectors, and their sizes."""
-        every = zip(x_RN.split(self.sizes, 1), self.sizes, self.few, strict=True)
-        return ((part, size) for part, size, each in every if each == few)
+
+def _by_kernels(x: Tensor) -> bool:
+    return runs_triton(x) and x.dtype != torch.float64
+
+
+def _joined(runs: Sequence[Tensor]) -> Tensor:
+    """Runs [A, B, N] side by side: [A x B, sum of N]."""
+    return torch.cat(tuple(runs), 2).flatten(0, 1)
+
+
+def _unpack_each(way: Blocks | Whole, sent_PRM: Tensor, runs: Sequence[Tensor]) -> None:
+    """Messages one by one, added up in order, into their runs."""
+    sizes = [run.shape[1] for run in runs]
+    each = [way.unpack(sent_RM, sum(sizes), runs[0].dtype) for sent_RM in sent_PRM]
+    values = sum_in_order(each) if len(each) > 1 else each[0]
+    for run, value in zip(runs, values.split(sizes, 1), strict=True):
+        run.copy_(value)

@@ -1,12 +1,12 @@
 """Predicts the times of ZeRO++: gathers in few bits or within a node, reductions by all-to-all.
 
-Rounding is done by PyTorch's elementwise kernels, one for each operation, which memory limits.
+Memory limits the kernels that round: each number is read once and written once.
 """
 
 from collections.abc import Sequence
 
 from fivefold.config.config import Config
-from fivefold.data_parallel.blocks import GRADIENT_BITS, UnitSizes
+from fivefold.data_parallel.blocks import GRADIENT_BITS, WEIGHT_BITS, UnitSizes, in_block
 from fivefold.hardware import Gpu
 from fivefold.layout import Layout
 from fivefold.mesh.nodes import NodeSizes
@@ -14,13 +14,8 @@ from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import GroupSpan, gather, reduce_scatter, span
 from fivefold.predict.compute import elementwise
 
-_PACK, _PACK_KERNELS = 53.0, 13
-"""Bytes per element that packing moves: it is joined, widened, its magnitude taken and compared,
-divided, rounded, clamped, narrowed, and joined to the scales."""
-_UNPACK, _UNPACK_KERNELS = 23.0, 7
-"""Bytes per element that unpacking moves: it is widened, multiplied, narrowed, put in its place."""
-_SUM = 12.0
-"""Bytes per element that a sum of what arrived moves."""
+_PACK_KERNELS, _UNPACK_KERNELS = 4, 5
+"""Kernels of a layer, whose matrices lie in two runs: one for each, the rest for its vectors."""
 _NARROW, _NARROW_KERNELS = 26.0, 5
 """Bytes per element that narrowing to 8 bits moves: it is cast, scaled, clamped, narrowed, put in
 its place."""
@@ -50,12 +45,13 @@ def gather_seconds(
     parallel, sizes = layout.config.parallel, UnitSizes.whole(shapes, narrow)
     rounded = parallel.zero_quantized_weights and group.size > 1
     message = sizes.gathered(_WEIGHT, rounded=rounded)
-    beside = _seconds(cluster.gpu, sizes.blocks, _UNPACK, _UNPACK_KERNELS) if rounded else 0.0
+    passes = _WEIGHT + in_block(WEIGHT_BITS)
+    beside = _seconds(cluster.gpu, sizes.blocks, passes, _UNPACK_KERNELS) if rounded else 0.0
     if narrow:
         beside += _seconds(cluster.gpu, narrow / group.size, _NARROW, _NARROW_KERNELS)
     first = gather(cluster, group, message) + beside
     if rounded:
-        first += _seconds(cluster.gpu, sizes.blocks / group.size, _PACK, _PACK_KERNELS)
+        first += _seconds(cluster.gpu, sizes.blocks / group.size, passes, _PACK_KERNELS)
     if nodes.hpz == 1:
         return first
     often = parallel.sharding.gathers(layout.num_microbatches * parallel.num_sequence_slices)
@@ -78,10 +74,12 @@ def reduction_seconds(
         inner = span(cluster, nodes.qgz, stride)
         outer = span(cluster, group.size // nodes.qgz, stride * nodes.qgz)
         hops = [(inner, 1), (outer, nodes.qgz)]
-    traffic, kernels = _PACK + _UNPACK + _SUM, _PACK_KERNELS + _UNPACK_KERNELS + 1
+    kernels, sent = _PACK_KERNELS + _UNPACK_KERNELS, 2 * in_block(GRADIENT_BITS)
     return sum(
         reduce_scatter(cluster, ranks, message / share, in_pairs=True)
-        + _seconds(cluster.gpu, sizes.blocks / share, traffic, kernels)
+        + _seconds(
+            cluster.gpu, sizes.blocks / share, sent + _GRADIENT * (1 + 1 / ranks.size), kernels
+        )
         for ranks, share in hops
         if ranks.size > 1
     )

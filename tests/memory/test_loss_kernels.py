@@ -1,7 +1,6 @@
 """Triton's passes over logits against the plain ones: interpreted, and compiled where a GPU is."""
 
 import importlib
-import os
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +11,7 @@ from fivefold.audit.work import Multiplications
 from fivefold.memory import cross_entropy as fused
 from fivefold.model.batch import on_device
 from fivefold.tensor.vocabulary import Entries
+from tests.kernels import DEVICES, run_kernels
 from tests.memory.test_cross_entropy import CASES, MODEL, NAMES, T, Z, _batch, _fuse, _hidden
 from tests.model.models import build
 
@@ -23,15 +23,13 @@ RANGES = {
 }
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=DEVICES)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The device, and the kernels: of small programs, so that a row takes several."""
-    pytest.importorskip("triton")
-    if request.param == "cpu" and "TRITON_INTERPRET" not in os.environ:
-        pytest.skip("a process either interprets kernels or compiles them")
+    device = run_kernels(request.param, monkeypatch)
     module: ModuleType = importlib.import_module("fivefold.memory.loss_kernels")
     monkeypatch.setattr(module, "AT_A_TIME", 16)
-    return request.param, module
+    return device, module
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero")  # the logarithm of an empty sum

@@ -1,7 +1,6 @@
 """Fused elementwise kernels against their plain twins: interpreted, and compiled on a GPU."""
 
 import importlib
-import os
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -23,6 +22,7 @@ from fivefold.model.fusion_rules import joins_norm
 from fivefold.model.fusions import install_fusions
 from fivefold.model.norms import RMSNorm
 from fivefold.model.transformer import Stage
+from tests.kernels import DEVICES, run_kernels
 from tests.model.models import FAMILIES, LLAMA, batch_of, build
 
 TOLERANCE = {torch.float64: 1e-12, torch.bfloat16: 2e-2}
@@ -31,21 +31,16 @@ SMALL = {"dropout_kernels": {"ROWS": 4, "COLUMNS": 16}, "gate_kernels": {"AT_A_T
 SMALL |= {"norm_kernels": {"PROGRAMS": 3}}
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Where the kernels run, in small programs, so that a tensor takes several."""
-    pytest.importorskip("triton")
-    if request.param == "cpu":
-        if "TRITON_INTERPRET" not in os.environ:
-            pytest.skip("a process either interprets kernels or compiles them")
-        for user in (activation, dropout, rope, transformer):
-            monkeypatch.setattr(user, "runs_triton", lambda _: True)
+    device = run_kernels(request.param, monkeypatch, activation, dropout, rope, transformer)
     for name, sizes in SMALL.items():
         module = importlib.import_module(f"fivefold.model.{name}")
         for constant, value in sizes.items():
             monkeypatch.setattr(module, constant, value)
     monkeypatch.setattr(importlib.import_module("fivefold.model.rotary_kernels"), "HEADS", 2)
-    return request.param
+    return device
 
 
 def close(found: Tensor | None, true: Tensor | None, dtype: torch.dtype) -> None:

@@ -1,6 +1,5 @@
 """Kernels that quantise against `model.fp8`, bit by bit: interpreted, and compiled on a GPU."""
 
-import os
 from itertools import product
 from math import inf, nan
 from random import Random
@@ -13,6 +12,7 @@ from torch import Tensor
 from fivefold.model import fp8
 from fivefold.model.delayed import WEIGHT, OperandScales
 from fivefold.model.fp8 import E4M3, E5M2, Block, Scaled, quantise
+from tests.kernels import DEVICES, run_kernels
 
 BLOCKS: list[Block] = [(None, None), (1, None), (None, 1), (1, 128), (128, 1), (128, 128)]
 BLOCKS += [(1, 32), (32, 1), (1, 1)]
@@ -20,33 +20,10 @@ CASES = 20
 """Of the 192 combinations of a block: the interpreter takes some 50 ms for each."""
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Where the kernels run."""
-    pytest.importorskip("triton")
-    if request.param == "cpu":
-        if "TRITON_INTERPRET" not in os.environ:
-            pytest.skip("a process either interprets kernels or compiles them")
-        monkeypatch.setattr(fp8, "runs_triton", lambda _: True)
-        _round_to_even(monkeypatch)
-    return request.param
-
-
-def _round_to_even(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter rounds 8-bit floats wrongly: it loses carries, and ties go up."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    types = {tl.float8e4nv: E4M3, tl.float8e5: E5M2}
-    convert = interpreter._convert_float
-
-    def as_torch(x: Any, given: Any, wanted: Any, rounding: Any) -> Any:
-        if given != tl.float32 or wanted not in types:
-            return convert(x, given, wanted, rounding)
-        bits = torch.from_numpy(x.copy()).view(torch.float32).to(types[wanted]).view(torch.uint8)
-        return bits.numpy().reshape(x.shape)
-
-    monkeypatch.setattr(interpreter, "_convert_float", as_torch)
+    return run_kernels(request.param, monkeypatch, fp8)
 
 
 def same(found: Scaled, true: Scaled) -> None:
