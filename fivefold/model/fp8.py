@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.mesh.device import runs_triton
-from fivefold.model.fp8_rules import BLACKWELL
+from fivefold.model.fp8_rules import ADA, BLACKWELL
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 OF_GRADIENTS = MappingProxyType({"hybrid": E5M2, "e4m3": E4M3})
@@ -164,7 +164,9 @@ def narrowed_and_largest(x_MK: Tensor, scale: Tensor, dtype: torch.dtype) -> tup
 
 
 def _by_tiles(x_MK: Tensor) -> bool:
-    """Whether kernels of ours quantise it."""
+    """Whether kernels of ours quantise it; Triton has the 8-bit types of Ada and later GPUs."""
+    if x_MK.is_cuda and torch.cuda.get_device_capability(x_MK.device) < ADA:
+        return False
     return x_MK.dtype in _BY_TILES and all(x_MK.shape) and runs_triton(x_MK)
 
 
@@ -218,7 +220,7 @@ def _has_kernel(a: Scaled, b: Scaled) -> bool:
     if not all((*a.bits.shape, *b.bits.shape)):
         return False
     if a.block == (None, None):
-        return capability >= (8, 9)
+        return capability >= ADA
     if a.block[1] is None:
         return capability >= (9, 0)
     if not a.bits.dtype == b.bits.dtype == E4M3:

@@ -18,8 +18,8 @@ E4M3_ALONE = {"blockwise": 128, "mxfp8": 32}
 """Recipes whose blocks are so short that e4m3 does for gradients; elements of a block."""
 SQUARE = ("delayed", "tensorwise", "blockwise")
 """Recipes whose blocks of a weight have as many rows as columns: one copy serves both products."""
-BLACKWELL = 10, 0
-"""Compute capability of the first GPUs with kernels for mxfp8."""
+ADA, BLACKWELL = (8, 9), (10, 0)
+"""Compute capabilities of the first GPUs with 8-bit floats, and of those with kernels for mxfp8."""
 
 
 @dataclass(frozen=True)

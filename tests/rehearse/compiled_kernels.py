@@ -1,0 +1,106 @@
+"""Compiles the Triton kernels that rehearsed steps launch, for a GPU that this machine need not
+have: python -m tests.rehearse.compiled_kernels CAPABILITY
+
+A process of its own: where tests run, Triton interprets. Prints the names of what was compiled, and
+raises Triton's error if a kernel is none.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from triton.runtime.jit import type_canonicalisation_dict
+
+from fivefold.check import check
+from fivefold.config.config import Config
+from fivefold.config.presets import resolve_model
+from fivefold.mesh import device
+from fivefold.model.fp8 import E4M3
+from fivefold.model.fp8_rules import ADA
+from fivefold.rehearse.roles import rehearsed_layout
+from fivefold.rehearse.run import rehearse_rank
+
+SHORT = {"seq_length": 128, "num_layers": 2}
+ZEROPP = {
+    "data_parallel_sharding_strategy": "optim_grads_params",
+    "zero_quantized_weights": True,
+    "zero_quantized_gradients": True,
+}
+LLAMA = ZEROPP | {"cross_entropy_loss_fusion": True, "fused_residual_rmsnorm": True}
+GPT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+EIGHT_BITS = {"precision": "bf16", "fp8_format": "e4m3"}
+GATHERED = {
+    "fp8_recipe": "tensorwise",
+    "fp8_param_gather": True,
+    "data_parallel_sharding_strategy": "optim_grads_params",
+}
+Steps = tuple[tuple[str, dict[str, Any]], ...]
+WIDE: Steps = (
+    *(("debug-llama", LLAMA | {"precision": precision}) for precision in ("bf16", "fp32")),
+    *(("debug-gpt", GPT | {"precision": precision}) for precision in ("bf16", "fp32")),
+)
+NARROW: Steps = (
+    ("debug-llama", EIGHT_BITS | GATHERED),
+    *(
+        ("debug-llama", EIGHT_BITS | {"fp8_recipe": recipe})
+        for recipe in ("rowwise", "blockwise", "delayed", "mxfp8")
+    ),
+)
+Compiled = tuple[Any, tuple[tuple[str, Any], ...], tuple[tuple[str, Any], ...]]
+
+
+def type_of(argument: Any) -> str:
+    """As Triton specialises it: of an integer that is 1 its value is compiled in."""
+    if isinstance(argument, torch.Tensor):
+        return "*" + type_canonicalisation_dict[str(argument.dtype).removeprefix("torch.")]
+    if isinstance(argument, bool):
+        return "u1"
+    if isinstance(argument, int):
+        return "constexpr" if argument == 1 else "i32" if argument < 2**31 else "i64"
+    return "constexpr" if argument is None else "fp32"
+
+
+def launched(steps: Steps) -> set[Compiled]:
+    """The kernels of some steps, with the types of what they get, and constants."""
+    found: set[Compiled] = set()
+
+    def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **constants: Any) -> None:
+        assert grid
+        arguments = dict(zip(kernel.arg_names, given, strict=False)) | constants
+        constant = {p.name for p in kernel.params if p.is_constexpr} | set(constants)
+        types = {
+            name: "constexpr" if name in constant else type_of(value)
+            for name, value in arguments.items()
+        }
+        known = {name: v for name, v in arguments.items() if types[name] == "constexpr"}
+        of_kernel = {n: t for n, t in types.items() if n in kernel.arg_names}
+        found.add((kernel, tuple(of_kernel.items()), tuple(known.items())))
+
+    device.launch = launch
+    from fivefold.model import quantise_kernels  # which takes it from there
+
+    for model, settings in steps:
+        config = Config(resolve_model(model)).with_values(**SHORT, **settings)
+        rehearse_rank(rehearsed_layout(check(config, 2)), 0)
+    if steps[-1] in NARROW:  # what only a GPU's own 8-bit products ask for
+        quantise_kernels.by_rows(torch.empty(256, 128, dtype=E4M3).t())
+    return found
+
+
+def main(capability: int) -> None:
+    """Compile for GPUs of a compute capability, such as 90."""
+    target, names = GPUTarget("cuda", capability, 32), set()
+    steps = WIDE if divmod(capability, 10) < ADA else WIDE + NARROW
+    for kernel, types, constants in launched(steps):
+        known = {name: value for name, value in constants if name in kernel.arg_names}
+        options = {name: value for name, value in constants if name not in known}
+        source = ASTSource(kernel, signature=dict(types), constexprs=known)
+        assert compile(source, target=target, options=options).asm["cubin"]
+        names.add(kernel.__name__)
+    print(*sorted(names))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,37 @@
+"""Triton compiles our kernels for GPUs as a step launches them, on a machine without one."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fivefold.model.fp8_rules import ADA
+
+ROOT = Path(__file__).parents[2]
+CAPABILITIES = [90, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (80, 100))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_every_kernel_of_ours_compiles(capability: int) -> None:
+    pytest.importorskip("triton")
+    files = set((ROOT / "fivefold").rglob("*_kernels.py"))
+    if divmod(capability, 10) < ADA:
+        files.remove(ROOT / "fivefold/model/quantise_kernels.py")
+    ours = {
+        name
+        for text in map(Path.read_text, files)
+        for name in re.findall(r"launch\(\s*(_\w+)", text)
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.rehearse.compiled_kernels", str(capability)],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert ours and set(done.stdout.split()) == ours
