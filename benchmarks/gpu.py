@@ -12,6 +12,7 @@ Each part runs in processes of its own, so that one that fails or hangs takes no
     layers     time, MFU, launches, idle share and memory of layers, beside plain PyTorch
     losses     time and memory of output layer and loss
     eight_bit  time of 8-bit operands and products
+    messages   time to round ZeRO++'s messages
     train      `fivefold train` for a few steps, with and without offloaded activations
     runs       training of models of real size, held against what theory and the planner say
     calibrate  `fivefold plan --calibrate`, to be held against the presets
@@ -278,6 +279,7 @@ PARTS: dict[str, Callable[[bool], Iterator[tuple[str, Outcome]]]] = {
     "layers": partial(script, "gpu_layers"),
     "losses": partial(script, "gpu_losses"),
     "eight_bit": partial(script, "gpu_eight_bit"),
+    "messages": partial(script, "gpu_messages"),
     "train": train,
     "runs": partial(script, "gpu_runs"),
     "calibrate": calibrate,

@@ -5,7 +5,7 @@ from math import isfinite
 
 import pytest
 
-ROWS = {"gpu_layers": 11, "gpu_losses": 4, "gpu_eight_bit": 5}
+ROWS = {"gpu_layers": 11, "gpu_losses": 4, "gpu_eight_bit": 5, "gpu_messages": 2}
 
 
 @pytest.mark.parametrize("name", ROWS)
