@@ -4,7 +4,7 @@
 
 Weights of a layer of Llama-3 8B in bf16 as INT8, and its gradients in fp32 as INT4, for eight
 ranks: seconds to pack what a rank sends, and to unpack what it gets (gradients: and to add it up;
-PyTorch's operations only unpack). Prints a line of JSON for each. `--dry` runs a small one on a CPU,
+PyTorch's operations only unpack). Prints a line of JSON for each. `--dry` is small, on a CPU,
 where PyTorch's operations do it all.
 """
 

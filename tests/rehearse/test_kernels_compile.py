@@ -11,7 +11,7 @@ import pytest
 from fivefold.model.fp8_rules import ADA
 
 ROOT = Path(__file__).parents[2]
-CAPABILITIES = [90, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (80, 100))]
+CAPABILITIES = [90, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (75, 80, 100))]
 
 
 @pytest.mark.slow
