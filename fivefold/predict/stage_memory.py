@@ -131,9 +131,8 @@ class _Actions:
     @cached_property
     def _moving(self) -> float:
         """Bytes of the activations of two layers that are on their way from or to the host."""
-        return (
-            2 * self.route.tokens * max((each.offloaded for each in self.route.layers), default=0.0)
-        )
+        route = self.route
+        return 2 * route.tokens * max((each.offloaded for each in route.layers), default=0.0)
 
     @cached_property
     def _largest(self) -> float:
@@ -215,10 +214,13 @@ class _Actions:
     def _put_aside(self, point: ActPoint) -> float:
         """Bytes that weight gradients to come keep at a point of B: after the loss those of the
         output layer, then those of each layer that is over."""
-        route = self.route
-        head = WholeModel((), False, route.stage.head)
-        of_head = deferred_by_ends(route.layout.config.model, head, route.running)
-        return route.tokens * of_head * (point.loss < 0) + self._of_layers(point)
+        return self._of_head * (point.loss < 0) + self._of_layers(point)
+
+    @cached_property
+    def _of_head(self) -> float:
+        """Bytes that the deferred weight gradient of the output layer needs."""
+        route, head = self.route, WholeModel((), False, self.route.stage.head)
+        return route.tokens * deferred_by_ends(route.layout.config.model, head, route.running)
 
     def _run(self, point: ActPoint) -> float:
         """Bytes that deferred weight gradients have read and freed at a point of W: all at the
