@@ -108,9 +108,9 @@ class _Actions:
     def worst(self, kind: Kind, light: bool, first: bool, last: bool) -> ActPoint:
         """As `StageBytes` has it."""
         policy = self.route.policy
-        backward = kind not in (Kind.F, Kind.R)
+        makes, backward = kind in (Kind.BW, Kind.W), kind not in (Kind.F, Kind.R)
         alike = policy.splits_gradient and policy.splits_copy  # the last one, with all others
-        first = backward and first and policy.remade
+        first = makes and first and policy.remade
         last = backward and last and policy.reduces and not alike
         return self._known(kind, light, first, last)
 

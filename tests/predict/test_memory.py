@@ -1,5 +1,6 @@
 """Peaks: worked out by hand, published, and what techniques must do to them."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,8 @@ from fivefold.counts.state import model_state
 from fivefold.layout import Layout
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.order import Order
+from fivefold.predict import stage_memory
+from fivefold.predict.backward_memory import backward_points
 from fivefold.predict.cluster import preset
 from fivefold.predict.liveness import moments
 from fivefold.predict.memory import MemoryPrediction, peak_memory
@@ -259,3 +262,25 @@ def test_plans_leave_a_share_of_the_device_free(margin: float) -> None:
     exact = replace(H100, memory_margin=margin).within(peak + 1)
     assert peak_memory(layout, exact).fits
     assert not peak_memory(layout, exact.within(peak - 1)).fits
+
+
+@pytest.mark.parametrize(
+    ("sharding", "most"),
+    [
+        ("optim_grads_params", 3),  # dX; the first weight gradients, which make the sums; others
+        ("optim_grads", 4),  # and the last of them, which frees copies of weights
+    ],
+)
+def test_backwards_that_are_alike_are_worked_out_once(sharding: str, most: int) -> None:
+    layout = _layout(
+        SHORT_LLAMA,
+        32,
+        pipeline_model_parallel_size=4,
+        tensor_model_parallel_size=2,
+        global_batch_size=64,
+        data_parallel_sharding_strategy=sharding,
+    )
+    with patch.object(stage_memory, "backward_points", wraps=backward_points) as worked_out:
+        peak_memory(layout, H100)
+    found = Counter(id(call.args[0]) for call in worked_out.call_args_list)
+    assert len(found) == 3 and max(found.values()) == most  # the first, the last, those between
