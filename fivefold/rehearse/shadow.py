@@ -53,6 +53,17 @@ class Shadow(Watch):
         self._sent: dict[tuple[str, int], Tensor] = {}
         self._open: dict[tuple[str, int], list[Tensor]] = {}
 
+    def begin(self) -> None:
+        """See `Watch`."""
+        super().begin()
+        self._tolist = FakeTensor.tolist
+        setattr(FakeTensor, "tolist", _read_at_once)  # noqa: B010
+
+    def end(self) -> None:
+        """See `Watch`."""
+        setattr(FakeTensor, "tolist", self._tolist)  # noqa: B010
+        super().end()
+
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
@@ -147,6 +158,15 @@ def _one(tensor: Tensor) -> int | float | bool:
     if tensor.dtype.is_floating_point:
         return 1.0
     return True if tensor.dtype == torch.bool else 1
+
+
+def _read_at_once(tensor: Tensor) -> Any:
+    """As `Tensor.tolist`, by one operation as on a device; torch's own for tensors without values
+    reads each number by several."""
+    found: Any = tensor.flatten()[0].item() if tensor.numel() else None
+    for size in reversed(tensor.shape):
+        found = [found] * size
+    return found
 
 
 def _tensors(values: Any) -> list[Tensor]:

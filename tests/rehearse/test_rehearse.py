@@ -23,10 +23,12 @@ from fivefold.optim import offload
 from fivefold.predict import memory
 from fivefold.predict.cluster import load_cluster
 from fivefold.rehearse.agree import disagreements
+from fivefold.rehearse.ledger import StepLedger
 from fivefold.rehearse.report import make_report
 from fivefold.rehearse.roles import rehearsed_layout, roles
 from fivefold.rehearse.run import rehearse_rank, rehearse_ranks, watched_step
 from fivefold.rehearse.script import GRADIENTS, Issued, Script
+from fivefold.rehearse.shadow import Shadow
 from fivefold.rehearse.world import pretended_world
 from fivefold.tensor.deferred_weight import Work, run_works
 from tests.pool import run
@@ -328,3 +330,12 @@ def test_a_rank_is_not_where_another_was(rank: int) -> None:
             mesh = init_device_mesh("cpu", (2,))
             part = DTensor.from_local(torch.ones(3, 5), mesh, [Shard(0)]).detach()
             assert part.device_mesh.get_coordinate() == (place,)
+
+
+def test_all_numbers_of_a_tensor_are_read_at_once() -> None:
+    with Shadow(gpus=True), StepLedger() as ledger:
+        numbers = torch.empty(3, 2)
+        ledger.forget()
+        assert numbers.tolist() == [[1.0, 1.0]] * 3
+        assert torch.empty(2, 0).tolist() == [[], []]
+        assert ledger.operations == 2  # the read, and the second tensor
