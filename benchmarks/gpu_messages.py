@@ -25,7 +25,7 @@ ELEMENTS = {False: 218_103_808, True: 65_536}
 
 
 def rows(dry: bool) -> Iterator[dict[str, Any]]:
-    """A row for weights, whose messages are one rank's and all ranks', and one for gradients."""
+    """A row for weights, and one for gradients."""
     device, each = torch.device("cpu" if dry else "cuda"), ELEMENTS[dry] // RANKS
     weights = torch.randn(1, 1, each, device=device, dtype=torch.bfloat16)
     gradients = torch.randn(RANKS, 1, each, device=device)

@@ -16,6 +16,7 @@ from fivefold.audit.calls import Call, call_of
 from fivefold.audit.watch import Watch
 
 ATEN = torch.ops.aten
+_FAKE: Any = FakeTensor  # a method of which is taken aside while ranks run on shapes
 _INFERRED = ("aten::arange", "aten::full", "aten::scalar_tensor")
 """Makers of tensors that are whole where their arguments are."""
 
@@ -56,12 +57,11 @@ class Shadow(Watch):
     def begin(self) -> None:
         """See `Watch`."""
         super().begin()
-        self._tolist = FakeTensor.tolist
-        setattr(FakeTensor, "tolist", _read_at_once)  # noqa: B010
+        self._tolist, _FAKE.tolist = _FAKE.tolist, _read_at_once
 
     def end(self) -> None:
         """See `Watch`."""
-        setattr(FakeTensor, "tolist", self._tolist)  # noqa: B010
+        _FAKE.tolist = self._tolist
         super().end()
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
