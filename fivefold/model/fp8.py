@@ -165,9 +165,9 @@ def narrowed_and_largest(x_MK: Tensor, scale: Tensor, dtype: torch.dtype) -> tup
 
 def _by_tiles(x_MK: Tensor) -> bool:
     """Whether kernels of ours quantise it; Triton has the 8-bit types of Ada and later GPUs."""
-    if x_MK.is_cuda and torch.cuda.get_device_capability(x_MK.device) < ADA:
+    if not (x_MK.dtype in _BY_TILES and all(x_MK.shape) and runs_triton(x_MK)):
         return False
-    return x_MK.dtype in _BY_TILES and all(x_MK.shape) and runs_triton(x_MK)
+    return not x_MK.is_cuda or torch.cuda.get_device_capability(x_MK.device) >= ADA
 
 
 def narrowed(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
