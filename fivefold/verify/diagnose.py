@@ -11,26 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.config.config import Config
 from fivefold.counts.state import num_expert_shards, num_shards
 from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.slices import local_slices
-from fivefold.model.prediction import valid_by_depth
 from fivefold.model.shape import EMBEDDING
-from fivefold.model.transformer import Stage
 from fivefold.train.engine import Engine, StepResult
-from fivefold.verify.batches import global_batch, microbatches, rows_of
-from fivefold.verify.diagnose_context import losses_by_mistake, of_rank
+from fivefold.verify.batches import global_batch, microbatches
+from fivefold.verify.diagnose_context import losses_by_mistake
 from fivefold.verify.diagnose_experts import gradients_of_tokens, routing_findings
-from fivefold.verify.reference import (
-    ReferenceStep,
-    Tensors,
-    batches_of,
-    delayed_scaling,
-    gradients,
-    plain_model,
-    valid_tokens,
-)
+from fivefold.verify.partial import gradients_of_ranks, plain_before
+from fivefold.verify.reference import ReferenceStep, Tensors, valid_tokens
 
 MATCH = 1e-3  # relative tolerance; distinct hypotheses differ by much more
 MATCH_BF16 = 5e-2
@@ -80,8 +70,7 @@ def _explanations(
     own = {name: engine.optimizer.gradient(name).cpu().double() for name, _ in named}
     partial = dict(_gradients_of_samples(engine, step, reference))
     if engine.groups.experts is not None:
-        plain = _plain(engine.layout.config, reference)
-        partial |= dict(gradients_of_tokens(engine, plain, step, reference))
+        partial |= dict(gradients_of_tokens(engine, step, reference))
     sums = dict(_sums(engine, own))
     factors = {experts: _factors(engine, experts) for experts in (False, True)}
     largest = max(float(grad.abs().max()) for grad in reference.grads.values())
@@ -158,7 +147,6 @@ def _gradients_of_samples(
     """(hypothesis, gradients without a data-parallel sum: of some samples or tokens only)."""
     config, grid = engine.layout.config, engine.layout.grid
     here = grid.coordinates(engine.groups.rank)
-    batch = global_batch(config, step)
     name = "data parallelism" if grid.cp == 1 else "data and context parallelism"
     name = name if grid.dp > 1 else "context parallelism"
     hypotheses: dict[str, tuple[str, ...]] = {name: ("dp_replicate", "dp_shard")}
@@ -171,28 +159,10 @@ def _gradients_of_samples(
             if all(grid.coordinates(rank)[axis] == here[axis] for axis in alike)
         }
         if len(dp_ranks) < grid.dp or grid.cp > 1:
-            rows = [rows_of(config, dp_rank, grid.dp) for dp_rank in sorted(dp_ranks)]
-            samples = [sample for part in rows for sample in microbatches(config, batch, part)]
-            taken = batches_of(config, samples, step)
-            part = "samples"
-            if grid.cp > 1:
-                # Exact near the loss; below the last attention, tokens of other ranks mix in.
-                taken = [of_rank(config, each, here["cp"]) for each in taken]
-                part = "tokens"
-            (whole,) = batches_of(config, [batch], step)
-            _, grads = gradients(_plain(config, reference), taken, valid_by_depth(whole))
+            part = "samples" if grid.cp == 1 else "tokens"
+            ranks = {(dp_rank, here["cp"]) for dp_rank in dp_ranks}
+            grads = gradients_of_ranks(config, grid, step, reference, ranks)
             yield f"is that of some {part}: the sum over {missing} is missing", grads
-
-
-def _plain(config: Config, reference: ReferenceStep) -> Stage:
-    """The plain model with the weights, and delayed scales, before the step."""
-    model = plain_model(config, torch.float64)
-    scales = delayed_scaling(model, config).stored(copies=True)
-    for name, piece in scales.items():
-        piece.local.copy_(reference.before[name])
-    weights = {name: w for name, w in reference.before.items() if name not in scales}
-    model.load_state_dict(weights)
-    return model
 
 
 def _shared(every: Sequence[Mapping[str, set[str]]]) -> dict[str, set[str]]:
@@ -255,7 +225,7 @@ def _loss_findings(
 
     told = f"the loss is {result.loss / reference.loss:.4g} times the right one: "
     if grid.cp > 1:
-        model, deviation = _plain(config, reference), abs(result.loss - reference.loss)
+        model, deviation = plain_before(config, reference), abs(result.loss - reference.loss)
         for text, loss in losses_by_mistake(config, model, samples, step):
             # It must explain the deviation, which may be small, not only the loss.
             if abs(result.loss - loss / valid_tokens(batch)) <= match * deviation:

@@ -1,19 +1,17 @@
 """Diagnoses errors of experts and routers: tokens counted twice, missing sums or losses."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from fivefold.counts.state import num_expert_shards
-from fivefold.data.packing import Microbatch
 from fivefold.mesh.grid import EXPERT_AXES
-from fivefold.model.batch import Batch
 from fivefold.model.prediction import valid_by_depth
-from fivefold.model.transformer import Stage
 from fivefold.train.engine import Engine, StepResult
 from fivefold.verify.batches import global_batch, microbatches, rows_of
-from fivefold.verify.diagnose_context import of_rank, without_losses
+from fivefold.verify.diagnose_context import without_losses
+from fivefold.verify.partial import gradients_of_ranks, plain_before
 from fivefold.verify.reference import ReferenceStep, Tensors, batches_of, gradients
 
 
@@ -44,32 +42,30 @@ def _counted_again(engine: Engine, true_ME: Tensor) -> Iterator[tuple[Tensor, st
 
 
 def gradients_of_tokens(
-    engine: Engine, model: Stage, step: int, reference: ReferenceStep
+    engine: Engine, step: int, reference: ReferenceStep
 ) -> Iterator[tuple[str, Tensors]]:
     """What gradients are if something of experts is missed: a sum, or the main loss.
 
     Args:
         engine: engine of the run.
-        model: plain, with the run's weights.
         step: step from 0.
         reference: reference of the same step.
     """
-    config = engine.layout.config
-    batch = global_batch(config, step)
-    (whole,) = batches_of(config, [batch], step)
-    tokens = valid_by_depth(whole)
+    config, grid = engine.layout.config, engine.layout.grid
     if config.experts.aux_losses or config.experts.moe_z_loss_coeff:
+        batch = global_batch(config, step)
+        (whole,) = batches_of(config, [batch], step)
         samples = microbatches(config, batch, slice(0, config.training.global_batch_size))
         batches = batches_of(config, samples, step)
         without = [without_losses(each, torch.tensor(True)) for each in batches]
         text = "is that of the losses which balance experts: the main loss does not reach it"
-        yield text, gradients(model, without, tokens)[1]
+        yield text, gradients(plain_before(config, reference), without, valid_by_depth(whole))[1]
     for missing, ranks in _ranks_without_sum(engine):
-        taken = _batches_of_ranks(engine, ranks, batch, step)
-        part = "samples" if engine.layout.grid.cp == 1 else "tokens"
-        if taken:
+        parts = {(grid.dp_rank(rank), grid.coordinates(rank)["cp"]) for rank in ranks}
+        if len(parts) * grid.tp == len(ranks):  # else tensor-parallel ranks hold parts of them
+            part = "samples" if grid.cp == 1 else "tokens"
             text = f"is that of some {part}: the sum over {missing} is missing"
-            yield text, gradients(model, taken, tokens)[1]
+            yield text, gradients_of_ranks(config, grid, step, reference, parts)
 
 
 def _ranks_without_sum(engine: Engine) -> Iterator[tuple[str, list[int]]]:
@@ -84,20 +80,3 @@ def _ranks_without_sum(engine: Engine) -> Iterator[tuple[str, list[int]]]:
         if apart > 1 and (missing, apart) != ("shards of experts", grid.edp):
             same = here["pp"], here["edp"] % apart
             yield missing, [n for n, of in enumerate(at) if (of["pp"], of["edp"] % apart) == same]
-
-
-def _batches_of_ranks(
-    engine: Engine, ranks: Sequence[int], batch: Microbatch, step: int
-) -> list[Batch]:
-    """The tokens of some ranks; none if tensor-parallel ranks hold only parts of them."""
-    config, grid = engine.layout.config, engine.layout.grid
-    parts = sorted({(grid.dp_rank(rank), grid.coordinates(rank)["cp"]) for rank in ranks})
-    if len(parts) * grid.tp != len(ranks):
-        return []
-    return [
-        each if grid.cp == 1 else of_rank(config, each, cp)
-        for dp_rank, cp in parts
-        for each in batches_of(
-            config, microbatches(config, batch, rows_of(config, dp_rank, grid.dp)), step
-        )
-    ]

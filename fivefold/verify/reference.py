@@ -168,6 +168,7 @@ def gradients(
     routing: dict[int, list[Tensor]] | None = None,
     *,
     narrow: bool = False,
+    counted: Sequence[bool] | None = None,
 ) -> tuple[Tensor, Tensors]:
     """Summed losses [microbatches, 1 + D] in fp64, and the gradients of the training objective.
 
@@ -177,6 +178,8 @@ def gradients(
         tokens: for each of the 1 + D depths, the number that its loss is divided by.
         routing: receives the tokens of each expert in each microbatch, by layer.
         narrow: whether gradients are summed in their own type, not in fp32 at least.
+        counted: the microbatches whose losses and gradients are wanted, where routers see the
+            others, too; None: all.
     """
     model.zero_grad()
     scale = torch.tensor(tokens).clamp_min(1)
@@ -189,13 +192,15 @@ def gradients(
         if p.requires_grad
     }
     losses = []
-    for batch in in_order(model, batches):
+    for number, batch in in_order(model, batches):
         decisions = Decisions()
         loss = model(None, batch, None, decisions)
         if routing is not None:
             for layer, decision in decisions.items():
                 counts_E = decision.sums[: model.model.num_experts]
                 routing.setdefault(layer, []).append(counts_E)
+        if counted is not None and not counted[number]:
+            continue
         model.objective(loss / scale).backward()
         losses.append(loss.detach().double().reshape(-1))
         for name, parameter in model.named_parameters():

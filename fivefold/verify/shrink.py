@@ -47,6 +47,7 @@ def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
     """
     config = layout.config
     world_size = layout.grid.world_size
+    _refuse_last_bits(config)
     changes = []
     size = count_parameters(config.model).total
     if size > LARGEST_MODEL:
@@ -83,15 +84,42 @@ def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
     return check(config, world_size), tuple(changes)
 
 
-def _with_whole_gradients(config: Config, changes: list[str]) -> Config:
-    """A configuration whose 8-bit operands are the same numbers on one device and in the layout.
+def _refuse_last_bits(config: Config) -> None:
+    """Refuse to compare with fp64 what a last bit of fp32 changes by more than an error does.
 
     Raises:
-        ConfigError: rounding differs too much between layouts to be told from an error.
+        ConfigError: it is fp32, and numbers are rounded to 8 bits or tokens dropped by their score.
     """
-    if config.training.precision == "fp32":
-        reason = "a last bit of fp32 decides now and then how 8 bits are rounded: errors of 6 %"
-        raise ConfigError(Mistake(f"with fp8_format, {reason}", works=("--precision fp64",)))
+    if config.training.precision != "fp32":
+        return
+    experts, rounds = config.experts, "decides now and then how 8 bits are rounded: errors of 6 %"
+    by_score = experts.limits_rows and experts.moe_token_drop_policy == "probs"
+    reasons = (
+        ("fp8_format", config.training.fp8_format is not None, rounds, ()),
+        (
+            "zero_quantized_weights",
+            config.parallel.zero_quantized_weights,
+            rounds,
+            ("--no-zero-quantized-weights",),
+        ),
+        (
+            "moe_token_drop_policy probs",
+            by_score,
+            "decides now and then which of two tokens finds room: errors of 18 %",
+            ("--moe-token-drop-policy position",),
+        ),
+    )
+    mistakes = [
+        Mistake(f"with {name}, a last bit of fp32 {reason}", works=("--precision fp64", *works))
+        for name, is_set, reason, works in reasons
+        if is_set
+    ]
+    if mistakes:
+        raise ConfigError(*mistakes)
+
+
+def _with_whole_gradients(config: Config, changes: list[str]) -> Config:
+    """A configuration whose 8-bit operands are the same numbers on one device and in the layout."""
     heads, tp = config.model.num_kv_heads, config.parallel.tensor_model_parallel_size
     if heads % tp == 0 or config.model.multi_latent_attention:
         return config
@@ -128,17 +156,9 @@ def _with_wide_messages(config: Config, changes: list[str]) -> Config:
 
 
 def _tell_rounding(config: Config, changes: list[str]) -> None:
-    """Tell how rounding by ZeRO++ is made the same on one device and in the layout.
-
-    Raises:
-        ConfigError: rounding differs too much between layouts to be told from an error.
-    """
+    """Tell how rounding by ZeRO++ is made the same on one device and in the layout."""
     parallel = config.parallel
     if parallel.zero_quantized_weights:
-        if config.training.precision == "fp32":
-            reason = "a last bit of fp32 decides now and then how 8 bits are rounded"
-            works = ("--precision fp64", "--no-zero-quantized-weights")
-            raise ConfigError(Mistake(f"with zero_quantized_weights, {reason}", works=works))
         changes.append("weights are gathered as INT8 with a scale for each element, not each block")
     if parallel.zero_quantized_gradients:
         changes.append("gradients go the way of zero_quantized_gradients, but are not rounded")

@@ -132,8 +132,8 @@ class _LimitByRank:
         return kept_TK
 
 
-def in_order(model: Stage, batches: Sequence[Batch]) -> Iterator[Batch]:
-    """The microbatches of a step in the order in which data-parallel ranks run them.
+def in_order(model: Stage, batches: Sequence[Batch]) -> Iterator[tuple[int, Batch]]:
+    """(number, microbatch) of a step, in the order in which data-parallel ranks run them.
 
     Before each round of simultaneous microbatches, every router is given the load of all of them,
     as it would learn from the other ranks.
@@ -141,18 +141,19 @@ def in_order(model: Stage, batches: Sequence[Batch]) -> Iterator[Batch]:
     routers = [mixture.router for mixture in model.mixtures]
     dp = routers[0].surroundings.all_ranks if routers else 1
     if dp == 1:
-        yield from batches
+        yield from enumerate(batches)
         return
     each = len(batches) // dp
     for place in range(each):
-        together = batches[place::each]
+        numbers = range(place, len(batches), each)
+        together = [batches[number] for number in numbers]
         before = [router.batch_counts for router in routers]
         loads = _loads(model, routers, together)
-        for batch in together:
+        for number, batch in zip(numbers, together, strict=True):
             for router, state, load in zip(routers, before, loads, strict=True):
                 router.batch_counts = state
                 router.surroundings = replace(router.surroundings, batch=partial(_known, load))
-            yield batch
+            yield number, batch
 
 
 def _known(load_E: Tensor, _: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.counts.state import num_expert_shards
+from fivefold.errors import ConfigError
 from fivefold.layout import Layout
 from fivefold.model.shape import count_parameters
 from fivefold.verify.shrink import LARGEST_BATCH, LARGEST_MODEL, prepare
@@ -231,3 +232,29 @@ def test_stages_recompute_none_some_or_all_of_their_layers_as_before(
     found = small.config.memory.recompute_num_layers
     assert [bool(n) for n in found] == [bool(n) for n in numbers]
     assert all(n == count for n, count, old in zip(found, counts, numbers, strict=True) if old == 2)
+
+
+ZERO3 = "optim_grads_params"
+BY_SCORE = {"moe_expert_capacity_factor": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "mistakes"),
+    [
+        ({"fp8_format": "e4m3"} | BY_SCORE, 2),
+        ({"zero_quantized_weights": True, "data_parallel_sharding_strategy": ZERO3}, 1),
+        (BY_SCORE, 1),
+        ({"moe_expert_rank_capacity_factor": 1.0}, 1),
+        (BY_SCORE | {"moe_token_drop_policy": "position"}, 0),
+        (BY_SCORE | {"precision": "fp64"}, 0),
+        (BY_SCORE | {"precision": "bf16"}, 0),
+    ],
+)
+def test_what_a_last_bit_decides_is_not_compared(settings: dict[str, Any], mistakes: int) -> None:
+    layout = layout_of("debug-mixtral", 2, **({"precision": "fp32"} | settings))
+    if mistakes == 0:
+        prepare(layout)
+        return
+    with pytest.raises(ConfigError, match="a last bit of fp32") as refused:
+        prepare(layout)
+    assert len(refused.value.mistakes) == mistakes

@@ -10,7 +10,6 @@ from torch import Tensor
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.data_parallel.blocks import BLOCK
-from fivefold.errors import ConfigError
 from fivefold.mesh.slices import local_tensor
 from fivefold.model.prediction import valid_by_depth
 from fivefold.train.batches import as_batch
@@ -195,9 +194,3 @@ def test_blocks_of_shards_are_those_of_a_plain_twin(settings: dict[str, Any]) ->
     prepared = prepare(check(wide, 4))[0].config
     for loss, grads in run(4, _against_the_twin, prepared):
         assert loss < 1e-12 and grads < 1e-12
-
-
-def test_what_rounding_would_hide_is_not_verified() -> None:
-    layout = check(config(MODELS["llama"], **flags(strategy=ZERO3), **QWZ, precision="fp32"), 2)
-    with pytest.raises(ConfigError, match="a last bit of fp32"):
-        prepare(layout)
