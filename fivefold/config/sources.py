@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
 from functools import cache
 from pathlib import Path
+from shlex import quote
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -14,7 +15,7 @@ from fivefold.config.flags import ALIASES, SWITCHES, Given, add_bad_value, scan
 from fivefold.config.foreign import FOREIGN, name_of
 from fivefold.config.huggingface import read_adapter
 from fivefold.config.model import ModelConfig
-from fivefold.config.presets import resolve_model
+from fivefold.config.presets import PRESETS, resolve_model
 from fivefold.config.settings import Setting, settings_of
 from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean, shown
 from fivefold.files import parse_toml, read_text
@@ -296,6 +297,9 @@ def _find_recipe(recipe: str) -> Path:
         return path
     if path.suffix != ".toml" and "/" not in recipe and (RECIPES / f"{recipe}.toml").is_file():
         return RECIPES / f"{recipe}.toml"
+    if recipe in PRESETS or (path / "config.json").is_file():
+        what = f"{shown(recipe)} is a model, not a recipe"
+        raise ConfigError(Mistake(what, works=(f"--model {quote(recipe)}",)))
     if is_folder:
         raise ConfigError(f"{recipe} is a folder, and a recipe is a .toml file")
     if path.suffix == ".toml" or "/" in recipe:

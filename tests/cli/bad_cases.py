@@ -341,6 +341,17 @@ RECIPES = [
         ("did you mean 'my.toml'?",),
         files={"my.toml": MODEL},
     ),
+    Case(
+        "model for a recipe",
+        "train llama3-70b",
+        ("'llama3-70b' is a model, not a recipe", "works: --model llama3-70b"),
+    ),
+    Case(
+        "folder of a model for a recipe",
+        "verify hf --nproc 2",
+        ("'hf' is a model, not a recipe", "works: --model hf"),
+        files={"hf/config.json": "{}"},
+    ),
     Case("folder for a recipe", "train .", (". is a folder, and a recipe is a .toml file",)),
     toml("TOML syntax", "[model]\npreset = \n", "recipe.toml:2:10: ", "preset = "),
     toml("TOML cut short", '[model]\npreset = "debug', "recipe.toml:2"),
