@@ -122,7 +122,7 @@ def read_by_megatron(found: Export, layout: Layout) -> None:
         "CUDA_DEVICE_MAX_CONNECTIONS": "1" if sharded else "8",
     }
     # It asks whether the device is of Hopper's kind, and how new Transformer Engine is.
-    torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
     arguments.get_device_arch_version = lambda: 9
     arguments.is_te_min_version = lambda least, **_: Version(least) <= Version("2.8.0")
     sys.argv = ["pretrain_gpt.py", *_words(found.text)]

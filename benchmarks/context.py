@@ -47,6 +47,7 @@ from fivefold.mesh.grid import Grid
 from fivefold.mesh.groups import Groups, build_groups
 from fivefold.model.attention import Kernel, Scope, attention
 from fivefold.model.blocks import Sight
+from fivefold.model.dropout import HeadDropout
 from fivefold.model.shards import MicrobatchShare
 from fivefold.train.engine import Engine
 from fivefold.train.launch import init_process_group, launch_local
@@ -87,7 +88,9 @@ class PublishedUlysses:
 
     group: dist.ProcessGroup
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scope: Scope, drop: None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, scope: Scope, drop: HeadDropout | None
+    ) -> Tensor:
         """See `model.attention.Kernel`."""
         assert scope.part is not None
         deal = Deal(self.group, scope.part, q.shape[2], k.shape[2])
@@ -160,9 +163,9 @@ class Counted(Traffic):
 
     messages = 0
 
-    def _count(self, op: str, args: tuple[Any, ...]) -> None:
-        super()._count(op, args)
-        self.messages += op == "c10d::send"
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self.messages += func is torch.ops.c10d.send.default
+        return super()._run(func, args, kwargs)
 
 
 @dataclass(frozen=True)

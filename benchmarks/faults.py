@@ -180,7 +180,8 @@ def main() -> int:
 def planned(layouts: Sequence[Layout], count: int, chance: random.Random) -> dict[Layout, list]:
     """The faults of each layout: every kind as often as its weight says, dealt to the layouts that
     can have it in turn."""
-    total, dealt = sum(kind.weight for kind in KINDS), {layout: [] for layout in layouts}
+    total = sum(kind.weight for kind in KINDS)
+    dealt: dict[Layout, list] = {layout: [] for layout in layouts}
     for kind in KINDS:
         able = [layout for layout in layouts if kind.needs in layout.flags]
         for _ in range(max(1, round(count * kind.weight / total)) if able else 0):

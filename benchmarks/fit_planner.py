@@ -255,8 +255,8 @@ def print_repeated(runs: Sequence[Run]) -> None:
             low, high = min(times), max(times)
             least[same[0].has_experts].append((high - low) / (high + low))
             places = ", ".join(sorted({run.source for run in same}))
-            experts = " (experts)" if same[0].has_experts else ""
-            print(f"  {high / low:.2f}  {same[0].cluster.name}{experts}: {places}")
+            kind = " (experts)" if same[0].has_experts else ""
+            print(f"  {high / low:.2f}  {same[0].cluster.name}{kind}: {places}")
     for experts, errors in sorted(least.items()):
         kind = "with experts" if experts else "dense"
         print(f"  least mean error, {kind}: {fmean(errors):.1%} of {len(errors)} runs")

@@ -156,7 +156,7 @@ def _both_ways(
     length: int,
     device: torch.device,
 ) -> Step:
-    kind = {"device": device, "dtype": torch.bfloat16}
+    kind: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     x = torch.randn(length, model.hidden_size, **kind).requires_grad_()
     grad = torch.randn(length, model.hidden_size, **kind)
 

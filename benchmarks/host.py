@@ -49,8 +49,10 @@ class System:
         }
         module = f"benchmarks.host_systems.{name}"
         command = [sys.executable, "-m", module, str(tp), device, dtype]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self.process: Any = subprocess.Popen(command, env=environment, text=True, **pipes)
+        pipe = subprocess.PIPE
+        self.process: Any = subprocess.Popen(
+            command, env=environment, text=True, stdin=pipe, stdout=pipe, stderr=pipe
+        )
 
     def ask(self, runs: int) -> dict[str, float]:
         """Seconds of so many runs; at 0, what a run launches.

@@ -58,7 +58,8 @@ def on_host(named: dict[str, tuple[int, ...]], folder: Path | None = None) -> Wa
     gradients = {name: torch.randn(shape) for name, shape in named.items()}
     link = HostLink(torch.device("cpu"))
     counted = dict.fromkeys(weights, True)
-    host = HostAdamW(weights, counted, CONFIG, *[torch.float32] * 2, link, folder=folder)
+    wide = torch.float32
+    host = HostAdamW(weights, counted, CONFIG, wide, wide, link, folder=folder)
     for piece in host.masters().values():
         piece.local.normal_()
     host.publish()

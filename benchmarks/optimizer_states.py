@@ -76,4 +76,6 @@ def main(steps: int = STEPS, seeds: int = SEEDS, *chosen: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:3]), *sys.argv[3:])
+    given = sys.argv[1:]
+    steps = int(given[0]) if given else STEPS
+    main(steps, int(given[1]) if given[1:] else SEEDS, *given[2:])

@@ -20,9 +20,11 @@ import subprocess
 import sys
 import time
 import venv
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -147,7 +149,7 @@ def measure(system: System, row: Row, steps: int, warmup: int) -> dict:
 
 def answer(system: System, words: list[str], launcher: list[str] | None = None) -> dict:
     """Run a system's module and read the JSON line it says, or {"error": ...}."""
-    single = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+    single: dict[str, Any] = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
     single |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     environment = {
         **os.environ,
@@ -252,7 +254,7 @@ def render(report: dict) -> str:
     )
 
 
-def table(report: dict, found: dict, show) -> list[str]:
+def table(report: dict, found: dict, show: Callable[..., str]) -> list[str]:
     systems = list(report["systems"])
     labels = {name: row.label for name, row in {**ROWS, **EXPERT_ROWS}.items()}
     lines = [f"| | {' | '.join(systems)} |", "|---" * (len(systems) + 1) + "|"]
@@ -280,12 +282,12 @@ def cpu_cell(cell: dict, one: dict | None, best: float) -> str:
     return f"{text} ({cost / one['cpu_s_per_step']:.2f}x){' !' if differ else ''}"
 
 
-def startup_cell(cell: dict, *_) -> str:
+def startup_cell(cell: dict, *_: Any) -> str:
     after = cell.get("first_step_after_import_s")
     return f"{cell['startup_s']:.1f}" + ("" if after is None else f" ({after:.1f})")
 
 
-def memory_cell(cell: dict, *_) -> str:
+def memory_cell(cell: dict, *_: Any) -> str:
     return f"{cell['peak_rss_mb']:.0f} ({cell['peak_rss_max_mb']:.0f}; {cell['pss_mb']:.0f})"
 
 

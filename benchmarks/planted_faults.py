@@ -130,7 +130,7 @@ class Planter:
                 bits = [result.loss.hex(), result.grad_norm.hex()]
                 planter.write(step=trainer.step, bits=bits, seconds=seconds)
 
-        Trainer._record = record  # type: ignore[method-assign]
+        Trainer._record = record  # type: ignore[method-assign, assignment]
 
 
 def die(planter: Planter, fault: Fault) -> None:

@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.collectives import _cpu_seconds, _processor
 from fivefold.mesh.collectives import start_messages
-from fivefold.model.layers import Linear
+from fivefold.model.layers import Kept, Linear
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.exchange import Exchange, Factor, SplitTokens, TokensInParts
 from fivefold.tensor.linear import ColumnParallel, RowParallel
@@ -45,7 +45,7 @@ HALVES = ("forward", "backward")
 class Ring(TokensInParts):
     """Gathers in a ring, as papers draw it; kept here to show why pairs exchange directly."""
 
-    def gather_products(self, x: Tensor, factors: Sequence[Factor]) -> tuple[Tensor, list[Tensor]]:
+    def gather_products(self, x: Tensor, factors: Sequence[Factor]) -> tuple[Kept, list[Tensor]]:
         size, rank = self.group.size(), self.group.rank()
         whole = x.new_empty(size, *x.shape)
         whole[rank] = x
@@ -60,10 +60,10 @@ class Ring(TokensInParts):
                 )
                 messages = start_messages(sends, receives, self.group)
             for factor, product in zip(factors, products, strict=True):
-                factor.times(whole[here], product[here])
+                factor.times(factor.taken(whole[here]), product[here])
             if messages is not None:
                 messages.wait()
-        return whole.flatten(0, 1), [product.flatten(0, 1) for product in products]
+        return factors[0].kept(whole.flatten(0, 1)), [product.flatten(0, 1) for product in products]
 
 
 WAYS: dict[str, type[SplitTokens]] = {"whole": SplitTokens, "parts": TokensInParts, "ring": Ring}

@@ -21,6 +21,7 @@ from benchmarks.host_systems.common import (
 from fivefold.check import check
 from fivefold.config.sources import read_config
 from fivefold.mesh.groups import build_groups
+from fivefold.mesh.slices import piece_of
 from fivefold.model.batch import Batch
 from fivefold.model.context import Context
 from fivefold.model.transformer import plain_layers
@@ -44,7 +45,7 @@ def build(place: Place) -> Layers:
     layout = check(config, tp)
     groups = build_groups(layout.grid, 0, device.type, sharded=False)
     model = parallelize(layout, groups, device)
-    model.initialise()
+    model.initialise({name: piece_of(p) for name, p in model.parameters().items()})
     stage = model.stages[0].to(dtype)
     given: list[Any] = []
 

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ LAYERS, HIDDEN, HEADS, FFN, VOCAB, SEQ = 4, 256, 8, 768, 4096, 256
 EXPERTS, TOPK, EXPERT_FFN = 16, 4, 192  # where a row has experts
 BATCH = 8  # sequences of a step, over all ranks
 MICROBATCH = 2  # sequences of a pipeline microbatch
-ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 NORM_EPSILON, ROPE_BASE = 1e-5, 10000.0
 
 
@@ -228,7 +228,7 @@ def measure(job: Job, row: Row, steps: int, warmup: int, imported: float) -> dic
             "after_import": first_step - imported,
             "peak": peak,
             "pss": pss,
-            "loss": [float(loss) for loss in losses] if has_loss else None,
+            "loss": [float(loss) for loss in losses if loss is not None] if has_loss else None,
         },
     )
     curves = [rank["loss"] for rank in ranks if rank["loss"]]

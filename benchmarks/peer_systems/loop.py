@@ -6,12 +6,13 @@ looks for its rows, and adds their results where they came from. Everything else
 are summed in one message after the backward.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.nn.functional import all_to_all_single
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -60,20 +61,22 @@ class MoE(nn.Module):
         weighted = back(y) * weights_TK.flatten()[order][:, None]
         return torch.zeros_like(x_TH).index_add(0, tokens, weighted).view_as(x_BSH)
 
-    def exchange(self, rows: Tensor, experts: Tensor):
+    def exchange(
+        self, rows: Tensor, experts: Tensor
+    ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
         """Rows and their experts' numbers to the ranks of these, and the way of results back."""
         counts = torch.bincount(experts // self.here, minlength=self.ranks)
         got = torch.empty_like(counts)
         dist.all_to_all_single(got, counts, group=self.group)
-        sent, got = counts.tolist(), got.tolist()
-        there = rows.new_empty(sum(got), HIDDEN)
-        there = all_to_all_single(there, rows, got, sent, group=self.group)
-        numbers = experts.new_empty(sum(got))
-        dist.all_to_all_single(numbers, experts, got, sent, group=self.group)
+        sent, taken = counts.tolist(), got.tolist()
+        there = rows.new_empty(sum(taken), HIDDEN)
+        there = all_to_all_single(there, rows, taken, sent, group=self.group)
+        numbers = experts.new_empty(sum(taken))
+        dist.all_to_all_single(numbers, experts, taken, sent, group=self.group)
 
         def back(y: Tensor) -> Tensor:
             home = torch.empty_like(rows)
-            return all_to_all_single(home, y, sent, got, group=self.group)
+            return all_to_all_single(home, y, sent, taken, group=self.group)
 
         return there, numbers, back
 
@@ -113,19 +116,26 @@ def build(row: Row) -> Job:
     return Job(step, mesh.get_local_rank("dp"))
 
 
-def sum_gradients(model: nn.Module, mesh, row: Row) -> None:
+def held(parameter: nn.Parameter) -> Tensor:
+    """What this rank holds of a gradient."""
+    grad = parameter.grad
+    assert grad is not None
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def sum_gradients(model: nn.Module, mesh: DeviceMesh, row: Row) -> None:
     """Means over the ranks with other sequences; experts have had the rows of all of them."""
     named = list(model.named_parameters())
     if row.dp > 1:
         for name, parameter in named:
             if ".experts." in name:
-                parameter.grad.div_(row.dp)
+                held(parameter).div_(row.dp)
         group, kept = mesh.get_group("dp"), [p for name, p in named if ".experts." not in name]
     else:  # tensor-parallel ranks have routed other parts of the same sequences
         group, kept = mesh.get_group("tp"), [p for name, p in named if ".router." in name]
     if group.size() == 1:
         return
-    gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in kept]
+    gradients = [held(parameter) for parameter in kept]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=group)
     flat.div_(row.dp)

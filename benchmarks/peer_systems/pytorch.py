@@ -4,6 +4,7 @@ ZeRO-2 is FSDP2 that keeps the parameters gathered from forward to backward. Ten
 layouts with data parallelism use PyTorch's own transformation of DTensor modules for DDP.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -38,11 +39,10 @@ def build(row: Row) -> Job:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (row.pp, row.dp, row.tp), mesh_dim_names=("pp", "dp", "tp"))
     stage = mesh.get_local_rank("pp")
-    model: nn.Module = Model(stage, row.pp)
+    whole = Model(stage, row.pp)
     if row.tp > 1:
-        install_tensor_parallel(model, mesh["tp"], row.sp)
-    if row.dp > 1:
-        model = install_data_parallel(model, mesh["dp"], row)
+        install_tensor_parallel(whole, mesh["tp"], row.sp)
+    model = install_data_parallel(whole, mesh["dp"], row) if row.dp > 1 else whole
     if row.zero == 1:
         optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
             model.parameters(), optimizer_class=torch.optim.AdamW, **ADAMW
@@ -70,7 +70,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": group} for group in kinds.values()], **ADAMW)
 
 
-def direct(model: nn.Module):
+def direct(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor | None]:
     def forward_backward(tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
         loss = loss_of(model(tokens_BS), labels_BS)
         loss.backward()
@@ -79,7 +79,9 @@ def direct(model: nn.Module):
     return forward_backward
 
 
-def pipelined(model: nn.Module, mesh: DeviceMesh, row: Row):
+def pipelined(
+    model: nn.Module, mesh: DeviceMesh, row: Row
+) -> Callable[[Tensor, Tensor], Tensor | None]:
     rank = mesh.get_local_rank("pp")
     stage = PipelineStage(model, rank, row.pp, torch.device("cpu"), group=mesh.get_group("pp"))
     schedule = Schedule1F1B(stage, BATCH // row.dp // MICROBATCH, loss_fn=loss_of)
@@ -95,7 +97,7 @@ def pipelined(model: nn.Module, mesh: DeviceMesh, row: Row):
     return forward_backward
 
 
-def install_data_parallel(model: nn.Module, mesh: DeviceMesh, row: Row) -> nn.Module:
+def install_data_parallel(model: Model, mesh: DeviceMesh, row: Row) -> nn.Module:
     if row.zero >= 2:
         for module in (*model.layers.values(), model):
             fully_shard(module, mesh=mesh, reshard_after_forward=row.zero == 3)
@@ -111,7 +113,7 @@ def install_data_parallel(model: nn.Module, mesh: DeviceMesh, row: Row) -> nn.Mo
 
 
 def install_tensor_parallel(
-    model: nn.Module, mesh: DeviceMesh, sequence: bool, *, dense: bool = True
+    model: Model, mesh: DeviceMesh, sequence: bool, *, dense: bool = True
 ) -> None:
     """Megatron's split of every block, the embedding and the head; Shard(1) is the sequence.
 
