@@ -68,7 +68,7 @@ def _whole(recomputed: bool) -> Step:
 
 def _put_aside(recomputed: bool) -> Step:
     stage, deferred, (x, batch, grad) = _stage(recomputed), DeferredWeights(), _input()
-    install_deferral(stage, deferred)
+    install_deferral(stage, deferred, recomputes=recomputed)
 
     def step() -> None:
         out = stage(x, batch)

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -229,7 +229,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
         offloaded = OffloadedParameters(blocks, named, device, config.memory.param_offload_path)
         log.info("weights visit the device for their gathers")
     if layout.fuses_accumulation:
-        deferred.main_gradient = partial(_main_gradient, [*gradients.values()])
+        deferred.main_gradients = [stage.main_gradient for stage in gradients.values()]
         log.info("weight gradients of a step are added up by the products that make them")
     executor = Executor(
         stages,
@@ -261,14 +261,6 @@ def _on_host(
     return found
 
 
-def _main_gradient(
-    stages: Sequence[ShardedStage | ReplicatedStage], parameter: torch.Tensor
-) -> torch.Tensor | None:
-    """The sum of a parameter's gradients, which its stage knows."""
-    found = (stage.main_gradient(parameter) for stage in stages)
-    return next((main for main in found if main is not None), None)
-
-
 def _install_tensor(
     layout: Layout,
     groups: Groups,
@@ -280,11 +272,12 @@ def _install_tensor(
     sequence, overlaps = parallel.sequence_parallel, parallel.tp_comm_overlap
     exchange = exchange_of(groups.tp, sequence_parallel=sequence, overlaps=overlaps)
     dims = {n: record.split_dim for n, record in records.items() if not record.experts}
-    for stage in stages.values():
+    for number, stage in stages.items():
         if groups.tp is not None:
             install_tensor_parallel(stage, groups, exchange, deferred, dims)
         elif layout.owns_linears:
-            install_deferral(stage, deferred)
+            again = layout.memory_of(number).recompute_granularity is not None
+            install_deferral(stage, deferred, recomputes=again)
     if groups.tp is not None:
         log.info("tensor parallel over %d%s", layout.grid.tp, " + sequence" if sequence else "")
     if isinstance(exchange, TokensInParts):

@@ -16,6 +16,7 @@ from benchmarks.host_systems.common import (
     SEQ,
     Layers,
     Place,
+    fused_norm,
     serve,
 )
 from fivefold.check import check
@@ -24,6 +25,8 @@ from fivefold.mesh.groups import build_groups
 from fivefold.mesh.slices import piece_of
 from fivefold.model.batch import Batch
 from fivefold.model.context import Context
+from fivefold.model.leaves import local
+from fivefold.model.norms import RMSNorm
 from fivefold.model.transformer import plain_layers
 from fivefold.parallelize import parallelize
 
@@ -58,12 +61,10 @@ def build(place: Place) -> Layers:
     batch = Batch(positions % 7, positions % 5, positions, None, positions)
     stage(None, batch)
     layers, context = given
-    return Layers(
-        lambda x: plain_layers(layers, x, context),
-        (SEQ // tp, HIDDEN),
-        layers,
-        layers[0].input_layernorm,
-    )
+    return Layers(lambda x: plain_layers(layers, x, context), (SEQ // tp, HIDDEN), layers)
+
+
+RMSNorm.forward = lambda self, x: fused_norm(x, local(self.weight), NORM_EPSILON)  # type: ignore
 
 
 if __name__ == "__main__":

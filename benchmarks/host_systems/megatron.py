@@ -62,7 +62,7 @@ def build(place: Place) -> Layers:
             x, _ = layer(x, attention_mask=None, rotary_pos_emb=rotary)
         return x
 
-    return Layers(forward, (SEQ // tp, 1, HIDDEN), layers, layers[0].input_layernorm)
+    return Layers(forward, (SEQ // tp, 1, HIDDEN), layers)
 
 
 if __name__ == "__main__":

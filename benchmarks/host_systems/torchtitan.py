@@ -66,7 +66,7 @@ def build(place: Place) -> Layers:
             x = block(x, None)
         return x
 
-    return Layers(forward, (1, SEQ // tp, HIDDEN), blocks, blocks[0].attention_norm)
+    return Layers(forward, (1, SEQ // tp, HIDDEN), blocks)
 
 
 if __name__ == "__main__":

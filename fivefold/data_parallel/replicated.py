@@ -13,7 +13,7 @@ from fivefold.data_parallel.policy import Policy
 from fivefold.mesh.buckets import buckets_of
 from fivefold.mesh.collectives import Pending, start_all_reduce
 from fivefold.mesh.slices import laid_out_like, local_tensor
-from fivefold.model.leaves import when_accumulated
+from fivefold.model.leaves import held_gradient, when_accumulated
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import Work, run_works
 
@@ -115,10 +115,9 @@ class ReplicatedStage:
 
         None, too, while hooks count gradients: they see only those that autograd adds.
         """
-        held = parameter.grad
-        if held is None or self._hooks_count or parameter not in self._own:
+        if self._hooks_count or parameter not in self._own:
             return None
-        return local_tensor(held)
+        return held_gradient(parameter)
 
     def unshard(self) -> None:
         """Nothing is ever gathered."""

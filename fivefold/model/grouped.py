@@ -80,7 +80,7 @@ def plain_multiply(x_TH: Tensor, rows_E: Tensor, *linears: GroupedLinear) -> tup
     """Grouped multiplication under autograd; replaced when weight gradients are deferred."""
     weights = [local(linear.weight) for linear in linears]
     ends = linears[0].products.ends(x_TH, rows_E)
-    products = of_one_input(linear.products.products(rows_E, ends) for linear in linears)
+    products = of_one_input([linear.products.products(rows_E, ends) for linear in linears])
     return products[0].apply(products, x_TH, weights, (None,) * len(weights))
 
 

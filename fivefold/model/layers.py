@@ -5,7 +5,7 @@ A seam is an attribute that holds a plain callable. Tensor parallelism replaces 
 H input features, F output features, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -108,10 +108,10 @@ class Products:
         return grad_TF.t() @ x_TH if onto_FH is None else add_product(onto_FH, grad_TF.t(), x_TH)
 
 
-def of_one_input(products: Iterable[Products]) -> tuple[Products, ...]:
+def of_one_input(products: Sequence[Products]) -> Sequence[Products]:
     """The products of the linear layers of one input, which all read it as the first does."""
     first, *others = products
-    return first, *(each.reading_as(first) for each in others)
+    return [first, *[each.reading_as(first) for each in others]] if others else products
 
 
 def outputs(
@@ -246,7 +246,7 @@ def plain_column(x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
     weights = [local(linear.weight) for linear in linears]
     added = [linear.product_bias for linear in linears]
     biases = [None if bias is None else local(bias) for bias in added]
-    products = of_one_input(linear.multiply for linear in linears)
+    products = of_one_input([linear.multiply for linear in linears])
     return products[0].apply(products, x_TH, weights, biases)
 
 

@@ -36,7 +36,8 @@ def when_accumulated(parameter: Tensor, hook: Callable[[], None]) -> None:
 def held_gradient(parameter: Tensor) -> Tensor | None:
     """This rank's part of `parameter.grad`, without autograd; None if there is no gradient yet."""
     held = parameter.grad
-    return held.to_local() if isinstance(held, DTensor) else held
+    # `to_local` would enter autograd first.
+    return held._local_tensor if isinstance(held, DTensor) else held
 
 
 def add_to_grad(parameter: Tensor, grad: Tensor, rows: slice | None = None) -> None:

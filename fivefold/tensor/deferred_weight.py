@@ -64,14 +64,14 @@ class DeferredWeights:
 
     Attributes:
         deferring: whether the running backward postpones dW.
-        main_gradient: function from a parameter to the sum of its gradients so far, local, to which
-            a product adds (Megatron-LM's gradient accumulation fusion); None: there is none, or
-            autograd adds.
+        main_gradients: functions from a parameter to the sum of its gradients so far, local, to
+            which a product adds (Megatron-LM's gradient accumulation fusion); None: it is not this
+            one's, there is none, or autograd adds.
     """
 
     def __init__(self) -> None:
         self.deferring = False
-        self.main_gradient: Callable[[Tensor], Tensor | None] = _none
+        self.main_gradients: Sequence[Callable[[Tensor], Tensor | None]] = ()
         self._works: list[Work] = []
 
     def put(
@@ -114,11 +114,12 @@ class DeferredWeights:
             make: computes the gradient; given a tensor, adds it there instead.
             rows: rows of the local part that the gradient covers; None: all.
         """
-        main = self.main_gradient(parameter)
-        if main is None:
-            return make()
-        make(main if rows is None else main[rows])
-        return None
+        for known in self.main_gradients:
+            main = known(parameter)
+            if main is not None:
+                make(main if rows is None else main[rows])
+                return None
+        return make()
 
     def add(
         self, parameter: Tensor, make: Callable[..., Tensor], rows: slice | None = None
@@ -127,8 +128,3 @@ class DeferredWeights:
         grad = self.made(parameter, make, rows)
         if grad is not None:
             add_to_grad(parameter, grad, rows)
-
-
-def _none(parameter: Tensor) -> Tensor | None:
-    """No parameter has a sum that products add to."""
-    return None

@@ -9,8 +9,8 @@ import platform
 import uuid
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,7 @@ from fivefold.mesh.parts import Arriving, start_sum_of_parts
 from fivefold.model.layers import Kept, Products
 
 
-@dataclass(frozen=True)
-class Factor:
+class Factor(NamedTuple):
     """What tokens are multiplied with: x W^T + b in a forward, dY W for an input's gradient."""
 
     products: Products
@@ -67,7 +66,7 @@ class Factor:
     def in_parts(self) -> "Factor":
         """The same, for products of parts of the tokens."""
         products = self.products.in_parts(self.weight_FH, of_gradient=self.of_gradient)
-        return replace(self, products=products)
+        return self._replace(products=products)
 
     def times(self, taken: Kept, out: Tensor | None = None) -> Tensor:
         """The product of some tokens, written into `out` if there is one."""

@@ -44,7 +44,7 @@ class _Grouped(torch.autograd.Function):
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         ends = groups[0].ends(x_TH, rows_E)
-        products = of_one_input(each.products(rows_E, ends) for each in groups)
+        products = of_one_input([each.products(rows_E, ends) for each in groups])
         taken, kept = products[0].input(x_TH)
         ys = outputs(products, taken, weights, (None,) * len(weights))
         ctx.save_for_backward(rows_E, *weights, *(kept if targets[0].requires_grad else ()))
@@ -56,7 +56,7 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, *grads_TF: Tensor) -> tuple[Any, ...]:
         deferred, targets = ctx.deferred, ctx.targets
         rows_E, *saved = ctx.saved_tensors
-        products = of_one_input(each.products(rows_E, ctx.ends) for each in ctx.groups)
+        products = of_one_input([each.products(rows_E, ctx.ends) for each in ctx.groups])
         weights, kept = with_scales(saved[: len(targets)], ctx.scales), saved[len(targets) :]
         grads = [each.gradient(grad) for each, grad in zip(products, grads_TF, strict=True)]
         makes = [

@@ -14,14 +14,21 @@ from fivefold.mesh.slices import distributed
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.exchange import Exchange
-from fivefold.tensor.linear import ColumnParallel, RowParallel, SpreadTokens, WholeRows
+from fivefold.tensor.linear import ColumnParallel, RowAlone, RowParallel, SpreadTokens, WholeRows
 from fivefold.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup
 
 
-def install_deferral(stage: Stage, deferred: DeferredWeights) -> None:
-    """Make dW deferrable in a stage without tensor parallelism."""
+def install_deferral(stage: Stage, deferred: DeferredWeights, *, recomputes: bool) -> None:
+    """Make dW deferrable in a stage without tensor parallelism.
+
+    Args:
+        stage: stage.
+        deferred: receives deferred weight gradients.
+        recomputes: whether blocks run again, which need not repeat the products that end them.
+    """
     alone = Exchange(None)
-    column, row = ColumnParallel(alone, deferred), RowParallel(alone, deferred)
+    column = ColumnParallel(alone, deferred)
+    row = RowParallel(alone, deferred) if recomputes else RowAlone(column)
     stage.column = column
     for block in stage.blocks:
         block.column, block.row, block.whole = column, row, column

@@ -8,9 +8,9 @@ et al. 2019). With sequence parallelism these are an all-gather and a reduce-sca
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,46 +46,60 @@ class ColumnParallel:
 
     def __call__(self, x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
         """[T or t, H] -> one [T, F] per linear."""
-        rows = tuple(linear.used for linear in linears)
-        targets = tuple((linear.weight, linear.product_bias) for linear in linears)
-        weights = [linear.part(linear.weight) for linear in linears]
-        biases = [
-            None if bias is None else linear.part(bias)
-            for linear, (_, bias) in zip(linears, targets, strict=True)
-        ]
-        how = self, targets, rows, of_one_input(linear.multiply for linear in linears)
-        outputs: tuple[Tensor, ...] = _Column.apply(x_TH, *how, *weights, *biases)
+        targets: list[Target] = []
+        weights, added = [], []
+        for linear in linears:
+            weight, bias = linear.weight, linear.product_bias
+            targets.append((weight, bias))
+            weights.append(linear.part(weight))
+            if bias is not None:
+                added.append(linear.part(bias))
+        products = of_one_input([linear.multiply for linear in linears])
+        call = _ColumnCall(self, targets, [linear.used for linear in linears], products)
+        outputs: tuple[Tensor, ...] = _Column.apply(x_TH, call, *weights, *added)
         return outputs
 
 
+class _ColumnCall(NamedTuple):
+    """What a column's forward and backward know of its linears.
+
+    Attributes:
+        column: the seam.
+        targets: their parameters.
+        rows: rows of these that are multiplied with; None: all.
+        products: their products.
+    """
+
+    column: ColumnParallel
+    targets: Sequence[Target]
+    rows: Sequence[slice | None]
+    products: Sequence[Products]
+
+
 class _Column(torch.autograd.Function):
+    """Of x, a call, the weights, and the biases of those linears that have one."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        column: ColumnParallel,
-        targets: tuple[Target, ...],
-        rows: tuple[slice | None, ...],
-        products: tuple[Products, ...],
-        *tensors: Any,
-    ) -> tuple[Tensor, ...]:
-        weights, biases = tensors[: len(targets)], tensors[len(targets) :]
+    def forward(ctx: Any, x: Tensor, call: _ColumnCall, *tensors: Any) -> tuple[Tensor, ...]:
+        column, targets, _, products = call
+        weights, added = tensors[: len(targets)], iter(tensors[len(targets) :])
         exchange = column.exchange
-        factors = [Factor(*each) for each in zip(products, weights, biases, strict=True)]
+        factors = [
+            Factor(each, weight, None if bias is None else next(added))
+            for each, weight, (_, bias) in zip(products, weights, targets, strict=True)
+        ]
         (kept_TH, *rest), outputs = exchange.gather_products(x, factors)
         ctx.trains = targets[0][0].requires_grad
         own = x if products[0].keeps_input else exchange.own(kept_TH)
         ctx.save_for_backward(*weights, *([own, *rest] if ctx.trains else []))
-        ctx.column, ctx.targets, ctx.rows, ctx.products = column, targets, rows, products
-        ctx.scales = scales_of(weights)
+        ctx.call, ctx.scales = call, scales_of(weights)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads_TF: Tensor) -> tuple[Any, ...]:
-        saved, count = ctx.saved_tensors, len(ctx.targets)
+        column, targets, rows, products = ctx.call
+        saved, count = ctx.saved_tensors, len(targets)
         weights, kept = with_scales(saved[:count], ctx.scales), saved[count:]
-        column: ColumnParallel = ctx.column
-        products: tuple[Products, ...] = ctx.products
         exchange, deferring = column.exchange, column.deferred.deferring
         gathered = _Gathered(exchange, kept[0]) if ctx.trains else None
         if gathered is not None and not deferring:
@@ -96,28 +110,25 @@ class _Column(torch.autograd.Function):
             pairs = zip(products, weights, strict=True)
             factors = [Factor(*pair, of_gradient=True) for pair in pairs]
             pending = exchange.start_sum(list(zip(grads, factors, strict=True)))
-        of_weights: Sequence[Tensor | None] = [None] * 2 * count
+        made: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 2)
         if gathered is not None:
             own = [
                 _Own(each, weight, bias, part, grad, None if bias is None else grad_TF)
                 for each, (weight, bias), part, grad, grad_TF in zip(
-                    products, ctx.targets, ctx.rows, grads, grads_TF, strict=True
+                    products, targets, rows, grads, grads_TF, strict=True
                 )
             ]
             if deferring:
                 _defer(column, gathered, kept[1:], own)
             else:
                 whole = gathered.wait(), *kept[1:]
-                of_weights = [
-                    *(column.deferred.made(*each.gradient(whole)) for each in own),
-                    *(each.of_bias() for each in own),
-                ]
+                made = [column.deferred.made(*each.gradient(whole)) for each in own]
+                made += [each.of_bias() for each in own if each.bias is not None]
         grad_x = pending.wait() if pending is not None else None
-        return grad_x, None, None, None, None, *of_weights
+        return grad_x, None, *made
 
 
-@dataclass(frozen=True)
-class _Own:
+class _Own(NamedTuple):
     """What the gradients of a linear's weight and bias are made of.
 
     Attributes:
@@ -200,6 +211,21 @@ class RowParallel:
         return y if bias is None else y + local(bias)
 
 
+@dataclass(frozen=True)
+class RowAlone:
+    """The `row` seam of one rank, in one autograd function instead of two: a column of one linear.
+
+    A recomputation would repeat its product where that ends a block.
+    """
+
+    column: ColumnParallel
+
+    def __call__(self, x_TF: Tensor, linear: Linear) -> Tensor:
+        """[T, F] -> [T, H]."""
+        (y,) = self.column(x_TF, linear)
+        return y
+
+
 @dataclass
 class _RowCall:
     """What the two functions of a row share.
@@ -262,7 +288,7 @@ class _RowSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         call: _RowCall = ctx.call
-        factor = replace(call.factor, of_gradient=True)
+        factor = call.factor._replace(of_gradient=True)
         call.grad, (grad_TF,) = call.row.exchange.gather_products(grad, [factor])
         return grad_TF, None
 

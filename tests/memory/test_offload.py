@@ -29,7 +29,7 @@ def _moving(
     modules: tuple[OffloadModule, ...], least: int = 1, model: Any = MODEL, share: float = 1.0
 ) -> tuple[Stage, Host]:
     stage, host = build(model), Host(CPU, least, share)
-    install_deferral(stage, DeferredWeights())
+    install_deferral(stage, DeferredWeights(), recomputes=False)
     install_offload(stage, MemoryConfig(offload_modules=modules), host)
     return stage, host
 

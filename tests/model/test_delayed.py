@@ -83,8 +83,12 @@ def test_steps_are_scaled_by_those_before(
     )
     scaling = _scaling(training, *(ScaledLayer(n, 0, True, None, 0, 1) for n in ("q", "k")))
     both = of_one_input(
-        EightBit(each.recipe, each.dtype, each.gradients, keeps_input=keeps, delayed=each.delayed)
-        for each in _layers(training, scaling)
+        [
+            EightBit(
+                each.recipe, each.dtype, each.gradients, keeps_input=keeps, delayed=each.delayed
+            )
+            for each in _layers(training, scaling)
+        ]
     )
     how = length, algorithm == "most_recent", margin
     x_, *w_ = (_Operand(E4M3, *how) for _ in range(3))

@@ -115,7 +115,7 @@ def execute(
     deferred = DeferredWeights()
     stages = stages_of(program, rank, uneven)
     for stage in stages.values():
-        install_deferral(stage, deferred)
+        install_deferral(stage, deferred, recomputes=False)
     watch(stages)
     gradients = {i: NoReduction() for i in stages}
     batches = [

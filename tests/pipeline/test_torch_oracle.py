@@ -63,7 +63,7 @@ def _ours(rank: int, name: str, placement: tuple[int, ...]) -> dict[str, Tensor]
     program = eager_dx(build_program(name, placement, MICROBATCHES))
     deferred, stages = DeferredWeights(), _stages(rank, placement)
     for stage in stages.values():
-        install_deferral(stage, deferred)
+        install_deferral(stage, deferred, recomputes=False)
     executor = Executor(
         stages,
         {stage: NoReduction() for stage in stages},

@@ -26,7 +26,7 @@ def test_every_group_has_its_own_linear(way: str) -> None:
     if way != "plain":
         linear.multiply = GroupedMultiply(deferred)
     if way.endswith("onto the sum"):
-        deferred.main_gradient = lambda parameter: parameter.grad
+        deferred.main_gradients = [lambda parameter: parameter.grad]
     weight = linear.weight.detach().clone().requires_grad_()
     for microbatch, rows in enumerate(ROWS):  # each adds to the gradients of those before
         x, true_x = (_random(2 + microbatch, sum(rows), H).requires_grad_() for _ in range(2))

@@ -203,7 +203,7 @@ def test_weight_gradients_put_off_are_the_same_bits() -> None:
 @pytest.mark.parametrize("later", [False, True])
 def test_later_microbatches_add_their_weight_gradients_in_the_product(later: bool) -> None:
     deferred = DeferredWeights()
-    deferred.main_gradient = held_gradient
+    deferred.main_gradients = [held_gradient]
     column, row = (kind(Exchange(None), deferred) for kind in (ColumnParallel, RowParallel))
     up, gate, down = (
         _linear(n, *size, False) for n, size in ((6, (H, F)), (7, (H, F)), (8, (F, H)))
