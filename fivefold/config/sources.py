@@ -298,8 +298,8 @@ def _find_recipe(recipe: str) -> Path:
     if path.suffix != ".toml" and "/" not in recipe and (RECIPES / f"{recipe}.toml").is_file():
         return RECIPES / f"{recipe}.toml"
     if recipe in PRESETS or (path / "config.json").is_file():
-        what = f"{shown(recipe)} is a model, not a recipe"
-        raise ConfigError(Mistake(what, works=(f"--model {quote(recipe)}",)))
+        what, why = f"{shown(recipe)} is a model, not a recipe", ("give it by a flag instead",)
+        raise ConfigError(Mistake(what, why, works=(f"--model {quote(recipe)}",)))
     if is_folder:
         raise ConfigError(f"{recipe} is a folder, and a recipe is a .toml file")
     if path.suffix == ".toml" or "/" in recipe:

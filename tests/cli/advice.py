@@ -90,6 +90,10 @@ def type_suggestion(line: Line, told: Told, suggestion: str) -> Line:
         return replace(line, env={k: v for k, v in line.env.items() if k not in gone})
     if "has no key" in told.what or "has no column" in told.what:
         suggestion = suggestion if suggestion[:2] == "--" else f"--text-key {suggestion}"
+    if "is a model, not a recipe" in told.what:
+        place = line.argv.index(told.what.split("'")[1])
+        argv = (*line.argv[:place], *shlex.split(suggestion), *line.argv[place + 1 :])
+        return replace(line, argv=argv)
     if suggestion.startswith("--"):
         return replace(line, argv=_with_flags(line.argv, told.what, shlex.split(suggestion)))
     field = re.fullmatch(r"([\w.]+) = (.+)", suggestion)
