@@ -222,8 +222,10 @@ class RowAlone:
 
     def __call__(self, x_TF: Tensor, linear: Linear) -> Tensor:
         """[T, F] -> [T, H]."""
-        (y,) = self.column(x_TF, linear)
-        return y
+        call = _ColumnCall(self.column, [(linear.weight, None)], [linear.used], [linear.multiply])
+        (y,) = _Column.apply(x_TF, call, linear.part(linear.weight))
+        bias = linear.product_bias  # added apart, as by `RowParallel`: the same bits
+        return y if bias is None else y + local(bias)
 
 
 @dataclass

@@ -27,8 +27,9 @@ SELECTIVE = MemoryConfig(
 
 def _stage(memory: MemoryConfig, model: Any = MODEL) -> tuple[Stage, DeferredWeights]:
     stage, deferred = build(model), DeferredWeights()
-    install_deferral(stage, deferred, recomputes=True)
-    if memory.recompute_granularity is not None:
+    recomputes = memory.recompute_granularity is not None
+    install_deferral(stage, deferred, recomputes=recomputes)
+    if recomputes:
         install_recompute(stage, memory)
     return stage, deferred
 
