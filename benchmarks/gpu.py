@@ -40,6 +40,8 @@ import torch
 from fivefold.files import write_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
+MARK, KERNELS = "pytest.mark.gpu", "from tests.kernels import DEVICES"
+"""What marks a test that needs a GPU: by itself, or by where it runs kernels."""
 KEPT, SHOWN = 100, 8
 """Last lines of a process that failed: in the results, where a crash leaves many, and on screen."""
 LINEAR_LOSS = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "linear")
@@ -206,13 +208,16 @@ def side_by_side(
 
 def twins(dry: bool) -> Iterator[tuple[str, Outcome]]:
     """Kernels against their plain twins; on a CPU they are collected and skipped."""
-    files = [
-        str(file.relative_to(ROOT))  # to collect all of them takes longer than to run these
-        for file in sorted((ROOT / "tests").rglob("test_*.py"))
-        if "pytest.mark.gpu" in file.read_text()
-    ]
     words = ("pytest", "-q", "-p", "no:xdist", "-m", "gpu")
-    yield from side_by_side({file: (*words, file) for file in files}, limit=240, share=4)
+    yield from side_by_side({file: (*words, file) for file in of_gpu()}, limit=240, share=4)
+
+
+def of_gpu() -> list[str]:
+    """Files with tests that need a GPU; to collect all files takes longer than to run these."""
+    tests = ROOT / "tests"
+    texts = {file: file.read_text() for file in sorted(tests.rglob("test_*.py"))}
+    marked = [file for file, text in texts.items() if MARK in text or KERNELS in text]
+    return [str(file.relative_to(ROOT)) for file in marked]
 
 
 def verify(dry: bool) -> Iterator[tuple[str, Outcome]]:

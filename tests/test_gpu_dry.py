@@ -1,9 +1,13 @@
 """What measures a GPU starts on a CPU, so that it starts on the day when there is a GPU."""
 
 import importlib
+import subprocess
+import sys
 from math import isfinite
 
 import pytest
+
+from benchmarks.gpu import ROOT, of_gpu
 
 ROWS = {"gpu_layers": 11, "gpu_losses": 4, "gpu_eight_bit": 5, "gpu_messages": 2}
 
@@ -15,3 +19,13 @@ def test_every_row_is_measured(name: str) -> None:
     for row in rows:
         times = [value for value in row.values() if isinstance(value, float)]
         assert times and all(isfinite(each) and each > 0 for each in times), row
+
+
+def test_tests_of_a_gpu_are_all_found() -> None:
+    """pytest finds them by importing every file, which takes a minute."""
+    words = ("-m", "pytest", "-q", "-p", "no:xdist", "--collect-only", "-m", "gpu", "tests")
+    found = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    files = {line.split("::")[0] for line in found.stdout.splitlines() if "::" in line}
+    assert files == set(of_gpu())

@@ -116,7 +116,7 @@ class Relay:
                 hosts[place] = _mapped(args[place], link.host_like)
             if places.gives is not None:
                 for tensor, host in _pairs(args[places.gives], hosts[places.gives]):
-                    host.copy_(tensor.data, non_blocking=True)
+                    host.view(tensor.dtype).copy_(tensor.data, non_blocking=True)
             relayed.hosts = hosts
             relayed.read = link.mark()
         if places.gives is not None:
@@ -145,7 +145,7 @@ class Relay:
                 self._pause()
                 for tensor, host in relayed.arriving:
                     # Not a change that autograd should know of: none comes from NCCL either.
-                    tensor.data.copy_(host, non_blocking=True)
+                    tensor.data.copy_(host.view(tensor.dtype), non_blocking=True)
                 written = link.mark()
                 relayed.arrived.set_result([tensor for tensor, _ in relayed.arriving])
         except Exception as error:
@@ -202,8 +202,13 @@ class _Link:
         return self.entered()
 
     def host_like(self, tensor: Tensor) -> Tensor:
-        """Host memory for a copy of a tensor; what is to be copied without a stop is pinned."""
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.stream is not None)
+        """Host memory for a copy of a tensor; what is to be copied without a stop is pinned.
+
+        gloo knows no floats of 8 bits: they travel as bytes, which nobody can add up.
+        """
+        narrow = tensor.dtype.is_floating_point and tensor.itemsize == 1
+        dtype = torch.uint8 if narrow else tensor.dtype
+        return torch.empty(tensor.shape, dtype=dtype, pin_memory=self.stream is not None)
 
     def mark(self) -> torch.cuda.Event | None:
         """The place that the group's stream has come to."""

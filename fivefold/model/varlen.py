@@ -102,16 +102,21 @@ def packed_attention(
     Args:
         q_BSND: queries.
         k_BSGD: keys.
-        v_BSGD: values, of at most as many features, which are padded with zeros.
+        v_BSGD: values, of at most as many features; kernels get them padded with zeros, and
+            what is kept for the backward is not padded.
         pieces: the documents.
         sinks: logits [N], see `model.attention.Scope`.
         kernel: what computes it (default: FlashAttention).
     """
-    B, S, N, D = q_BSND.shape
-    values = v_BSGD.shape[-1]
-    q, k, v = (x.flatten(0, 1) for x in (q_BSND, k_BSGD, F.pad(v_BSGD, (0, D - values))))
+    B, S, N, _ = q_BSND.shape
+    q, k, v = (x.flatten(0, 1) for x in (q_BSND, k_BSGD, v_BSGD))
     out: Tensor = _Packed.apply(q, k, v, sinks, pieces, kernel or PackedFlash())
-    return out[..., :values].reshape(B, S, N, values)
+    return out.view(B, S, N, -1)
+
+
+def _padded(x: Tensor, features: int) -> Tensor:
+    lacking = features - x.shape[-1]
+    return F.pad(x, (0, lacking)) if lacking else x
 
 
 class _Packed(torch.autograd.Function):
@@ -125,7 +130,9 @@ class _Packed(torch.autograd.Function):
         pieces: Pieces,
         kernel: PackedKernel,
     ) -> Tensor:
-        out, lse = kernel.forward(q, k, v, pieces)
+        features, values = q.shape[-1], v.shape[-1]
+        out, lse = kernel.forward(q, k, _padded(v, features), pieces)
+        out = out[..., :values].contiguous()
         if sinks is not None:
             # A sink only adds to the denominator of the softmax.
             total = torch.logaddexp(lse, sinks.detach()[:, None].to(lse.dtype))
@@ -138,6 +145,7 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
-        grads = ctx.kernel.backward(grad, q, k, v, out, lse, ctx.pieces)
+        wide = [_padded(x, q.shape[-1]) for x in (grad, v, out)]
+        dq, dk, dv = ctx.kernel.backward(wide[0], q, k, wide[1], wide[2], lse, ctx.pieces)
         of_sinks = None if sinks is None else sink_grads(sinks, grad[None], out[None], lse[None])
-        return *grads, of_sinks, None, None
+        return dq, dk, dv[..., : v.shape[-1]], of_sinks, None, None

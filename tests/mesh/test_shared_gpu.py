@@ -215,6 +215,26 @@ def test_autograd_learns_nothing_of_it_as_with_nccl() -> None:
     run(2, _without_history)
 
 
+def _narrow(rank: int, world: int) -> None:
+    """gloo itself has no floats of 8 bits, NCCL sends them."""
+    group = _group()
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu):
+        x = torch.tensor([0.5, 2.0, 2.0 ** (rank + 2)]).to(dtype)
+        out, parts = x.new_zeros(world * 3), [torch.zeros_like(x) for _ in range(world)]
+        with Through(cpu_relay()):
+            works = [
+                dist.all_gather_into_tensor(out, x, group, async_op=True),
+                dist.all_to_all(parts, [x] * world, group, async_op=True),
+            ]
+        _wait(works)
+        expected = [0.5, 2.0, 4.0, 0.5, 2.0, 8.0]
+        assert out.float().tolist() == torch.cat(parts).float().tolist() == expected
+
+
+def test_floats_of_8_bits_travel() -> None:
+    run(2, _narrow)
+
+
 def _errors(rank: int, world: int) -> None:
     with Through(cpu_relay()):
         work = dist.all_reduce(torch.ones(3, dtype=torch.int16), group=_group(), async_op=True)
