@@ -13,6 +13,7 @@ Each part runs in processes of its own, so that one that fails or hangs takes no
     losses     time and memory of output layer and loss
     eight_bit  time of 8-bit operands and products
     messages   time to round ZeRO++'s messages
+    updates    time of AdamW, with states of few bits
     train      `fivefold train` for a few steps, with and without offloaded activations
     runs       training of models of real size, held against what theory and the planner say
     calibrate  `fivefold plan --calibrate`, to be held against the presets
@@ -42,6 +43,8 @@ from fivefold.files import write_atomic
 ROOT = Path(__file__).resolve().parents[1]
 MARK, KERNELS = "pytest.mark.gpu", "from tests.kernels import DEVICES"
 """What marks a test that needs a GPU: by itself, or by where it runs kernels."""
+SLOW = 400
+"""Seconds after which a benchmark is stopped."""
 KEPT, SHOWN = 100, 8
 """Last lines of a process that failed: in the results, where a crash leaves many, and on screen."""
 LINEAR_LOSS = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "linear")
@@ -250,7 +253,7 @@ def ranks(dry: bool) -> Iterator[tuple[str, Outcome]]:
 
 def script(module: str, dry: bool) -> Iterator[tuple[str, Outcome]]:
     """A benchmark that prints its rows."""
-    yield module, run(f"benchmarks.{module}", *(["--dry"] if dry else []), limit=240)
+    yield module, run(f"benchmarks.{module}", *(["--dry"] if dry else []), limit=SLOW)
 
 
 def train(dry: bool) -> Iterator[tuple[str, Outcome]]:
@@ -285,6 +288,7 @@ PARTS: dict[str, Callable[[bool], Iterator[tuple[str, Outcome]]]] = {
     "losses": partial(script, "gpu_losses"),
     "eight_bit": partial(script, "gpu_eight_bit"),
     "messages": partial(script, "gpu_messages"),
+    "updates": partial(script, "gpu_updates"),
     "train": train,
     "runs": partial(script, "gpu_runs"),
     "calibrate": calibrate,

@@ -2,10 +2,11 @@
 
     python -m benchmarks.gpu_layers [--dry]
 
-Forward and backward of a few layers in bf16, on the hidden states of one row: Fivefold's, as they
-are, without fused kernels, with dropout and compiled, with the row as one document and packed with
-many, with linear layers in fp8 by each recipe (their MFU is a share of the bf16 peak), and as one
-CUDA graph; and the same layers in plain PyTorch, which knows no documents.
+Forward and backward of a few layers in bf16, on the hidden states of one row: Fivefold's, with the
+linears that a run of one rank has, as they are, without fused kernels, with the norm fused with the
+sum before it, with dropout and compiled, with the row as one document and packed with many, with
+linear layers in fp8 by each recipe (their MFU is a share of the bf16 peak), and as one CUDA graph;
+and the same layers in plain PyTorch, which knows no documents.
 
 Prints a line of JSON for each. `--dry` runs small ones on a CPU.
 """
@@ -40,6 +41,8 @@ from fivefold.model.rope import RotaryTables
 from fivefold.model.shape import training_flops
 from fivefold.model.transformer import Stage
 from fivefold.pipeline.stages import StageSpec
+from fivefold.tensor.deferred_weight import DeferredWeights
+from fivefold.tensor.install import install_deferral
 from fivefold.train.step_graph import CudaRecorder
 
 LAYERS, STEPS, WARMUP = 4, 10, 3
@@ -120,16 +123,19 @@ def our_step(
     compiled: bool = False,
     packed: bool = False,
     fused: bool = True,
+    fused_norm: bool = False,
     recipe: str | None = None,
 ) -> Step:
     """Forward and backward of Fivefold's layers, in 8 bits if there is a recipe."""
     stage = Stage(model, StageSpec(False, tuple(range(LAYERS)), False)).to(device, torch.bfloat16)
+    if not compiled:  # as `Layout.owns_linears`
+        install_deferral(stage, DeferredWeights(), recomputes=False)
     if recipe is not None:
         install_eight_bit(stage, EightBit(RECIPES[recipe], torch.bfloat16), MemoryConfig())
     for parameter in stage.parameters():
         nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else nn.init.ones_(parameter)
     if fused:
-        install_fusions(stage, TrainingConfig())
+        install_fusions(stage, TrainingConfig(fused_residual_rmsnorm=fused_norm))
     if compiled:
         compile_layers(stage, "inductor" if device.type == "cuda" else "aot_eager")
     (batch,) = on_device([_batch(length, packed)], device)
@@ -228,6 +234,7 @@ def rows(dry: bool) -> Iterator[dict[str, Any]]:
             "plain": partial(plain_step, model, length, device, compiled=False),
             "Fivefold": partial(our_step, model, length, device),
             "Fivefold unfused": partial(our_step, model, length, device, fused=False),
+            "Fivefold, norm and sum": partial(our_step, model, length, device, fused_norm=True),
             "Fivefold dropping": partial(our_step, dropping, length, device),
             "Fivefold dropping unfused": partial(our_step, dropping, length, device, fused=False),
             "Fivefold packed": partial(our_step, model, length, device, packed=True),
@@ -236,9 +243,9 @@ def rows(dry: bool) -> Iterator[dict[str, Any]]:
         for recipe in recipes(device):
             narrow = partial(our_step, model, length, device, recipe=recipe)
             systems[f"Fivefold {recipe}"] = narrow
-            if not dry:
-                systems[f"Fivefold {recipe} compiled"] = partial(narrow, compiled=True)
         if not dry:
+            narrow = partial(our_step, model, length, device, recipe="tensorwise", compiled=True)
+            systems["Fivefold tensorwise compiled"] = narrow
             for which in ("Fivefold", "Fivefold compiled", "Fivefold tensorwise"):
                 systems[f"{which}, one graph"] = partial(replayed, systems[which], device)
             systems["plain compiled"] = partial(plain_step, model, length, device, compiled=True)

@@ -111,6 +111,8 @@ def rows(runs: Runs, device: torch.device) -> Iterator[dict[str, Any]]:
     for name, (model, settings) in runs.items():
         config = Config(model).with_values(precision="bf16", **settings)
         layout = check(config, 1)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         engine = Engine(layout, 0, device)
         microbatches = batches(layout)
 

@@ -9,7 +9,13 @@ import pytest
 
 from benchmarks.gpu import ROOT, of_gpu
 
-ROWS = {"gpu_layers": 11, "gpu_losses": 4, "gpu_eight_bit": 5, "gpu_messages": 2}
+ROWS = {
+    "gpu_layers": 12,
+    "gpu_losses": 4,
+    "gpu_eight_bit": 5,
+    "gpu_messages": 2,
+    "gpu_updates": 4,
+}
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -100,14 +100,11 @@ def _drop(  # type: ignore[no-untyped-def]
     there = column < columns
     ids = tl.load(row_ids + batch * row_batch + row * row_step, mask=here, other=0)
     ids = ids * all_heads + first_head + head
-    hashed_row = _hash(ids.to(tl.uint64, bitcast=True) ^ tl.load(key).to(tl.uint64, bitcast=True))
     names = column.to(tl.int64)
     if named:
         place = column_ids + batch * column_batch + column * column_step
         names = tl.load(place, mask=there, other=0)
-    bits = hashed_row[:, None] ^ _hash(names.to(tl.uint64, bitcast=True))[None, :]
-    bits *= 0xBF58476D1CE4E5B9
-    bits = (bits ^ (bits >> 32)) * 0x94D049BB133111EB
+    bits = random_bits(ids, names, tl.load(key))
     kept = bits.to(tl.int64, bitcast=True) >= threshold
     both = here[:, None] & there[None, :]
     at = (block * rows + row)[:, None] * columns + column[None, :]
@@ -116,6 +113,15 @@ def _drop(  # type: ignore[no-untyped-def]
     if adds:
         found += tl.load(onto + at, mask=both, other=0.0).to(wide)
     tl.store(y + at, found.to(y.dtype.element_ty), mask=both)
+
+
+@triton.jit
+def random_bits(rows, columns, key):  # type: ignore[no-untyped-def]
+    """`dropout.random_bits` of each row and column, as uint64."""
+    hashed = _hash(rows.to(tl.uint64, bitcast=True) ^ key.to(tl.uint64, bitcast=True))
+    bits = hashed[:, None] ^ _hash(columns.to(tl.uint64, bitcast=True))[None, :]
+    bits *= 0xBF58476D1CE4E5B9
+    return (bits ^ (bits >> 32)) * 0x94D049BB133111EB
 
 
 @triton.jit

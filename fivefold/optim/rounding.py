@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from fivefold.mesh.device import runs_triton
 from fivefold.model.dropout import random_bits
 from fivefold.model.seeds import derive_seed
 from fivefold.optim.eight_bit import FORMATS, EightBits
@@ -56,21 +57,27 @@ class NamedElements:
         each = max(at_a_time // max(rows.shape[1], 1), 1)
         return (slice(start, start + each) for start in range(0, len(rows), each))
 
-    def random(self, step: int, device: torch.device) -> Callable[[slice], Tensor]:
-        """64 random bits of each element, int64, as a function of a slice of the rows.
-
-        Args:
-            step: optimizer steps taken before.
-            device: where the bits are made.
-        """
+    def ids(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """int64 numbers of the rows and of the columns in the whole parameter."""
         *outer, inner = self.slices
         ids_R = torch.zeros(1, dtype=torch.int64, device=device)
         for part, size in zip(outer, self.shape[:-1], strict=True):
             along = torch.arange(part.start, part.stop, device=device)
             ids_R = (ids_R[:, None] * size + along).flatten()
-        ids_R = ids_R[self.within]
-        columns_C = torch.arange(inner.start, inner.stop, device=device)
-        key = derive_seed(self.seed, "moments", step, self.name)
+        return ids_R[self.within], torch.arange(inner.start, inner.stop, device=device)
+
+    def key(self, step: int) -> int:
+        """What makes this parameter's random bits others than those of all others.
+
+        Args:
+            step: optimizer steps taken before.
+        """
+        return derive_seed(self.seed, "moments", step, self.name)
+
+    def random(self, step: int, device: torch.device) -> Callable[[slice], Tensor]:
+        """64 random bits of each element, int64, as a function of a slice of the rows."""
+        ids_R, columns_C = self.ids(device)
+        key = self.key(step)
         return lambda rows: random_bits(ids_R[rows, None], columns_C, key)
 
 
@@ -94,7 +101,8 @@ class RoundingAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW`, fused, with moments that are rounded after each update.
 
     Each piece of a parameter is updated in wide copies of its gradient and moments: so the update
-    itself sees every bit of this step's moments, and nothing whole is ever wide.
+    itself sees every bit of this step's moments, and nothing whole is ever wide. On a GPU one
+    kernel does it all (`adamw_kernels`).
 
     Args:
         groups: groups of parameters, as for torch's.
@@ -128,6 +136,13 @@ class RoundingAdamW(torch.optim.AdamW):
         master = Master.of(leaf.data, state, place)
         grads = place.rows(leaf.grad)
         moments = [Moment.of(name, state, place) for name in MOMENTS]
+        if runs_triton(leaf):
+            from fivefold.optim import adamw_kernels
+
+            state["step"] += 1.0 if found_inf is None else 1.0 - found_inf
+            ids, key = place.ids(leaf.device), place.key(self._taken())
+            adamw_kernels.update(master, grads, moments, ids, key, state["step"], found_inf, group)
+            return
         kinds = {master.matrix.dtype, *(moment.matrix.dtype for moment in moments)}
         rounds = kinds != {dtype}
         random = place.random(self._taken(), leaf.device)

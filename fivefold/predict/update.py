@@ -11,11 +11,9 @@ from fivefold.counts.policy import StatePolicy
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.compute import elementwise
 
-TRAFFIC = 30.0
-"""Bytes per parameter that AdamW moves: gradient, master and moments are read; master, moments and
-the copy in the compute type are written. All but the copy are fp32, others are widened before."""
 RANDOM_BITS = 112.0
-"""Bytes per parameter that making its 64 random bits reads and writes, by kernels one by one."""
+"""Bytes per parameter that making its 64 random bits reads and writes on a host, where each
+operation does so; on a GPU one kernel updates and rounds (`optim/adamw_kernels.py`)."""
 ROUNDING = 94.0
 """Bytes per parameter that they move for each moment that is widened, then rounded."""
 SCALING = 60.0
@@ -34,7 +32,9 @@ def update_seconds(
         parameters: number of parameters whose state the rank keeps.
         kernels: number of kernels.
     """
-    here = TRAFFIC + _rounding(policy) + _widening(policy)
+    copy = policy.compute if policy.compute != policy.master else 0.0
+    state = policy.master + policy.moments  # read and written
+    here = policy.gradient + 2 * state + copy
     norm = policy.gradient
     kept = (1 - policy.offloaded) * here + norm
     return elementwise(cluster.gpu, parameters * kept, kernels)
@@ -51,7 +51,6 @@ def offload_seconds(cluster: Cluster, policy: StatePolicy, parameters: float) ->
     """
     state, weights = policy.master + policy.moments, policy.compute * policy.away
     touched = 3 * policy.gradient + 2 * state + policy.master + policy.compute
-    touched += _rounding(policy) + _widening(policy)
     written = 2 * state * policy.on_disk + policy.compute * policy.away_on_disk
     times = [written * cluster.sharing / cluster.disk_bandwidth]
     if policy.visits:
@@ -61,6 +60,7 @@ def offload_seconds(cluster: Cluster, policy: StatePolicy, parameters: float) ->
         times.append(elementwise(cluster.gpu, touched, kernels=0))
     else:
         times.append((policy.compute - weights) / cluster.host_bandwidth)
+        touched += _rounding(policy) + _widening(policy)
         times.append(touched / cluster.host_rate)
     return parameters * policy.offloaded * max(times)
 
@@ -100,7 +100,7 @@ def leaving_seconds(
 
 
 def _rounding(policy: StatePolicy) -> float:
-    """Bytes per parameter that rounding moments moves; on a host within its caches, no faster."""
+    """Bytes per parameter that rounding moments moves on a host; within its caches, no faster."""
     if not policy.rounded:
         return 0.0
     return RANDOM_BITS + ROUNDING * policy.rounded + SCALING * policy.eight_bit

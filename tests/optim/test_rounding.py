@@ -1,6 +1,8 @@
 """Moments of few bits: right on average, and the same numbers wherever an element lies."""
 
+import importlib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from fivefold.optim import rounding
 from fivefold.optim.adamw import AdamW, state_piece
 from fivefold.optim.eight_bit import FORMATS
 from fivefold.optim.rounding import MOMENTS, NamedElements, divide, exact, rounded, scale_of
+from tests.kernels import DEVICES, run_kernels
 
 SHAPES = {"a.weight": (37, 129), "experts.weight": (4, 9, 21), "a.bias": (70,), "b.weight": (1, 5)}
 
@@ -47,19 +50,25 @@ def gradient(name: str, step: int, dtype: torch.dtype) -> Tensor:
 
 
 def trained(
-    config: OptimizerConfig, cuts: dict[str, tuple[slice, ...]], dtype: torch.dtype, steps: int = 5
+    config: OptimizerConfig,
+    cuts: dict[str, tuple[slice, ...]],
+    dtype: torch.dtype,
+    steps: int = 5,
+    device: str = "cpu",
 ) -> tuple[dict[str, nn.Parameter], AdamW]:
     """Parts of all parameters after some steps."""
     places = {
         name: NamedElements(7, name, shape, cuts.get(name, tuple(slice(0, size) for size in shape)))
         for name, shape in SHAPES.items()
     }
-    held = {n: nn.Parameter(w[places[n].slices].clone()) for n, w in whole(dtype).items()}
+    held = {
+        n: nn.Parameter(w[places[n].slices].clone().to(device)) for n, w in whole(dtype).items()
+    }
     optimizer = AdamW(held, config, places=places)
     for step in range(steps):
         for name, parameter in held.items():
             grad = gradient(name, step, dtype)[places[name].slices]
-            parameter.grad = grad.to(parameter.grad_dtype, copy=True)
+            parameter.grad = grad.to(device, parameter.grad_dtype, copy=True)
         optimizer.step(lr=0.01)
     return held, optimizer
 
@@ -107,6 +116,57 @@ def test_every_part_has_the_bits_of_the_whole(
                     key = f"optim.{scale_of(moment)}.{name}"
                     theirs = reference.state_tensors()[key].local[scales.slices]
                     assert torch.equal(optimizer.state_tensors()[key].local, theirs)
+
+
+KINDS = {
+    "bf16": (settings("bf16", "bf16"), torch.float64),
+    "8 bits": (settings("fp8", "fp8"), torch.float64),
+    "8 bits, one of both": (settings("fp8", "fp32"), torch.float64),
+    "bf16 and 8 bits, gradients": (settings("bf16", "fp8", "bf16"), torch.float64),
+    "fp32": (settings("bf16", "fp8"), torch.float32),
+    "gradients": (settings("fp32", "fp32", "bf16"), torch.float32),
+    "remainders": (
+        replace(settings("fp8", "bf16"), store_param_remainders=True),
+        torch.bfloat16,
+    ),
+    "weights": (replace(settings("fp32", "fp8"), main_params_dtype="bf16"), torch.bfloat16),
+}
+
+
+BITS = {1: torch.uint8, 2: torch.int16}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", DEVICES)
+def test_one_kernel_keeps_the_same_bits(
+    place: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they compute in fp64; in fp32 but for the few whose last bits made a difference."""
+    (config, dtype), cuts = KINDS[kind], {"a.weight": (slice(5, 30), slice(32, 129))}
+    _, plain = trained(config, cuts, dtype)
+    device = run_kernels(place, monkeypatch, rounding)
+    kernels = importlib.import_module("fivefold.optim.adamw_kernels")
+    monkeypatch.setattr(kernels, "ELEMENTS", 128)
+    _, fused = trained(config, cuts, dtype, device=device)
+    exactly = dtype == torch.float64
+    limit = 1e-12 if exactly else 1e-5
+    for name, weight in fused.weights().items():
+        ours, theirs = weight.local.detach().cpu(), plain.weights()[name].local.detach()
+        if ours.dtype == torch.bfloat16:
+            assert (ours != theirs).float().mean() < 0.01
+        nearest = 2**-7 if ours.dtype == torch.bfloat16 else limit
+        torch.testing.assert_close(ours, theirs, rtol=nearest, atol=limit)
+    for name, piece in fused.state_tensors().items():
+        ours, theirs = piece.local.cpu(), plain.state_tensors()[name].local
+        if ours.dtype.itemsize > 2:
+            torch.testing.assert_close(ours, theirs, rtol=limit, atol=limit)
+        elif exactly:  # what is 0 but for fp64's own rounding has no bits to compare
+            same = ours.view(BITS[ours.itemsize]) == theirs.view(BITS[ours.itemsize])
+            nothing = (ours.float().abs() < 1e-14) & (theirs.float().abs() < 1e-14)
+            assert (same | nothing).all() and same.float().mean() > 0.99, name
+        else:
+            assert (ours.float() != theirs.float()).float().mean() < 0.02, name
 
 
 def test_rounding_is_right_on_average_and_keeps_what_fits() -> None:
@@ -183,17 +243,42 @@ def test_second_moments_decay() -> None:
     assert second.float().mean().item() == pytest.approx(0.999**500, rel=5e-3)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
-def test_a_step_that_found_infinities_changes_no_bit(kind: str) -> None:
-    held, optimizer = trained(settings(kind, kind), {}, torch.float32)
+@pytest.mark.parametrize("place", ["plain", *DEVICES])
+def test_a_step_that_found_infinities_changes_no_bit(
+    place: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = "cpu" if place == "plain" else run_kernels(place, monkeypatch, rounding)
+    held, optimizer = trained(settings(kind, kind), {}, torch.float32, device=device)
     before = [p.detach().clone() for p in held.values()]
     state = {n: piece.local.clone() for n, piece in optimizer.state_tensors().items()}
     for parameter in held.values():
         parameter.grad = torch.full_like(parameter, torch.inf)
-    optimizer.step(0.1, torch.ones(()))
+    optimizer.step(0.1, torch.ones((), device=device))
     assert all(torch.equal(p, was) for p, was in zip(held.values(), before, strict=True))
     for name, piece in optimizer.state_tensors().items():
         assert same_bits(piece.local, state[name])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("place", DEVICES)
+def test_the_kernel_keeps_what_is_not_finite(
+    place: Any, bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, found = settings("bf16", "fp8"), []
+    for fused in (False, True):
+        device = run_kernels(place, monkeypatch, rounding) if fused else "cpu"
+        held, optimizer = trained(config, {}, torch.float64, device=device)
+        for parameter in held.values():
+            parameter.grad = torch.ones_like(parameter)
+            parameter.grad.view(-1)[1] = bad
+        optimizer.step(0.01)
+        found.append({n: piece.local.cpu() for n, piece in optimizer.state_tensors().items()})
+    for name, theirs in found[0].items():
+        ours, theirs = found[1][name].float(), theirs.float()
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-14, equal_nan=True)
 
 
 def test_a_checkpoint_fills_wider_moments_and_not_narrower_ones(tmp_path) -> None:

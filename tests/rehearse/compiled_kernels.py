@@ -30,6 +30,10 @@ ZEROPP = {
 }
 LLAMA = ZEROPP | {"cross_entropy_loss_fusion": True, "fused_residual_rmsnorm": True}
 GPT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+FEW_BITS = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
+STATES = FEW_BITS | {"exp_avg_sq_dtype": "fp8"}
+REMAINDERS = FEW_BITS | {"exp_avg_dtype": "fp8", "store_param_remainders": True}
+WITHOUT = FEW_BITS | {"main_params_dtype": "bf16", "main_grads_dtype": "bf16"}
 EIGHT_BITS = {"precision": "bf16", "fp8_format": "e4m3"}
 GATHERED = {
     "fp8_recipe": "tensorwise",
@@ -40,6 +44,8 @@ Steps = tuple[tuple[str, dict[str, Any]], ...]
 WIDE: Steps = (
     *(("debug-llama", LLAMA | {"precision": precision}) for precision in ("bf16", "fp32")),
     *(("debug-gpt", GPT | {"precision": precision}) for precision in ("bf16", "fp32")),
+    *(("debug-llama", {"precision": "bf16"} | given) for given in (STATES, REMAINDERS, WITHOUT)),
+    ("debug-llama", {"precision": "fp64"} | STATES),
 )
 NARROW: Steps = (
     ("debug-llama", EIGHT_BITS | GATHERED),
