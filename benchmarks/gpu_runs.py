@@ -67,12 +67,16 @@ RUNS: Runs = {
     "1B, 8 x 2,048 tokens, one graph": (ONE_B, SMALLER | WHOLE | GRAPH),
     "1B, whole rows, fp8, one graph": (ONE_B, SHORT | WHOLE | GRAPH | FP8),
     "eight layers of 8B": (EIGHT_B, LONG),
-    "eight layers of 8B, fp8": (EIGHT_B, LONG | FP8),
-    "eight layers of 8B, compiled, native loss": (
+    "eight layers of 8B, whole rows": (EIGHT_B, LONG | WHOLE),
+    "eight layers of 8B, whole rows, fp8": (EIGHT_B, LONG | WHOLE | FP8),
+    "eight layers of 8B, whole rows, compiled, native loss": (
         EIGHT_B,
-        LONG | {"compile": True, "cross_entropy_loss_fusion": True},
+        LONG | WHOLE | {"compile": True, "cross_entropy_loss_fusion": True},
     ),
-    "eight layers of 8B, recomputed, linear loss": (EIGHT_B, LONG | FULL | LINEAR),
+    "eight layers of 8B, whole rows, recomputed, linear loss": (
+        EIGHT_B,
+        LONG | WHOLE | FULL | LINEAR,
+    ),
     "two layers of Mixtral 8x7B": (
         replace(PRESETS["mixtral-8x7b"], num_layers=2),
         {"seq_length": 4096, "global_batch_size": 4},

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fivefold.calibrate import measure
+from fivefold.calibrate import host, measure
 from fivefold.calibrate.measure import Sample
 from fivefold.errors import ConfigError, Mistake
 from fivefold.files import write_atomic
@@ -36,6 +36,7 @@ class Measured:
         attention: measurements of attention, forward and backward.
         traffic: measurement of reading and writing device memory.
         launch: measurement of an operation without work.
+        host: measurement of small layers, which take as long as the host issues their operations.
         copy: measurement of a copy to host memory.
         node: measurements of collectives inside a node; empty with one rank per node.
         network: measurements of collectives between nodes; empty with one node.
@@ -52,6 +53,7 @@ class Measured:
     attention: tuple[Sample, ...]
     traffic: Sample
     launch: Sample
+    host: Sample
     copy: Sample
     node: tuple[Sample, ...]
     network: tuple[Sample, ...]
@@ -112,6 +114,7 @@ def _measure(env: RankEnv, device: torch.device) -> Measured:
         attention=measure.attention(device, dtype, world),
         traffic=measure.memory_traffic(device, world),
         launch=measure.launch(device, world),
+        host=host.layers(device, dtype, world),
         copy=measure.host_copy(device, world),
         node=measure.collectives(device, node) if node.size() > 1 else (),
         network=measure.collectives(device, network) if network.size() > 1 else (),
@@ -189,6 +192,7 @@ def as_cluster(measured: Measured) -> Cluster:
         network_link=_link(measured.network) or node,
         host_bandwidth=copy,
         jitter=measured.jitter,
+        host_operation=measured.host.seconds / measured.host.amount,
     )
 
 
@@ -211,6 +215,8 @@ def describe(measured: Measured) -> list[str]:
         _rate(f"copy {measured.copy.note}", measured.copy, human_bytes),
         f"{'an operation with nothing to do':<44}"
         f"{human_seconds(measured.launch.seconds / measured.launch.amount):>16}",
+        f"{'an operation of a small layer, for the host':<44}"
+        f"{human_seconds(measured.host.seconds / measured.host.amount):>16}",
         f"{'sustained over seconds':<44}{measured.sustained:>16.1%}",
         f"{'spread of a block of products':<44}{measured.jitter:>16.1%}",
     ]

@@ -156,7 +156,7 @@ class OperationTimes:
             forward, dx, dw = forward / share, dx / share, dw / share
             forward += elementwise(gpu, cast * batch * tokens * k)
             dx += elementwise(gpu, cast * batch * tokens * n)
-        if self.software.accumulates_apart:
+        if self.software.adds_apart(kind, batch):
             dw += elementwise(gpu, batch * n * k * ADDED)
         return Phases(forward, dx, dw)
 

@@ -64,8 +64,9 @@ class Software:
         waits_for_ends: whether the embedding and the output layer are sharded as one block, which
             is gathered before anything computes and reduced when everything has (PyTorch's FSDP
             around a model).
-        accumulates_apart: whether kernels of their own add a microbatch's weight gradients to those
-            of the step; otherwise the multiplications that compute them do.
+        accumulates_apart: which weight gradients kernels of their own add to those of earlier
+            microbatches, where the multiplications that compute others do: "never" any, "always"
+            all, or those of "grouped" products and of 8 and 4 bits, which PyTorch's do not add.
         gather_rate: bytes/s at which parameters are gathered and gradients reduced, whatever the
             links; the gathers of the forward are then exposed. None: as the links allow.
         waits_for_hops: whether a stage is idle while a message to or from it travels: "never",
@@ -76,6 +77,8 @@ class Software:
         whole_graph: whether a step is one CUDA graph, so that the GPU never waits for the host.
         blocks_launches: whether the host waits for each kernel that it launches
             (`CUDA_LAUNCH_BLOCKING=1`), so that its time and the GPU's add up.
+        loops_experts: whether a rank's experts are products and kernels of their own each, and not
+            of one grouped product.
         imbalance: tokens of the busiest rank's experts, relative to an even share.
     """
 
@@ -100,13 +103,19 @@ class Software:
     gathers_each: bool = False
     reduces_last: bool = False
     waits_for_ends: bool = False
-    accumulates_apart: bool = False
+    accumulates_apart: Literal["never", "grouped", "always"] = "grouped"
     gather_rate: float | None = None
     waits_for_hops: Literal["never", "plain", "always"] = "never"
     scatters_hops: bool = False
     whole_graph: bool = False
     blocks_launches: bool = False
+    loops_experts: bool = False
     imbalance: float = 1.0
+
+    def adds_apart(self, precision: str, batch: int) -> bool:
+        """Whether kernels of their own add up weight gradients of `batch` products in one."""
+        lacks = batch > 1 or precision in ("fp8", "fp4")
+        return self.accumulates_apart == "always" or (self.accumulates_apart == "grouped" and lacks)
 
     def on(self, cluster: Cluster) -> Cluster:
         """The cluster with the attention rate that this software reaches."""

@@ -45,7 +45,7 @@ def software_of(row: PublishedRow, framework: Framework) -> Software:
         gather_rate=habits.gather_rate if stage == 3 else None,
         reduces_whole=habits.reduces_whole and stage in (1, 2),
         broadcasts_updates=habits.broadcasts_updates and stage in (1, 2),
-        accumulates_apart=habits.accumulates_apart or deterministic,
+        accumulates_apart="always" if deterministic else habits.accumulates_apart,
         gradient_bytes=wire,
         keeps_every_second=row.text("recomp") == "selective-op",
         whole_graph=is_graphed(row, framework) if graphs is None else bool(graphs),

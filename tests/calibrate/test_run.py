@@ -43,6 +43,7 @@ def measured(device: str, precision: str) -> Measured:
         attention=(Sample("", 2e11, 4e-4), Sample("", 5e11, 1e-3)),
         traffic=Sample("", 3e9, 1e-3),
         launch=Sample("", 100, 4e-4),
+        host=Sample("", 300, 6e-3),
         copy=Sample("", 5e9, 0.1),
         node=sends,
         network=(),
@@ -66,6 +67,7 @@ def test_a_known_device_keeps_its_data_sheet() -> None:
     # As on sequences of any length, of which 8,192 tokens reach 8192 / (8192 + 384).
     assert gpu.attention_forward == pytest.approx(5e14 / 989e12 * 8576 / 8192)
     assert gpu.launch == pytest.approx(4e-6)
+    assert cluster.host_operation == pytest.approx(2e-5)
     assert cluster.node_link.rate == pytest.approx(3e11)
     assert cluster.network_link == cluster.node_link and cluster.num_gpus == 8
 
@@ -86,6 +88,7 @@ def test_ranks_measure_together(pool: Pool, tmp_path: Path) -> None:
     cluster = load_cluster(path)
     assert cluster.num_gpus == cluster.gpus_per_node == 2
     assert cluster.gpu.matmul.of("fp32") > 1e8 and cluster.node_link.bandwidth > 1e5
+    assert 1e-7 < cluster.host_operation < 1e-2
 
 
 def _calibrate(rank: int, world_size: int, path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fivefold.model.description import LayerKind
+from fivefold.model.description import LayerKind, layer_kind
 from fivefold.predict.cluster import preset
 from fivefold.predict.communication import broadcasts, gather, span
 from fivefold.predict.compute import attention, attention_share, matmul, score_matrices
@@ -122,21 +122,34 @@ def test_sums_that_every_rank_takes_move_twice_the_bytes():
 
 def test_gradients_that_are_added_by_kernels_of_their_own_take_their_traffic():
     layout = planned("llama3-8b", 8, mbs=1, gbs=16)
-    inside, apart = (
+    inside, ours, apart = (
         LayerTimes(layout, H100, Software(accumulates_apart=habit)).layer(LayerKind(), ())
-        for habit in (False, True)
+        for habit in ("never", "grouped", "always")
     )
     weights = 4096 * (4096 * 2 + 1024 * 2 + 3 * 14336)
     traffic = 8 * weights / (3350e9 * 0.85)
     assert apart.compute.dw - inside.compute.dw == pytest.approx(traffic, rel=0.05)
     assert apart.compute.forward == inside.compute.forward
+    assert ours == inside
+
+
+@pytest.mark.parametrize("settings", [{"fp8_format": "e4m3"}, {"model": "mixtral-8x7b"}])
+def test_products_of_8_bits_and_grouped_ones_add_to_no_sum(settings):
+    settings = {"model": "llama3-8b"} | settings
+    layout = planned(settings.pop("model"), 8, mbs=1, gbs=16, **settings)
+    kind = layer_kind(layout.config.model, 0)
+    inside, ours, apart = (
+        LayerTimes(layout, H100, Software(accumulates_apart=habit)).layer(kind, ()).compute.dw
+        for habit in ("never", "grouped", "always")
+    )
+    assert inside < ours <= apart
 
 
 def test_no_layer_waits_for_the_host_in_one_graph():
     layout = planned("qwen3-30b-a3b", 8, mbs=1, gbs=8, ep=8)
     kind = LayerKind(experts=True)
-    graphed = LayerTimes(layout, H100, Software(whole_graph=True))
-    issued = LayerTimes(layout, H100, Software())
+    graphed = LayerTimes(layout, H100, Software(whole_graph=True, loops_experts=True))
+    issued = LayerTimes(layout, H100, Software(loops_experts=True))
     assert graphed.host(kind) == 0.0 < issued.host(kind)
     dense = planned(
         "llama3-8b", 1, mbs=1, gbs=8, reset_attention_mask=False, cuda_graph_impl="local"

@@ -26,7 +26,7 @@ _ENGINE = replace(
     OTHERS,
     gathers_to_recompute=True,
     reduces_whole=True,
-    accumulates_apart=True,
+    accumulates_apart="always",
     waits_for_hops="always",
 )
 # In June 2021 ZeRO-3 took 0.42 s of a forward to gather 10 GB inside a machine with NVLink (its

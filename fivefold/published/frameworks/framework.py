@@ -12,7 +12,13 @@ from fivefold.published.replay.step import Replay
 HIDDEN_TP = 0.6
 """Share of a collective that others hide by cutting it and its multiplication into pieces: the
 first piece overlaps with nothing, and small pieces run slower."""
-OTHERS = Software(hidden_tp=HIDDEN_TP, eager_dx=False, reduces_once=True)
+OTHERS = Software(
+    hidden_tp=HIDDEN_TP,
+    eager_dx=False,
+    reduces_once=True,
+    accumulates_apart="never",
+    loops_experts=True,
+)
 """What frameworks other than Fivefold have in common."""
 
 

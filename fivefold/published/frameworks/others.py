@@ -34,7 +34,7 @@ INTERNLM: tuple[Framework, ...] = (
             casts_norms=True,
             reduces_whole=True,
             bucket=512 * 2**20,
-            accumulates_apart=True,
+            accumulates_apart="always",
             broadcasts_updates=True,
             gradient_bytes=2.0,
         ),
