@@ -34,43 +34,10 @@ def launch(
         arguments: the others.
         constants: those that it is compiled for, and options of Triton.
     """
-    if x.is_cuda:
-        _launch_again(kernel, grid, (x, *arguments), constants)
-    elif not uses_gpu_kernels(x):  # Triton's interpreter takes tensors on a CPU
+    if x.is_cuda or not uses_gpu_kernels(x):  # Triton's interpreter takes tensors on a CPU
         kernel[grid](x, *arguments, **constants)
     else:
         _noted(x)
-
-
-def _launch_again(
-    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
-) -> None:
-    """Launch what was compiled for such arguments before, which takes the host less than to bind
-    them by name and to look at each once more, as Triton does."""
-    key = arguments[0].device, *map(_kind, arguments), *constants.values()
-    compiled, names = _compiled(kernel, tuple(constants))
-    found = compiled.get(key)
-    if found is None:
-        compiled[key] = kernel[grid](*arguments, **constants)
-    else:
-        found[(*grid, 1, 1)[:3]](*arguments, *[constants[name] for name in names])
-
-
-@cache
-def _compiled(kernel: Any, constants: tuple[str, ...]) -> tuple[dict[Any, Any], tuple[str, ...]]:
-    """What a kernel was compiled to, by `_launch_again`'s key; its own constants, in order."""
-    return {}, tuple(name for name in kernel.arg_names if name in constants)
-
-
-def _kind(argument: Any) -> Any:
-    """What of an argument Triton compiles for: the type, whether it can be divided by 16, is 1, and
-    is wider than 32 bits."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16
-    if isinstance(argument, int):
-        bits = max(argument, ~argument).bit_length()
-        return type(argument), argument == 1, argument % 16 == 0, bits // 32
-    return type(argument)
 
 
 def _nothing(x: Tensor) -> None:
