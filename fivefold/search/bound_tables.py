@@ -121,6 +121,11 @@ class Ranks:
     ahead: Values
     crossings: Values
 
+    @property
+    def stages(self) -> Column:
+        """[W] stages on a rank, of all copies of the model."""
+        return self.chunks * self.copies
+
     @classmethod
     def of(cls, model: ModelConfig, partitions: Sequence[Partition]) -> "Ranks":
         """The tables of these partitions."""

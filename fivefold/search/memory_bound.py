@@ -165,7 +165,7 @@ class _KeptBytes:
     def _smallest(self, ranks: Ranks, chunks: Values) -> Values:
         """The fewest bytes of any stage that exists on the rank."""
         partition = self.space.columns["partition"]
-        there = np.arange(chunks.shape[1]) < (ranks.chunks * ranks.copies)[partition][:, None]
+        there = np.arange(chunks.shape[1]) < ranks.stages[partition][:, None]
         found: Values = np.where(there, chunks, np.inf).min(axis=1)
         return found
 

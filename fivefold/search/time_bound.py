@@ -142,7 +142,7 @@ def _pipeline(
     paired = space.columns["pairs"] * _hidden(cells, held, cluster)
     # No pair hides more than all messages of two stages.
     most = (cells.weighted(ranks.largest[partition, which], number * KINDS) for number in (3, 4))
-    pairs = np.maximum(0, microbatches * ranks.chunks[partition] - ranks.alone[partition, which])
+    pairs = np.maximum(0, microbatches * ranks.stages[partition] - ranks.alone[partition, which])
     paired = np.minimum(microbatches * paired, pairs * sum(most))
     work = microbatches * (forward + dx + dw) - paired
     deferred = ranks.deferred[partition, which]
@@ -173,7 +173,7 @@ def _kept(space: Space, ranks: Ranks, cells: Cells, hop: Values, which: int) -> 
     lasts = (
         there_and_back / parallel.num_sequence_slices + 2 * hop * ranks.crossings[partition, which]
     )
-    found: Values = microbatches * lasts / np.minimum(most, microbatches * ranks.chunks[partition])
+    found: Values = microbatches * lasts / np.minimum(most, microbatches * ranks.stages[partition])
     return found
 
 
