@@ -145,8 +145,7 @@ class OperationTimes:
         precision: str | None = None,
     ) -> Phases:
         """A linear layer [out, in] on `tokens` rows; with `batch`, that many such layers."""
-        n, k = weight
-        gpu, kind = self.gpu, precision or self.precision
+        (n, k), gpu, kind = weight, self.gpu, precision or self.precision
         forward = matmul(gpu, tokens, n, k, kind, batch)
         dx = matmul(gpu, tokens, k, n, kind, batch)
         dw = matmul(gpu, n, k, tokens, kind, batch, 8.0)  # accumulates in fp32
@@ -156,7 +155,7 @@ class OperationTimes:
             forward, dx, dw = forward / share, dx / share, dw / share
             forward += elementwise(gpu, cast * batch * tokens * k)
             dx += elementwise(gpu, cast * batch * tokens * n)
-        if self.software.adds_apart(kind, batch):
+        if self.software.accumulates_apart == "always":
             dw += elementwise(gpu, batch * n * k * ADDED)
         return Phases(forward, dx, dw)
 

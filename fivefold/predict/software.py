@@ -112,11 +112,6 @@ class Software:
     loops_experts: bool = False
     imbalance: float = 1.0
 
-    def adds_apart(self, precision: str, batch: int) -> bool:
-        """Whether kernels of their own add up weight gradients of `batch` products in one."""
-        lacks = batch > 1 or precision in ("fp8", "fp4")
-        return self.accumulates_apart == "always" or (self.accumulates_apart == "grouped" and lacks)
-
     def on(self, cluster: Cluster) -> Cluster:
         """The cluster with the attention rate that this software reaches."""
         gpu = cluster.gpu

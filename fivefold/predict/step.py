@@ -4,7 +4,7 @@ The program is simulated event by event with the layer times of `predict.layer`.
 of gathering parameters, reducing gradients and the optimizer are added to it.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -20,9 +20,10 @@ from fivefold.model.shape import StageParts, training_flops
 from fivefold.pipeline.costs import Costs
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import gather, send
-from fivefold.predict.compute import Phases, overlapped
+from fivefold.predict.compute import Phases, elementwise, overlapped
 from fivefold.predict.layer import LayerTimes, TimesCache
 from fivefold.predict.makespan import Clock
+from fivefold.predict.operation_times import ADDED
 from fivefold.predict.overlap import Paired, pair_seconds
 from fivefold.predict.prediction import (
     Prediction,
@@ -293,14 +294,7 @@ class _Predictor:
         sharded = self.policy.splits_optimizer
         worst, most, backward = 0.0, 0, inf
         for own in self._ranks:
-            dense = experts = tensors = 0
-            for stage in own:
-                for block in stage_blocks(
-                    self.layout, self.layout.split.stages[stage], trained=True
-                ):
-                    dense += block.count * sum(map(prod, block.dense))
-                    experts += block.count * sum(map(prod, block.experts))
-                    tensors += block.count * (len(block.dense) + len(block.experts))
+            dense, experts, tensors = self._trained(self.layout.split.stages[s] for s in own)
             share = dense / shard.size + experts / expert.size if sharded else dense + experts
             work = sum((self.stages[s].total for s in own), Phases())
             backward = min(backward, work.dx + work.dw)
@@ -313,6 +307,34 @@ class _Predictor:
         times = times_reduced(self.layout)
         late = leaving_seconds(cluster, policy, worst, backward, times)
         return max(here, host), late + offload_seconds(cluster, policy, worst)
+
+    def _trained(self, stages: Iterable[StageParts]) -> tuple[int, int, int]:
+        """Trained weights of a rank's stages but for experts, those of experts, and tensors."""
+        dense = experts = tensors = 0
+        for stage in stages:
+            for block in stage_blocks(self.layout, stage, trained=True):
+                dense += block.count * sum(map(prod, block.dense))
+                experts += block.count * sum(map(prod, block.experts))
+                tensors += block.count * (len(block.dense) + len(block.experts))
+        return dense, experts, tensors
+
+    def _summing(self) -> float:
+        """Seconds in which Fivefold adds gradients to those of earlier microbatches, where the
+        products that compute them do not: grouped ones, and in layers those of 8 and 4 bits.
+
+        Where each microbatch's are reduced to shards, nothing is added up.
+        """
+        if self.software.accumulates_apart != "grouped" or self._sharding.splits_gradients:
+            return 0.0
+        training, stages = self.layout.config.training, self.layout.split.stages
+        narrow = bool(training.fp8_format or training.fp4_format)
+        most = 0
+        for own in self._ranks:
+            layers = (replace(stages[s], embedding=False, head=False) for s in own)
+            dense, experts, _ = self._trained(layers)
+            most = max(most, experts + dense * narrow)
+        backwards = self.layout.num_microbatches * self.parallel.num_sequence_slices
+        return (backwards - 1) * elementwise(self.cluster.gpu, ADDED * most, kernels=0)
 
     def prediction(self, whole: float, still: float) -> Prediction:
         """The prediction of a step.
@@ -345,7 +367,7 @@ class _Predictor:
             TimePart("EP communication", each.ep.total - paired),
             TimePart("PP communication", whole - still),
             TimePart("DP communication", each.dp.total + around),
-            TimePart("optimizer", optimizer),
+            TimePart("optimizer", optimizer + self._summing()),
             TimePart("jitter", jitter),
         )
         step = sum(part.seconds for part in parts)

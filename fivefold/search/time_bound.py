@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from math import log, sqrt
 
@@ -10,19 +9,13 @@ import numpy as np
 
 from fivefold.config.config import Config
 from fivefold.config.dependents import sums_in_buckets
-from fivefold.counts.policy import engine_policy
-from fivefold.model.description import layer_kind
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import all_reduce, gather, reduce_scatter
 from fivefold.predict.layer import LayerTimes, TimesCache
 from fivefold.predict.overlap import cuts
 from fivefold.predict.software import Software
 from fivefold.predict.stage_times import Times
-from fivefold.predict.update import offload_seconds, update_seconds
-from fivefold.predict.zeropp import least_bytes
 from fivefold.search.bound_tables import (
     EMBEDDING,
-    EXPERTS,
     FOR_TIME,
     HEAD,
     KINDS,
@@ -33,12 +26,10 @@ from fivefold.search.bound_tables import (
     Summand,
     Values,
     module_counts,
-    module_parameters,
     one_stage,
     sample_layers,
-    trained_parameters,
 )
-from fivefold.search.collectives import Collective, affine, no_bound
+from fivefold.search.data_parallel_bound import DataParallelBound
 from fivefold.search.space import Space
 
 
@@ -76,7 +67,7 @@ def time_bound(
     run, of_run = space.distinct(TIMING)
     sharded, of_sharded = space.distinct(SHARDING)
     cells = _cells(run, cluster, software, times_cache)
-    data = _DataParallel(sharded, cluster)
+    data = DataParallelBound(sharded, cluster)
     microbatches = _share(space, ranks)
     best = _path(run, ranks, cells)[of_run]
     around = np.zeros(len(space))
@@ -90,7 +81,11 @@ def time_bound(
         best = np.maximum(best, kept[of_run])
         best = np.maximum(best, work[of_run] + microbatches * every)
         around = np.maximum(around, once)
-    return TimeBound(best * waits(space, cluster), around + data.optimizer(ranks)[of_sharded])
+    once = data.optimizer(ranks)[of_sharded]
+    if software.accumulates_apart == "grouped":
+        slices = space.config.parallel.num_sequence_slices
+        once += (space.columns["microbatches"] * slices - 1) * data.sums(ranks)[of_sharded]
+    return TimeBound(best * waits(space, cluster), around + once)
 
 
 def quick_time_bound(
@@ -321,79 +316,3 @@ def _in_order(numbers: Mapping[int, Sequence[float]], message: float) -> list[fl
     nothing = (0.0,) * len(_NUMBERS)
     each = [numbers.get(kind, nothing) for kind in range(KINDS)]
     return [*chain.from_iterable(zip(*each, strict=True)), message]
-
-
-class _DataParallel:
-    """Lower bounds on the times of data-parallel communication and of the optimizer."""
-
-    def __init__(self, space: Space, cluster: Cluster) -> None:
-        c = space.columns
-        self.space, self.cluster = space, cluster
-        degrees = ("tp", "ep", "etp")
-        self.sizes = Cells(space, 2 * KINDS, (degrees, module_parameters))
-        self.trained = Cells(space, 2 * KINDS, (degrees, trained_parameters))
-        self.shard = c["dp"] // c["instances"] * c["cp"]
-        self.expert = c["dp"] * c["cp"] * c["tp"] // (c["ep"] * c["etp"])
-        parallel = space.config.parallel
-        self.wire = float(space.config.sent_gradient_bytes)
-        self.copy, narrow = least_bytes(space.config)
-        self.scattered = narrow or self.wire
-        model, ones = space.config.model, np.ones_like(self.expert)
-        self.further_experts = layer_kind(model, model.num_layers).experts
-        # With hpZ all gathers but one are in a node; that of experts may hold all their shards.
-        node = parallel.zero_hpz_partition_size
-        near = (self.shard, self.expert) if node == 1 else (np.minimum(self.shard, node), ones)
-        self.dense_gather = affine(cluster, gather, near[0], c["tp"])
-        self.dense_reduce = affine(cluster, all_reduce, self.shard, c["tp"])
-        self.replica_reduce = affine(cluster, all_reduce, c["instances"], c["tp"] * self.shard)
-        wide = parallel.ddp_reduce_scatter_with_fp32_accumulation
-        scatter: Collective = partial(reduce_scatter, in_pairs=wide or narrow is not None)
-        if parallel.zero_qgz_partition_size > 1:  # two all-to-alls: no bound
-            scatter = no_bound
-        self.dense_scatter = affine(cluster, scatter, self.shard, c["tp"])
-        self.expert_scatter = affine(cluster, scatter, self.expert, c["ep"] * c["etp"])
-        self.expert_gather = affine(cluster, gather, near[1], c["ep"] * c["etp"])
-        self.expert_reduce = affine(cluster, all_reduce, self.expert, c["ep"] * c["etp"])
-
-    def moves(self, ranks: Ranks, which: int) -> tuple[Values, Values]:
-        """Seconds to gather a rank's parameters, and to reduce its gradients."""
-        held = ranks.held[self.space.columns["partition"], which]
-        # Each layer is one transfer, and so is each end of the model.
-        layers = held[:, :PREDICTION].sum(axis=1) + held[:, PREDICTION:].max(axis=1)
-        with_experts = held[:, EXPERTS] + held[:, PREDICTION] * self.further_experts
-
-        def seconds(kind: str, size: float, of: Cells) -> Values:
-            dense, expert = of.weighted(held), of.weighted(held, KINDS)
-            total: Values = sum(
-                count * empty + parameters * size * slope
-                for count, parameters, (empty, slope) in (
-                    (layers, dense, getattr(self, f"dense_{kind}")),
-                    (with_experts, expert, getattr(self, f"expert_{kind}")),
-                )
-            )
-            return total
-
-        whole = ~self.space.sharded("splits_optimizer")
-        gathered = np.where(whole, 0.0, seconds("gather", self.copy, self.sizes))
-        empty, slope = self.replica_reduce
-        between = layers * empty
-        between += self.trained.weighted(held) / self.shard * self.wire * slope
-        split = seconds("scatter", self.scattered, self.trained) + between
-        if sums_in_buckets(self.space.config, "no_shard"):  # perhaps in a single one
-            layers, with_experts = np.minimum(layers, 1), np.minimum(with_experts, 1)
-        return gathered, np.where(whole, seconds("reduce", self.wire, self.trained), split)
-
-    def optimizer(self, ranks: Ranks) -> Values:
-        """Seconds of the optimizer update on the rank with the most parameters."""
-        partition, sharded = self.space.columns["partition"], self.space.columns["strategy"] > 0
-        most = np.zeros(len(self.space))
-        for which in FOR_TIME:
-            held = ranks.held[partition, which]
-            dense, expert = self.trained.weighted(held), self.trained.weighted(held, KINDS)
-            own = np.where(sharded, dense / self.shard + expert / self.expert, dense + expert)
-            most = np.maximum(most, own)
-        policy = engine_policy(self.space.config)
-        return most * (
-            update_seconds(self.cluster, policy, 1.0, kernels=0)
-            + offload_seconds(self.cluster, policy, 1.0)
-        )

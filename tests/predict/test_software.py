@@ -2,7 +2,7 @@
 
 import pytest
 
-from fivefold.model.description import LayerKind, layer_kind
+from fivefold.model.description import LayerKind
 from fivefold.predict.cluster import preset
 from fivefold.predict.communication import broadcasts, gather, span
 from fivefold.predict.compute import attention, attention_share, matmul, score_matrices
@@ -135,14 +135,22 @@ def test_gradients_that_are_added_by_kernels_of_their_own_take_their_traffic():
 
 @pytest.mark.parametrize("settings", [{"fp8_format": "e4m3"}, {"model": "mixtral-8x7b"}])
 def test_products_of_8_bits_and_grouped_ones_add_to_no_sum(settings):
-    settings = {"model": "llama3-8b"} | settings
-    layout = planned(settings.pop("model"), 8, mbs=1, gbs=16, **settings)
-    kind = layer_kind(layout.config.model, 0)
-    inside, ours, apart = (
-        LayerTimes(layout, H100, Software(accumulates_apart=habit)).layer(kind, ()).compute.dw
-        for habit in ("never", "grouped", "always")
-    )
-    assert inside < ours <= apart
+    model = settings.get("model", "llama3-8b")
+    rest = {name: value for name, value in settings.items() if name != "model"}
+
+    def more(**asked):
+        layout = planned(model, 8, mbs=1, **rest | asked)
+        ours, apart = (
+            predict(layout, H100, Software(accumulates_apart=habit)).step_time
+            for habit in ("grouped", "never")
+        )
+        return ours - apart
+
+    one, three = more(gbs=16), more(gbs=32)
+    assert three == pytest.approx(3 * one) and one > 0
+    weights = 32 * (3 * 4096 * 14336 * 8 if model != "llama3-8b" else 6.98e9 / 32)
+    assert one == pytest.approx(8 * weights / (3350e9 * 0.85), rel=0.05)
+    assert more(gbs=8) == more(gbs=32, zero="optim_grads") == 0.0
 
 
 def test_no_layer_waits_for_the_host_in_one_graph():

@@ -1,0 +1,119 @@
+"""Lower bounds on the times of data-parallel communication and of the optimizer."""
+
+from functools import partial
+
+import numpy as np
+
+from fivefold.config.dependents import sums_in_buckets
+from fivefold.counts.policy import engine_policy
+from fivefold.model.description import layer_kind
+from fivefold.predict.cluster import Cluster
+from fivefold.predict.communication import all_reduce, gather, reduce_scatter
+from fivefold.predict.compute import elementwise
+from fivefold.predict.operation_times import ADDED
+from fivefold.predict.update import offload_seconds, update_seconds
+from fivefold.predict.zeropp import least_bytes
+from fivefold.search.bound_tables import (
+    EXPERTS,
+    FOR_TIME,
+    KINDS,
+    PREDICTION,
+    Cells,
+    Ranks,
+    Values,
+    module_parameters,
+    trained_parameters,
+)
+from fivefold.search.collectives import Collective, affine, no_bound
+from fivefold.search.space import Space
+
+
+class DataParallelBound:
+    """Lower bounds of a space's layouts, which need to differ in what sharding depends on only.
+
+    Args:
+        space: the layouts.
+        cluster: the hardware.
+    """
+
+    def __init__(self, space: Space, cluster: Cluster) -> None:
+        c = space.columns
+        self.space, self.cluster = space, cluster
+        degrees = ("tp", "ep", "etp")
+        self.sizes = Cells(space, 2 * KINDS, (degrees, module_parameters))
+        self.trained = Cells(space, 2 * KINDS, (degrees, trained_parameters))
+        self.shard = c["dp"] // c["instances"] * c["cp"]
+        self.expert = c["dp"] * c["cp"] * c["tp"] // (c["ep"] * c["etp"])
+        parallel = space.config.parallel
+        self.wire = float(space.config.sent_gradient_bytes)
+        self.copy, narrow = least_bytes(space.config)
+        self.scattered = narrow or self.wire
+        model, ones = space.config.model, np.ones_like(self.expert)
+        self.further_experts = layer_kind(model, model.num_layers).experts
+        # With hpZ all gathers but one are in a node; that of experts may hold all their shards.
+        node = parallel.zero_hpz_partition_size
+        near = (self.shard, self.expert) if node == 1 else (np.minimum(self.shard, node), ones)
+        self.dense_gather = affine(cluster, gather, near[0], c["tp"])
+        self.dense_reduce = affine(cluster, all_reduce, self.shard, c["tp"])
+        self.replica_reduce = affine(cluster, all_reduce, c["instances"], c["tp"] * self.shard)
+        wide = parallel.ddp_reduce_scatter_with_fp32_accumulation
+        scatter: Collective = partial(reduce_scatter, in_pairs=wide or narrow is not None)
+        if parallel.zero_qgz_partition_size > 1:  # two all-to-alls: no bound
+            scatter = no_bound
+        self.dense_scatter = affine(cluster, scatter, self.shard, c["tp"])
+        self.expert_scatter = affine(cluster, scatter, self.expert, c["ep"] * c["etp"])
+        self.expert_gather = affine(cluster, gather, near[1], c["ep"] * c["etp"])
+        self.expert_reduce = affine(cluster, all_reduce, self.expert, c["ep"] * c["etp"])
+
+    def moves(self, ranks: Ranks, which: int) -> tuple[Values, Values]:
+        """Seconds to gather a rank's parameters, and to reduce its gradients."""
+        held = ranks.held[self.space.columns["partition"], which]
+        # Each layer is one transfer, and so is each end of the model.
+        layers = held[:, :PREDICTION].sum(axis=1) + held[:, PREDICTION:].max(axis=1)
+        with_experts = held[:, EXPERTS] + held[:, PREDICTION] * self.further_experts
+
+        def seconds(kind: str, size: float, of: Cells) -> Values:
+            dense, expert = of.weighted(held), of.weighted(held, KINDS)
+            total: Values = sum(
+                count * empty + parameters * size * slope
+                for count, parameters, (empty, slope) in (
+                    (layers, dense, getattr(self, f"dense_{kind}")),
+                    (with_experts, expert, getattr(self, f"expert_{kind}")),
+                )
+            )
+            return total
+
+        whole = ~self.space.sharded("splits_optimizer")
+        gathered = np.where(whole, 0.0, seconds("gather", self.copy, self.sizes))
+        empty, slope = self.replica_reduce
+        between = layers * empty
+        between += self.trained.weighted(held) / self.shard * self.wire * slope
+        split = seconds("scatter", self.scattered, self.trained) + between
+        if sums_in_buckets(self.space.config, "no_shard"):  # perhaps in a single one
+            layers, with_experts = np.minimum(layers, 1), np.minimum(with_experts, 1)
+        return gathered, np.where(whole, seconds("reduce", self.wire, self.trained), split)
+
+    def optimizer(self, ranks: Ranks) -> Values:
+        """Seconds of the optimizer update on the rank with the most parameters."""
+        partition, sharded = self.space.columns["partition"], self.space.columns["strategy"] > 0
+        most = np.zeros(len(self.space))
+        for which in FOR_TIME:
+            held = ranks.held[partition, which]
+            dense, expert = self.trained.weighted(held), self.trained.weighted(held, KINDS)
+            own = np.where(sharded, dense / self.shard + expert / self.expert, dense + expert)
+            most = np.maximum(most, own)
+        policy = engine_policy(self.space.config)
+        return most * (
+            update_seconds(self.cluster, policy, 1.0, kernels=0)
+            + offload_seconds(self.cluster, policy, 1.0)
+        )
+
+    def sums(self, ranks: Ranks) -> Values:
+        """Seconds in which kernels of their own add a microbatch's gradients of experts to those of
+        earlier ones, where these are kept whole, on the rank with most of them."""
+        partition = self.space.columns["partition"]
+        held = (ranks.held[partition, which] for which in FOR_TIME)
+        most = np.maximum.reduce([self.trained.weighted(each, KINDS) for each in held])
+        each = elementwise(self.cluster.gpu, ADDED, kernels=0)
+        found: Values = np.where(self.space.sharded("splits_gradients"), 0.0, most * each)
+        return found
