@@ -20,10 +20,9 @@ from fivefold.model.shape import StageParts, training_flops
 from fivefold.pipeline.costs import Costs
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import gather, send
-from fivefold.predict.compute import Phases, elementwise, overlapped
+from fivefold.predict.compute import Phases, overlapped
 from fivefold.predict.layer import LayerTimes, TimesCache
 from fivefold.predict.makespan import Clock
-from fivefold.predict.operation_times import ADDED
 from fivefold.predict.overlap import Paired, pair_seconds
 from fivefold.predict.prediction import (
     Prediction,
@@ -40,6 +39,7 @@ from fivefold.predict.update import (
     bringing_seconds,
     leaving_seconds,
     offload_seconds,
+    summing_seconds,
     update_seconds,
 )
 
@@ -334,7 +334,7 @@ class _Predictor:
             dense, experts, _ = self._trained(layers)
             most = max(most, experts + dense * narrow)
         backwards = self.layout.num_microbatches * self.parallel.num_sequence_slices
-        return (backwards - 1) * elementwise(self.cluster.gpu, ADDED * most, kernels=0)
+        return (backwards - 1) * summing_seconds(self.cluster, self.policy, most)
 
     def prediction(self, whole: float, still: float) -> Prediction:
         """The prediction of a step.

@@ -40,6 +40,13 @@ def update_seconds(
     return elementwise(cluster.gpu, parameters * kept, kernels)
 
 
+def summing_seconds(cluster: Cluster, policy: StatePolicy, parameters: float) -> float:
+    """Seconds of a kernel that adds a microbatch's gradients to the sum of earlier ones: they are
+    read, and the sum is read and written."""
+    moved = policy.compute + 2 * policy.gradient
+    return elementwise(cluster.gpu, parameters * moved, kernels=0)
+
+
 def offload_seconds(cluster: Cluster, policy: StatePolicy, parameters: float) -> float:
     """Seconds of a rank's update of state in host memory, with the copies that go on meanwhile.
 

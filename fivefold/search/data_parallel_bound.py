@@ -9,9 +9,7 @@ from fivefold.counts.policy import engine_policy
 from fivefold.model.description import layer_kind
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import all_reduce, gather, reduce_scatter
-from fivefold.predict.compute import elementwise
-from fivefold.predict.operation_times import ADDED
-from fivefold.predict.update import offload_seconds, update_seconds
+from fivefold.predict.update import offload_seconds, summing_seconds, update_seconds
 from fivefold.predict.zeropp import least_bytes
 from fivefold.search.bound_tables import (
     EXPERTS,
@@ -114,6 +112,6 @@ class DataParallelBound:
         partition = self.space.columns["partition"]
         held = (ranks.held[partition, which] for which in FOR_TIME)
         most = np.maximum.reduce([self.trained.weighted(each, KINDS) for each in held])
-        each = elementwise(self.cluster.gpu, ADDED, kernels=0)
+        each = summing_seconds(self.cluster, engine_policy(self.space.config), 1.0)
         found: Values = np.where(self.space.sharded("splits_gradients"), 0.0, most * each)
         return found
