@@ -14,6 +14,7 @@ Each part runs in processes of its own, so that one that fails or hangs takes no
     eight_bit  time of 8-bit operands and products
     messages   time to round ZeRO++'s messages
     updates    time of AdamW, with states of few bits
+    host       the host's time of a layer and microbatch
     train      `fivefold train` for a few steps, with and without offloaded activations
     runs       training of models of real size, held against what theory and the planner say
     calibrate  `fivefold plan --calibrate`, to be held against the presets
@@ -289,6 +290,7 @@ PARTS: dict[str, Callable[[bool], Iterator[tuple[str, Outcome]]]] = {
     "eight_bit": partial(script, "gpu_eight_bit"),
     "messages": partial(script, "gpu_messages"),
     "updates": partial(script, "gpu_updates"),
+    "host": partial(script, "gpu_host"),
     "train": train,
     "runs": partial(script, "gpu_runs"),
     "calibrate": calibrate,

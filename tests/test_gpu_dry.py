@@ -1,6 +1,7 @@
 """What measures a GPU starts on a CPU, so that it starts on the day when there is a GPU."""
 
 import importlib
+import json
 import subprocess
 import sys
 from math import isfinite
@@ -25,6 +26,15 @@ def test_every_row_is_measured(name: str) -> None:
     for row in rows:
         times = [value for value in row.values() if isinstance(value, float)]
         assert times and all(isfinite(each) and each > 0 for each in times), row
+
+
+@pytest.mark.slow
+def test_steps_of_an_engine_are_measured() -> None:
+    """In a process of its own, since an engine needs the process group of its process."""
+    words = (sys.executable, "-m", "benchmarks.gpu_host", "--dry")
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 3 and all(0 < row["seconds"] < 10 for row in rows)
 
 
 def test_tests_of_a_gpu_are_all_found() -> None:
