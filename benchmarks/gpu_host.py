@@ -1,4 +1,4 @@
-"""What a step takes the host for each layer and microbatch, on a GPU that has next to nothing to do.
+"""What a step takes the host for each layer and microbatch, on a GPU that has little to do.
 
     python -m benchmarks.gpu_host [--dry]
 
@@ -10,8 +10,6 @@ work is then in the time.
 
 from collections.abc import Iterator
 from typing import Any
-
-import torch
 
 from benchmarks.gpu_layers import seconds, tell
 from benchmarks.gpu_runs import batches
