@@ -123,10 +123,14 @@ def test_a_split_is_suggested_even_where_the_batch_has_to_follow() -> None:
 
 def test_bf16_on_the_wire_is_refused_where_nothing_would_honour_it() -> None:
     model = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, vocab_size=512)
-    config = Config(model).with_values(grad_reduce_in_bf16=True, precision="bf16")
-    with pytest.raises(ConfigError, match="grad_reduce_in_bf16 has no effect on no_shard"):
-        check(config, 2)
-    check(config.with_values(precision="fp32"), 2)
+    config = Config(model).with_values(precision="bf16", optimizer_cpu_offload=True)
+    for name, value in (("grad_reduce_in_bf16", True), ("ddp_bucket_size", 1000)):
+        asked = config.with_values(**{name: value})
+        with pytest.raises(ConfigError, match=f"{name} has no effect on no_shard of bf16 with opt"):
+            check(asked, 2)
+        check(asked.with_values(precision="fp32"), 2)
+        check(asked.with_values(optimizer_cpu_offload=False), 2)
+    config = config.with_values(grad_reduce_in_bf16=True)
     check(config.with_values(data_parallel_sharding_strategy="optim"), 2)
 
 

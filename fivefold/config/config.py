@@ -61,6 +61,24 @@ class Config:
         """Bytes of an element of what the optimizer updates, as it computes with it."""
         return max(4, ELEMENT_BYTES[self.training.precision])
 
+    def gathers_weights(self, strategy: str | None = None) -> bool:
+        """Whether FSDP2 gathers weights in the compute type: from shards, or, where some masters
+        are off the device, from masters of another type.
+
+        Args:
+            strategy: sharding strategy; None: that of the configuration.
+        """
+        if (strategy or self.parallel.data_parallel_sharding_strategy) != "no_shard":
+            return True
+        narrow = self.training.precision == "bf16" and not self.optimizer.narrow_parameters
+        return narrow and self.memory.optimizer_off_device
+
+    @property
+    def keeps_masters_apart(self) -> bool:
+        """Whether weights lie in bf16, and the optimizer keeps their masters in fp32."""
+        narrow = self.training.precision == "bf16" and not self.optimizer.narrow_parameters
+        return narrow and not self.gathers_weights()
+
     @property
     def gradient_bytes(self) -> int:
         """Bytes of an element of gradients as they are summed and kept."""

@@ -28,9 +28,7 @@ def sums_in_buckets(config: Config, strategy: str | None = None) -> bool:
         config: the configuration.
         strategy: sharding strategy; None: that of the configuration.
     """
-    strategy = strategy or config.parallel.data_parallel_sharding_strategy
-    narrow = config.optimizer.narrow_parameters
-    return strategy == "no_shard" and (narrow or config.training.precision != "bf16")
+    return not config.gathers_weights(strategy)
 
 
 def _has_experts(config: Config) -> bool:
@@ -192,13 +190,6 @@ DEPENDENTS = (
         "is for gradients that are not reduced layer by layer",
         ("--data-parallel-sharding-strategy no_shard",),
         searched=True,
-    ),
-    Dependents(
-        ("ddp_bucket_size",),
-        "precision",
-        lambda c: sums_in_buckets(c, "no_shard"),
-        "is for gradients that are not reduced layer by layer",
-        ("--fp32",),
     ),
     Dependents(
         ("overlap_param_gather_with_optimizer_step",),

@@ -155,7 +155,7 @@ class ParallelConfig:
     )
     ddp_bucket_size: int = option(
         2_097_152,
-        "with no_shard in fp32: elements of gradients that are summed over ranks in one message",
+        "with no_shard: elements of gradients that are summed over ranks in one message",
     )
     overlap_param_gather_with_optimizer_step: bool = option(
         False,

@@ -41,6 +41,7 @@ class StatePolicy:
         offloaded: share of the parameters whose master and moments are in host memory, to which
             gradients leave when they are reduced; the device keeps them in the compute dtype.
         visits: whether these come to the device for each update, bucket by bucket.
+        masters_apart: whether the moments include masters of weights in the compute dtype.
         rounded: number of moments that are rounded stochastically after each update; and weights.
         wide: bytes of a moment that is not rounded.
         eight_bit: number of moments that are kept in 8 bits, with scales of blocks.
@@ -72,6 +73,7 @@ class StatePolicy:
     unpacking: float = 0.0
     offloaded: float = 0.0
     visits: bool = False
+    masters_apart: bool = False
     rounded: int = 0
     wide: float = 4.0
     eight_bit: int = 0
@@ -116,7 +118,8 @@ def engine_policy(config: Config) -> StatePolicy:
     memory = config.memory
     compute, optimizer = ELEMENT_BYTES[precision], config.optimizer
     wide = config.master_bytes
-    master = compute if optimizer.narrow_parameters else wide
+    narrow = optimizer.narrow_parameters or config.keeps_masters_apart
+    master = compute if narrow else wide
     gradient = config.gradient_bytes
     shared = sharding.splits_optimizer
     offloaded = memory.optimizer_offload_fraction if memory.optimizer_off_device else 0.0
@@ -128,7 +131,9 @@ def engine_policy(config: Config) -> StatePolicy:
         narrow_copy=1 if config.training.fp8_param_gather and shared else copy,
         gradient=gradient,
         master=master,
-        moments=sum(each[kind] for kind in types) + 2 * optimizer.store_param_remainders,
+        moments=sum(each[kind] for kind in types)
+        + 2 * optimizer.store_param_remainders
+        + wide * config.keeps_masters_apart,
         splits_copy=sharding.splits_parameters,
         splits_gradient=sharding.splits_gradients,
         splits_optimizer=shared,
@@ -141,6 +146,7 @@ def engine_policy(config: Config) -> StatePolicy:
         unpacking=config.parallel.zero_quantized_weights * UNPACKING,
         offloaded=offloaded,
         visits=memory.offload_optimizer_states,
+        masters_apart=config.keeps_masters_apart,
         rounded=sum(kind != "fp32" for kind in types) + optimizer.narrow_parameters,
         wide=wide,
         eight_bit=types.count("fp8"),
@@ -155,9 +161,12 @@ def layout_policy(layout: Layout) -> StatePolicy:
     """Fivefold's policy for a layout, which with one backward in a step needs less.
 
     FSDP2 makes gradients anew in each step. ZeRO-1 then reduces each block at once, as ZeRO-2 does,
-    and no whole gradients are kept.
+    and no whole gradients are kept. Where hooks of replicated ranks count gradients, autograd adds
+    them, and first makes those of bf16 as wide as their sum.
     """
     config, policy = layout.config, engine_policy(layout.config)
+    if not policy.copy and layout.grid.dp * layout.grid.cp > 1:
+        policy = replace(policy, fresh=max(policy.fresh, policy.gradient))
     backwards = layout.num_microbatches * config.parallel.num_sequence_slices
     return alone_in_step(config, policy) if backwards == 1 else policy
 

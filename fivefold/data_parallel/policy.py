@@ -29,8 +29,8 @@ class Policy:
             (ZeRO-3, unless the pipeline program says when).
         reduces_every_microbatch: whether to keep no unsharded gradient (ZeRO-2 and ZeRO-3).
         compute_dtype: dtype of activations and gathered parameters.
-        master_dtype: dtype of the parameters that the optimizer updates, or for which masters on
-            the host are kept.
+        master_dtype: dtype of the parameters between steps, or of the masters that are kept for
+            them on the host. The optimizer may keep wider ones of bf16.
         gradient_dtype: dtype in which gradients are summed and kept.
         wire_dtype: dtype in which gradients are sent.
         sum_dtype: dtype in which sharded gradients are added up.
@@ -40,6 +40,7 @@ class Policy:
         quantised_weights: whether weights are gathered as INT8.
         quantised_gradients: whether gradients are reduced as INT4.
         gathers_8_bits: whether weights of 8-bit linear layers are gathered as they are multiplied.
+        needs_fsdp: whether FSDP2 gathers weights.
     """
 
     shards: bool
@@ -56,11 +57,7 @@ class Policy:
     quantised_weights: bool
     quantised_gradients: bool
     gathers_8_bits: bool
-
-    @property
-    def needs_fsdp(self) -> bool:
-        """Whether parameters are gathered: from shards, or from a master of another dtype."""
-        return self.shards or self.compute_dtype != self.master_dtype
+    needs_fsdp: bool
 
 
 def make_policy(config: Config) -> Policy:
@@ -69,7 +66,8 @@ def make_policy(config: Config) -> Policy:
     sharding, precision = parallel.sharding, training.precision
     wide = torch.float64 if precision == "fp64" else torch.float32
     gradient = torch.bfloat16 if config.optimizer.narrow_gradients else wide
-    master = torch.bfloat16 if config.optimizer.narrow_parameters else wide
+    narrow = config.optimizer.narrow_parameters or config.keeps_masters_apart
+    master = torch.bfloat16 if narrow else wide
     wire = torch.bfloat16 if parallel.grad_reduce_in_bf16 else gradient
     return Policy(
         shards=sharding.splits_optimizer,
@@ -86,4 +84,5 @@ def make_policy(config: Config) -> Policy:
         quantised_weights=parallel.zero_quantized_weights,
         quantised_gradients=parallel.zero_quantized_gradients,
         gathers_8_bits=training.fp8_param_gather,
+        needs_fsdp=config.gathers_weights(),
     )

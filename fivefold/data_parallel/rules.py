@@ -21,12 +21,26 @@ def check_data_parallel(config: Config, parallel: ParallelConfig, mistakes: Mist
     """
     instances = parallel.num_distributed_optimizer_instances
     replicated = not parallel.sharding.splits_optimizer
-    if parallel.grad_reduce_in_bf16 and replicated and not sums_in_buckets(config):
-        mistakes.add(
-            "grad_reduce_in_bf16 has no effect on no_shard with bf16: the all-reduce of fp32 "
-            "gradients would sum in bf16",
-            works=["--no-grad-reduce-in-bf16", "--data-parallel-sharding-strategy optim"],
-        )
+    if replicated and not sums_in_buckets(config):
+        off = _offload(config.memory)
+        why = f"of bf16 with {off}, whose gradients FSDP2 sums block by block"
+        here = f"--no-{off.replace('_', '-')}"
+        if parallel.grad_reduce_in_bf16:
+            mistakes.add(
+                f"grad_reduce_in_bf16 has no effect on no_shard {why}: their all-reduce would sum "
+                "in bf16",
+                works=[
+                    "--no-grad-reduce-in-bf16",
+                    here,
+                    "--data-parallel-sharding-strategy optim",
+                ],
+            )
+        usual = ParallelConfig.ddp_bucket_size
+        if parallel.ddp_bucket_size != usual:
+            mistakes.add(
+                f"ddp_bucket_size has no effect on no_shard {why}",
+                works=[f"--ddp-bucket-size {usual}", here, "--fp32"],
+            )
     if parallel.ddp_reduce_scatter_with_fp32_accumulation and replicated:
         mistakes.add(
             "ddp_reduce_scatter_with_fp32_accumulation has no effect on no_shard: its gradients "

@@ -19,6 +19,7 @@ from fivefold.optim.rounding import (
     scale_of,
 )
 
+MASTER = "master"
 SCALES = tuple(map(scale_of, MOMENTS))
 STATES = (*MOMENTS, *SCALES)
 """What a checkpoint may keep of the optimizer's state of a parameter."""
@@ -27,6 +28,9 @@ Block = tuple[Sequence[nn.Parameter], Callable[[], None]]
 
 class AdamW:
     """`torch.optim.AdamW`, fused, on this rank's shards.
+
+    Of weights in bf16 that have neither remainders nor are their own masters, it keeps masters in
+    fp32, which it updates and rounds into the weights.
 
     Every parameter that requires a gradient is updated in every step; a missing gradient counts as
     zero. So the updated parameters do not depend on the layout (an expert may get no token).
@@ -53,7 +57,10 @@ class AdamW:
         self._places, rooms = places or {}, rooms or {}
         self._parameters = {n: p for n, p in parameters.items() if p.requires_grad}
         self._leaves = {name: local_tensor(p) for name, p in self._parameters.items()}
-        if config.narrow_gradients or config.narrow_parameters:
+        narrow = {n for n, leaf in self._leaves.items() if leaf.dtype == torch.bfloat16}
+        self._apart = set() if config.narrow_parameters else narrow
+        self._leaves |= {name: self._leaves[name].detach().float() for name in self._apart}
+        if config.narrow_gradients or narrow:
             kept = torch.bfloat16 if config.narrow_gradients else torch.float32
             for tensor in (*self._parameters.values(), *self._leaves.values()):
                 tensor.grad_dtype = kept
@@ -67,13 +74,18 @@ class AdamW:
             }
             for name, leaf in self._leaves.items()
         }
+        for name in self._apart:
+            self._state[name][MASTER] = self._leaves[name]
         if config.store_param_remainders:
             for name, leaf in self._leaves.items():
                 self._state[name][REMAINDER] = torch.zeros_like(leaf, dtype=torch.int16)
         named = {parameter: name for name, parameter in self._parameters.items()}
         self._updates = [
-            (self._optimizer([named[p] for p in together if p in named], config), then)
-            for together, then in blocks or ((tuple(named), lambda: None),)
+            (self._optimizer(names, config), names, then)
+            for names, then in (
+                ([named[p] for p in together if p in named], then)
+                for together, then in blocks or ((tuple(named), lambda: None),)
+            )
         ]
         self._steps = 0
 
@@ -118,20 +130,22 @@ class AdamW:
             found_inf: fp32 scalar on the device. Where it is 1, weights and moments stay bitwise
                 unchanged, and the caller must then decrement `steps`. None: 0.
         """
-        for _, parameter, leaf in self._shards():
-            # `Module.to` or an assigning load may have replaced the parameter's storage.
-            leaf.data = local_tensor(parameter)
+        for name, parameter, leaf in self._shards():
+            if name not in self._apart:
+                # `Module.to` or an assigning load may have replaced the parameter's storage.
+                leaf.data = local_tensor(parameter)
             grad = parameter.grad
             if grad is None:
                 leaf.grad = torch.zeros_like(leaf, dtype=leaf.grad_dtype)
             else:
                 leaf.grad = local_tensor(grad)
-        for optimizer, then in self._updates:
+        for optimizer, names, then in self._updates:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.found_inf = found_inf  # as torch's GradScaler hands it to fused kernels
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            self._publish([name for name in names if name in self._apart])
             then()
         self._steps += 1
 
@@ -160,22 +174,30 @@ class AdamW:
             yield from (tensor for name, tensor in state.items() if name != "step")
 
     def weights(self) -> dict[str, Piece]:
-        """The weights that are updated; copies in fp32 where they lie in bf16 with remainders."""
+        """The weights that are updated: masters in fp32 of those that lie in bf16, which are copies
+        where these have remainders."""
         found = {name: piece_of(parameter) for name, parameter in self._parameters.items()}
-        return {
-            name: piece.like(exact(piece.local, self._state[name][REMAINDER]))
-            if REMAINDER in self._state[name]
-            else piece
-            for name, piece in found.items()
-        }
+        for name, state in self._state.items():
+            if REMAINDER in state:
+                found[name] = found[name].like(exact(found[name].local, state[REMAINDER]))
+            elif MASTER in state:
+                found[name] = found[name].like(state[MASTER])
+        return found
 
     @torch.no_grad()
     def take(self, weights: Mapping[str, Piece]) -> None:
-        """Replace weights, by name, where `weights` gave copies; others have changed in place."""
+        """Replace weights, by name, where `weights` gave others; they have changed in place."""
         for name, piece in weights.items():
             if REMAINDER in self._state.get(name, ()):
                 weight = local_tensor(self._parameters[name])
                 divide(piece.local, weight, self._state[name][REMAINDER])
+        self._publish([name for name in weights if name in self._apart])
+
+    def _publish(self, names: Sequence[str]) -> None:
+        """Round masters into weights."""
+        weights = [local_tensor(self._parameters[name]) for name in names]
+        if weights:
+            torch._foreach_copy_(weights, [self._leaves[name] for name in names])
 
     def _shards(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """(name, parameter, local tensor) of parameters whose shard on this rank is not empty."""

@@ -34,7 +34,7 @@ def update_seconds(
     """
     copy = policy.compute if policy.compute != policy.master else 0.0
     state = policy.master + policy.moments  # read and written
-    here = policy.gradient + 2 * state + copy
+    here = policy.gradient + 2 * state + copy - policy.compute * policy.masters_apart
     norm = policy.gradient
     kept = (1 - policy.offloaded) * here + norm
     return elementwise(cluster.gpu, parameters * kept, kernels)

@@ -22,7 +22,7 @@ def grads(step: int, like: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 def run(optimizer: AdamW, held: dict[str, nn.Parameter], steps: range) -> None:
     for step in steps:
         for name, grad in grads(step, held).items():
-            held[name].grad = grad
+            held[name].grad = grad.to(held[name].grad_dtype)
         optimizer.step(lr=0.1 / (step + 1))
         optimizer.zero_grad()
 
@@ -53,6 +53,10 @@ def test_a_state_loaded_in_place_continues_bitwise(dtype: torch.dtype) -> None:
     first = AdamW(resumed, CONFIG)
     run(first, resumed, range(2))
     second = AdamW(resumed, CONFIG)
+    weights = second.weights()
+    for name, piece in weights.items():
+        piece.local.copy_(first.weights()[name].local)
+    second.take(weights)
     for name, piece in second.state_tensors().items():
         assert not piece.local.any(), "zeros before the first step"
         piece.local.copy_(first.state_tensors()[name].local)
@@ -115,13 +119,13 @@ def test_a_step_that_found_infinities_changes_no_bit(dtype: torch.dtype) -> None
     run(optimizer, ours, range(2))
     run(reference, theirs, range(2))
     for parameter in ours.values():
-        parameter.grad = torch.full_like(parameter, torch.inf)
+        parameter.grad = torch.full_like(parameter, torch.inf, dtype=parameter.grad_dtype)
     optimizer.step(0.1, torch.ones(()))
     optimizer.steps -= 1
     optimizer.zero_grad()
     for found_inf, held, stepped in ((torch.zeros(()), ours, optimizer), (None, theirs, reference)):
         for name, grad in grads(2, held).items():
-            held[name].grad = grad
+            held[name].grad = grad.to(held[name].grad_dtype)
         stepped.step(0.1, found_inf)
     for name, parameter in ours.items():
         assert torch.equal(parameter, theirs[name])

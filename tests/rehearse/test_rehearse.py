@@ -160,7 +160,8 @@ def test_the_paths_of_gpus_send_the_same(name: str) -> None:
 def test_gradients_of_ranks_that_share_nothing_are_copied_whole(ranks: int) -> None:
     """By FSDP2, twice, which is most of what a layer of large experts takes in its backward."""
     model = replace(resolve_model("mixtral-8x7b"), num_layers=2, vocab_size=1024)
-    layout = _rehearsed(model, ranks, seq_length=256, global_batch_size=2 * ranks)
+    few = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.01}  # or FSDP2 is not
+    layout = _rehearsed(model, ranks, seq_length=256, global_batch_size=2 * ranks, **few)
     cluster = load_cluster("H100", 8)
     report = make_report(layout, "", rehearse_ranks(layout, [0]), cluster)
     assert report.passed, report.text()
@@ -168,6 +169,16 @@ def test_gradients_of_ranks_that_share_nothing_are_copied_whole(ranks: int) -> N
     with patch.object(memory, "layout_policy", _without_copies):
         off = make_report(layout, "", report.scripts, cluster).deviation
     assert ranks == 1 or off > 4 * TOLERANCE  # one that is alone divides no copy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_masters_lie_beside_weights_that_are_not_sharded(ranks: int) -> None:
+    model = replace(resolve_model("mixtral-8x7b"), num_layers=2, vocab_size=1024)
+    layout = _rehearsed(model, ranks, seq_length=256, global_batch_size=2 * ranks)
+    report = make_report(layout, "", rehearse_ranks(layout, [0]), load_cluster("H100", 8))
+    assert report.passed, report.text()
+    assert abs(report.deviation) < TOLERANCE
 
 
 def _rehearsed(model: ModelConfig, ranks: int, **settings: Any) -> Layout:

@@ -9,7 +9,7 @@ import torch
 from fivefold.check import check
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.errors import CheckpointError
-from fivefold.mesh.slices import local_tensor, piece_of
+from fivefold.mesh.slices import piece_of
 from fivefold.model.fp8_rules import SCALES
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import global_batch, microbatches, rows_of
@@ -47,7 +47,8 @@ def _train(engine: Engine, steps: range) -> list[float]:
 
 def _state(engine: Engine) -> tuple[dict[str, bytes], Scales]:
     """Bits of this rank's weights; places, shapes and bits of its scales."""
-    weights = {n: local_tensor(p).numpy().tobytes() for n, p in engine.parameters.items()}
+    kept = engine.optimizer.weights().items()
+    weights = {name: piece.local.detach().numpy().tobytes() for name, piece in kept}
     scales = engine.model.scaling.stored(copies=True)
     return weights, {
         name: (each.slices, tuple(each.local.shape), each.local.numpy().tobytes())
