@@ -42,7 +42,7 @@ quick: $(STAMP)
 exhaustive: $(STAMP)
 	$(BIN)/python -m pytest -m exhaustive
 
-# Kernels, techniques, layers and rates on one GPU, in ten minutes; results in benchmarks/results.
+# Kernels, techniques, layers and rates on one GPU, in some twenty minutes; results in benchmarks/results.
 gpu: $(STAMP)
 	$(BIN)/python -m benchmarks.gpu
 

@@ -1,4 +1,4 @@
-"""Proves and measures on one GPU, in ten minutes; in a dry form, on a CPU.
+"""Proves and measures on one GPU, in some twenty minutes; in a dry form, on a CPU.
 
     make gpu                        # or python -m benchmarks.gpu [--parts twins layers]
     python -m benchmarks.gpu --dry  # the same parts, small, where there is no GPU

@@ -68,16 +68,24 @@ class Config:
         Args:
             strategy: sharding strategy; None: that of the configuration.
         """
-        if (strategy or self.parallel.data_parallel_sharding_strategy) != "no_shard":
-            return True
-        narrow = self.training.precision == "bf16" and not self.optimizer.narrow_parameters
-        return narrow and self.memory.optimizer_off_device
+        sharded = (strategy or self.parallel.data_parallel_sharding_strategy) != "no_shard"
+        return sharded or (self._has_masters and self.memory.optimizer_off_device)
+
+    @property
+    def _has_masters(self) -> bool:
+        """Whether weights in bf16 have masters in fp32."""
+        return self.training.precision == "bf16" and not self.optimizer.narrow_parameters
 
     @property
     def keeps_masters_apart(self) -> bool:
-        """Whether weights lie in bf16, and the optimizer keeps their masters in fp32."""
-        narrow = self.training.precision == "bf16" and not self.optimizer.narrow_parameters
-        return narrow and not self.gathers_weights()
+        """Whether weights lie in bf16, and the optimizer keeps their masters beside them."""
+        return self._has_masters and not self.gathers_weights()
+
+    @property
+    def narrow_weights(self) -> bool:
+        """Whether weights lie in bf16 between steps: beside masters, with remainders, or as these
+        themselves."""
+        return self.optimizer.narrow_parameters or self.keeps_masters_apart
 
     @property
     def gradient_bytes(self) -> int:

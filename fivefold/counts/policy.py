@@ -118,8 +118,7 @@ def engine_policy(config: Config) -> StatePolicy:
     memory = config.memory
     compute, optimizer = ELEMENT_BYTES[precision], config.optimizer
     wide = config.master_bytes
-    narrow = optimizer.narrow_parameters or config.keeps_masters_apart
-    master = compute if narrow else wide
+    master = compute if config.narrow_weights else wide
     gradient = config.gradient_bytes
     shared = sharding.splits_optimizer
     offloaded = memory.optimizer_offload_fraction if memory.optimizer_off_device else 0.0
@@ -182,7 +181,7 @@ def alone_in_step(config: Config, policy: StatePolicy) -> StatePolicy:
 def saved_bytes(config: Config) -> float:
     """Bytes of a checkpoint per parameter: the master weight and both moments of AdamW."""
     policy = engine_policy(config)
-    return policy.master + policy.moments
+    return policy.master * (not policy.masters_apart) + policy.moments
 
 
 def megatron_policy(splits_optimizer: bool) -> StatePolicy:

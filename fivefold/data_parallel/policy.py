@@ -66,8 +66,7 @@ def make_policy(config: Config) -> Policy:
     sharding, precision = parallel.sharding, training.precision
     wide = torch.float64 if precision == "fp64" else torch.float32
     gradient = torch.bfloat16 if config.optimizer.narrow_gradients else wide
-    narrow = config.optimizer.narrow_parameters or config.keeps_masters_apart
-    master = torch.bfloat16 if narrow else wide
+    master = torch.bfloat16 if config.narrow_weights else wide
     wire = torch.bfloat16 if parallel.grad_reduce_in_bf16 else gradient
     return Policy(
         shards=sharding.splits_optimizer,

@@ -184,6 +184,10 @@ class AdamW:
                 found[name] = found[name].like(state[MASTER])
         return found
 
+    def master(self, name: str) -> Tensor | None:
+        """The master that is kept beside a weight in bf16, if there is one."""
+        return self._state.get(name, {}).get(MASTER)
+
     @torch.no_grad()
     def take(self, weights: Mapping[str, Piece]) -> None:
         """Replace weights, by name, where `weights` gave others; they have changed in place."""

@@ -121,9 +121,10 @@ class SilentErrors:
             parameter, moment = engine.parameters[name], moments.get(f"optim.{kind}.{name}")
             where = str(local_slices(parameter))
             if kind == _WEIGHT:
-                found.append(
-                    _Hashed(kind, records[name], where, fingerprint(local_tensor(parameter)))
-                )
+                value = fingerprint(local_tensor(parameter))
+                master = engine.optimizer.device.master(name)
+                value = value if master is None else 31 * value + fingerprint(master)
+                found.append(_Hashed(kind, records[name], where, value))
             elif moment is not None:
                 value = fingerprint(moment.local).to(engine.device)
                 found.append(_Hashed(kind, records[name], where, value))

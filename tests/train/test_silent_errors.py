@@ -70,7 +70,9 @@ def compare_weights(rank: int, world: int, model: str, values: dict[str, Any]) -
         for step, wrong in zip(range(2, 5 * world, 5), range(world), strict=False):
             names = [n for n, p in engine.parameters.items() if local_tensor(p).numel()]
             name = names[step % len(names)]
-            bits = local_tensor(engine.parameters[name]).view(torch.int16).flatten()
+            master = engine.optimizer.device.master(name) if step % 2 else None
+            changed = local_tensor(engine.parameters[name]) if master is None else master
+            bits = changed.view(torch.int16).flatten()
             if rank == wrong:
                 bits[-1] ^= 1
             found.append((name, errors.look(step, saving=bool(step % 2))))
