@@ -265,6 +265,14 @@ VALUES = [
         "works: --no-reset-attention-mask | --cuda-graph-impl none",
     ),
     layout(
+        "buckets of gradients that FSDP2 sums",
+        "--nproc 2 --tp 1 --no-sequence-parallel --bf16 --optimizer-cpu-offload "
+        "--grad-reduce-in-bf16 --ddp-bucket-size 1000",
+        "grad_reduce_in_bf16 has no effect on no_shard of bf16 with optimizer_cpu_offload",
+        "ddp_bucket_size has no effect on no_shard of bf16 with optimizer_cpu_offload",
+        "works: --ddp-bucket-size 2097152 | --no-optimizer-cpu-offload | --fp32",
+    ),
+    layout(
         "host within a graph",
         "--nproc 2 --pp 2 --cuda-graph-impl local --hidden-dropout 0.1 --optimizer-cpu-offload "
         "--no-reset-attention-mask",
