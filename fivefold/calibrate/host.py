@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fivefold.calibrate.measure import Sample, clock
-from fivefold.config.model import ModelConfig
+from fivefold.config.presets import PRESETS
 from fivefold.config.training import TrainingConfig
 from fivefold.model.batch import Batch
 from fivefold.model.fusions import install_fusions
@@ -15,20 +15,10 @@ from fivefold.predict.layer import DENSE_OPERATIONS
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.install import install_deferral
 
-TOKENS, LAYERS = 64, 4
-SMALL = ModelConfig(
-    num_layers=LAYERS,
-    hidden_size=64,
-    ffn_hidden_size=128,
-    num_attention_heads=4,
-    num_query_groups=2,
-    vocab_size=128,
-    normalization="RMSNorm",
-    activation_func="silu",
-    gated_linear_unit=True,
-    position_embedding_type="rope",
-)
+TOKENS = 64
+SMALL = PRESETS["debug-llama"]
 """A Llama whose kernels end before the host has launched the next one."""
+LAYERS = SMALL.num_layers
 
 
 def layers(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup) -> Sample:
