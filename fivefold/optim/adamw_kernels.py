@@ -172,16 +172,12 @@ def _update(  # type: ignore[no-untyped-def]
         lacking = tl.load(remainder + place, mask=inside, other=0).to(tl.int32)
         w = (w.to(tl.int32, bitcast=True) + lacking).to(tl.float32, bitcast=True)
     g = tl.load(grad + place, mask=inside, other=0.0).to(wide)
-    if fraction1:
-        m = _unpacked(first, place, inside, first_scales, scaled, with_scale, fraction1, least1)
-        m = m.to(wide)
-    else:
-        m = _read(first, place, inside, narrow1, wide)
-    if fraction2:
-        v = _unpacked(second, place, inside, second_scales, scaled, with_scale, fraction2, least2)
-        v = v.to(wide)
-    else:
-        v = _read(second, place, inside, narrow2, wide)
+    m = _moment(
+        first, place, inside, first_scales, scaled, with_scale, fraction1, least1, narrow1, wide
+    )
+    v = _moment(
+        second, place, inside, second_scales, scaled, with_scale, fraction2, least2, narrow2, wide
+    )
 
     taken, lr = tl.load(step).to(tl.float64), tl.load(rate)
     pace = (lr / (1.0 - tl.exp(taken * log_beta1))).to(wide)
@@ -202,41 +198,36 @@ def _update(  # type: ignore[no-untyped-def]
     else:
         _keep(weight, place, inside, w, bits >> 32, narrow)
     if fraction1:
-        _pack(
-            first,
-            place,
-            inside,
-            first_scales,
-            scaled,
-            with_scale,
-            m,
-            bits,
-            fraction1,
-            least1,
-            top1,
-            keeps1,
-            block,
-        )
+        scales = _pack(first, place, inside, m, bits, fraction1, least1, top1, keeps1, block)
+        tl.store(first_scales + scaled, scales, mask=with_scale)
     else:
         _keep(first, place, inside, m, bits, narrow1)
     if fraction2:
-        _pack(
-            second,
-            place,
-            inside,
-            second_scales,
-            scaled,
-            with_scale,
-            v,
-            bits >> 16,
-            fraction2,
-            least2,
-            top2,
-            keeps2,
-            block,
-        )
+        scales = _pack(second, place, inside, v, bits >> 16, fraction2, least2, top2, keeps2, block)
+        tl.store(second_scales + scaled, scales, mask=with_scale)
     else:
         _keep(second, place, inside, v, bits >> 16, narrow2)
+
+
+@triton.jit
+def _moment(  # type: ignore[no-untyped-def]
+    x,
+    place,
+    inside,
+    scales,
+    scaled,
+    with_scale,
+    fraction: tl.constexpr,
+    least: tl.constexpr,
+    narrow: tl.constexpr,
+    wide: tl.constexpr,
+):
+    """A moment in a wide type; `fraction`: bits of one in 8 bits, or 0."""
+    if fraction:
+        found = _unpacked(x, place, inside, scales, scaled, with_scale, fraction, least).to(wide)
+    else:
+        found = _read(x, place, inside, narrow, wide)
+    return found
 
 
 @triton.jit
@@ -303,9 +294,6 @@ def _pack(  # type: ignore[no-untyped-def]
     x,
     place,
     inside,
-    scales,
-    scaled,
-    with_scale,
     new,
     bits,
     fraction: tl.constexpr,
@@ -314,13 +302,12 @@ def _pack(  # type: ignore[no-untyped-def]
     keeps: tl.constexpr,
     block: tl.constexpr,
 ):
-    """`EightBits.pack`."""
+    """`EightBits.pack`: stores the numbers, and gives the scales."""
     own = tl.where(inside, new.to(tl.float32), 0.0)
     magnitude = own.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # of which NaN is the largest
     num_blocks: tl.constexpr = own.shape[1] // block
     largest = tl.max(tl.reshape(magnitude, (own.shape[0], num_blocks, block)), 2)
     scale = tl.minimum(tl.maximum((largest >> 23) - top, 1), 254)
-    tl.store(scales + scaled, scale.to(tl.uint8), mask=with_scale)
     size = tl.div_rn(magnitude.to(tl.float32, bitcast=True), _spread(scale, own))
     finite = magnitude < 0x7F800000
     size = tl.where(finite, size, 0.0)
@@ -339,3 +326,4 @@ def _pack(  # type: ignore[no-untyped-def]
     code = tl.where(finite, code, tl.where(magnitude > 0x7F800000, 0x7F, infinite))
     code |= tl.where(own.to(tl.int32, bitcast=True) < 0, 0x80, 0)
     tl.store(x + place, code.to(tl.uint8), mask=inside)
+    return scale.to(tl.uint8)
