@@ -21,16 +21,6 @@ def _shares_stages(config: Config) -> bool:
     return any(degree != 1 for degree in (*data, *others))
 
 
-def sums_in_buckets(config: Config, strategy: str | None = None) -> bool:
-    """Whether gradients are summed in buckets of any size, not in blocks of FSDP2.
-
-    Args:
-        config: the configuration.
-        strategy: sharding strategy; None: that of the configuration.
-    """
-    return not config.gathers_weights(strategy)
-
-
 def _has_experts(config: Config) -> bool:
     return config.model.num_experts is not None
 

@@ -8,7 +8,6 @@ all-to-all (P-1) m at once, or (n-1) P/n m in the node and (P/n - 1) m between n
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from fivefold.config.dependents import sums_in_buckets
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.messages import Flow, wire_bytes
 from fivefold.counts.parameters import parameter_records
@@ -118,7 +117,7 @@ class ShardedVolumes:
             reduced = wire_bytes("reduce_scatter", shards * padded * self.wire, shards)
             yield Flow(axes[0], f"reduced gradients of {what}", reductions * reduced)
         # FSDP2 sums replicas in the reduction dtype; only our buckets and reduce-scatter narrow it.
-        bucketed = sums_in_buckets(self.layout.config)
+        bucketed = not self.layout.config.gathers_weights()
         summed = padded * (self.wire if bucketed else self.gradient)
         yield Flow(
             axes[1],

@@ -1,7 +1,6 @@
 """Validation of data-parallel settings; torch-free."""
 
 from fivefold.config.config import Config
-from fivefold.config.dependents import sums_in_buckets
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.sharding import SHARDING
@@ -21,7 +20,7 @@ def check_data_parallel(config: Config, parallel: ParallelConfig, mistakes: Mist
     """
     instances = parallel.num_distributed_optimizer_instances
     replicated = not parallel.sharding.splits_optimizer
-    if replicated and not sums_in_buckets(config):
+    if replicated and config.gathers_weights():
         off = _offload(config.memory)
         why = f"of bf16 with {off}, whose gradients FSDP2 sums block by block"
         here = f"--no-{off.replace('_', '-')}"

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
-from fivefold.config.dependents import sums_in_buckets
 from fivefold.counts.blocks import stage_blocks
 from fivefold.layout import Layout
 from fivefold.mesh.buckets import buckets_of
@@ -59,7 +58,7 @@ def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts
     parallel = layout.config.parallel
     shard, replica, expert = data_groups(layout, cluster)
     wire = software.gradient_bytes or layout.config.sent_gradient_bytes
-    if sums_in_buckets(layout.config) and not software.by_tensor:
+    if not layout.config.gathers_weights() and not software.by_tensor:
         buckets = [*_buckets(layout, spec, shard, expert)]
         seconds = sum(all_reduce(cluster, group, size * wire) for group, size in buckets)
         return Moves(0.0, seconds, len(buckets))

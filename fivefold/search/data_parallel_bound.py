@@ -4,7 +4,6 @@ from functools import partial
 
 import numpy as np
 
-from fivefold.config.dependents import sums_in_buckets
 from fivefold.counts.policy import engine_policy
 from fivefold.model.description import layer_kind
 from fivefold.predict.cluster import Cluster
@@ -87,7 +86,7 @@ class DataParallelBound:
         between = layers * empty
         between += self.trained.weighted(held) / self.shard * self.wire * slope
         split = seconds("scatter", self.scattered, self.trained) + between
-        if sums_in_buckets(self.space.config, "no_shard"):  # perhaps in a single one
+        if not self.space.config.gathers_weights("no_shard"):  # perhaps in a single one
             layers, with_experts = np.minimum(layers, 1), np.minimum(with_experts, 1)
         return gathered, np.where(whole, seconds("reduce", self.wire, self.trained), split)
 

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from fivefold.check import MAX_MICROBATCHES, check
 from fivefold.config.config import Config
 from fivefold.config.dependence import leaves_idle
-from fivefold.config.dependents import sums_in_buckets
 from fivefold.config.parallel import ParallelConfig, TokenDispatcher
 from fivefold.config.sharding import SHARDING
 from fivefold.data_parallel.rules import keeps_blocks
@@ -209,7 +208,7 @@ class _Axes:
             found = [sharding for sharding in found if sharding.splits_optimizer]
         if self.config.optimizer.store_param_remainders:  # shards save nothing
             found = [sharding for sharding in found if not sharding.splits_optimizer]
-        if parallel.grad_reduce_in_bf16 and not sums_in_buckets(self.config, "no_shard"):
+        if parallel.grad_reduce_in_bf16 and self.config.gathers_weights("no_shard"):
             # An all-reduce would sum in bf16.
             found = [sharding for sharding in found if sharding.splits_optimizer]
         return [SHARDINGS.index(sharding) for sharding in found]

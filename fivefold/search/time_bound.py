@@ -8,7 +8,6 @@ from math import log, sqrt
 import numpy as np
 
 from fivefold.config.config import Config
-from fivefold.config.dependents import sums_in_buckets
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.layer import LayerTimes, TimesCache
 from fivefold.predict.overlap import cuts
@@ -221,7 +220,7 @@ def _exposed(
     reducing = apart(backward, reduced, parallel.overlap_grad_reduce)
     if parallel.overlap_param_gather_with_optimizer_step:  # which may hide the first layer
         gathering = hidden(forward, gathered - gathered / layers)
-    if sums_in_buckets(space.config, "no_shard"):  # the last may be small
+    if not space.config.gathers_weights("no_shard"):  # the last may be small
         reducing = np.where(space.sharded("splits_optimizer"), reducing, hidden(backward, reduced))
     return often, np.where(parameters, 0.0, gathering + np.where(gradients, 0.0, reducing))
 
