@@ -20,7 +20,14 @@ from pathlib import Path
 from fivefold.units import human_bytes
 
 LAYOUTS = Path(__file__).resolve().parent / "data" / "layouts"
-WORLDS = {"llama3-405b": 16384, "deepseek-v3": 2048, "kimi-k2": 256, "qwen3-235b-a22b": 256}
+WORLDS = {
+    "llama3-405b": 16384,
+    "llama3-405b-131072": 16384,
+    "gpt-1t": 512,
+    "deepseek-v3": 2048,
+    "kimi-k2": 256,
+    "qwen3-235b-a22b": 256,
+}
 
 
 def main() -> None:
