@@ -224,7 +224,9 @@ def _moment(  # type: ignore[no-untyped-def]
 ):
     """A moment in a wide type; `fraction`: bits of one in 8 bits, or 0."""
     if fraction:
-        found = _unpacked(x, place, inside, scales, scaled, with_scale, fraction, least).to(wide)
+        byte = tl.load(x + place, mask=inside, other=0).to(tl.int32)
+        exponents = tl.load(scales + scaled, mask=with_scale, other=0)
+        found = (_unpacked(byte, fraction, least) * _spread(exponents, byte)).to(wide)
     else:
         found = _read(x, place, inside, narrow, wide)
     return found
@@ -263,18 +265,8 @@ def _spread(scales, like):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _unpacked(  # type: ignore[no-untyped-def]
-    x,
-    place,
-    inside,
-    scales,
-    scaled,
-    with_scale,
-    fraction: tl.constexpr,
-    least: tl.constexpr,
-):
-    """`EightBits.unpack`."""
-    byte = tl.load(x + place, mask=inside, other=0).to(tl.int32)
+def _unpacked(byte, fraction: tl.constexpr, least: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`EightBits.unpack`, without the scales."""
     size, rest = byte & 0x7F, byte & ((1 << fraction) - 1)
     exponent = size >> fraction
     normal = ((exponent + (least + 126)) << 23) | (rest << (23 - fraction))
@@ -285,8 +277,7 @@ def _unpacked(  # type: ignore[no-untyped-def]
     else:
         found = tl.where(size == 0x7C, float("inf"), found)
         found = tl.where(size > 0x7C, float("nan"), found)
-    found = tl.where(byte > 0x7F, -found, found)
-    return found * _spread(tl.load(scales + scaled, mask=with_scale, other=0), found)
+    return tl.where(byte > 0x7F, -found, found)
 
 
 @triton.jit
