@@ -1,22 +1,27 @@
 """Published layouts at full size, rehearsed: peaks against the planner's, bytes, and seconds.
 
-    python benchmarks/rehearsals.py [--layouts kimi-k2 ...] [--jobs 2]
+    python benchmarks/rehearsals.py [--layouts kimi-k2 ...] [--jobs 2] [--ranks 0 8 ...]
 
-Runs `fivefold rehearse` on the layouts under benchmarks/data/layouts, and on the recipe of Llama 3
-405B, with their published numbers of ranks, and prints for each the rank whose peak is farthest
-from the planner's.
+Rehearses the layouts under benchmarks/data/layouts, and the recipe of Llama 3 405B, with their
+published numbers of ranks, as `fivefold rehearse` does or of the given ranks only, and prints for
+each the rank whose peak is farthest from the planner's.
 """
 
 import argparse
 import datetime
-import json
 import os
 import platform
-import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
+from fivefold.check import check
+from fivefold.cli.rehearse import Options
+from fivefold.config.sources import load
+from fivefold.predict.cluster import load_cluster
+from fivefold.rehearse.report import make_report
+from fivefold.rehearse.roles import rehearsed_layout, roles
+from fivefold.rehearse.run import rehearse_ranks
 from fivefold.units import human_bytes
 
 LAYOUTS = Path(__file__).resolve().parent / "data" / "layouts"
@@ -35,7 +40,7 @@ def main() -> None:
     print(f"{datetime.date.today()}, {platform.machine()}, {asked.jobs} processes")
     for name in asked.layouts:
         start = time.perf_counter()
-        report = rehearse(name, asked.jobs)
+        report = rehearse(name, asked.jobs, asked.ranks)
         seconds = time.perf_counter() - start
         worst = max(report["ranks"], key=lambda rank: abs(rank["peak"] / rank["planned"] - 1))
         peak, planned = worst["peak"], worst["planned"]
@@ -48,20 +53,20 @@ def main() -> None:
         )
 
 
-def rehearse(name: str, jobs: int) -> dict:
+def rehearse(name: str, jobs: int, ranks: list[int] | None) -> dict[str, Any]:
     path = LAYOUTS / f"{name}.toml"
-    command = [sys.executable, "-m", "fivefold", "rehearse", str(path) if path.exists() else name]
-    command += ["--nproc", str(WORLDS[name]), "--jobs", str(jobs), "--json"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if not done.stdout:
-        sys.exit(done.returncode)
-    return json.loads(done.stdout)
+    words = [str(path) if path.exists() else name, "--nproc", str(WORLDS[name])]
+    _, config = load(words, Options, print)
+    layout = rehearsed_layout(check(config, WORLDS[name]))
+    scripts = rehearse_ranks(layout, ranks or roles(layout), processes=jobs)
+    return make_report(layout, name, scripts, load_cluster("H100", WORLDS[name])).as_json()
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layouts", nargs="+", choices=WORLDS, default=list(WORLDS))
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--ranks", type=int, nargs="+", help="ranks to run (default: every role)")
     return parser.parse_args()
 
 
