@@ -74,7 +74,9 @@ class TrainingConfig:
     )
     rope_fusion: bool = option(True, "rotate queries, and keys, in one kernel of a GPU each")
     bias_dropout_fusion: bool = option(
-        True, "make a dropout mask, drop, and add to the residual stream in one kernel of a GPU"
+        True,
+        "make a dropout mask, drop, and add to the residual stream in one kernel of a GPU; drop "
+        "attention's probabilities within its own kernel",
     )
     fused_residual_rmsnorm: bool = option(
         False, "sum after attention, and normalise the sum, in one kernel of a GPU, backward too"

@@ -20,12 +20,20 @@ from fivefold.model.batch import Documents
 from fivefold.model.blocks import Sight
 from fivefold.model.blockwise import local_attention
 from fivefold.model.context import Context
+from fivefold.model.cuda_kernels import drops_within
 from fivefold.model.dropout import Dropout, HeadDropout
 from fivefold.model.layers import LayerBlock, Linear
 from fivefold.model.leaves import local
 from fivefold.model.norms import RMSNorm
 from fivefold.model.shards import MicrobatchShare
-from fivefold.model.varlen import Pieces, lacking_packed, packed_attention
+from fivefold.model.varlen import (
+    PackedDropping,
+    PackedFlash,
+    PackedKernel,
+    Pieces,
+    lacking_packed,
+    packed_attention,
+)
 
 
 @dataclass(frozen=True)
@@ -69,13 +77,15 @@ def attention(
 ) -> Tensor:
     """Attention by the cheapest implementation that supports the request.
 
-    With documents, a window, sinks, or values of another size than keys: one call of FlashAttention
-    where it runs. Elsewhere, with dropout, and for a sequence slice with earlier keys: block by
-    block, which skips blocks that nothing sees, or document by document. Otherwise PyTorch's fused
-    attention.
+    With documents, a window, sinks, dropout, or values of another size than keys: one call of
+    FlashAttention where it runs, with dropout our own. Elsewhere, and for a sequence slice with
+    earlier keys: block by block, which skips blocks that nothing sees, or document by document.
+    Otherwise PyTorch's fused attention.
     """
-    if drop is None and _packs(q_BSND, k_BLGD, v_BLGD, scope):
-        return packed_attention(q_BSND, k_BLGD, v_BLGD, _pieces(q_BSND, scope), scope.sinks)
+    packed = _packed_kernel(q_BSND, k_BLGD, v_BLGD, scope, drop)
+    if packed is not None:
+        pieces = _pieces(q_BSND, scope)
+        return packed_attention(q_BSND, k_BLGD, v_BLGD, pieces, packed, scope.sinks)
     apart = drop is not None or k_BLGD.shape[1] > q_BSND.shape[1]
     if apart or _special(q_BSND, k_BLGD, v_BLGD, scope):
         starts = (0, k_BLGD.shape[1]) if scope.documents is None else scope.documents.starts
@@ -91,7 +101,7 @@ def in_one_call(
     if drop is not None or k_BLGD.shape[1] > q_BSND.shape[1]:
         return False
     plain = scope.documents is None and not _special(q_BSND, k_BLGD, v_BLGD, scope)
-    return plain or _packs(q_BSND, k_BLGD, v_BLGD, scope)
+    return plain or _packed_kernel(q_BSND, k_BLGD, v_BLGD, scope, drop) is not None
 
 
 def _special(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope) -> bool:
@@ -100,12 +110,19 @@ def _special(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope) -> bo
     return limited or scope.sinks is not None or v_BLGD.shape[3] != q_BSND.shape[3]
 
 
-def _packs(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope) -> bool:
-    """Whether one call of FlashAttention takes the documents and all else that is asked for."""
+def _packed_kernel(
+    q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope, drop: HeadDropout | None
+) -> PackedKernel | None:
+    """What takes the documents and all else that is asked for in one call.
+
+    None: nothing does, or PyTorch's fused attention does.
+    """
     if k_BLGD.shape[1] > q_BSND.shape[1]:
-        return False
+        return None
+    if drop is not None:
+        return PackedDropping(drop) if drops_within(q_BSND, v_BLGD, drop) else None
     asked = scope.documents is not None or _special(q_BSND, k_BLGD, v_BLGD, scope)
-    return asked and not lacking_packed(q_BSND, v_BLGD)
+    return PackedFlash() if asked and not lacking_packed(q_BSND, v_BLGD) else None
 
 
 def _pieces(q_BSND: Tensor, scope: Scope) -> Pieces:

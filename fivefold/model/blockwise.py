@@ -5,7 +5,6 @@ Partial outputs are merged by their log-sum-exp, in at least fp32, as in FlashAt
 G key/value heads, D head features.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fivefold.model.blocks import Block, Sight, Span, cut, joined
-from fivefold.model.dropout import HeadDropout
+from fivefold.model.dropout import HeadDropout, PairDropout
 from fivefold.model.kernels import BlockKernel, choose_kernel
 
 
@@ -127,20 +126,13 @@ class Queries:
         return x_BSND[:, slice(*block.q), heads].transpose(1, 2)
 
     def _kernel(self, keys: Keys) -> BlockKernel:
-        return choose_kernel(self.q, keys.v, self._dropper(keys))
+        return choose_kernel(self.q, keys.v, self._dropout(keys))
 
-    def _dropper(self, keys: Keys) -> Callable[[Tensor, Block, slice], Tensor] | None:
+    def _dropout(self, keys: Keys) -> PairDropout | None:
         if self.drop is None:
             return None
-        drop, q_ids, k_ids = self.drop.after(self._heads(keys).start), self.ids, keys.ids
-        assert q_ids is not None and k_ids is not None, "dropout needs token ids"
-
-        def dropped(p_BNqk: Tensor, block: Block, rows: slice) -> Tensor:
-            of_rows = q_ids[:, slice(*block.q)][:, rows]
-            of_keys = k_ids[:, slice(*block.k)][:, : p_BNqk.shape[-1]]
-            return drop.between(p_BNqk, of_rows, of_keys)
-
-        return dropped
+        assert self.ids is not None and keys.ids is not None, "dropout needs token ids"
+        return PairDropout(self.drop.after(self._heads(keys).start), self.ids, keys.ids)
 
 
 def _keys(x_BLGD: Tensor, block: Block) -> Tensor:

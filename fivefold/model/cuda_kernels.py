@@ -13,12 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fivefold.mesh.device import runs_triton
 from fivefold.model.blocks import Block, Visibility
+from fivefold.model.dropout import HeadDropout, PairDropout
 from fivefold.model.running import flash_takes
 
 ATEN = torch.ops.aten
 PLANNED = 128
 """cuDNN takes blocks whose lengths are multiples of this, since it plans for each new shape."""
+
+MOST_FEATURES = 256
+"""Features of a head that a tile of our own kernel holds at most."""
 
 Grads = tuple[Tensor, Tensor, Tensor]
 
@@ -237,6 +242,61 @@ class Flex:
         attention = torch.compile(flex_attention, dynamic=True)
         make_mask = torch.compile(create_block_mask, dynamic=True)
         return attention, make_mask, AuxRequest
+
+
+@dataclass(frozen=True)
+class DroppingOnCuda:
+    """FlashAttention with dropout by names, where `drops_within`.
+
+    Attributes:
+        drop: dropout of the probabilities between all queries and keys that blocks are of.
+    """
+
+    drop: PairDropout
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """See `model.kernels.BlockKernel`."""
+        from fivefold.model import attention_kernels
+
+        q, k, v = (_token_rows(x) for x in (q, k, v))
+        out, lse = attention_kernels.forward(q, k, v, *self._within(block))
+        shape = len(self.drop.ids_Bq), -1
+        return out.unflatten(0, shape).transpose(1, 2), lse.unflatten(1, shape).transpose(0, 1)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    ) -> Grads:
+        """See `model.kernels.BlockKernel`."""
+        from fivefold.model import attention_kernels
+
+        grad, q, k, v, out = (_token_rows(x) for x in (grad, q, k, v, out))
+        lse, shape = lse.transpose(0, 1).flatten(1), (len(self.drop.ids_Bq), -1)
+        grads = attention_kernels.backward(grad, q, k, v, out, lse, *self._within(block))
+        dq, dk, dv = (x.unflatten(0, shape).transpose(1, 2) for x in grads)
+        return dq, dk, dv
+
+    def _within(self, block: Block) -> tuple[Any, PairDropout]:
+        from fivefold.model.attention_kernels import Seen
+
+        drop = self.drop.between(slice(*block.q), slice(*block.k))
+        longest = drop.ids_Bq.shape[1], drop.ids_Bk.shape[1]
+        ends = torch.arange(len(drop.ids_Bq) + 1, dtype=torch.int32, device=drop.ids_Bq.device)
+        window = block.window if block.kind == Visibility.BAND else None
+        causal = block.kind != Visibility.FULL
+        starts = ends * longest[0], ends * longest[1]
+        return Seen(*starts, longest, causal, block.shift, window), drop
+
+
+def _token_rows(x: Tensor) -> Tensor:
+    """[B, N, q, D] -> [B * q, N, D]."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def drops_within(q: Tensor, v: Tensor, drop: HeadDropout) -> bool:
+    """Whether a kernel attends and drops at once, for queries [.., D] and values like these."""
+    if not (drop.fused and runs_triton(q)) or max(q.shape[-1], v.shape[-1]) > MOST_FEATURES:
+        return False
+    return not (q.is_cuda and _lacking_capability(q, 8))
 
 
 def lacking_flash(q: Tensor) -> str:

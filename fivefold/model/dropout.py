@@ -177,7 +177,8 @@ class Dropout:
         rows_T: run-wide ids of this rank's tokens in the residual stream.
         all_rows_T: those of all ranks that split the tokens of the residual stream.
         token_ids_BL: run-wide ids of the L tokens attended to; the queries are the last S.
-        fused: whether kernels of a GPU make masks where they drop (`bias_dropout_fusion`).
+        fused: whether kernels of a GPU make masks where they drop (`bias_dropout_fusion`), those
+            of attention's probabilities within attention.
     """
 
     seed: int
@@ -312,6 +313,29 @@ class HeadDropout:
     def after(self, heads: int) -> "HeadDropout":
         """The same dropout, starting `heads` heads later."""
         return replace(self, first_head=self.first_head + heads)
+
+
+@dataclass(frozen=True, eq=False)
+class PairDropout:
+    """Dropout of the probabilities between given queries and keys.
+
+    Attributes:
+        heads: that of the queries' heads.
+        ids_Bq: run-wide ids of the queries.
+        ids_Bk: run-wide ids of the keys.
+    """
+
+    heads: HeadDropout
+    ids_Bq: Tensor
+    ids_Bk: Tensor
+
+    def between(self, queries: slice, keys: slice) -> "PairDropout":
+        """The same dropout, between some of the queries and some of the keys."""
+        return replace(self, ids_Bq=self.ids_Bq[:, queries], ids_Bk=self.ids_Bk[:, keys])
+
+    def __call__(self, p_BNqk: Tensor) -> Tensor:
+        """Drop probabilities."""
+        return self.heads.between(p_BNqk, self.ids_Bq, self.ids_Bk)
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,16 +18,15 @@ from fivefold.model.blocks import Block, Visibility
 from fivefold.model.cuda_kernels import (
     CudnnOnCuda,
     Differentiated,
+    DroppingOnCuda,
     FlashOnCuda,
     Flex,
+    drops_within,
     lacking_cudnn,
     lacking_flash,
     lacking_flex,
 )
-
-Drop = Callable[[Tensor, Block, slice], Tensor]
-"""Drops probabilities [B, N, rows, keys] of the given query rows of a block, to its first keys, and
-rescales the rest."""
+from fivefold.model.dropout import PairDropout
 
 Grads = tuple[Tensor, Tensor, Tensor]
 ROWS = 256  # queries per step of the plain kernel, which bounds the probabilities it holds
@@ -46,10 +45,16 @@ class BlockKernel(Protocol):
         """Gradients of q, k and v; `out` and `lse` are over all keys."""
 
 
-def choose_kernel(q: Tensor, v: Tensor, drop: Drop | None = None) -> BlockKernel:
-    """The fastest kernel that supports these queries and values; dropout needs the plain one."""
+def choose_kernel(q: Tensor, v: Tensor, drop: PairDropout | None = None) -> BlockKernel:
+    """The fastest kernel that supports these queries and values, and drops probabilities.
+
+    Args:
+        q: queries.
+        v: values.
+        drop: dropout of the probabilities between all queries and keys that blocks are of.
+    """
     if drop is not None:
-        return Plain(drop)
+        return DroppingOnCuda(drop) if drops_within(q, v, drop.heads) else Plain(drop)
     name = next(name for name, (_, lacking) in KERNELS.items() if not lacking(q, v))
     kernel = KERNELS[name][0]
     equal = name == "plain" or q.shape[-1] == v.shape[-1]
@@ -71,10 +76,10 @@ class Plain:
     """Attention by its definition, `ROWS` queries at a time, with sums in at least fp32.
 
     Attributes:
-        drop: dropout of the probabilities; must drop the same elements in the backward.
+        drop: dropout of the probabilities between all queries and keys that blocks are of.
     """
 
-    drop: Drop | None = None
+    drop: PairDropout | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """See `BlockKernel`."""
@@ -85,7 +90,7 @@ class Plain:
         for rows, keys in _rows(block):
             scores = _scores(q[:, :, rows], k[:, :, keys], seen, rows)
             lse = scores.logsumexp(-1)
-            p = self._drop((scores - lse[..., None]).exp(), block, rows)
+            p = self._drop((scores - lse[..., None]).exp(), block, rows, keys)
             outs.append((_grouped(p, v) @ v[:, :, None, keys]).flatten(1, 2))
             lses.append(lse)
         return torch.cat(outs, 2), torch.cat(lses, 2)
@@ -102,18 +107,20 @@ class Plain:
         dqs, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
         for rows, keys in _rows(block):
             p = (_scores(q[:, :, rows], k[:, :, keys], seen, rows) - lse[:, :, rows, None]).exp()
-            kept = self._drop(p, block, rows)
+            kept = self._drop(p, block, rows, keys)
             of = _grouped(grad[:, :, rows], v)
             dv[:, :, keys] += (_grouped(kept, v).transpose(3, 4) @ of).sum(2)
             dp = (of @ v[:, :, None, keys].transpose(3, 4)).flatten(1, 2)
-            dp = self._drop(dp, block, rows)
+            dp = self._drop(dp, block, rows, keys)
             ds = _grouped(p * (dp - delta[:, :, rows, None]), k) * scale
             dqs.append((ds @ k[:, :, None, keys]).flatten(1, 2))
             dk[:, :, keys] += (ds.transpose(3, 4) @ _grouped(q[:, :, rows], k)).sum(2)
         return torch.cat(dqs, 2), dk, dv
 
-    def _drop(self, p: Tensor, block: Block, rows: slice) -> Tensor:
-        return p if self.drop is None else self.drop(p, block, rows)
+    def _drop(self, p: Tensor, block: Block, rows: slice, keys: slice) -> Tensor:
+        if self.drop is None:
+            return p
+        return self.drop.between(slice(*block.q), slice(*block.k)).between(rows, keys)(p)
 
 
 def _rows(block: Block) -> Iterator[tuple[slice, slice]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fivefold.model.blockwise import sink_grads
 from fivefold.model.cuda_kernels import Grads, flash_backward, flash_forward, lacking_flash
+from fivefold.model.dropout import HeadDropout, PairDropout
 from fivefold.model.traced import result
 
 
@@ -41,10 +42,10 @@ class Pieces:
 
 
 class PackedKernel(Protocol):
-    """An implementation for queries [T, N, D], keys and values [T, G, D]."""
+    """An implementation for queries [T, N, D], keys [T, G, D] and values [T, G, Dv]."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Pieces) -> tuple[Tensor, Tensor]:
-        """Output [T, N, D], and log-sum-exp [N, T] in at least fp32."""
+        """Output [T, N, Dv], and log-sum-exp [N, T] in at least fp32."""
 
     def backward(
         self,
@@ -60,12 +61,16 @@ class PackedKernel(Protocol):
 
 
 class PackedFlash:
-    """FlashAttention of several lengths; `lse` may include sinks."""
+    """FlashAttention of several lengths, for values of at most as many features as queries.
+
+    It gets them padded with zeros.
+    """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Pieces) -> tuple[Tensor, Tensor]:
         """See `PackedKernel`."""
-        longest = at.longest, at.longest
-        return flash_forward(q, k, v, at.starts, longest, at.causal, at.bounds)
+        longest, wide = (at.longest, at.longest), _padded(v, q.shape[-1])
+        out, lse = flash_forward(q, k, wide, at.starts, longest, at.causal, at.bounds)
+        return out[..., : v.shape[-1]].contiguous(), lse
 
     def backward(
         self,
@@ -78,8 +83,49 @@ class PackedFlash:
         at: Pieces,
     ) -> Grads:
         """See `PackedKernel`."""
-        longest, grad = (at.longest, at.longest), grad.contiguous()
-        return flash_backward(grad, q, k, v, out, lse, at.starts, longest, at.causal, at.bounds)
+        grad, wide, out = (_padded(x, q.shape[-1]) for x in (grad.contiguous(), v, out))
+        pieces = at.starts, (at.longest, at.longest), at.causal, at.bounds
+        dq, dk, dv = flash_backward(grad, q, k, wide, out, lse, *pieces)
+        return dq, dk, dv[..., : v.shape[-1]]
+
+
+@dataclass(frozen=True)
+class PackedDropping:
+    """FlashAttention with dropout by names, where `cuda_kernels.drops_within`.
+
+    Attributes:
+        drop: dropout of the probabilities; its ids are those of the T tokens.
+    """
+
+    drop: HeadDropout
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Pieces) -> tuple[Tensor, Tensor]:
+        """See `PackedKernel`."""
+        from fivefold.model import attention_kernels
+
+        return attention_kernels.forward(q, k, v, *self._within(at))
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        at: Pieces,
+    ) -> Grads:
+        """See `PackedKernel`."""
+        from fivefold.model import attention_kernels
+
+        return attention_kernels.backward(grad, q, k, v, out, lse, *self._within(at))
+
+    def _within(self, at: Pieces) -> tuple[Any, PairDropout]:
+        from fivefold.model.attention_kernels import Seen
+
+        ids = self.drop.token_ids_BL
+        seen = Seen(at.starts, at.starts, (at.longest, at.longest), at.causal, window=at.window)
+        return seen, PairDropout(self.drop, ids, ids)
 
 
 def lacking_packed(q_BSND: Tensor, v_BSGD: Tensor) -> str:
@@ -94,23 +140,22 @@ def packed_attention(
     k_BSGD: Tensor,
     v_BSGD: Tensor,
     pieces: Pieces,
+    kernel: PackedKernel,
     sinks: Tensor | None = None,
-    kernel: PackedKernel | None = None,
 ) -> Tensor:
     """Attention within each document, [B, S, N, Dv].
 
     Args:
         q_BSND: queries.
         k_BSGD: keys.
-        v_BSGD: values, of at most as many features; kernels get them padded with zeros, and
-            what is kept for the backward is not padded.
+        v_BSGD: values.
         pieces: the documents.
+        kernel: what computes it.
         sinks: logits [N], see `model.attention.Scope`.
-        kernel: what computes it (default: FlashAttention).
     """
     B, S, N, _ = q_BSND.shape
     q, k, v = (x.flatten(0, 1) for x in (q_BSND, k_BSGD, v_BSGD))
-    out: Tensor = _Packed.apply(q, k, v, sinks, pieces, kernel or PackedFlash())
+    out: Tensor = _Packed.apply(q, k, v, sinks, pieces, kernel)
     return out.view(B, S, N, -1)
 
 
@@ -130,9 +175,7 @@ class _Packed(torch.autograd.Function):
         pieces: Pieces,
         kernel: PackedKernel,
     ) -> Tensor:
-        features, values = q.shape[-1], v.shape[-1]
-        out, lse = kernel.forward(q, k, _padded(v, features), pieces)
-        out = out[..., :values].contiguous()
+        out, lse = kernel.forward(q, k, v, pieces)
         if sinks is not None:
             # A sink only adds to the denominator of the softmax.
             total = torch.logaddexp(lse, sinks.detach()[:, None].to(lse.dtype))
@@ -145,7 +188,6 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
-        wide = [_padded(x, q.shape[-1]) for x in (grad, v, out)]
-        dq, dk, dv = ctx.kernel.backward(wide[0], q, k, wide[1], wide[2], lse, ctx.pieces)
+        dq, dk, dv = ctx.kernel.backward(grad, q, k, v, out, lse, ctx.pieces)
         of_sinks = None if sinks is None else sink_grads(sinks, grad[None], out[None], lse[None])
-        return dq, dk, dv[..., : v.shape[-1]], of_sinks, None, None
+        return dq, dk, dv, of_sinks, None, None

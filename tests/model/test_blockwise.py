@@ -6,14 +6,15 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fivefold.model import kernels
+from fivefold.model import attention, cuda_kernels, kernels
 from fivefold.model.attention import Scope
 from fivefold.model.batch import Documents
 from fivefold.model.blocks import Block, Sight, Span, Visibility, common, cut, joined
 from fivefold.model.blockwise import local_attention
-from fivefold.model.cuda_kernels import Differentiated, Flex, _seen
-from fivefold.model.dropout import Dropout
+from fivefold.model.cuda_kernels import Differentiated, DroppingOnCuda, Flex, _seen
+from fivefold.model.dropout import Dropout, PairDropout
 from fivefold.model.kernels import KERNELS, BlockKernel, Plain, choose_kernel, visible
+from tests.kernels import DEVICES, run_kernels
 from tests.model.plain_attention import plain_attention
 
 
@@ -106,6 +107,7 @@ def compare(
     inputs: list[torch.Tensor],
     tolerance: float,
     blocks: tuple[Block, ...] = BLOCKS,
+    drop: PairDropout | None = None,
 ) -> None:
     """Outputs and gradients of blocks against the plain kernel's in fp64."""
     for block in blocks:
@@ -114,11 +116,11 @@ def compare(
             x[:, :, span] for x, span in zip(inputs, (rows, keys, keys, rows), strict=True)
         )
         wide = [x.double() for x in (q, k, v, grad)]
-        out, lse = Plain().forward(*wide[:3], block)
+        out, lse = Plain(drop).forward(*wide[:3], block)
         found = [x.double() for x in kernel.forward(q, k, v, block)]
         torch.testing.assert_close(found, [out, lse], rtol=tolerance, atol=tolerance)
         out, lse = out + 0.1, lse + 0.7  # as over more keys than these
-        expected = Plain().backward(wide[3], *wide[:3], out, lse, block)
+        expected = Plain(drop).backward(wide[3], *wide[:3], out, lse, block)
         narrow = out.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
         grads = kernel.backward(grad, q, k, v, *narrow, block)
         torch.testing.assert_close(
@@ -149,6 +151,72 @@ def test_flex_attention_equals_the_plain_kernel(dtype: torch.dtype, tolerance: f
         inputs = [x[:, :, slice(*at)] for x, at in ((q, block.q), (k, block.k), (v, block.k))]
         found, expected = Flex(compiled=False)(*inputs, block), Plain().forward(*inputs, block)
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def dropping(device: str, rows: int = 2, fused: bool = True) -> PairDropout:
+    """Of heads from the third of 11 on; no two tokens have the same name."""
+    ids = torch.arange(rows * 512, device=device).view(rows, 512) + (1 << 40)
+    made = Dropout(3, 1, ids.flatten(), ids.flatten(), ids, fused)
+    return PairDropout(made.heads(0.3, "site", 2, 11), ids, ids)
+
+
+DROPPING = [
+    (torch.float64, 1e-12),
+    (torch.float32, 1e-5),
+    (torch.float16, 4e-3),
+    pytest.param(torch.bfloat16, 3e-2, marks=pytest.mark.gpu),  # not multiplied when interpreted
+]
+SMALL = cut(((0, 100),), ((0, 100),), Sight((0, 30, 100), 25), tile=50)
+"""Of every kind, and of several tiles of a kernel."""
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "tolerance"), DROPPING)
+@pytest.mark.parametrize(("shared", "features", "values"), [(1, 6, 6), (2, 64, 24), (4, 20, 40)])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets
+def test_the_kernel_that_drops_equals_the_plain_one(
+    device: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    shared: int,
+    features: int,
+    values: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    where, heads = run_kernels(device, monkeypatch, cuda_kernels), 4 // shared
+    shapes = (2, 4, 100, features), (2, heads, 100, features), (2, heads, 100, values)
+    inputs = [x.to(where, dtype) for x in tensors(*shapes, (2, 4, 100, values))]
+    drop = dropping(where)
+    kernel = choose_kernel(inputs[0], inputs[2], drop)
+    assert isinstance(kernel, DroppingOnCuda)
+    assert isinstance(choose_kernel(inputs[0], inputs[2], dropping(where, fused=False)), Plain)
+    assert {block.kind for block in SMALL} == {*Visibility}
+    compare(kernel, inputs, tolerance, SMALL, drop)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets
+def test_one_call_attends_and_drops(
+    device: str, packed: bool, window: int | None, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = run_kernels(device, monkeypatch, cuda_kernels)
+    shapes = (2, 40, 4, 6), (2, 40, 2, 6), (2, 40, 2, 8), (4,), (2, 40, 4, 8)
+    *inputs, grad = (x.to(where).requires_grad_() for x in tensors(*shapes))
+    ids = torch.tensor([[0] * 27 + [1] + [2] * 12, [0] * 39 + [1]], device=where)
+    documents = Documents(ids, (0, 27, 28, 40, 79, 80)) if packed else None
+    scope = Scope(documents, window, sinks=inputs[3] if sinks else None)
+    names = torch.arange(100, 180, device=where).view(2, 40)
+    drop = Dropout(3, 1, names.flatten(), names.flatten(), names, True).heads(0.3, "site", 2, 7)
+    expected = plain_attention(*inputs[:3], scope, drop)
+    monkeypatch.setattr(attention, "local_attention", None)
+    found = attention.attention(*inputs[:3], scope, drop)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    of = inputs if sinks else inputs[:3]
+    grads = [torch.autograd.grad(out, of, grad) for out in (expected, found)]
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-12, atol=1e-12)
 
 
 ON_CUDA = [("cudnn", torch.bfloat16), ("flash_cuda", torch.bfloat16), ("flex", torch.float32)]
@@ -196,7 +264,7 @@ def test_a_kernel_that_cannot_says_why() -> None:
     q, v = tensors((1, 2, 3, 6), (1, 2, 3, 8))
     assert choose_kernel(q, q) is KERNELS["flash_cpu"][0]
     assert isinstance(choose_kernel(q, v), Plain)
-    assert isinstance(choose_kernel(q, q, lambda p, block, rows: p), Plain)
+    assert isinstance(choose_kernel(q, q, dropping("cpu")), Plain)
     lacking = {name: lacks(q, v) for name, (_, lacks) in KERNELS.items()}
     assert lacking == {
         "flash_cpu": "values must not have more features than queries, 8 > 6",

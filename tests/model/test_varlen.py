@@ -22,7 +22,7 @@ class ByDocument:
     """What a packed kernel computes, document by document."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Pieces) -> tuple[Tensor, Tensor]:
-        out, lse = torch.zeros_like(q), q.new_zeros(q.shape[1], len(q))
+        out, lse = q.new_zeros(*q.shape[:2], v.shape[2]), q.new_zeros(q.shape[1], len(q))
         for first, last in pairwise(at.starts.tolist()):
             rows = slice(first, last)
             for block in _blocks(last - first, at):
@@ -74,7 +74,7 @@ def test_one_call_is_the_definition(
     pieces = Pieces(torch.tensor(STARTS if packed else (0, 20, 40)), 20, window)
     sink = heads if sinks else None
     expected = plain_attention(q, k, v, Scope(documents, window, sinks=sink))
-    found = packed_attention(q, k, v, pieces, sink, ByDocument())
+    found = packed_attention(q, k, v, pieces, ByDocument(), sink)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     grads = [torch.autograd.grad(out, inputs, grad) for out in (expected, found)]
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-12, atol=1e-12)
