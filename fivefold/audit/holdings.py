@@ -3,12 +3,13 @@
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fivefold.audit.watch import Watch, project_line, tensors_in
+from fivefold.audit.watch import Watch, after, project_line, tensors_in
 from fivefold.errors import TrainingError
 from fivefold.units import human_bytes
 
@@ -103,21 +104,11 @@ class Accounting(Watch):
 
     holdings: Holdings
 
-    def begin(self) -> None:
+    def begin(self, block: ExitStack) -> None:
         """See `Watch`."""
-        self._own_resize = torch.UntypedStorage.resize_
-
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            done = self._own_resize(storage, size)
-            self.holdings.resized(storage)
-            return done
-
         # No dispatch mode sees this method, by which FSDP2 gives memory back.
-        setattr(torch.UntypedStorage, "resize_", resize)  # noqa: B010
-
-    def end(self) -> None:
-        """See `Watch`."""
-        setattr(torch.UntypedStorage, "resize_", self._own_resize)  # noqa: B010
+        hook = after(torch.UntypedStorage, "resize_", lambda it, *_: self.holdings.resized(it))
+        block.enter_context(hook)
 
 
 class DeviceLimit(Accounting):

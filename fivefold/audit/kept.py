@@ -34,23 +34,18 @@ class KeptActivations(Watch):
     def __init__(self, stages: dict[int, nn.Module]) -> None:
         super().__init__()
         self._stages = stages
-        self._exit = ExitStack()
         self._born: dict[int, StorageWeakRef] | None = None
         self._foreign: dict[int, StorageWeakRef] = {}
         self.sizes: dict[int, float] = {}
         self.packed = False
         self.any_packed = False
 
-    def begin(self) -> None:
+    def begin(self, block: ExitStack) -> None:
         """See `Watch`."""
         for index, stage in self._stages.items():
             begin, end = partial(self._begin, index), partial(self._end, index)
-            self._exit.callback(stage.register_forward_pre_hook(begin).remove)
-            self._exit.callback(stage.register_forward_hook(end).remove)
-
-    def end(self) -> None:
-        """See `Watch`."""
-        self._exit.close()
+            block.callback(stage.register_forward_pre_hook(begin).remove)
+            block.callback(stage.register_forward_hook(end).remove)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._born is None:

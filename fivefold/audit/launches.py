@@ -72,7 +72,7 @@ class LayerLaunches(Launches):
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
-        self._layers, self._hooks = layers, ExitStack()
+        self._layers = layers
         self._forwards: list[int] = []
         self._backwards: list[int] = []
         self._began = 0
@@ -86,15 +86,11 @@ class LayerLaunches(Launches):
             return None
         return median(self._forwards), median(self._backwards)
 
-    def begin(self) -> None:
+    def begin(self, block: ExitStack) -> None:
         """See `Watch`."""
         for layer in self._layers:
-            self._hooks.callback(layer.register_forward_pre_hook(self._before_forward).remove)
-            self._hooks.callback(layer.register_forward_hook(self._after_forward).remove)
-
-    def end(self) -> None:
-        """See `Watch`."""
-        self._hooks.close()
+            block.callback(layer.register_forward_pre_hook(self._before_forward).remove)
+            block.callback(layer.register_forward_hook(self._after_forward).remove)
 
     def _before_forward(self, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
         if not self._open:  # else a backward runs it again

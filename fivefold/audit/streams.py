@@ -42,9 +42,8 @@ class StreamWatch(Watch):
         self._known: dict[int, set[str]] = {}
         self._messages: set[str] = set()
 
-    def begin(self) -> None:
+    def begin(self, block: ExitStack) -> None:
         """See `Watch`."""
-        self._hooks = ExitStack()
         hooks: list[tuple[type, str, Callable[..., None]]] = [
             (torch.cuda.Event, "record", self._record),
             (torch.cuda.Event, "wait", self._wait),
@@ -54,11 +53,7 @@ class StreamWatch(Watch):
             *((kind, "wait", self._arrive) for kind in _kinds_of_work()),
         ]
         for owner, name, hook in hooks:
-            self._hooks.enter_context(after(owner, name, hook))
-
-    def end(self) -> None:
-        """See `Watch`."""
-        self._hooks.close()
+            block.enter_context(after(owner, name, hook))
 
     def raise_if_any(self) -> None:
         """Raise what has been found.

@@ -70,11 +70,10 @@ class HostWaits(Watch):
         self._on_gpu = device.type == "cuda"
         self.places: Counter[str] = Counter()
         self._there: set[int] = set()
-        self._hooks = ExitStack()
         for tensor in tensors:
             self._put_there(tensor)
 
-    def begin(self) -> None:
+    def begin(self, block: ExitStack) -> None:
         """See `Watch`."""
         hooks: list[tuple[type, str, Callable[..., None]]] = [
             (HostLink, "back", lambda link, mark, host, onto, *_, **__: self._put_there(onto)),
@@ -83,11 +82,7 @@ class HostWaits(Watch):
             *((Tensor, name, self._has_read) for name in _ACCESSORS),
         ]
         for owner, name, hook in hooks:
-            self._hooks.enter_context(after(owner, name, hook))
-
-    def end(self) -> None:
-        """See `Watch`."""
-        self._hooks.close()
+            block.enter_context(after(owner, name, hook))
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         result = super()._run(func, args, kwargs)

@@ -27,11 +27,8 @@ class Watch:
     def __init__(self) -> None:
         self._go_on: Run = _execute
 
-    def begin(self) -> None:
-        """What else is to be observed, before the block."""
-
-    def end(self) -> None:
-        """Undo `begin`, after the block."""
+    def begin(self, block: ExitStack) -> None:
+        """Observe what else is to be observed, until the block ends."""
 
     def __enter__(self) -> Self:
         self._block = watching(self)
@@ -69,8 +66,7 @@ def watching(*watches: Watch) -> Iterator[None]:
     run: Run = _execute
     with ExitStack() as stack:
         for watch in watches:
-            watch.begin()
-            stack.callback(watch.end)
+            watch.begin(stack)
             run = watch.before(run)
         stack.enter_context(_Mode(run))
         yield
@@ -100,13 +96,21 @@ class _Mode(TorchDispatchMode):
 @contextmanager
 def after(owner: Any, name: str, hook: Callable[..., None]) -> Iterator[None]:
     """Call `hook(object, result, *args)` after a method of a class, inside the block."""
-    original, own = getattr(owner, name), name in vars(owner)
+    original = getattr(owner, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         hook(self, result, *args, **kwargs)
         return result
 
+    with replaced(owner, name, method):
+        yield
+
+
+@contextmanager
+def replaced(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Another method of a class, or function of a module, inside the block."""
+    original, own = getattr(owner, name), name in vars(owner)
     setattr(owner, name, method)
     try:
         yield

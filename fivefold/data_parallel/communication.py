@@ -10,7 +10,7 @@ from torch import Tensor
 from fivefold.data_parallel.quantised import Format
 from fivefold.mesh.collectives import (
     Pending,
-    all_to_all,
+    exchange_rows,
     group_size,
     start_all_gather,
     start_reduce_scatter,
@@ -174,8 +174,7 @@ class HierarchicalReduceScatter(_Buffers):
         """Sum over a group: of R rows for each of P ranks in order, this rank's [R, N]."""
         ranks, rows, elements = x_PRN.shape
         sent = self.format.pack(x_PRN).view(ranks, -1)
-        received = torch.empty_like(sent)
-        all_to_all(list(sent), list(received), group)
+        received = exchange_rows(sent, group)
         total = x_PRN.new_empty(rows, elements)
         return self.format.unpack(received.view(ranks, rows, -1), total)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.expert.transfer import Flight, join, share
-from fivefold.mesh.collectives import all_gather, all_to_all, group_size
+from fivefold.mesh.collectives import all_gather, exchange_rows, group_size
 from fivefold.model.experts import (
     Beside,
     RunExperts,
@@ -271,9 +271,7 @@ def _told(rows_E: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tens
     sent_Pe = rows_E.view(group_size(group), -1)
     if group is None:
         return sent_Pe, sent_Pe
-    got_Pe = torch.empty_like(sent_Pe)
-    all_to_all(list(sent_Pe.unbind()), list(got_Pe.unbind()), group)
-    return sent_Pe, got_Pe
+    return sent_Pe, exchange_rows(sent_Pe, group)
 
 
 def run_chosen(

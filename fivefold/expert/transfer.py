@@ -16,7 +16,7 @@ from fivefold.mesh.collectives import (
     all_gather,
     all_to_all,
     reduce_scatter,
-    start_all_to_all,
+    start_row_exchange,
 )
 
 
@@ -58,8 +58,7 @@ class Flight:
         """Start sending rows, or with `home` gradients back; the buffer is valid after `wait`."""
         sent, got = (self._got, self._sent) if home else (self._sent, self._got)
         out = x.new_empty(sum(got), *x.shape[1:])
-        messages = start_all_to_all(list(x.split(sent)), list(out.split(got)), self._group)
-        self._under_way = messages, out
+        self._under_way = start_row_exchange(x, out, sent, got, self._group), out
         return out
 
     @contextmanager
@@ -160,7 +159,7 @@ def _joined(x: Tensor, rows: list[int], group: dist.ProcessGroup) -> Tensor:
 def _shared(x: Tensor, rows: list[int], group: dist.ProcessGroup) -> Tensor:
     if len(set(rows)) == 1:
         return reduce_scatter(x, group)
-    own = rows[group.rank()]
-    parts = x.new_empty(group.size(), own, *x.shape[1:])
-    all_to_all(list(x.split(rows)), list(parts.unbind()), group)
-    return parts.sum(0)
+    own, ranks = rows[group.rank()], group.size()
+    parts = x.new_empty(ranks * own, *x.shape[1:])
+    start_row_exchange(x, parts, rows, [own] * ranks, group).wait()
+    return parts.view(ranks, own, *x.shape[1:]).sum(0)

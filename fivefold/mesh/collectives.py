@@ -226,6 +226,33 @@ def all_to_all(sends: list[Tensor], receives: list[Tensor], group: dist.ProcessG
     start_all_to_all(sends, receives, group).wait()
 
 
+def start_row_exchange(
+    x: Tensor, out: Tensor, sent: Sequence[int], got: Sequence[int], group: dist.ProcessGroup
+) -> Messages:
+    """Send rank i its rows of `x` and fill in its rows of `out`, in the order of the ranks.
+
+    Args:
+        x: [sum(sent), ...]; free again after the wait.
+        out: [sum(got), ...], contiguous.
+        sent: number of rows for each rank.
+        got: number of rows from each rank.
+        group: group whose ranks take part.
+    """
+    if exchanges_in_pairs(x, group):
+        return start_all_to_all(list(x.split(sent)), list(out.split(got)), group)
+    # One operation of two tensors, however many ranks: a view of each costs the host more.
+    kept = x.contiguous()
+    work = dist.all_to_all_single(out, kept, list(got), list(sent), group, async_op=True)
+    return Messages([work] if work is not None else [], [kept])
+
+
+def exchange_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send the i-th row of [P, ...] to rank i of P; the rows that ranks sent here, in order."""
+    out, each = torch.empty_like(x, memory_format=torch.contiguous_format), [1] * len(x)
+    start_row_exchange(x, out, each, each, group).wait()
+    return out
+
+
 def sum_in_buckets(
     tensors: list[Tensor],
     group: dist.ProcessGroup | None,

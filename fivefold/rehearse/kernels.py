@@ -1,26 +1,30 @@
 """What a kernel of a GPU computes, as one operation on shapes; and what needs several, in parts."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+
+from fivefold.audit.watch import replaced
 
 
-class OneKernelEach(TorchFunctionMode):
+@contextmanager
+def one_kernel_each() -> Iterator[None]:
     """Keeps torch from taking apart what a GPU has one kernel for, as it would on a CPU.
 
     The parts would need memory, and launches, that a GPU does not. A log-sum-exp of rows, on the
     other hand, is taken apart: torch holds the exponentials of all its inputs.
     """
+    with replaced(F, "rms_norm", _rms_norm), replaced(Tensor, "logsumexp", _log_sum_exp):
+        yield
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.rms_norm:
-            return _Norm.apply(args[0], kwargs["weight"])
-        if func is Tensor.logsumexp:
-            return _log_sum_exp(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+
+def _rms_norm(x: Tensor, shape: Any, weight: Tensor, epsilon: float) -> Tensor:
+    y: Tensor = _Norm.apply(x, weight)
+    return y
 
 
 def _log_sum_exp(x: Tensor, dim: int) -> Tensor:

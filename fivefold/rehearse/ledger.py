@@ -1,15 +1,16 @@
 """Keeps account of a step: what is held, launched and read, and every message."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from fivefold.audit.calls import Call, bytes_of, call_of
 from fivefold.audit.holdings import Accounting, Holdings
+from fivefold.audit.launches import launches
+from fivefold.audit.watch import after, tensors_in
 from fivefold.pipeline.ir import COMPUTE, Act
 from fivefold.rehearse.script import ACTIVATIONS, MESSAGES, WORKING, Issued
 
@@ -62,18 +63,12 @@ class StepLedger(Accounting):
         self.operations = self.waits = 0
         self.account: Callable[[], None] = lambda: None
         self._acting = False
-        self._views: dict[Any, bool] = {}
-        self._reads = _HostReads(self)
 
-    def begin(self) -> None:
+    def begin(self, block: ExitStack) -> None:
         """See `Watch`."""
-        super().begin()
-        self._reads.__enter__()
-
-    def end(self) -> None:
-        """See `Watch`."""
-        self._reads.__exit__(None, None, None)
-        super().end()
+        super().begin(block)
+        # No operation of tensors: of those with values, which stand for some on a device.
+        block.enter_context(after(Tensor, "tolist", lambda *_: self.read_by_host()))
 
     def forget(self) -> None:
         """Forget what was issued and launched so far, but not what is held."""
@@ -105,25 +100,10 @@ class StepLedger(Accounting):
         elif func.name().partition(".")[0] in _WAITS:
             self.read_by_host()
         result = super()._run(func, args, kwargs)
-        if func not in self._views:
-            self._views[func] = _only_views(func)
-        self.operations += not self._views[func]
-        for tensor in _results(result):
+        self.operations += launches(func)
+        for tensor in tensors_in(result):
             self.holdings.know(tensor)
         return result
-
-
-class _HostReads(TorchFunctionMode):
-    """Tells a ledger of the reads that are no operation of tensors."""
-
-    def __init__(self, ledger: StepLedger) -> None:
-        super().__init__()
-        self._ledger = ledger
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.tolist:
-            self._ledger.read_by_host()
-        return func(*args, **(kwargs or {}))
 
 
 def _issued(call: Call) -> Issued:
@@ -132,18 +112,3 @@ def _issued(call: Call) -> Issued:
     sent = call.sent if call.gives else 0.0
     name = str(tensor.dtype).removeprefix("torch.")
     return Issued(call.op, call.group.group_name, size, name, sent, call.peer, call.tag, call.parts)
-
-
-def _only_views(func: Any) -> bool:
-    """Whether all that an operation returns are views of its arguments."""
-    returns = func._schema.returns
-    aliases = [value.alias_info for value in returns]
-    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
-
-
-def _results(result: Any) -> Iterator[Tensor]:
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, list | tuple):
-        for inner in result:
-            yield from _results(inner)

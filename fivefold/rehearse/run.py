@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from fivefold.audit.routed import ChosenExperts
 from fivefold.audit.traffic import axes_of, named_groups
+from fivefold.audit.watch import watching
 from fivefold.counts.routed import rows_of_choices
 from fivefold.counts.volumes import by_axis, step_volumes
 from fivefold.data.packing import Microbatch
 from fivefold.layout import Layout
 from fivefold.model.routing import Router
-from fivefold.rehearse.kernels import OneKernelEach
+from fivefold.rehearse.kernels import one_kernel_each
 from fivefold.rehearse.ledger import StepHoldings, StepLedger
 from fivefold.rehearse.script import GRADIENTS, OPTIMIZER, WEIGHTS, Script
 from fivefold.rehearse.shadow import Shadow
@@ -54,13 +55,14 @@ def rehearse_rank(layout: Layout, rank: int, *, gpus: bool = True) -> Script:
     with warnings.catch_warnings():
         # FSDP2 calls functions of torch that torch itself has renamed.
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
-        kernels = OneKernelEach() if gpus else nullcontext()
-        world = pretended_world(rank, layout.grid.world_size, gpus=gpus)
-        with world, Shadow(gpus=gpus), kernels:
-            return watched_step(layout, rank, started=start)
+        kernels = one_kernel_each() if gpus else nullcontext()
+        with pretended_world(rank, layout.grid.world_size, gpus=gpus), kernels:
+            return watched_step(layout, rank, Shadow(gpus=gpus), started=start)
 
 
-def watched_step(layout: Layout, rank: int, *, started: float | None = None) -> Script:
+def watched_step(
+    layout: Layout, rank: int, *shadow: Shadow, started: float | None = None
+) -> Script:
     """Build the engine of a rank, run one step, and keep account of it.
 
     The process group is there already, a real one or a pretended one.
@@ -68,11 +70,12 @@ def watched_step(layout: Layout, rank: int, *, started: float | None = None) -> 
     Args:
         layout: layout of the job.
         rank: number of this rank.
+        shadow: how operations run; none: as they are.
         started: time from which the seconds are counted, by `time.perf_counter`; None: now.
     """
     started = time.perf_counter() if started is None else started
     ledger = StepLedger()
-    with ledger:
+    with watching(*shadow, ledger):
         engine = Engine(layout, rank, torch.device("cpu"), initialises=False)
         ledger.holdings.leave_out(engine.optimizer.host.tensors())
         ledger.holdings.count_as(OPTIMIZER, engine.optimizer.device.held())

@@ -5,32 +5,21 @@ anything is made up, but for the numbers that other ranks would send, see `Shado
 """
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from fivefold.audit.calls import Call, call_of
-from fivefold.audit.watch import Watch
+from fivefold.audit.watch import Watch, replaced, tensors_in
+from fivefold.rehearse.shapes import ShapesOnly
 
 ATEN = torch.ops.aten
-_FAKE: Any = FakeTensor  # a method of which is taken aside while ranks run on shapes
 _INFERRED = ("aten::arange", "aten::full", "aten::scalar_tensor")
 """Makers of tensors that are whole where their arguments are."""
-
-
-class ShapesOnly(FakeTensorMode):
-    """torch's tensors without values, which say what they stand for.
-
-    Args:
-        gpus: whether they stand for tensors on GPUs.
-    """
-
-    def __init__(self, *, gpus: bool) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-        self.stands_for_gpu = gpus
 
 
 class Shadow(Watch):
@@ -54,15 +43,9 @@ class Shadow(Watch):
         self._sent: dict[tuple[str, int], Tensor] = {}
         self._open: dict[tuple[str, int], list[Tensor]] = {}
 
-    def begin(self) -> None:
+    def begin(self, block: ExitStack) -> None:
         """See `Watch`."""
-        super().begin()
-        self._tolist, _FAKE.tolist = _FAKE.tolist, _read_at_once
-
-    def end(self) -> None:
-        """See `Watch`."""
-        _FAKE.tolist = self._tolist
-        super().end()
+        block.enter_context(replaced(FakeTensor, "tolist", _read_at_once))
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func is torch.ops.prim.device.default:
@@ -71,13 +54,12 @@ class Shadow(Watch):
         if call is not None:
             self._answer(call)
             return _outcome(func, args, self._work)
-        tensors = _tensors(args) + _tensors(kwargs.values())
+        tensors = [*tensors_in([*args, *kwargs.values()])]
         shadows = sum(isinstance(tensor, FakeTensor) for tensor in tensors)
         if not shadows:
-            if _holds_values(func, tensors, args, kwargs):
+            if func.namespace == "profiler" or _holds_values(func, tensors, args, kwargs):
                 return func(*args, **kwargs)
-            with self._shapes:
-                return func(*args, **kwargs)
+            return self._shapes.run(func, args, kwargs)
         if func is ATEN._local_scalar_dense.default:
             return _one(args[0])
         if func._schema.is_mutable:
@@ -86,8 +68,7 @@ class Shadow(Watch):
                 return target  # what is unknown is not written into what is known
         if shadows < len(tensors):
             args, kwargs = tree_map_only(Tensor, self._shape_of, (args, kwargs))
-        with self._shapes:
-            return func(*args, **kwargs)
+        return self._shapes.run(func, args, kwargs)
 
     def _shape_of(self, tensor: Tensor) -> Tensor:
         """A tensor without values in the place of one with values, which is only read."""
@@ -166,17 +147,6 @@ def _read_at_once(tensor: Tensor) -> Any:
     found: Any = tensor.flatten()[0].item() if tensor.numel() else None
     for size in reversed(tensor.shape):
         found = [found] * size
-    return found
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    """The tensors among arguments, or in lists among them."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += _tensors(value)
     return found
 
 

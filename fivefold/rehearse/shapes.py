@@ -1,0 +1,160 @@
+"""Operations on tensors that have a shape and no values."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
+
+from fivefold.audit.watch import tensors_in
+
+_CPU = torch.device("cpu")
+_PLAIN = (str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
+
+
+@dataclass(frozen=True)
+class _New:
+    """A tensor that an operation makes, which fills a storage of its own."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What an operation returns of its arguments: the place of one, or its keyword."""
+
+    place: int | str
+
+
+_Part = _New | _Given | None
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What an operation returns.
+
+    Attributes:
+        parts: the elements of a list or tuple; or one part.
+        kind: list or tuple; None: the one part itself.
+    """
+
+    parts: tuple[_Part, ...]
+    kind: type | None
+
+
+class ShapesOnly(FakeTensorMode):
+    """torch's tensors without values, which say what they stand for.
+
+    torch remembers what its rules for shapes say of an operation by all that may matter to a
+    compiler, which takes longer than all else that an operation does here. A step repeats few
+    operations often: here they are remembered by the shapes and numbers that they are given.
+
+    Args:
+        gpus: whether they stand for tensors on GPUs.
+    """
+
+    def __init__(self, *, gpus: bool) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.stands_for_gpu = gpus
+        self._known: dict[Any, _Result] = {}
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operation, all of whose tensors have no values."""
+        key = _key_of(func, args, kwargs)
+        if key is not None and func.is_view:
+            return self._view(func, args, kwargs)
+        known = self._known.get(key)
+        if known is not None:
+            return self._again(known, args, kwargs)
+        with self:
+            result = func(*args, **kwargs)
+        if key is not None and key == _key_of(func, args, kwargs):  # it changed no shape
+            found = _result(result, args, kwargs)
+            if found is not None:
+                self._known[key] = found
+        return result
+
+    def _view(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        with in_kernel_invocation_manager(self):
+            result = func(*args, **kwargs)
+        if isinstance(result, Tensor):
+            return FakeTensor(self, result, _CPU)
+        return type(result)([FakeTensor(self, view, _CPU) for view in result])
+
+    def _again(self, known: _Result, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        made = [self._part(part, args, kwargs) for part in known.parts]
+        return made[0] if known.kind is None else known.kind(made)
+
+    def _part(self, part: _Part, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        match part:
+            case _New(shape, stride, dtype):
+                empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+                return FakeTensor(self, empty, _CPU)
+            case _Given(str(name)):
+                return kwargs[name]
+            case _Given(int(place)):
+                return args[place]
+        return None
+
+
+def _key_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """All that decides the shapes that an operation makes; None: that is not known."""
+    if torch.Tag.inplace_view in func.tags:
+        return None
+    try:
+        return func, _key(args), _key(tuple(kwargs.items()))
+    except TypeError:
+        return None
+
+
+def _key(value: Any) -> Any:
+    """What of an argument decides shapes.
+
+    Raises:
+        TypeError: it is of another kind than most.
+    """
+    if isinstance(value, FakeTensor) and value.fake_device == _CPU:
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, bool | int | float):
+        return type(value), value  # 1, 1.0 and True are equal, and make other types
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, list | tuple):
+        return tuple([_key(each) for each in value])
+    raise TypeError
+
+
+def _result(result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Result | None:
+    """How to make a result again; None: not without the operation."""
+    places: dict[int, int | str] = {id(value): place for place, value in enumerate(args)}
+    places |= {id(value): name for name, value in kwargs.items()}
+    taken = {x.untyped_storage()._cdata for x in tensors_in([*args, *kwargs.values()])}
+    parts: list[_Part] = []
+    for each in result if isinstance(result, list | tuple) else [result]:
+        if each is None:
+            parts.append(None)
+        elif id(each) in places:
+            parts.append(_Given(places[id(each)]))
+        elif isinstance(each, FakeTensor) and _fills(each, taken):
+            taken.add(each.untyped_storage()._cdata)
+            parts.append(_New(tuple(each.shape), each.stride(), each.dtype))
+        else:
+            return None
+    return _Result(tuple(parts), type(result) if isinstance(result, list | tuple) else None)
+
+
+def _fills(tensor: FakeTensor, taken: set[int]) -> bool:
+    """Whether a tensor has a storage of its own, as large as its elements need."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    needs = (last + 1) * tensor.element_size() if tensor.numel() else 0
+    storage = tensor.untyped_storage()
+    own = storage._cdata not in taken and tensor.fake_device == _CPU
+    return own and storage.nbytes() == needs
