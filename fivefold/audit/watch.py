@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Run = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 """Runs an operation with its arguments and keyword arguments."""
+_DEVICE = torch.ops.prim.device.default
 ROOT = str(Path(__file__).resolve().parents[1])
 
 
@@ -84,8 +85,10 @@ class _Mode(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is _DEVICE and hasattr(args[0], "fake_device"):
+            return args[0].fake_device  # torch asks it of each tensor without values, several times
         # A DTensor runs first and comes back as the operations that it is made of.
-        if any(issubclass(kind, DTensor) for kind in types):
+        if DTensor in types:
             return NotImplemented
         # Of operations that are new to it, DTensor learns on tensors without memory what they give.
         others = torch._C._len_torch_dispatch_stack()  # seldom any, and quicker asked than which

@@ -6,6 +6,7 @@ G key/value heads, D head features.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ class Queries:
         lse: log-sum-exp [B, N, S] over the same keys.
         grad: gradient of the output, in a backward.
         dq: gradient of the queries so far, in at least fp32.
+
+    What kernels get is a view with the heads first, made once: it costs the host time.
     """
 
     q: Tensor
@@ -60,8 +63,9 @@ class Queries:
     lse: Tensor = field(init=False)
     grad: Tensor = field(init=False)
     dq: Tensor = field(init=False)
+    _views: tuple[Tensor, ...] = field(init=False)
 
-    @property
+    @cached_property
     def wide(self) -> torch.dtype:
         """The dtype in which outputs are merged and gradients summed: at least fp32."""
         return torch.promote_types(self.q.dtype, torch.float32)
@@ -73,57 +77,59 @@ class Queries:
         self.lse = self.q.new_full((B, N, S), float("-inf"), dtype=self.wide)
         if sinks is not None:
             self.lse.copy_(sinks.detach()[:, None].expand(B, N, S))
+        self._views = _heads_first(self.q, self.out)
 
     def meet(self, keys: Keys) -> None:
         """Attend to more keys: merge their partial outputs into `out` and `lse`."""
         heads, kernel = self._heads(keys), self._kernel(keys)
+        (q, merged), (k, v) = self._views, _heads_first(keys.k, keys.v)
+        every = 0, k.shape[1]
         for block in keys.blocks:
-            rows = slice(*block.q)
-            q, k, v = self._block(self.q, block, heads), _keys(keys.k, block), _keys(keys.v, block)
-            out, lse = kernel.forward(q, k, v, block)
-            known = self.lse[:, heads, rows]
+            mine, theirs = (heads, block.q), (every, block.k)
+            out, lse = kernel.forward(_part(q, *mine), _part(k, *theirs), _part(v, *theirs), block)
+            known = _part(self.lse, *mine)
             total = torch.logaddexp(known, lse)
-            share = (lse - total).exp_().transpose(1, 2)[..., None]
-            self.out[:, rows, heads].lerp_(out.to(self.wide).transpose(1, 2), share)
+            share = (lse - total).exp_()[..., None]
+            _part(merged, *mine).lerp_(out.to(self.wide), share)
             known.copy_(total)
 
     def begin_backward(self, grad: Tensor, out: Tensor, lse: Tensor) -> None:
         """Start a backward, with `out` and `lse` over all keys."""
         self.grad, self.out, self.lse = grad, out, lse
         self.dq = torch.zeros_like(self.q, dtype=self.wide)
+        self._views = _heads_first(grad, self.q, out, self.dq)
 
     def meet_backward(self, keys: Keys) -> tuple[Tensor, Tensor]:
         """Add to `dq`; return the gradients of these keys and values in at least fp32."""
         heads, kernel = self._heads(keys), self._kernel(keys)
         dk = torch.zeros_like(keys.k, dtype=self.wide)
         dv = torch.zeros_like(keys.v, dtype=self.wide)
+        (grad, q, out, dq), (k, v, *sums) = self._views, _heads_first(keys.k, keys.v, dk, dv)
+        every = 0, k.shape[1]
         for block in keys.blocks:
+            mine, theirs = (heads, block.q), (every, block.k)
             grads = kernel.backward(
-                self._block(self.grad, block, heads),
-                self._block(self.q, block, heads),
-                _keys(keys.k, block),
-                _keys(keys.v, block),
-                self._block(self.out, block, heads),
-                self.lse[:, heads, slice(*block.q)],
+                _part(grad, *mine),
+                _part(q, *mine),
+                _part(k, *theirs),
+                _part(v, *theirs),
+                _part(out, *mine),
+                _part(self.lse, *mine),
                 block,
             )
-            sums = self._block(self.dq, block, heads), _keys(dk, block), _keys(dv, block)
-            for total, grad in zip(sums, grads, strict=True):
-                total += grad
+            for total, at, more in zip((dq, *sums), (mine, theirs, theirs), grads, strict=True):
+                _part(total, *at).add_(more)
         return dk, dv
 
     def sink_grads(self, sinks: Tensor) -> Tensor:
         """Gradients of the sinks [N], after `begin_backward`."""
         return sink_grads(sinks, self.grad, self.out, self.lse)
 
-    def _heads(self, keys: Keys) -> slice:
+    def _heads(self, keys: Keys) -> Span:
         """The query heads that share these key/value heads."""
         shared = self.q.shape[2] // self.num_kv_heads
         first, last = keys.heads or (0, self.num_kv_heads)
-        return slice(first * shared, last * shared)
-
-    def _block(self, x_BSND: Tensor, block: Block, heads: slice) -> Tensor:
-        return x_BSND[:, slice(*block.q), heads].transpose(1, 2)
+        return first * shared, last * shared
 
     def _kernel(self, keys: Keys) -> BlockKernel:
         return choose_kernel(self.q, keys.v, self._dropout(keys))
@@ -132,11 +138,19 @@ class Queries:
         if self.drop is None:
             return None
         assert self.ids is not None and keys.ids is not None, "dropout needs token ids"
-        return PairDropout(self.drop.after(self._heads(keys).start), self.ids, keys.ids)
+        return PairDropout(self.drop.after(self._heads(keys)[0]), self.ids, keys.ids)
 
 
-def _keys(x_BLGD: Tensor, block: Block) -> Tensor:
-    return x_BLGD[:, slice(*block.k)].transpose(1, 2)
+def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """[B, S, N, D] -> [B, N, S, D] each."""
+    return tuple([x.transpose(1, 2) for x in tensors])
+
+
+def _part(x_BNS: Tensor, heads: Span, tokens: Span) -> Tensor:
+    """Some heads and tokens of [B, N, S, ..]; itself if they are all: a view costs the host."""
+    if heads != (0, x_BNS.shape[1]):
+        x_BNS = x_BNS[:, slice(*heads)]
+    return x_BNS if tokens == (0, x_BNS.shape[2]) else x_BNS[:, :, slice(*tokens)]
 
 
 def sink_grads(sinks_N: Tensor, grad_BSND: Tensor, out_BSND: Tensor, lse_BNS: Tensor) -> Tensor:

@@ -90,19 +90,17 @@ class ShapesOnly(FakeTensorMode):
         return type(result)([FakeTensor(self, view, _CPU) for view in result])
 
     def _again(self, known: _Result, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        made = [self._part(part, args, kwargs) for part in known.parts]
-        return made[0] if known.kind is None else known.kind(made)
+        if known.kind is None:
+            return self._part(known.parts[0], args, kwargs)
+        return known.kind([self._part(part, args, kwargs) for part in known.parts])
 
     def _part(self, part: _Part, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        match part:
-            case _New(shape, stride, dtype):
-                empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-                return FakeTensor(self, empty, _CPU)
-            case _Given(str(name)):
-                return kwargs[name]
-            case _Given(int(place)):
-                return args[place]
-        return None
+        if isinstance(part, _New):
+            meta = torch.empty_strided(part.shape, part.stride, dtype=part.dtype, device="meta")
+            return FakeTensor(self, meta, _CPU)
+        if part is None:
+            return None
+        return args[part.place] if isinstance(part.place, int) else kwargs[part.place]
 
 
 def _key_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -121,7 +119,7 @@ def _key(value: Any) -> Any:
     Raises:
         TypeError: it is of another kind than most.
     """
-    if isinstance(value, FakeTensor) and value.fake_device == _CPU:
+    if isinstance(value, FakeTensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, bool | int | float):
         return type(value), value  # 1, 1.0 and True are equal, and make other types
