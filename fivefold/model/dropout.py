@@ -355,6 +355,9 @@ class LayerDropout:
     adapters: Drops = field(default_factory=dict)
 
     def of_tile(self, start: int, end: int) -> "LayerDropout":
-        """The same, with adapters that read this rank's tokens from `start` to `end` alone."""
+        """That of an MLP's adapters for this rank's tokens from `start` to `end`.
+
+        Nothing else of the layer's: tiles keep it until they are computed again.
+        """
         tiles = {name: drop.of_tile(start, end) for name, drop in self.adapters.items()}
-        return replace(self, adapters=tiles)
+        return LayerDropout(adapters=tiles)
