@@ -87,7 +87,10 @@ def kept_activations(
     # Places of dropout, each of which keeps the key of its mask.
     places = looks_up + 2 * len(kept_whole) if model.hidden_dropout else 0
     if model.lora_dropout:
-        places += sum(_adapters(layout, layer) for _, layer in kept_whole)
+        holding = {layer for _, layer in kept_whole}
+        if memory.tiled_mlp_num_shards > 1:  # a tile holds it until it is run again
+            holding |= {layer for layer in every if not layer_kind(model, layer).experts}
+        places += sum(_adapters(layout, layer) for layer in holding)
     if layout.grid.cp > 1:  # indices of this rank's tokens, of which masks are made again
         repeats = _repeats(layout, stage, len(kept_whole) < len(every))
         kept += 8.0 * (places > 0 or (repeats and model.drops))

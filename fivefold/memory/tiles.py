@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fivefold.config.memory import MemoryConfig
 from fivefold.model.context import Context
+from fivefold.model.dropout import LayerDropout
 from fivefold.model.leaves import local
 from fivefold.model.mlp import MLP
 from fivefold.tensor.deferred_weight import DeferredWeights
@@ -41,17 +42,21 @@ class Tiles:
         tiles = x_TH.split(self.memory.tile_of(len(x_TH)))
         sums = {name: _Sum(local(p), len(tiles)) for name, p in mlp.named_parameters()}
         made = []
+        # What a tile is run with is kept until it is run again: of dropout only what an MLP reads.
+        context = replace(context, layer=LayerDropout(adapters=context.layer.adapters))
         for tile_tH, end in zip(tiles, accumulate(map(len, tiles)), strict=True):
             parameters = {name: each.share() for name, each in sums.items()}
-            of_tile = replace(context, layer=context.layer.of_tile(end - len(tile_tH), end))
             # Only what is itself an argument is saved as a tensor, so that others may discard it.
-            run = partial(_run, mlp, parameters, of_tile)
+            run = partial(_run, mlp, parameters, context, end)
             made.append(checkpoint(run, tile_tH, use_reentrant=False, preserve_rng_state=False))
         return torch.cat(made)
 
 
-def _run(mlp: MLP, parameters: dict[str, Tensor], context: Context, tile_tH: Tensor) -> Tensor:
-    made_tH: Tensor = functional_call(mlp, parameters, (tile_tH, context))
+def _run(
+    mlp: MLP, parameters: dict[str, Tensor], context: Context, end: int, tile_tH: Tensor
+) -> Tensor:
+    of_tile = replace(context, layer=context.layer.of_tile(end - len(tile_tH), end))
+    made_tH: Tensor = functional_call(mlp, parameters, (tile_tH, of_tile))
     return made_tH
 
 

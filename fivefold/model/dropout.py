@@ -355,9 +355,6 @@ class LayerDropout:
     adapters: Drops = field(default_factory=dict)
 
     def of_tile(self, start: int, end: int) -> "LayerDropout":
-        """That of an MLP's adapters for this rank's tokens from `start` to `end`.
-
-        Nothing else of the layer's: tiles keep it until they are computed again.
-        """
+        """The same, with adapters that read this rank's tokens from `start` to `end` alone."""
         tiles = {name: drop.of_tile(start, end) for name, drop in self.adapters.items()}
-        return LayerDropout(adapters=tiles)
+        return replace(self, adapters=tiles)
