@@ -402,6 +402,7 @@ CHANGES: Mapping[str, Change] = {
     "reset_position_ids": Change(False),
     "reset_attention_mask": Change(False),
     "eod_mask_loss": Change(False),
+    "document_length": Change(300),
     # optimizer
     "lr": Change(1.23456789e-3),
     "min_lr": Change(1.25e-5),

@@ -133,9 +133,8 @@ def rows(runs: Runs, device: torch.device) -> Iterator[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             with measured(engine, 1, Path(folder)):
                 step()
-            report = audit(
-                name, layout, read_records(Path(folder)), usual, outlook(layout, cluster)
-            )
+            records = read_records(Path(folder))
+            report = audit(name, layout, records, usual, outlook(layout, records, cluster))
         for finding in report.findings:
             yield {
                 "model": name,

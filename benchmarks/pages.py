@@ -20,7 +20,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks import experts, guides, host, long_context, memory_tables, peers, scores
+from benchmarks import (
+    experts,
+    guides,
+    host,
+    long_context,
+    memory_tables,
+    packed_predictions,
+    peers,
+    scores,
+)
 from fivefold.files import write_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,6 +99,10 @@ FIGURES: Mapping[str, Figures] = MappingProxyType(
         },
         "order of sweeps": Figures("python -m benchmarks.scores", scores.sweeps, seconds=60),
         "errors by kind": Figures("python -m benchmarks.scores", scores.kinds, seconds=60),
+        "packed predictions": Figures(
+            "python -m benchmarks.packed_predictions",
+            lambda: packed_predictions.table(latest("gpu")),
+        ),
         "peers": Figures(
             "python benchmarks/peers.py", lambda: peers.summary(_results("peers")), "peers"
         ),

@@ -24,6 +24,7 @@ class KeptActivations(Watch):
 
     Args:
         stages: the modules by index.
+        seq_length: tokens of a row.
 
     Attributes:
         sizes: bytes by stage.
@@ -31,7 +32,7 @@ class KeptActivations(Watch):
         any_packed: whether any forward, including later ones, had such rows.
     """
 
-    def __init__(self, stages: dict[int, nn.Module]) -> None:
+    def __init__(self, stages: dict[int, nn.Module], seq_length: int) -> None:
         super().__init__()
         self._stages = stages
         self._born: dict[int, StorageWeakRef] | None = None
@@ -39,6 +40,13 @@ class KeptActivations(Watch):
         self.sizes: dict[int, float] = {}
         self.packed = False
         self.any_packed = False
+        self._seq_length = seq_length
+        self._tokens = self._squares = 0
+
+    @property
+    def document_length(self) -> float:
+        """See the class."""
+        return self._squares / self._tokens if self._tokens else float(self._seq_length)
 
     def begin(self, block: ExitStack) -> None:
         """See `Watch`."""
@@ -67,7 +75,12 @@ class KeptActivations(Watch):
         place[storage._cdata] = StorageWeakRef(storage)
 
     def _begin(self, index: int, stage: nn.Module, arguments: Any) -> None:
-        self.any_packed |= arguments[1].packing is not None
+        batch = arguments[1]
+        self.any_packed |= batch.packing is not None
+        rows = [self._seq_length] * len(batch.tokens)
+        lengths = rows if batch.packing is None else batch.packing.lengths
+        self._tokens += sum(lengths)
+        self._squares += sum(length**2 for length in lengths)
         if torch.is_grad_enabled() and index not in self.sizes:
             self._born, self._foreign = {}, {}
 

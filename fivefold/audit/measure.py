@@ -17,6 +17,7 @@ from fivefold.audit.traffic import Traffic, axes_of
 from fivefold.audit.waits import HostWaits
 from fivefold.audit.watch import watching
 from fivefold.audit.work import Multiplications
+from fivefold.layout import Layout
 from fivefold.mesh.groups import Groups
 from fivefold.mesh.slices import local_tensor
 from fivefold.optim.offload import HostAdamW
@@ -25,6 +26,7 @@ from fivefold.optim.offload import HostAdamW
 class Measurable(Protocol):
     """The part of `train.engine.Engine` that a measurement needs."""
 
+    layout: Layout
     groups: Groups
     device: torch.device
     model: Any
@@ -58,7 +60,8 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
         torch.cuda.reset_peak_memory_stats(engine.device)
     hook = register_optimizer_step_pre_hook(before_update)
     traffic, work = Traffic(axes_of(engine.groups)), Multiplications()
-    kept = KeptActivations(dict(engine.model.stages))
+    seq_length = engine.layout.config.training.seq_length
+    kept = KeptActivations(dict(engine.model.stages), seq_length)
     chosen = ChosenExperts(engine.model.stages, engine.groups)
     stages = engine.model.stages.values()
     launched = LayerLaunches([layer for stage in stages for layer in stage.transformer_layers])
@@ -87,6 +90,7 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
         multiplications=work.flops,
         packed=kept.packed,
         any_packed=kept.any_packed,
+        document_length=kept.document_length,
         chosen=chosen.choices,
         operations=launched.count,
         layer_operations=launched.of_a_layer,

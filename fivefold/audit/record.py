@@ -42,6 +42,7 @@ class RankRecord:
         multiplications: FLOPs of matrix products, without those of attention.
         packed: whether rows of the microbatch of `activations` held several documents.
         any_packed: whether rows of any microbatch of the step held several documents.
+        document_length: tokens of the document that a token lay in, on average; None: not recorded.
         chosen: what the rank's tokens chose in layers with experts.
         peak_allocated: peak of device memory in the step; None on a CPU.
         operations: operations that the step launched; None: not counted.
@@ -71,6 +72,7 @@ class RankRecord:
     multiplications: Amount
     packed: bool = False
     any_packed: bool = False
+    document_length: Amount | None = None
     chosen: StepChoices = field(default_factory=StepChoices)
     peak_allocated: Amount | None = None
     operations: Amount | None = None

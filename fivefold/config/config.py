@@ -61,6 +61,11 @@ class Config:
         """Bytes of an element of what the optimizer updates, as it computes with it."""
         return max(4, ELEMENT_BYTES[self.training.precision])
 
+    @property
+    def attended_length(self) -> int:
+        """Tokens that attend to each other, on average over tokens: of a document, or of a row."""
+        return min(self.data.document_length or self.training.seq_length, self.training.seq_length)
+
     def gathers_weights(self, strategy: str | None = None) -> bool:
         """Whether FSDP2 gathers weights in the compute type: from shards, or, where some masters
         are off the device, from masters of another type.

@@ -33,6 +33,13 @@ class Dependents:
 
 OF_RUNS = (
     Dependents(
+        ("document_length",),
+        "reset_attention_mask",
+        lambda c: c.data.reset_attention_mask,
+        "is for tokens that attend to their document alone",
+        ("--reset-attention-mask",),
+    ),
+    Dependents(
         ("rotary_base", "rotary_percent"),
         "position_embedding_type",
         lambda c: c.model.position_embedding_type == "rope",

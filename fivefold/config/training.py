@@ -185,6 +185,11 @@ class DataConfig:
     eod_mask_loss: bool = option(
         True, "mask the loss of predicting the token after an end of document"
     )
+    document_length: int | None = option(
+        None,
+        "tokens of the document that a token lies in, on average, by which predictions count what "
+        "it attends to (default: seq_length)",
+    )
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,7 @@ _RULES = MappingProxyType(
         "distributed_timeout_minutes": _POSITIVE,
         "watchdog_timeout_seconds": _NOT_NEGATIVE,
         "manual_gc_interval": _NOT_NEGATIVE,
+        "document_length": _AT_LEAST_ONE,
         "tokenizer_vocab_size": (lambda v: v >= 257, "at least 257 (256 bytes and an end mark)"),
         "lr": _POSITIVE,
         "min_lr": _NOT_NEGATIVE,

@@ -8,7 +8,6 @@ slices before it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -142,9 +141,8 @@ def sdpa_attention(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope)
     documents = scope.documents
     if documents is None:
         return _fused(q_BSND, k_BLGD, v_BLGD, scope.causal)
-    lengths = [end - start for start, end in pairwise(documents.starts)]
     # split() rather than slicing: its backward concatenates gradients instead of padding and adding
-    pieces = (x.flatten(0, 1).split(lengths) for x in (q_BSND, k_BLGD, v_BLGD))
+    pieces = (x.flatten(0, 1).split(documents.lengths) for x in (q_BSND, k_BLGD, v_BLGD))
     outputs = [
         _fused(q[None], k[None], v[None], scope.causal)[0] for q, k, v in zip(*pieces, strict=True)
     ]

@@ -33,10 +33,15 @@ class Documents:
             return host
         return host.pin_memory().to(self.ids_BS.device, non_blocking=True)
 
+    @property
+    def lengths(self) -> list[int]:
+        """Number of tokens of each document."""
+        return [end - start for start, end in pairwise(self.starts)]
+
     @cached_property
     def longest(self) -> int:
         """Number of tokens of the longest document."""
-        return max(end - start for start, end in pairwise(self.starts))
+        return max(self.lengths)
 
     def prepare(self) -> None:
         """Work out what layers ask for, which a compiled one cannot."""

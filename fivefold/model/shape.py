@@ -237,12 +237,12 @@ def forward_flops(
     if parts.head:
         weights += (1 + model.mtp_num_layers) * model.padded_vocab_size * model.hidden_size
     scores = sum(
-        count * _mean_keys(window, seq_length, causal) for window, count in per_key.items()
+        count * mean_keys(window, seq_length, causal=causal) for window, count in per_key.items()
     )
     return Flops(2 * weights, int(scores))
 
 
-def _mean_keys(window: int | None, seq_length: int, causal: bool) -> float:
+def mean_keys(window: int | None, seq_length: int, *, causal: bool = True) -> float:
     """Mean number of keys a query sees: half of all, or fewer with a window."""
     if not causal:
         return seq_length

@@ -7,6 +7,7 @@ of the link, causal hops are hidden when s/c >= 2 (k/a) F/B: the balanced order 
 block to compute.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,6 +20,7 @@ from fivefold.errors import Mistakes
 from fivefold.mesh.rules import check_context, divisors
 from fivefold.model.description import describe, layer_kind
 from fivefold.model.operations import CoreAttention
+from fivefold.model.shape import mean_keys
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import all_to_all, gather, send, span
 from fivefold.predict.compute import Phases, attention, overlapped
@@ -178,14 +180,26 @@ def _exchange(cluster: Cluster, ranks: int, stride: int, size: float) -> float:
 
 
 def _attention(config: Config, cluster: Cluster, pieces: int) -> Phases:
-    """Seconds of a rank's causal attention, with each sequence split into this many pieces."""
+    """Seconds of a rank's causal attention, with each sequence split into this many pieces.
+
+    Those of a mean layer: models have windows in every layer, or in turns, so that stages have as
+    many. Queries that see few keys fill the device as little as those of a short sequence do.
+    """
     model, training, parallel = config.model, config.training, config.parallel
     tokens = training.micro_batch_size * training.seq_length // parallel.context_parallel_size
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size
     features = model.query_dim + model.value_dim
-    flops = tokens * float(training.seq_length) * heads * features
-    length = training.seq_length // pieces
-    return attention(cluster.gpu, flops, length, training.precision, features / 2)
+    whole = config.attended_length
+    windows = Counter(model.window_of(layer) for layer in range(model.num_layers))
+    found = Phases()
+    for window, layers in windows.items():
+        seen = 2 * mean_keys(window, whole)
+        length = min(training.seq_length // pieces, int(seen))
+        each = attention(
+            cluster.gpu, tokens * seen * heads * features, length, training.precision, features / 2
+        )
+        found += each * (layers / model.num_layers)
+    return found
 
 
 def _volumes(config: Config, kind: CpCommType, ranks: int, inner: int) -> PassVolumes:

@@ -85,7 +85,7 @@ def _all(layout: Layout, times: LayerTimes) -> Iterator[_Row]:
         layers[layer_kind(model, model.num_layers)] += further
     for kind, count in layers.items():
         yield from _of_layers(times, kind, count)
-    attention = training_flops(model, layout.config.training.seq_length).attention
+    attention = training_flops(model, layout.config.attended_length).attention
     yield "core_attn", _attention_shape(times), 0.0, attention
     looked_up = sum(stage.embedding + stage.mtp for stage in stages)
     yield MEMORY_BOUND, "", times.embedding().compute.total * looked_up, 0.0
@@ -146,4 +146,4 @@ def _joined(tokens: int, shapes: Sequence[tuple[int, ...]], *, joins: bool) -> s
 def _attention_shape(times: LayerTimes) -> str:
     model = times.model
     heads = model.num_attention_heads // times.grid.tp
-    return f"{times.training.seq_length:,} tokens, {heads} heads of {model.query_dim}"
+    return f"{times.config.attended_length:,} tokens, {heads} heads of {model.query_dim}"

@@ -350,10 +350,12 @@ class _Predictor:
         paired = self.clock.hidden(self.costs) / grid.pp
         repeated = self.clock.repeated(self.costs) / grid.pp
         busy = each.total.total - paired + repeated
-        flops = training_flops(layout.config.model, training.seq_length).total
-        flops *= training.global_batch_size * training.seq_length
-        peak = self.cluster.gpu.peak.of(precision_of(layout))
-        ideal = flops / grid.world_size / peak
+        tokens = training.global_batch_size * training.seq_length
+        flops, attended = (
+            tokens * training_flops(layout.config.model, length).total
+            for length in (training.seq_length, layout.config.attended_length)
+        )
+        ideal = attended / grid.world_size / self.cluster.gpu.peak.of(precision_of(layout))
         around, (optimizer, on_host) = self._around(), self._optimizer()
         jitter = self.cluster.jitter * sqrt(2 * log(grid.world_size)) * whole
         parts = (

@@ -238,10 +238,7 @@ def _preset(name: str) -> ModelConfig | None:
     if exact is None:
         longer = [preset for short, preset in known.items() if short.startswith(key)]
         exact = longer[0] if len(longer) == 1 else None
-    if exact is None:
-        return None
-    # Times of attention know no windows, and FLOPs are of the same work.
-    return replace(PRESETS[exact], window_size=None, window_attn_skip_freq=None)
+    return None if exact is None else PRESETS[exact]
 
 
 def _cut_down(model: ModelConfig, layers: int) -> ModelConfig:

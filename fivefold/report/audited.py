@@ -1,9 +1,11 @@
 """Compares the audited step of a run with theory."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
-from fivefold.audit.record import read_records
+from fivefold.audit.record import RankRecord, read_records
 from fivefold.audit.report import AuditReport, Outlook, audit, usual_seconds
 from fivefold.check import check
 from fivefold.layout import Layout
@@ -39,9 +41,18 @@ def audited(folder: Path, cluster: str | None = None) -> AuditReport:
         layout,
         records,
         usual_seconds(folder / "metrics.jsonl", step),
-        None if cluster is None else outlook(layout, cluster),
+        None if cluster is None else outlook(layout, records, cluster),
         layer_operations(layout),
     )
+
+
+def _as_packed(layout: Layout, records: Sequence[RankRecord]) -> Layout:
+    """The layout, with documents as long as the audited rows held on average."""
+    found = [r.document_length for r in records if r.document_length is not None]
+    if not found or not layout.config.data.reset_attention_mask:
+        return layout
+    length = max(round(mean(found)), 1)
+    return replace(layout, config=layout.config.with_values(document_length=length))
 
 
 def layer_operations(layout: Layout) -> tuple[float, float]:
@@ -52,8 +63,15 @@ def layer_operations(layout: Layout) -> tuple[float, float]:
     return forward, 2 * forward
 
 
-def outlook(layout: Layout, name: str) -> Outlook:
-    """The planner's prediction for a run on a cluster, by kind of GPU or file."""
+def outlook(layout: Layout, records: Sequence[RankRecord], name: str) -> Outlook:
+    """The planner's prediction for a run on a cluster, by kind of GPU or file.
+
+    Args:
+        layout: layout of the run.
+        records: what it measured: its documents are taken to be as long as those of that step.
+        name: kind of GPU, or file of a cluster.
+    """
+    layout = _as_packed(layout, records)
     cluster = load_cluster(name, layout.grid.world_size)
     step = predict(layout, cluster)
     peaks = [rank.peak for rank in peak_memory(layout, cluster).ranks]

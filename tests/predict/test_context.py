@@ -43,6 +43,32 @@ def test_a_ring_hides_from_as_many_tokens_as_the_condition_says() -> None:
     assert short.exposed.forward > short.attention.forward
 
 
+def _attention(length: int, **settings: Any) -> float:
+    """Seconds of a layer's attention, without launches."""
+    way = context_way(_config(1, length, **settings), CLUSTER, "p2p")
+    return way.attention.total - 3 * CLUSTER.gpu.launch
+
+
+def test_attention_takes_as_long_as_what_is_seen() -> None:
+    """A window that is no limit is none; a short one makes time grow with the length alone."""
+    full, half = _attention(65_536), _attention(65_536, window_size=1024, window_attn_skip_freq="2")
+    windowed = _attention(65_536, window_size=1024)
+    assert _attention(65_536, window_size=65_536) == full
+    assert half == pytest.approx((full + windowed) / 2)
+    assert _attention(131_072, window_size=1024) == pytest.approx(2 * windowed, rel=0.01)
+    # 1,024 keys of a query, of 32,768; short rows fill the device less.
+    seen = 1024 / 32_768 * (2048 + 384) / 2048 * 65_536 / (65_536 + 384)
+    assert windowed == pytest.approx(seen * full, rel=0.01)
+
+
+@pytest.mark.parametrize("window", [None, 512])
+def test_packed_rows_take_as_long_as_rows_of_that_length(window: int | None) -> None:
+    """As many tokens in shorter rows."""
+    packed = _attention(16_384, document_length=2048, window_size=window)
+    assert packed == pytest.approx(8 * _attention(2048, window_size=window))
+    assert _attention(16_384, document_length=20_000) == _attention(16_384)
+
+
 def test_ways_that_the_heads_do_not_allow_are_not_offered() -> None:
     config = _config(8, 65_536, tensor_model_parallel_size=8, sequence_parallel=True)
     names = {way.kind for way in context_ways(config, CLUSTER)}

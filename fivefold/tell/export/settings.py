@@ -19,6 +19,7 @@ OWN = frozenset(
         "non_persistent_local_ckpt_dir",
         "replication_jump",
         "data_cache_path",
+        "document_length",
         "log_interval",
         "tensorboard",
         "wandb_project",
@@ -36,9 +37,10 @@ OWN = frozenset(
         "cuda_graph_scope",
     }
 )
-"""Settings of the run folder, of logging, of how ranks are started and watched, and of what is sent
-first, which have no meaning for another trainer: others split a backward only where the schedule
-does. And one that has one value, which `cuda_graph_impl` stands for."""
+"""Settings of the run folder, of logging, of how ranks are started and watched, of what is sent
+first, and of what predictions go by, which have no meaning for another trainer: others split a
+backward only where the schedule does. And one that has one value, which `cuda_graph_impl` stands
+for."""
 
 
 SPLITS = (
