@@ -93,10 +93,10 @@ class Shadow(Watch):
             case "reduce_scatter":
                 whole = torch.cat([tensor.flatten() for tensor in call.gives])
                 call.gets[0].copy_(whole.chunk(ranks)[rank].view_as(call.gets[0]) * ranks)
-            case "all_to_all" if len(call.gives) == ranks:
-                _copy_to_all(call.gets, call.gives[rank], ranks)
             case "all_to_all":
-                _copy_to_all(call.gets, call.gives[0].chunk(ranks)[rank], ranks)
+                both = zip((call.gives, call.gets), call.parts, strict=True)
+                gives, gets = (_by_rank(tensors, sizes) for tensors, sizes in both)
+                _copy_to_all(gets, gives[rank], ranks)
             case "send":
                 key = (call.group.group_name, call.gives[0].numel())
                 self._sent[key] = call.gives[0].detach().clone()
@@ -131,6 +131,14 @@ def _copy_to_all(targets: tuple[Tensor, ...], source: Tensor, ranks: int) -> Non
         targets = targets[0].flatten().chunk(ranks)
     for target in targets:
         target.copy_(source.reshape(target.shape))
+
+
+def _by_rank(tensors: tuple[Tensor, ...], sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """What an all-to-all sends to, or gets from, each rank, of so many bytes."""
+    if len(tensors) == len(sizes):
+        return tensors
+    (whole,) = tensors
+    return whole.view(-1).split([size // whole.element_size() for size in sizes])
 
 
 def _one(tensor: Tensor) -> int | float | bool:

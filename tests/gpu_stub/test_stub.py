@@ -39,6 +39,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "zb_v": (*TWO, "--pp", "2", "--pipeline-schedule", "zb_v"),
     "dualpipe_v": (*TWO, "--pp", "2", "--pipeline-schedule", "dualpipe_v"),
     "ring": (*TWO, "--cp", "2"),
+    "ring, probabilities dropped": (*TWO, "--cp", "2", "--attention-dropout", "0.1"),
     "gathered keys": (*TWO, "--cp", "2", "--cp-comm-type", "all_gather"),
     "ulysses": (*TWO, "--cp", "2", "--cp-comm-type", "a2a"),
     "ulysses in a ring": (

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -20,6 +21,7 @@ from fivefold.config.presets import resolve_model
 from fivefold.counts.policy import StatePolicy, layout_policy
 from fivefold.data_parallel import fsdp
 from fivefold.layout import Layout
+from fivefold.mesh.collectives import start_row_exchange
 from fivefold.optim import offload
 from fivefold.predict import memory
 from fivefold.predict.cluster import load_cluster
@@ -342,6 +344,15 @@ def test_a_rank_is_not_where_another_was(rank: int) -> None:
             mesh = init_device_mesh("cpu", (2,))
             part = DTensor.from_local(torch.ones(3, 5), mesh, [Shard(0)]).detach()
             assert part.device_mesh.get_coordinate() == (place,)
+
+
+def test_integers_that_ranks_exchange_are_as_many_as_they_send() -> None:
+    """Of uneven parts: every rank is taken to send what this one sends to itself."""
+    group = dist.distributed_c10d._get_default_group
+    with pretended_world(1, 2, gpus=True), Shadow(gpus=True):
+        out = torch.empty(6, dtype=torch.int64)
+        start_row_exchange(torch.arange(7), out, [4, 3], [3, 3], group()).wait()
+    assert out.tolist() == [4, 5, 6, 4, 5, 6]
 
 
 def test_all_numbers_of_a_tensor_are_read_at_once() -> None:

@@ -191,7 +191,7 @@ def _spoil(model: ParallelModel) -> None:
 def _bits(engine: Engine) -> dict[str, bytes]:
     tensors = {n: piece.local for n, piece in engine.optimizer.state_tensors().items()}
     tensors |= {n: local_tensor(p) for n, p in engine.parameters.items()}
-    return {n: t.numpy().tobytes() for n, t in tensors.items()}
+    return {n: t.reshape(-1).view(torch.uint8).numpy().tobytes() for n, t in tensors.items()}
 
 
 def _refused(rank: int, world: int, settings: Config) -> None:
