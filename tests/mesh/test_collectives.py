@@ -1,19 +1,23 @@
 """Our collectives against torch's own, and what they promise beyond: order, repeats, buckets."""
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.mesh import collectives
 from fivefold.mesh.collectives import (
     all_gather,
     all_reduce,
+    exchange_rows,
     group_size,
     reduce_scatter,
     start_all_gather,
     start_reduce_scatter,
+    start_row_exchange,
     sum_in_buckets,
 )
 from tests.pool import run
@@ -92,6 +96,29 @@ def _given_memory(rank: int, world: int) -> None:
 
 def test_outputs_given_inputs_not_contiguous_and_nothing_at_all() -> None:
     run(2, _given_memory)
+
+
+def _rows(rank: int, world: int, in_pairs: bool) -> None:
+    """Rank r has (r + p) mod 3 rows for rank p, of a tensor that is not contiguous."""
+    group = dist.group.WORLD
+    sizes = [[(source + target) % 3 for target in range(world)] for source in range(world)]
+    every = [_values(source, 4, sum(sizes[source])).t() for source in range(world)]
+    parts = [x.split(each) for x, each in zip(every, sizes, strict=True)]
+    got = [each[rank] for each in sizes]
+    out = torch.empty(sum(got), 4, dtype=torch.float64)
+    with patch.object(collectives, "exchanges_in_pairs", lambda x, group: in_pairs):
+        start_row_exchange(every[rank], out, sizes[rank], got, group).wait()
+        firsts = exchange_rows(_values(rank, world, 2), group)
+    assert torch.equal(out, torch.cat([part[rank] for part in parts]))
+    sent = [_values(source, world, 2)[rank] for source in range(world)]
+    assert torch.equal(firsts, torch.stack(sent))
+
+
+@pytest.mark.parametrize("in_pairs", [False, True], ids=["one collective", "pairs"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_rows_reach_the_ranks_that_they_are_for(world: int, in_pairs: bool) -> None:
+    """As on GPUs, and as by gloo; between some ranks nothing is sent."""
+    run(world, _rows, in_pairs)
 
 
 def _narrow_wire(rank: int, world: int) -> None:
