@@ -45,7 +45,7 @@ class KeptActivations(Watch):
 
     @property
     def document_length(self) -> float:
-        """See the class."""
+        """Tokens of the document that a token lies in, on average over all forwards."""
         return self._squares / self._tokens if self._tokens else float(self._seq_length)
 
     def begin(self, block: ExitStack) -> None:
