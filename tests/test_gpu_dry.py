@@ -11,7 +11,7 @@ import pytest
 from benchmarks.gpu import ROOT, of_gpu
 
 ROWS = {
-    "gpu_layers": 12,
+    "gpu_layers": 14,
     "gpu_losses": 4,
     "gpu_eight_bit": 5,
     "gpu_messages": 2,

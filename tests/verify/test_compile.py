@@ -15,7 +15,7 @@ from fivefold.audit.measure import measured
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.errors import ConfigError
-from fivefold.model import attention, varlen
+from fivefold.model import attention
 from fivefold.model.batch import on_device
 from fivefold.model.compiled import compile_layers
 from fivefold.model.cuda_kernels import Grads
@@ -151,7 +151,7 @@ def test_attention_in_one_call_is_within_the_graph(
 ) -> None:
     """With a stand-in for FlashAttention: exact, without a break, for any number of documents."""
     monkeypatch.setattr(attention, "lacking_packed", lambda *_: "")
-    monkeypatch.setattr(varlen, "PackedFlash", Dense)
+    monkeypatch.setattr(attention, "PackedFlash", Dense)
     torch.compiler.reset()
     counters.clear()
     model = replace(MODELS[name], num_layers=2)
