@@ -4,9 +4,9 @@
 
 Forward and backward of a few layers in bf16, on the hidden states of one row: Fivefold's, with the
 linears that a run of one rank has, as they are, without fused kernels, with the norm fused with the
-sum before it, with dropout of hidden states or of attention's scores and compiled, with the row as
-one document and packed with many, with linear layers in fp8 by each recipe (their MFU is a share of
-the bf16 peak), and as one CUDA graph; and the same layers in plain PyTorch, which knows no
+sum before it, with dropout of hidden states or of attention's probabilities and compiled, with the
+row as one document and packed with many, with linear layers in fp8 by each recipe (their MFU is a
+share of the bf16 peak), and as one CUDA graph; and the same layers in plain PyTorch, which knows no
 documents.
 
 Prints a line of JSON for each. `--dry` runs small ones on a CPU.
@@ -239,8 +239,8 @@ def rows(dry: bool) -> Iterator[dict[str, Any]]:
             "Fivefold, norm and sum": partial(our_step, model, length, device, fused_norm=True),
             "Fivefold dropping": partial(our_step, dropping, length, device),
             "Fivefold dropping unfused": partial(our_step, dropping, length, device, fused=False),
-            "Fivefold dropping scores": partial(our_step, masking, length, device),
-            "Fivefold dropping scores unfused": partial(
+            "Fivefold dropping probabilities": partial(our_step, masking, length, device),
+            "Fivefold dropping probabilities unfused": partial(
                 our_step, masking, length, device, fused=False
             ),
             "Fivefold packed": partial(our_step, model, length, device, packed=True),

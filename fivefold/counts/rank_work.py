@@ -1,6 +1,6 @@
 """Theoretical activation bytes and linear-layer FLOPs of a rank; torch-free."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from math import prod
 
@@ -84,13 +84,8 @@ def kept_activations(
     )
     kept = total(saved).kept + small + running.element_bytes * copies
     every = (*parts.layers, *further)
-    # Places of dropout, each of which keeps the key of its mask.
-    places = looks_up + 2 * len(kept_whole) if model.hidden_dropout else 0
-    if model.lora_dropout:
-        holding = {layer for _, layer in kept_whole}
-        if memory.tiled_mlp_num_shards > 1:  # a tile holds it until it is run again
-            holding |= {layer for layer in every if not layer_kind(model, layer).experts}
-        places += sum(_adapters(layout, layer) for layer in holding)
+    whole = {layer for _, layer in kept_whole}
+    places = looks_up * (model.hidden_dropout > 0) + _dropout_places(layout, memory, every, whole)
     if layout.grid.cp > 1:  # indices of this rank's tokens, of which masks are made again
         repeats = _repeats(layout, stage, len(kept_whole) < len(every))
         kept += 8.0 * (places > 0 or (repeats and model.drops))
@@ -98,6 +93,27 @@ def kept_activations(
     if model.attention_dropout:  # not saved tensors, which recomputation would free
         places += len(every)
     return tokens * (kept + (total(saved).offloaded if on_host else 0.0)) + 8.0 * places
+
+
+def _dropout_places(
+    layout: Layout, memory: MemoryConfig, every: Sequence[int], whole: Set[int]
+) -> int:
+    """Places of layers that drop features, each of which keeps the key of its mask.
+
+    Args:
+        layout: layout of the run.
+        memory: memory settings of the stage.
+        every: layers of the stage.
+        whole: those of them that are not recomputed as a whole.
+    """
+    model = layout.config.model
+    places = 2 * len(whole) if model.hidden_dropout else 0
+    if model.lora_dropout:
+        holding = {*whole}
+        if memory.tiled_mlp_num_shards > 1:  # a tile holds it until it is run again
+            holding |= {layer for layer in every if not layer_kind(model, layer).experts}
+        places += sum(_adapters(layout, layer) for layer in holding)
+    return places
 
 
 def _adapters(layout: Layout, layer: int) -> int:
