@@ -329,13 +329,16 @@ class EightBitExperts:
 
 
 def scales_of(weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What autograd does not save with weights that were gathered in 8 bits: their scales."""
-    return tuple(inverse_of(weight) for weight in weights if weight.dtype == E4M3)
+    """What autograd does not save with weights that were gathered in 8 bits: their scales.
+
+    The weights of one input are all gathered so, or none is.
+    """
+    return tuple(map(inverse_of, weights)) if weights[0].dtype == E4M3 else ()
 
 
 def with_scales(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> Sequence[Tensor]:
     """Saved weights with what `scales_of` found: recomputation reads a tensor of its own."""
-    for weight, inverse in zip(weights, scales, strict=False):
+    for weight, inverse in zip(weights if scales else (), scales, strict=True):
         weight.inverse_scales = inverse  # type: ignore[attr-defined]
     return weights
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fivefold.model.layers import Kept, Products
 from fivefold.model.leaves import add_to_grad
 
 
@@ -105,26 +106,38 @@ class DeferredWeights:
             self._works = []
 
     def made(
-        self, parameter: Tensor, make: Callable[..., Tensor], rows: slice | None = None
+        self,
+        parameter: Tensor,
+        products: Products,
+        grad: Kept,
+        kept: Kept,
+        rows: slice | None = None,
     ) -> Tensor | None:
         """A weight's gradient for autograd to add; None if it was added to the parameter's sum.
 
         Args:
             parameter: the object that the forward used.
-            make: computes the gradient; given a tensor, adds it there instead.
+            products: products of the linear layer.
+            grad: what they take of the gradient of its result.
+            kept: what they take of its input.
             rows: rows of the local part that the gradient covers; None: all.
         """
         for known in self.main_gradients:
             main = known(parameter)
             if main is not None:
-                make(main if rows is None else main[rows])
+                products.weight_gradient(grad, kept, main if rows is None else main[rows])
                 return None
-        return make()
+        return products.weight_gradient(grad, kept)
 
     def add(
-        self, parameter: Tensor, make: Callable[..., Tensor], rows: slice | None = None
+        self,
+        parameter: Tensor,
+        products: Products,
+        grad: Kept,
+        kept: Kept,
+        rows: slice | None = None,
     ) -> None:
         """Add a weight's gradient to the parameter's sum; arguments as for `made`."""
-        grad = self.made(parameter, make, rows)
-        if grad is not None:
-            add_to_grad(parameter, grad, rows)
+        made = self.made(parameter, products, grad, kept, rows)
+        if made is not None:
+            add_to_grad(parameter, made, rows)

@@ -1,7 +1,7 @@
 """Grouped linears with deferrable weight gradients. Shapes as in `model.grouped`."""
 
 from dataclasses import dataclass
-from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -59,20 +59,17 @@ class _Grouped(torch.autograd.Function):
         products = of_one_input([each.products(rows_E, ctx.ends) for each in ctx.groups])
         weights, kept = with_scales(saved[: len(targets)], ctx.scales), saved[len(targets) :]
         grads = [each.gradient(grad) for each, grad in zip(products, grads_TF, strict=True)]
-        makes = [
-            partial(each.weight_gradient, grad, kept)
-            for each, grad in zip(products, grads, strict=True)
-        ]
+        of = list(zip(targets, products, grads, repeat(kept), strict=False))
 
         def add() -> None:
-            for parameter, make in zip(targets, makes, strict=True):
-                deferred.add(parameter, make)
+            for each in of:
+                deferred.add(*each)
 
         grads_w: list[Tensor | None] = [None] * len(targets)
         trains = targets[0].requires_grad
         if trains and deferred.deferring:
             deferred.put(targets, add)
         elif trains:
-            grads_w = list(map(deferred.made, targets, makes))
+            grads_w = [deferred.made(*each) for each in of]
         grad_x = input_gradients(products, grads, weights) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None, None, *grads_w

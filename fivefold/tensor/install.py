@@ -12,9 +12,10 @@ from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.groups import Groups
 from fivefold.mesh.slices import distributed
 from fivefold.model.transformer import Stage
+from fivefold.tensor.alone import ColumnAlone, RowAlone
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.exchange import Exchange
-from fivefold.tensor.linear import ColumnParallel, RowAlone, RowParallel, SpreadTokens, WholeRows
+from fivefold.tensor.linear import ColumnParallel, RowParallel, SpreadTokens, WholeRows
 from fivefold.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup
 
 
@@ -26,9 +27,8 @@ def install_deferral(stage: Stage, deferred: DeferredWeights, *, recomputes: boo
         deferred: receives deferred weight gradients.
         recomputes: whether blocks run again, which need not repeat the products that end them.
     """
-    alone = Exchange(None)
-    column = ColumnParallel(alone, deferred)
-    row = RowParallel(alone, deferred) if recomputes else RowAlone(column)
+    column = ColumnAlone(deferred)
+    row = RowParallel(Exchange(None), deferred) if recomputes else RowAlone(deferred)
     stage.column = column
     for block in stage.blocks:
         block.column, block.row, block.whole = column, row, column
@@ -62,7 +62,7 @@ def install_tensor_parallel(
     group, sequence_parallel = groups.tp, exchange.splits_tokens
     assert group is not None, "one rank needs no tensor parallelism"
     column, row = ColumnParallel(exchange, deferred), RowParallel(exchange, deferred)
-    whole = ColumnParallel(Exchange(None), deferred)
+    whole = ColumnAlone(deferred)
     spread = SpreadTokens(group, sequence_parallel)
     rank, size = group.rank(), group.size()
     for block in stage.blocks:

@@ -7,10 +7,9 @@ et al. 2019). With sequence parallelism these are an all-gather and a reduce-sca
 (Korthikanti et al. 2022). Shapes: T tokens, t = T / tp, H input features, F local output features.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +17,11 @@ from torch import Tensor
 
 from fivefold.mesh.collectives import Pending, all_gather, all_reduce, all_to_all, reduce_scatter
 from fivefold.model.eight_bit import scales_of, with_scales
-from fivefold.model.layers import Kept, Linear, Products, of_one_input
-from fivefold.model.leaves import add_to_grad, local
+from fivefold.model.layers import Kept, Linear
+from fivefold.model.leaves import local
+from fivefold.tensor.alone import LinearCall, call_of
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.exchange import Exchange, Factor
-
-Target = tuple[Tensor, Tensor | None]
-"""(weight, bias) of a linear, the objects that its forward used."""
 
 
 @dataclass(frozen=True)
@@ -46,134 +43,49 @@ class ColumnParallel:
 
     def __call__(self, x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
         """[T or t, H] -> one [T, F] per linear."""
-        targets: list[Target] = []
-        weights, added = [], []
-        for linear in linears:
-            weight, bias = linear.weight, linear.product_bias
-            targets.append((weight, bias))
-            weights.append(linear.part(weight))
-            if bias is not None:
-                added.append(linear.part(bias))
-        products = of_one_input([linear.multiply for linear in linears])
-        call = _ColumnCall(self, targets, [linear.used for linear in linears], products)
-        outputs: tuple[Tensor, ...] = _Column.apply(x_TH, call, *weights, *added)
+        call, tensors = call_of(self.deferred, linears)
+        outputs: tuple[Tensor, ...] = _Column.apply(x_TH, self.exchange, call, *tensors)
         return outputs
 
 
-class _ColumnCall(NamedTuple):
-    """What a column's forward and backward know of its linears.
-
-    Attributes:
-        column: the seam.
-        targets: their parameters.
-        rows: rows of these that are multiplied with; None: all.
-        products: their products.
-    """
-
-    column: ColumnParallel
-    targets: Sequence[Target]
-    rows: Sequence[slice | None]
-    products: Sequence[Products]
-
-
 class _Column(torch.autograd.Function):
-    """Of x, a call, the weights, and the biases of those linears that have one."""
+    """Of x, the weights, and the biases of those linears that have one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: _ColumnCall, *tensors: Any) -> tuple[Tensor, ...]:
-        column, targets, _, products = call
-        weights, added = tensors[: len(targets)], iter(tensors[len(targets) :])
-        exchange = column.exchange
-        factors = [
-            Factor(each, weight, None if bias is None else next(added))
-            for each, weight, (_, bias) in zip(products, weights, targets, strict=True)
-        ]
+    def forward(
+        ctx: Any, x: Tensor, exchange: Exchange, call: LinearCall, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        weights, biases = call.divided(tensors)
+        factors = list(map(Factor, call.products, weights, biases))
         (kept_TH, *rest), outputs = exchange.gather_products(x, factors)
-        ctx.trains = targets[0][0].requires_grad
-        own = x if products[0].keeps_input else exchange.own(kept_TH)
+        ctx.trains = call.trains
+        own = x if call.products[0].keeps_input else exchange.own(kept_TH)
         ctx.save_for_backward(*weights, *([own, *rest] if ctx.trains else []))
-        ctx.call, ctx.scales = call, scales_of(weights)
+        ctx.exchange, ctx.call, ctx.scales = exchange, call, scales_of(weights)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads_TF: Tensor) -> tuple[Any, ...]:
-        column, targets, rows, products = ctx.call
-        saved, count = ctx.saved_tensors, len(targets)
+        exchange, call, saved = ctx.exchange, ctx.call, ctx.saved_tensors
+        count = len(call.products)
         weights, kept = with_scales(saved[:count], ctx.scales), saved[count:]
-        exchange, deferring = column.exchange, column.deferred.deferring
         gathered = _Gathered(exchange, kept[0]) if ctx.trains else None
+        deferring = call.deferred.deferring
         if gathered is not None and not deferring:
             gathered.start()
         pending = None
-        grads = [each.gradient(grad) for each, grad in zip(products, grads_TF, strict=True)]
+        grads = call.gradients(grads_TF)
         if ctx.needs_input_grad[0]:
-            pairs = zip(products, weights, strict=True)
-            factors = [Factor(*pair, of_gradient=True) for pair in pairs]
+            factors = map(partial(Factor, of_gradient=True), call.products, weights)
             pending = exchange.start_sum(list(zip(grads, factors, strict=True)))
-        made: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 2)
-        if gathered is not None:
-            own = [
-                _Own(each, weight, bias, part, grad, None if bias is None else grad_TF)
-                for each, (weight, bias), part, grad, grad_TF in zip(
-                    products, targets, rows, grads, grads_TF, strict=True
-                )
-            ]
-            if deferring:
-                _defer(column, gathered, kept[1:], own)
-            else:
-                whole = gathered.wait(), *kept[1:]
-                made = [column.deferred.made(*each.gradient(whole)) for each in own]
-                made += [each.of_bias() for each in own if each.bias is not None]
+        made: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 3)
+        if gathered is not None and deferring:
+            start = gathered.start if exchange.splits_tokens else None
+            call.defer(grads, grads_TF, lambda: (gathered.wait(), *kept[1:]), start)
+        elif gathered is not None:
+            made = call.made(grads, grads_TF, (gathered.wait(), *kept[1:]))
         grad_x = pending.wait() if pending is not None else None
-        return grad_x, None, *made
-
-
-class _Own(NamedTuple):
-    """What the gradients of a linear's weight and bias are made of.
-
-    Attributes:
-        products: the linear's products.
-        weight, bias: the parameters.
-        rows: rows of them that the gradients cover; None: all.
-        grad: what dW takes of the gradient of the result.
-        grad_TF: that gradient, if there is a bias.
-    """
-
-    products: Products
-    weight: Tensor
-    bias: Tensor | None
-    rows: slice | None
-    grad: Kept
-    grad_TF: Tensor | None
-
-    def gradient(self, kept: Kept) -> tuple[Tensor, Callable[..., Tensor], slice | None]:
-        """The arguments of `DeferredWeights.made` and `add`."""
-        return self.weight, partial(self.products.weight_gradient, self.grad, kept), self.rows
-
-    def of_bias(self) -> Tensor | None:
-        """The gradient of the bias, if there is one."""
-        return None if self.grad_TF is None else self.grad_TF.sum(0)
-
-
-def _defer(
-    column: ColumnParallel,
-    gathered: "_Gathered",
-    rest: Sequence[Tensor],
-    own: Sequence[_Own],
-) -> None:
-    """Put aside what makes the gradients of weights and biases."""
-
-    def add() -> None:
-        kept = gathered.wait(), *rest
-        for each in own:
-            column.deferred.add(*each.gradient(kept))
-            of_bias = each.of_bias()
-            if each.bias is not None and of_bias is not None:
-                add_to_grad(each.bias, of_bias, each.rows)
-
-    parameters = [p for each in own for p in (each.weight, each.bias) if p is not None]
-    start = gathered.start if column.exchange.splits_tokens else None
-    column.deferred.put(parameters, add, start)
+        return grad_x, None, None, *made
 
 
 class _Gathered:
@@ -205,26 +117,10 @@ class RowParallel:
 
     def __call__(self, x_TF: Tensor, linear: Linear) -> Tensor:
         """[T, F] -> [T or t, H]."""
-        call = _RowCall(self, (linear.weight, None), Factor(linear.multiply, local(linear.weight)))
+        weight = linear.weight
+        call = _RowCall(self, weight, Factor(linear.multiply, local(weight)))
         y: Tensor = _RowSum.apply(_RowInput.apply(x_TF, call.factor.weight_FH, call), call)
         bias = linear.product_bias
-        return y if bias is None else y + local(bias)
-
-
-@dataclass(frozen=True)
-class RowAlone:
-    """The `row` seam of one rank, in one autograd function instead of two: a column of one linear.
-
-    A recomputation would repeat its product where that ends a block.
-    """
-
-    column: ColumnParallel
-
-    def __call__(self, x_TF: Tensor, linear: Linear) -> Tensor:
-        """[T, F] -> [T, H]."""
-        call = _ColumnCall(self.column, [(linear.weight, None)], [linear.used], [linear.multiply])
-        (y,) = _Column.apply(x_TF, call, linear.part(linear.weight))
-        bias = linear.product_bias  # added apart, as by `RowParallel`: the same bits
         return y if bias is None else y + local(bias)
 
 
@@ -234,14 +130,14 @@ class _RowCall:
 
     Attributes:
         row: the seam.
-        target: the linear's weight; the bias is added outside.
+        weight: the parameter; the bias is added outside.
         factor: the weight that multiplies.
         taken: what it takes of the input, between the forwards of both functions.
         grad: what dW takes of the gradient of all tokens, between their backwards.
     """
 
     row: RowParallel
-    target: Target
+    weight: Tensor
     factor: Factor
     taken: Kept | None = None
     grad: Kept | None = None
@@ -257,7 +153,7 @@ class _RowInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TF: Tensor, weight: Tensor, call: _RowCall) -> Tensor:
         call.taken, kept = call.factor.products.input(x_TF)
-        ctx.save_for_backward(*(kept if call.target[0].requires_grad else ()))
+        ctx.save_for_backward(*(kept if call.weight.requires_grad else ()))
         ctx.call = call
         return x_TF.view_as(x_TF)
 
@@ -267,13 +163,13 @@ class _RowInput(torch.autograd.Function):
         call: _RowCall = ctx.call
         grad, call.grad = call.grad, None
         assert grad is not None, "the sum's backward runs before"
-        parameter, deferred = call.target[0], call.row.deferred
+        parameter, deferred = call.weight, call.row.deferred
         if not parameter.requires_grad:
             return grad_TF, None, None
-        make = partial(call.factor.products.weight_gradient, grad, kept)
+        of = parameter, call.factor.products, grad, kept
         if not deferred.deferring:
-            return grad_TF, deferred.made(parameter, make), None
-        deferred.put([parameter], lambda: deferred.add(parameter, make))
+            return grad_TF, deferred.made(*of), None
+        deferred.put([parameter], lambda: deferred.add(*of))
         return grad_TF, None, None
 
 

@@ -17,7 +17,7 @@ from fivefold.model.layers import Embedding
 from fivefold.model.leaves import add_to_grad, local
 from fivefold.model.loss import IGNORED, note_z, token_weights, z_slope
 from fivefold.tensor.deferred_weight import DeferredWeights
-from fivefold.tensor.linear import Target, sum_tokens
+from fivefold.tensor.linear import sum_tokens
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class VocabularyLookup:
         return sum_tokens(found_TH, self.group, self.sequence_parallel)
 
     def _rows(self, indices_T: Tensor, rows_vH: Tensor, embedding: Embedding) -> Tensor:
-        rows: Tensor = _Rows.apply(indices_T, rows_vH, self.deferred, (embedding.weight, None))
+        rows: Tensor = _Rows.apply(indices_T, rows_vH, self.deferred, embedding.weight)
         return rows
 
 
@@ -55,10 +55,10 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, indices_T: Tensor, rows_vH: Tensor, deferred: DeferredWeights, target: Target
+        ctx: Any, indices_T: Tensor, rows_vH: Tensor, deferred: DeferredWeights, parameter: Tensor
     ) -> Tensor:
         ctx.save_for_backward(indices_T)
-        ctx.deferred, ctx.parameter, ctx.rows = deferred, target[0], rows_vH.shape[0]
+        ctx.deferred, ctx.parameter, ctx.rows = deferred, parameter, rows_vH.shape[0]
         return F.embedding(indices_T, rows_vH)
 
     @staticmethod

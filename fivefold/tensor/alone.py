@@ -1,0 +1,192 @@
+"""Linears of one input on one rank, whose weight gradients can be deferred or added up in place.
+
+Beside small layers on a fast GPU the host decides, and each layer calls this four times in each
+direction: so there is one autograd function, with few calls of Python for each linear. Shapes: T
+tokens, H input features, F output features.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fivefold.model.eight_bit import scales_of, with_scales
+from fivefold.model.layers import (
+    Kept,
+    Linear,
+    Products,
+    input_gradients,
+    of_one_input,
+    outputs,
+)
+from fivefold.model.leaves import add_to_grad, local
+from fivefold.tensor.deferred_weight import DeferredWeights
+
+
+class LinearCall(NamedTuple):
+    """What the forward and the backward of linears of one input know of them.
+
+    Attributes:
+        deferred: receives weight gradients while a backward defers them.
+        products: their products.
+        weights: their weights, the parameters that the forward used.
+        biases: their biases, likewise; None: a linear has none.
+        rows: rows of these that are multiplied with; None: all.
+    """
+
+    deferred: DeferredWeights
+    products: Sequence[Products]
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    rows: Sequence[slice | None]
+
+    @property
+    def trains(self) -> bool:
+        """Whether the weights get gradients."""
+        return self.weights[0].requires_grad
+
+    def divided(
+        self, tensors: tuple[Tensor, ...]
+    ) -> tuple[tuple[Tensor, ...], Sequence[Tensor | None]]:
+        """What is multiplied with, and what is added, of the tensors that `call_of` gives."""
+        count = len(self.products)
+        if len(tensors) == count:
+            return tensors, self.biases
+        added = iter(tensors[count:])
+        return tensors[:count], [None if bias is None else next(added) for bias in self.biases]
+
+    def gradients(self, grads_TF: Sequence[Tensor]) -> list[Kept]:
+        """What both products of a backward take of each result's gradient."""
+        return [each.gradient(grad) for each, grad in zip(self.products, grads_TF, strict=True)]
+
+    def made(
+        self, grads: Sequence[Kept], grads_TF: Sequence[Tensor], kept: Kept
+    ) -> list[Tensor | None]:
+        """Gradients for autograd to add: of the weights, then of the biases that there are."""
+        made = [
+            self.deferred.made(weight, products, grad, kept, rows)
+            for weight, products, grad, rows in zip(
+                self.weights, self.products, grads, self.rows, strict=True
+            )
+        ]
+        for bias, grad_TF in zip(self.biases, grads_TF, strict=True):
+            if bias is not None:
+                made.append(grad_TF.sum(0))
+        return made
+
+    def defer(
+        self,
+        grads: Sequence[Kept],
+        grads_TF: Sequence[Tensor],
+        keep: Callable[[], Kept],
+        start: Callable[[], None] | None = None,
+    ) -> None:
+        """Put aside what makes the gradients.
+
+        Args:
+            grads: what products take of the results' gradients.
+            grads_TF: these.
+            keep: what they take of the input.
+            start: as in `deferred_weight.Work`.
+        """
+        triples = zip(self.biases, grads_TF, self.rows, strict=True)
+        biases = [(bias, grad, rows) for bias, grad, rows in triples if bias is not None]
+
+        def add() -> None:
+            kept = keep()
+            for weight, products, grad, rows in zip(
+                self.weights, self.products, grads, self.rows, strict=True
+            ):
+                self.deferred.add(weight, products, grad, kept, rows)
+            for bias, grad_TF, rows in biases:
+                add_to_grad(bias, grad_TF.sum(0), rows)
+
+        self.deferred.put([*self.weights, *(bias for bias, *_ in biases)], add, start)
+
+
+def call_of(
+    deferred: DeferredWeights, linears: Sequence[Linear], *, adds: bool = True
+) -> tuple[LinearCall, list[Tensor]]:
+    """A call of linears, and the tensors that it reads: weights, then biases that there are.
+
+    Args:
+        deferred: receives weight gradients while a backward defers them.
+        linears: the linears.
+        adds: whether biases are added.
+    """
+    weights: list[Tensor] = []
+    biases: list[Tensor | None] = []
+    parts, added = [], []
+    for linear in linears:
+        weight, bias = linear.weight, linear.product_bias if adds else None
+        weights.append(weight)
+        biases.append(bias)
+        parts.append(linear.part(weight))
+        if bias is not None:
+            added.append(linear.part(bias))
+    products = of_one_input([linear.multiply for linear in linears])
+    rows = [linear.used for linear in linears]
+    return LinearCall(deferred, products, weights, biases, rows), parts + added
+
+
+@dataclass(frozen=True)
+class ColumnAlone:
+    """The `column` seam of one rank: all features of several linears of one input.
+
+    Attributes:
+        deferred: receives weight gradients while a backward defers them.
+    """
+
+    deferred: DeferredWeights
+
+    def __call__(self, x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
+        """[T, H] -> one [T, F] per linear."""
+        call, tensors = call_of(self.deferred, linears)
+        ys: tuple[Tensor, ...] = _Alone.apply(x_TH, call, *tensors)
+        return ys
+
+
+@dataclass(frozen=True)
+class RowAlone:
+    """The `row` seam of one rank, of one linear.
+
+    A recomputation would repeat its product where that ends a block. Attributes as in
+    `ColumnAlone`.
+    """
+
+    deferred: DeferredWeights
+
+    def __call__(self, x_TF: Tensor, linear: Linear) -> Tensor:
+        """[T, F] -> [T, H]."""
+        call, tensors = call_of(self.deferred, (linear,), adds=False)
+        (y,) = _Alone.apply(x_TF, call, *tensors)
+        bias = linear.product_bias  # added apart, as by `RowParallel`: the same bits
+        return y if bias is None else y + local(bias)
+
+
+class _Alone(torch.autograd.Function):
+    """Of x, the weights, and the biases of those linears that have one."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, call: LinearCall, *tensors: Tensor) -> tuple[Tensor, ...]:
+        weights, biases = call.divided(tensors)
+        taken, kept = call.products[0].input(x_TH)
+        trains = call.trains
+        ctx.save_for_backward(*weights, *(kept if trains else ()))
+        ctx.call, ctx.trains, ctx.scales = call, trains, scales_of(weights)
+        return outputs(call.products, taken, weights, biases)
+
+    @staticmethod
+    def backward(ctx: Any, *grads_TF: Tensor) -> tuple[Any, ...]:
+        call, saved = ctx.call, ctx.saved_tensors
+        count = len(call.products)
+        weights, kept = with_scales(saved[:count], ctx.scales), saved[count:]
+        grads = call.gradients(grads_TF)
+        grad_x = input_gradients(call.products, grads, weights) if ctx.needs_input_grad[0] else None
+        if ctx.trains and not call.deferred.deferring:
+            return grad_x, None, *call.made(grads, grads_TF, kept)
+        if ctx.trains:
+            call.defer(grads, grads_TF, lambda: kept)
+        return grad_x, None, *[None] * (len(ctx.needs_input_grad) - 2)
