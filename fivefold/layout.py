@@ -90,15 +90,21 @@ class Layout:
         return self.config.training.gradient_accumulation_fusion and backwards > 1
 
     @property
+    def fills_messages(self) -> bool:
+        """Whether products make weight gradients in the messages in which ranks sum them."""
+        return self.grid.dp * self.grid.cp > 1 and not self.config.gathers_weights()
+
+    @property
     def owns_linears(self) -> bool:
         """Whether linears without tensor parallelism are autograd functions of ours.
 
-        They defer weight gradients, or add them up. For the latter alone neither a graph of
-        torch.compile is broken, nor a product recomputed that PyTorch's own linears save.
+        They defer weight gradients, add them up, or make them where they are sent from. For the
+        latter two alone neither a graph of torch.compile is broken, nor a product recomputed that
+        PyTorch's own linears save.
         """
         training, memory = self.config.training, self.config.memory
         free = not training.compile and memory.recompute_granularity is None
-        return self.defers_weights or (self.fuses_accumulation and free)
+        return self.defers_weights or (free and (self.fuses_accumulation or self.fills_messages))
 
     @property
     def runs_pairs(self) -> bool:

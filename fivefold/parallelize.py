@@ -231,6 +231,8 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     if layout.fuses_accumulation:
         deferred.main_gradients = [stage.main_gradient for stage in gradients.values()]
         log.info("weight gradients of a step are added up by the products that make them")
+    replicated = (each for each in gradients.values() if isinstance(each, ReplicatedStage))
+    deferred.rooms = [stage.room for stage in replicated if stage.buckets]
     executor = Executor(
         stages,
         gradients,

@@ -119,6 +119,11 @@ class ReplicatedStage:
             return None
         return held_gradient(parameter)
 
+    def room(self, parameter: Tensor) -> Tensor | None:
+        """Where the first gradient of a parameter in a step is wanted, once; None: anywhere."""
+        index = self._bucket_of.get(parameter)
+        return None if index is None else self.buckets[index].room(parameter)
+
     def unshard(self) -> None:
         """Nothing is ever gathered."""
 
@@ -158,9 +163,9 @@ class ReplicatedStage:
 class _GradientBucket:
     """Gradients that lie side by side in one message, as in PyTorch's DDP.
 
-    A gradient is copied into the message once, when it is first computed in a step and its memory
-    is still in the cache; then it is a view of the message, in which later microbatches and the sum
-    over ranks are added.
+    The first gradient of a weight in a step is made in its part of the message; another one is
+    copied there once, while its memory is still in the cache. Then it is a view of the message, in
+    which later microbatches and the sum over ranks are added.
 
     Args:
         parameters: parameters whose gradients are sent together.
@@ -180,16 +185,26 @@ class _GradientBucket:
         self._group, self._dtype, self._wire = group, dtype, wire
         self._message: Tensor | None = None
         self._grads: dict[Tensor, Tensor] = {}
+        self._given: set[Tensor] = set()
         self._pending: Pending | None = None
+
+    def room(self, parameter: Tensor) -> Tensor | None:
+        """The parameter's part of the message, if no gradient of this step is there or on the way:
+        of a parameter that a backward uses twice, autograd adds the other gradient to the first."""
+        if parameter.grad is not None or parameter in self._given:
+            return None
+        self._given.add(parameter)
+        return local_tensor(self._views()[parameter])
 
     def take(self, parameter: Tensor) -> None:
         """Make the parameter's gradient a view of the message; a missing one becomes zeros."""
         grad, view = parameter.grad, self._views()[parameter]
+        self._given.discard(parameter)
         if grad is view:
             return
         if grad is None:
             local_tensor(view).zero_()
-        else:
+        elif not _is_same_memory(local_tensor(grad), local_tensor(view)):
             local_tensor(view).copy_(local_tensor(grad))
         parameter.grad = view
 
@@ -222,6 +237,12 @@ class _GradientBucket:
                 for p, part, view in zip(self.parameters, parts, views, strict=True)
             }
         return self._grads
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of the same shape, both contiguous, are one in memory."""
+    same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return same and one.storage_offset() == other.storage_offset()
 
 
 def local_grad(parameter: nn.Parameter) -> Tensor:

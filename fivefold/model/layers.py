@@ -107,6 +107,14 @@ class Products:
         (grad_TF,), (x_TH,) = grad, kept
         return grad_TF.t() @ x_TH if onto_FH is None else add_product(onto_FH, grad_TF.t(), x_TH)
 
+    def write_weight_gradient(self, grad: Kept, kept: Kept, out_FH: Tensor) -> None:
+        """`weight_gradient` into `out_FH`, in its dtype; what was there does not count."""
+        if type(self) is Products:
+            (grad_TF,), (x_TH,) = grad, kept
+            add_product(out_FH, grad_TF.t(), x_TH, beta=0)
+        else:
+            out_FH.copy_(self.weight_gradient(grad, kept))
+
 
 def of_one_input(products: Sequence[Products]) -> Sequence[Products]:
     """The products of the linear layers of one input, which all read it as the first does."""
@@ -136,14 +144,17 @@ def input_gradients(
     return total_TH
 
 
-def add_product(onto: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Add a product to a sum, of the same or a wider dtype; in one kernel but for CPUs' narrow."""
+def add_product(onto: Tensor, left: Tensor, right: Tensor, *, beta: int = 1) -> Tensor:
+    """Add a product to a sum, of the same or a wider dtype; in one kernel but for CPUs' narrow.
+
+    With a `beta` of 0 the product takes the place of the sum.
+    """
     if onto.dtype == left.dtype:
-        return onto.addmm_(left, right)
+        return onto.addmm_(left, right, beta=beta)
     if not uses_gpu_kernels(left):
-        return onto.add_(left @ right)
+        return onto.add_(left @ right) if beta else onto.copy_(left @ right)
     add: Any = torch.ops.aten.addmm.dtype_out
-    added: Tensor = add(onto, left, right, onto.dtype, out=onto)
+    added: Tensor = add(onto, left, right, onto.dtype, beta=beta, out=onto)
     return added
 
 

@@ -68,11 +68,14 @@ class DeferredWeights:
         main_gradients: functions from a parameter to the sum of its gradients so far, local, to
             which a product adds (Megatron-LM's gradient accumulation fusion); None: it is not this
             one's, there is none, or autograd adds.
+        rooms: functions from a parameter to the memory in which the first of these is wanted; None:
+            it is not this one's, or it has been given.
     """
 
     def __init__(self) -> None:
         self.deferring = False
         self.main_gradients: Sequence[Callable[[Tensor], Tensor | None]] = ()
+        self.rooms: Sequence[Callable[[Tensor], Tensor | None]] = ()
         self._works: list[Work] = []
 
     def put(
@@ -127,6 +130,11 @@ class DeferredWeights:
             if main is not None:
                 products.weight_gradient(grad, kept, main if rows is None else main[rows])
                 return None
+        for room_of in self.rooms if rows is None else ():
+            room = room_of(parameter)
+            if room is not None:
+                products.write_weight_gradient(grad, kept, room)
+                return room.detach()  # autograd keeps a tensor that nobody else has
         return products.weight_gradient(grad, kept)
 
     def add(

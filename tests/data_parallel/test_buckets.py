@@ -6,10 +6,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
+from fivefold.data.packing import Microbatch
 from fivefold.mesh.buckets import buckets_of
 from fivefold.mesh.slices import local_tensor
 from fivefold.train.engine import Engine
@@ -26,15 +28,22 @@ def test_a_bucket_ends_with_what_fills_it() -> None:
     assert [*buckets_of([], 6)] == []
 
 
-@shared_groups()
-def _messages(rank: int, world: int, settings: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """Elements of each message of gradients in a step, and of the step's gradients."""
+def _stepped(rank: int, world: int, settings: dict[str, Any]) -> tuple[Engine, list[Microbatch]]:
+    """An engine that has taken a step, and what it read."""
     config = Config(PRESETS["debug-llama"]).with_values(
-        seq_length=16, global_batch_size=2 * world, precision="fp32", **settings
+        seq_length=16, global_batch_size=2 * world, **{"precision": "fp32"} | settings
     )
     engine = Engine(check(config, world), rank, torch.device("cpu"))
     own = rows_of(config, engine.layout.grid.dp_rank(rank), engine.layout.grid.dp)
     rows = microbatches(config, global_batch(config, 0), own)
+    engine.step(rows)
+    return engine, rows
+
+
+@shared_groups()
+def _messages(rank: int, world: int, settings: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Elements of each message of gradients in a step, and of the step's gradients."""
+    engine, rows = _stepped(rank, world, settings)
     sent: list[int] = []
     native = dist.all_reduce
 
@@ -43,7 +52,6 @@ def _messages(rank: int, world: int, settings: dict[str, Any]) -> tuple[list[int
             sent.append(tensor.numel())
         return native(tensor, **others)
 
-    engine.step(rows)
     with patch.object(dist, "all_reduce", counted):
         engine.gradients(rows)
     grads = [local_tensor(p.grad) for p in engine.parameters.values() if p.grad is not None]
@@ -69,3 +77,56 @@ def test_a_step_sends_a_message_a_bucket(ranks: int, settings: dict[str, Any]) -
     size = settings["ddp_bucket_size"]
     for sent, sizes in run(ranks, _messages, settings):
         assert sent == sorted(sum(sizes[part]) for part in buckets_of(sizes, size))
+
+
+class _Copies(TorchDispatchMode):
+    """Where tensors are copied to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to: set[tuple[int, int]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.to.add(_place(args[0]))
+        return func(*args, **kwargs or {})
+
+
+def _place(x: torch.Tensor) -> tuple[int, int]:
+    return x.untyped_storage().data_ptr(), x.storage_offset()
+
+
+@shared_groups()
+def _copied(rank: int, world: int, settings: dict[str, Any]) -> set[str]:
+    """Names of the parameters whose gradients are copied into their messages."""
+    engine, rows = _stepped(rank, world, settings)
+    with _Copies() as seen:
+        engine.gradients(rows)
+    grads = {name: p.grad for name, p in engine.parameters.items() if p.grad is not None}
+    assert set(grads) == set(engine.parameters)
+    return {name for name, grad in grads.items() if _place(local_tensor(grad)) in seen.to}
+
+
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "makes"),
+    [
+        (2, {}, True),
+        (2, {"micro_batch_size": 1, "overlap_grad_reduce": False}, True),
+        (2, {"micro_batch_size": 1, "gradient_accumulation_fusion": False}, True),
+        (4, DEFERRED, True),
+        (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, True),
+        (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True} | RECOMPUTED, True),
+        (2, RECOMPUTED, False),
+        (2, {"precision": "bf16", "micro_batch_size": 1}, False),  # in fp32, by a CPU
+    ],
+)
+def test_products_make_gradients_in_their_messages(
+    ranks: int, settings: dict[str, Any], makes: bool
+) -> None:
+    """Of linear layers; embeddings and norms are copied there."""
+    for copied in run(ranks, _copied, settings):
+        linear = {name for name in copied if "norm" not in name and "embed" not in name}
+        assert linear < copied and (not linear if makes else linear)

@@ -61,7 +61,7 @@ class _Counting:
         self.share = share
 
     def __call__(self, *arguments: Any) -> VerifyReport | None:
-        plain, adds = Products.weight_gradient, []
+        plain, first, adds = Products.weight_gradient, Products.write_weight_gradient, []
 
         def counted(
             self: Products, grad_TF: Tensor, x_TH: Tensor, onto_FH: Tensor | None = None
@@ -69,11 +69,15 @@ class _Counting:
             adds.append(onto_FH is not None)
             return plain(self, grad_TF, x_TH, onto_FH)
 
-        Products.weight_gradient = counted
+        def written(self: Products, grad_TF: Tensor, x_TH: Tensor, out_FH: Tensor) -> None:
+            adds.append(False)
+            first(self, grad_TF, x_TH, out_FH)
+
+        Products.weight_gradient, Products.write_weight_gradient = counted, written
         try:
             report = compare_on_rank(*arguments)
         finally:
-            Products.weight_gradient = plain
+            Products.weight_gradient, Products.write_weight_gradient = plain, first
         assert sum(adds) == self.share * len(adds)
         assert bool(adds) or not self.share
         return report
