@@ -72,7 +72,7 @@ class TrainingConfig:
     bias_gelu_fusion: bool = option(
         True, "compute GeGLU, or GELU with row weights, in one kernel of a GPU, backward in another"
     )
-    rope_fusion: bool = option(True, "rotate queries, and keys, in one kernel of a GPU each")
+    rope_fusion: bool = option(True, "rotate queries and keys in one kernel of a GPU")
     bias_dropout_fusion: bool = option(
         True,
         "make a dropout mask, drop, and add to the residual stream in one kernel of a GPU; drop "

@@ -16,7 +16,7 @@ def install_fusions(stage: Stage, training: TrainingConfig) -> None:
 
     `bias_swiglu_fusion`: an activation by a sigmoid with its gate and row weights, forward and
     backward, is one kernel each (`gate_kernels`); `bias_gelu_fusion`: so is one by GELU (the
-    product before it adds its bias); `rope_fusion`: so is the rotation of queries or keys
+    product before it adds its bias); `rope_fusion`: so is the rotation of queries and keys
     (`rotary_kernels`); `bias_dropout_fusion`: so are a dropout mask, what it drops, and the sum
     with the residual stream (`dropout_kernels`), and attention with dropout of its probabilities
     (`attention_kernels`); `fused_residual_rmsnorm`: so is the sum after

@@ -114,24 +114,25 @@ class _Rotate(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(cos, sin)
         ctx.first, ctx.fused = first, fused
-        turned = result(_turn(x, cos, sin, 1.0, first, fused=fused))
-        return turned, None if y is None else result(_turn(y, cos, sin, 1.0, first, fused=fused))
+        turned = _turn([x] if y is None else [x, y], cos, sin, 1.0, first, fused=fused)
+        return result(turned[0]), None if y is None else result(turned[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        (cos, sin), first, fused = ctx.saved_tensors, ctx.first, ctx.fused
-        turned = (g if g is None else _turn(g, cos, sin, -1.0, first, fused=fused) for g in grads)
-        return None, None, None, None, *turned
+        (cos, sin), first = ctx.saved_tensors, ctx.first
+        there = [grad for grad in grads if grad is not None]
+        turned = iter(_turn(there, cos, sin, -1.0, first, fused=ctx.fused))
+        return None, None, None, None, *(grad if grad is None else next(turned) for grad in grads)
 
 
 def _turn(
-    x: Tensor, cos: Tensor, sin: Tensor, sign: float, first: int, *, fused: bool = False
-) -> Tensor:
-    if fused and runs_triton(x):
+    tensors: list[Tensor], cos: Tensor, sin: Tensor, sign: float, first: int, *, fused: bool
+) -> list[Tensor]:
+    if fused and runs_triton(tensors[0]):
         from fivefold.model import rotary_kernels
 
-        return rotary_kernels.turn(x, cos, sin, sign, first)
-    return _turn_plainly(x, cos, sin, sign, first)
+        return rotary_kernels.turn(tensors, cos, sin, sign, first)
+    return [_turn_plainly(x, cos, sin, sign, first) for x in tensors]
 
 
 def _turn_plainly(x: Tensor, cos: Tensor, sin: Tensor, sign: float, first: int) -> Tensor:

@@ -4,6 +4,8 @@ Imported only where it runs, since Triton is. It is proven without a GPU by Trit
 (`TRITON_INTERPRET=1`). Shapes as in `rope.RotaryTables`: of D features, R are rotary.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -15,44 +17,60 @@ HEADS = 16
 """Heads that a program turns."""
 
 
-def turn(x_BSND: Tensor, cos: Tensor, sin: Tensor, sign: float, first: int) -> Tensor:
-    """`x_BSND` with R features from `first` on turned by the tables' angles times `sign`.
+def turn(
+    tensors: Sequence[Tensor], cos: Tensor, sin: Tensor, sign: float, first: int
+) -> list[Tensor]:
+    """One or two tensors of the same tokens with R features from `first` on turned, by one kernel.
 
-    Any strides; the result is contiguous. Computed in at least fp32.
+    Args:
+        tensors: [B, S, N, D], each of any number of heads and any strides.
+        cos, sin: the tables.
+        sign: factor of their angles.
+        first: first feature that is turned.
+
+    Returns:
+        Contiguous tensors, computed in at least fp32.
     """
-    x = x_BSND if x_BSND.stride(-1) == 1 else x_BSND.contiguous()
+    given = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+    made = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in given]
+    x, k = given[0], given[-1]
     batch, tokens, heads, features = x.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    half = sin.shape[-1]
+    half, more = sin.shape[-1], k.shape[2] if len(given) > 1 else 0
     launch(
         _turn,
-        (batch * tokens, triton.cdiv(heads, HEADS)),
+        (batch * tokens, triton.cdiv(heads, HEADS) + triton.cdiv(more, HEADS)),
         x,
-        y,
-        cos.contiguous(),
-        sin.contiguous(),
+        made[0],
+        *(k, made[-1], cos.contiguous(), sin.contiguous()),
         *x.stride()[:3],
-        *(tokens, heads, features, half, first),
+        *k.stride()[:3],
+        *(tokens, heads, more, features, half, first),
         backwards=sign < 0,
         wide=tl.float64 if x.dtype == torch.float64 else tl.float32,
         num_heads=HEADS,
         num_pairs=triton.next_power_of_2(half),
         num_features=triton.next_power_of_2(features),
     )
-    return y
+    return made
 
 
 @triton.jit
 def _turn(  # type: ignore[no-untyped-def]
     x,
     y,
+    more_x,
+    more_y,
     cos,
     sin,
     batch_step,
     token_step,
     head_step,
+    more_batch_step,
+    more_token_step,
+    more_head_step,
     tokens,
     heads,
+    more_heads,
     features,
     half,
     first,
@@ -62,25 +80,44 @@ def _turn(  # type: ignore[no-untyped-def]
     num_pairs: tl.constexpr,
     num_features: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * num_heads + tl.arange(0, num_heads)
-    x += (token // tokens) * batch_step + (token % tokens) * token_step
-    x += (head * head_step)[:, None]
-    y += (token * heads + head)[:, None] * features
-    here = (head < heads)[:, None]
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, place = token // tokens, token % tokens
     pair = tl.arange(0, num_pairs)
-    turned = here & (pair < half)[None, :]
     c = tl.load(cos + token * 2 * half + pair, mask=pair < half, other=0.0).to(wide)[None, :]
     s = tl.load(sin + token * half + pair, mask=pair < half, other=0.0).to(wide)[None, :]
     if backwards:
         s = -s
-    one = tl.load(x + first + pair[None, :], mask=turned, other=0.0).to(wide)
-    other = tl.load(x + first + half + pair[None, :], mask=turned, other=0.0).to(wide)
+    blocks = tl.cdiv(heads, num_heads)
+    head = tl.arange(0, num_heads)
+    sizes = features, half, first
+    # A branch for each, since Triton gives a size of 1, or a step that is large, another type.
+    if block < blocks:
+        x += row * batch_step + place * token_step
+        y += token * heads * features
+        _turn_heads(x, y, head_step, heads, head + block * num_heads, c, s, sizes, num_features)
+    else:
+        head += (block - blocks) * num_heads
+        more_x += row * more_batch_step + place * more_token_step
+        more_y += token * more_heads * features
+        _turn_heads(more_x, more_y, more_head_step, more_heads, head, c, s, sizes, num_features)
+
+
+@triton.jit
+def _turn_heads(  # type: ignore[no-untyped-def]
+    x, y, head_step, heads, head, c, s, sizes, num_features: tl.constexpr
+):
+    features, half, first = sizes
+    x += (head * head_step)[:, None]
+    y += (head * features)[:, None]
+    here = (head < heads)[:, None]
+    pair = tl.arange(0, c.shape[1])[None, :]
+    turned = here & (pair < half)
+    one = tl.load(x + first + pair, mask=turned, other=0.0).to(c.dtype)
+    other = tl.load(x + first + half + pair, mask=turned, other=0.0).to(c.dtype)
     kind = y.dtype.element_ty
-    tl.store(y + first + pair[None, :], (one * c - other * s).to(kind), mask=turned)
-    tl.store(y + first + half + pair[None, :], (other * c + one * s).to(kind), mask=turned)
+    tl.store(y + first + pair, (one * c - other * s).to(kind), mask=turned)
+    tl.store(y + first + half + pair, (other * c + one * s).to(kind), mask=turned)
     if features > 2 * half:  # the rest stays
-        place = tl.arange(0, num_features)
+        place = tl.arange(0, num_features)[None, :]
         rest = (place < first) | ((place >= first + 2 * half) & (place < features))
-        kept = here & rest[None, :]
-        tl.store(y + place[None, :], tl.load(x + place[None, :], mask=kept), mask=kept)
+        tl.store(y + place, tl.load(x + place, mask=here & rest), mask=here & rest)

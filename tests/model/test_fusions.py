@@ -158,6 +158,38 @@ def test_positions_by_a_kernel_are_the_positions(dtype: torch.dtype, device: str
             close(other, one, dtype)
 
 
+@TYPES
+@pytest.mark.parametrize("heads", [(5, 1), (2, 2), (1, 3), (4, 3)])
+def test_queries_and_keys_are_turned_by_one_kernel(
+    heads: tuple[int, int], dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any numbers of heads and any strides, one of which may get no gradient."""
+    kernels = importlib.import_module("fivefold.model.rotary_kernels")
+    launched: list[Tensor] = []
+    real = kernels.launch
+
+    def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, /, *rest: Any, **how: Any) -> None:
+        launched.append(x)
+        real(kernel, grid, x, *rest, **how)
+
+    monkeypatch.setattr(kernels, "launch", launch)
+    q, k = (torch.randn(2, n, 5, 12, device=device).to(dtype) for n in heads)
+    angles = torch.randn(2, 5, 1, 6, device=device)
+    tables = angles.cos().to(dtype).repeat(1, 1, 1, 2), angles.sin().to(dtype)
+    for frozen in (None, 0, 1):
+        found = []
+        for fused in (False, True):
+            own = [
+                x.transpose(1, 2).detach().requires_grad_(n != frozen) for n, x in ((0, q), (1, k))
+            ]
+            turned = rope.RotaryTables(*tables, fused).rotate_both(*own)
+            torch.autograd.backward(turned, [q.transpose(1, 2), k.transpose(1, 2)])
+            found.append([*turned, *(x.grad for x in own if x.requires_grad)])
+        for one, other in zip(*found, strict=True):
+            close(other, one, dtype)
+    assert len(launched) == 6
+
+
 MODELS = {
     "llama": replace(LLAMA, num_layers=1, hidden_dropout=0.2, attention_dropout=0.1),
     "geglu": replace(LLAMA, num_layers=1, hidden_dropout=0.1, activation_func="gelu_tanh"),
