@@ -81,12 +81,12 @@ def attention(
     earlier keys: block by block, which skips blocks that nothing sees, or document by document.
     Otherwise PyTorch's fused attention.
     """
-    packed = _packed_kernel(q_BSND, k_BLGD, v_BLGD, scope, drop)
+    sliced, special = k_BLGD.shape[1] > q_BSND.shape[1], _special(q_BSND, k_BLGD, v_BLGD, scope)
+    packed = None if sliced else _packed_kernel(q_BSND, v_BLGD, scope, drop, special)
     if packed is not None:
         pieces = _pieces(q_BSND, scope)
         return packed_attention(q_BSND, k_BLGD, v_BLGD, pieces, packed, scope.sinks)
-    apart = drop is not None or k_BLGD.shape[1] > q_BSND.shape[1]
-    if apart or _special(q_BSND, k_BLGD, v_BLGD, scope):
+    if sliced or special or drop is not None:
         starts = (0, k_BLGD.shape[1]) if scope.documents is None else scope.documents.starts
         sight = Sight(starts, scope.window, scope.causal)
         return local_attention(q_BSND, k_BLGD, v_BLGD, sight, scope.sinks, drop)
@@ -99,8 +99,9 @@ def in_one_call(
     """Whether `attention` is one fused operation here, whatever the documents."""
     if drop is not None or k_BLGD.shape[1] > q_BSND.shape[1]:
         return False
-    plain = scope.documents is None and not _special(q_BSND, k_BLGD, v_BLGD, scope)
-    return plain or _packed_kernel(q_BSND, k_BLGD, v_BLGD, scope, drop) is not None
+    special = _special(q_BSND, k_BLGD, v_BLGD, scope)
+    plain = scope.documents is None and not special
+    return plain or _packed_kernel(q_BSND, v_BLGD, scope, drop, special) is not None
 
 
 def _special(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope) -> bool:
@@ -110,18 +111,16 @@ def _special(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope) -> bo
 
 
 def _packed_kernel(
-    q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope, drop: HeadDropout | None
+    q_BSND: Tensor, v_BSGD: Tensor, scope: Scope, drop: HeadDropout | None, special: bool
 ) -> PackedKernel | None:
-    """What takes the documents and all else that is asked for in one call.
+    """What takes the documents and all else that is asked of whole rows in one call.
 
-    None: nothing does, or PyTorch's fused attention does.
+    None: nothing does, or PyTorch's fused attention does. `special`: as by `_special`.
     """
-    if k_BLGD.shape[1] > q_BSND.shape[1]:
-        return None
     if drop is not None:
-        return PackedDropping(drop) if drops_within(q_BSND, v_BLGD, drop) else None
-    asked = scope.documents is not None or _special(q_BSND, k_BLGD, v_BLGD, scope)
-    return PackedFlash() if asked and not lacking_packed(q_BSND, v_BLGD) else None
+        return PackedDropping(drop) if drops_within(q_BSND, v_BSGD, drop) else None
+    asked = special or scope.documents is not None
+    return PackedFlash() if asked and not lacking_packed(q_BSND, v_BSGD) else None
 
 
 def _pieces(q_BSND: Tensor, scope: Scope) -> Pieces:

@@ -118,8 +118,10 @@ class Products:
 
 def of_one_input(products: Sequence[Products]) -> Sequence[Products]:
     """The products of the linear layers of one input, which all read it as the first does."""
-    first, *others = products
-    return [first, *[each.reading_as(first) for each in others]] if others else products
+    if len(products) == 1:
+        return products
+    first = products[0]
+    return [first, *[each.reading_as(first) for each in products[1:]]]
 
 
 def outputs(
@@ -130,7 +132,7 @@ def outputs(
 ) -> tuple[Tensor, ...]:
     """One [T, F] per linear layer of an input."""
     each = zip(products, weights, biases, strict=True)
-    return tuple(product.output(x, weight_FH, bias_F) for product, weight_FH, bias_F in each)
+    return tuple([product.output(x, weight_FH, bias_F) for product, weight_FH, bias_F in each])
 
 
 def input_gradients(
