@@ -96,15 +96,16 @@ class Layout:
 
     @property
     def owns_linears(self) -> bool:
-        """Whether linears without tensor parallelism are autograd functions of ours.
+        """Whether linears are autograd functions of ours.
 
-        They defer weight gradients, add them up, or make them where they are sent from. For the
-        latter two alone neither a graph of torch.compile is broken, nor a product recomputed that
-        PyTorch's own linears save.
+        They exchange tokens, defer weight gradients, add them up, or make them where they are sent
+        from. For the latter two alone neither a graph of torch.compile is broken, nor a product
+        recomputed that PyTorch's own linears save.
         """
         training, memory = self.config.training, self.config.memory
         free = not training.compile and memory.recompute_granularity is None
-        return self.defers_weights or (free and (self.fuses_accumulation or self.fills_messages))
+        keeps = self.fuses_accumulation or self.fills_messages
+        return self.grid.tp > 1 or self.defers_weights or (keeps and free)
 
     @property
     def runs_pairs(self) -> bool:

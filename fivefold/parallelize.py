@@ -228,11 +228,11 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
         named = dict(kept for stage in stages.values() for kept in stage.named_parameters())
         offloaded = OffloadedParameters(blocks, named, device, config.memory.param_offload_path)
         log.info("weights visit the device for their gathers")
-    if layout.fuses_accumulation:
-        deferred.main_gradients = [stage.main_gradient for stage in gradients.values()]
+    adds = layout.fuses_accumulation
+    if adds:
         log.info("weight gradients of a step are added up by the products that make them")
-    replicated = (each for each in gradients.values() if isinstance(each, ReplicatedStage))
-    deferred.rooms = [stage.room for stage in replicated if stage.buckets]
+    sums = (each for each in gradients.values() if adds or isinstance(each, ReplicatedStage))
+    deferred.sums = [stage.sum_of for stage in sums]
     executor = Executor(
         stages,
         gradients,
@@ -392,4 +392,5 @@ def _install_data_parallel(
         sums["edp"] = groups.experts.edp
     trained = [name for name, _ in stage.named_parameters() if records[name].trained]
     over = {name: sums[records[name].sums[0]] for name in trained}
-    return ReplicatedStage(stage, over, policy, reduces_in_hooks=in_hooks)
+    adds = layout.fuses_accumulation
+    return ReplicatedStage(stage, over, policy, reduces_in_hooks=in_hooks, adds=adds)

@@ -25,6 +25,7 @@ class StatePolicy:
             accumulates directly.
         fresh_at_once: whether a stage's backward is one compiled graph, which returns the gradients
             of all its weights at its end.
+        in_place: whether products make gradients of weights where they are kept.
         placeholder: bytes of the empty gradient kept for each distinct weight of a layer.
         reducing: bytes of a layer's gradients in reduction while the next layer computes.
         reducing_whole: bytes of a block's gradients while ranks that share nothing reduce them,
@@ -63,6 +64,7 @@ class StatePolicy:
     splits_optimizer: bool = False
     fresh: float = 0.0
     fresh_at_once: bool = False
+    in_place: bool = False
     placeholder: float = 0.0
     reducing: float = 0.0
     reducing_whole: float = 0.0
@@ -160,13 +162,17 @@ def layout_policy(layout: Layout) -> StatePolicy:
     """Fivefold's policy for a layout, which with one backward in a step needs less.
 
     FSDP2 makes gradients anew in each step. ZeRO-1 then reduces each block at once, as ZeRO-2 does,
-    and no whole gradients are kept. Where hooks of replicated ranks count gradients, autograd adds
-    them, and first makes those of bf16 as wide as their sum.
+    and no whole gradients are kept. Replicated ranks' are made in their messages, unless autograd
+    adds them, which first makes of those in bf16 others as wide as their sum.
     """
     config, policy = layout.config, engine_policy(layout.config)
-    if not policy.copy and layout.grid.dp * layout.grid.cp > 1:
-        policy = replace(policy, fresh=max(policy.fresh, policy.gradient))
     backwards = layout.num_microbatches * config.parallel.num_sequence_slices
+    if not policy.copy and layout.grid.dp * layout.grid.cp > 1:
+        in_place = layout.fills_messages and layout.owns_linears
+        in_place = in_place and (layout.fuses_accumulation or backwards == 1)
+        converted = policy.gradient * (policy.gradient != policy.fresh)
+        fresh = policy.fresh + converted
+        policy = replace(policy, fresh=fresh, in_place=in_place)
     return alone_in_step(config, policy) if backwards == 1 else policy
 
 

@@ -248,7 +248,7 @@ class _Products:
         self._last_tile = memory.last_tile(tokens)
         self._cp_rank = layout.grid.coordinates(rank)["cp"]
         eight_bit = layout.config.training.fp8_format is not None
-        self._stops = layout.grid.tp > 1 or layout.owns_linears or not eight_bit
+        self._stops = layout.owns_linears or not eight_bit
 
     def of_layer(self, layer: int, remade: Remade) -> tuple[float, float]:
         """Products per token of a step, and of one forward, without experts."""

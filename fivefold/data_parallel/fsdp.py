@@ -33,7 +33,7 @@ from fivefold.mesh.groups import Groups, NodeGroups
 from fivefold.mesh.slices import local_tensor
 from fivefold.model.experts import Experts
 from fivefold.model.transformer import Stage
-from fivefold.tensor.deferred_weight import Work, run_works
+from fivefold.tensor.deferred_weight import Sum, Work, run_works
 
 
 class ShardedStage:
@@ -221,14 +221,14 @@ class ShardedStage:
                 group.post_backward()
         self._end_of_backward()
 
-    def main_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The sum of a parameter's gradients so far; None: there is none, or it is not ours."""
+    def sum_of(self, parameter: torch.Tensor, whole: bool) -> Sum | None:
+        """Where a parameter's gradients are added up; None: there are none, or it is not ours."""
         held = self._held.get(parameter)
         if held is None:
             return None
         main = held.unsharded_accumulated_grad
         main = parameter.grad if main is None else main
-        return None if main is None else local_tensor(main)
+        return None if main is None else Sum(local_tensor(main))
 
     def _set(self, reduces: bool, *, last: bool, reshards: bool) -> None:
         if not self._every:

@@ -15,7 +15,7 @@ from fivefold.mesh.collectives import Pending, start_all_reduce
 from fivefold.mesh.slices import laid_out_like, local_tensor
 from fivefold.model.leaves import held_gradient, when_accumulated
 from fivefold.model.transformer import Stage
-from fivefold.tensor.deferred_weight import Work, run_works
+from fivefold.tensor.deferred_weight import Sum, Work, run_works
 
 
 class ReplicatedStage:
@@ -28,6 +28,7 @@ class ReplicatedStage:
         policy: data-parallel settings.
         reduces_in_hooks: whether to start buckets during the last backward; otherwise all start in
             `reduce`.
+        adds: whether products add weight gradients to those of earlier microbatches.
 
     Attributes:
         exchanges: none: ZeRO++ sends what is sharded.
@@ -43,7 +44,9 @@ class ReplicatedStage:
         policy: Policy,
         *,
         reduces_in_hooks: bool,
+        adds: bool,
     ) -> None:
+        self._adds = adds
         wire = policy.wire_dtype if policy.wire_dtype != policy.gradient_dtype else None
         self._in_hooks = reduces_in_hooks
         # Gradients arrive from the last layer to the first.
@@ -110,19 +113,22 @@ class ReplicatedStage:
         """None: they are on the parameters."""
         return iter(())
 
-    def main_gradient(self, parameter: Tensor) -> Tensor | None:
-        """The sum of a parameter's gradients so far; None: there is none, or it is not ours.
+    def sum_of(self, parameter: Tensor, whole: bool) -> Sum | None:
+        """Where a parameter's next gradient belongs; None: it is not ours, or autograd adds it.
 
-        None, too, while hooks count gradients: they see only those that autograd adds.
+        The first of a step is made in its message. Where hooks count gradients, autograd gets the
+        sum as if it were new, once: of a parameter that a backward uses twice, it adds the other.
         """
-        if self._hooks_count or parameter not in self._own:
+        if parameter not in self._own:
             return None
-        return held_gradient(parameter)
-
-    def room(self, parameter: Tensor) -> Tensor | None:
-        """Where the first gradient of a parameter in a step is wanted, once; None: anywhere."""
-        index = self._bucket_of.get(parameter)
-        return None if index is None else self.buckets[index].room(parameter)
+        index, held = self._bucket_of.get(parameter), held_gradient(parameter)
+        if held is not None and not self._adds:
+            return None
+        if held is not None and not (self._hooks_count and index is not None):
+            return Sum(held)
+        if index is None or not whole:
+            return None
+        return self.buckets[index].sum_of(parameter)
 
     def unshard(self) -> None:
         """Nothing is ever gathered."""
@@ -163,9 +169,9 @@ class ReplicatedStage:
 class _GradientBucket:
     """Gradients that lie side by side in one message, as in PyTorch's DDP.
 
-    The first gradient of a weight in a step is made in its part of the message; another one is
-    copied there once, while its memory is still in the cache. Then it is a view of the message, in
-    which later microbatches and the sum over ranks are added.
+    Products make the gradients of weights in the message; others are copied there once, when they
+    are first computed in a step and their memory is still in the cache. Then they are views of the
+    message, in which later microbatches and the sum over ranks are added.
 
     Args:
         parameters: parameters whose gradients are sent together.
@@ -185,21 +191,21 @@ class _GradientBucket:
         self._group, self._dtype, self._wire = group, dtype, wire
         self._message: Tensor | None = None
         self._grads: dict[Tensor, Tensor] = {}
-        self._given: set[Tensor] = set()
+        self._returning: set[Tensor] = set()
         self._pending: Pending | None = None
 
-    def room(self, parameter: Tensor) -> Tensor | None:
-        """The parameter's part of the message, if no gradient of this step is there or on the way:
-        of a parameter that a backward uses twice, autograd adds the other gradient to the first."""
-        if parameter.grad is not None or parameter in self._given:
+    def sum_of(self, parameter: Tensor) -> Sum | None:
+        """The parameter's part of the message, for autograd to return; None: it is on the way."""
+        if parameter in self._returning:
             return None
-        self._given.add(parameter)
-        return local_tensor(self._views()[parameter])
+        self._returning.add(parameter)
+        empty, parameter.grad = parameter.grad is None, None
+        return Sum(local_tensor(self._views()[parameter]), empty, returned=True)
 
     def take(self, parameter: Tensor) -> None:
         """Make the parameter's gradient a view of the message; a missing one becomes zeros."""
         grad, view = parameter.grad, self._views()[parameter]
-        self._given.discard(parameter)
+        self._returning.discard(parameter)
         if grad is view:
             return
         if grad is None:

@@ -196,7 +196,7 @@ class _Walk:
         over = over._replace(communication=route.messages[0])
         if route.stage.embedding:
             split = route.layout.grid.tp if route.policy.whole_embedding else 1
-            table = route.vocabulary * split * route.policy.fresh
+            table = route.vocabulary * split * self.passage.fresh
             after = Change(0.0, 0.0, 0.0)
             if blocks and route.policy.reduces:
                 after = self.passage.after(route.parts[0][1], *blocks)

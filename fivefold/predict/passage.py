@@ -50,11 +50,11 @@ class Passage:
 
     @property
     def fresh(self) -> float:
-        """Bytes of a new gradient of a linear layer; 0 if its product adds it to the sum."""
+        """Bytes of a new gradient of a linear layer; 0 if it is made in the sum, or added to it."""
         layout, policy = self.layout, self.policy
         adds = policy.reduces and not (policy.splits_gradient or self.first)
-        ours = layout.grid.tp > 1 or layout.owns_linears
-        return 0.0 if adds and ours and layout.fuses_accumulation else policy.fresh
+        adds = adds and layout.owns_linears and layout.fuses_accumulation
+        return 0.0 if adds or policy.in_place else policy.fresh
 
     @property
     def _message(self) -> float:

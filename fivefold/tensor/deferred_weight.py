@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,22 +61,36 @@ def run_works(works: list[Work]) -> Iterator[Tensor]:
         yield from parameters
 
 
+class Sum(NamedTuple):
+    """Where the gradients of a weight are added up.
+
+    Attributes:
+        local: this rank's part of the sum.
+        empty: whether what is there does not count.
+        returned: whether autograd is to be given it, as the gradient that hooks wait for.
+    """
+
+    local: Tensor
+    empty: bool = False
+    returned: bool = False
+
+
+SumOf = Callable[[Tensor, bool], Sum | None]
+"""Where the next gradient of a parameter belongs; None: it is not this one's, or autograd adds it.
+The second argument is whether it covers all rows."""
+
+
 class DeferredWeights:
     """Collects the postponed dW computations of one rank, and knows where gradients are summed.
 
     Attributes:
         deferring: whether the running backward postpones dW.
-        main_gradients: functions from a parameter to the sum of its gradients so far, local, to
-            which a product adds (Megatron-LM's gradient accumulation fusion); None: it is not this
-            one's, there is none, or autograd adds.
-        rooms: functions from a parameter to the memory in which the first of these is wanted; None:
-            it is not this one's, or it has been given.
+        sums: where products add weight gradients up (Megatron-LM's gradient accumulation fusion).
     """
 
     def __init__(self) -> None:
         self.deferring = False
-        self.main_gradients: Sequence[Callable[[Tensor], Tensor | None]] = ()
-        self.rooms: Sequence[Callable[[Tensor], Tensor | None]] = ()
+        self.sums: Sequence[SumOf] = ()
         self._works: list[Work] = []
 
     def put(
@@ -125,16 +140,17 @@ class DeferredWeights:
             kept: what they take of its input.
             rows: rows of the local part that the gradient covers; None: all.
         """
-        for known in self.main_gradients:
-            main = known(parameter)
-            if main is not None:
-                products.weight_gradient(grad, kept, main if rows is None else main[rows])
-                return None
-        for room_of in self.rooms if rows is None else ():
-            room = room_of(parameter)
-            if room is not None:
-                products.write_weight_gradient(grad, kept, room)
-                return room.detach()  # autograd keeps a tensor that nobody else has
+        for sum_of in self.sums:
+            found = sum_of(parameter, rows is None)
+            if found is None:
+                continue
+            if found.empty:
+                products.write_weight_gradient(grad, kept, found.local)
+            else:
+                products.weight_gradient(
+                    grad, kept, found.local if rows is None else found.local[rows]
+                )
+            return found.local.detach() if found.returned else None  # autograd's, nobody else's
         return products.weight_gradient(grad, kept)
 
     def add(

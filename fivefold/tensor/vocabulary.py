@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.mesh.collectives import all_gather
-from fivefold.model.layers import Embedding
-from fivefold.model.leaves import add_to_grad, local
+from fivefold.mesh.device import uses_gpu_kernels
+from fivefold.model.layers import Embedding, Kept, Products
+from fivefold.model.leaves import local
 from fivefold.model.loss import IGNORED, note_z, token_weights, z_slope
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.linear import sum_tokens
@@ -51,7 +52,7 @@ class VocabularyLookup:
 
 
 class _Rows(torch.autograd.Function):
-    """`F.embedding` with a deferrable weight gradient."""
+    """`F.embedding` whose weight gradient can be deferred, or added up where it is kept."""
 
     @staticmethod
     def forward(
@@ -63,20 +64,40 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Any, ...]:
-        (indices_T,) = ctx.saved_tensors
-        parameter, rows = ctx.parameter, ctx.rows
+        deferred: DeferredWeights = ctx.deferred
+        of = ctx.parameter, _Lookup(ctx.rows), (grad_TH,), ctx.saved_tensors
+        if not deferred.deferring:
+            return None, deferred.made(*of), None, None
+        deferred.put([ctx.parameter], lambda: deferred.add(*of))
+        return None, None, None, None
 
-        def grad_vH() -> Tensor:
-            # Dense, like autograd's: other sums would round in another order.
-            grad: Tensor = torch.ops.aten.embedding_dense_backward(
-                grad_TH, indices_T, rows, -1, False
+
+@dataclass(frozen=True)
+class _Lookup(Products):
+    """The product of one-hot rows with a table, of which only the gradient is made.
+
+    Attributes:
+        rows: rows of the table.
+    """
+
+    rows: int
+
+    def weight_gradient(self, grad: Kept, kept: Kept, onto_vH: Tensor | None = None) -> Tensor:
+        """[v, H], added to `onto_vH` in place, in its dtype, if there is one: few of its rows."""
+        (grad_TH,), (indices_T,) = grad, kept
+        if onto_vH is None:
+            made: Tensor = torch.ops.aten.embedding_dense_backward(
+                grad_TH, indices_T, self.rows, -1, False
             )
-            return grad
+            return made
+        grad_TH = grad_TH.to(onto_vH.dtype)
+        if uses_gpu_kernels(onto_vH):  # where `index_add_` adds in any order
+            return onto_vH.index_put_((indices_T,), grad_TH, accumulate=True)
+        return onto_vH.index_add_(0, indices_T, grad_TH)
 
-        if ctx.deferred.deferring:
-            ctx.deferred.put([parameter], lambda: add_to_grad(parameter, grad_vH()))
-            return None, None, None, None
-        return None, grad_vH(), None, None
+    def write_weight_gradient(self, grad: Kept, kept: Kept, out_vH: Tensor) -> None:
+        """`weight_gradient` into `out_vH`."""
+        self.weight_gradient(grad, kept, out_vH.zero_())
 
 
 @dataclass(frozen=True)

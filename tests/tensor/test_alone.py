@@ -11,11 +11,11 @@ from torch import Tensor
 from fivefold.model.eight_bit import EightBit
 from fivefold.model.fp8 import E5M2, RECIPES
 from fivefold.model.layers import Linear, plain_column, plain_row
-from fivefold.model.leaves import held_gradient
 from fivefold.tensor.alone import ColumnAlone, RowAlone
 from fivefold.tensor.deferred_weight import DeferredWeights, run_works
 from fivefold.tensor.exchange import Exchange
 from fivefold.tensor.linear import RowParallel
+from tests.tensor.ways import held_sum
 
 T, H, F = 7, 5, 6
 ROWS: dict[str, Callable[[DeferredWeights], Callable[[Tensor, Linear], Tensor]]] = {
@@ -66,7 +66,7 @@ def close(ours: Tensor | None, true: Tensor | None) -> None:
 def test_columns(later: bool, adds: bool) -> None:
     """Some with biases, some with a part of their rows, added to autograd's or in the product."""
     deferred = DeferredWeights()
-    deferred.main_gradients = [held_gradient] if adds else []
+    deferred.sums = [held_sum] if adds else []
     for biases in product((False, True), repeat=3):
         ours = [linear(n, H, F, bias, PLACES[n % 2]) for n, bias in enumerate(biases)]
         true = [twice(each, H, F) for each in ours]
@@ -95,7 +95,7 @@ def test_columns(later: bool, adds: bool) -> None:
 @pytest.mark.parametrize("way", ROWS)
 def test_rows(way: str, later: bool, adds: bool) -> None:
     deferred = DeferredWeights()
-    deferred.main_gradients = [held_gradient] if adds else []
+    deferred.sums = [held_sum] if adds else []
     for bias in (False, True):
         ours = linear(4, F, H, bias)
         true = twice(ours, F, H)

@@ -8,6 +8,7 @@ from torch import Tensor
 from fivefold.model.grouped import GroupedLinear
 from fivefold.tensor.deferred_weight import DeferredWeights, run_works
 from fivefold.tensor.grouped import GroupedMultiply
+from tests.tensor.ways import held_sum
 
 H, F_OUT = 6, 10
 ROWS = [[3, 0, 5, 1], [0, 9, 0, 0], [0, 0, 0, 0]]
@@ -26,7 +27,7 @@ def test_every_group_has_its_own_linear(way: str) -> None:
     if way != "plain":
         linear.multiply = GroupedMultiply(deferred)
     if way.endswith("onto the sum"):
-        deferred.main_gradients = [lambda parameter: parameter.grad]
+        deferred.sums = [held_sum]
     weight = linear.weight.detach().clone().requires_grad_()
     for microbatch, rows in enumerate(ROWS):  # each adds to the gradients of those before
         x, true_x = (_random(2 + microbatch, sum(rows), H).requires_grad_() for _ in range(2))

@@ -15,13 +15,12 @@ from fivefold.mesh.collectives import all_reduce
 from fivefold.model.eight_bit import EightBit
 from fivefold.model.fp8 import E5M2, RECIPES
 from fivefold.model.layers import Kept, Linear, Products, plain_column, plain_row
-from fivefold.model.leaves import held_gradient
 from fivefold.tensor.alone import ColumnAlone
 from fivefold.tensor.deferred_weight import DeferredWeights, run_works
 from fivefold.tensor.exchange import Exchange
 from fivefold.tensor.linear import ColumnParallel, RowParallel
 from tests.pool import run
-from tests.tensor.ways import WAYS, exchanging
+from tests.tensor.ways import WAYS, exchanging, held_sum
 
 T, H, F = 8, 6, 12
 OPTIONS = list(product(WAYS, [False, True], [False, True]))
@@ -202,7 +201,7 @@ def test_weight_gradients_put_off_are_the_same_bits() -> None:
 @pytest.mark.parametrize("later", [False, True])
 def test_later_microbatches_add_their_weight_gradients_in_the_product(later: bool) -> None:
     deferred = DeferredWeights()
-    deferred.main_gradients = [held_gradient]
+    deferred.sums = [held_sum]
     column, row = ColumnAlone(deferred), RowParallel(Exchange(None), deferred)
     up, gate, down = (
         _linear(n, *size, False) for n, size in ((6, (H, F)), (7, (H, F)), (8, (F, H)))

@@ -6,7 +6,10 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
 
+from fivefold.model.leaves import held_gradient
+from fivefold.tensor.deferred_weight import Sum
 from fivefold.tensor.exchange import Exchange, TokensInSharedMemory, exchange_of
 
 WAYS = ("tp", "sp", "parts", "shared memory")
@@ -27,3 +30,9 @@ def exchanging(way: str) -> Iterator[Exchange]:
         for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
             library.impl(name, getattr(symmetric_memory, f"_{name}_fallback"), "CPU")
         yield TokensInSharedMemory(group)
+
+
+def held_sum(parameter: Tensor, _: bool) -> Sum | None:
+    """A `SumOf` for gradients that lie where autograd leaves them."""
+    held = held_gradient(parameter)
+    return None if held is None else Sum(held)

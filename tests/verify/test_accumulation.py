@@ -25,7 +25,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any], float]] = {
     "ZeRO-1": (2, "llama tied", {}, 3 / 4),
     "ZeRO-1, biases, bf16": (2, "gpt", {"precision": "bf16"}, 3 / 4),
     "ZeRO-2, which keeps no sum": (2, "llama", flags(strategy="optim_grads"), 0.0),
-    "replicated: autograd adds the last ones": (2, "llama", flags(strategy="no_shard"), 2 / 4),
+    "replicated": (2, "llama", flags(strategy="no_shard"), 3 / 4),
     "one replica, few key/value heads": (
         2,
         "llama",
