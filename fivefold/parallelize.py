@@ -83,7 +83,7 @@ class ParallelModel:
                 for block in sharded.away(backward=backward, further=further)
             )
         for gradients in self.gradients.values():
-            gradients.before_run()
+            gradients.before_run(trains=not program.forward_only)
         with self.limited:
             return self.executor.run(program, batches, scale)
 

@@ -25,6 +25,7 @@ class StatePolicy:
             accumulates directly.
         fresh_at_once: whether a stage's backward is one compiled graph, which returns the gradients
             of all its weights at its end.
+        sent: bytes of a replicated gradient's copy that is sent; 0 if it is sent itself.
         in_place: whether products make gradients of weights where they are kept.
         placeholder: bytes of the empty gradient kept for each distinct weight of a layer.
         reducing: bytes of a layer's gradients in reduction while the next layer computes.
@@ -64,6 +65,7 @@ class StatePolicy:
     splits_optimizer: bool = False
     fresh: float = 0.0
     fresh_at_once: bool = False
+    sent: float = 0.0
     in_place: bool = False
     placeholder: float = 0.0
     reducing: float = 0.0
@@ -172,7 +174,9 @@ def layout_policy(layout: Layout) -> StatePolicy:
         in_place = in_place and (layout.fuses_accumulation or backwards == 1)
         converted = policy.gradient * (policy.gradient != policy.fresh)
         fresh = policy.fresh + converted
-        policy = replace(policy, fresh=fresh, in_place=in_place)
+        wire = ELEMENT_BYTES["bf16"] if config.parallel.grad_reduce_in_bf16 else policy.gradient
+        sent = wire * (wire != policy.gradient)
+        policy = replace(policy, fresh=fresh, in_place=in_place, sent=sent)
     return alone_in_step(config, policy) if backwards == 1 else policy
 
 

@@ -142,7 +142,7 @@ class ShardedStage:
         left_out = {m for each in self._stage.predictions for m in each.modules() if not further}
         yield from (self._away[u] for u in order if u in self._away and u not in left_out)
 
-    def before_run(self) -> None:
+    def before_run(self, *, trains: bool) -> None:
         """Agree on the scales of weights that are gathered in 8 bits, if weights may be new."""
         if not self._scales_known:
             for shards, held in self._narrow.items():

@@ -13,7 +13,7 @@ from fivefold.data_parallel.policy import Policy
 from fivefold.mesh.buckets import buckets_of
 from fivefold.mesh.collectives import Pending, start_all_reduce
 from fivefold.mesh.slices import laid_out_like, local_tensor
-from fivefold.model.leaves import held_gradient, when_accumulated
+from fivefold.model.leaves import held_gradient, keep_gradients_in, when_accumulated
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import Sum, Work, run_works
 
@@ -72,7 +72,7 @@ class ReplicatedStage:
     def set_gradient_type(self) -> None:
         """Keep gradients in their type, where parameters have another one."""
         for parameter in self._own:
-            parameter.grad_dtype = self._gradient_dtype
+            keep_gradients_in(parameter, self._gradient_dtype)
 
     def before_backward(self, *, whole: bool, last: bool) -> None:
         """Prepare to count complete gradients if the step's last backward computes them."""
@@ -110,8 +110,8 @@ class ReplicatedStage:
         self._started = set()
 
     def waiting_gradients(self) -> Iterator[Tensor]:
-        """None: they are on the parameters."""
-        return iter(())
+        """The messages, which parameters have parts of once there are gradients in them."""
+        return (b.message for b in self.buckets if b.message is not None)
 
     def sum_of(self, parameter: Tensor, whole: bool) -> Sum | None:
         """Where a parameter's next gradient belongs; None: it is not ours, or autograd adds it.
@@ -139,8 +139,11 @@ class ReplicatedStage:
     def reshard(self) -> None:
         """Nothing is ever gathered."""
 
-    def before_run(self) -> None:
-        """Nothing is ever gathered."""
+    def before_run(self, *, trains: bool) -> None:
+        """Take the memory of all messages before the first training step, which then needs as much
+        as the others."""
+        for bucket in self.buckets if trains else ():
+            bucket.give_memory()
 
     def forget(self) -> None:
         """Nothing is ever gathered."""
@@ -178,6 +181,9 @@ class _GradientBucket:
         group: group over which gradients are summed.
         dtype: type in which they are kept.
         wire: type in which they are sent and summed; None: their own.
+
+    Attributes:
+        message: the gradients; None: it has no memory yet.
     """
 
     def __init__(
@@ -189,7 +195,7 @@ class _GradientBucket:
     ) -> None:
         self.parameters = parameters
         self._group, self._dtype, self._wire = group, dtype, wire
-        self._message: Tensor | None = None
+        self.message: Tensor | None = None
         self._grads: dict[Tensor, Tensor] = {}
         self._returning: set[Tensor] = set()
         self._pending: Pending | None = None
@@ -200,11 +206,11 @@ class _GradientBucket:
             return None
         self._returning.add(parameter)
         empty, parameter.grad = parameter.grad is None, None
-        return Sum(local_tensor(self._views()[parameter]), empty, returned=True)
+        return Sum(local_tensor(self._grads[parameter]), empty, returned=True)
 
     def take(self, parameter: Tensor) -> None:
         """Make the parameter's gradient a view of the message; a missing one becomes zeros."""
-        grad, view = parameter.grad, self._views()[parameter]
+        grad, view = parameter.grad, self._grads[parameter]
         self._returning.discard(parameter)
         if grad is view:
             return
@@ -218,31 +224,30 @@ class _GradientBucket:
         """Start summing the message."""
         for parameter in self.parameters:
             self.take(parameter)
-        assert self._message is not None
-        sent = self._message if self._wire is None else self._message.to(self._wire)
+        assert self.message is not None
+        sent = self.message if self._wire is None else self.message.to(self._wire)
         self._pending = start_all_reduce(sent, self._group)
 
     def finish(self) -> None:
         """Wait for the sum."""
         assert self._pending is not None
-        assert self._message is not None
+        assert self.message is not None
         summed = self._pending.wait()
         self._pending = None
-        if summed is not self._message:
-            self._message.copy_(summed)
+        if summed is not self.message:
+            self.message.copy_(summed)
 
-    def _views(self) -> dict[Tensor, Tensor]:
-        """The parts of the message by parameter, laid out like the parameters."""
-        if self._message is None:
-            parts = [local_tensor(parameter) for parameter in self.parameters]
-            size = sum(part.numel() for part in parts)
-            self._message = parts[0].new_empty(size, dtype=self._dtype)
-            views = self._message.split([part.numel() for part in parts])
-            self._grads = {
-                p: laid_out_like(p, view.view_as(part))
-                for p, part, view in zip(self.parameters, parts, views, strict=True)
-            }
-        return self._grads
+    def give_memory(self) -> None:
+        """Take the message's memory, once."""
+        if self.message is not None:
+            return
+        parts = [local_tensor(parameter) for parameter in self.parameters]
+        sizes = [part.numel() for part in parts]
+        self.message = parts[0].new_empty(sum(sizes), dtype=self._dtype)
+        self._grads = {
+            p: laid_out_like(p, view.view_as(part))
+            for p, part, view in zip(self.parameters, parts, self.message.split(sizes), strict=True)
+        }
 
 
 def _is_same_memory(one: Tensor, other: Tensor) -> bool:

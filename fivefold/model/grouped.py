@@ -139,6 +139,10 @@ class GroupedProducts(Products):
         """[E, F, H], added to `onto_EFH` in place, in its dtype, if there is one."""
         return grouped_weight_gradient(grad[0], kept[0], self.rows_E, self.ends, onto_EFH)
 
+    def write_weight_gradient(self, grad: Kept, kept: Kept, out_EFH: Tensor) -> None:
+        """`weight_gradient` into `out_EFH`, in its dtype; what was there does not count."""
+        grouped_weight_gradient(grad[0], kept[0], self.rows_E, self.ends, out_EFH, beta=0)
+
 
 class PlainGroups:
     """The `products` seam of grouped linears in the dtype of their input."""
@@ -175,23 +179,23 @@ def grouped_weight_gradient(
     rows_E: Tensor,
     ends: list[int] | None,
     onto_EFH: Tensor | None = None,
+    beta: int = 1,
 ) -> Tensor:
     """Weight gradient [E, F, H], zero for empty groups; `ends` as in `GroupedProducts`.
 
-    Added to `onto_EFH` in place, in its dtype, if there is one: by the products themselves where
-    there is no kernel for all groups.
+    Added to `beta` times `onto_EFH` in place, in its dtype, if there is one: by the products
+    themselves where there is no kernel for all groups.
     """
     if ends is None:
         grad = torch._grouped_mm(grad_TF.t(), x_TH, offs=_ends(rows_E))
-        return grad if onto_EFH is None else onto_EFH.add_(grad)
-    if onto_EFH is not None:
-        for one, start, end in zip(onto_EFH, [0, *ends], ends, strict=False):
-            add_product(one, grad_TF[start:end].t(), x_TH[start:end])
-        return onto_EFH
-    grad = x_TH.new_empty(len(ends), grad_TF.shape[1], x_TH.shape[1])
-    for one, start, end in zip(grad, [0, *ends], ends, strict=False):
-        torch.mm(grad_TF[start:end].t(), x_TH[start:end], out=one)
-    return grad
+        if onto_EFH is None:
+            return grad
+        return onto_EFH.add_(grad) if beta else onto_EFH.copy_(grad)
+    if onto_EFH is None:
+        onto_EFH, beta = x_TH.new_empty(len(ends), grad_TF.shape[1], x_TH.shape[1]), 0
+    for one, start, end in zip(onto_EFH, [0, *ends], ends, strict=False):
+        add_product(one, grad_TF[start:end].t(), x_TH[start:end], beta=beta)
+    return onto_EFH
 
 
 def has_kernel(x_TH: Tensor) -> bool:

@@ -26,6 +26,12 @@ def local(parameter: Tensor) -> Tensor:
     return _make_leaf(parameter) if leaf is None else leaf
 
 
+def keep_gradients_in(parameter: Tensor, dtype: torch.dtype) -> None:
+    """Let autograd make and add up a parameter's gradients in a type that may be another."""
+    for tensor in (parameter, getattr(parameter, "_leaf", parameter)):
+        tensor.grad_dtype = dtype
+
+
 def when_accumulated(parameter: Tensor, hook: Callable[[], None]) -> None:
     """Call `hook` each time a backward has added to `parameter.grad`, whichever way it came."""
     parameter.register_post_accumulate_grad_hook(lambda _: hook())
@@ -64,6 +70,7 @@ def add_to_grad(parameter: Tensor, grad: Tensor, rows: slice | None = None) -> N
 def _make_leaf(parameter: DTensor) -> Tensor:
     """The leaf, from now on an attribute of the parameter: FSDP2 makes parameters of its own."""
     leaf = local_tensor(parameter).requires_grad_(parameter.requires_grad)
+    leaf.grad_dtype = parameter.grad_dtype
     owner = ref(parameter)  # autograd's hooks are hidden from the collector of cycles
 
     def move(leaf: Tensor) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fivefold.config.training import BLOCK, OptimizerConfig
 from fivefold.mesh.slices import Piece, local_tensor, piece_of
+from fivefold.model.leaves import keep_gradients_in
 from fivefold.optim.eight_bit import FORMATS
 from fivefold.optim.rounding import (
     MOMENTS,
@@ -63,7 +64,7 @@ class AdamW:
         if config.narrow_gradients or narrow:
             kept = torch.bfloat16 if config.narrow_gradients else torch.float32
             for tensor in (*self._parameters.values(), *self._leaves.values()):
-                tensor.grad_dtype = kept
+                keep_gradients_in(tensor, kept)
         self._state: dict[str, dict[str, Tensor]] = {
             name: {"step": torch.zeros((), dtype=torch.float32, device=leaf.device)}
             | {

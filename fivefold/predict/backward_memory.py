@@ -202,6 +202,9 @@ class _Walk:
                 after = self.passage.after(route.parts[0][1], *blocks)
             made = after._replace(gradients=after.gradients + table)
             yield self._ended(over, made, route.copies.but("ends"))
+        if route.policy.sent and self.passage.last:
+            sent = sum(block.count * block.size for block in route.blocks) * route.policy.sent
+            yield over._replace(where="the messages", gradients=sent)
         if route.policy.reduces and ends.size:
             alone = self.deferred and not route.stage.embedding
             end = self.passage.end_of(ends, *(() if alone else blocks))

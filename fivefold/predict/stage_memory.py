@@ -111,7 +111,7 @@ class _Actions:
         makes, backward = kind in (Kind.BW, Kind.W), kind not in (Kind.F, Kind.R)
         alike = policy.splits_gradient and policy.splits_copy  # the last one, with all others
         first = makes and first and policy.remade
-        last = backward and last and policy.reduces and not alike
+        last = backward and last and bool(policy.reduces or policy.sent) and not alike
         return self._known(kind, light, first, last)
 
     @cached_property

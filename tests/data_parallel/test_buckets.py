@@ -28,22 +28,21 @@ def test_a_bucket_ends_with_what_fills_it() -> None:
     assert [*buckets_of([], 6)] == []
 
 
-def _stepped(rank: int, world: int, settings: dict[str, Any]) -> tuple[Engine, list[Microbatch]]:
-    """An engine that has taken a step, and what it read."""
+def _engine(rank: int, world: int, settings: dict[str, Any]) -> tuple[Engine, list[Microbatch]]:
+    """An engine, and what it reads in a step."""
     config = Config(PRESETS["debug-llama"]).with_values(
-        seq_length=16, global_batch_size=2 * world, **{"precision": "fp32"} | settings
+        seq_length=16, **{"precision": "fp32", "global_batch_size": 2 * world} | settings
     )
     engine = Engine(check(config, world), rank, torch.device("cpu"))
     own = rows_of(config, engine.layout.grid.dp_rank(rank), engine.layout.grid.dp)
-    rows = microbatches(config, global_batch(config, 0), own)
-    engine.step(rows)
-    return engine, rows
+    return engine, microbatches(config, global_batch(config, 0), own)
 
 
 @shared_groups()
 def _messages(rank: int, world: int, settings: dict[str, Any]) -> tuple[list[int], list[int]]:
     """Elements of each message of gradients in a step, and of the step's gradients."""
-    engine, rows = _stepped(rank, world, settings)
+    engine, rows = _engine(rank, world, settings)
+    engine.step(rows)
     sent: list[int] = []
     native = dist.all_reduce
 
@@ -99,7 +98,8 @@ def _place(x: torch.Tensor) -> tuple[int, int]:
 @shared_groups()
 def _copied(rank: int, world: int, settings: dict[str, Any]) -> set[str]:
     """Names of the parameters whose gradients are copied into their messages."""
-    engine, rows = _stepped(rank, world, settings)
+    engine, rows = _engine(rank, world, settings)
+    engine.step(rows)
     with _Copies() as seen:
         engine.gradients(rows)
     grads = {name: p.grad for name, p in engine.parameters.items() if p.grad is not None}
@@ -130,3 +130,30 @@ def test_products_make_gradients_in_their_messages(
     for copied in run(ranks, _copied, settings):
         linear = {name for name in copied if "norm" not in name and "embed" not in name}
         assert linear < copied and (not linear if makes else linear)
+
+
+@shared_groups()
+def _same_sums(rank: int, world: int, settings: dict[str, Any]) -> None:
+    """However they are added up, gradients in bf16 have the same sum, in fp32."""
+    found = []
+    for how in ({}, {"overlap_grad_reduce": False}, {"gradient_accumulation_fusion": False}):
+        engine, rows = _engine(rank, world, settings | how | {"micro_batch_size": 1})
+        engine.gradients(rows)
+        grads = {name: p.grad for name, p in engine.parameters.items() if p.grad is not None}
+        found.append({name: local_tensor(grad) for name, grad in grads.items()})
+    assert len(rows) > 1 and all(grad.dtype == torch.float32 for grad in found[0].values())
+    assert any((grad.bfloat16() != grad).any() for grad in found[0].values())
+    for other, tables in zip(found[1:], (True, False), strict=True):
+        for name, grad in other.items():
+            if tables or "embed" not in name:  # whose rows autograd adds up in bf16
+                assert torch.equal(found[0][name], grad)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, DEFERRED],
+    ids=["plain", "tensors of a mesh", "deferred"],
+)
+def test_sums_keep_what_their_terms_have_not(settings: dict[str, Any]) -> None:
+    ranks = 2 if not settings else 4
+    run(ranks, _same_sums, settings | {"precision": "bf16", "global_batch_size": 4 * ranks})

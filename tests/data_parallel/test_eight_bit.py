@@ -80,7 +80,7 @@ def _trained(rank: int, world: int, case: str, gathers: bool) -> tuple[list[floa
         found += [result.loss, result.grad_norm]
     weights = {name: local_tensor(p).numpy().copy() for name, p in engine.parameters.items()}
     for stage in engine.model.gradients.values():
-        stage.before_run()
+        stage.before_run(trains=True)
         stage.unshard()
         stage._finish_gathers()  # type: ignore[union-attr]
     narrow = {n for n, p in engine.model.parameters().items() if p.dtype == E4M3}

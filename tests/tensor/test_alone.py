@@ -10,12 +10,13 @@ from torch import Tensor
 
 from fivefold.model.eight_bit import EightBit
 from fivefold.model.fp8 import E5M2, RECIPES
-from fivefold.model.layers import Linear, plain_column, plain_row
+from fivefold.model.layers import Embedding, Linear, plain_column, plain_row
+from fivefold.tensor import vocabulary
 from fivefold.tensor.alone import ColumnAlone, RowAlone
-from fivefold.tensor.deferred_weight import DeferredWeights, run_works
+from fivefold.tensor.deferred_weight import DeferredWeights, SumOf, run_works
 from fivefold.tensor.exchange import Exchange
 from fivefold.tensor.linear import RowParallel
-from tests.tensor.ways import held_sum
+from tests.tensor.ways import held_sum, in_rooms
 
 T, H, F = 7, 5, 6
 ROWS: dict[str, Callable[[DeferredWeights], Callable[[Tensor, Linear], Tensor]]] = {
@@ -180,3 +181,31 @@ def test_frozen_weights_and_inputs_get_no_gradient() -> None:
             else:
                 assert layer.weight.grad is None
                 close(x.grad, ones @ layer.weight)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("sums", [[], [held_sum], [in_rooms()]], ids=["autograd", "sum", "room"])
+def test_gradients_of_tables_and_weights_in_their_rooms(
+    later: bool, sums: list[SumOf], gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three microbatches, whose indices repeat rows and leave some out."""
+    monkeypatch.setattr(vocabulary, "uses_gpu_kernels", lambda _: gpu)  # whose operations CPUs have
+    deferred = DeferredWeights()
+    deferred.sums = sums
+    layer, table, true = linear(7, H, F, False), Embedding(9, H).double(), Embedding(9, H).double()
+    other = twice(layer, H, F)
+    torch.manual_seed(8)
+    table.weight.data.normal_()
+    true.load_state_dict(table.state_dict())
+    layer.weight.grad = other.weight.grad = None
+    table.lookup = vocabulary.VocabularyLookup(None, False, deferred)
+    for _ in range(3):
+        indices = torch.randint(0, 5, (T,))
+        (found,) = ColumnAlone(deferred)(table(indices), layer)
+        (expected,) = plain_column(true(indices), other)
+        upstream = torch.randn_like(found)
+        backward(deferred, later, [found], [upstream])
+        expected.backward(upstream)
+    close(table.weight.grad, true.weight.grad)
+    close(layer.weight.grad, other.weight.grad)

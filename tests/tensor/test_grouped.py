@@ -8,11 +8,12 @@ from torch import Tensor
 from fivefold.model.grouped import GroupedLinear
 from fivefold.tensor.deferred_weight import DeferredWeights, run_works
 from fivefold.tensor.grouped import GroupedMultiply
-from tests.tensor.ways import held_sum
+from tests.tensor.ways import held_sum, in_rooms
 
 H, F_OUT = 6, 10
 ROWS = [[3, 0, 5, 1], [0, 9, 0, 0], [0, 0, 0, 0]]
-WAYS = ["plain", "now", "later", "now, onto the sum", "later, onto the sum"]
+WHERE = ["", ", onto the sum", ", in its room"]
+WAYS = ["plain", *(when + where for when in ("now", "later") for where in WHERE)]
 
 
 def _random(seed: int, *shape: int) -> Tensor:
@@ -28,6 +29,8 @@ def test_every_group_has_its_own_linear(way: str) -> None:
         linear.multiply = GroupedMultiply(deferred)
     if way.endswith("onto the sum"):
         deferred.sums = [held_sum]
+    elif way.endswith("in its room"):
+        deferred.sums = [in_rooms()]
     weight = linear.weight.detach().clone().requires_grad_()
     for microbatch, rows in enumerate(ROWS):  # each adds to the gradients of those before
         x, true_x = (_random(2 + microbatch, sum(rows), H).requires_grad_() for _ in range(2))

@@ -9,7 +9,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from fivefold.model.leaves import held_gradient
-from fivefold.tensor.deferred_weight import Sum
+from fivefold.tensor.deferred_weight import Sum, SumOf
 from fivefold.tensor.exchange import Exchange, TokensInSharedMemory, exchange_of
 
 WAYS = ("tp", "sp", "parts", "shared memory")
@@ -36,3 +36,16 @@ def held_sum(parameter: Tensor, _: bool) -> Sum | None:
     """A `SumOf` for gradients that lie where autograd leaves them."""
     held = held_gradient(parameter)
     return None if held is None else Sum(held)
+
+
+def in_rooms() -> SumOf:
+    """A `SumOf` that gives a parameter's first gradient memory, in which there are NaNs."""
+    rooms: dict[Tensor, Tensor] = {}
+
+    def sum_of(parameter: Tensor, whole: bool) -> Sum | None:
+        if parameter.grad is not None or not whole:
+            return held_sum(parameter, whole)
+        rooms[parameter] = torch.full_like(parameter, torch.nan, requires_grad=False)
+        return Sum(rooms[parameter], empty=True, returned=True)
+
+    return sum_of
