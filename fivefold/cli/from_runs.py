@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fivefold.errors import ConfigError
-from fivefold.files import write_atomic
+from fivefold.files import telling_unwritable, write_atomic
 from fivefold.learn.posterior import Posterior, learned
 from fivefold.learn.runs import machine_of, observed
 from fivefold.learn.tell import advice, constants_table, runs_table
@@ -48,10 +48,8 @@ def machine(runs: Sequence[str], cluster: str | None, file: str | None) -> Poste
     known = learned(load_cluster(name, most), [run for run, _ in found])
     if file is not None:
         learned_one = replace(known.cluster, name=f"{known.prior.name} by {len(found)} runs")
-        try:
-            write_atomic(Path(file), to_toml(learned_one))
-        except OSError as error:
-            raise ConfigError(f"cannot write {file}: {error.strerror}") from None
+        with telling_unwritable(file, ConfigError):
+            write_atomic(file, to_toml(learned_one))
     return known
 
 

@@ -214,3 +214,25 @@ def test_doctor_examines_this_machine() -> None:
     (share,) = re.findall(r"\(llama3-8b, .* one rank\): (?:less than )?([\d.]+)%", done.stdout)
     assert 0 < float(share) < 1000
     assert "ready to train" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "launch slurm debug --output PLACE",
+        "tune debug --out PLACE",
+        "report RUN --html PLACE",
+        "plan --calibrate PLACE",
+        "schedule 1f1b --svg PLACE",
+    ],
+)
+def test_a_place_that_cannot_be_written_is_one_message(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = to_toml(read_config("debug"))
+    (tmp_path / "config.toml").write_text(settings)
+    (tmp_path / "metrics.jsonl").write_text("")
+    place = "/dev/null/x" if "calibrate" not in words else f"{tmp_path}"
+    given = {"RUN": f"{tmp_path}", "PLACE": place}
+    assert main([given.get(word, word) for word in words.split()]) == 2
+    assert f"cannot write {place}: " in capsys.readouterr().err
