@@ -236,3 +236,17 @@ def test_a_place_that_cannot_be_written_is_one_message(
     given = {"RUN": f"{tmp_path}", "PLACE": place}
     assert main([given.get(word, word) for word in words.split()]) == 2
     assert f"cannot write {place}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [("0", "unknown recipe"), ("1", ""), ("x", "unknown recipe"), ("5", "unknown recipe")],
+)
+def test_a_mistake_is_told_once_and_by_a_rank_that_cannot_be(
+    rank: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", "no-such-recipe"]) == 2
+    told = capsys.readouterr().err
+    assert said in told if said else not told
