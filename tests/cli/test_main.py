@@ -250,3 +250,11 @@ def test_a_mistake_is_told_once_and_by_a_rank_that_cannot_be(
     assert main(["train", "no-such-recipe"]) == 2
     told = capsys.readouterr().err
     assert said in told if said else not told
+
+
+@pytest.mark.parametrize("words", ["train debug --save a\udcff", "train a\udcff", "audit a\udcff"])
+def test_a_word_that_is_not_utf_8_is_refused(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words.split()]) == 2
+    assert "must be text in UTF-8, not" in capsys.readouterr().err
