@@ -258,3 +258,10 @@ def test_a_word_that_is_not_utf_8_is_refused(
 ) -> None:
     assert main([*words.split()]) == 2
     assert "must be text in UTF-8, not" in capsys.readouterr().err
+
+
+def test_plan_from_no_run_names_the_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--from", str(tmp_path)]) == 2
+    assert f"{tmp_path} is not a run folder" in capsys.readouterr().err
