@@ -121,6 +121,22 @@ def telling_full_disk(
         raise error(str(disk_full(what, folder, str(problem.strerror)))) from problem
 
 
+@contextmanager
+def telling_unwritable(
+    path: str | os.PathLike[str], error: type[FivefoldError] = FivefoldError
+) -> Iterator[None]:
+    """Turn an OSError, raised in the block while it writes `path`, into one message.
+
+    That of a full disk passes: `telling_full_disk` says more of it.
+    """
+    try:
+        yield
+    except OSError as problem:
+        if caused_by_full_disk(problem) is not None:
+            raise
+        raise error(f"cannot write {path}: {problem.strerror or problem}") from problem
+
+
 def free_bytes(path: str | os.PathLike[str]) -> int | None:
     """Bytes that this user can still write at `path`, which need not exist yet.
 

@@ -21,6 +21,7 @@ from fivefold.files import (
     read_json,
     read_text,
     telling_full_disk,
+    telling_unwritable,
     write_atomic,
 )
 
@@ -145,6 +146,15 @@ def test_a_full_disk_is_one_message_with_the_bytes_that_are_free(tmp_path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "new" / "x"))
     with pytest.raises(FileNotFoundError), telling_full_disk(DataError, tmp_path):
         (tmp_path / "none").read_bytes()
+
+
+def test_what_cannot_be_written_is_one_message_and_a_full_disk_passes(tmp_path):
+    (tmp_path / "file").touch()
+    said, below = pytest.raises(DataError, match=r"cannot write .*x: \w"), tmp_path / "file" / "x"
+    with said, telling_unwritable(below, DataError):
+        write_atomic(below, "")
+    with pytest.raises(OSError, match="No space"), telling_unwritable(tmp_path, DataError):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_full_disk_is_found_behind_other_errors():

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from fivefold.calibrate import host, measure
 from fivefold.calibrate.measure import Sample
 from fivefold.errors import ConfigError, Mistake
-from fivefold.files import write_atomic
+from fivefold.files import telling_unwritable, write_atomic
 from fivefold.hardware import Gpu, Rates, find_gpu
 from fivefold.predict.cluster import Cluster, Link, to_toml
 from fivefold.predict.compute import attention_share
@@ -74,10 +75,14 @@ def calibrate(path: Path, nproc: int | None) -> int:
         The exit status.
 
     Raises:
-        ConfigError: the folder of the file does not exist, or `nproc` is given under a launcher.
+        ConfigError: the file cannot be written, or `nproc` is given under a launcher.
     """
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"the folder of {path} does not exist")
+    if path.is_dir():
+        raise ConfigError(f"cannot write {path}: it is a folder")
+    with telling_unwritable(path, ConfigError), TemporaryFile(dir=path.absolute().parent):
+        pass  # said before the measurement rather than after it
     env = read_rank_env()
     worker = partial(_calibrate_on_rank, path=path)
     if env.launcher != "single":

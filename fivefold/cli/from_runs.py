@@ -5,18 +5,23 @@ from dataclasses import replace
 from pathlib import Path
 
 from fivefold.errors import ConfigError
-from fivefold.files import write_atomic
+from fivefold.files import telling_unwritable, write_atomic
 from fivefold.learn.posterior import Posterior, learned
 from fivefold.learn.runs import machine_of, observed
 from fivefold.learn.tell import advice, constants_table, runs_table
 from fivefold.predict.cluster import load_cluster, to_toml
+from fivefold.report.settings import run_settings
 from fivefold.search.request import request
 from fivefold.search.search import SearchResult, search
 from fivefold.tell.columns import prose
 
 
 def with_model(argv: Sequence[str]) -> list[str]:
-    """The command line, with the settings of the last run of --from where it names no recipe."""
+    """The command line, with the settings of the last run of --from where it names no recipe.
+
+    Raises:
+        DataError: it is not a run folder.
+    """
     words = [word.partition("=") for word in argv]
     flags = [i for i, word in enumerate(words) if word[0] in ("--from", "--from-runs")]
     if not flags or not argv[0].startswith("--"):
@@ -27,7 +32,10 @@ def with_model(argv: Sequence[str]) -> list[str]:
         if runs[:1] == [words[at][2]] or word.startswith("--"):
             break
         runs.append(word)
-    return [str(Path(runs[-1], "config.toml")), *argv] if runs and runs[-1] else list(argv)
+    if not runs or not runs[-1]:
+        return list(argv)
+    settings = run_settings(Path(runs[-1]))
+    return [str(settings), *argv]
 
 
 def machine(runs: Sequence[str], cluster: str | None, file: str | None) -> Posterior:
@@ -48,10 +56,8 @@ def machine(runs: Sequence[str], cluster: str | None, file: str | None) -> Poste
     known = learned(load_cluster(name, most), [run for run, _ in found])
     if file is not None:
         learned_one = replace(known.cluster, name=f"{known.prior.name} by {len(found)} runs")
-        try:
-            write_atomic(Path(file), to_toml(learned_one))
-        except OSError as error:
-            raise ConfigError(f"cannot write {file}: {error.strerror}") from None
+        with telling_unwritable(file, ConfigError):
+            write_atomic(file, to_toml(learned_one))
     return known
 
 

@@ -15,7 +15,7 @@ from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load
 from fivefold.errors import ConfigError, FivefoldError, Mistake, Mistakes
-from fivefold.files import write_atomic
+from fivefold.files import telling_unwritable, write_atomic
 from fivefold.jobs.job import ClusterJob, job_name, read_limit
 from fivefold.jobs.kubernetes import train_job
 from fivefold.jobs.ray import ray_script
@@ -127,7 +127,8 @@ def run(argv: Sequence[str]) -> int:
         print(text, end="")
         return 0
     path = Path(options.output or f"{name}{target.suffix}")
-    write_atomic(path, text)
+    with telling_unwritable(path):
+        write_atomic(path, text)
     command = [*target.submit, str(path)]
     if not options.submit:
         print(f"{path} is written; submit it: {' '.join(command)}")

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fivefold.cli.plan_options import Options, none_proven, planned_request
 from fivefold.cli.style import paint
 from fivefold.config.sources import Loaded, load_with_origins
-from fivefold.errors import ConfigError
-from fivefold.files import write_atomic
+from fivefold.files import telling_unwritable, write_atomic
 from fivefold.tell.columns import listed, prose
 
 if TYPE_CHECKING:
@@ -49,10 +48,8 @@ def run(argv: Sequence[str]) -> int:
         from fivefold.tell.page import page
 
         text = page(result, _name(loaded), tokens)
-        try:
+        with telling_unwritable(options.html):
             write_atomic(options.html, text)
-        except OSError as error:
-            raise ConfigError(f"cannot write {options.html}: {error.strerror}") from None
     if options.emit is not None:
         _emit(result, options.emit, notes)
     elif options.json:

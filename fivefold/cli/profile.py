@@ -9,7 +9,7 @@ from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load_options
 from fivefold.errors import ConfigError
-from fivefold.files import write_atomic
+from fivefold.files import telling_unwritable, write_atomic
 from fivefold.report.settings import run_config
 from fivefold.report.traces import FOLDER, RankTrace, longest, merged, read_traces
 from fivefold.units import human_bytes, human_seconds
@@ -41,10 +41,8 @@ def run(argv: Sequence[str]) -> int:
     for trace in traces:
         print("\n".join(shown(trace, options.top)), end="\n\n")
     path = Path(options.trace) if options.trace else folder / FOLDER / "trace.json"
-    try:
+    with telling_unwritable(path):
         write_atomic(path, json.dumps(merged(traces)))
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     print(f"wrote {path}, for ui.perfetto.dev")
     return 0
 

@@ -8,7 +8,7 @@ from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load_options
 from fivefold.errors import FivefoldError
-from fivefold.files import write_atomic
+from fivefold.files import telling_unwritable, write_atomic
 from fivefold.report.page import page
 from fivefold.report.story import read_story
 
@@ -40,10 +40,8 @@ def run(argv: Sequence[str]) -> int:
     gains = [line for folder in folders for line in _gains(folder, options.cluster)]
     text = page([read_story(folder) for folder in folders], gains)
     path = Path(options.html) if options.html else folders[0] / FILE
-    try:
+    with telling_unwritable(path):
         write_atomic(path, text)
-    except OSError as error:
-        raise FivefoldError(f"cannot write {path}: {error.strerror}") from error
     print(f"wrote {path}")
     return 0
 

@@ -18,7 +18,7 @@ from fivefold.config.settings import argument
 from fivefold.config.sources import load_options
 from fivefold.counts.derived import as_table
 from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean
-from fivefold.files import write_atomic
+from fivefold.files import telling_unwritable, write_atomic
 from fivefold.mesh.degrees import DEGREES
 from fivefold.pipeline.balance_study import Cut, cut_figures, cut_lines, cut_model
 from fivefold.pipeline.chart import Chart
@@ -342,10 +342,8 @@ def _write(options: Options, charts: Sequence[Chart]) -> None:
         (options.trace, lambda: to_trace(charts)),
     ):
         if name is not None:
-            try:
+            with telling_unwritable(name):
                 write_atomic(name, text())
-            except OSError as error:
-                raise ConfigError(f"cannot write {name}: {error.strerror}") from error
             print(f"wrote {name}", file=sys.stderr)
 
 

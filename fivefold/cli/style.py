@@ -23,8 +23,13 @@ def note(text: str) -> None:
 
 
 def first_rank() -> bool:
-    """Whether this process is the first rank, which prints for all."""
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    """Whether this process prints for all: the first rank, and whoever has a number of no rank."""
+    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
+    if rank is None:
+        rank, size = os.environ.get("SLURM_PROCID", "0"), os.environ.get("SLURM_NTASKS", "")
+    if not rank.isdecimal() or (size.isdecimal() and int(rank) >= int(size)):
+        return True
+    return int(rank) == 0
 
 
 def shows_styles(stream: TextIO) -> bool:

@@ -18,7 +18,7 @@ from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import Loaded, load_consistent, to_toml
 from fivefold.errors import ConfigError, FivefoldError, Mistakes
-from fivefold.files import write_atomic
+from fivefold.files import telling_unwritable, write_atomic
 from fivefold.layout import Layout
 from fivefold.learn.posterior import half_width
 from fivefold.learn.tell import constants_table
@@ -73,7 +73,8 @@ def run(argv: Sequence[str]) -> int:
     _check_options(options)
     world = ranks(options.nproc)
     out = Path(options.out or f"tuned-{recipe_name(options.recipe)}")
-    out.mkdir(parents=True, exist_ok=True)
+    with telling_unwritable(out):
+        out.mkdir(parents=True, exist_ok=True)
     machine = _machine(options.cluster, world, out)
     planner = Planner(loaded, world)
     planner(machine)  # what is wrong is said before anything is read or started

@@ -249,5 +249,7 @@ def add_bad_value(place: str, setting: Setting, found: object, mistakes: Mistake
         mistakes.add(f"{place} cannot be {value}{suggestion}", works=setting.choices)
     elif setting.is_too_large(found):
         mistakes.add(f"{place} must be below 2^64, not {value}")
+    elif setting.kind is str and isinstance(found, str):
+        mistakes.add(f"{place} must be text in UTF-8, not {value}")
     else:
         mistakes.add(f"{place} must be {setting.expected}, not {value}")

@@ -133,6 +133,8 @@ class Setting:
             raise ValueError(value)
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(value)
+        if isinstance(value, str):
+            value.encode()  # a UnicodeEncodeError is a ValueError: files hold settings as UTF-8
         return value
 
 

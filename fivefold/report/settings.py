@@ -9,11 +9,11 @@ from fivefold.config.values import check_values
 from fivefold.errors import ConfigError, DataError, Mistake, Mistakes, did_you_mean
 
 
-def run_config(folder: Path) -> Config:
-    """The settings with which the run was last started.
+def run_settings(folder: Path) -> Path:
+    """The file of the settings with which the run was last started.
 
     Raises:
-        DataError: the folder is not a run folder, or its settings are wrong.
+        DataError: the folder is not a run folder.
     """
     file = folder / "config.toml"
     if not file.is_file():
@@ -21,6 +21,16 @@ def run_config(folder: Path) -> Config:
         raise DataError(
             f"{folder} is not a run folder: it has no {file.name}{did_you_mean(folder.name, near)}"
         )
+    return file
+
+
+def run_config(folder: Path) -> Config:
+    """The settings with which the run was last started.
+
+    Raises:
+        DataError: the folder is not a run folder, or its settings are wrong.
+    """
+    file = run_settings(folder)
     try:
         config, mistakes = read_config(file), Mistakes()
         check_values(config, mistakes)

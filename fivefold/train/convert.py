@@ -29,7 +29,7 @@ from fivefold.convert.save import MOST_BYTES, write_weights
 from fivefold.convert.stored import stored_tensors
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import CheckpointError, Mistake
-from fivefold.files import as_kind, read_json, write_atomic
+from fivefold.files import as_kind, read_json, telling_unwritable, write_atomic
 from fivefold.mesh.slices import Piece
 from fivefold.train.origin import checkpoints_of
 from fivefold.train.run_folder import CHECKPOINTS, TOKENIZER
@@ -263,8 +263,9 @@ def _finished(target: Path) -> Iterator[Path]:
     if target.exists():
         what = f"{target} is there already"
         raise CheckpointError(str(Mistake(what, attempt="another folder")))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".tmp-{target.name}-", dir=target.parent))
+    with telling_unwritable(target, CheckpointError):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".tmp-{target.name}-", dir=target.parent))
     try:
         yield folder
         folder.chmod(0o755)

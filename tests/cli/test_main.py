@@ -214,3 +214,54 @@ def test_doctor_examines_this_machine() -> None:
     (share,) = re.findall(r"\(llama3-8b, .* one rank\): (?:less than )?([\d.]+)%", done.stdout)
     assert 0 < float(share) < 1000
     assert "ready to train" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "launch slurm debug --output PLACE",
+        "tune debug --out PLACE",
+        "report RUN --html PLACE",
+        "plan --calibrate PLACE",
+        "schedule 1f1b --svg PLACE",
+    ],
+)
+def test_a_place_that_cannot_be_written_is_one_message(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = to_toml(read_config("debug"))
+    (tmp_path / "config.toml").write_text(settings)
+    (tmp_path / "metrics.jsonl").write_text("")
+    place = "/dev/null/x" if "calibrate" not in words else f"{tmp_path}"
+    given = {"RUN": f"{tmp_path}", "PLACE": place}
+    assert main([given.get(word, word) for word in words.split()]) == 2
+    assert f"cannot write {place}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [("0", "unknown recipe"), ("1", ""), ("x", "unknown recipe"), ("5", "unknown recipe")],
+)
+def test_a_mistake_is_told_once_and_by_a_rank_that_cannot_be(
+    rank: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", "no-such-recipe"]) == 2
+    told = capsys.readouterr().err
+    assert said in told if said else not told
+
+
+@pytest.mark.parametrize("words", ["train debug --save a\udcff", "train a\udcff", "audit a\udcff"])
+def test_a_word_that_is_not_utf_8_is_refused(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words.split()]) == 2
+    assert "must be text in UTF-8, not" in capsys.readouterr().err
+
+
+def test_plan_from_no_run_names_the_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--from", str(tmp_path)]) == 2
+    assert f"{tmp_path} is not a run folder" in capsys.readouterr().err

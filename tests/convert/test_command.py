@@ -8,7 +8,8 @@ from fivefold.cli.main import main
 from fivefold.config.huggingface import from_hf_config
 from fivefold.config.huggingface.write import differences, to_hf_config
 from fivefold.config.presets import PRESETS
-from fivefold.errors import ConfigError
+from fivefold.errors import CheckpointError, ConfigError
+from fivefold.train.convert import _finished
 
 
 def test_mistakes_are_told_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,3 +61,9 @@ def test_presets_are_written_or_refused_with_what_differs(name: str) -> None:
         assert "nearest: " in str(error) and ", there " in str(error)
     else:
         assert not differences(model, from_hf_config(fields))
+
+
+def test_a_target_that_cannot_be_made_is_one_message() -> None:
+    said = pytest.raises(CheckpointError, match="cannot write /dev/null/x: ")
+    with said, _finished(Path("/dev/null/x")):
+        pass
