@@ -55,7 +55,7 @@ def model_in(hub: HubFolder) -> ModelConfig:
 
 def stores_neighbours(fields: Mapping[str, object]) -> bool:
     """Whether a config.json says that rotary features are stored as pairs of neighbours."""
-    return fields.get("model_type") == "deepseek_v2" or fields.get("rope_interleave") is not False
+    return fields.get("model_type") == "deepseek_v2" or bool(fields.get("rope_interleave", True))
 
 
 class Reads(Protocol):
