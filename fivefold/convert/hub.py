@@ -13,7 +13,7 @@ from fivefold.convert.tensor_files import TensorFiles
 from fivefold.errors import CheckpointError, Mistake
 from fivefold.files import read_json, tensor_names
 
-INDEX = "model.safetensors.index.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG = "config.json"
 _SCALES, _BLOCKS, _BLOCK_SCALES = "_scale_inv", "_blocks", "_scales"
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1 without its sign (OCP Microscaling 1.0)
@@ -127,7 +127,11 @@ class HubFolder:
         return self._tensors.slice(self._actual[name])
 
     def _find(self) -> dict[str, Path]:
-        """The file of each tensor."""
+        """The file of each tensor: of the one file or of the index, in transformers' order; else of
+        all files."""
+        if (self.path / WHOLE).is_file():
+            names = tensor_names(self.path / WHOLE, CheckpointError)
+            return dict.fromkeys(names, self.path / WHOLE)
         if (self.path / INDEX).is_file():
             index = read_json(self.path / INDEX, dict[str, Any], CheckpointError)
             places = index.get("weight_map")
@@ -140,7 +144,11 @@ class HubFolder:
             return {name: self.path / str(file) for name, file in places.items()}
         found: dict[str, Path] = {}
         for file in sorted(self.path.glob("*.safetensors")):
-            found |= dict.fromkeys(tensor_names(file, CheckpointError), file)
+            for name in tensor_names(file, CheckpointError):
+                if name in found:
+                    what = f"{self.path} has {name} twice: in {found[name].name} and {file.name}"
+                    raise CheckpointError(str(Mistake(what, works=(INDEX, WHOLE))))
+                found[name] = file
         if not found:
             old = [path.name for path in self.path.glob("*.bin")]
             why = (f"it has {', '.join(old[:3])}; transformers' save_pretrained writes these",)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fivefold.convert.hub import INDEX
+from fivefold.convert.hub import INDEX, WHOLE
 from fivefold.convert.stored import Stored
 from fivefold.files import write_atomic
 
@@ -78,7 +78,7 @@ def write_weights(
     files = list(_shards(sizes, most_bytes))
     index: dict[str, str] = {}
     for number, names in enumerate(files, 1):
-        file = "model.safetensors"
+        file = WHOLE
         if len(files) > 1:
             file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         tensors = {name: made_of(parts[name], read, dtype_of(name)) for name in names}

@@ -1,4 +1,4 @@
-"""Folders of others' weights that say two things, or say one in an odd way: understood or refused."""
+"""Folders of others' weights that say two things, or one in an odd way: understood or refused."""
 
 import json
 from pathlib import Path
@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from fivefold.config.huggingface import from_hf_config
-from fivefold.errors import ConfigError
+from fivefold.convert.hub import INDEX
+from fivefold.errors import CheckpointError, ConfigError
 from tests.config.oracle import LENGTH, InFp64, oracle_logits
-from tests.convert.test_huggingface import our_stage, written
+from tests.convert.test_huggingface import our_stage, tensors_of, written
 from tests.model.models import batch_of
 
 
@@ -49,3 +51,23 @@ def test_a_field_about_rotary_features_that_is_no_switch_is_refused(
     with_fields(tmp_path, rope_interleave=value)
     with pytest.raises(ConfigError, match="rope_interleave"):
         from_hf_config(tmp_path)
+
+
+def test_of_one_file_and_an_index_transformers_choice_counts(tmp_path: Path) -> None:
+    """A model saved in one file over an older one in several, of which the index is left."""
+    written("llama", tmp_path, max_shard_size="20KB")
+    older = tensors_of(tmp_path)
+    assert (tmp_path / INDEX).exists()
+    newer = {name: 1.5 * tensor for name, tensor in older.items()}
+    save_file(newer, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file({"tok_embeddings.weight": torch.ones(3)}, tmp_path / "consolidated.safetensors")
+    assert agree(tmp_path)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    written("llama", tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "one.safetensors")
+    save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "two.safetensors")
+    what = r"model\.norm\.weight twice: in one\.safetensors and two\.safetensors"
+    with pytest.raises(CheckpointError, match=what):
+        our_stage(tmp_path)
