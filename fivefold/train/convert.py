@@ -221,6 +221,7 @@ def _fields(side: Path, model: ModelConfig) -> dict[str, Any]:
     """
     fields = _json(side / CONFIG)
     if fields is not None and not differences(model, from_hf_config(fields)):
+        fields.pop("quantization_config", None)  # weights are written as they were widened
         return fields
     return to_hf_config(model)
 

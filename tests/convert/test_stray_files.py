@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from fivefold.config.huggingface import from_hf_config
 from fivefold.convert.hub import INDEX
 from fivefold.errors import CheckpointError, ConfigError
+from fivefold.train.convert import to_hub, to_run
 from tests.config.oracle import LENGTH, InFp64, oracle_logits
 from tests.convert.test_huggingface import our_stage, tensors_of, written
 from tests.model.models import batch_of
@@ -71,3 +72,24 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     what = r"model\.norm\.weight twice: in one\.safetensors and two\.safetensors"
     with pytest.raises(CheckpointError, match=what):
         our_stage(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("deepseek_v3", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        ("gpt_oss", {"quant_method": "mxfp4"}),
+    ],
+)
+def test_weights_that_were_widened_are_not_called_quantised(
+    kind: str, how: dict[str, Any], tmp_path: Path
+) -> None:
+    """By config.json: a reader would look for scales, which are no longer there."""
+    written(kind, tmp_path / "hub", torch.bfloat16)
+    with_fields(tmp_path / "hub", quantization_config=how)
+    to_run(tmp_path / "hub", tmp_path / "run")
+    to_hub(tmp_path / "run", tmp_path / "out")
+    before, after = (
+        json.loads((tmp_path / side / "config.json").read_text()) for side in ("hub", "out")
+    )
+    assert after == {name: value for name, value in before.items() if value != how}
