@@ -40,6 +40,7 @@ SIDE = "huggingface"
 _SIDE_FILES = (
     *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "*.model", "*.tiktoken"),
+    *("configuration_*.py", "modeling_*.py", "tokenization_*.py"),  # which auto_map names
 )
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {

@@ -93,3 +93,18 @@ def test_weights_that_were_widened_are_not_called_quantised(
         json.loads((tmp_path / side / "config.json").read_text()) for side in ("hub", "out")
     )
     assert after == {name: value for name, value in before.items() if value != how}
+
+
+def test_code_that_auto_map_names_goes_along(tmp_path: Path) -> None:
+    """As DeepSeek's and Kimi's folders have it: the field is written again, and needs it."""
+    written("deepseek_v3", tmp_path / "hub")
+    with_fields(tmp_path / "hub", auto_map={"AutoConfig": "configuration_deepseek.OfTheirs"})
+    code = "class OfTheirs: ...\n"
+    (tmp_path / "hub" / "configuration_deepseek.py").write_text(code)
+    (tmp_path / "hub" / "train.py").touch()
+    to_run(tmp_path / "hub", tmp_path / "run")
+    to_hub(tmp_path / "run", tmp_path / "out")
+    assert "auto_map" in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert [(path.name, path.read_text()) for path in (tmp_path / "out").glob("*.py")] == [
+        ("configuration_deepseek.py", code)
+    ]
