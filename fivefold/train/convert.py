@@ -24,7 +24,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.config.sources import read_config, to_toml
 from fivefold.convert.adapter import with_merged, write_adapter
 from fivefold.convert.hub import CONFIG, HubFolder
-from fivefold.convert.load import fill_from_folder, model_in, sources_in, stores_neighbours
+from fivefold.convert.load import checked_sources, fill_from_folder, model_in, stores_neighbours
 from fivefold.convert.save import MOST_BYTES, write_weights
 from fivefold.convert.stored import stored_tensors
 from fivefold.data.tokenizer import Tokenizer
@@ -83,7 +83,7 @@ def to_run(
         model = model_in(HubFolder(source))
     if adapter is not None:
         model = replace(model, **read_adapter(adapter).settings)
-    sources = sources_in(source, model, adapter)
+    sources = checked_sources(source, model, adapter)
     with _finished(target) as folder:
         pieces = {}
         for name, (held, place) in sources.items():

@@ -1,6 +1,7 @@
 """Folders of others' weights that say two things, or one in an odd way: understood or refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from safetensors.torch import save_file
 
 from fivefold.config.huggingface import from_hf_config
 from fivefold.convert.hub import INDEX
+from fivefold.convert.load import checked_sources
+from fivefold.convert.stored import stored_tensors
 from fivefold.errors import CheckpointError, ConfigError
 from fivefold.train.convert import to_hub, to_run
 from tests.config.oracle import LENGTH, InFp64, oracle_logits
@@ -108,3 +111,39 @@ def test_code_that_auto_map_names_goes_along(tmp_path: Path) -> None:
     assert [(path.name, path.read_text()) for path in (tmp_path / "out").glob("*.py")] == [
         ("configuration_deepseek.py", code)
     ]
+
+
+def test_a_head_of_its_own_is_not_taken_for_a_copy_of_the_embedding(tmp_path: Path) -> None:
+    """transformers does not tie what config.json calls tied, if both are there and differ."""
+    written("llama", tmp_path)
+    with_fields(tmp_path, tie_word_embeddings=True)
+    with pytest.raises(CheckpointError, match='works: "tie_word_embeddings": false'):
+        to_run(tmp_path, tmp_path / "run")
+    with_fields(tmp_path, tie_word_embeddings=False)
+    to_run(tmp_path, tmp_path / "run")
+    assert agree(tmp_path)
+    tensors = tensors_of(tmp_path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with_fields(tmp_path, tie_word_embeddings=True)
+    to_run(tmp_path, tmp_path / "tied")
+    assert agree(tmp_path)
+
+
+@pytest.mark.parametrize("copy", ["embed_tokens.weight", "shared_head.head.weight"])
+def test_a_prediction_with_an_embedding_of_its_own_is_refused(copy: str, tmp_path: Path) -> None:
+    written("deepseek_v3", tmp_path / "hub")
+    layers = json.loads((tmp_path / "hub" / "config.json").read_text())["num_hidden_layers"]
+    model = replace(from_hf_config(tmp_path / "hub"), mtp_num_layers=1)
+    tensors = tensors_of(tmp_path / "hub")
+    for place in stored_tensors("deepseek_v3", model).values():
+        tensors |= {n: torch.ones(place.their_shape) for n in place.names if n not in tensors}
+    original = "lm_head.weight" if "head" in copy else "model.embed_tokens.weight"
+    tensors[f"model.layers.{layers}.{copy}"] = tensors[original].clone()
+    save_file(tensors, tmp_path / "hub" / "model.safetensors", metadata={"format": "pt"})
+    checked_sources(tmp_path / "hub", model)
+    tensors[f"model.layers.{layers}.{copy}"][1] += 1
+    save_file(tensors, tmp_path / "hub" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{copy} is not {original}.*\n.*--mtp-num-layers 0"):
+        checked_sources(tmp_path / "hub", model)
+    checked_sources(tmp_path / "hub", replace(model, mtp_num_layers=0))
