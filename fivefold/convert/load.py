@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -19,6 +20,17 @@ from fivefold.convert.stored import HEADS, Shape, Stored, base_of, copied, harml
 from fivefold.errors import CheckpointError, Mistake
 from fivefold.mesh.slices import Piece
 
+STORED: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float32,  # with its scales
+        "MXFP4": torch.bfloat16,  # exact: 3 bits times a power of two
+    }
+)
+"""Types of elements that are read, as files name them, and what keeps each."""
 _ROWS = 1024  # of a vocabulary, compared at a time
 
 
@@ -131,15 +143,23 @@ def sources_in(
 def checked_sources(
     path: Path, model: ModelConfig, adapter: Path | None = None
 ) -> dict[str, tuple[Reads, Stored]]:
-    """The same, and what is seen once rather than by each rank: values of copies.
+    """The same, and what is seen once rather than by each rank: types, scales, values of copies.
 
     Raises:
         ConfigError: the adapters cannot be read.
-        CheckpointError: as for `sources_in`; or a copy is none.
+        CheckpointError: as for `sources_in`; or a tensor's type is not known, scales do not fit, or
+            a copy is none.
     """
     sources = sources_in(path, model, adapter)
+    for held, place in sources.values():
+        for name in place.names:
+            if held.dtype(name) not in STORED:
+                what = f"{path}: {name} is stored as {held.dtype(name)}"
+                raise CheckpointError(str(Mistake(what, works=tuple(STORED))))
     if not is_megatron(path):
-        check_copies(HubFolder(path), model.base)
+        hub = HubFolder(path)
+        hub.check_scales()
+        check_copies(hub, model.base)
     return sources
 
 

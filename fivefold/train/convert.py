@@ -24,7 +24,13 @@ from fivefold.config.model import ModelConfig
 from fivefold.config.sources import read_config, to_toml
 from fivefold.convert.adapter import with_merged, write_adapter
 from fivefold.convert.hub import CONFIG, HubFolder
-from fivefold.convert.load import checked_sources, fill_from_folder, model_in, stores_neighbours
+from fivefold.convert.load import (
+    STORED,
+    checked_sources,
+    fill_from_folder,
+    model_in,
+    stores_neighbours,
+)
 from fivefold.convert.save import MOST_BYTES, write_weights
 from fivefold.convert.stored import stored_tensors
 from fivefold.data.tokenizer import Tokenizer
@@ -48,16 +54,6 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "fp16": torch.float16,
         "fp32": torch.float32,
         "fp64": torch.float64,
-    }
-)
-_STORED: Mapping[str, torch.dtype] = MappingProxyType(
-    {
-        "F64": torch.float64,
-        "F32": torch.float32,
-        "F16": torch.float16,
-        "BF16": torch.bfloat16,
-        "F8_E4M3": torch.float32,  # with its scales
-        "MXFP4": torch.bfloat16,  # exact: 3 bits times a power of two
     }
 )
 
@@ -87,10 +83,7 @@ def to_run(
     with _finished(target) as folder:
         pieces = {}
         for name, (held, place) in sources.items():
-            dtype = _STORED.get(held.dtype(place.names[0]))
-            if dtype is None:
-                what = f"{source}: {place.names[0]} is stored as {held.dtype(place.names[0])}"
-                raise CheckpointError(str(Mistake(what, works=tuple(_STORED))))
+            dtype = STORED[held.dtype(place.names[0])]
             shape = torch.Size(place.shape)
             whole = tuple(slice(0, size) for size in shape)
             pieces[name] = Piece(torch.empty(shape, dtype=dtype), shape, whole)

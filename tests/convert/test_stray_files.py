@@ -9,12 +9,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fivefold.config.config import Config
 from fivefold.config.huggingface import from_hf_config
-from fivefold.convert.hub import INDEX
-from fivefold.convert.load import checked_sources
+from fivefold.convert.hub import INDEX, HubFolder
+from fivefold.convert.load import checked_sources, model_in
 from fivefold.convert.stored import stored_tensors
 from fivefold.errors import CheckpointError, ConfigError
 from fivefold.train.convert import to_hub, to_run
+from fivefold.train.origin import find_origin
 from tests.config.oracle import LENGTH, InFp64, oracle_logits
 from tests.convert.test_huggingface import our_stage, tensors_of, written
 from tests.model.models import batch_of
@@ -147,3 +149,91 @@ def test_a_prediction_with_an_embedding_of_its_own_is_refused(copy: str, tmp_pat
     with pytest.raises(CheckpointError, match=rf"{copy} is not {original}.*\n.*--mtp-num-layers 0"):
         checked_sources(tmp_path / "hub", model)
     checked_sources(tmp_path / "hub", replace(model, mtp_num_layers=0))
+
+
+_FP8 = "model.layers.0.mlp.down_proj.weight"
+
+
+def of_fp8(folder: Path, scales: torch.Tensor | None, how: Any) -> None:
+    """A folder with one matrix in fp8, [32, 48], and these scales."""
+    written("deepseek_v3", folder, torch.bfloat16)
+    tensors = tensors_of(folder)
+    tensors[_FP8] = tensors[_FP8].to(torch.float8_e4m3fn)
+    if scales is not None:
+        tensors[_FP8 + "_scale_inv"] = scales
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with_fields(folder, quantization_config=how)
+
+
+@pytest.mark.parametrize(
+    ("scales", "sizes", "message"),
+    [
+        (None, [8, 8], f"{_FP8} is stored as F8_E4M3"),
+        (torch.tensor(2.0), [8, 8], f"{_FP8} is stored as F8_E4M3"),
+        (torch.ones(1, 1), [8, 8], "4 x 6 are needed, it has 1 x 1"),
+        (torch.ones(6, 4), [8, 8], "4 x 6 are needed, it has 6 x 4"),
+        (torch.ones(5, 7), [8, 8], "4 x 6 are needed, it has 5 x 7"),
+        (torch.ones(1, 1), None, "weight_block_size"),
+        (torch.ones(1, 1), "128", "weight_block_size"),
+        (torch.ones(1, 1), [128], "weight_block_size"),
+        (torch.ones(1, 1), [0, 128], "weight_block_size"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["convert", "train"])
+def test_scales_that_do_not_fit_are_refused(
+    verb: str, scales: torch.Tensor | None, sizes: Any, message: str, tmp_path: Path
+) -> None:
+    of_fp8(tmp_path / "hub", scales, {"weight_block_size": sizes})
+    with pytest.raises(CheckpointError, match=message):
+        read_by(verb, tmp_path)
+
+
+@pytest.mark.parametrize("verb", ["convert", "train"])
+def test_a_type_of_elements_that_is_not_known_is_refused(verb: str, tmp_path: Path) -> None:
+    written("deepseek_v3", tmp_path / "hub")
+    tensors = tensors_of(tmp_path / "hub")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    save_file(tensors, tmp_path / "hub" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"norm\.weight is stored as I8"):
+        read_by(verb, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("scales", "dtype"),
+    [((4, 48, 2), "uint8"), ((4, 48), "uint8"), ((4, 48, 1), "int8"), (None, "")],
+)
+def test_mxfp4_with_scales_that_do_not_fit_is_refused(
+    scales: tuple[int, ...] | None, dtype: str, tmp_path: Path
+) -> None:
+    """One matrix of four experts, [32, 48] each as ours; scales of another shape or type."""
+    written("gpt_oss", tmp_path / "hub", torch.bfloat16)
+    tensors = tensors_of(tmp_path / "hub")
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    experts, columns, rows = tensors.pop(name).shape
+    blocks = torch.zeros(experts, rows, columns // 32, 16, dtype=torch.uint8)
+    good = torch.full(blocks.shape[:-1], 120, dtype=torch.uint8)
+    for held in (good, None if scales is None else torch.ones(scales, dtype=getattr(torch, dtype))):
+        packed = {f"{name}_blocks": blocks} | ({} if held is None else {f"{name}_scales": held})
+        save_file(tensors | packed, tmp_path / "hub" / "model.safetensors")
+        if held is good:
+            read_by("train", tmp_path)
+            continue
+        with pytest.raises(CheckpointError, match="gate_up_proj"):
+            read_by("train", tmp_path)
+
+
+def test_scales_beside_a_tensor_that_needs_none_are_left_over(tmp_path: Path) -> None:
+    written("deepseek_v3", tmp_path)
+    tensors = tensors_of(tmp_path) | {_FP8 + "_scale_inv": torch.full((1, 1), 2.0)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{_FP8}_scale_inv"):
+        to_run(tmp_path, tmp_path / "run")
+
+
+def read_by(verb: str, folder: Path) -> None:
+    """Read a folder's weights as `convert` or as `train --load` does."""
+    if verb == "convert":
+        to_run(folder / "hub", folder / "run")
+        return
+    model = model_in(HubFolder(folder / "hub"))
+    find_origin(Config(model).with_values(load=str(folder / "hub")), folder / "run")
