@@ -45,7 +45,7 @@ def places_in(hub: HubFolder, model: ModelConfig) -> dict[str, Stored]:
     saved = {
         name: hub.shape(name)
         for name in hub.names
-        if name in asked or not harmless(hub.kind, model, name)
+        if name in asked or not (harmless(hub.kind, model, name) or 0 in hub.shape(name))
     }
     if wrong := mismatches(asked, saved, ()):
         raise CheckpointError("\n".join([f"{hub.path}: {wrong[0]}", *map(str, wrong[1:])]))
