@@ -17,7 +17,8 @@ from fivefold.convert.stored import stored_tensors
 from fivefold.errors import CheckpointError, ConfigError
 from fivefold.train.convert import to_hub, to_run
 from fivefold.train.origin import find_origin
-from tests.config.oracle import LENGTH, InFp64, oracle_logits
+from tests.config.oracle import LENGTH, InFp64, oracle, oracle_logits
+from tests.config.test_huggingface_parity import TINY
 from tests.convert.test_huggingface import our_stage, tensors_of, written
 from tests.model.models import batch_of
 
@@ -237,3 +238,24 @@ def read_by(verb: str, folder: Path) -> None:
         return
     model = model_in(HubFolder(folder / "hub"))
     find_origin(Config(model).with_values(load=str(folder / "hub")), folder / "run")
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("deepseek_v2", {"first_k_dense_replace": 2}),
+        ("deepseek_v3", {"first_k_dense_replace": 2}),
+        ("deepseek_v3", {"hidden_act": "gelu_new"}),
+        ("deepseek_v3", {"n_shared_experts": 0}),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 2}),
+    ],
+)
+def test_what_is_rare_in_a_family_is_read_and_written(
+    kind: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    """Without the config.json that the weights came with, transformers loads what is written."""
+    oracle({**TINY[kind], "model_type": kind, **fields}).save_pretrained(tmp_path / "hub")
+    to_run(tmp_path / "hub", tmp_path / "run")
+    (tmp_path / "run" / "huggingface" / "config.json").unlink()
+    to_hub(tmp_path / "run", tmp_path / "out", dtype="fp64")
+    assert agree(tmp_path / "out")
