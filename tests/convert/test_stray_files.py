@@ -259,3 +259,15 @@ def test_what_is_rare_in_a_family_is_read_and_written(
     (tmp_path / "run" / "huggingface" / "config.json").unlink()
     to_hub(tmp_path / "run", tmp_path / "out", dtype="fp64")
     assert agree(tmp_path / "out")
+
+
+def test_weights_that_fp16_cannot_hold_are_named(tmp_path: Path) -> None:
+    written("llama", tmp_path / "hub", torch.bfloat16)
+    tensors = tensors_of(tmp_path / "hub")
+    tensors["model.norm.weight"][0] = -1e5
+    save_file(tensors, tmp_path / "hub" / "model.safetensors", metadata={"format": "pt"})
+    to_run(tmp_path / "hub", tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"norm\.weight has 99840, .* 65504"):
+        to_hub(tmp_path / "run", tmp_path / "out", dtype="fp16")
+    assert not (tmp_path / "out").exists()
+    to_hub(tmp_path / "run", tmp_path / "out", dtype="bf16")
