@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fivefold.cli.main import main
 from fivefold.config.config import Config
 from fivefold.config.huggingface import from_hf_config
 from fivefold.convert.hub import INDEX, HubFolder
@@ -271,3 +272,14 @@ def test_weights_that_fp16_cannot_hold_are_named(tmp_path: Path) -> None:
         to_hub(tmp_path / "run", tmp_path / "out", dtype="fp16")
     assert not (tmp_path / "out").exists()
     to_hub(tmp_path / "run", tmp_path / "out", dtype="bf16")
+
+
+def test_sample_says_what_weights_without_a_tokenizer_need(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written("llama", tmp_path / "hub")
+    to_run(tmp_path / "hub", tmp_path / "run")
+    assert main(["sample", str(tmp_path / "run"), "hello"]) == 2
+    said = capsys.readouterr().err
+    assert f"copied to {tmp_path / 'run' / 'tokenizer.json'}" in said
+    assert "--tokenizer-model" not in said  # which is no flag of it
