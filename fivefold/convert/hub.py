@@ -11,9 +11,9 @@ from torch import Tensor
 from fivefold.convert.stored import Shape, base_of
 from fivefold.convert.tensor_files import TensorFiles
 from fivefold.errors import CheckpointError, Mistake
-from fivefold.files import read_json, tensor_names
+from fivefold.files import as_kind, read_json, tensor_names
 
-INDEX = "model.safetensors.index.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG = "config.json"
 _SCALES, _BLOCKS, _BLOCK_SCALES = "_scale_inv", "_blocks", "_scales"
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1 without its sign (OCP Microscaling 1.0)
@@ -69,17 +69,58 @@ class HubFolder:
 
     def _scales_another(self, name: str) -> bool:
         if name.endswith(_SCALES):
-            return name.removesuffix(_SCALES) in self._actual
+            return self._is_fp8(name.removesuffix(_SCALES))
         return name.endswith(_BLOCK_SCALES) and (
             name.removesuffix(_BLOCK_SCALES) + _BLOCKS in self._actual
         )
 
+    def _is_fp8(self, name: str) -> bool:
+        return name in self._actual and self.dtype(name).startswith("F8_")
+
     def shape(self, name: str) -> Shape:
         """The shape of a tensor."""
-        if name not in self._actual:  # MXFP4: [E, rows, blocks, bytes], as [E, columns, rows]
-            experts, rows, blocks, size = self._slice(name + _BLOCKS).get_shape()
-            return experts, 2 * blocks * size, rows
-        return tuple(self._slice(name).get_shape())
+        if name in self._actual:
+            return tuple(self._slice(name).get_shape())
+        packed = tuple(self._slice(name + _BLOCKS).get_shape())
+        if len(packed) != 4:  # no MXFP4, and then of no shape that is asked for
+            return packed
+        experts, rows, blocks, size = packed  # as [E, columns, rows]
+        return experts, 2 * blocks * size, rows
+
+    def check_scales(self) -> None:
+        """Check that every tensor in 8 bits or fewer has scales that fit it.
+
+        Raises:
+            CheckpointError: they are missing, or of another shape or type.
+        """
+        for name in sorted(self.names):
+            if self._is_fp8(name):
+                scales, shape = name + _SCALES, self.shape(name)
+                sizes = self._block_sizes()
+                blocks = tuple(-(-n // size) for n, size in zip(shape, sizes, strict=False))
+                fits = len(shape) == 2
+            elif name not in self._actual:
+                scales, of = name + _BLOCK_SCALES, name + _BLOCKS
+                blocks = self.shape(of)[:-1]
+                fits = self.dtype(of) == self.dtype(scales) == "U8"
+            else:
+                continue
+            found = self.shape(scales) if scales in self._actual else None
+            if not fits or found != blocks:
+                kind, asked = self.dtype(name), " x ".join(map(str, blocks))
+                there = "has none" if found is None else f"has {' x '.join(map(str, found))}"
+                what = f"{self.path}: {name} is stored as {kind}, with scales that do not fit"
+                raise CheckpointError(str(Mistake(what, (f"{asked} are needed, it {there}",))))
+
+    def _block_sizes(self) -> tuple[int, int]:
+        """Rows and columns that share a scale of fp8."""
+        how = self.fields.get("quantization_config") or {}
+        sizes = how.get("weight_block_size", [128, 128]) if isinstance(how, Mapping) else None
+        of = f"weight_block_size of {self.path / CONFIG}"
+        rows, columns = as_kind(sizes, tuple[int, int], of, CheckpointError)
+        if min(rows, columns) < 1:
+            raise CheckpointError(f"{of} must be positive, not {sizes}")
+        return rows, columns
 
     def dtype(self, name: str) -> str:
         """The type of a tensor's elements, by its name in the file; MXFP4 is "MXFP4"."""
@@ -94,14 +135,13 @@ class HubFolder:
         if name not in self._actual:
             return self._widened(name, slices)
         part = self._tensors.read(self._actual[name], slices)
-        if name + _SCALES in self._actual:
+        if self._is_fp8(name):
             part = part.float() * self._scale(name, slices)
         return part
 
     def _scale(self, name: str, slices: tuple[slice, ...]) -> Tensor:
         """fp8's scales, each for a block of elements, for a part of a matrix."""
-        how = self.fields.get("quantization_config") or {}
-        sizes = how.get("weight_block_size", [128, 128])
+        sizes = self._block_sizes()
         blocks = tuple(
             slice(part.start // size, -(-part.stop // size))
             for part, size in zip(slices, sizes, strict=True)
@@ -127,7 +167,11 @@ class HubFolder:
         return self._tensors.slice(self._actual[name])
 
     def _find(self) -> dict[str, Path]:
-        """The file of each tensor."""
+        """The file of each tensor: of the one file or of the index, in transformers' order; else of
+        all files."""
+        if (self.path / WHOLE).is_file():
+            names = tensor_names(self.path / WHOLE, CheckpointError)
+            return dict.fromkeys(names, self.path / WHOLE)
         if (self.path / INDEX).is_file():
             index = read_json(self.path / INDEX, dict[str, Any], CheckpointError)
             places = index.get("weight_map")
@@ -140,7 +184,11 @@ class HubFolder:
             return {name: self.path / str(file) for name, file in places.items()}
         found: dict[str, Path] = {}
         for file in sorted(self.path.glob("*.safetensors")):
-            found |= dict.fromkeys(tensor_names(file, CheckpointError), file)
+            for name in tensor_names(file, CheckpointError):
+                if name in found:
+                    what = f"{self.path} has {name} twice: in {found[name].name} and {file.name}"
+                    raise CheckpointError(str(Mistake(what, works=(INDEX, WHOLE))))
+                found[name] = file
         if not found:
             old = [path.name for path in self.path.glob("*.bin")]
             why = (f"it has {', '.join(old[:3])}; transformers' save_pretrained writes these",)

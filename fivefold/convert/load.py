@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -15,9 +16,22 @@ from fivefold.config.model import ModelConfig
 from fivefold.convert.adapter import open_adapter
 from fivefold.convert.hub import HubFolder
 from fivefold.convert.megatron import MegatronFolder
-from fivefold.convert.stored import Shape, Stored, base_of, harmless, stored_tensors
-from fivefold.errors import CheckpointError
+from fivefold.convert.stored import HEADS, Shape, Stored, base_of, copied, harmless, stored_tensors
+from fivefold.errors import CheckpointError, Mistake
 from fivefold.mesh.slices import Piece
+
+STORED: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float32,  # with its scales
+        "MXFP4": torch.bfloat16,  # exact: 3 bits times a power of two
+    }
+)
+"""Types of elements that are read, as files name them, and what keeps each."""
+_ROWS = 1024  # of a vocabulary, compared at a time
 
 
 def places_in(hub: HubFolder, model: ModelConfig) -> dict[str, Stored]:
@@ -31,11 +45,39 @@ def places_in(hub: HubFolder, model: ModelConfig) -> dict[str, Stored]:
     saved = {
         name: hub.shape(name)
         for name in hub.names
-        if name in asked or not harmless(hub.kind, model, name)
+        if name in asked or not (harmless(hub.kind, model, name) or 0 in hub.shape(name))
     }
     if wrong := mismatches(asked, saved, ()):
         raise CheckpointError("\n".join([f"{hub.path}: {wrong[0]}", *map(str, wrong[1:])]))
     return places
+
+
+def check_copies(hub: HubFolder, model: ModelConfig) -> None:
+    """Check that what a folder has beside the embedding or head, and the model shares, is the same.
+
+    Raises:
+        CheckpointError: a tensor is another than the one in its place.
+    """
+    for name in sorted(hub.names):
+        original = copied(hub.kind, model, name)
+        if original is None or original not in hub.names or _equal(hub, name, original):
+            continue
+        what = f"{hub.path}: {name} is not {original}, and the model has one for both"
+        apart = '"tie_word_embeddings": false in config.json'
+        works = apart if name.startswith(HEADS) else "--mtp-num-layers 0"
+        raise CheckpointError(str(Mistake(what, works=(works,))))
+
+
+def _equal(hub: HubFolder, name: str, other: str) -> bool:
+    """Whether two tensors have the same elements; some rows are in memory at a time."""
+    shape = hub.shape(name)
+    if hub.shape(other) != shape:
+        return False
+    rest = tuple(slice(0, size) for size in shape[1:])
+    parts = [(slice(at, min(at + _ROWS, shape[0])), *rest) for at in range(0, shape[0], _ROWS)]
+    return all(
+        torch.equal(hub.read(name, part).double(), hub.read(other, part).double()) for part in parts
+    )
 
 
 def model_in(hub: HubFolder) -> ModelConfig:
@@ -55,7 +97,7 @@ def model_in(hub: HubFolder) -> ModelConfig:
 
 def stores_neighbours(fields: Mapping[str, object]) -> bool:
     """Whether a config.json says that rotary features are stored as pairs of neighbours."""
-    return fields.get("model_type") == "deepseek_v2" or fields.get("rope_interleave") is not False
+    return fields.get("model_type") == "deepseek_v2" or bool(fields.get("rope_interleave", True))
 
 
 class Reads(Protocol):
@@ -96,6 +138,29 @@ def sources_in(
         files, beside = open_adapter(adapter, model, hub.kind, places)
         found |= {name: (files, at) for name, at in beside.items()}
     return found
+
+
+def checked_sources(
+    path: Path, model: ModelConfig, adapter: Path | None = None
+) -> dict[str, tuple[Reads, Stored]]:
+    """The same, and what is seen once rather than by each rank: types, scales, values of copies.
+
+    Raises:
+        ConfigError: the adapters cannot be read.
+        CheckpointError: as for `sources_in`; or a tensor's type is not known, scales do not fit, or
+            a copy is none.
+    """
+    sources = sources_in(path, model, adapter)
+    for held, place in sources.values():
+        for name in place.names:
+            if held.dtype(name) not in STORED:
+                what = f"{path}: {name} is stored as {held.dtype(name)}"
+                raise CheckpointError(str(Mistake(what, works=tuple(STORED))))
+    if not is_megatron(path):
+        hub = HubFolder(path)
+        hub.check_scales()
+        check_copies(hub, model.base)
+    return sources
 
 
 def fill_from_folder(

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fivefold.convert.hub import INDEX
+from fivefold.convert.hub import INDEX, WHOLE
 from fivefold.convert.stored import Stored
+from fivefold.errors import CheckpointError, Mistake
 from fivefold.files import write_atomic
 
 MOST_BYTES = 5e9
@@ -78,7 +79,7 @@ def write_weights(
     files = list(_shards(sizes, most_bytes))
     index: dict[str, str] = {}
     for number, names in enumerate(files, 1):
-        file = "model.safetensors"
+        file = WHOLE
         if len(files) > 1:
             file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         tensors = {name: made_of(parts[name], read, dtype_of(name)) for name in names}
@@ -104,13 +105,30 @@ def _shards(sizes: Mapping[str, int], most_bytes: float) -> Iterator[list[str]]:
 
 
 def made_of(parts: list[_Part], read: ReadPart, dtype: torch.dtype) -> Tensor:
-    """A tensor of theirs, from all parts of ours."""
+    """A tensor of theirs, from all parts of ours.
+
+    Raises:
+        CheckpointError: an element is too large for the type.
+    """
     made = torch.empty(parts[0].place.their_shape, dtype=dtype)
     for part in parts:
         view = made.transpose(-1, -2) if part.place.transposed else made
-        values = part.read(read).to(dtype)
+        values = _rounded(part.read(read), dtype, part.name)
         if part.place.rows is None:
             view.copy_(values)
         else:
             view.index_copy_(part.place.axis, part.place.rows, values)
     return made
+
+
+def _rounded(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Values in another type, in which none becomes infinite."""
+    rounded = values.to(dtype)
+    if torch.finfo(dtype).max < torch.finfo(values.dtype).max:
+        beyond = values.isfinite() & ~rounded.isfinite()
+        if beyond.any():
+            most = values[beyond].abs().max().item()
+            largest = torch.finfo(dtype).max
+            what = f"{name} has {most:g}, and the largest number of {dtype} is {largest:g}"
+            raise CheckpointError(str(Mistake(what, works=("--dtype bf16", "--dtype fp32"))))
+    return rounded

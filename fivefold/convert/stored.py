@@ -159,10 +159,10 @@ def their_name(kind: str, model: ModelConfig, name: str) -> str:
         name = _LAST.get(kind, "norm.") + name.removeprefix("norm.")
     for ours, theirs in _NAMES.get(kind, {}).items():
         name = name.replace(ours, theirs)
-    return name if name.startswith(_HEADS) else base_of(kind) + name
+    return name if name.startswith(HEADS) else base_of(kind) + name
 
 
-_HEADS = ("lm_head.", "embed_out.")
+HEADS = ("lm_head.", "embed_out.")
 _EACH = {".experts.": ".experts.{e}."}
 _DEEPSEEK = {
     ".kv_a_proj.": ".kv_a_proj_with_mqa.",
@@ -256,7 +256,9 @@ _LAST: Mapping[str, str] = MappingProxyType(
 
 
 def harmless(kind: str, model: ModelConfig, name: str) -> bool:
-    """Whether a tensor there has no effect: constants, and copies of the embedding or head."""
+    """Whether a tensor there has no effect: constants, copies, and layers that are left out."""
+    if copied(kind, model, name):
+        return True
     tail = name.removeprefix(base_of(kind))
     if tail.endswith("rotary_emb.inv_freq"):
         return True
@@ -264,11 +266,27 @@ def harmless(kind: str, model: ModelConfig, name: str) -> bool:
         (".attn.bias", ".masked_bias", "attention.bias")
     ):
         return True
-    if name.startswith(_HEADS):
-        return not model.untie_embeddings_and_output_weights
+    depth, _ = _predicting(kind, model, name)
+    return depth >= model.mtp_num_layers and model.multi_latent_attention
+
+
+def copied(kind: str, model: ModelConfig, name: str) -> str | None:
+    """The tensor there of which another one must be a copy: the embedding or head; else None."""
+    embedding, head = (
+        their_name(kind, model, f"{of}.weight") for of in ("embed_tokens", "lm_head")
+    )
+    tied = not model.untie_embeddings_and_output_weights
+    if name == head and tied:
+        return embedding
+    depth, inner = _predicting(kind, model, name)
+    if not 0 <= depth < model.mtp_num_layers:
+        return None
+    copies = {"embed_tokens.weight": embedding, "shared_head.head.weight": head}
+    return embedding if tied and inner in copies else copies.get(inner)
+
+
+def _predicting(kind: str, model: ModelConfig, name: str) -> tuple[int, str]:
+    """Of a tensor in a layer after the last: how many are between, and its name there; else -1."""
+    tail = name.removeprefix(base_of(kind))
     layer = re.fullmatch(r"layers\.(\d+)\.(.*)", tail)
-    if layer is None or not model.multi_latent_attention:
-        return False
-    depth = int(layer[1]) - model.num_layers
-    copies = ("embed_tokens.weight", "shared_head.head.weight")
-    return depth >= model.mtp_num_layers or (depth >= 0 and layer[2] in copies)
+    return (-1, tail) if layer is None else (int(layer[1]) - model.num_layers, layer[2])

@@ -24,7 +24,13 @@ from fivefold.config.model import ModelConfig
 from fivefold.config.sources import read_config, to_toml
 from fivefold.convert.adapter import with_merged, write_adapter
 from fivefold.convert.hub import CONFIG, HubFolder
-from fivefold.convert.load import fill_from_folder, model_in, sources_in, stores_neighbours
+from fivefold.convert.load import (
+    STORED,
+    checked_sources,
+    fill_from_folder,
+    model_in,
+    stores_neighbours,
+)
 from fivefold.convert.save import MOST_BYTES, write_weights
 from fivefold.convert.stored import stored_tensors
 from fivefold.data.tokenizer import Tokenizer
@@ -40,6 +46,7 @@ SIDE = "huggingface"
 _SIDE_FILES = (
     *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "*.model", "*.tiktoken"),
+    *("configuration_*.py", "modeling_*.py", "tokenization_*.py"),  # which auto_map names
 )
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -47,16 +54,6 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "fp16": torch.float16,
         "fp32": torch.float32,
         "fp64": torch.float64,
-    }
-)
-_STORED: Mapping[str, torch.dtype] = MappingProxyType(
-    {
-        "F64": torch.float64,
-        "F32": torch.float32,
-        "F16": torch.float16,
-        "BF16": torch.bfloat16,
-        "F8_E4M3": torch.float32,  # with its scales
-        "MXFP4": torch.bfloat16,  # exact: 3 bits times a power of two
     }
 )
 
@@ -82,14 +79,11 @@ def to_run(
         model = model_in(HubFolder(source))
     if adapter is not None:
         model = replace(model, **read_adapter(adapter).settings)
-    sources = sources_in(source, model, adapter)
+    sources = checked_sources(source, model, adapter)
     with _finished(target) as folder:
         pieces = {}
         for name, (held, place) in sources.items():
-            dtype = _STORED.get(held.dtype(place.names[0]))
-            if dtype is None:
-                what = f"{source}: {place.names[0]} is stored as {held.dtype(place.names[0])}"
-                raise CheckpointError(str(Mistake(what, works=tuple(_STORED))))
+            dtype = STORED[held.dtype(place.names[0])]
             shape = torch.Size(place.shape)
             whole = tuple(slice(0, size) for size in shape)
             pieces[name] = Piece(torch.empty(shape, dtype=dtype), shape, whole)
@@ -221,6 +215,7 @@ def _fields(side: Path, model: ModelConfig) -> dict[str, Any]:
     """
     fields = _json(side / CONFIG)
     if fields is not None and not differences(model, from_hf_config(fields)):
+        fields.pop("quantization_config", None)  # weights are written as they were widened
         return fields
     return to_hf_config(model)
 

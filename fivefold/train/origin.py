@@ -9,7 +9,7 @@ from fivefold.config.huggingface import from_hf_config, refuse_adapter
 from fivefold.config.huggingface.write import differences
 from fivefold.config.megatron import is_megatron, megatron_checkpoint
 from fivefold.convert.hub import HubFolder, is_hub_folder
-from fivefold.convert.load import model_in, sources_in
+from fivefold.convert.load import checked_sources, model_in
 from fivefold.errors import CheckpointError, ConfigError, DamagedCheckpoint, DataError, Mistake
 from fivefold.train.loop import Trainer
 from fivefold.train.run_folder import CHECKPOINTS
@@ -70,7 +70,7 @@ def find_origin(config: Config, folder: Path) -> Origin | None:
             raise CheckpointError(str(Mistake(what, attempt=made)))
         if is_megatron(Path(load)):
             found = megatron_checkpoint(Path(load), config.checkpoint.ckpt_step)
-            sources_in(found, config.model)  # before any rank starts
+            checked_sources(found, config.model)  # before any rank starts
             return Origin(found, 0, weights_only=True, foreign=True)
         source, step = Checkpointer(checkpoints_of(Path(load))), config.checkpoint.ckpt_step
         weights_only = config.checkpoint.finetune
@@ -112,7 +112,7 @@ def _from_hub(folder: Path, config: Config) -> Origin:
         raise CheckpointError(str(Mistake(what, tuple(wrong), attempt=attempt)))
     load = config.checkpoint.load_adapter
     adapter = None if load is None else Path(load)
-    sources_in(folder, config.model, adapter)  # before any rank starts
+    checked_sources(folder, config.model, adapter)  # before any rank starts
     return Origin(folder, 0, weights_only=True, foreign=True, adapter=adapter)
 
 

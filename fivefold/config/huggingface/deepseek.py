@@ -48,8 +48,8 @@ def deepseek(reader: Reader, kind: str) -> ModelConfig:
     reader.without_effect("aux_loss_alpha", "seq_aux", "ep_size")
     reader.fixed("attention_bias", False)
     reader.fixed("mlp_bias", False)
-    # The order in which weights are stored; the computation is the same.
-    reader.without_effect("rope_interleave")
+    # The order in which weights are stored; the computation is the same. Null is false.
+    reader.fixed("rope_interleave", True, False, None)
     # transformers normalises latents with this epsilon, whatever the file says.
     reader.fixed("rms_norm_eps", 1e-6)
     rope = read_rope(reader, Rope(10000.0, 1.0, "default"), leave_out=True, latents=True)

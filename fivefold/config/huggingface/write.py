@@ -163,15 +163,17 @@ def _gpt_neox(model: ModelConfig, kind: str) -> Fields:
     }
 
 
+_ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh", "quick_gelu": "silu"}
+
+
 def _llama_like(model: ModelConfig, kind: str) -> Fields:
-    names = {"gelu_tanh": "gelu_pytorch_tanh", "quick_gelu": "silu"}
     fields = {
         **_sizes(model),
         "intermediate_size": model.ffn_size,
         "num_key_value_heads": model.num_kv_heads,
         "head_dim": model.head_dim,
         "rms_norm_eps": model.norm_epsilon,
-        "hidden_act": names.get(model.activation_func, model.activation_func),
+        "hidden_act": _ACTIVATIONS.get(model.activation_func, model.activation_func),
         "attention_dropout": model.attention_dropout,
         **_rope(model),
     }
@@ -230,7 +232,8 @@ def _qwen_moe(model: ModelConfig, kind: str) -> Fields:
 def _gpt_oss(model: ModelConfig, kind: str) -> Fields:
     return _llama_like(model, kind) | {
         "attention_bias": True,
-        "sliding_window": None if model.window_size is None else model.window_size + 1,
+        # transformers asks for a width even where no layer has a window.
+        "sliding_window": 128 if model.window_size is None else model.window_size + 1,
         "layer_types": _layer_types(model),
         "swiglu_limit": model.activation_func_clamp_value,
         "num_local_experts": model.num_experts,
@@ -247,7 +250,7 @@ def _deepseek(model: ModelConfig, kind: str) -> Fields:
         **_rope(model),
         "intermediate_size": model.ffn_size,
         "num_key_value_heads": model.num_attention_heads,
-        "hidden_act": model.activation_func,
+        "hidden_act": _ACTIVATIONS.get(model.activation_func, model.activation_func),
         "rms_norm_eps": model.norm_epsilon,
         "attention_bias": False,
         "attention_dropout": model.attention_dropout,
@@ -256,7 +259,7 @@ def _deepseek(model: ModelConfig, kind: str) -> Fields:
         "qk_nope_head_dim": model.qk_head_dim,
         "qk_rope_head_dim": model.qk_pos_emb_head_dim,
         "v_head_dim": model.v_head_dim,
-        "n_routed_experts": model.num_experts,
+        "n_routed_experts": model.num_experts or 1,  # of no layer, but transformers wants a number
         "num_experts_per_tok": model.moe_router_topk,
         "moe_intermediate_size": model.expert_ffn_size,
         "n_shared_experts": model.shared_ffn_size // model.expert_ffn_size,
