@@ -72,9 +72,8 @@ class Layout:
     def defers_weights(self) -> bool:
         """Whether some dX is computed before its dW."""
         parallel = self.config.parallel
-        if parallel.delay_wgrad_compute or (self.grid.pp > 1 and parallel.pipeline_dx_first):
-            return True
-        return _defers(self.order())
+        early = self.grid.pp > 1 and parallel.pipeline_dx_first
+        return parallel.delay_wgrad_compute or early or _defers(self.order())
 
     @property
     def sends_dx_first(self) -> bool:
@@ -84,10 +83,10 @@ class Layout:
     @property
     def fuses_accumulation(self) -> bool:
         """Whether products add weight gradients to those of earlier microbatches."""
-        if self.config.parallel.sharding.splits_gradients:
-            return False  # which leave with every microbatch
-        backwards = self.num_microbatches * self.config.parallel.num_sequence_slices
-        return self.config.training.gradient_accumulation_fusion and backwards > 1
+        training, parallel = self.config.training, self.config.parallel
+        keeps = not parallel.sharding.splits_gradients  # which leave with every microbatch
+        again = self.num_microbatches * parallel.num_sequence_slices > 1
+        return training.gradient_accumulation_fusion and keeps and again
 
     @property
     def fills_messages(self) -> bool:
@@ -96,16 +95,12 @@ class Layout:
 
     @property
     def owns_linears(self) -> bool:
-        """Whether linears are autograd functions of ours.
-
-        They exchange tokens, defer weight gradients, add them up, or make them where they are sent
-        from. For the latter two alone neither a graph of torch.compile is broken, nor a product
-        recomputed that PyTorch's own linears save.
-        """
-        training, memory = self.config.training, self.config.memory
-        free = not training.compile and memory.recompute_granularity is None
+        """Whether linears are autograd functions of ours: for gradients alone, none that breaks a
+        graph of torch.compile, or whose product is recomputed where PyTorch's would save it."""
+        compiled, memory = self.config.training.compile, self.config.memory
         keeps = self.fuses_accumulation or self.fills_messages
-        return self.grid.tp > 1 or self.defers_weights or (keeps and free)
+        keeps = keeps and not compiled and memory.recompute_granularity is None
+        return self.grid.tp > 1 or self.defers_weights or keeps
 
     @property
     def runs_pairs(self) -> bool:
@@ -126,10 +121,10 @@ class Layout:
     @property
     def gathers_once(self) -> bool:
         """Whether the program says when to gather, and never gathers a stage twice in a step."""
-        if self.config.parallel.pipeline_max_unsharded_stages is None:
-            return False
-        acts = (act for row in self.program().ranks for act in row if act.kind is Kind.UNSHARD)
-        return all(often == 1 for often in Counter(act.stage for act in acts).values())
+        says = self.config.parallel.pipeline_max_unsharded_stages is not None
+        every = (act for row in self.program().ranks for act in row) if says else ()
+        often = Counter(act.stage for act in every if act.kind is Kind.UNSHARD)
+        return says and all(count == 1 for count in often.values())
 
     @property
     def enough_microbatches(self) -> int:
@@ -169,9 +164,8 @@ class Layout:
 
     def recomputed(self, num_microbatches: int | None = None) -> Counter[int]:
         """Microbatches of each stage whose forward runs twice in a step."""
-        if self.config.memory.recompute_in_flight_limit is None:
-            return Counter()
-        acts = (act for row in self._computes(num_microbatches).ranks for act in row)
+        limited = self.config.memory.recompute_in_flight_limit is not None
+        acts = (a for row in self._computes(num_microbatches).ranks for a in row) if limited else ()
         return Counter(act.stage for act in acts if act.kind is Kind.R and act.slice == 0)
 
     def _computes(
@@ -203,14 +197,13 @@ class Layout:
             ConfigError: not even one microbatch fits under the limit of a synthesised schedule.
         """
         parallel = self.config.parallel
-        searched = self.schedule == SYNTHESISED
         return Order(
             self.schedule,
             self.split.placement,
             num_microbatches or self.num_microbatches,
             parallel.microbatch_group_size_per_virtual_pipeline_stage,
             parallel.num_sequence_slices,
-            self.scheduling_problem(num_microbatches) if searched else None,
+            self.scheduling_problem(num_microbatches) if self.schedule == SYNTHESISED else None,
             self.config.memory.recompute_in_flight_limit,
         )
 

@@ -60,7 +60,6 @@ EXEMPT = {
     "document_length": Exempt(
         "only predictions read it, and a small model waits for its host", {"seq_length": 65_536}
     ),
-    "compile": Exempt("the same numbers by other kernels: tests/verify/test_compile.py", NOWHERE),
     **dict.fromkeys(
         (
             "bias_swiglu_fusion",
