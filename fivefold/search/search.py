@@ -82,14 +82,18 @@ class SearchResult:
         return self.found[0]
 
     @property
+    def fastest(self) -> float:
+        """Seconds of the fastest layout found, from which the best one may differ by noise."""
+        return min(candidate.seconds for candidate in self.found)
+
+    @property
     def behind(self) -> float:
         """The largest share by which any legal layout could be faster than the best."""
-        fastest = min(candidate.seconds for candidate in self.found)
-        return self.best.seconds / fastest * (1 + self.gap) - 1
+        return self.best.seconds / self.fastest * (1 + self.gap) - 1
 
     def ties(self) -> list[Candidate]:
         """Layouts of other meshes that are as fast as the fastest but for noise."""
-        limit = min(candidate.seconds for candidate in self.found) * (1 + NOISE)
+        limit = self.fastest * (1 + NOISE)
         return [c for c in self.by_mesh()[1:] if c.seconds <= limit]
 
     def by_mesh(self) -> list[Candidate]:

@@ -128,7 +128,11 @@ def reasons(result: SearchResult, changes: Sequence[Sensitivity]) -> list[tuple[
     for other in [each for each in alternatives(result) if each.candidate.memory.fits][:1]:
         rows.append(("instead", f"{summary(other.candidate.layout)}: {other.reason}"))
     rows += [("experts", line) for line in expert_degrees(result)]
-    gains = [each for each in changes if each.seconds < best.seconds * (1 - _GAIN)]
+    gains = [
+        each
+        for each in changes
+        if each.seconds < (result.fastest if each.moves else best.seconds) * (1 - _GAIN)
+    ]
     if gains:
         words = sorted(gains, key=lambda each: each.seconds)
         told = (f"{each.change} {percent(each.seconds / best.seconds - 1)}" for each in words)

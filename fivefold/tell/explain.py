@@ -15,7 +15,7 @@ from fivefold.predict.prediction import Prediction, precision_of
 from fivefold.predict.step import predict_all
 from fivefold.search.candidate import Candidate, evaluate
 from fivefold.search.request import FIXABLE, Request
-from fivefold.search.search import LESS_MEMORY, SearchResult
+from fivefold.search.search import LESS_MEMORY, NOISE, SearchResult
 from fivefold.tell.describe import summary
 from fivefold.tell.export.targets import export
 from fivefold.units import human_bytes, human_seconds
@@ -138,7 +138,9 @@ class Sensitivity:
 def sensitivities(result: SearchResult) -> list[Sensitivity]:
     """The effects of changes of the cluster, and of techniques that the search does not try.
 
-    For each changed cluster only layouts that the search has evaluated are compared.
+    For each changed cluster only layouts that the search has evaluated are compared. The best one
+    stays where no other is faster but for noise, as in the search: what another layout gains on the
+    cluster as it is, is no gain of the change.
     """
     changes = _changes(result.request.cluster)
     return [*(_under(result, change, cluster) for change, cluster in changes), *_techniques(result)]
@@ -205,9 +207,9 @@ def _under(result: SearchResult, change: str, cluster: Cluster) -> Sensitivity:
     looked = [replace(c, prediction=p) for c, p in zip(fitting, predictions, strict=True)]
     if not looked:
         return Sensitivity(change, inf, best, False)
-    fastest = min(looked, key=lambda c: (c.seconds, c.layout is not best.layout))
+    fastest = min(looked, key=lambda c: c.seconds)
     unmoved = [c for c in looked if c.layout is best.layout]
-    if unmoved and fastest.seconds > unmoved[0].seconds * 0.998:
+    if unmoved and unmoved[0].seconds <= fastest.seconds * (1 + NOISE):
         fastest = unmoved[0]
     return Sensitivity(change, fastest.seconds, fastest, fastest.layout is not best.layout)
 
@@ -231,15 +233,15 @@ def largest_loss(result: SearchResult) -> str:
 
 
 def limit(result: SearchResult) -> str | None:
-    """How much more device memory would allow a faster layout; None if none would."""
+    """How much more device memory would allow a faster layout than any that fits; None if none."""
     best = result.best
-    faster = [c for c in missed(result) if c.seconds < best.seconds * 0.99]
+    faster = [c for c in missed(result) if c.seconds < result.fastest * 0.99]
     if not faster:
         return None
-    least = min(faster, key=lambda c: c.memory.device_total)
+    small = min(faster, key=lambda c: c.memory.device_total)
     return (
-        f"device memory: with {human_bytes(least.memory.missing)} more, "
-        f"{summary(least.layout)} would be {1 - least.seconds / best.seconds:.1%} faster"
+        f"device memory: with {human_bytes(small.memory.missing)} more, "
+        f"{summary(small.layout)} would be {1 - small.seconds / best.seconds:.1%} faster"
     )
 
 
