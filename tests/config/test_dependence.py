@@ -73,9 +73,6 @@ EXEMPT = {
     "use_precision_aware_optimizer": Exempt(
         "it lets exp_avg_dtype and exp_avg_sq_dtype choose types, and chooses none itself", NOWHERE
     ),
-    "gradient_accumulation_fusion": Exempt(
-        "the same sums, rounded otherwise: tests/data_parallel/test_accumulation.py", NOWHERE
-    ),
     "check_for_nan_in_loss_and_grad": Exempt(
         "seen only where a loss is not finite: tests/train/test_loop.py", NOWHERE
     ),
