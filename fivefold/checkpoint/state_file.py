@@ -4,7 +4,6 @@ A file system in memory has no checksums of its own, and no device reports a bit
 """
 
 import json
-import re
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,12 +11,11 @@ from typing import Any
 
 from torch import Tensor, uint8
 
+from fivefold.checkpoint.tensor_file import write_tensors
 from fivefold.errors import CheckpointError
-from fivefold.files import atomic_path
 from fivefold.mesh.slices import Piece
 
 _META, _CRC = "meta", "crc32"
-_SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # of safetensors' message
 
 
 def write_state(path: Path, pieces: Mapping[str, Piece], meta: str) -> None:
@@ -26,18 +24,8 @@ def write_state(path: Path, pieces: Mapping[str, Piece], meta: str) -> None:
     Raises:
         OSError: the file system did not take them.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     tensors = {name: piece.local.contiguous() for name, piece in pieces.items()}
-    crc = _crc32(meta, tensors.items())
-    try:
-        with atomic_path(path) as temporary:
-            save_file(tensors, temporary, {_META: meta, _CRC: crc})
-    except SafetensorError as error:
-        if (found := _SYSTEM_ERROR.search(str(error))) is None:
-            raise
-        raise OSError(int(found[1]), str(error)) from error
+    write_tensors(path, tensors, {_META: meta, _CRC: _crc32(meta, tensors.items())})
 
 
 def state_damage(path: Path) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fivefold.checkpoint.matching import mismatches
+from fivefold.checkpoint.tensor_file import write_tensors
 from fivefold.config.config import SETTINGS as OURS
 from fivefold.config.huggingface.adapter import (
     ADAPTER,
@@ -91,15 +92,13 @@ def write_adapter(
     Raises:
         CheckpointError: PEFT could not load them.
     """
-    from safetensors.torch import save_file
-
     if why := _why_not(model, kind):
         raise CheckpointError(str(Mistake(why, works=("convert without --adapter: merged",))))
     tensors = {
         name: made_of(parts, read, dtype_of(parts[0].name))
         for name, parts in theirs(adapter_places(model, places)).items()
     }
-    save_file(tensors, folder / ADAPTER, metadata={"format": "pt"})
+    write_tensors(folder / ADAPTER, tensors, {"format": "pt"})
     write_atomic(folder / SETTINGS, json.dumps(_settings(model, tensors, base), indent=2) + "\n")
     return sum(values.nbytes for values in tensors.values())
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fivefold.checkpoint.tensor_file import write_tensors
 from fivefold.convert.hub import INDEX, WHOLE
 from fivefold.convert.stored import Stored
 from fivefold.errors import CheckpointError, Mistake
@@ -69,8 +70,6 @@ def write_weights(
         dtype_of: type to which a tensor of theirs is rounded.
         most_bytes: largest size of a file, unless one tensor is larger.
     """
-    from safetensors.torch import save_file
-
     parts = theirs(places)
     sizes = {
         name: math.prod(own[0].place.their_shape) * dtype_of(name).itemsize
@@ -83,7 +82,7 @@ def write_weights(
         if len(files) > 1:
             file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         tensors = {name: made_of(parts[name], read, dtype_of(name)) for name in names}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        write_tensors(folder / file, tensors, {"format": "pt"})
         index |= dict.fromkeys(names, file)
     total = sum(sizes.values())
     if len(files) > 1:

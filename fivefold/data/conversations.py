@@ -21,6 +21,7 @@ from fivefold.data.template import BEGIN, END, ChatTemplate, Message, Span
 from fivefold.errors import DataError, did_you_mean
 
 _FORMS = "messages | conversations | prompt and completion"
+_KEYS = frozenset({"messages", "conversations", "prompt", "completion", "tools", "system"})
 _SUFFIXES = JSON_SUFFIXES | TABLE_SUFFIXES
 # Who speaks in ShareGPT's files, as templates call it.
 _SPEAKERS: Mapping[str, str] = MappingProxyType(
@@ -75,7 +76,7 @@ def marked_texts(files: Iterable[Path], template: ChatTemplate) -> Iterator[tupl
             file and line.
     """
     for file in files:
-        for place, record in records(file):
+        for place, record in records(file, _KEYS):
             yield from documents(conversation(record, place), template)
 
 

@@ -9,6 +9,7 @@ import re
 import shlex
 import sysconfig
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,15 +121,17 @@ def pieces(
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def records(path: Path, keys: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The objects of a .jsonl or rows of a table, each with its place: the file and line.
+
+    Of a table only the columns of these keys are read; others are None.
 
     Raises:
         DataError: the file is not UTF-8, not JSON or no table; the error names the place.
     """
     try:
         if kind(path) in TABLE_SUFFIXES:
-            yield from _row_records(path)
+            yield from _row_records(path, keys)
         else:
             yield from _json_records(path)
     except OSError as error:
@@ -259,6 +262,10 @@ def _json_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 @contextmanager
 def _open_lines(path: Path) -> Iterator[Iterable[bytes]]:
     """The lines of a file that may be compressed."""
+    if path.suffix.lower() in _COMPRESSED and not path.stat().st_size:
+        raise DataError(
+            f"{path} cannot be read: it has no bytes, which not even an empty text compresses to"
+        )
     try:
         if path.suffix.lower() == ".zst":
             with _pyarrow(path).input_stream(str(path), compression="zstd") as stream:
@@ -305,15 +312,16 @@ def _rows(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
                     yield text, True
 
 
-def _row_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _row_records(path: Path, keys: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each row with its file and number; what is null in it is left out, since every row has the
     fields that any row has."""
     with _open_table(path) as (schema, batches):
         number = 0
-        for batch in batches(schema.names):
+        unread = dict.fromkeys(name for name in schema.names if name not in keys)
+        for batch in batches([name for name in schema.names if name in keys]):
             for row in batch.to_pylist():
                 number += 1
-                yield f"{path}: row {number}", _without_nulls(row)
+                yield f"{path}: row {number}", {**_without_nulls(row), **unread}
 
 
 def _without_nulls(value: Any) -> Any:
@@ -334,7 +342,11 @@ def _open_table(
             from pyarrow.parquet import ParquetFile
 
             with ParquetFile(path, page_checksum_verification=True) as file:
-                yield file.schema_arrow, lambda columns: file.iter_batches(columns=columns)
+                yield (
+                    _distinct(path, file.schema_arrow),
+                    # A name with a point is also that of a field within a column: only a column is.
+                    lambda columns: (b.select(columns) for b in file.iter_batches(columns=columns)),
+                )
             return
         with pyarrow.memory_map(str(path)) as source:
             # The stream is what `datasets` writes, the other one is Arrow's own file (Feather).
@@ -346,11 +358,19 @@ def _open_table(
             else:
                 reader = pyarrow.ipc.open_file(source)
                 every = map(reader.get_batch, range(reader.num_record_batches))
-            yield reader.schema, lambda columns: (batch.select(columns) for batch in every)
+            schema = _distinct(path, reader.schema)
+            yield schema, lambda columns: (batch.select(columns) for batch in every)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} has a text that is not UTF-8 ({error.reason})") from error
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # a time that Python lacks
         raise DataError(f"{path} cannot be read as {name}: {error}") from error
+
+
+def _distinct(path: Path, schema: "Schema") -> "Schema":
+    """A schema in which each name is one column."""
+    if twice := [name for name, count in Counter(schema.names).items() if count > 1]:
+        raise DataError(f"{path} has several columns of one name: {', '.join(twice)}")
+    return schema
 
 
 def _pyarrow(path: Path) -> Any:

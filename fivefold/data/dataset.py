@@ -12,7 +12,7 @@ import numpy as np
 
 from fivefold.data.indexed import IndexedTokens
 from fivefold.data.order import Blend, shuffled
-from fivefold.data.packing import Microbatch, Packing, pack
+from fivefold.data.packing import IGNORED, Microbatch, Packing, pack
 from fivefold.data.streams import Conversations, Text
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import ConfigError, DataError, Mistake
@@ -105,6 +105,7 @@ class Dataset:
     over a corpus takes all its samples in an order of its own.
 
     Attributes:
+        names: names of the corpora.
         num_samples: number of distinct samples over all corpora.
         fingerprint: everything that order and content of the samples depend on, in JSON types.
     """
@@ -125,7 +126,7 @@ class Dataset:
         Raises:
             DataError: this part of a corpus is too short for one sample.
         """
-        self._names = [corpus.name for corpus in corpora]
+        self.names = [corpus.name for corpus in corpora]
         self._packing = packing
         self._vocab_size = tokenizer.vocab_size
         self._seed, self._shuffle = seed, shuffle
@@ -188,7 +189,7 @@ class Dataset:
         if window.max() >= self._vocab_size or window.min() < 0:
             bad = window[(window >= self._vocab_size) | (window < 0)][0]
             raise DataError(
-                f"{self._names[corpus]} holds token {bad}; the tokenizer knows 0 to "
+                f"{self.names[corpus]} holds token {bad}; the tokenizer knows 0 to "
                 f"{self._vocab_size - 1}\n"
                 "  tokenizer_model has to be the one that the data was tokenised with"
             )
@@ -213,6 +214,20 @@ class Dataset:
         room = sum(len(stream) for stream in streams) * (self.seq_length + 1)
         padding = sum(stream.padding for stream in streams)
         return f"{padding / room:.1%} padding, {sum(s.cut for s in streams)} conversations cut"
+
+
+def check_labels(dataset: Dataset, samples: int) -> None:
+    """Raise DataError if no token of the first samples has a loss, whose mean is then none."""
+    read = min(samples, dataset.num_samples)
+    if any((dataset.microbatch([n]).labels_BS != IGNORED).any() for n in range(read)):
+        return
+    part, names = dataset.fingerprint["part"], " + ".join(dataset.names)
+    cut = f"{dataset.packed}: a longer --seq-length keeps more of each" if dataset.packed else ""
+    raise DataError(
+        f"the {part} split of {names} has nothing to predict: no token of its first "
+        f"{read:,} samples has a loss\n"
+        f"  samples of {dataset.seq_length + 1} tokens, {cut or 'each the end of a document'}"
+    )
 
 
 def _too_short(corpus: Corpus, tokens: int, seq_length: int, part: str, split: str) -> DataError:

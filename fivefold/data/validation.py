@@ -1,10 +1,11 @@
 """The validation sets of a run: the split of its corpus, and sets with names."""
 
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fivefold.data.dataset import Corpus, Dataset, parse_split
+from fivefold.data.dataset import Corpus, Dataset, check_labels, parse_split
 from fivefold.data.packing import IGNORED
 from fivefold.data.prepare import PreparedData
 from fivefold.data.tokenizer import Tokenizer
@@ -48,7 +49,7 @@ def validation_sets(training: "TrainingConfig", data: PreparedData) -> tuple[Val
 
     Raises:
         ConfigError: sets with a name have fewer samples than an evaluation reads.
-        DataError: a set is too short for one sample.
+        DataError: a set is too short for one sample, or no token that is read has a loss.
     """
     size, iters = training.global_batch_size, training.eval_iters
     mistakes = Mistakes()
@@ -68,6 +69,9 @@ def validation_sets(training: "TrainingConfig", data: PreparedData) -> tuple[Val
                 works=[*fewer, "--full-validation"],
             )
     mistakes.raise_if_any()
+    for each in found:
+        with _naming(each.name):
+            check_labels(each.dataset, each.samples)
     return tuple(found)
 
 
@@ -87,7 +91,14 @@ def _datasets(data: PreparedData, *, unweighted: bool) -> Iterator[tuple[str, Da
 
 def _whole(name: str, corpus: Corpus, data: PreparedData) -> Dataset:
     """All samples of a corpus that is not split."""
-    try:
+    with _naming(name):
         return replace(data, corpora=(corpus,), split="0,1").valid
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Let errors say of which validation set they are, if it has a name."""
+    try:
+        yield
     except DataError as error:
-        raise DataError(f"validation set {name}: {error}") from error
+        raise DataError(f"validation set {name}: {error}" if name else str(error)) from error

@@ -1,8 +1,8 @@
 """Converts a Hugging Face folder to a run folder, and a run's checkpoint to such a folder."""
 
 import json
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -253,17 +253,17 @@ def _finished(target: Path) -> Iterator[Path]:
     """A temporary folder beside the target, which becomes the target when the block is done.
 
     Raises:
-        CheckpointError: there is something at the target.
+        CheckpointError: there is something at the target, or nothing can be written there.
     """
     if target.exists():
         what = f"{target} is there already"
         raise CheckpointError(str(Mistake(what, attempt="another folder")))
     with telling_unwritable(target, CheckpointError):
         target.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".tmp-{target.name}-", dir=target.parent))
+        folder = target.parent / f".tmp-{secrets.token_hex(4)}-{target.name}"
+        folder.mkdir()
     try:
         yield folder
-        folder.chmod(0o755)
         folder.rename(target)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from fivefold.config.config import Config
 from fivefold.config.training import DataConfig
 from fivefold.data.corpus import BUILTIN
+from fivefold.data.dataset import check_labels
 from fivefold.data.mixture import grouped, parse_named_paths
 from fivefold.data.prepare import PreparedData, Progress, prepare
 from fivefold.data.rules import checked_sources
@@ -66,7 +67,8 @@ def open_data(config: Config, progress: Progress) -> PreparedData:
     training = config.training
     data = prepare(_settings(config), training.seq_length, training.seed, progress)
     _check_vocabulary(config, data.tokenizer)
-    _ = data.train  # raises an error in the split before any process starts
+    # What is wrong with a split is told before any process starts.
+    check_labels(data.train, data.train.num_samples)
     if training.evaluates:
         validation_sets(training, data)
     return data

@@ -1,5 +1,8 @@
 """Adapters as PEFT has them: its logits are ours, alone and merged, and it reads what we write."""
 
+import os
+import resource
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +11,7 @@ import pytest
 import torch
 
 from fivefold.checkpoint.checkpointer import Checkpointer
+from fivefold.cli.main import main
 from fivefold.config.config import Config
 from fivefold.config.lora_rules import linear_names
 from fivefold.config.model import ModelConfig
@@ -90,6 +94,35 @@ def test_peft_has_our_logits(kind: str, tmp_path: Path) -> None:
     wrapped = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
     tokens, ours = batch_of(model, [[LENGTH]]).tokens, _logits(stage, model)
     assert (oracle_logits(wrapped, tokens) - ours).abs().max() < 1e-10
+
+
+def test_a_folder_is_whole_or_absent_and_is_read_by_whom_the_mask_lets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written("llama", tmp_path / "base")
+    run = _saved(*_adapted(tmp_path / "base"), tmp_path / "base", tmp_path / "run")
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.iterdir())
+    limit, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for flags in ([], ["--adapter"]):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2048, hard))
+        try:
+            assert main(["convert", str(run), str(tmp_path / "out"), *flags]) == 2
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        assert "error: disk full: cannot write" in capsys.readouterr().err
+        assert main(["convert", str(run), str(tmp_path / "file" / "out"), *flags]) == 2
+        assert f"error: cannot write {tmp_path}/file/out: " in capsys.readouterr().err
+        assert sorted(tmp_path.iterdir()) == before
+        mask = os.umask(0o027)
+        try:
+            assert main(["convert", str(run), str(tmp_path / f"out{flags}"), *flags]) == 0
+        finally:
+            os.umask(mask)
+        made = tmp_path / f"out{flags}"
+        modes = {path.name: oct(path.stat().st_mode & 0o777) for path in [made, *made.iterdir()]}
+        assert modes == {**dict.fromkeys(modes, "0o640"), made.name: "0o750"}
+        shutil.rmtree(made)
 
 
 def test_what_peft_would_take_for_other_layers_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Conversations: tokens and what is learnt of them, against transformers' chat templates."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,14 +11,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from fivefold.config.training import DataConfig
+from fivefold.config.training import DataConfig, TrainingConfig
 from fivefold.data.conversations import conversation, documents
-from fivefold.data.dataset import Corpus
+from fivefold.data.dataset import Corpus, check_labels
 from fivefold.data.packing import BEGINS, IGNORED, LEARNT, Packing, pack
 from fivefold.data.prepare import prepare
 from fivefold.data.streams import Conversations
 from fivefold.data.template import ChatTemplate
 from fivefold.data.tokenizer import Tokenizer
+from fivefold.data.validation import validation_sets
 from fivefold.errors import ConfigError, DataError
 
 SPECIAL = ["<|endoftext|>", "<s>", "<|im_start|>", "<|im_end|>"]
@@ -255,6 +257,23 @@ def test_what_cannot_be_trained_on_is_refused(config, tmp_path, kept):
         prepare(config(GOOD, tokenizer_model=str(bare)), 16, 1)
     with pytest.raises(DataError, match=r"the valid split of a.jsonl has none of its 1 conv"):
         _ = prepare(config(GOOD, split="9,1"), 16, 1).valid
+
+
+def test_what_has_nothing_to_learn_is_refused(config):
+    """All answers come after the end of their samples, so that a mean loss has no value."""
+    late, sets = {"prompt": "the cat " * 40, "completion": "the mat"}, {"eval_interval": 1}
+    data = prepare(config(late, late), 16, 1)
+    with pytest.raises(DataError, match=r"train split of a.jsonl has nothing(.|\n)*2 conv.* cut"):
+        check_labels(data.train, data.train.num_samples)
+    check_labels(prepare(config(late, GOOD), 16, 1).train, 2)
+
+    split = prepare(config(GOOD, late, split="1,1"), 16, 1)
+    with pytest.raises(DataError, match=r"valid split of a.jsonl has nothing"):
+        validation_sets(TrainingConfig(**sets), split)
+    named = config(late)
+    named = prepare(replace(named, valid_data_path=(f"late={named.data_path[0]}",)), 16, 1)
+    with pytest.raises(DataError, match=r"validation set late: the valid split of a.jsonl"):
+        validation_sets(TrainingConfig(full_validation=True, **sets), named)
 
 
 def test_templates_run_in_a_sandbox(kept):

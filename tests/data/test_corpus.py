@@ -71,6 +71,15 @@ def tables(folder):
             writer.write_table(table, max_chunksize=2)
 
 
+def write_table(path, table):
+    """Write a Parquet file, or a stream of Arrow, by the name."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    if path.suffix == ".parquet":
+        return parquet.write_table(table, path)
+    with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table)
+
+
 def test_compressed_lines_and_arrow_are_those_rows(tmp_path):
     compressed(tmp_path)
     tables(tmp_path)
@@ -80,7 +89,7 @@ def test_compressed_lines_and_arrow_are_those_rows(tmp_path):
     assert [file.name for file in files] == names
     for file in files:
         assert documents(file, "body") == ["one", "zwei\n"], file
-        assert [record for _, record in records(file)] == ROWS, file
+        assert [record for _, record in records(file, ROWS[0])] == ROWS, file
 
 
 def test_damaged_compressed_files_and_tables_are_named(tmp_path):
@@ -91,6 +100,10 @@ def test_damaged_compressed_files_and_tables_are_named(tmp_path):
         path.write_bytes(path.read_bytes()[:-30])
         with pytest.raises(DataError, match=f"{name} cannot be read"):
             documents(path, "body")
+    for name in ("a.jsonl.gz", "a.jsonl.zst"):  # as a transfer that was cut short leaves it
+        (tmp_path / name).write_bytes(b"")
+        with pytest.raises(DataError, match=f"{name} cannot be read: it has no bytes"):
+            documents(tmp_path / name, "body")
 
 
 def test_splits_of_a_data_set_are_not_mixed(tmp_path):
@@ -159,6 +172,32 @@ def test_bad_columns_are_named(columns, message, tmp_path):
     parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=message):
         documents(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_a_column_is_one_that_has_the_whole_name(suffix, tmp_path):
+    """Not a field of that name in another column, and neither of two of one name."""
+    pyarrow = pytest.importorskip("pyarrow")
+    path = tmp_path / f"a{suffix}"
+    nested = {"a": [{"text": "no"}], "a.text": ["yes"], "text": ["too"]}
+    write_table(path, pyarrow.table(nested))
+    assert documents(path, "a.text") == ["yes"] and documents(path, "text") == ["too"]
+    write_table(path, pyarrow.table([["x"], ["y"], [1]], names=["text", "text", "n"]))
+    for read in (documents, lambda path: list(records(path, ["text"]))):
+        with pytest.raises(DataError, match=r"a\..* has several columns of one name: text"):
+            read(path)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_values_that_python_lacks_are_not_read_unless_they_are_asked_for(suffix, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    path = tmp_path / f"a{suffix}"
+    times = pyarrow.array([2**60, None], pyarrow.timestamp("ms"))  # in the year 36 million
+    write_table(path, pyarrow.table({"prompt": ["a", "b"], "at": times}))
+    read = [record for _, record in records(path, ["prompt", "completion"])]
+    assert read == [{"prompt": "a", "at": None}, {"prompt": "b", "at": None}]
+    with pytest.raises(DataError, match=r"a\..* cannot be read as"):
+        list(records(path, ["at"]))
 
 
 @pytest.mark.parametrize(

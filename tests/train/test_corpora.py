@@ -12,7 +12,7 @@ from fivefold.data.indexed import write_indexed
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import DataError
 from fivefold.recipes import FETCH
-from fivefold.train.corpora import check_corpora
+from fivefold.train.corpora import check_corpora, open_data
 
 
 @dataclass(frozen=True)
@@ -91,3 +91,17 @@ def test_a_path_of_ones_own_is_not_replaced(tmp_path, monkeypatch):
         check("debug --data-path texd.txt --tokenizer-model t.json")
     assert "no tokenizer at t.json" in str(error.value)
     assert "try:" not in str(error.value)
+
+
+def test_a_corpus_with_nothing_to_predict_is_refused(tmp_path):
+    Tokenizer.train(["a text"], 300).save(tmp_path / "tokenizer.json")
+    end = Tokenizer.load(tmp_path).eod_id
+    with write_indexed(tmp_path / "ends", "u2") as writer:
+        writer.add([end] * 1000)
+        writer.end_document()
+    words = f"debug --data-path {tmp_path}/ends --tokenizer-model {tmp_path}"
+    with pytest.raises(
+        DataError, match=r"train split of ends has nothing to predict(.|\n)*each th"
+    ):
+        open_data(load(shlex.split(words), Options)[1], print)
+    open_data(load(shlex.split(f"{words} --no-eod-mask-loss"), Options)[1], print)
