@@ -59,6 +59,10 @@ class ConfigError(FivefoldError):
         )
 
 
+class PlaceError(ConfigError):
+    """Mistakes in what this rank alone may have: its number, its address, the GPUs of its host."""
+
+
 class DataError(FivefoldError):
     """A corpus, index, tokenizer or other file that is missing or wrong."""
 

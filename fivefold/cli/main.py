@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from fivefold import __version__, process
 from fivefold.cli.style import first_rank, paint
-from fivefold.errors import ConfigError, FivefoldError, did_you_mean
+from fivefold.errors import ConfigError, FivefoldError, PlaceError, did_you_mean
 from fivefold.files import telling_full_disk
 
 VERBS: Mapping[str, str] = MappingProxyType(
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except FivefoldError as error:
         # All ranks of a cluster read the same settings and would print the same error.
-        if not isinstance(error, ConfigError) or first_rank():
+        if not isinstance(error, ConfigError) or isinstance(error, PlaceError) or first_rank():
             print(f"{paint('error:', 'red', sys.stderr)} {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

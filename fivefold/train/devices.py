@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any, Literal
 
-from fivefold.errors import ConfigError, Mistake
+from fivefold.errors import Mistake, PlaceError
 from fivefold.train.rank_env import RankEnv
 
 Asked = Literal["auto", "cpu", "cuda"]
@@ -95,7 +95,7 @@ def choose_device(asked: Asked, env: RankEnv, nproc: int | None, gpus: int) -> D
         gpus: number of GPUs that this process sees.
 
     Raises:
-        ConfigError: a GPU was asked for, and there is none; or there are too few for a launcher's
+        PlaceError: a GPU was asked for, and there is none; or there are too few for a launcher's
             ranks.
     """
     started = env.launcher not in ("single", "local")
@@ -117,7 +117,7 @@ def choose_device(asked: Asked, env: RankEnv, nproc: int | None, gpus: int) -> D
         return DeviceChoice("cpu", short)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "(not set)")
     why = (f"CUDA_VISIBLE_DEVICES={visible}",)
-    raise ConfigError(Mistake(short, why, works=("--device cpu",)))
+    raise PlaceError(Mistake(short, why, works=("--device cpu",)))
 
 
 def sees_own_gpu_only(env: RankEnv, gpus: int) -> bool:

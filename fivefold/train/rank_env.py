@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fivefold.errors import ConfigError, Mistake, Mistakes
+from fivefold.errors import ConfigError, Mistake, Mistakes, PlaceError
 from fivefold.train.activity import Activity
 
 Launcher = Literal["single", "local", "torchrun", "slurm"]
@@ -79,9 +79,16 @@ def read_rank_env(variables: Mapping[str, str] = os.environ) -> RankEnv:
     """The rank given by torchrun, else by srun; else a single process.
 
     Raises:
-        ConfigError: some variables of a launcher are missing or impossible, or an sbatch script
-            did not call srun.
+        PlaceError: some variables of a launcher are missing or impossible, or an sbatch script did
+            not call srun.
     """
+    try:
+        return _read(variables)
+    except ConfigError as error:
+        raise PlaceError(*error.mistakes) from None
+
+
+def _read(variables: Mapping[str, str]) -> RankEnv:
     if "RANK" in variables or "LOCAL_RANK" in variables:
         return _from_torchrun(variables)
     if "SLURM_PROCID" in variables:

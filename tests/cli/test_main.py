@@ -252,6 +252,18 @@ def test_a_mistake_is_told_once_and_by_a_rank_that_cannot_be(
     assert said in told if said else not told
 
 
+@pytest.mark.parametrize("name", ["LOCAL_RANK", "MASTER_PORT", "LOCAL_WORLD_SIZE"])
+def test_a_mistake_of_one_rank_is_told_by_it(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first rank, which prints what is wrong for all, knows nothing of it."""
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+    for variable, value in (place | {"MASTER_PORT": "29999"} | {name: "x"}).items():
+        monkeypatch.setenv(variable, value)
+    assert main(["train", "debug"]) == 2
+    assert f"{name} must be a whole number, and is 'x'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", ["train debug --save a\udcff", "train a\udcff", "audit a\udcff"])
 def test_a_word_that_is_not_utf_8_is_refused(
     words: str, capsys: pytest.CaptureFixture[str]
