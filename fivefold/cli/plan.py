@@ -7,7 +7,7 @@ from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fivefold.cli.plan_options import Options, none_proven, planned_request
+from fivefold.cli.plan_options import Options, check_alone, none_proven, planned_request
 from fivefold.cli.style import paint
 from fivefold.config.sources import Loaded, load_with_origins
 from fivefold.files import telling_unwritable, write_atomic
@@ -79,8 +79,8 @@ def _score(argv: Sequence[str]) -> int:
     from fivefold.published.score import report
 
     options = load_options(argv, Options)
-
     assert options.score is not None
+    check_alone(options, "score", "json")
     found = report(Path(options.score))
     print(found.as_json() if options.json else found.table())
     return 0
@@ -94,6 +94,7 @@ def _calibrate(argv: Sequence[str]) -> int:
     from fivefold.calibrate.run import calibrate
 
     assert options.calibrate is not None
+    check_alone(options, "calibrate", "nproc")
     return calibrate(Path(options.calibrate), options.nproc)
 
 

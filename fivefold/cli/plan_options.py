@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from fivefold.cli.budget import BUDGET_HELP, budget_bytes
 from fivefold.config.parallel import option
-from fivefold.config.settings import argument
+from fivefold.config.settings import argument, settings_of
 from fivefold.config.sources import Loaded
 from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.hardware import GB
@@ -90,6 +90,24 @@ class Options:
     nproc: int | None = option(None, "number of processes that --calibrate starts")
 
 
+def check_alone(options: Options, *used: str) -> None:
+    """Check that what is done instead of planning was given nothing that it would not read.
+
+    Raises:
+        ConfigError: other options than those `used` were given.
+    """
+    settings = {setting.name: setting for setting in settings_of(Options)}
+    words = [
+        "the recipe" if name == "recipe" else setting.flag
+        for name, setting in settings.items()
+        if name not in used and getattr(options, name) != setting.default
+    ]
+    if words:
+        mode = settings[used[0]].flag
+        what = f"{mode} is done instead of planning, and reads nothing of {', '.join(words)}"
+        raise ConfigError(Mistake(what, attempt=f"leave out {' '.join(words)}"))
+
+
 def planned_request(
     loaded: Loaded[Options], tokens: float | None
 ) -> tuple["Request", "Posterior | None"]:
@@ -109,6 +127,9 @@ def planned_request(
     for name, value in (("--gpus", options.gpus), ("--top", options.top)):
         if value is not None and value < 1:
             mistakes.add(f"{name} must be at least 1, not {value}")
+    if options.nproc is not None:
+        what = f"--nproc {options.nproc} is of --calibrate: a plan is for --gpus"
+        mistakes.add(what, works=(f"--gpus {options.nproc}",))
     margin, budget = options.memory_margin, options.memory_budget
     if margin is not None and not 0 <= margin < 1:
         mistakes.add(

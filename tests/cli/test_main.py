@@ -277,3 +277,21 @@ def test_plan_from_no_run_names_the_folder(
 ) -> None:
     assert main(["plan", "--from", str(tmp_path)]) == 2
     assert f"{tmp_path} is not a run folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "--score runs.csv --gpus 8 --top 3",
+            "--score is done instead of planning, and reads nothing of --gpus, --top",
+        ),
+        ("llama3-8b --calibrate a.toml --json", "nothing of the recipe, --json"),
+        ("llama3-8b --nproc 4", "works: --gpus 4"),
+    ],
+)
+def test_what_a_plan_would_not_read_is_refused(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *words.split()]) == 2
+    assert said in capsys.readouterr().err
