@@ -58,6 +58,7 @@ def kept(rank: int, world: int, settings: Config) -> int:
         engine = Engine(check(settings, world), rank, torch.device("cpu"))
         (batch,) = engine._batches(microbatches(settings, global_batch(settings, 0), slice(0, 1)))
         stage = engine.model.stages[0]
+        engine.model.gradients[0].before_run(trains=True)
         parameters = {p.untyped_storage().data_ptr() for p in stage.parameters()}
         storages: dict[int, int] = {}
 
