@@ -1,7 +1,7 @@
 """The one list of techniques: what is installed around the plain model, in the one right order."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,7 +36,7 @@ from fivefold.pipeline.executor import Executor, StepSums
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.sharding import passes
 from fivefold.pipeline.turns import Turns
-from fivefold.tensor.deferred_weight import DeferredWeights
+from fivefold.tensor.deferred_weight import DeferredWeights, SumOf
 from fivefold.tensor.exchange import TokensInParts, exchange_of
 from fivefold.tensor.install import install_deferral, install_tensor_parallel
 
@@ -228,11 +228,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
         named = dict(kept for stage in stages.values() for kept in stage.named_parameters())
         offloaded = OffloadedParameters(blocks, named, device, config.memory.param_offload_path)
         log.info("weights visit the device for their gathers")
-    adds = layout.fuses_accumulation
-    if adds:
-        log.info("weight gradients of a step are added up by the products that make them")
-    sums = (each for each in gradients.values() if adds or isinstance(each, ReplicatedStage))
-    deferred.sums = [stage.sum_of for stage in sums]
+    deferred.sums = _sums(layout, gradients.values())
     executor = Executor(
         stages,
         gradients,
@@ -249,6 +245,14 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     return ParallelModel(
         layout, groups, stages, gradients, records, executor, on_host, scaling, offloaded
     )
+
+
+def _sums(layout: Layout, gradients: Iterable[ShardedStage | ReplicatedStage]) -> list[SumOf]:
+    """Where products add weight gradients up, or make those that are sent as they are."""
+    adds = layout.fuses_accumulation
+    if adds:
+        log.info("weight gradients of a step are added up by the products that make them")
+    return [each.sum_of for each in gradients if adds or isinstance(each, ReplicatedStage)]
 
 
 def _on_host(

@@ -172,8 +172,7 @@ def layout_policy(layout: Layout) -> StatePolicy:
     if not policy.copy and layout.grid.dp * layout.grid.cp > 1:
         in_place = layout.fills_messages and layout.owns_linears
         in_place = in_place and (layout.fuses_accumulation or backwards == 1)
-        converted = policy.gradient * (policy.gradient != policy.fresh)
-        fresh = policy.fresh + converted
+        fresh = policy.fresh + policy.gradient * (policy.gradient != policy.fresh)
         wire = ELEMENT_BYTES["bf16"] if config.parallel.grad_reduce_in_bf16 else policy.gradient
         sent = wire * (wire != policy.gradient)
         policy = replace(policy, fresh=fresh, in_place=in_place, sent=sent)

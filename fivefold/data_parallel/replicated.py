@@ -46,9 +46,8 @@ class ReplicatedStage:
         reduces_in_hooks: bool,
         adds: bool,
     ) -> None:
-        self._adds = adds
         wire = policy.wire_dtype if policy.wire_dtype != policy.gradient_dtype else None
-        self._in_hooks = reduces_in_hooks
+        self._in_hooks, self._adds = reduces_in_hooks, adds
         # Gradients arrive from the last layer to the first.
         named = [each for each in stage.named_parameters() if each[0] in group_of][::-1]
         groups = dict.fromkeys(group_of[name] for name, _ in named)
@@ -122,13 +121,12 @@ class ReplicatedStage:
         if parameter not in self._own:
             return None
         index, held = self._bucket_of.get(parameter), held_gradient(parameter)
-        if held is not None and not self._adds:
-            return None
-        if held is not None and not (self._hooks_count and index is not None):
-            return Sum(held)
-        if index is None or not whole:
-            return None
-        return self.buckets[index].sum_of(parameter)
+        if held is not None:
+            if not self._adds:
+                return None
+            if index is None or not self._hooks_count:
+                return Sum(held)
+        return self.buckets[index].sum_of(parameter) if index is not None and whole else None
 
     def unshard(self) -> None:
         """Nothing is ever gathered."""

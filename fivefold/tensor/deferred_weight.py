@@ -85,7 +85,8 @@ class DeferredWeights:
 
     Attributes:
         deferring: whether the running backward postpones dW.
-        sums: where products add weight gradients up (Megatron-LM's gradient accumulation fusion).
+        sums: where products add weight gradients up (Megatron-LM's gradient accumulation fusion),
+            or make the first ones.
     """
 
     def __init__(self) -> None:
