@@ -15,7 +15,7 @@ from benchmarks.peer_systems.common import (
     loss_of,
     main,
 )
-from benchmarks.peer_systems.rows import Row
+from benchmarks.peer_systems.rows import CLIP, Row
 
 COLUMN = r".*\.(q|k|v|gate|up)_proj\.weight$"
 ROW = r".*\.(o|down)_proj\.weight$"
@@ -59,7 +59,7 @@ def configuration(row: Row) -> dict:
         "train_micro_batch_size_per_gpu": microbatch,
         "gradient_accumulation_steps": BATCH // row.dp // microbatch,
         "zero_optimization": {"stage": row.zero},
-        "gradient_clipping": 0.0,  # the default clips to 1
+        "gradient_clipping": CLIP,
         "steps_per_print": None,
     }
     if row.tp > 1:

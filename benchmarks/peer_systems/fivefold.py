@@ -1,7 +1,4 @@
-"""Fivefold: its engine as `fivefold train` runs it, on ranks forked by its own launcher.
-
-The gradient norm is computed in every step, as the trainer does; the peers compute none.
-"""
+"""Fivefold: its engine as `fivefold train` runs it, on ranks forked by its own launcher."""
 
 import os
 import time
@@ -29,7 +26,7 @@ from benchmarks.peer_systems.common import (
     parse,
     say,
 )
-from benchmarks.peer_systems.rows import Row
+from benchmarks.peer_systems.rows import CLIP, Row
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
@@ -74,7 +71,7 @@ def layout_of(row: Row) -> Layout:
         lr=ADAMW["lr"],
         lr_decay_style="constant",
         weight_decay=ADAMW["weight_decay"],
-        clip_grad=0.0,
+        clip_grad=CLIP,
     )
     return check(config, row.ranks)
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.nn.functional import all_to_all_single
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from benchmarks.peer_systems.common import (
@@ -28,7 +27,14 @@ from benchmarks.peer_systems.common import (
     loss_of,
     main,
 )
-from benchmarks.peer_systems.pytorch import adamw, install_tensor_parallel, pipelined
+from benchmarks.peer_systems.pytorch import (
+    adamw,
+    clipping,
+    held,
+    install_tensor_parallel,
+    pipelined,
+    sharded,
+)
 from benchmarks.peer_systems.rows import Row
 
 
@@ -96,6 +102,8 @@ def build(row: Row) -> Job:
         install_tensor_parallel(model, mesh["tp"], row.sp, dense=False)
     optimizer = adamw(model)
     complete = partial(sum_gradients, model, mesh, row)
+    split = [p for name, p in model.named_parameters() if ".experts." in name or sharded(p)]
+    clip = clipping(model.parameters(), split, mesh, "tp" if row.tp > 1 else "dp")
     schedule = pipelined(model, mesh, row) if row.pp > 1 else None
 
     def step(tokens_BS: Tensor, labels_BS: Tensor) -> Tensor | None:
@@ -109,18 +117,12 @@ def build(row: Row) -> Job:
             loss = loss_of(model(tokens_BS), labels_BS)
             loss.backward()
         complete()
+        clip()
         optimizer.step()
         optimizer.zero_grad()
         return None if loss is None else loss.detach()
 
     return Job(step, mesh.get_local_rank("dp"))
-
-
-def held(parameter: nn.Parameter) -> Tensor:
-    """What this rank holds of a gradient."""
-    grad = parameter.grad
-    assert grad is not None
-    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def sum_gradients(model: nn.Module, mesh: DeviceMesh, row: Row) -> None:

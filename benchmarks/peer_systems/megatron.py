@@ -47,7 +47,7 @@ from benchmarks.peer_systems.common import (
     main,
 )
 from benchmarks.peer_systems.megatron_parts import LLAMA, llama_layers
-from benchmarks.peer_systems.rows import Row
+from benchmarks.peer_systems.rows import CLIP, Row
 
 moe_utils.te_general_gemm = (
     None  # it asks for this name, and imports it only from Transformer Engine
@@ -99,7 +99,7 @@ def build(row: Row) -> Job:
             adam_beta1=ADAMW["betas"][0],
             adam_beta2=ADAMW["betas"][1],
             weight_decay=ADAMW["weight_decay"],
-            clip_grad=0.0,
+            clip_grad=CLIP,
             use_distributed_optimizer=row.zero == 1,
         ),
         [model],

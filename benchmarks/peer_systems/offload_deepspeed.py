@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.peer_systems.common import ADAMW, BATCH, Job, Model, loss_of, measure, say
-from benchmarks.peer_systems.offload_ways import CLIP, Asked, asked
+from benchmarks.peer_systems.offload_ways import Asked, asked
+from benchmarks.peer_systems.rows import CLIP
 
 
 def build(given: Asked) -> Job:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from benchmarks.peer_systems.common import measure, say
 from benchmarks.peer_systems.fivefold import build, layout_of
-from benchmarks.peer_systems.offload_ways import CLIP, Asked, asked
+from benchmarks.peer_systems.offload_ways import Asked, asked
 from fivefold.check import check
 from fivefold.layout import Layout
 from fivefold.train.launch import launch_local
@@ -19,7 +19,7 @@ def offloaded(given: Asked) -> Layout:
     """The layout with what the way has off the device."""
     way = given.way
     optimizer = "offload_optimizer_states" if given.on_device else "optimizer_cpu_offload"
-    values: dict[str, Any] = {"precision": "bf16", "clip_grad": CLIP, optimizer: True}
+    values: dict[str, Any] = {"precision": "bf16", optimizer: True}
     if way.optimizer == "nvme":
         values["optimizer_offload_path"] = given.folder
     if way.weights is not None:

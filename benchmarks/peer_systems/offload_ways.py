@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 from benchmarks.peer_systems.rows import Row
 
-CLIP = 1.0
-
 
 class Way(NamedTuple):
     """What leaves the device, and for where.

@@ -4,7 +4,7 @@ ZeRO-2 is FSDP2 that keeps the parameters gathered from forward to backward. Ten
 layouts with data parallelism use PyTorch's own transformation of DTensor modules for DDP.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.peer_systems.common import ADAMW, BATCH, MICROBATCH, Job, Model, loss_of, main
-from benchmarks.peer_systems.rows import Row
+from benchmarks.peer_systems.rows import CLIP, Row
 
 
 def supports(row: Row) -> bool:
@@ -49,12 +49,15 @@ def build(row: Row) -> Job:
         )
     else:
         optimizer = adamw(model)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    clip = clipping(parameters, filter(sharded, parameters), mesh, "tp" if row.tp > 1 else "dp")
     vocabulary = loss_parallel if row.tp > 1 else nullcontext
     forward_backward = pipelined(model, mesh, row) if row.pp > 1 else direct(model)
 
     def step(tokens_BS: Tensor, labels_BS: Tensor) -> Tensor | None:
         with vocabulary():
             loss = forward_backward(tokens_BS, labels_BS)
+        clip()
         optimizer.step()
         optimizer.zero_grad()
         return loss
@@ -68,6 +71,53 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     for parameter in model.parameters():
         kinds.setdefault(type(parameter.data), []).append(parameter)
     return torch.optim.AdamW([{"params": group} for group in kinds.values()], **ADAMW)
+
+
+def sharded(parameter: Tensor) -> bool:
+    """Whether a rank holds a part of it, also after `_pre_dp_module_transform`."""
+    layout = parameter if isinstance(parameter, DTensor) else getattr(parameter, "_st_info", None)
+    return layout is not None and any(place.is_shard() for place in layout.placements)
+
+
+def held(parameter: Tensor) -> Tensor:
+    """What this rank holds of a gradient, which DTensor may have left whole or in parts."""
+    grad = parameter.grad
+    assert grad is not None
+    if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
+        if grad.placements != parameter.placements:
+            grad = parameter.grad = grad.redistribute(placements=parameter.placements)
+        return grad.to_local()
+    return grad
+
+
+def clipping(
+    parameters: Iterable[Tensor], split: Iterable[Tensor], mesh: DeviceMesh, over: str
+) -> Callable[[], None]:
+    """What clips all gradients to the norm CLIP, in as few operations and messages as possible.
+
+    Args:
+        split: those of the parameters that the ranks of the mesh's dimension `over` hold parts of.
+    """
+    parts = set(split)
+    whole = set(parameters) - parts
+
+    def squares(some: set[Tensor]) -> Tensor:
+        if not some:
+            return torch.zeros(())
+        norms = torch._foreach_norm([held(parameter) for parameter in some])
+        return torch.stack(norms).square().sum()
+
+    def clip() -> None:
+        total = squares(parts)
+        if parts:
+            dist.all_reduce(total, group=mesh.get_group(over))
+        total = total + squares(whole)
+        if mesh["pp"].size() > 1:
+            dist.all_reduce(total, group=mesh.get_group("pp"))
+        scale = (CLIP / (total.sqrt() + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([held(parameter) for parameter in (*parts, *whole)], scale)
+
+    return clip
 
 
 def direct(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor | None]:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+CLIP = 1.0  # norm to which every system clips the gradients of a step, as recipes do
+
 
 @dataclass(frozen=True)
 class Row:
