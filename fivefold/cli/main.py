@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(words: list[str]) -> int:
     if words[:1] == ["help"] and len(words) > 1:
-        words = [words[1], "--help", *words[2:]]
+        words = [*_explained(words[1]), *words[2:]]
     if not words or words[0] in ("-h", "--help", "help"):
         print(_overview())
         return 0
@@ -94,6 +94,15 @@ def _dispatch(words: list[str]) -> int:
     return status
 
 
+def _explained(topic: str) -> list[str]:
+    """The words that explain a command, or a setting of a run without naming a command."""
+    if topic in VERBS:
+        return [topic, "--help"]
+    from fivefold.config.reference import is_topic
+
+    return ["train", "--help", topic] if is_topic(topic) else [topic]
+
+
 def _overview() -> str:
     width = max(map(len, VERBS))
     verbs = [f"  {verb:<{width}}  {summary}" for verb, summary in VERBS.items()]
@@ -105,7 +114,7 @@ def _overview() -> str:
             "",
             *verbs,
             "",
-            "fivefold help COMMAND shows its flags.   fivefold --version",
+            "fivefold help COMMAND shows its flags, fivefold help FLAG one.   fivefold --version",
             "try: fivefold train demo --nproc 4",
         ]
     )

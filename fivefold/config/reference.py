@@ -63,7 +63,15 @@ def help_text(verb: str, options: type, stream: TextIO, topic: str | None = None
     sections = config_settings() if any(s.name == "recipe" for s in own) else {}
     named = None if topic in (None, "all", *sections) else topic
     if named is not None:
-        return "\n".join(_entry(_named(named, verb, [*own, *_of(sections)]), width))
+        settings = [*own, *_of(sections)]
+        if lines := _named(named, settings, width):
+            return "\n".join(lines)
+        known = [*SECTIONS, *(setting.name for setting in settings)]
+        raise ConfigError(
+            f"fivefold {verb} has no section and no flag {named!r}"
+            f"{did_you_mean(name_of(named), known)}\n"
+            f"  works: fivefold {verb} --help | fivefold {verb} --help all"
+        )
     shown = [*sections] if topic == "all" else [name for name in sections if name == topic]
     lines = [] if topic in sections else [*_own_lines(verb, options, own, width)]
     if sections and topic == "all":
@@ -75,8 +83,13 @@ def help_text(verb: str, options: type, stream: TextIO, topic: str | None = None
         lines += _entries(sections[section], width)
     if sections and topic == "all":
         lines += ["", "Megatron-LM's switches"]
-        lines += [f"  --{_dashed(n):<36}{_implied(n, means)}" for n, means in SWITCHES.items()]
+        lines += map(_switch, SWITCHES)
     return "\n".join(lines).lstrip("\n")
+
+
+def is_topic(topic: str) -> bool:
+    """Whether a section or a setting of a run is called so."""
+    return topic in SECTIONS or bool(_named(topic, [*_of(config_settings())], MAX_WIDTH))
 
 
 def _own_lines(verb: str, options: type, own: list[Setting], width: int) -> Iterator[str]:
@@ -107,20 +120,15 @@ def _of(sections: Mapping[str, Sequence[Setting]]) -> Iterator[Setting]:
         yield from settings
 
 
-def _named(topic: str, verb: str, settings: Iterable[Setting]) -> Setting:
-    """The setting of a flag, also by a short name or one of another trainer's."""
+def _named(topic: str, settings: Iterable[Setting], width: int) -> list[str]:
+    """What is said of a flag, also by a short name or one of another trainer's; empty: nothing."""
     of_all = {setting.name: setting for setting in settings}
+    known = {**of_all, **{alias: of_all[n] for alias, n in ALIASES.items() if n in of_all}}
     name = name_of(topic)
-    if name in FOREIGN and FOREIGN[name].flags:
-        name = name_of(FOREIGN[name].flags[0])
-    name = ALIASES.get(name, name)
-    if name not in of_all:
-        known = [*SECTIONS, *of_all]
-        raise ConfigError(
-            f"fivefold {verb} has no section and no flag {topic!r}{did_you_mean(name, known)}\n"
-            f"  works: fivefold {verb} --help | fivefold {verb} --help all"
-        )
-    return of_all[name]
+    meant = FOREIGN[name].meant(known) if name in FOREIGN else ""
+    if setting := known.get(name) or (known[name_of(meant)] if meant else None):
+        return [*_entry(setting, width)]
+    return [_switch(name)] if name in SWITCHES and MODEL.name in of_all else []
 
 
 def _entries(settings: Iterable[Setting], width: int) -> Iterator[str]:
@@ -228,6 +236,10 @@ _SAID_BY_OTHERS = MappingProxyType(
         "no_persist_layer_norm": "nothing: PyTorch's norms are one kernel",
     }
 )
+
+
+def _switch(name: str) -> str:
+    return f"  --{_dashed(name):<36}{_implied(name, SWITCHES[name])}"
 
 
 def _implied(name: str, implied: Mapping[str, object]) -> str:

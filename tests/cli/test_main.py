@@ -11,6 +11,8 @@ import pytest
 from fivefold.cli import main as cli
 from fivefold.cli.main import VERBS, main
 from fivefold.cli.style import paint
+from fivefold.config.config import SECTIONS
+from fivefold.config.flags import ALIASES, SWITCHES
 from fivefold.config.sources import RECIPES, config_settings, read_config, recipe_names, to_toml
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +67,10 @@ def test_help_of_all_lists_every_setting() -> None:
         ("zero_stage", "  --data-parallel-sharding-strategy WORD"),
         ("nproc", "  --nproc N"),
         ("--no-qk-layernorm", "  --qk-layernorm"),
+        ("pipeline_model_parallel_size", "  --pipeline-model-parallel-size N, --pp"),
+        ("--pp", "  --pipeline-model-parallel-size N, --pp"),
+        ("pp_size", "  --pipeline-model-parallel-size N, --pp"),
+        ("--moe-permute-fusion", "  --moe-permute-fusion "),
     ],
 )
 def test_help_of_a_section_or_a_flag(
@@ -75,6 +81,21 @@ def test_help_of_a_section_or_a_flag(
     assert out.startswith(first) and "usage" not in out
     assert main(["help", "train", topic]) == 0
     assert capsys.readouterr().out == out
+
+
+def test_help_knows_every_name_of_a_setting_without_a_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = {setting.name for settings in config_settings().values() for setting in settings}
+    for name in (*names, *(alias for alias, of in ALIASES.items() if of in names), *SWITCHES):
+        flag = f"--{name.replace('_', '-')}"
+        for topic in {name, flag, flag[2:]} - set(VERBS):
+            assert main(["help", topic]) == 0, topic
+            own = ALIASES.get(name, name).replace("_", "-")
+            first = capsys.readouterr().out.splitlines()[0]
+            assert re.match(rf"  --(no-)?{own}[ ,]", f"{first} ") or topic in SECTIONS, first
+    assert main(["help", "trian"]) == 2
+    assert "unknown command 'trian', did you mean 'train'?" in capsys.readouterr().err
 
 
 def test_help_of_no_topic_says_what_is_meant(capsys: pytest.CaptureFixture[str]) -> None:
