@@ -83,6 +83,12 @@ FOREIGN = _table(
     ),
     (_FULL, "fsdp fsdp2 full_shard use_torch_fsdp2 use_megatron_fsdp", ""),
     ("--nproc | --gpus", "nproc_per_node world_size num_gpus ngpus n_gpus num_processes gpus", ""),
+    (
+        "",
+        "nnodes num_nodes node_rank master_addr master_port local_rank rdzv_backend rdzv_endpoint "
+        "rdzv_id hostfile",
+        "torchrun or srun start it on every node: fivefold launch slurm RECIPE --nodes 4 shows how",
+    ),
     ("--cluster", "gpu hardware device gpu_type", ""),
     # Batch, length and duration
     ("--global-batch-size", "batch_size batch bsz train_batch_size total_batch_size", ""),
