@@ -22,8 +22,9 @@ ATEN = torch.ops.aten
 PLANNED = 128
 """cuDNN takes blocks whose lengths are multiples of this, since it plans for each new shape."""
 
-MOST_FEATURES = 256
-"""Features of a head that a tile of our own kernel holds at most."""
+MOST_FEATURES, MOST_BYTES = 256, 1024
+"""Features of a head that a tile of our own kernel holds at most, and their bytes: with 16 rows,
+the fewest that GPUs multiply, twice as many would need 130 KiB, of which some GPUs have 99."""
 
 Grads = tuple[Tensor, Tensor, Tensor]
 
@@ -294,7 +295,9 @@ def _token_rows(x: Tensor) -> Tensor:
 
 def drops_within(q: Tensor, v: Tensor, drop: HeadDropout) -> bool:
     """Whether a kernel attends and drops at once, for queries [.., D] and values like these."""
-    if not (drop.fused and runs_triton(q)) or max(q.shape[-1], v.shape[-1]) > MOST_FEATURES:
+    features = max(q.shape[-1], v.shape[-1])
+    fits = features <= MOST_FEATURES and features * q.itemsize <= MOST_BYTES
+    if not (fits and drop.fused and runs_triton(q)):
         return False
     return not (q.is_cuda and _lacking_capability(q, 8))
 

@@ -23,6 +23,10 @@ from fivefold.rehearse.roles import rehearsed_layout
 from fivefold.rehearse.run import rehearse_rank
 
 SHORT = {"seq_length": 128, "num_layers": 2}
+SHARED_KIB, MOST_PROGRAMS = 99, 65_535
+"""Shared memory of a block that every GPU since Ampere has (99 in 8.6, 8.9 and 12.0, more in 8.0,
+9.0 and 10.0; before, 64), and most programs along the second or third axis of a grid (CUDA C++
+Programming Guide, technical specifications)."""
 ZEROPP = {
     "data_parallel_sharding_strategy": "optim_grads_params",
     "zero_quantized_weights": True,
@@ -34,6 +38,7 @@ FEW_BITS = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
 STATES = FEW_BITS | {"exp_avg_sq_dtype": "fp8"}
 REMAINDERS = FEW_BITS | {"exp_avg_dtype": "fp8", "store_param_remainders": True}
 WITHOUT = FEW_BITS | {"main_params_dtype": "bf16", "main_grads_dtype": "bf16"}
+LATENT = {"moe_layer_freq": "1", "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
 EIGHT_BITS = {"precision": "bf16", "fp8_format": "e4m3"}
 GATHERED = {
     "fp8_recipe": "tensorwise",
@@ -46,6 +51,17 @@ WIDE: Steps = (
     *(("debug-gpt", GPT | {"precision": precision}) for precision in ("bf16", "fp32")),
     *(("debug-llama", {"precision": "bf16"} | given) for given in (STATES, REMAINDERS, WITHOUT)),
     ("debug-llama", {"precision": "fp64"} | STATES),
+    # Sizes of real models, which decide what tiles need.
+    ("llama3-405b", LLAMA | {"precision": "bf16"}),
+    *(("gpt-1t", GPT | {"precision": precision}) for precision in ("bf16", "fp32")),
+    *(
+        ("llama3-8b", GPT | {"precision": precision, "kv_channels": head})
+        for precision, head in (("bf16", 128), ("bf16", 256), ("fp64", 128), ("fp64", 256))
+    ),
+    *(
+        ("debug-deepseek-v3", LATENT | {"precision": precision, "attention_dropout": 0.1})
+        for precision in ("bf16", "fp32", "fp64")
+    ),
 )
 NARROW: Steps = (
     ("debug-llama", EIGHT_BITS | GATHERED),
@@ -73,7 +89,7 @@ def launched(steps: Steps) -> set[Compiled]:
     found: set[Compiled] = set()
 
     def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **constants: Any) -> None:
-        assert grid
+        assert all(side <= MOST_PROGRAMS for side in grid[1:]), (kernel.__name__, grid)
         arguments = dict(zip(kernel.arg_names, given, strict=False)) | constants
         constant = {p.name for p in kernel.params if p.is_constexpr} | set(constants)
         types = {
@@ -103,7 +119,11 @@ def main(capability: int) -> None:
         known = {name: value for name, value in constants if name in kernel.arg_names}
         options = {name: value for name, value in constants if name not in known}
         source = ASTSource(kernel, signature=dict(types), constexprs=known)
-        assert compile(source, target=target, options=options).asm["cubin"]
+        compiled = compile(source, target=target, options=options)
+        assert compiled.asm["cubin"]
+        needed = compiled.metadata.shared / 1024
+        runs = capability >= 80 or not kernel.__module__.endswith("attention_kernels")
+        assert not runs or needed <= (SHARED_KIB if capability >= 80 else 64), (needed, known)
         names.add(kernel.__name__)
     print(*sorted(names))
 

@@ -11,7 +11,8 @@ import pytest
 from fivefold.model.fp8_rules import ADA
 
 ROOT = Path(__file__).parents[2]
-CAPABILITIES = [90, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (75, 80, 100))]
+OTHERS = (75, 80, 89, 100, 120)
+CAPABILITIES = [90, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in OTHERS)]
 
 
 @pytest.mark.slow
