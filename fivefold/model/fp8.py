@@ -58,11 +58,6 @@ class Recipe:
         """Whether one quantised tensor serves products over its rows and over its columns."""
         return self.along == self.across
 
-    @property
-    def weight_reads_both_ways(self) -> bool:
-        """The same of a weight."""
-        return self.along == self.weight_across
-
 
 RECIPES = {
     "tensorwise": Recipe(None, None, None, powers_of_two=False),

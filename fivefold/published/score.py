@@ -103,7 +103,6 @@ class Summary:
     bias: float
     null_mape: float
     coverage: float
-    memory_rows: int
     memory_mape: float | None
 
 
@@ -163,7 +162,6 @@ class ScoreReport:
             bias=exp(fmean(log(1 + error) for error in errors)) - 1,
             null_mape=fmean(abs(self.null_errors[row.row.line]) for row in rows),
             coverage=fmean(row.covered for row in rows),
-            memory_rows=len(memory),
             memory_mape=fmean(memory) if memory else None,
         )
 

@@ -29,19 +29,15 @@ from fivefold.model.shards import MicrobatchShare
 from fivefold.model.transformer import Stage
 
 
-def depends_on_layout(config: Config) -> bool:
-    """Whether the plain model must know degrees of parallelism."""
-    return config.parallel.zero_quantized_weights or _experts_depend(config)
-
-
-def _experts_depend(config: Config) -> bool:
+def experts_depend(config: Config) -> bool:
+    """Whether experts of the plain model must know degrees of parallelism."""
     experts = config.experts
     return experts.limits_rows or "global_aux_loss" in experts.moe_router_load_balancing_type
 
 
 def stand_in(model: Stage, config: Config) -> None:
     """Make a plain model with experts decide as the ranks of a layout do."""
-    if model.model.num_experts is None or not _experts_depend(config):
+    if model.model.num_experts is None or not experts_depend(config):
         return
     limit, dp = _LimitByRank(config), config.parallel.data_parallel_shard_size
     ep = config.parallel.expert_model_parallel_size

@@ -24,7 +24,7 @@ from fivefold.verify.compare import compare
 from fivefold.verify.reference import load_trace, run_reference, save_trace
 from fivefold.verify.report import VerifyReport
 from fivefold.verify.shrink import prepare
-from fivefold.verify.standing_in import depends_on_layout
+from fivefold.verify.standing_in import experts_depend
 from tests.pool import run
 
 STEPS = 2
@@ -264,7 +264,7 @@ def verify_in_pool(
     layout, _ = prepare(check(settings, world_size))
     prepared = layout.config
     bare = prepared.with_values(precision="fp64")
-    if not depends_on_layout(prepared):
+    if not (prepared.parallel.zero_quantized_weights or experts_depend(prepared)):
         bare = replace(bare, parallel=Config(model=prepared.model).parallel)
     baseline = None
     if prepared.training.precision == "bf16":
