@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Literal
 from fivefold import __version__
 from fivefold.cli.style import Style, paint
 from fivefold.config.sources import load_options
-from fivefold.units import human_bytes, human_flops, human_seconds
+from fivefold.tell.columns import line_width
+from fivefold.units import human_bytes, human_flops, human_seconds, several, wrapped
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,7 @@ MARKS: dict[Verdict, tuple[str, Style]] = {
     "note": ("note", "yellow"),
     "bad": ("bad ", "red"),
 }
+_INDENT = " " * 22
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,12 @@ def run(argv: Sequence[str]) -> int:
         print(f"\n{paint(section, 'bold', sys.stdout)}")
         for finding in _whole(examine):
             mark, style = MARKS[finding.verdict]
-            print(
-                f"  {paint(mark, style, sys.stdout)}  {finding.name:<14}{finding.text}", flush=True
-            )
+            first, *more = wrapped(finding.text, line_width() - len(_INDENT))
+            print(f"  {paint(mark, style, sys.stdout)}  {finding.name:<14}{first}")
+            print("".join(f"{_INDENT}{line}\n" for line in more), end="", flush=True)
             verdicts.append(finding.verdict)
     bad = verdicts.count("bad")
-    print(f"\n{f'{bad} things to mend before training' if bad else 'ready to train'}")
+    print(f"\n{several(bad, 'thing')} to mend before training" if bad else "\nready to train")
     return 1 if bad else 0
 
 
@@ -301,7 +303,10 @@ def _attention(device: str) -> HealthLine:
     q = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device=device)
     lacks = {name: lacking(q, q) for name, (_, lacking) in KERNELS.items()}
     chosen = next(name for name, missing in lacks.items() if not missing)
-    others = [f"{name}: {missing}" for name, missing in lacks.items() if missing]
+    alike: dict[str, list[str]] = {}
+    for name, missing in lacks.items():
+        alike.setdefault(missing, []).append(name)
+    others = [f"{', '.join(names)}: {missing}" for missing, names in alike.items() if missing]
     verdict: Verdict = "note" if chosen == "plain" else "ok"
     return HealthLine(verdict, "attention", "; ".join([f"{chosen} in blocks", *others]))
 
