@@ -144,11 +144,18 @@ def _machine() -> Iterator[HealthLine]:
     memory = psutil.virtual_memory()
     free = f"{human_bytes(memory.available)} of {human_bytes(memory.total)} free"
     yield HealthLine("ok", "memory", free)
-    for name, folder in (("disk here", Path.cwd()), ("disk of cache", Path.home())):
-        space = shutil.disk_usage(folder).free
-        verdict: Verdict = "ok" if space >= FREE_DISK else "note"
-        yield HealthLine(verdict, name, f"{human_bytes(space)} free in {folder}")
+    yield disk("disk here", Path.cwd(), "--save")
+    yield disk("disk of cache", Path.home(), "--data-cache-path")
     yield from _gpus()
+
+
+def disk(name: str, folder: Path, flag: str) -> HealthLine:
+    """Whether runs can write to a folder, for which the flag names another, and its free space."""
+    space = shutil.disk_usage(folder).free
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return HealthLine("note", name, f"{folder} cannot be written: {flag} names another folder")
+    verdict: Verdict = "ok" if space >= FREE_DISK else "note"
+    return HealthLine(verdict, name, f"{human_bytes(space)} free in {folder}")
 
 
 def _gpus() -> Iterator[HealthLine]:

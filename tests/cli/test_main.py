@@ -6,9 +6,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from fivefold.cli import doctor
 from fivefold.cli import main as cli
 from fivefold.cli.main import VERBS, main
 from fivefold.cli.style import paint
@@ -235,6 +237,18 @@ def test_doctor_examines_this_machine() -> None:
     assert 0 < float(share) < 1000
     assert "ready to train" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_doctor_notes_a_folder_that_cannot_be_written(
+    writable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: writable)  # root may write anywhere
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
+    line = doctor.disk("disk here", tmp_path, "--save")
+    assert line.verdict == ("ok" if writable else "note")
+    assert ("1.00 TiB free" in line.text) == writable
+    assert ("cannot be written: --save names another folder" in line.text) != writable
 
 
 @pytest.mark.parametrize(
