@@ -59,6 +59,7 @@ from fivefold.pipeline.schedules.registry import (
 )
 from fivefold.pipeline.simulate import peak_in_flight
 from fivefold.pipeline.stages import Split
+from fivefold.units import several
 
 MAX_MICROBATCHES = 1 << 16  # per step; a program lists every one of them
 
@@ -196,7 +197,7 @@ def _check_in_flight_limit(layout: Layout, mistakes: Mistakes) -> None:
     most = round(max(peak_in_flight(program, Footprint(freed_by_b=1.0))))
     mistakes.add(
         f"recompute_in_flight_limit = {limit} has no effect: {layout.schedule} keeps "
-        f"{most} {'microbatch' if most == 1 else 'microbatches'} in flight on a rank at most",
+        f"{several(most, 'microbatch')} in flight on a rank at most",
         works=[
             *([f"--recompute-in-flight-limit {most - 1}"] if most > 1 else []),
             "--recompute-in-flight-limit none",

@@ -59,6 +59,10 @@ class ConfigError(FivefoldError):
         )
 
 
+class HostError(ConfigError):
+    """Mistakes in what this host alone may have: its files, folders and packages."""
+
+
 class PlaceError(ConfigError):
     """Mistakes in what this rank alone may have: its number, its address, the GPUs of its host."""
 
@@ -102,8 +106,9 @@ class Mistakes:
     True
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[ConfigError] = ConfigError) -> None:
         self._all: list[Mistake] = []
+        self._kind = kind
 
     @property
     def found(self) -> bool:
@@ -129,9 +134,9 @@ class Mistakes:
             self._all.extend(error.mistakes)
 
     def raise_if_any(self) -> None:
-        """Raise one ConfigError with every mistake recorded so far."""
+        """Raise one error, of the kind that was asked for, with every mistake recorded so far."""
         if self._all:
-            raise ConfigError(*self._all)
+            raise self._kind(*self._all)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -1,9 +1,13 @@
-"""Formats bytes, counts, seconds and rates, and reads bytes; the only such formatter."""
+"""Formats bytes, counts, seconds, rates and lines of them, and reads bytes: the only formatter."""
 
 import re
 from math import inf
+from textwrap import wrap
 
 _POWERS = "KMGTP"
+_BEFORE_UNIT = re.compile(
+    rf"(?<=\d) (?=(?:[{_POWERS}]i?)?(?:B|FLOP)(?:/s)?\b|[{_POWERS}]\b|[mu]?s\b|%|steps?\b)"
+)
 
 
 def human_bytes(n: float) -> str:
@@ -39,14 +43,17 @@ def human_flops(n: float) -> str:
 
 def human_seconds(s: float) -> str:
     """Seconds as '850 ms', '12.3 s', '4m05s', '3h02m' or '2d04h'."""
-    if s < 0.001:
-        return f"{s * 1e6:.0f} us"
-    if s < 1:
-        return f"{s * 1e3:.0f} ms"
-    if s < 60:
-        return f"{s:.1f} s"
+    if s == 0:
+        return "0 s"
     if s == inf:
         return "for ever"
+    # A number that rounds up to the next unit is said in that unit: 1.0 s, not 1000 ms.
+    if s < 999.5e-6:
+        return f"{s * 1e6:.0f} us"
+    if s < 0.9995:
+        return f"{s * 1e3:.0f} ms"
+    if s < 59.95:
+        return f"{s:.1f} s"
     minutes, seconds = divmod(round(s), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -57,12 +64,31 @@ def human_seconds(s: float) -> str:
     return f"{minutes}m{seconds:02d}s"
 
 
+def several(count: int, noun: str) -> str:
+    """A number of things: '1 file', '2 files', '3 microbatches', '4,096 ranks'."""
+    plural = f"{noun}es" if noun.endswith(("ch", "sh", "s")) else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"
+
+
+def wrapped(text: str, width: int, first: str = "", others: str = "") -> list[str]:
+    """Lines of at most `width` characters, with these indents; at least one.
+
+    No flag is cut at a hyphen, and no number from its unit.
+    """
+    whole = _BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", text)
+    lines = wrap(
+        whole, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False
+    )
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines] or [""]
+
+
 def _scaled(n: float, base: float, suffixes: tuple[str, ...]) -> str:
     index = 0
-    while abs(n) >= base and index < len(suffixes) - 1:
+    # A number that rounds up to the base is one of the next unit: 1.00 M, not 1000 K.
+    while abs(n) >= base - 0.5 and index < len(suffixes) - 1:
         n /= base
         index += 1
     if index == 0 and n == int(n):
         return f"{int(n)} {suffixes[0]}"
-    digits = 2 if abs(n) < 10 else 1 if abs(n) < 100 else 0
+    digits = 2 if abs(n) < 9.995 else 1 if abs(n) < 99.95 else 0
     return f"{n:.{digits}f} {suffixes[index]}"

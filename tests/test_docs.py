@@ -7,9 +7,13 @@ parser, and `fivefold train` makes a dry run.
 
 import contextlib
 import io
+import os
 import re
 import runpy
 import shlex
+import shutil
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache
@@ -31,7 +35,12 @@ PAGES = [
     if path.exists()
 ]
 FENCE = re.compile(r"^```(\w*) *(.*)\n((?:.*\n)*?)^```$", re.MULTILINE)
+HEREDOC = re.compile(r"^cat > (\S+) << 'END'\n(.*?)^END$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+ANCHOR = re.compile(r"\]\(([^)#\s]*)#([^)\s]+)\)")
+HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
+OF_A_CLUSTER = {"srun"}
+"""Programs that pages name and that no machine of a developer has."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ def _blocks(*languages: str) -> list[Block]:
 
 def _commands() -> Iterator[Command]:
     for block in _blocks("console", "sh"):
-        text = block.text.replace("\\\n", " ")
+        text = HEREDOC.sub("", block.text).replace("\\\n", " ")
         if block.language == "sh":
             yield from (Command(block.page, line) for line in text.splitlines())
             continue
@@ -157,6 +166,39 @@ def test_links_lead_somewhere(page: Path) -> None:
     targets = [t for t in LINK.findall(prose) if not t.startswith(("http:", "https:", "mailto:"))]
     missing = [target for target in targets if not (page.parent / target).exists()]
     assert not missing
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub names them."""
+    prose = FENCE.sub("", page.read_text(encoding="utf-8"))
+    named = Counter[str]()
+    anchors = set()
+    for heading in HEADING.findall(prose):
+        text = re.sub(r"\]\([^)]*\)", "", heading.strip().lower())
+        name = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+        anchors.add(f"{name}-{named[name]}" if named[name] else name)
+        named[name] += 1
+    return anchors
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_anchors_are_headings(page: Path) -> None:
+    prose = FENCE.sub("", page.read_text(encoding="utf-8"))
+    missing = [
+        f"{target}#{anchor}"
+        for target, anchor in ANCHOR.findall(prose)
+        if not target.startswith("http")
+        and anchor not in _anchors(page.parent / target if target else page)
+    ]
+    assert not missing
+
+
+def test_programs_are_there() -> None:
+    """What a page has the reader type exists under that name, in this environment or any."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    named = {words[0] for c in _commands() if (words := shlex.split(c.line, comments=True))}
+    assert {"fivefold", "torchrun", "hf"} <= named
+    assert not {n for n in named - OF_A_CLUSTER if shutil.which(n, path=path) is None}
 
 
 def test_every_page_is_in_the_index() -> None:

@@ -84,10 +84,11 @@ class AuditReport:
         notes = [f"{f.name}: {f.note}" for f in self.findings if f.note]
         judged = sum(finding.tolerance is not None for finding in self.findings)
         failed = [finding.name for finding in self.findings if finding.wrong]
+        where = f"on all {self.ranks} ranks" if self.ranks > 1 else "on the one rank"
         verdict = (
             f"not as predicted: {', '.join(failed)}"
             if failed
-            else f"as predicted: all {judged} quantities on all {self.ranks} ranks"
+            else f"as predicted: all {judged} quantities {where}"
         )
         return "\n".join([*lines, *([""] if notes else []), *notes, "", verdict])
 

@@ -20,7 +20,7 @@ from fivefold.predict.cluster import Cluster, Link, to_toml
 from fivefold.predict.compute import attention_share
 from fivefold.train.launch import init_process_group, launch_local
 from fivefold.train.rank_env import RankEnv, read_rank_env
-from fivefold.units import human_bytes, human_flops, human_seconds
+from fivefold.units import human_bytes, human_flops, human_seconds, several
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -146,7 +146,7 @@ def _groups(env: RankEnv) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads a rank"
+    return f"CPU, {several(torch.get_num_threads(), 'thread')} a rank"
 
 
 def _memory(env: RankEnv, device: torch.device) -> float:

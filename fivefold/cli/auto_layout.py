@@ -36,7 +36,7 @@ def planned(
     asked = request(config, machine, by_flag=by_flag, by_recipe=sizes)
     result = search(asked)
     if not result.found:
-        raise why_nothing(result).spelled(_ranks_for_gpus)
+        raise why_nothing(result).spelled(ranks_for_gpus)
     refusal: ConfigError | None = None
     for candidate in result.found:
         chosen = with_layout(config, candidate)
@@ -51,8 +51,8 @@ def planned(
     raise refusal
 
 
-def _ranks_for_gpus(choice: str) -> tuple[str, ...]:
-    """A choice for `plan` in the words of `train`."""
+def ranks_for_gpus(choice: str) -> tuple[str, ...]:
+    """A choice for `plan` in the words of `train` and `tune`."""
     return (choice.replace("--gpus ", "--nproc "),)
 
 

@@ -9,7 +9,7 @@ from fivefold.config.settings import argument
 from fivefold.config.sources import load
 from fivefold.counts.derived import as_table
 from fivefold.errors import DataError
-from fivefold.units import human_count
+from fivefold.units import human_count, several
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,12 @@ def run(argv: Sequence[str]) -> int:
     ]
     for corpus in data.corpora:
         tokens, documents = len(corpus.data.tokens), corpus.data.num_documents
-        why = f"in {documents:,} documents" + (f", weight {corpus.weight}" if corpus.weight else "")
+        weight = f", weight {corpus.weight}" if corpus.weight else ""
+        why = f"in {several(documents, 'document')}{weight}"
         rows.append((corpus.name, f"{human_count(tokens)} tokens", why))
     for name, corpus in data.named.items():
         tokens, documents = len(corpus.data.tokens), corpus.data.num_documents
-        told = f"in {documents:,} documents of {corpus.name}"
+        told = f"in {several(documents, 'document')} of {corpus.name}"
         rows.append((f"validation set {name}", f"{human_count(tokens)} tokens", told))
     length, batch = config.training.seq_length, config.training.global_batch_size
     for part in ("train", "valid", "test"):
@@ -48,6 +49,6 @@ def run(argv: Sequence[str]) -> int:
         samples = dataset.num_samples
         whys = [f"of {length} tokens: {samples / batch:.1f} steps of {batch}", dataset.packed]
         why = ", ".join(filter(None, whys))
-        rows.append((part, f"{samples:,} samples", why))
+        rows.append((part, several(samples, "sample"), why))
     print(as_table(rows))
     return 0

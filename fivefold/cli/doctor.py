@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Literal
 from fivefold import __version__
 from fivefold.cli.style import Style, paint
 from fivefold.config.sources import load_options
-from fivefold.units import human_bytes, human_flops, human_seconds
+from fivefold.tell.columns import line_width
+from fivefold.units import human_bytes, human_flops, human_seconds, several, wrapped
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,7 @@ MARKS: dict[Verdict, tuple[str, Style]] = {
     "note": ("note", "yellow"),
     "bad": ("bad ", "red"),
 }
+_INDENT = " " * 22
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,12 @@ def run(argv: Sequence[str]) -> int:
         print(f"\n{paint(section, 'bold', sys.stdout)}")
         for finding in _whole(examine):
             mark, style = MARKS[finding.verdict]
-            print(
-                f"  {paint(mark, style, sys.stdout)}  {finding.name:<14}{finding.text}", flush=True
-            )
+            first, *more = wrapped(finding.text, line_width() - len(_INDENT))
+            print(f"  {paint(mark, style, sys.stdout)}  {finding.name:<14}{first}")
+            print("".join(f"{_INDENT}{line}\n" for line in more), end="", flush=True)
             verdicts.append(finding.verdict)
     bad = verdicts.count("bad")
-    print(f"\n{f'{bad} things to mend before training' if bad else 'ready to train'}")
+    print(f"\n{several(bad, 'thing')} to mend before training" if bad else "\nready to train")
     return 1 if bad else 0
 
 
@@ -142,11 +144,18 @@ def _machine() -> Iterator[HealthLine]:
     memory = psutil.virtual_memory()
     free = f"{human_bytes(memory.available)} of {human_bytes(memory.total)} free"
     yield HealthLine("ok", "memory", free)
-    for name, folder in (("disk here", Path.cwd()), ("disk of cache", Path.home())):
-        space = shutil.disk_usage(folder).free
-        verdict: Verdict = "ok" if space >= FREE_DISK else "note"
-        yield HealthLine(verdict, name, f"{human_bytes(space)} free in {folder}")
+    yield disk("disk here", Path.cwd(), "--save")
+    yield disk("disk of cache", Path.home(), "--data-cache-path")
     yield from _gpus()
+
+
+def disk(name: str, folder: Path, flag: str) -> HealthLine:
+    """Whether runs can write to a folder, for which the flag names another, and its free space."""
+    space = shutil.disk_usage(folder).free
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return HealthLine("note", name, f"{folder} cannot be written: {flag} names another folder")
+    verdict: Verdict = "ok" if space >= FREE_DISK else "note"
+    return HealthLine(verdict, name, f"{human_bytes(space)} free in {folder}")
 
 
 def _gpus() -> Iterator[HealthLine]:
@@ -301,7 +310,10 @@ def _attention(device: str) -> HealthLine:
     q = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device=device)
     lacks = {name: lacking(q, q) for name, (_, lacking) in KERNELS.items()}
     chosen = next(name for name, missing in lacks.items() if not missing)
-    others = [f"{name}: {missing}" for name, missing in lacks.items() if missing]
+    alike: dict[str, list[str]] = {}
+    for name, missing in lacks.items():
+        alike.setdefault(missing, []).append(name)
+    others = [f"{', '.join(names)}: {missing}" for missing, names in alike.items() if missing]
     verdict: Verdict = "note" if chosen == "plain" else "ok"
     return HealthLine(verdict, "attention", "; ".join([f"{chosen} in blocks", *others]))
 

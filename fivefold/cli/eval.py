@@ -24,7 +24,7 @@ from fivefold.report.settings import run_config
 from fivefold.train.devices import Asked
 from fivefold.train.metrics import check_installed
 from fivefold.train.rank_env import read_rank_env
-from fivefold.units import human_count, human_seconds
+from fivefold.units import human_count, human_seconds, several
 
 if TYPE_CHECKING:
     from fivefold.train.eval import Evaluated
@@ -213,7 +213,7 @@ def _text(run: str, layout: Layout, found: Sequence["Evaluated"]) -> Iterator[st
         its, bits = each.metrics, each.bits_per_byte
         told = [f"perplexity {its.perplexity:.4g}"]
         told += [f"{bits:.4f} bits a byte"] if bits is not None else []
-        told += [f"{human_count(its.tokens)} tokens of {each.samples:,} samples"]
+        told += [f"{human_count(its.tokens)} tokens of {several(each.samples, 'sample')}"]
         told += [human_seconds(its.seconds)]
         rows.append((its.name or "validation split", f"loss {its.loss:.4f}", ", ".join(told)))
     yield as_table(rows)

@@ -1,5 +1,6 @@
 """`fivefold launch`: write the job file of a run, or submit it."""
 
+import shlex
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -131,7 +132,7 @@ def run(argv: Sequence[str]) -> int:
         write_atomic(path, text)
     command = [*target.submit, str(path)]
     if not options.submit:
-        print(f"{path} is written; submit it: {' '.join(command)}")
+        print(f"{path} is written; submit it: {shlex.join(command)}")
         return 0
     return _submit(command)
 
@@ -151,10 +152,10 @@ def _submit(command: Sequence[str]) -> int:
         raise ConfigError(
             Mistake(
                 f"{command[0]} is not on this machine; {command[-1]} is written",
-                attempt=f"on one that has it: {' '.join(command)}",
+                attempt=f"on one that has it: {shlex.join(command)}",
             )
         )
-    print(" ".join(command), flush=True)
+    print(shlex.join(command), flush=True)
     status = subprocess.run(command, check=False).returncode
     if status:
         raise FivefoldError(f"{command[0]} ended with status {status}; {command[-1]} is written")

@@ -12,8 +12,15 @@ from types import MappingProxyType
 from typing import NoReturn
 
 from fivefold import __version__, process
-from fivefold.cli.style import first_rank, paint
-from fivefold.errors import ConfigError, FivefoldError, PlaceError, did_you_mean
+from fivefold.cli.style import first_of_host, first_rank, paint
+from fivefold.errors import (
+    ConfigError,
+    DataError,
+    FivefoldError,
+    HostError,
+    PlaceError,
+    did_you_mean,
+)
 from fivefold.files import telling_full_disk
 
 VERBS: Mapping[str, str] = MappingProxyType(
@@ -31,7 +38,7 @@ VERBS: Mapping[str, str] = MappingProxyType(
         "report": "show a run, or two side by side, as a page",
         "eval": "loss of a checkpoint over validation sets, in any layout",
         "sample": "continue a prompt with a trained model",
-        "convert": "weights from Hugging Face into a run, or from a run to Hugging Face",
+        "convert": "weights of Hugging Face, Megatron-core or PEFT into a run, or a run's out",
         "data": "tokenise a recipe's corpus and count its tokens",
         "doctor": "show what this machine can do",
         "completion": "let bash, zsh or fish complete commands, flags and recipes",
@@ -54,9 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return status
     except FivefoldError as error:
-        # All ranks of a cluster read the same settings and would print the same error.
-        if not isinstance(error, ConfigError) or isinstance(error, PlaceError) or first_rank():
-            print(f"{paint('error:', 'red', sys.stderr)} {error}", file=sys.stderr)
+        if _tells(error):
+            # In one piece, so that ranks that fail at the same time do not mix their lines.
+            sys.stderr.write(f"{paint('error:', 'red', sys.stderr)} {error}\n")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -64,6 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has exited; discard what is still buffered.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _tells(error: FivefoldError) -> bool:
+    """Whether this rank of a cluster prints an error that other ranks may have, too.
+
+    All ranks read the same settings, and those of a host the same files.
+    """
+    if isinstance(error, HostError | DataError):
+        return first_of_host()
+    return isinstance(error, PlaceError) or not isinstance(error, ConfigError) or first_rank()
 
 
 def _dispatch(words: list[str]) -> int:
@@ -79,7 +96,8 @@ def _dispatch(words: list[str]) -> int:
     if verb not in VERBS:
         kind = "flag" if verb.startswith("-") else "command"
         raise ConfigError(
-            f"unknown {kind} {verb!r}{did_you_mean(verb, VERBS)}\n  works: {' | '.join(VERBS)}"
+            f"unknown {kind} {verb!r}{did_you_mean(verb, (*VERBS, 'help'))}\n"
+            f"  works: {' | '.join((*VERBS, 'help'))}"
         )
     module = import_module(f"fivefold.cli.{verb}")
     flags = argv[: argv.index("--")] if "--" in argv else argv
@@ -104,15 +122,17 @@ def _explained(topic: str) -> list[str]:
 
 
 def _overview() -> str:
-    width = max(map(len, VERBS))
-    verbs = [f"  {verb:<{width}}  {summary}" for verb, summary in VERBS.items()]
+    from fivefold.tell.columns import line_width, listed
+    from fivefold.units import wrapped
+
+    about = "Train transformer language models across five dimensions of parallelism."
     return "\n".join(
         [
             "usage: fivefold COMMAND ...",
             "",
-            "Train transformer language models across five dimensions of parallelism.",
+            *wrapped(about, line_width()),
             "",
-            *verbs,
+            *listed([(f"  {verb}", summary) for verb, summary in VERBS.items()]),
             "",
             "fivefold help COMMAND shows its flags, fivefold help FLAG one.   fivefold --version",
             "try: fivefold train demo --nproc 4",

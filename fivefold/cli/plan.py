@@ -50,6 +50,7 @@ def run(argv: Sequence[str]) -> int:
         text = page(result, _name(loaded), tokens)
         with telling_unwritable(options.html):
             write_atomic(options.html, text)
+        print(f"wrote {options.html}", file=sys.stderr)
     if options.emit is not None:
         _emit(result, options.emit, notes)
     elif options.json:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
 from pathlib import Path
-from textwrap import fill
 from typing import TYPE_CHECKING
 
 from fivefold.check import check
@@ -43,6 +42,7 @@ from fivefold.pipeline.study import (
     timed,
 )
 from fivefold.report.settings import run_config
+from fivefold.units import wrapped
 
 if TYPE_CHECKING:
     from fivefold.pipeline.measured_parts import MeasuredPieces
@@ -357,7 +357,7 @@ def _shown(options: Options, study: Study, result: StudyResult) -> Iterator[str]
     yield ""
     yield from picture(chart, width, colours=shows_styles(sys.stdout))
     yield ""
-    yield from (fill(part, width) for part in (chart.legend, _ROW))
+    yield from (line for part in (chart.legend, _ROW) for line in wrapped(part, width))
     yield ""
     yield as_table(report(result))
     yield ""

@@ -32,6 +32,12 @@ def first_rank() -> bool:
     return int(rank) == 0
 
 
+def first_of_host() -> bool:
+    """Whether this process prints for its host: the first rank there, and whoever is no rank."""
+    local = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID", "0")
+    return not local.isdecimal() or int(local) == 0
+
+
 def shows_styles(stream: TextIO) -> bool:
     """Whether `stream` is a terminal on which colours are wanted."""
     unwanted = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"

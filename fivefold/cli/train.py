@@ -15,11 +15,12 @@ from fivefold.config.config import Config
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load_consistent, to_toml
-from fivefold.counts.derived import as_table, describe
+from fivefold.counts.derived import describe
 from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.layout import Layout
 from fivefold.pipeline.draw import draw
 from fivefold.pipeline.stages import stage_table
+from fivefold.tell.columns import listed
 from fivefold.train.devices import Asked
 from fivefold.train.rank_env import read_rank_env
 
@@ -198,7 +199,7 @@ def _preview(layout: Layout) -> Iterator[str]:
         yield stage_table(layout.split)
         yield from _picture(layout)
     yield _title("\nwhat follows")
-    yield as_table(describe(layout))
+    yield from listed(describe(layout), right=(1,))
 
 
 def _picture(layout: Layout) -> Iterator[str]:

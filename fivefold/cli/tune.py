@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 
 from fivefold.check import check
-from fivefold.cli.auto_layout import with_layout
+from fivefold.cli.auto_layout import ranks_for_gpus, with_layout
 from fivefold.cli.style import note
 from fivefold.cli.train import ranks, recipe_name
 from fivefold.config.config import Config
@@ -32,8 +32,9 @@ from fivefold.tell.columns import table
 from fivefold.tell.describe import summary
 from fivefold.tell.explain import percent
 from fivefold.tell.infeasible import why_nothing
-from fivefold.train.devices import Asked
-from fivefold.train.rank_env import read_rank_env
+from fivefold.train.corpora import check_corpora, open_data
+from fivefold.train.devices import Asked, choose_device, visible_gpus
+from fivefold.train.rank_env import RankEnv, read_rank_env
 from fivefold.units import human_seconds
 
 EACH = 8  # layouts of a machine that are looked at
@@ -72,16 +73,18 @@ def run(argv: Sequence[str]) -> int:
     options, config = loaded.options, loaded.config
     _check_options(options)
     world = ranks(options.nproc)
+    # What is missing is said before the machine is measured, which takes a minute.
+    check_corpora(config)
+    if options.device == "cuda":
+        choose_device(options.device, RankEnv(), world, visible_gpus())
     out = Path(options.out or f"tuned-{recipe_name(options.recipe)}")
     with telling_unwritable(out):
         out.mkdir(parents=True, exist_ok=True)
     machine = _machine(options.cluster, world, out)
     planner = Planner(loaded, world)
     planner(machine)  # what is wrong is said before anything is read or started
-    from fivefold.train.corpora import check_corpora, open_data
     from fivefold.train.trial import try_layout
 
-    check_corpora(config)
     data = open_data(config, print)
 
     def attempt(layout: Layout, steps: int) -> tuple[list[float], str]:
@@ -158,7 +161,7 @@ class Planner:
         asked = request(self._config, machine, by_flag=self._by_flag, by_recipe=sizes)
         result = search(asked)
         if not result.found:
-            raise why_nothing(result)
+            raise why_nothing(result).spelled(ranks_for_gpus)
         # Of layouts that differ only in what they save, the fastest.
         plain: dict[object, Candidate] = {}
         for each in result.found:

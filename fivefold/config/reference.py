@@ -4,7 +4,6 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from inspect import getdoc
-from textwrap import fill
 from types import MappingProxyType
 from typing import TextIO
 
@@ -15,6 +14,7 @@ from fivefold.config.presets import PRESETS
 from fivefold.config.settings import NONE, Setting, settings_of
 from fivefold.config.sources import MODEL, config_settings, recipe_names
 from fivefold.errors import ConfigError, did_you_mean
+from fivefold.units import wrapped
 
 MAX_WIDTH = 100
 USUAL = (
@@ -79,7 +79,7 @@ def help_text(verb: str, options: type, stream: TextIO, topic: str | None = None
     if sections and topic is None:
         lines += _usual_lines(verb, sections, width)
     for section in shown:
-        lines += ["", f"[{section}] {_summary(SECTIONS[section])}"]
+        lines += ["", _filled(f"[{section}] {_summary(SECTIONS[section])}", width)]
         lines += _entries(sections[section], width)
     if sections and topic == "all":
         lines += ["", "Megatron-LM's switches"]
@@ -95,7 +95,8 @@ def is_topic(topic: str) -> bool:
 def _own_lines(verb: str, options: type, own: list[Setting], width: int) -> Iterator[str]:
     words = [_place(s) for s in own if s.positional]
     yield " ".join(["usage: fivefold", verb, *words, "[flags]"])
-    yield from ("", getdoc(options) or "", "")
+    paragraphs = (getdoc(options) or "").split("\n\n")
+    yield from ("", "\n\n".join(_filled(text, width) for text in paragraphs), "")
     yield from _entries(own, width)
 
 
@@ -105,11 +106,12 @@ def _usual_lines(verb: str, sections: Mapping[str, Sequence[Setting]], width: in
     yield from _entries((of_all[name] for name in USUAL), width)
     rest = len(of_all) - len(USUAL)
     yield ""
-    yield f"{rest} more: fivefold {verb} --help all, or of a section or flag, as --help memory:"
-    name_width = max(map(len, sections))
+    more = f"{rest} more: fivefold {verb} --help all, or of a section or flag, as --help memory:"
+    yield _filled(more, width)
+    start = max(map(len, sections)) + 4
     for section in sections:
-        yield f"  {section:<{name_width}}  {_summary(SECTIONS[section])}"
-    yield "\n" + fill(f"recipes: {', '.join(recipe_names())}", width, break_on_hyphens=False)
+        yield _filled(_summary(SECTIONS[section]), width, f"  {section}".ljust(start), " " * start)
+    yield "\n" + _filled(f"recipes: {', '.join(recipe_names())}", width)
 
 
 def _of(sections: Mapping[str, Sequence[Setting]]) -> Iterator[Setting]:
@@ -144,7 +146,11 @@ def _entry(setting: Setting, width: int) -> Iterator[str]:
     if setting.choices:
         text += f": {' | '.join(setting.choices)}"
     indent = " " * 8
-    yield fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    yield _filled(text, width, indent, indent)
+
+
+def _filled(text: str, width: int, first: str = "", others: str = "") -> str:
+    return "\n".join(wrapped(text, width, first, others))
 
 
 def _spellings(setting: Setting) -> list[str]:

@@ -75,9 +75,9 @@ def _batch(layout: Layout) -> list[Row]:
         (
             "microbatches",
             f"{layout.num_microbatches}",
-            f"global batch {size} / (micro batch {each} x dp {dp})",
+            f"global batch {size:,} / (micro batch {each} x dp {dp})",
         ),
-        ("tokens per step", f"{tokens:,}", f"global batch {size} x sequence {length}"),
+        ("tokens per step", f"{tokens:,}", f"global batch {size:,} x sequence {length:,}"),
         (
             "tokens in all",
             human_count(tokens * training.train_iters),

@@ -19,6 +19,7 @@ from fivefold.data.borders import last_border
 from fivefold.errors import DataError, did_you_mean
 from fivefold.files import parse_json
 from fivefold.recipes import how_to_get
+from fivefold.units import several
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch, Schema
@@ -186,7 +187,7 @@ def _known(spec: str, paths: Iterable[Path]) -> list[Path]:
     if not known:
         others = sorted({path.suffix or "(none)" for path in seen})
         raise DataError(
-            f"nothing to read in {spec}: {len(seen)} files"
+            f"nothing to read in {spec}: {several(len(seen), 'file')}"
             + (f", with extensions {' '.join(others[:8])}" if others else "")
             + f"\n  what can be read: {_kinds()}\n  works: --data-path {BUILTIN}"
         )

@@ -16,6 +16,7 @@ from fivefold.data.packing import IGNORED, Microbatch, Packing, pack
 from fivefold.data.streams import Conversations, Text
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import ConfigError, DataError, Mistake
+from fivefold.units import several
 
 SPLITS = ("train", "valid", "test")
 _DECIMAL = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")
@@ -241,7 +242,7 @@ def _too_short(corpus: Corpus, tokens: int, seq_length: int, part: str, split: s
     message = (
         f"the {part} split of {corpus.name} is too short: {tokens} tokens, and one sample needs "
         f"{seq_length + 1} (seq_length {seq_length} + 1 to predict)\n"
-        f"  split {split} of {total} tokens in {corpus.data.num_documents} documents"
+        f"  split {split} of {total} tokens in {several(corpus.data.num_documents, 'document')}"
     )
     if total > seq_length:
         message += f"\n  a share of at least {(seq_length + 1) / total:.2%} would do for {part}"

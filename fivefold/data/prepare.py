@@ -24,7 +24,7 @@ from fivefold.data.packing import BEGINS, LEARNT, Packing
 from fivefold.data.rules import DEFAULT_VOCAB_SIZE, checked_sources
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import DataError
-from fivefold.units import human_bytes, human_count, human_seconds
+from fivefold.units import human_bytes, human_count, human_seconds, several
 
 if TYPE_CHECKING:
     from fivefold.config.training import DataConfig
@@ -188,7 +188,7 @@ def build_conversations(
     from fivefold.data.conversations import marked_texts
 
     began = time.perf_counter()
-    progress(f"tokenising the conversations of {len(files)} files")
+    progress(f"tokenising the conversations of {several(len(files), 'file')}")
     tokens = learnt = 0
     # The marks are whole before the index of the tokens says that everything is there.
     with (
@@ -206,7 +206,9 @@ def build_conversations(
                     writer.end_document()
                 tokens, learnt = tokens + len(ids), learnt + int((bits == LEARNT).sum())
         if not tokens:
-            raise DataError(f"no conversations in {len(files)} files, the first is {files[0]}")
+            raise DataError(
+                f"no conversations in {several(len(files), 'file')}, the first is {files[0]}"
+            )
     progress(
         f"tokenised {human_count(tokens)} tokens, {learnt / tokens:.1%} of them to learn, in "
         f"{human_seconds(time.perf_counter() - began)}"
@@ -229,7 +231,7 @@ def build_index(
     """
     began = time.perf_counter()
     size = sum(file.stat().st_size for file in files)
-    progress(f"tokenising {len(files)} files, {human_bytes(size)}")
+    progress(f"tokenising {several(len(files), 'file')}, {human_bytes(size)}")
     end = np.array([tokenizer.eod_id], dtype=tokenizer.token_dtype)
     whole = not tokenizer.may_cut
     tokens, begun = 0, False
@@ -248,7 +250,7 @@ def build_index(
                     tokens += 1
                     begun = False
         if not tokens:
-            raise DataError(f"no text in {len(files)} files, the first is {files[0]}")
+            raise DataError(f"no text in {several(len(files), 'file')}, the first is {files[0]}")
     progress(
         f"tokenised {human_count(tokens)} tokens in {human_seconds(time.perf_counter() - began)}"
     )

@@ -10,6 +10,7 @@ from fivefold.config.dependence import without_orphans
 from fivefold.config.parallel import ParallelConfig
 from fivefold.errors import Mistakes
 from fivefold.mesh.rules import divisors, tensor_parallel_sizes
+from fivefold.units import several
 
 DEGREES = {
     "tp": "tensor_model_parallel_size",
@@ -81,9 +82,8 @@ def _explain_world(
         nproc = -(-world_size // known) * known
     else:
         result, nproc = f"{known} is not {world_size}", known
-    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     mistakes.add(
-        f"{ranks} cannot be split as {named}",
+        f"{several(world_size, 'rank')} cannot be split as {named}",
         f"{product} = {known}, and {result}",
         works=_splits_near(config, sizes, world_size, passes),
         attempt=f"--nproc {nproc}",

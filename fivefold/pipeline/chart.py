@@ -8,6 +8,7 @@ from fivefold import pages
 from fivefold.pipeline.costs import ONE_EACH, Footprint
 from fivefold.pipeline.ir import Act, Kind, Program
 from fivefold.pipeline.simulate import Simulation, memory_curve, peak_in_flight
+from fivefold.units import human_seconds
 
 MEANINGS = {
     Kind.F: "forward",
@@ -46,6 +47,10 @@ class Chart:
     simulation: Simulation
     footprint: Footprint = ONE_EACH
     unit: str = ""
+
+    def said(self, time: float) -> str:
+        """A time of the whole picture in words: of measured ones with a fitting unit."""
+        return human_seconds(time) if self.unit else f"{time:.6g}"
 
     @cached_property
     def peaks(self) -> tuple[float, ...]:
@@ -112,8 +117,8 @@ class Chart:
         """The main figures in one line."""
         simulation = self.simulation
         return (
-            f"makespan {simulation.makespan:.6g}{self.unit}, bubble {simulation.bubble:.2%}; "
-            f"span {simulation.span:.6g}{self.unit}, bubble {simulation.span_bubble:.2%}; "
+            f"makespan {self.said(simulation.makespan)}, bubble {simulation.bubble:.2%}; "
+            f"span {self.said(simulation.span)}, bubble {simulation.span_bubble:.2%}; "
             f"at most {max(self.peaks):.3g} microbatches held"
         )
 

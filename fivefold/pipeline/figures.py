@@ -41,26 +41,25 @@ def figures(result: StudyResult) -> dict[str, Any]:
 def report(result: StudyResult) -> list[tuple[str, str, str]]:
     """The figures of a schedule: (name, value, meaning)."""
     chart, simulation = result.chart, result.chart.simulation
-    unit = f" {chart.unit}" if chart.unit else ""
     rows = [
         (
             "flush makespan",
-            f"{simulation.makespan:.6g}{unit}",
+            chart.said(simulation.makespan),
             "first start to last end over all ranks: a step that ends with a gradient norm",
         ),
-        ("span", f"{simulation.span:.6g}{unit}", "the longest of one rank, which papers report"),
+        ("span", chart.said(simulation.span), "the longest of one rank, which papers report"),
         ("flush bubble", f"{simulation.bubble:.2%}", "idle share of the makespan"),
         ("span bubble", f"{simulation.span_bubble:.2%}", "idle share of the span"),
         (
             "lower bound",
-            f"{result.bound:.6g}{unit}",
+            chart.said(result.bound),
             f"no schedule with these stages is faster; this one is "
             f"{simulation.makespan / result.bound - 1:.1%} above",
         ),
     ]
     if result.dx_first < simulation.makespan * (1 - 1e-9):
         why = "if each dX leaves before dW is computed, as in training (--dx-first)"
-        rows.append(("dX first", f"{result.dx_first:.6g}{unit}", why))
+        rows.append(("dX first", chart.said(result.dx_first), why))
     peaks = " ".join(f"{peak:.3g}" for peak in chart.peaks)
     rows.append(
         ("peak in flight", f"{max(chart.peaks):.3g}", f"microbatches held, by rank: {peaks}")
@@ -72,7 +71,7 @@ def report(result: StudyResult) -> list[tuple[str, str, str]]:
         if time > 0.005 * total
     )
     if idle:
-        rows.append(("idle", f"{total / len(chart.peaks):.6g}{unit}", f"a rank on average: {idle}"))
+        rows.append(("idle", chart.said(total / len(chart.peaks)), f"a rank on average: {idle}"))
     return rows
 
 

@@ -9,7 +9,7 @@ from fivefold.predict.cluster import Cluster
 from fivefold.predict.memory import RankMemory, peak_memory
 from fivefold.rehearse.agree import disagreements
 from fivefold.rehearse.script import Script
-from fivefold.units import human_bytes, human_count
+from fivefold.units import human_bytes, human_count, several
 
 BYTES_TOLERANCE = 1e-9
 """Relative difference of two sums of the same whole numbers, in another order."""
@@ -57,10 +57,11 @@ class RehearsalReport:
         lines.append(f"farthest from the planner's peak: {self.deviation:+.1%}")
         lines += [*self.problems, *self.differing]
         verdict = f"{len(self.scripts)} ranks agree on every message, and send what theory says"
+        if len(self.scripts) == 1:
+            verdict = "the one rank sends what theory says"
         if self.problems:
-            verdict = (
-                f"this job would hang, or mix up messages: {len(self.problems)} pairs of ranks"
-            )
+            pairs = several(len(self.problems), "pair")
+            verdict = f"this job would hang, or mix up messages: {pairs} of ranks"
         elif self.differing:
             verdict = f"other bytes than theory says: {len(self.differing)}"
         return "\n".join([*lines, verdict])

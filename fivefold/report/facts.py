@@ -10,13 +10,14 @@ from fivefold.units import human_bytes, human_count, human_flops, human_seconds
 
 def facts(stories: Sequence[Story]) -> list[tuple[str, ...]]:
     """(name, value for each run) of what people ask first; what no run has is left out."""
+    averaged = min(LAST, max((len(story.values("loss")) for story in stories), default=LAST))
     evaluations = [record for story in stories for record in story.evaluations]
     every: list[tuple[str, Callable[[Story], str]]] = [
         ("model", _model),
         ("layout", lambda story: _layout(story.config)),
         ("steps", lambda story: f"{story.done:,} of {story.config.training.train_iters:,}"),
         ("tokens", lambda story: _told(_last(story, "tokens_total"), human_count)),
-        (f"loss, mean of the last {LAST} steps", lambda s: _told(s.latest("loss"), _short)),
+        (f"loss, mean of the last {averaged} steps", lambda s: _told(s.latest("loss"), _short)),
         *((_set(name), _best(name)) for name in evaluated(evaluations)),
         ("time of a step, median", lambda s: _told(s.usual("seconds"), human_seconds)),
         ("tokens/s, median", lambda s: _told(s.usual("tokens_per_second"), human_count)),

@@ -1,5 +1,6 @@
 """What the files of a run folder say about its course."""
 
+import shlex
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -170,7 +171,7 @@ def validation_set(column: str) -> str:
 
 def _happenings(folder: Path, starts: Iterable[Record]) -> Iterable[Happening]:
     for number, start in enumerate(starts):
-        command = " ".join(map(str, start.get("command", ())))
+        command = shlex.join(map(str, start.get("command", ())))
         host, devices = start.get("host", ""), start.get("devices") or ["CPU"]
         what = f"start{' again' * bool(number)} on {host} ({devices[0]})"
         if start.get("after"):

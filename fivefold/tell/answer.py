@@ -213,8 +213,12 @@ def next_commands(result: SearchResult, model: str, argv: Sequence[str]) -> Iter
         run = run if whole else f"fivefold train {recipe} --nproc {world} --dry-run"
     yield f"{asked} --emit fivefold > {recipe}"
     yield run
-    yield f"{asked} --verbose"
-    yield f"{asked} --html {name}.html"
+    given = {word.partition("=")[0] for word in argv}
+    yield from (
+        f"{asked} {more}"
+        for more in ("--verbose", f"--html {name}.html")
+        if more.split()[0] not in given
+    )
 
 
 def _without(argv: Sequence[str], flags: Sequence[str]) -> list[str]:

@@ -3,7 +3,8 @@
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from textwrap import wrap
+
+from fivefold.units import wrapped
 
 WIDTH = 100
 """Characters of a line that goes into a file or a pipe."""
@@ -15,11 +16,6 @@ def line_width() -> int:
     if not sys.stdout.isatty():
         return WIDTH
     return min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
-
-
-def wrapped(text: str, width: int, first: str = "", others: str = "") -> list[str]:
-    """Lines of at most `width` characters, with these indents; no flag is cut at a hyphen."""
-    return wrap(text, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
 
 
 def table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
@@ -38,7 +34,7 @@ def table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]
 def prose(lines: Iterable[str]) -> Iterator[str]:
     """The lines, with long ones wrapped."""
     for line in lines:
-        yield from _wrapped(line, line_width(), "  ")
+        yield from wrapped(line, line_width(), others="  ")
 
 
 def listed(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> Iterator[str]:
@@ -46,11 +42,6 @@ def listed(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> Iterator
     lines = table([row[:-1] for row in rows], right)
     start = max(map(len, lines)) + 2
     for line, row in zip(lines, rows, strict=True):
-        words = _wrapped(row[-1], max(_NARROWEST // 3, line_width() - start))
+        words = wrapped(row[-1], max(_NARROWEST // 3, line_width() - start))
         yield (line.ljust(start) + words[0]).rstrip()
         yield from (" " * start + more for more in words[1:])
-
-
-def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """Lines of at most `width` characters; no flag is cut at a hyphen."""
-    return wrap(text, width, subsequent_indent=indent, break_on_hyphens=False) or [""]

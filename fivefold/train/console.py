@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from sys import maxsize
 from typing import TextIO
 
 import rich.console
@@ -17,13 +18,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from fivefold.train.metrics import EvalMetrics, StepMetrics
-from fivefold.units import human_bytes, human_count, human_seconds
+from fivefold.units import human_bytes, human_count, human_seconds, wrapped
 
 LOG_WIDTH = 160  # characters per line in a log, which nobody wraps
 HEADER_EVERY = 40  # lines, on a terminal
 ETA_STEPS = 20
 REFRESH_SECONDS = 0.2
 GAP = "  "
+NARROWEST = 20  # characters of an explanation beside a figure
 
 
 def _plain(x: float) -> str:
@@ -102,11 +104,16 @@ class Console:
         names = max((len(name) for name, _, _ in rows), default=0)
         values = max((len(value) for _, value, why in rows if why), default=0)
         self._print(Text(title, style="bold"))
+        start = names + values + 3 * len(GAP)
+        room = max(self._console.width - start, NARROWEST) if self._console.is_terminal else maxsize
         for name, value, why in rows:
+            first, *more = wrapped(why, room)
             line = Text(f"  {name:<{names}}  ")
             line.append(f"{value:<{values}}" if why else value)
-            line.append(f"  {why}" if why else "", style="dim")
+            line.append(f"  {first}" if why else "", style="dim")
             self._print(line)
+            for text in more:
+                self._print(Text(" " * start + text, style="dim"))
         self._print(Text(""))
 
     def record(self, metrics: StepMetrics | EvalMetrics) -> None:

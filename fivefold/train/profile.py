@@ -1,5 +1,6 @@
 """Records steps for `--profile`: the timeline of the pipeline, torch's trace, the allocator."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -83,6 +84,7 @@ def _traced(engine: Engine, path: Path) -> Iterator[None]:
 
     Not of compiled layers: an observer of operations would run them uncompiled.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes lines between ours
     activities = [ProfilerActivity.CPU]
     if engine.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)

@@ -55,6 +55,7 @@ from fivefold.train.started import run_started
 from fivefold.train.threads import Threads, choose_threads
 from fivefold.train.watchdog import Watchdog
 from fivefold.train.witness import mark_work
+from fivefold.units import several
 
 
 def train(
@@ -301,7 +302,7 @@ def _find_origin(config: Config, lock: RunLock, *, again: bool) -> Origin | None
 def _nothing_to_do(job: Job) -> str:
     steps = job.layout.config.training.train_iters
     return (
-        f"{job.path} has done all of its {steps} steps: nothing is left to do\n"
+        f"{job.path} has done its {several(steps, 'step')}: nothing is left to do\n"
         f"  try:   --train-iters {2 * steps} to go on, or another --save to train anew"
     )
 

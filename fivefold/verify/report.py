@@ -7,6 +7,7 @@ from typing import Any
 
 from fivefold.layout import Layout
 from fivefold.pipeline.stages import layout_string
+from fivefold.units import several
 
 TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5}
 """Largest relative error that rounding explains. bf16 is compared to one device in bf16."""
@@ -108,9 +109,8 @@ class VerifyReport:
         """Text: what was compared, errors and limits, the worst difference, the verdict."""
         lines = [f"layout     {self.layout}"]
         lines += [f"{'changed' if i == 0 else '':<11}{c}" for i, c in enumerate(self.changes)]
-        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         lines += [
-            f"compared   {steps} in {self.dtype} with one device in fp64",
+            f"compared   {several(self.steps, 'step')} in {self.dtype} with one device in fp64",
             *([_BF16_RULE] if self.dtype == "bf16" else []),
             "",
             f"{'':<11}{'max error':>11}  {'limit':>9}",
@@ -257,10 +257,8 @@ def describe(layout: Layout) -> str:
     if grid.ep * grid.etp > 1:
         axes = [f"{axis} {grid.size(axis)}" for axis in ("ep", "etp") if grid.size(axis) > 1]
         parts.append(f"{' x '.join(axes)} ({parallel.moe_token_dispatcher_type})")
-    count = layout.num_microbatches
-    parts.append("1 microbatch" if count == 1 else f"{count} microbatches")
-    world = grid.world_size
-    return f"{world} rank{'s' if world > 1 else ''}: " + ", ".join(parts)
+    parts.append(several(layout.num_microbatches, "microbatch"))
+    return f"{several(grid.world_size, 'rank')}: " + ", ".join(parts)
 
 
 def _diverged(differences: Iterable[Difference]) -> tuple[str, ...]:

@@ -2,12 +2,15 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from fivefold.cli import doctor
 from fivefold.cli import main as cli
 from fivefold.cli.main import VERBS, main
 from fivefold.cli.style import paint
@@ -103,6 +106,24 @@ def test_help_of_no_topic_says_what_is_meant(capsys: pytest.CaptureFixture[str])
     assert "did you mean 'memory'?" in capsys.readouterr().err
     assert main(["doctor", "--help", "lr"]) == 2  # which takes no settings of a run
     assert "fivefold doctor --help" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [60, 75, 100])
+@pytest.mark.parametrize("words", ["help", "help train", "help plan", "train debug --dry-run"])
+def test_help_fits_the_terminal(
+    words: str, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda *_: os.terminal_size((width, 9)))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(words.split()) == 0
+    text = re.sub("\x1b\\[\\d+m", "", capsys.readouterr().out)
+    lines = text.partition("what follows\n")[2] or text  # settings are TOML
+    assert max(map(len, lines.splitlines())) <= width
+
+
+def test_help_is_among_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["hlep"]) == 2
+    assert "did you mean 'help'?" in capsys.readouterr().err
 
 
 def test_overview_lists_every_command() -> None:
@@ -217,7 +238,7 @@ def test_data_counts_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     argv = f"data debug --data-path {tmp_path}/a.txt --data-cache-path {tmp_path}/cache --split 1"
     assert main([*argv.split(), "--vocab-size", "300"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^a.txt +[\d.]+ K tokens +in 1 documents$", out, re.MULTILINE)
+    assert re.search(r"^a.txt +[\d.]+ K tokens +in 1 document$", out, re.MULTILINE)
     assert re.search(r"^train +\d+ samples +of 64 tokens: ", out, re.MULTILINE)
     assert re.search(r"^valid +none", out, re.MULTILINE)
 
@@ -232,9 +253,23 @@ def test_doctor_examines_this_machine() -> None:
     for word in ("Python", "torch", "cores", *measured, "flash_cpu"):
         assert word in done.stdout
     # On any machine little for a layer of 8B.
-    (share,) = re.findall(r"\(llama3-8b, .* one rank\): (?:less than )?([\d.]+)%", done.stdout)
+    said = " ".join(done.stdout.split())
+    (share,) = re.findall(r"\(llama3-8b, .* one rank\): (?:less than )?([\d.]+)%", said)
     assert 0 < float(share) < 1000
     assert "ready to train" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_doctor_notes_a_folder_that_cannot_be_written(
+    writable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: writable)  # root may write anywhere
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
+    line = doctor.disk("disk here", tmp_path, "--save")
+    assert line.verdict == ("ok" if writable else "note")
+    assert ("1.00 TiB free" in line.text) == writable
+    assert ("cannot be written: --save names another folder" in line.text) != writable
 
 
 @pytest.mark.parametrize(
@@ -271,6 +306,23 @@ def test_a_mistake_is_told_once_and_by_a_rank_that_cannot_be(
     assert main(["train", "no-such-recipe"]) == 2
     told = capsys.readouterr().err
     assert said in told if said else not told
+
+
+@pytest.mark.parametrize(
+    "words", ["--load nowhere", "--save /dev/null/x", "--data-path nowhere", "--tokenizer-model x"]
+)
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+def test_what_a_host_lacks_is_told_by_its_first_rank(
+    words: str, local_rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first rank of all may be on a host that has the files."""
+    place = {"RANK": f"{2 + int(local_rank)}", "WORLD_SIZE": "4", "LOCAL_RANK": local_rank}
+    place |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+    for variable, value in place.items():
+        monkeypatch.setenv(variable, value)
+    assert main(["train", "debug", *words.split()]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") if local_rank == "0" else not told
 
 
 @pytest.mark.parametrize("name", ["LOCAL_RANK", "MASTER_PORT", "LOCAL_WORLD_SIZE"])

@@ -208,7 +208,7 @@ def test_values_that_python_lacks_are_not_read_unless_they_are_asked_for(suffix,
         ("picture.png", "unknown extension '.png'"),
         ("noextension", r"unknown extension '\(none\)'"),
         ("empty", "nothing to read in .*empty: 0 files\n"),
-        ("pictures", "nothing to read in .*pictures: 1 files, with extensions .png"),
+        ("pictures", "nothing to read in .*pictures: 1 file, with extensions .png"),
         ("*.rst", "nothing to read in .*rst: 0 files"),
     ],
 )

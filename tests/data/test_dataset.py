@@ -206,7 +206,7 @@ def test_a_split_too_short_says_what_it_has_and_needs(make):
     assert str(error.value) == (
         "the valid split of corpus0 is too short: 9 tokens, and one sample needs 17 "
         "(seq_length 16 + 1 to predict)\n"
-        "  split 90,9,1 of 100 tokens in 1 documents\n"
+        "  split 90,9,1 of 100 tokens in 1 document\n"
         "  a share of at least 17.00% would do for valid\n"
         "  works: --seq-length 8"
     )

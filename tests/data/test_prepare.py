@@ -172,7 +172,7 @@ def test_indexed_data_needs_its_tokenizer(config, texts):
 
 def test_an_empty_corpus_is_refused(config, texts):
     (texts / "empty.txt").write_text("")
-    with pytest.raises(DataError, match=r"no text in 1 files, the first is .*empty\.txt"):
+    with pytest.raises(DataError, match=r"no text in 1 file, the first is .*empty\.txt"):
         prepare(config("empty.txt"), 16, 1)
     assert not list((texts / "cache").glob("*.idx"))
 

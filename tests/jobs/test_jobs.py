@@ -1,6 +1,7 @@
 """ClusterJob files are run, with stand-ins for the cluster's commands, and read by its schema."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -169,6 +170,17 @@ def test_what_a_job_lacks_is_said_at_once(capsys: pytest.CaptureFixture[str]) ->
     assert "3 ranks cannot be split as tp=2 pp=2" in capsys.readouterr().err
     assert main(["launch", "slrum", "demo"]) == 2
     assert "TARGET cannot be 'slrum', did you mean 'slurm'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["slurm", "kubernetes", "skypilot", "ray"])
+def test_the_command_that_submits_a_job_can_be_typed(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a job's file"
+    words = ["--image", "a/b:1", "--volume", "v:/shared", "--save", "/shared/run"]
+    assert main(["launch", target, "debug", *words, "--output", str(path)]) == 0
+    told, _, command = capsys.readouterr().out.partition("; submit it: ")
+    assert told == f"{path} is written" and shlex.split(command)[-1] == str(path)
 
 
 def test_a_job_is_submitted_by_the_clusters_command(

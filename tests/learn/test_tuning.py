@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fivefold.check import check
+from fivefold.cli import tune
 from fivefold.cli.main import main
 from fivefold.config.config import Config
 from fivefold.config.presets import resolve_model
@@ -100,6 +101,34 @@ def test_halving_ends_with_one_and_measures_it_most() -> None:
     assert len([*tuning.halve()]) == 4 + 2
     counts = sorted(len(t.times) for t in tuning.tried)
     assert counts == [8, 8, 19, 19]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("llama3-8b", "no such file or folder: data/corpus"),
+        ("debug --device cuda", "2 ranks here need a GPU each"),
+    ],
+)
+def test_what_is_missing_is_said_before_the_machine_is_measured(
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tune, "measure", lambda *_: pytest.fail("it measures"))
+    monkeypatch.setattr(tune, "visible_gpus", lambda: 0)
+    assert main(["tune", *words.split(), "--nproc", "2"]) == 2
+    assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_where_nothing_fits_a_flag_of_tune_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["tune", "debug", "--model", "gpt3-20b", "--nproc", "1", "--cluster", "H100"]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "no layout of this model fits" in said
+    assert "--nproc " in said and "--gpus" not in said
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@ from dataclasses import asdict
 import pytest
 
 from fivefold.errors import ConfigError
+from fivefold.pipeline.figures import report
 from fivefold.pipeline.ir import ProgramError
 from fivefold.pipeline.measured import (
     FILE,
@@ -14,6 +15,7 @@ from fivefold.pipeline.measured import (
 )
 from fivefold.pipeline.simulate import Reason
 from fivefold.pipeline.study import Study, measured_results, run_schedule
+from fivefold.units import human_seconds
 
 
 def acts_of(name, study, begin=100.0, late=0.0):
@@ -50,6 +52,9 @@ def test_a_run_that_goes_as_simulated_is_read_back(name, tmp_path):
     measured, again = measured_results(acts, "run")
     assert again.chart.simulation.makespan == pytest.approx(measured.chart.simulation.makespan)
     assert measured.chart.unit == "s"
+    makespan = human_seconds(simulation.makespan)
+    assert ("flush makespan", makespan) in [row[:2] for row in report(measured)]
+    assert f"makespan {makespan}, " in measured.chart.figures
 
 
 def test_time_that_nothing_explains_is_named():

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from html import unescape
@@ -17,6 +18,7 @@ from fivefold.cli.watch import sparkline, view
 from fivefold.config.sources import read_config, to_toml
 from fivefold.errors import DataError
 from fivefold.report.charts import LAST, MOST_POINTS, charts_of
+from fivefold.report.facts import facts
 from fivefold.report.page import page
 from fivefold.report.story import read_story
 
@@ -150,6 +152,21 @@ def test_watch_shows_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert sparkline([1.0] * 5, 10) == "▁▁▁▁▁"
     silent = view(read_story(a_run(tmp_path / "other")), 80)[-1]
     assert silent.startswith("2.5") and "left; last step" in silent
+
+
+def test_a_start_shows_its_command_as_it_is_typed(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run")
+    words = ["fivefold", "train", "debug", "--data-path", "my texts", "--split", "$(x)"]
+    starts = json.loads((folder / "environment.json").read_text())
+    (folder / "environment.json").write_text(json.dumps([starts[0] | {"command": words}]))
+    told = [each.details for each in read_story(folder).happenings if "start" in each.what]
+    assert [shlex.split(line) for line in told] == [words]
+
+
+@pytest.mark.parametrize("steps", [5, 30])
+def test_a_mean_names_the_steps_it_is_of(steps: int, tmp_path: Path) -> None:
+    story = read_story(a_run(tmp_path / "run", steps=steps))
+    assert f"loss, mean of the last {min(steps, LAST)} steps" in dict(facts([story]))
 
 
 def test_report_writes_where_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

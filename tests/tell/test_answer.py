@@ -62,7 +62,9 @@ def test_what_comes_next_works_when_typed(
 )
 def test_the_recipe_is_named_after_the_model(model: str, recipe: str) -> None:
     result = result_of("gpt2 --gpus 8 --gbs 64 --tp 2 --pp 2 --mbs 1 --seq-length 256")
-    make, run, *_ = next_commands(result, model, [model, "--top", "3", "--html=x.html", "--rules"])
+    words = [model, "--top", "3", "--html=x.html", "--rules"]
+    make, run, *more = next_commands(result, model, words)
+    assert [line.split()[-1] for line in more] == ["--verbose"], "the page is there"
     assert make == f"fivefold plan {shlex.quote(model)} --emit fivefold > {recipe}"
     assert run == f"fivefold train {recipe} --nproc 8"
 

@@ -1,4 +1,5 @@
 import io
+import re
 
 import pytest
 
@@ -78,6 +79,19 @@ def test_the_rest_of_the_story():
         "checkpoint 4 saved in 2.1 s\n"
         "warning: the loss [3] is rising\n"
     )
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_an_explanation_goes_on_below_itself(width):
+    out = Terminal()
+    why = " + ".join(f"part {n} of it 128 KiB" for n in range(8))
+    Console(10, stream=out, width=width).banner("a run", [("sent", "1 MiB", why), ("to", "it", "")])
+    lines = re.sub("\x1b\\[\\d+m", "", out.getvalue()).splitlines()
+    first, *more = lines[1 : lines.index("  to    it")]
+    assert first.startswith("  sent  1 MiB  part 0") and max(map(len, lines)) <= width
+    assert all(line.startswith(" " * 15) and line[15] != " " for line in more)
+    assert not any(line.endswith("128") for line in lines)
+    assert " ".join([first[15:], *(line[15:] for line in more)]) == why
 
 
 def test_long_lines_in_a_log_are_not_wrapped():

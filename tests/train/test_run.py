@@ -420,7 +420,7 @@ def test_a_finished_run_has_nothing_left_to_do(
 ) -> None:
     before = snapshot(damaged.parent)
     assert main(command(cache, damaged, "--nproc", "1")[3:]) == 0
-    assert f"{damaged} has done all of its 6 steps" in capfd.readouterr().out
+    assert f"{damaged} has done its 6 steps" in capfd.readouterr().out
     assert snapshot(damaged.parent) == before
 
 
