@@ -179,6 +179,12 @@ class Router(nn.Module):
         logits_TE = F.linear(x_TH.to(wide), local(self.weight).to(wide), bias)
         return logits_TE.to(torch.promote_types(wide, torch.float32))
 
+    @property
+    def _weighs_chosen(self) -> bool:
+        """Whether weights are the softmax over the chosen experts' logits alone."""
+        softmax = self.model.moe_router_score_function == "softmax"
+        return softmax and not self.model.moe_router_pre_softmax
+
     def _scores(self, logits_TE: Tensor) -> Tensor:
         if self.model.moe_router_score_function == "sigmoid":
             return logits_TE.sigmoid()
@@ -204,7 +210,9 @@ class Router(nn.Module):
             ranks = self.surroundings
             every = sinkhorn(ranks.gather(logits_TE))
             return every.chunk(ranks.ranks)[ranks.index].topk(topk).indices
-        scores_TE = self._scores(logits_TE)
+        # The same order, but groups are compared by sums: of logits then, as in Megatron-LM.
+        by_logits = self._weighs_chosen and self.expert_bias is None
+        scores_TE = logits_TE if by_logits else self._scores(logits_TE)
         if self.expert_bias is not None:
             scores_TE = scores_TE + self.expert_bias.to(scores_TE.dtype)
         return self._limited(scores_TE).topk(topk).indices
@@ -238,7 +246,7 @@ class Router(nn.Module):
     def _weights(self, logits_TE: Tensor, decided: Decision) -> Tensor:
         """Weights [T, K] of the chosen experts' results; 0 for dropped rows."""
         model, experts_TK = self.model, decided.experts_TK
-        if model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax:
+        if self._weighs_chosen:
             weights_TK = logits_TE.gather(1, experts_TK).softmax(-1)
         else:
             weights_TK = self._scores(logits_TE).gather(1, experts_TK)
