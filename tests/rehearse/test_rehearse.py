@@ -66,6 +66,11 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
             "overlap_param_gather_with_optimizer_step": True,
         },
     ),
+    "padding alone on a rank": (
+        "debug-llama",
+        4,
+        {"tensor_model_parallel_size": 4, "sequence_parallel": True, "vocab_size": 257},
+    ),
     "context": ("debug-llama", 2, {"context_parallel_size": 2}),
     "optimizer on the host": (
         "debug-llama",
@@ -144,6 +149,7 @@ def test_a_rehearsal_is_the_run(name: str) -> None:
     "name",
     [
         "tensor in parts",
+        "padding alone on a rank",
         *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("experts", "tensor")),
     ],
 )
