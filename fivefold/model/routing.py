@@ -98,6 +98,11 @@ class Surroundings:
     expert_ranks: int = 1
 
 
+def plain_turns(token_ids_T: Tensor) -> Tensor:
+    """When each token's turn is, where experts are taken in turn: as in the run, on any rank."""
+    return token_ids_T
+
+
 class Router(nn.Module):
     """Scores of all experts for each token, the choice among them, and its load balancing.
 
@@ -129,6 +134,7 @@ class Router(nn.Module):
         self.global_batch_size = global_batch_size
         self.surroundings = Surroundings()
         self.limit: Limit = plain_limit
+        self.turns: Callable[[Tensor], Tensor] = plain_turns
         self.batch_counts: tuple[int, Tensor | int, int] = (-1, 0, 0)
 
     def forward(self, x_TH: Tensor, context: Context) -> ExpertChoice:
@@ -204,7 +210,7 @@ class Router(nn.Module):
         topk, experts = self.model.moe_router_topk, logits_TE.shape[1]
         if self.settings.moe_router_force_load_balancing:
             assert context.token_ids_T is not None
-            turn_T1 = context.token_ids_T[:, None] * topk
+            turn_T1 = self.turns(context.token_ids_T)[:, None] * topk
             return (turn_T1 + torch.arange(topk, device=turn_T1.device)) % experts
         if "sinkhorn" in self.settings.moe_router_load_balancing_type:
             ranks = self.surroundings
