@@ -135,7 +135,7 @@ def _of_megatron(
     with mistakes.collecting():
         model = resolve_model(options.model)
     mistakes.raise_if_any()
-    return megatron_checkpoint(source, options.step), model
+    return megatron_checkpoint(source, options.step, step_flag="--step"), model
 
 
 def _base(options: Options, adapter: Path, mistakes: Mistakes) -> Path:

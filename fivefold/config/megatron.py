@@ -12,6 +12,11 @@ from fivefold.files import read_json, read_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = "metadata.json"
+_NEVER = (
+    *("apply_layernorm_1p", "apply_residual_connection_post_layernorm", "attention_output_gate"),
+    *("moe_apply_probs_on_input", "qk_l2_norm", "rotary_interleaved", "squared_relu"),
+)
+"""Switches that no model here has, most of which change what the same weights compute."""
 _OLD = "mp_rank_00*"
 """Folders of the format that Megatron-LM had before distributed checkpoints."""
 
@@ -22,12 +27,13 @@ def is_megatron(folder: Path) -> bool:
     return one or (folder / TRACKER).is_file()
 
 
-def megatron_checkpoint(folder: Path, step: int | None) -> Path:
+def megatron_checkpoint(folder: Path, step: int | None, step_flag: str = "--ckpt-step") -> Path:
     """The folder of one distributed checkpoint.
 
     Args:
         folder: that folder, or the one that Megatron-LM's --save named.
         step: iteration of the checkpoint; None: the latest.
+        step_flag: flag of the command with which users choose it.
 
     Raises:
         CheckpointError: there is none, or it is of another format.
@@ -36,14 +42,14 @@ def megatron_checkpoint(folder: Path, step: int | None) -> Path:
     if (folder / METADATA).is_file():
         if step is not None and folder.name != f"iter_{step:07d}":
             what = f"{folder} is one checkpoint, and not known to be that of iteration {step}"
-            raise CheckpointError(str(Mistake(what, works=("--ckpt-step none",))))
+            raise CheckpointError(str(Mistake(what, works=(f"{step_flag} none",))))
     else:
         tracked = read_text(folder / TRACKER, CheckpointError) if step is None else str(step)
         told = tracked.strip()[:19]
         found = folder / (f"iter_{int(told):07d}" if told.isdecimal() else "release")
         if not found.is_dir():
             there = sorted(path.name[5:] for path in folder.glob("iter_*"))
-            works = tuple(f"--ckpt-step {int(step)}" for step in there if step.isdecimal())
+            works = tuple(f"{step_flag} {int(step)}" for step in there if step.isdecimal())
             what = f"there is no checkpoint of iteration {told} in {folder}"
             raise CheckpointError(str(Mistake(what, works=works)))
     if any(found.glob(_OLD)):
@@ -126,9 +132,15 @@ def _told(model: ModelConfig) -> Iterator[tuple[str, Any]]:
     yield "swiglu", model.gated_linear_unit and model.activation_func == "silu"
     if model.num_experts is None or not all(map(model.is_moe, range(model.num_layers))):
         yield "ffn_hidden_size", model.ffn_size
-    for switch in ("apply_layernorm_1p", "rotary_interleaved", "squared_relu"):
+    yield "quick_geglu", model.gated_linear_unit and model.activation_func == "quick_gelu"
+    for name in ("glu_linear_offset", "activation_func_clamp_value"):
+        yield name, getattr(model, name)
+    for switch in _NEVER:
         yield switch, False
+    yield "softmax_scale", None
     if model.position_embedding_type == "rope":
+        for name in ("no_rope_freq", "rotary_seq_len_interpolation_factor"):
+            yield name, None
         for name in ("rotary_base", "rotary_percent", "use_rope_scaling"):
             yield name, getattr(model, name)
         if model.use_rope_scaling:

@@ -22,7 +22,7 @@ from fivefold.config.huggingface.adapter import (
 from fivefold.config.lora_rules import linear_names
 from fivefold.config.model import ModelConfig
 from fivefold.convert.save import ReadPart, made_of, theirs
-from fivefold.convert.stored import Stored
+from fivefold.convert.stored import Stored, has_predictions
 from fivefold.convert.tensor_files import TensorFiles
 from fivefold.errors import CheckpointError, Mistake
 from fivefold.files import tensor_names, write_atomic
@@ -141,6 +141,10 @@ def open_adapter(
     if kind in _JOINT:
         raise CheckpointError(f"{folder}: {_why_not(model, kind)}")
     _see_settings(adapter, model)
+    if model.mtp_num_layers and not has_predictions(kind, model, adapter.modules):
+        what = f"{folder} has no adapters for the layers that predict further tokens"
+        why = "transformers leaves these layers out, and so does an adapter that was made with it"
+        raise CheckpointError(str(Mistake(what, (why,), works=("--mtp-num-layers 0",))))
     _see_targets(adapter, places)
     files = TensorFiles(
         folder, dict.fromkeys(tensor_names(folder / ADAPTER, CheckpointError), folder / ADAPTER)

@@ -1,6 +1,6 @@
 """Fills tensors of ours from a folder of Hugging Face's or Megatron-core's, part by part."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -11,12 +11,21 @@ from torch import Tensor
 
 from fivefold.checkpoint.matching import mismatches
 from fivefold.config.huggingface import from_hf_config
+from fivefold.config.huggingface.adapter import PeftAdapter
 from fivefold.config.megatron import is_megatron
 from fivefold.config.model import ModelConfig
 from fivefold.convert.adapter import open_adapter
 from fivefold.convert.hub import HubFolder
 from fivefold.convert.megatron import MegatronFolder
-from fivefold.convert.stored import HEADS, Shape, Stored, base_of, copied, harmless, stored_tensors
+from fivefold.convert.stored import (
+    HEADS,
+    Shape,
+    Stored,
+    copied,
+    harmless,
+    has_predictions,
+    stored_tensors,
+)
 from fivefold.errors import CheckpointError, Mistake
 from fivefold.mesh.slices import Piece
 
@@ -80,17 +89,22 @@ def _equal(hub: HubFolder, name: str, other: str) -> bool:
     )
 
 
-def model_in(hub: HubFolder) -> ModelConfig:
-    """The architecture of a folder: that of its config.json, less predictions that it lacks.
+def model_in(hub: HubFolder, adapter: PeftAdapter | None = None) -> ModelConfig:
+    """The architecture of a folder: that of its config.json, less predictions that it lacks, with
+    those adapters.
 
-    transformers neither loads nor saves DeepSeek-V3's layers that predict further tokens.
+    transformers neither loads nor saves DeepSeek-V3's layers that predict further tokens, so that
+    an adapter made with it has none in them, wherever the weights have them.
 
     Raises:
         ConfigError: the config.json is not supported.
     """
     model = from_hf_config(hub.fields)
-    further = f"{base_of(hub.kind)}layers.{model.num_layers}."
-    if any(name.startswith(further) for name in hub.names):
+    named: list[Iterable[str]] = [hub.names]
+    if adapter is not None:
+        model = replace(model, **adapter.settings)
+        named.append(adapter.modules)
+    if all(has_predictions(hub.kind, model, names) for names in named):
         return model
     return replace(model, mtp_num_layers=0)
 

@@ -7,7 +7,7 @@ transformers makes of them in memory may differ.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -146,6 +146,11 @@ def _neighbours(model: ModelConfig, name: str, size: int) -> Tensor | None:
 def base_of(kind: str) -> str:
     """The prefix of all names but the output layer's; files of the bare model lack it."""
     return {"gpt2": "transformer.", "gpt_neox": "gpt_neox.", "megatron": ""}.get(kind, "model.")
+
+
+def has_predictions(kind: str, model: ModelConfig, names: Iterable[str]) -> bool:
+    """Whether some of these names there are of layers that predict further tokens."""
+    return any(_predicting(kind, model, name)[0] >= 0 for name in names)
 
 
 def their_name(kind: str, model: ModelConfig, name: str) -> str:

@@ -183,7 +183,8 @@ def alone_in_step(config: Config, policy: StatePolicy) -> StatePolicy:
     """The same of a step with one backward, unless gradients wait in it, or stay in messages."""
     if not policy.copy or not (policy.splits_gradient or config.parallel.overlap_grad_reduce):
         return policy
-    remade = policy.remade and not policy.offloaded
+    leaves = policy.offloaded and policy.splits_optimizer  # as they are reduced
+    remade = policy.remade and not leaves
     return replace(policy, once=True, splits_gradient=policy.splits_optimizer, remade=remade)
 
 

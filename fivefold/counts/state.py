@@ -189,6 +189,12 @@ def first_shard(layout: Layout, block: GatheredBlock) -> int:
     return _Shard(num_shards(layout), 0, num_expert_shards(layout), 0).held(block)
 
 
+def largest_of_shard(layout: Layout, block: GatheredBlock) -> int:
+    """Those of the parameter of which that rank has most."""
+    at = _Shard(num_shards(layout), 0, num_expert_shards(layout), 0)
+    return max((size for _, size in at.parts(block)), default=0)
+
+
 @dataclass(frozen=True)
 class _OffDevice:
     """Bytes of masters and moments that are off the device.

@@ -55,7 +55,7 @@ class _AsIfTrained(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, trained: Tensor) -> Tensor:
-        return x_TH.view_as(x_TH)
+        return x_TH.detach()  # no view to torch, of which FSDP2 warns
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[None, None]:

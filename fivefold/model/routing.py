@@ -98,6 +98,11 @@ class Surroundings:
     expert_ranks: int = 1
 
 
+def plain_turns(token_ids_T: Tensor) -> Tensor:
+    """When each token's turn is, where experts are taken in turn: as in the run, on any rank."""
+    return token_ids_T
+
+
 class Router(nn.Module):
     """Scores of all experts for each token, the choice among them, and its load balancing.
 
@@ -129,6 +134,7 @@ class Router(nn.Module):
         self.global_batch_size = global_batch_size
         self.surroundings = Surroundings()
         self.limit: Limit = plain_limit
+        self.turns: Callable[[Tensor], Tensor] = plain_turns
         self.batch_counts: tuple[int, Tensor | int, int] = (-1, 0, 0)
 
     def forward(self, x_TH: Tensor, context: Context) -> ExpertChoice:
@@ -179,6 +185,12 @@ class Router(nn.Module):
         logits_TE = F.linear(x_TH.to(wide), local(self.weight).to(wide), bias)
         return logits_TE.to(torch.promote_types(wide, torch.float32))
 
+    @property
+    def _weighs_chosen(self) -> bool:
+        """Whether weights are the softmax over the chosen experts' logits alone."""
+        softmax = self.model.moe_router_score_function == "softmax"
+        return softmax and not self.model.moe_router_pre_softmax
+
     def _scores(self, logits_TE: Tensor) -> Tensor:
         if self.model.moe_router_score_function == "sigmoid":
             return logits_TE.sigmoid()
@@ -198,13 +210,15 @@ class Router(nn.Module):
         topk, experts = self.model.moe_router_topk, logits_TE.shape[1]
         if self.settings.moe_router_force_load_balancing:
             assert context.token_ids_T is not None
-            turn_T1 = context.token_ids_T[:, None] * topk
+            turn_T1 = self.turns(context.token_ids_T)[:, None] * topk
             return (turn_T1 + torch.arange(topk, device=turn_T1.device)) % experts
         if "sinkhorn" in self.settings.moe_router_load_balancing_type:
             ranks = self.surroundings
             every = sinkhorn(ranks.gather(logits_TE))
             return every.chunk(ranks.ranks)[ranks.index].topk(topk).indices
-        scores_TE = self._scores(logits_TE)
+        # The same order, but groups are compared by sums: of logits then, as in Megatron-LM.
+        by_logits = self._weighs_chosen and self.expert_bias is None
+        scores_TE = logits_TE if by_logits else self._scores(logits_TE)
         if self.expert_bias is not None:
             scores_TE = scores_TE + self.expert_bias.to(scores_TE.dtype)
         return self._limited(scores_TE).topk(topk).indices
@@ -238,7 +252,7 @@ class Router(nn.Module):
     def _weights(self, logits_TE: Tensor, decided: Decision) -> Tensor:
         """Weights [T, K] of the chosen experts' results; 0 for dropped rows."""
         model, experts_TK = self.model, decided.experts_TK
-        if model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax:
+        if self._weighs_chosen:
             weights_TK = logits_TE.gather(1, experts_TK).softmax(-1)
         else:
             weights_TK = self._scores(logits_TE).gather(1, experts_TK)

@@ -15,6 +15,7 @@ from fivefold.counts.policy import StatePolicy
 from fivefold.counts.state import (
     first_shard,
     gathered_bytes,
+    largest_of_shard,
     num_expert_shards,
     num_shards,
 )
@@ -71,6 +72,8 @@ class Passage:
             return Change(size * each, made, resharded)
         if policy.splits_gradient:
             wide = policy.gradient * first_shard(self.layout, block)
+            if policy.offloaded and not self.first:  # the host's sum comes back, to be added to
+                wide += policy.gradient * largest_of_shard(self.layout, block)
             sent = size * self._message + max(size * policy.fresh, wide)
         elif policy.reducing_whole:  # divided into a copy, unless the rank is alone
             grid = self.layout.grid

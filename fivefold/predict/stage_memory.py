@@ -224,10 +224,11 @@ class _Actions:
 
     def _run(self, point: ActPoint) -> float:
         """Bytes that deferred weight gradients have read and freed at a point of W: all at the
-        embedding, its own at the output layer, and else those of layers that are over."""
+        embedding, its own at the output layer, which is first, and then those of layers that are
+        over, too."""
         if point.done:
             return self.waiting if self.route.stage.embedding else self.waiting - self.read
-        return self._of_layers(point)
+        return self._put_aside(point)
 
     def _of_layers(self, point: ActPoint) -> float:
         """Bytes that deferred weight gradients need of the layers that are over at a point."""

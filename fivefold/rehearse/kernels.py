@@ -28,6 +28,8 @@ def _rms_norm(x: Tensor, shape: Any, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def _log_sum_exp(x: Tensor, dim: int) -> Tensor:
+    if not x.shape[dim]:  # a rank with padding of the vocabulary alone
+        return x.sum(dim).log_()
     most = x.amax(dim, keepdim=True)
     return (x - most).exp_().sum(dim).log_().add_(most.squeeze(dim))
 

@@ -85,6 +85,7 @@ def watched_step(
         for stage in engine.model.stages.values():
             for mixture in stage.mixtures:
                 mixture.router.limit = limit_by_place
+                mixture.router.turns = turns_by_place
         if layout.config.parallel.overlap_param_gather_with_optimizer_step:
             for gradients in engine.model.gradients.values():
                 gradients.unshard()  # as the step before would have done
@@ -128,6 +129,11 @@ def microbatches_of(layout: Layout) -> list[Microbatch]:
         token_ids_BS=np.arange(zeros.size).reshape(shape),
     )
     return [microbatch] * layout.num_microbatches
+
+
+def turns_by_place(token_ids_T: Tensor) -> Tensor:
+    """Turns by a token's place on its rank: ranks with other tokens of a sequence choose alike."""
+    return torch.arange(len(token_ids_T), device=token_ids_T.device)
 
 
 def limit_by_place(router: Router, experts_TK: Tensor, logits_TE: Tensor) -> Tensor | None:

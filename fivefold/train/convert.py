@@ -5,7 +5,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from types import MappingProxyType
@@ -76,9 +76,8 @@ def to_run(
         CheckpointError: its tensors are not those of the model, or the adapter's not its.
     """
     if model is None:
-        model = model_in(HubFolder(source))
-    if adapter is not None:
-        model = replace(model, **read_adapter(adapter).settings)
+        beside = None if adapter is None else read_adapter(adapter)
+        model = model_in(HubFolder(source), beside)
     sources = checked_sources(source, model, adapter)
     with _finished(target) as folder:
         pieces = {}

@@ -13,16 +13,17 @@ import torch
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.cli.main import main
 from fivefold.config.config import Config
+from fivefold.config.huggingface import read_adapter
 from fivefold.config.lora_rules import linear_names
 from fivefold.config.model import ModelConfig
 from fivefold.config.sources import to_toml
 from fivefold.convert.hub import HubFolder
-from fivefold.convert.load import fill_from_folder, model_in
+from fivefold.convert.load import checked_sources, fill_from_folder, model_in
 from fivefold.errors import CheckpointError
 from fivefold.mesh.slices import piece_of
 from fivefold.model.lora import LORA
 from fivefold.model.transformer import Stage
-from fivefold.train.convert import keep_side_files, to_hub
+from fivefold.train.convert import keep_side_files, to_hub, to_run
 from fivefold.train.saved_state import SavedState
 from tests.config.oracle import LENGTH, InFp64, oracle_logits
 from tests.convert.test_huggingface import FAMILIES, written
@@ -131,3 +132,24 @@ def test_what_peft_would_take_for_other_layers_is_refused(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="gate_proj up_proj down_proj of a model with exp"):
         to_hub(run, tmp_path / "adapter", adapter=True)
     assert not (tmp_path / "adapter").exists()
+
+
+def test_an_adapter_that_transformers_made_lacks_further_predictions(tmp_path: Path) -> None:
+    """transformers leaves out DeepSeek-V3's last layers, which the published weights have."""
+    peft = pytest.importorskip("peft")
+    theirs = written("deepseek_v3", tmp_path / "plain")
+    model = replace(model_in(HubFolder(tmp_path / "plain")), mtp_num_layers=1)
+    stage = Stage(model).double()
+    to_hub(_saved(model, stage, tmp_path / "plain", tmp_path / "run"), tmp_path / "base")
+    assert model_in(HubFolder(tmp_path / "base")).mtp_num_layers == 1
+    of = {"target_modules": ["q_a_proj", "o_proj"], "r": 3, "init_lora_weights": False}
+    wrapped = peft.get_peft_model(theirs, peft.LoraConfig(**of), autocast_adapter_dtype=False)
+    wrapped.eval().save_pretrained(tmp_path / "adapter")
+    to_run(tmp_path / "base", tmp_path / "adapted", tmp_path / "adapter")
+    to_hub(tmp_path / "adapted", tmp_path / "again", adapter=True)
+    one, two = (tmp_path / side / "adapter_model.safetensors" for side in ("adapter", "again"))
+    assert one.read_bytes() == two.read_bytes()
+    model = replace(model, **read_adapter(tmp_path / "adapter").settings)
+    with pytest.raises(CheckpointError, match="--mtp-num-layers 0"):
+        checked_sources(tmp_path / "base", model, tmp_path / "adapter")
+    checked_sources(tmp_path / "base", replace(model, mtp_num_layers=0), tmp_path / "adapter")

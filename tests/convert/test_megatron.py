@@ -21,7 +21,7 @@ from fivefold.cli.main import main
 from fivefold.config.config import Config
 from fivefold.config.huggingface import from_hf_config
 from fivefold.config.huggingface.write import to_hf_config
-from fivefold.config.megatron import megatron_checkpoint
+from fivefold.config.megatron import megatron_checkpoint, unlike
 from fivefold.config.model import ModelConfig
 from fivefold.convert.load import fill_from_folder
 from fivefold.convert.megatron import MegatronFolder
@@ -156,9 +156,10 @@ def test_a_run_is_made_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     words = ["convert", str(FOLDER / "llama"), str(tmp_path / "run")]
     assert main(words) != 0
     assert "--model must say of which model" in capsys.readouterr().err
-    assert main([*words, "--model", str(tmp_path / "config.json"), "--step", str(STEP + 1)]) != 0
-    assert f"--ckpt-step {STEP}" in capsys.readouterr().err
-    assert main([*words, "--model", str(tmp_path / "config.json")]) == 0
+    words += ["--model", str(tmp_path / "config.json")]
+    assert main([*words, "--step", str(STEP + 1)]) != 0
+    assert (works := f"works: --step {STEP}\n") in capsys.readouterr().err
+    assert main([*words, *works.split()[1:]]) == 0
     path, index = Checkpointer(tmp_path / "run" / "checkpoints").open(0)
     stage = stage_of(checkpoint(FOLDER / "llama"), from_hf_config(to_hf_config(model)))
     for name, tensor in stage.named_parameters():
@@ -214,6 +215,43 @@ def test_another_model_is_named_by_what_differs(name: str) -> None:
     config = Config(replace(LLAMA, **CHANGES[name])).with_values(load=str(FOLDER / "llama"))
     with pytest.raises(CheckpointError, match=rf"is of another model\n(.*\n)*  {name}: "):
         find_origin(config, FOLDER / "none")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixed"])
+def test_what_changes_results_alone_is_told_apart(name: str) -> None:
+    """Of the arguments that tensors' names and shapes do not show, with defaults in front."""
+    both: dict[str, tuple[Any, Any]] = {
+        "apply_layernorm_1p": (False, True),
+        "apply_residual_connection_post_layernorm": (False, True),
+        "attention_output_gate": (False, True),
+        "rotary_interleaved": (False, True),
+        "squared_relu": (False, True),
+        "qk_l2_norm": (False, True),
+        "quick_geglu": (False, True),
+        "glu_linear_offset": (0.0, 1.0),
+        "activation_func_clamp_value": (None, 7.0),
+        "softmax_scale": (None, 0.5),
+        "softmax_type": ("vanilla", "off-by-one"),
+        "window_size": (None, [128, 0]),
+    }
+    if name != "gpt2":
+        both |= {
+            "no_rope_freq": (None, 4),
+            "rotary_percent": (1.0, 0.5),
+            "rotary_seq_len_interpolation_factor": (None, 8),
+            "use_rope_scaling": (False, True),
+        }
+    if name == "mixed":
+        both |= {
+            "moe_apply_probs_on_input": (False, True),
+            "moe_router_pre_softmax": (False, True),
+            "moe_router_score_function": ("softmax", "sigmoid"),
+            "moe_router_topk_scaling_factor": (None, 2.5),
+        }
+    assert not unlike(MODELS[name], {key: default for key, (default, _) in both.items()})
+    for key, (_, other) in both.items():
+        (line,) = unlike(MODELS[name], {key: other})
+        assert line.startswith(f"{key}: ")
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,11 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
             "overlap_param_gather_with_optimizer_step": True,
         },
     ),
+    "padding alone on a rank": (
+        "debug-llama",
+        4,
+        {"tensor_model_parallel_size": 4, "sequence_parallel": True, "vocab_size": 257},
+    ),
     "context": ("debug-llama", 2, {"context_parallel_size": 2}),
     "optimizer on the host": (
         "debug-llama",
@@ -95,8 +100,12 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
+# Pieces of 3 tokens, which are no whole turns of experts: ranks send each other different numbers.
+UNEVEN = {"expert_model_parallel_size": 4, "context_parallel_size": 2, "seq_length": 12}
+
+
 def small(name: str) -> Layout:
-    model, world, settings = LAYOUTS[name]
+    model, world, settings = (LAYOUTS | {"uneven experts": ("debug-mixtral", 4, UNEVEN)})[name]
     common = {"seq_length": 32, "micro_batch_size": 1, "global_batch_size": 4, "precision": "fp32"}
     config = Config(resolve_model(model)).with_values(**{**common, **settings})
     return rehearsed_layout(check(config, world))
@@ -144,6 +153,8 @@ def test_a_rehearsal_is_the_run(name: str) -> None:
     "name",
     [
         "tensor in parts",
+        "padding alone on a rank",
+        "uneven experts",
         *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("experts", "tensor")),
     ],
 )

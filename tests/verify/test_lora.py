@@ -50,9 +50,9 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any], tuple[str, ...]]] = {
         (),
     ),
     "embedding alone in its stage": (
-        2,
+        4,
         MODELS["llama"],
-        PAIR | {"pipeline_model_parallel_layout": "E|tttttL"},
+        PAIR | {"pipeline_model_parallel_layout": "E|tttttL", "strategy": "optim"},
         (),
     ),
     "fused loss, tiles": (

@@ -1,0 +1,102 @@
+"""Which experts a token gets, and with which weights: as Megatron-core chooses them."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fivefold.config.experts import ExpertsConfig
+from fivefold.config.model import ModelConfig
+from fivefold.model.context import Context
+from fivefold.model.routing import Router
+from tests.verify.cases import MIXTURE
+
+TOKENS, EXPERTS = 64, 8
+SCORES: list[dict[str, Any]] = [
+    {},
+    {"moe_router_pre_softmax": True},
+    {"moe_router_score_function": "sigmoid"},
+    {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+]
+GROUPS = (None, (2, 1), (4, 2), (4, 1), (4, 3))
+
+
+def _cases() -> Iterator[ModelConfig]:
+    for scores, groups, topk in product(SCORES, GROUPS, (1, 2, 3, 4)):
+        limits: dict[str, Any] = {}
+        if groups is not None:
+            number, chosen = groups
+            limits = {"moe_router_num_groups": number, "moe_router_group_topk": chosen}
+            if not chosen <= topk <= chosen * EXPERTS // number:
+                continue
+        changes = scores | limits | {"moe_router_topk_scaling_factor": 2.5 if topk == 2 else None}
+        yield replace(MIXTURE, moe_router_topk=topk, **changes)
+
+
+def _routed(model: ModelConfig) -> tuple[Router, Tensor, Tensor]:
+    """A random router, its logits, and the weight of each expert for each token; 0: not chosen."""
+    generator = torch.Generator().manual_seed(3)
+    router = Router(model, 1, ExpertsConfig(), 1).double().eval()
+    router.weight.data.normal_(generator=generator)
+    if router.expert_bias is not None:
+        router.expert_bias.normal_(std=0.3, generator=generator)
+    x_TH = torch.randn(TOKENS, model.hidden_size, generator=generator).double()
+    rows = torch.zeros(1, dtype=torch.int64)
+    context = Context(1, None, None, None, None, None, {}, None, first_ids_B=rows, step=0)
+    choice = router(x_TH, context)
+    weights_TE = torch.zeros(TOKENS, EXPERTS).double()
+    weights_TE.scatter_(1, choice.experts_TK, choice.weights_TK.detach())
+    return router, x_TH @ router.weight.detach().T, weights_TE
+
+
+def _expected(model: ModelConfig, logits_E: Tensor, bias_E: Tensor | None) -> Tensor:
+    """The weights of one token, written down slowly."""
+    topk, sigmoid = model.moe_router_topk, model.moe_router_score_function == "sigmoid"
+    scores_E = logits_E
+    if sigmoid or model.moe_router_pre_softmax:
+        scores_E = logits_E.sigmoid() if sigmoid else logits_E.softmax(0)
+    rated = (scores_E if bias_E is None else scores_E + bias_E).tolist()
+    allowed = set(range(EXPERTS))
+    if model.moe_router_num_groups is not None and model.moe_router_group_topk is not None:
+        size = EXPERTS // model.moe_router_num_groups
+        groups = [range(start, start + size) for start in range(0, EXPERTS, size)]
+        best = topk // model.moe_router_group_topk
+        groups.sort(key=lambda group: -sum(sorted(rated[e] for e in group)[-best:]))
+        allowed = {e for group in groups[: model.moe_router_group_topk] for e in group}
+    chosen = sorted(allowed, key=lambda e: -rated[e])[:topk]
+    weights = scores_E[chosen]
+    if scores_E is logits_E:
+        weights = weights.softmax(0)
+    elif sigmoid and topk > 1:
+        weights = weights / weights.sum()
+    return torch.zeros_like(logits_E).index_copy(
+        0, torch.tensor(chosen), weights * (model.moe_router_topk_scaling_factor or 1.0)
+    )
+
+
+@pytest.mark.parametrize("model", _cases())
+def test_each_token_gets_its_best_experts(model: ModelConfig) -> None:
+    router, logits_TE, weights_TE = _routed(model)
+    expected = [_expected(model, logits_E, router.expert_bias) for logits_E in logits_TE]
+    torch.testing.assert_close(weights_TE, torch.stack(expected), rtol=1e-12, atol=1e-12)
+
+
+def test_megatron_chooses_the_same() -> None:
+    moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    for model in _cases():
+        router, logits_TE, weights_TE = _routed(model)
+        theirs, _ = moe_utils.topk_routing_with_score_function(
+            logits_TE.float(),
+            model.moe_router_topk,
+            use_pre_softmax=model.moe_router_pre_softmax,
+            num_groups=model.moe_router_num_groups,
+            group_topk=model.moe_router_group_topk,
+            scaling_factor=model.moe_router_topk_scaling_factor,
+            score_function=model.moe_router_score_function,
+            expert_bias=None if router.expert_bias is None else router.expert_bias.float(),
+        )
+        torch.testing.assert_close(weights_TE.float(), theirs, rtol=1e-5, atol=1e-6)
