@@ -52,7 +52,7 @@ class ExpertsConfig:
     )
     moe_token_drop_policy: Literal["probs", "position"] = option(
         "probs",
-        "rows that an expert or a rank keeps: those with the highest scores, or the first ones",
+        "rows that an expert or a rank keeps: those with the highest weights, or the first ones",
     )
     moe_pad_expert_input_to_capacity: bool = option(
         False, "pad the rows that every rank sends to every expert to exactly its capacity"

@@ -242,26 +242,31 @@ class Router(nn.Module):
         limits = self.settings.limits(len(experts_TK), self.model, ranks)
         if not limits:
             return None
-        by_score = self.settings.moe_token_drop_policy == "probs"
-        scores_TE = with_ties(self._scores(logits_TE)) if by_score else None
+        weights_TE = None
+        if self.settings.moe_token_drop_policy == "probs":
+            weights_TK = with_ties(self._shares(logits_TE, experts_TK))
+            weights_TE = torch.zeros_like(logits_TE).scatter_(1, experts_TK, weights_TK)
         kept_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter_(1, experts_TK, True)
         for room, group in limits:
-            kept_TE = within(room, group, kept_TE, scores_TE)
+            kept_TE = within(room, group, kept_TE, weights_TE)
         return kept_TE.gather(1, experts_TK)
 
     def _weights(self, logits_TE: Tensor, decided: Decision) -> Tensor:
         """Weights [T, K] of the chosen experts' results; 0 for dropped rows."""
-        model, experts_TK = self.model, decided.experts_TK
-        if self._weighs_chosen:
-            weights_TK = logits_TE.gather(1, experts_TK).softmax(-1)
-        else:
-            weights_TK = self._scores(logits_TE).gather(1, experts_TK)
-            if model.moe_router_score_function == "sigmoid" and model.moe_router_topk > 1:
-                weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-        if model.moe_router_topk_scaling_factor is not None:
-            weights_TK = weights_TK * model.moe_router_topk_scaling_factor
+        weights_TK = self._shares(logits_TE, decided.experts_TK)
+        if self.model.moe_router_topk_scaling_factor is not None:
+            weights_TK = weights_TK * self.model.moe_router_topk_scaling_factor
         kept_TK = decided.kept_TK
         return weights_TK if kept_TK is None else weights_TK.masked_fill(~kept_TK, 0.0)
+
+    def _shares(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+        """Weights [T, K] of the chosen experts before they are scaled, or dropped."""
+        if self._weighs_chosen:
+            return logits_TE.gather(1, experts_TK).softmax(-1)
+        weights_TK = self._scores(logits_TE).gather(1, experts_TK)
+        if self.model.moe_router_score_function == "sigmoid" and self.model.moe_router_topk > 1:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        return weights_TK
 
     def _loads(self, logits_TE: Tensor, context: Context) -> Iterator[Load]:
         """Inputs of each balancing loss, from all ranks; counts choices by score without bias."""

@@ -37,10 +37,12 @@ def _cases() -> Iterator[ModelConfig]:
         yield replace(MIXTURE, moe_router_topk=topk, **changes)
 
 
-def _routed(model: ModelConfig) -> tuple[Router, Tensor, Tensor]:
-    """A random router, its logits, and the weight of each expert for each token; 0: not chosen."""
+def _routed(model: ModelConfig, factor: float | None = None) -> tuple[Router, Tensor, Tensor]:
+    """A random router with this capacity factor, its logits, and the weight of each expert for each
+    token; 0: not chosen, or dropped."""
     generator = torch.Generator().manual_seed(3)
-    router = Router(model, 1, ExpertsConfig(), 1).double().eval()
+    settings = ExpertsConfig(moe_expert_capacity_factor=factor)
+    router = Router(model, 1, settings, 1).double().eval()
     router.weight.data.normal_(generator=generator)
     if router.expert_bias is not None:
         router.expert_bias.normal_(std=0.3, generator=generator)
@@ -100,3 +102,35 @@ def test_megatron_chooses_the_same() -> None:
             expert_bias=None if router.expert_bias is None else router.expert_bias.float(),
         )
         torch.testing.assert_close(weights_TE.float(), theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0])
+@pytest.mark.parametrize("model", _cases())
+def test_experts_keep_the_tokens_with_the_highest_weights(
+    model: ModelConfig, factor: float
+) -> None:
+    if _all_weigh_one(model):
+        return  # ties, of which the first tokens are kept
+    router, _, kept_TE = _routed(model, factor)
+    _, _, weights_TE = _routed(model)
+    room = router.settings.capacity(TOKENS, model)
+    assert room < int((weights_TE > 0).sum(0).max())
+    for kept_T, weights_T in zip(kept_TE.T, weights_TE.T, strict=True):
+        best = weights_T.topk(room).indices
+        assert torch.equal(kept_T, torch.zeros_like(weights_T).index_copy(0, best, weights_T[best]))
+
+
+def _all_weigh_one(model: ModelConfig) -> bool:
+    after = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
+    return after and model.moe_router_topk == 1
+
+
+def test_megatron_drops_the_same() -> None:
+    moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    for model in filter(lambda each: not _all_weigh_one(each), _cases()):
+        _, _, weights_TE = _routed(model)
+        theirs, _ = moe_utils.apply_router_token_dropping(
+            weights_TE, weights_TE > 0, model.moe_router_topk, capacity_factor=0.75
+        )
+        _, _, kept_TE = _routed(model, 0.75)
+        assert torch.equal(kept_TE, theirs)
