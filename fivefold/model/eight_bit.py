@@ -318,7 +318,7 @@ class EightBitExperts:
 
     each: EightBit
 
-    def ends(self, x_TH: Tensor, rows_E: Tensor) -> list[int]:
+    def ends(self, x_TH: Tensor, rows_E: Tensor, weights: Sequence[Tensor]) -> list[int]:
         """End row of each group; the host waits for it."""
         return group_ends(rows_E)
 

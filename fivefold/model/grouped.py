@@ -79,7 +79,7 @@ GroupedMultiplication = Callable[..., tuple[Tensor, ...]]
 def plain_multiply(x_TH: Tensor, rows_E: Tensor, *linears: GroupedLinear) -> tuple[Tensor, ...]:
     """Grouped multiplication under autograd; replaced when weight gradients are deferred."""
     weights = [local(linear.weight) for linear in linears]
-    ends = linears[0].products.ends(x_TH, rows_E)
+    ends = linears[0].products.ends(x_TH, rows_E, weights)
     products = of_one_input([linear.products.products(rows_E, ends) for linear in linears])
     return products[0].apply(products, x_TH, weights, (None,) * len(weights))
 
@@ -87,8 +87,14 @@ def plain_multiply(x_TH: Tensor, rows_E: Tensor, *linears: GroupedLinear) -> tup
 class GroupArithmetic(Protocol):
     """How groups of rows are multiplied."""
 
-    def ends(self, x_TH: Tensor, rows_E: Tensor) -> list[int] | None:
-        """What the host has to know of groups with so many rows each, for which it waits."""
+    def ends(self, x_TH: Tensor, rows_E: Tensor, weights: Sequence[Tensor]) -> list[int] | None:
+        """What the host has to know of groups with so many rows each, for which it waits.
+
+        Args:
+            x_TH: rows sorted by group.
+            rows_E: number of rows per group.
+            weights: those that will multiply them, [E, F, H] each.
+        """
 
     def products(self, rows_E: Tensor, ends: list[int] | None) -> Products:
         """The products of such groups; linears keep `rows_E` among the tensors that they save."""
@@ -147,9 +153,9 @@ class GroupedProducts(Products):
 class PlainGroups:
     """The `products` seam of grouped linears in the dtype of their input."""
 
-    def ends(self, x_TH: Tensor, rows_E: Tensor) -> list[int] | None:
+    def ends(self, x_TH: Tensor, rows_E: Tensor, weights: Sequence[Tensor]) -> list[int] | None:
         """End row of each group; None where the kernel does not need it."""
-        return None if has_kernel(x_TH) else group_ends(rows_E)
+        return None if has_kernel(x_TH, weights) else group_ends(rows_E)
 
     def products(self, rows_E: Tensor, ends: list[int] | None) -> GroupedProducts:
         """The products of these groups."""
@@ -198,9 +204,14 @@ def grouped_weight_gradient(
     return onto_EFH
 
 
-def has_kernel(x_TH: Tensor) -> bool:
-    """Whether PyTorch has a grouped kernel: bf16 on a GPU, rows of a multiple of 16 bytes."""
-    return uses_gpu_kernels(x_TH) and x_TH.dtype == torch.bfloat16 and x_TH.shape[1] % 8 == 0
+def has_kernel(x_TH: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Whether PyTorch has a grouped kernel: bf16 on a GPU, rows of a multiple of 16 bytes.
+
+    The rows are also those of the results, whose gradients are multiplied.
+    """
+    if not uses_gpu_kernels(x_TH) or x_TH.dtype != torch.bfloat16:
+        return False
+    return all(size % 8 == 0 for weight in weights for size in weight.shape[1:])
 
 
 def _ends(rows_E: Tensor) -> Tensor:

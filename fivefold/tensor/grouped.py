@@ -43,7 +43,7 @@ class _Grouped(torch.autograd.Function):
         targets: tuple[Tensor, ...],
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        ends = groups[0].ends(x_TH, rows_E)
+        ends = groups[0].ends(x_TH, rows_E, weights)
         products = of_one_input([each.products(rows_E, ends) for each in groups])
         taken, kept = products[0].input(x_TH)
         ys = outputs(products, taken, weights, (None,) * len(weights))

@@ -1,0 +1,68 @@
+"""Layouts and settings that nobody thought of together, where CUDA and NCCL only pretend."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.config.config import Config
+from fivefold.config.sources import to_toml
+from tests.gpu_stub.drawn import BLACKWELL, HOPPER, drawn
+from tests.gpu_stub.stub import (
+    OF_EXPERTS,
+    OF_HOST,
+    OF_SINKHORN,
+    disagreements,
+    needless,
+    needs_stub,
+    steps,
+)
+from tests.verify.cases import chosen
+
+pytestmark = [needs_stub, pytest.mark.slow, pytest.mark.timeout(900)]
+
+TOGETHER = 4
+"""Layouts that the same processes run in turn: a start takes as long as one of them."""
+RUNS = [(ranks, gpus, number) for number in range(25) for ranks in (2, 4) for gpus in (8, 1)]
+"""Ranks, GPUs, and which of the drawn layouts."""
+GPUS = (HOPPER, BLACKWELL)
+"""Capabilities of the GPUs, by turns: they have other kernels."""
+
+
+@pytest.mark.parametrize("run", chosen(RUNS, (2, 8, 0), (4, 8, 0), (2, 1, 1)), ids=str)
+def test_what_goes_together_has_no_races_and_waits_once_a_step(
+    run: tuple[int, int, int], tmp_path: Path
+) -> None:
+    ranks, gpus, number = run
+    seeds = range(number * TOGETHER, (number + 1) * TOGETHER)
+    capability = GPUS[number % len(GPUS)]
+    configs = [drawn(seed, ranks, capability) for seed in seeds]
+    words = _words(tmp_path, configs, ranks)
+    found = steps(tmp_path, *words, gpus=gpus, capability=capability, seconds=900)
+    assert len(found) == len(configs) * ranks
+    faults = [
+        f"seed {seeds[report['layout']]} on {ranks} ranks: {fault}"
+        for report in found
+        for fault in _faults(report, configs[report["layout"]], own_gpu=gpus > 1)
+    ]
+    assert not faults, "\n".join(faults)
+    assert not disagreements(tmp_path)
+
+
+def _words(folder: Path, configs: list[Config], ranks: int) -> Iterator[str]:
+    for number, config in enumerate(configs):
+        file = folder / f"{number}.toml"
+        file.write_text(to_toml(config, changes_only=True))
+        yield from ("+", str(file), "--nproc", str(ranks))
+
+
+def _faults(report: dict[str, Any], config: Config, *, own_gpu: bool) -> Iterator[str]:
+    yield from report["races"]
+    if own_gpu:  # threads that send through the host wait for their copies
+        known = OF_HOST if config.memory.optimizer_cpu_offload else ()
+        if config.model.num_experts is not None:
+            known += OF_EXPERTS
+        if "sinkhorn" in config.experts.moe_router_load_balancing_type:
+            known += (OF_SINKHORN,)
+        yield from needless(report, *known)
