@@ -134,7 +134,7 @@ def _overview() -> str:
             "",
             *listed([(f"  {verb}", summary) for verb, summary in VERBS.items()]),
             "",
-            "fivefold help COMMAND shows its flags, fivefold help FLAG one.   fivefold --version",
+            "fivefold help COMMAND, or FLAG, explains it.   fivefold --version",
             "try: fivefold train demo --nproc 4",
         ]
     )
