@@ -134,7 +134,7 @@ def _overview() -> str:
             "",
             *listed([(f"  {verb}", summary) for verb, summary in VERBS.items()]),
             "",
-            "fivefold help COMMAND, or FLAG, explains it.   fivefold --version",
+            "fivefold help COMMAND shows its flags, help FLAG one.",
             "try: fivefold train demo --nproc 4",
         ]
     )
