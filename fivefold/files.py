@@ -38,7 +38,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.parent / f".tmp-{secrets.token_hex(4)}-{target.name}"
+    temporary = temporary_path(target)
     try:
         yield temporary
         _fsync(temporary)
@@ -47,6 +47,19 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
         raise
     _fsync(target.parent)
+
+
+def temporary_path(target: Path) -> Path:
+    """A new name beside `target` for what will be renamed to it."""
+    return target.with_name(f".tmp-{secrets.token_hex(4)}-{target.name}")
+
+
+def temporary_paths(folder: Path, pattern: str) -> list[Path]:
+    """What lies in a folder under names of `temporary_path`, for targets whose names match.
+
+    Either it is being written, or who wrote it was killed.
+    """
+    return [*folder.glob(f".tmp-{'[0-9a-f]' * 8}-{pattern}")]
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:

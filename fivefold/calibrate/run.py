@@ -20,6 +20,7 @@ from fivefold.predict.cluster import Cluster, Link, to_toml
 from fivefold.predict.compute import attention_share
 from fivefold.train.launch import init_process_group, launch_local
 from fivefold.train.rank_env import RankEnv, read_rank_env
+from fivefold.train.signals import leave_at_once
 from fivefold.units import human_bytes, human_flops, human_seconds
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -89,6 +90,7 @@ def calibrate(path: Path, nproc: int | None) -> int:
         if nproc is not None:
             what = f"--nproc {nproc} starts ranks, and {env.launcher} has started {env.world_size}"
             raise ConfigError(Mistake(what, works=("--nproc none",)))
+        leave_at_once()
         return worker(env)
     return launch_local(worker, nproc or 1)
 

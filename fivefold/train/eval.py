@@ -124,6 +124,6 @@ def _on_ranks(
                 write_atomic(result, json.dumps([asdict(metrics) for metrics in found]))
 
         threads = choose_threads(layout, world, device.kind).count
-        if run_ranks(rank, world, describe=layout.grid.name, threads=threads).status:
-            raise FivefoldError("the evaluation failed")
+        end = run_ranks(rank, world, describe=layout.grid.name, threads=threads)
+        end.raise_if_failed("the evaluation failed")
         return read_json(result, list[EvalMetrics], FivefoldError)

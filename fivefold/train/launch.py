@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold import process
-from fivefold.errors import ConfigError, Mistake
+from fivefold.errors import ConfigError, FivefoldError, Mistake
 from fivefold.mesh.shared_gpu import Pause, share_gpu
 from fivefold.train import failures
 from fivefold.train.children import (
@@ -56,15 +56,32 @@ class End:
             ConfigError; 128 + signal if killed; else 1 or what the worker returned.
         place: the rank that failed first, with its coordinates; empty if none failed by itself.
         why: the first line of its failure.
-        stopped: whether a signal asked the run to stop.
+        signum: signal that asked the run to stop; None if none did.
         rank: that rank; None if none failed by itself.
     """
 
     status: int
     place: str = ""
     why: str = ""
-    stopped: bool = False
+    signum: int | None = None
     rank: int | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal asked the run to stop."""
+        return self.signum is not None
+
+    def raise_if_failed(self, what: str, error: type[FivefoldError] = FivefoldError) -> None:
+        """Raise an error if a rank failed, which has printed why.
+
+        Raises:
+            FivefoldError: of the class `error`, with the message `what`.
+            SystemExit: nothing failed, but a signal asked to stop.
+        """
+        if self.signum is not None:
+            raise SystemExit(self.status or 128 + self.signum)
+        if self.status:
+            raise error(what)
 
 
 def launch_local(
@@ -144,7 +161,7 @@ def run_ranks(
             del store  # the ranks needed it until here
     if cause is None:
         status = 128 + (stop.signum or 0) if any(r.failure for r in ranks) else 0
-        return End(status, stopped=stop.signum is not None)
+        return End(status, signum=stop.signum)
     end = _end(cause, describe, stop)
     failures.explain(cause[1], end.place, nproc)
     if told:
@@ -157,8 +174,7 @@ def _end(
 ) -> End:
     rank, failure = cause
     why = failure.cause.splitlines()[0]
-    stopped = stop.signum is not None
-    return End(failure.status, place_name(rank, describe), why, stopped=stopped, rank=rank)
+    return End(failure.status, place_name(rank, describe), why, signum=stop.signum, rank=rank)
 
 
 def _replace(
