@@ -37,6 +37,7 @@ from fivefold.train.devices import sees_own_gpu_only
 from fivefold.train.failures import Failure
 from fivefold.train.fresh_store import fresh_store, keeps_store
 from fivefold.train.heap import keep_freed_memory
+from fivefold.train.meeting import meet
 from fivefold.train.rank_env import RankEnv
 from fivefold.train.rejoin import Generations, Orders
 from fivefold.train.roll_call import Answer, answers, call, find_suspect
@@ -251,10 +252,8 @@ def init_process_group(
             rendezvous["store"] = dist.PrefixStore(f"generation {env.generation}", store)
         case "torchrun" if keeps_store():
             rendezvous["store"] = fresh_store(env, timeout)
-        case "torchrun":
-            rendezvous["init_method"] = "env://"
-        case "slurm":
-            rendezvous["init_method"] = f"tcp://{env.master_addr}:{env.master_port}"
+        case "torchrun" | "slurm":
+            rendezvous["store"] = meet(env, timeout)
     dist.init_process_group(
         backend,
         timeout=timeout,

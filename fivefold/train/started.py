@@ -15,6 +15,7 @@ from fivefold.errors import FivefoldError
 from fivefold.train import failures
 from fivefold.train.failures import Failure
 from fivefold.train.launch import SEARCH_SECONDS, Worker, place_name
+from fivefold.train.meeting import check_place
 from fivefold.train.rank_env import RankEnv
 from fivefold.train.roll_call import (
     RollCall,
@@ -45,6 +46,7 @@ def run_started(
     that failed ends here: destroying NCCL's groups would wait for all that is queued.
     """
     leave_at_once()
+    check_place(env)
     with RollCall(env):
         try:
             return worker(env) or 0
