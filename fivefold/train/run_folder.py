@@ -187,6 +187,19 @@ def new_run_path(name: str, root: Path = Path("runs")) -> Path:
     return path
 
 
+def tokenizer_of(run: Path) -> Path:
+    """The tokenizer in a run folder, which weights of others may have come without.
+
+    Raises:
+        DataError: there is none.
+    """
+    file = RunFolder(run).tokenizer
+    if not file.is_file():
+        what = f"{run} has no {TOKENIZER}, which turns text into tokens"
+        raise DataError(str(Mistake(what, attempt=f"the model's own, copied to {file}")))
+    return file
+
+
 class MetricsFile:
     """Appends to `metrics.jsonl`, one flushed line per step or evaluation.
 
