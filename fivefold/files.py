@@ -24,6 +24,10 @@ except ImportError:
 
 T = TypeVar("T")
 
+_REFUSED = (  # by the system, whatever the program does
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE),
+    *(errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG),
+)
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, a quota, a limit (ulimit -f)
 
 
@@ -114,10 +118,10 @@ def disk_full(
 
 
 @contextmanager
-def telling_full_disk(
+def telling_system_errors(
     error: type[FivefoldError], folder: str | os.PathLike[str] | None = None
 ) -> Iterator[None]:
-    """Turn the OSError of a full disk, raised in the block, into one message.
+    """Turn an OSError of a full or failing disk, or of a missing right, into one message.
 
     Args:
         error: class of the error to raise.
@@ -126,11 +130,14 @@ def telling_full_disk(
     try:
         yield
     except OSError as problem:
+        named = problem.filename if isinstance(problem.filename, str | os.PathLike) else None
         if caused_by_full_disk(problem) is None:
-            raise
-        if isinstance(problem.filename, str):
-            folder = Path(problem.filename).parent
-        what = f"cannot write {problem.filename or folder or 'a file'}"
+            if problem.errno not in _REFUSED or named is None:
+                raise
+            raise error(f"cannot use {named}: {problem.strerror}") from problem
+        if named is not None:
+            folder = Path(named).parent
+        what = f"cannot write {named or folder or 'a file'}"
         raise error(str(disk_full(what, folder, str(problem.strerror)))) from problem
 
 
@@ -140,7 +147,7 @@ def telling_unwritable(
 ) -> Iterator[None]:
     """Turn an OSError, raised in the block while it writes `path`, into one message.
 
-    That of a full disk passes: `telling_full_disk` says more of it.
+    That of a full disk passes: `telling_system_errors` says more of it.
     """
     try:
         yield

@@ -14,7 +14,7 @@ from typing import NoReturn
 from fivefold import __version__, process
 from fivefold.cli.style import first_rank, paint
 from fivefold.errors import ConfigError, FivefoldError, PlaceError, did_you_mean
-from fivefold.files import telling_full_disk
+from fivefold.files import telling_system_errors
 from fivefold.train.signals import leaving_in_order
 
 VERBS: Mapping[str, str] = MappingProxyType(
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; return 0 for success, 1 for a failure, 2 for a mistake in it."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        with telling_full_disk(FivefoldError), leaving_in_order():
+        with telling_system_errors(FivefoldError), leaving_in_order():
             status = _dispatch(words)
             sys.stdout.flush()
         return status

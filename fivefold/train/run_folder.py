@@ -331,5 +331,9 @@ def _point(link: Path, target: str) -> None:
     if link.name == target or (link.exists() and not link.is_symlink()):
         return
     temporary = temporary_path(link)
-    temporary.symlink_to(target)
-    os.replace(temporary, link)
+    try:
+        temporary.symlink_to(target)
+        os.replace(temporary, link)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
