@@ -24,6 +24,10 @@ except ImportError:
 
 T = TypeVar("T")
 
+_REFUSED = (  # by the system, whatever the program does
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE),
+    *(errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG),
+)
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, a quota, a limit (ulimit -f)
 
 
@@ -38,7 +42,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.parent / f".tmp-{secrets.token_hex(4)}-{target.name}"
+    temporary = temporary_path(target)
     try:
         yield temporary
         _fsync(temporary)
@@ -47,6 +51,19 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
         raise
     _fsync(target.parent)
+
+
+def temporary_path(target: Path) -> Path:
+    """A new name beside `target` for what will be renamed to it."""
+    return target.with_name(f".tmp-{secrets.token_hex(4)}-{target.name}")
+
+
+def temporary_paths(folder: Path, pattern: str) -> list[Path]:
+    """What lies in a folder under names of `temporary_path`, for targets whose names match.
+
+    Either it is being written, or who wrote it was killed.
+    """
+    return [*folder.glob(f".tmp-{'[0-9a-f]' * 8}-{pattern}")]
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
@@ -101,10 +118,10 @@ def disk_full(
 
 
 @contextmanager
-def telling_full_disk(
+def telling_system_errors(
     error: type[FivefoldError], folder: str | os.PathLike[str] | None = None
 ) -> Iterator[None]:
-    """Turn the OSError of a full disk, raised in the block, into one message.
+    """Turn an OSError of a full or failing disk, or of a missing right, into one message.
 
     Args:
         error: class of the error to raise.
@@ -113,11 +130,14 @@ def telling_full_disk(
     try:
         yield
     except OSError as problem:
+        named = problem.filename if isinstance(problem.filename, str | os.PathLike) else None
         if caused_by_full_disk(problem) is None:
-            raise
-        if isinstance(problem.filename, str):
-            folder = Path(problem.filename).parent
-        what = f"cannot write {problem.filename or folder or 'a file'}"
+            if problem.errno not in _REFUSED or named is None:
+                raise
+            raise error(f"cannot use {named}: {problem.strerror}") from problem
+        if named is not None:
+            folder = Path(named).parent
+        what = f"cannot write {named or folder or 'a file'}"
         raise error(str(disk_full(what, folder, str(problem.strerror)))) from problem
 
 
@@ -127,7 +147,7 @@ def telling_unwritable(
 ) -> Iterator[None]:
     """Turn an OSError, raised in the block while it writes `path`, into one message.
 
-    That of a full disk passes: `telling_full_disk` says more of it.
+    That of a full disk passes: `telling_system_errors` says more of it.
     """
     try:
         yield

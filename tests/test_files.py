@@ -20,7 +20,7 @@ from fivefold.files import (
     parse_toml,
     read_json,
     read_text,
-    telling_full_disk,
+    telling_system_errors,
     telling_unwritable,
     write_atomic,
 )
@@ -135,17 +135,25 @@ def test_a_full_disk_is_one_message_with_the_bytes_that_are_free(tmp_path):
     said = r"disk full: cannot write {}\n  No space left on device\n  [\d,]+ bytes free\n  try: "
     with (
         pytest.raises(DataError, match=said.format(tmp_path)),
-        telling_full_disk(DataError, tmp_path),
+        telling_system_errors(DataError, tmp_path),
         open("/dev/full", "w") as file,
     ):
         file.write("x" * 10_000)
     with (
         pytest.raises(DataError, match=said.format(tmp_path / "new" / "x")),
-        telling_full_disk(DataError),
+        telling_system_errors(DataError),
     ):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "new" / "x"))
-    with pytest.raises(FileNotFoundError), telling_full_disk(DataError, tmp_path):
+    with pytest.raises(FileNotFoundError), telling_system_errors(DataError, tmp_path):
         (tmp_path / "none").read_bytes()
+
+
+def test_what_the_system_refuses_is_one_message(tmp_path):
+    for code in (errno.EACCES, errno.EIO, errno.EROFS):
+        with pytest.raises(DataError, match=r"cannot use .*: \w"), telling_system_errors(DataError):
+            raise OSError(code, os.strerror(code), tmp_path)
+        with pytest.raises(OSError, match="Errno"), telling_system_errors(DataError):  # of what?
+            raise OSError(code, os.strerror(code))
 
 
 def test_what_cannot_be_written_is_one_message_and_a_full_disk_passes(tmp_path):

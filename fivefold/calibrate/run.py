@@ -19,7 +19,9 @@ from fivefold.hardware import Gpu, Rates, find_gpu
 from fivefold.predict.cluster import Cluster, Link, to_toml
 from fivefold.predict.compute import attention_share
 from fivefold.train.launch import init_process_group, launch_local
+from fivefold.train.meeting import check_place
 from fivefold.train.rank_env import RankEnv, read_rank_env
+from fivefold.train.signals import leave_at_once
 from fivefold.units import human_bytes, human_flops, human_seconds, several
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -89,6 +91,8 @@ def calibrate(path: Path, nproc: int | None) -> int:
         if nproc is not None:
             what = f"--nproc {nproc} starts ranks, and {env.launcher} has started {env.world_size}"
             raise ConfigError(Mistake(what, works=("--nproc none",)))
+        leave_at_once()
+        check_place(env)
         return worker(env)
     return launch_local(worker, nproc or 1)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fivefold.checkpoint.integrity import MANIFEST
 from fivefold.errors import CheckpointError, Mistake
-from fivefold.files import read_text, write_atomic
+from fivefold.files import read_text, temporary_paths, write_atomic
 
 _LATEST = "latest"
 _UNFINISHED = ".tmp"  # being written or being removed: not a checkpoint
@@ -74,7 +74,7 @@ class CheckpointFolder:
                 replaced.rename(final)
         for unfinished in self.path.glob(f"step-*{_UNFINISHED}"):
             shutil.rmtree(unfinished)
-        for pointer in self.path.glob(f".tmp-*-{_LATEST}"):
+        for pointer in temporary_paths(self.path, _LATEST):
             pointer.unlink()
 
     def put_in_place(self, step: int) -> None:

@@ -80,6 +80,9 @@ def _attempt(work: Callable[[], T], size: int) -> tuple[T | None, _Failure | Non
     try:
         return work(), None
     except CheckpointException as error:  # raised by DCP on every rank
+        for cause, _ in error.failures.values():
+            if size == 1 and not isinstance(cause, Exception):  # a signal, which is no failure
+                raise cause from None
         failed = {rank: _failure(cause) for rank, (cause, _) in error.failures.items()}
         full = any(failure.disk_full for failure in failed.values())
         return None, _Failure("; ".join(_reasons(failed, size)), full)

@@ -21,7 +21,8 @@ from fivefold.errors import (
     PlaceError,
     did_you_mean,
 )
-from fivefold.files import telling_full_disk
+from fivefold.files import telling_system_errors
+from fivefold.train.signals import leaving_in_order
 
 VERBS: Mapping[str, str] = MappingProxyType(
     {
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; return 0 for success, 1 for a failure, 2 for a mistake in it."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        with telling_full_disk(FivefoldError):
+        with telling_system_errors(FivefoldError), leaving_in_order():
             status = _dispatch(words)
             sys.stdout.flush()
         return status

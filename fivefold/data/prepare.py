@@ -24,6 +24,7 @@ from fivefold.data.packing import BEGINS, LEARNT, Packing
 from fivefold.data.rules import DEFAULT_VOCAB_SIZE, checked_sources
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import DataError
+from fivefold.files import temporary_paths
 from fivefold.units import human_bytes, human_count, human_seconds, several
 
 if TYPE_CHECKING:
@@ -323,6 +324,12 @@ def _cached(*paths: str) -> Iterator[None]:
         ) from error
 
 
+def _remove_left(path: Path) -> None:
+    """Remove what a process left that was killed while it made `path` and the files beside it."""
+    for temporary in temporary_paths(path.parent, f"{path.stem}*"):
+        temporary.unlink(missing_ok=True)
+
+
 @contextmanager
 def _once(path: str, progress: Progress) -> Iterator[bool]:
     """Yield whether this process must create `path`; others wait until it is there."""
@@ -340,6 +347,8 @@ def _once(path: str, progress: Progress) -> Iterator[bool]:
                 # Some network file systems have no locks. Then several do the same work; what they
                 # make is equal and appears whole, so nothing is lost but time.
                 _log.debug("no lock on %s: %s", path, error)
+            else:
+                _remove_left(Path(path))
             yield not os.path.exists(path)
     except OSError as error:  # those of reading are DataErrors already
         raise DataError(

@@ -1,9 +1,12 @@
 """Runs one training step of some ranks of a layout, one after the other or in a few processes."""
 
 import multiprocessing
+import os
 import time
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from functools import partial
 
@@ -19,6 +22,7 @@ from fivefold.audit.watch import watching
 from fivefold.counts.routed import rows_of_choices
 from fivefold.counts.volumes import by_axis, step_volumes
 from fivefold.data.packing import Microbatch
+from fivefold.errors import FivefoldError, Mistake
 from fivefold.layout import Layout
 from fivefold.model.routing import Router
 from fivefold.rehearse.kernels import one_kernel_each
@@ -26,7 +30,9 @@ from fivefold.rehearse.ledger import StepHoldings, StepLedger
 from fivefold.rehearse.script import GRADIENTS, OPTIMIZER, WEIGHTS, Script
 from fivefold.rehearse.shadow import Shadow
 from fivefold.rehearse.world import pretended_world
+from fivefold.train.children import leave_signals_to_parent
 from fivefold.train.engine import Engine
+from fivefold.train.failures import BY_NOBODY
 
 
 def rehearse_ranks(
@@ -39,14 +45,25 @@ def rehearse_ranks(
         ranks: ranks to rehearse.
         gpus: whether they are to run on GPUs, or on CPUs with gloo.
         processes: processes in which they run; one: this one.
+
+    Raises:
+        FivefoldError: one of the processes was killed.
     """
     one = partial(rehearse_rank, layout, gpus=gpus)
     if processes == 1:
         return [one(rank) for rank in ranks]
     # Forked, as ranks are for training: this process has run no backward and has no threads.
-    context = multiprocessing.get_context("fork")
-    with context.Pool(min(processes, len(ranks)), _alone) as pool:
-        return pool.map(one, ranks, chunksize=1)
+    fork, size = multiprocessing.get_context("fork"), min(processes, len(ranks))
+    with ProcessPoolExecutor(size, fork, _begin, (os.getpid(),)) as pool:
+        try:
+            return [*pool.map(one, ranks)]
+        except BrokenProcessPool:
+            what = f"one of {size} processes that rehearse ranks was killed"
+            raise FivefoldError(str(Mistake(what, (BY_NOBODY,), attempt="--jobs 1"))) from None
+        except BaseException:  # a signal, or the failure of a rank: the others need not finish
+            for process in multiprocessing.active_children():
+                process.kill()
+            raise
 
 
 def rehearse_rank(layout: Layout, rank: int, *, gpus: bool = True) -> Script:
@@ -158,5 +175,6 @@ def _held(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _alone() -> None:
+def _begin(parent: int) -> None:
+    leave_signals_to_parent(parent)
     torch.set_num_threads(1)

@@ -26,9 +26,9 @@ class BadSteps:
         self._in_a_row = self._reached = 0
 
     def remember(self, losses: Iterable[float]) -> None:
-        """Go on with the losses before a state of the run, unless these are known already."""
-        if not self._losses:
-            self._losses.extend(losses)
+        """Go on with the losses before a state of the run; those after it have not been."""
+        self._losses.clear()
+        self._losses.extend(losses)
 
     @property
     def losses(self) -> tuple[float, ...]:

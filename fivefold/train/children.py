@@ -73,6 +73,15 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
+def leave_signals_to_parent(parent: int) -> None:
+    """End with process `parent`, which forked this one, and by its signals only: a terminal sends
+    Ctrl-C to the whole process group, and the parent answers."""
+    die_with_parent(parent)
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def import_what_ranks_import() -> None:
     """Import once what every rank would import when it has been forked.
 
@@ -107,12 +116,8 @@ def fork(worker: Worker, env: RankEnv, errors_folder: Path | None, threads: int 
 
 
 def _become_rank(env: RankEnv, parent: int, threads: int | None) -> None:
-    die_with_parent(parent)
+    leave_signals_to_parent(parent)
     gc.freeze()  # what the parent has left over may wait for threads that are not here
-    # A terminal sends Ctrl-C to the whole process group; only the parent answers, with another.
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable(file=2)
     os.environ.update(env.variables)
     # Gloo would look the host's name up, which fails on many laptops.

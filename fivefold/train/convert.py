@@ -1,12 +1,13 @@
 """Converts a Hugging Face folder to a run folder, and a run's checkpoint to such a folder."""
 
 import json
-import secrets
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
+from glob import escape
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -35,8 +36,16 @@ from fivefold.convert.save import MOST_BYTES, write_weights
 from fivefold.convert.stored import stored_tensors
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import CheckpointError, Mistake
-from fivefold.files import as_kind, read_json, telling_unwritable, write_atomic
+from fivefold.files import (
+    as_kind,
+    read_json,
+    telling_unwritable,
+    temporary_path,
+    temporary_paths,
+    write_atomic,
+)
 from fivefold.mesh.slices import Piece
+from fivefold.train.lock import lock_file
 from fivefold.train.origin import checkpoints_of
 from fivefold.train.run_folder import CHECKPOINTS, TOKENIZER
 from fivefold.train.saved_state import SavedState, read_state
@@ -259,11 +268,31 @@ def _finished(target: Path) -> Iterator[Path]:
         raise CheckpointError(str(Mistake(what, attempt="another folder")))
     with telling_unwritable(target, CheckpointError):
         target.parent.mkdir(parents=True, exist_ok=True)
-        folder = target.parent / f".tmp-{secrets.token_hex(4)}-{target.name}"
-        folder.mkdir()
+    for left in temporary_paths(target.parent, escape(target.name)):
+        with _holding(left) as dead:
+            if dead:
+                shutil.rmtree(left, ignore_errors=True)
+    folder = temporary_path(target)
     try:
-        yield folder
-        folder.rename(target)
+        with telling_unwritable(target, CheckpointError):
+            folder.mkdir()
+        with _holding(folder):
+            yield folder
+            folder.rename(target)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+@contextmanager
+def _holding(folder: Path) -> Iterator[bool]:
+    """Lock a folder for the block, as long as this process lives; whether nobody else holds it."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:  # it has just become the target, or has been removed
+        yield False
+        return
+    try:
+        yield lock_file(descriptor) is True
+    finally:
+        os.close(descriptor)

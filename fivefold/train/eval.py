@@ -21,7 +21,7 @@ from fivefold.train.launch import init_process_group, run_ranks
 from fivefold.train.metrics import EvalMetrics
 from fivefold.train.origin import checkpoints_of
 from fivefold.train.rank_env import RankEnv
-from fivefold.train.run_folder import TOKENIZER
+from fivefold.train.run_folder import tokenizer_of
 from fivefold.train.saved_state import read_state, same_model
 from fivefold.train.threads import choose_threads
 
@@ -86,7 +86,7 @@ def _data(run: Path, config: Config, progress: Progress) -> PreparedData:
     """The validation sets by the tokenizer of the run, wherever that came from."""
     data, training = config.data, config.training
     if not data.sft:  # whose templates stand beside the tokenizer
-        data = replace(data, tokenizer_model=str(run / TOKENIZER))
+        data = replace(data, tokenizer_model=str(tokenizer_of(run)))
     splits = has_split(data.split, data.valid_data_path)
     return prepare(data, training.seq_length, training.seed, progress, named_only=not splits)
 
@@ -124,6 +124,6 @@ def _on_ranks(
                 write_atomic(result, json.dumps([asdict(metrics) for metrics in found]))
 
         threads = choose_threads(layout, world, device.kind).count
-        if run_ranks(rank, world, describe=layout.grid.name, threads=threads).status:
-            raise FivefoldError("the evaluation failed")
+        end = run_ranks(rank, world, describe=layout.grid.name, threads=threads)
+        end.raise_if_failed("the evaluation failed")
         return read_json(result, list[EvalMetrics], FivefoldError)

@@ -18,6 +18,7 @@ from fivefold.train.witness import place_of
 
 REPORT_LIMIT = 6_000  # characters of message and of traceback: both fit in a pipe's 64 KiB
 PLACES_SHOWN = 8
+BY_NOBODY = "if nobody ran kill -9, the machine ran out of memory (dmesg says so)"
 CONFIG_ERROR = 2  # exit status of a rank whose settings are wrong
 
 
@@ -81,7 +82,7 @@ def killed(signum: int, stopping: bool) -> Failure:
     """The failure of a rank that was killed by a signal, perhaps because it was told to end."""
     cause = f"killed by {signal.Signals(signum).name}"
     if signum == signal.SIGKILL:
-        cause += "; if nobody ran kill -9, the machine ran out of memory (dmesg says so)"
+        cause += f"; {BY_NOBODY}"
     told_to = stopping and signum in STOP_SIGNALS
     return Failure(cause, time.monotonic(), status=128 + signum, consequence=told_to)
 

@@ -38,14 +38,15 @@ def fresh_store(env: RankEnv, timeout: timedelta) -> dist.Store:
         return own
     while True:
         port = int(shared.get(_PLACE))
-        if _answers(env.master_addr, port):
+        if answers_at(env.master_addr, port):
             return dist.TCPStore(env.master_addr, port, is_master=False, timeout=timeout)
         if time.monotonic() > deadline:
             raise dist.DistStoreError(f"the first rank did not answer within {timeout}")
         time.sleep(_LOOK_SECONDS)
 
 
-def _answers(host: str, port: int) -> bool:
+def answers_at(host: str, port: int) -> bool:
+    """Whether somebody listens there."""
     try:
         with socket.create_connection((host, port), timeout=1):
             return True

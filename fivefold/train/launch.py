@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold import process
-from fivefold.errors import ConfigError, Mistake
+from fivefold.errors import ConfigError, FivefoldError, Mistake
 from fivefold.mesh.shared_gpu import Pause, share_gpu
 from fivefold.train import failures
 from fivefold.train.children import (
@@ -37,6 +37,7 @@ from fivefold.train.devices import sees_own_gpu_only
 from fivefold.train.failures import Failure
 from fivefold.train.fresh_store import fresh_store, keeps_store
 from fivefold.train.heap import keep_freed_memory
+from fivefold.train.meeting import meet
 from fivefold.train.rank_env import RankEnv
 from fivefold.train.rejoin import Generations, Orders
 from fivefold.train.roll_call import Answer, answers, call, find_suspect
@@ -56,15 +57,32 @@ class End:
             ConfigError; 128 + signal if killed; else 1 or what the worker returned.
         place: the rank that failed first, with its coordinates; empty if none failed by itself.
         why: the first line of its failure.
-        stopped: whether a signal asked the run to stop.
+        signum: signal that asked the run to stop; None if none did.
         rank: that rank; None if none failed by itself.
     """
 
     status: int
     place: str = ""
     why: str = ""
-    stopped: bool = False
+    signum: int | None = None
     rank: int | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal asked the run to stop."""
+        return self.signum is not None
+
+    def raise_if_failed(self, what: str, error: type[FivefoldError] = FivefoldError) -> None:
+        """Raise an error if a rank failed, which has printed why.
+
+        Raises:
+            FivefoldError: of the class `error`, with the message `what`.
+            SystemExit: nothing failed, but a signal asked to stop.
+        """
+        if self.signum is not None:
+            raise SystemExit(self.status or 128 + self.signum)
+        if self.status:
+            raise error(what)
 
 
 def launch_local(
@@ -144,7 +162,7 @@ def run_ranks(
             del store  # the ranks needed it until here
     if cause is None:
         status = 128 + (stop.signum or 0) if any(r.failure for r in ranks) else 0
-        return End(status, stopped=stop.signum is not None)
+        return End(status, signum=stop.signum)
     end = _end(cause, describe, stop)
     failures.explain(cause[1], end.place, nproc)
     if told:
@@ -157,8 +175,7 @@ def _end(
 ) -> End:
     rank, failure = cause
     why = failure.cause.splitlines()[0]
-    stopped = stop.signum is not None
-    return End(failure.status, place_name(rank, describe), why, stopped=stopped, rank=rank)
+    return End(failure.status, place_name(rank, describe), why, signum=stop.signum, rank=rank)
 
 
 def _replace(
@@ -235,10 +252,8 @@ def init_process_group(
             rendezvous["store"] = dist.PrefixStore(f"generation {env.generation}", store)
         case "torchrun" if keeps_store():
             rendezvous["store"] = fresh_store(env, timeout)
-        case "torchrun":
-            rendezvous["init_method"] = "env://"
-        case "slurm":
-            rendezvous["init_method"] = f"tcp://{env.master_addr}:{env.master_port}"
+        case "torchrun" | "slurm":
+            rendezvous["store"] = meet(env, timeout)
     dist.init_process_group(
         backend,
         timeout=timeout,

@@ -256,7 +256,7 @@ def _take(folder: Path, made: list[Path], tell: Tell) -> int:
                 raise
             continue
         try:
-            locked, owner = _flock(descriptor), _read(descriptor)
+            locked, owner = lock_file(descriptor), _read(descriptor)
             if locked is not False and _is_at(descriptor, folder / FILE):
                 _await_silence(folder, descriptor, owner, locked is True, tell)
                 return descriptor
@@ -327,14 +327,16 @@ def _remove_empty(folders: list[Path]) -> None:
             folder.rmdir()
 
 
-def _flock(descriptor: int) -> bool | None:
+def lock_file(descriptor: int) -> bool | None:
     """Whether the lock was obtained; None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
+        # EBADF: NFS locks nothing that is open to be read only, as folders are.
+        none = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
+        if error.errno in none:
             return None
         raise
     return True

@@ -17,7 +17,7 @@ from fivefold.data.loader import Loader
 from fivefold.data.packing import Microbatch
 from fivefold.data.validation import ValidationSet
 from fivefold.errors import CheckpointError, Mistake, TrainingError
-from fivefold.files import as_kind, telling_full_disk
+from fivefold.files import as_kind, telling_system_errors
 from fivefold.model.fp8_rules import SCALES
 from fivefold.model.shape import training_flops
 from fivefold.train.activity import Activity
@@ -161,7 +161,7 @@ class Trainer:
         folder = self.checkpointer.folder.parent
         with (
             StopRequest() as request,
-            telling_full_disk(TrainingError, folder),
+            telling_system_errors(TrainingError, folder),
             collecting(config.training) as collect_garbage,
         ):
             stopping = False

@@ -6,14 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fivefold.errors import ConfigError, Mistake, Mistakes, PlaceError
+from fivefold.errors import ConfigError, Mistake, Mistakes, PlaceError, shown
 from fivefold.train.activity import Activity
 
 Launcher = Literal["single", "local", "torchrun", "slurm"]
 
+MOST_PORT = 65_535
 SLURM_FIRST_PORT = 10_000
 SLURM_PORTS = 20_000  # 10000-29999: above the well-known ports, below Linux' ephemeral ones
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+_RANGES = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
+_NODES = re.compile(rf"\s*((?:[\w.-]+|{_RANGES})+)\s*(?:,|$)")  # the first of a list
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,9 @@ class RankEnv:
             ("rank", self.rank, self.world_size),
             ("local rank", self.local_rank, self.local_world_size),
         ):
-            if not 0 <= value < size:
+            if size < 1:
+                mistakes.add(f"{name}s are numbered among {size}", "there must be at least 1")
+            elif not 0 <= value < size:
                 mistakes.add(
                     f"{name} {value} does not exist among {size}", f"it must be 0 .. {size - 1}"
                 )
@@ -55,6 +62,11 @@ class RankEnv:
             mistakes.add(
                 f"{self.local_world_size} ranks on this machine, but only {self.world_size} in all"
             )
+        if self.launcher in ("torchrun", "slurm"):
+            if not 0 < self.master_port <= MOST_PORT:
+                mistakes.add(f"MASTER_PORT must be 1 .. {MOST_PORT}, not {self.master_port}")
+            if not self.master_addr.strip():
+                mistakes.add("MASTER_ADDR is empty", "it names the host of the first rank")
         mistakes.raise_if_any()
 
     @property
@@ -101,6 +113,17 @@ def _read(variables: Mapping[str, str]) -> RankEnv:
                 attempt="unset WORLD_SIZE",
             )
         )
+    return _single(variables)
+
+
+def _single(variables: Mapping[str, str]) -> RankEnv:
+    """A single process, unless mpirun has started several, which would all do the same."""
+    for name in MPI_SIZES:
+        if (size := variables.get(name, "1")) != "1":
+            what = f"mpirun has started {size} processes ({name}), which do not know of each other"
+            why = f"ranks are told by {', '.join(TORCHRUN_VARIABLES)}, as torchrun sets them"
+            works = ("torchrun or srun in place of mpirun", "--nproc N, without a launcher")
+            raise ConfigError(Mistake(what, (why,), works))
     return RankEnv()
 
 
@@ -130,7 +153,7 @@ def _from_torchrun(variables: Mapping[str, str]) -> RankEnv:
 def _from_slurm(variables: Mapping[str, str]) -> RankEnv:
     world_size = _integer(variables, "SLURM_STEP_NUM_TASKS", _integer(variables, "SLURM_NTASKS", 1))
     if world_size == 1:
-        return RankEnv()
+        return _single(variables)
     # sbatch runs its script as a step of its own, with SLURM_PROCID=0 and no step id.
     if variables.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in variables:
         raise ConfigError(
@@ -139,31 +162,39 @@ def _from_slurm(variables: Mapping[str, str]) -> RankEnv:
                 attempt="put srun before the command",
             )
         )
-    hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_NODELIST", "")
-    address = variables.get("MASTER_ADDR") or first_host(hosts)
-    if not address:
-        raise ConfigError("SLURM_PROCID is set, but neither SLURM_NODELIST nor MASTER_ADDR")
     return RankEnv(
         rank=_integer(variables, "SLURM_PROCID"),
         local_rank=_integer(variables, "SLURM_LOCALID"),
         world_size=world_size,
         local_world_size=_slurm_local_world_size(variables, world_size),
-        master_addr=address,
+        master_addr=variables.get("MASTER_ADDR") or _slurm_address(variables),
         master_port=_integer(variables, "MASTER_PORT", _slurm_port(variables)),
         launcher="slurm",
     )
 
 
+def _slurm_address(variables: Mapping[str, str]) -> str:
+    """The first host of the job step, on which its first rank runs."""
+    found = [n for n in ("SLURM_STEP_NODELIST", "SLURM_NODELIST") if variables.get(n)]
+    if not found:
+        raise ConfigError("SLURM_PROCID is set, but neither SLURM_NODELIST nor MASTER_ADDR")
+    if not (host := first_host(variables[found[0]])):
+        what = f"{found[0]} is no list of nodes: {shown(variables[found[0]])}"
+        why = "it tells the host of the first rank, unless MASTER_ADDR does"
+        raise ConfigError(Mistake(what, (why,), works=("n[01-04],m1", "MASTER_ADDR=HOST")))
+    return host
+
+
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm node list.
+    """The first host of a Slurm node list; empty if there is none.
 
     >>> first_host("gpu[007-012,020],login1")
     'gpu007'
     >>> first_host("rack[2,5]-node[1-4]")
     'rack2-node1'
     """
-    ranges = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", nodelist)
-    return ranges.split(",")[0].strip()
+    first = _NODES.match(nodelist)
+    return "" if first is None else re.sub(r"\[(\d+)[^]]*\]", r"\1", first[1])
 
 
 def _slurm_port(variables: Mapping[str, str]) -> int:
@@ -175,13 +206,12 @@ def _slurm_port(variables: Mapping[str, str]) -> int:
 
 def _slurm_local_world_size(variables: Mapping[str, str], world_size: int) -> int:
     """Tasks on this node, from a list such as "8(x3),4", else from the number requested."""
-    counts: list[int] = []
     layout = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE", "")
-    for tasks, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", layout):
-        counts += [int(tasks)] * int(repeat or 1)
     node = _integer(variables, "SLURM_NODEID", 0)
-    if node < len(counts):
-        return counts[node]
+    for tasks, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", layout):
+        if node < int(repeat or 1):
+            return int(tasks)
+        node -= int(repeat or 1)
     return min(world_size, _integer(variables, "SLURM_NTASKS_PER_NODE", world_size))
 
 

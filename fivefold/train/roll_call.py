@@ -21,6 +21,7 @@ from typing import Self
 import psutil
 import torch.distributed as dist
 
+from fivefold.train.fresh_store import answers_at
 from fivefold.train.rank_env import RankEnv
 from fivefold.train.witness import Answer, Witness
 
@@ -75,6 +76,10 @@ class RollCall:
             self._thread.join(CONNECT_SECONDS)
 
     def _answer(self) -> None:
+        while not _hosted(self._env):
+            if self._ended:
+                return
+            time.sleep(POLL_SECONDS)
         try:
             store = dist.TCPStore(
                 self._env.master_addr, self._env.master_port, is_master=False, timeout=FOR_EVER
@@ -106,6 +111,8 @@ def key(kind: str, *names: int | str) -> str:
 
 def connect(env: RankEnv) -> dist.TCPStore | None:
     """A connection to the store of a run, or None if it is gone."""
+    if not _hosted(env):
+        return None
     try:
         return dist.TCPStore(
             env.master_addr,
@@ -115,6 +122,11 @@ def connect(env: RankEnv) -> dist.TCPStore | None:
         )
     except dist.DistError:
         return None
+
+
+def _hosted(env: RankEnv) -> bool:
+    """Whether there is a store: PyTorch shows its stack where it waits for one."""
+    return env.launcher == "local" or answers_at(env.master_addr, env.master_port)
 
 
 def call(store: dist.Store, world_size: int) -> int:

@@ -48,8 +48,7 @@ from fivefold.train.profile import check_profiler
 from fivefold.train.rank_env import RankEnv, read_rank_env
 from fivefold.train.rejoin import Orders, keep_on
 from fivefold.train.restarts import Again, NextStart, Restarts, check_restarts, restarting
-from fivefold.train.run_folder import TOKENIZER, RunFolder, new_run_path
-from fivefold.train.signals import leaving_in_order
+from fivefold.train.run_folder import RunFolder, new_run_path
 from fivefold.train.sinks import open_sinks
 from fivefold.train.started import run_started
 from fivefold.train.threads import Threads, choose_threads
@@ -88,7 +87,7 @@ def train(
         )
         return End(status)
     chosen, threads, bindings = choose_places(layout, env, nproc, asked)
-    with leaving_in_order(), _claim(config, name) as lock:
+    with _claim(config, name) as lock:
         origin = _find_origin(config, lock, again=False)
         job = Job(layout, name, lock.folder, origin, chosen, threads, bindings, lock)
         if is_finished(job.origin, config):
@@ -326,7 +325,7 @@ def _begin(
     )
     if job.layout.config.logging.audit:
         folder.expect_audit(settings)
-    data.tokenizer.save(folder.path / TOKENIZER)
+    data.tokenizer.save(folder.tokenizer)
     if job.origin is not None and job.origin.foreign:
         keep_side_files(job.origin.checkpoints, folder.path)
     trainer.check_folder = lock.check

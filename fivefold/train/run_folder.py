@@ -20,7 +20,6 @@ import math
 import os
 import platform
 import re
-import secrets
 import shutil
 import socket
 import subprocess
@@ -35,7 +34,7 @@ from typing import Annotated, Any
 import msgspec
 
 from fivefold.errors import DataError, FivefoldError, Mistake
-from fivefold.files import parse_json, read_json, write_atomic
+from fivefold.files import parse_json, read_json, temporary_path, temporary_paths, write_atomic
 from fivefold.train.metrics import EvalMetrics, StepMetrics
 
 CHECKPOINTS = "checkpoints"
@@ -68,6 +67,11 @@ class RunFolder:
     def metrics_file(self) -> Path:
         """The file with one JSON object per line, each with its `step`."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The file with the run's tokenizer."""
+        return self.path / TOKENIZER
 
     @property
     def audit(self) -> Path:
@@ -144,6 +148,9 @@ class RunFolder:
         starts = [*self.starts(), describe_environment(device_names) | again]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            own = (self.config_file, self.environment_file, self.metrics_file, self.tokenizer)
+            for left in (left for file in own for left in temporary_paths(self.path, file.name)):
+                left.unlink()  # of a start that was killed
             write_atomic(self.config_file, config_toml)
             write_atomic(self.environment_file, json.dumps(starts, indent=2) + "\n")
         except OSError as error:
@@ -178,6 +185,19 @@ def new_run_path(name: str, root: Path = Path("runs")) -> Path:
         attempt += 1
         path = root / f"{stem}-{attempt}"
     return path
+
+
+def tokenizer_of(run: Path) -> Path:
+    """The tokenizer in a run folder, which weights of others may have come without.
+
+    Raises:
+        DataError: there is none.
+    """
+    file = RunFolder(run).tokenizer
+    if not file.is_file():
+        what = f"{run} has no {TOKENIZER}, which turns text into tokens"
+        raise DataError(str(Mistake(what, attempt=f"the model's own, copied to {file}")))
+    return file
 
 
 class MetricsFile:
@@ -310,6 +330,10 @@ def _point(link: Path, target: str) -> None:
     """
     if link.name == target or (link.exists() and not link.is_symlink()):
         return
-    temporary = link.with_name(f".tmp-{secrets.token_hex(4)}-{link.name}")
-    temporary.symlink_to(target)
-    os.replace(temporary, link)
+    temporary = temporary_path(link)
+    try:
+        temporary.symlink_to(target)
+        os.replace(temporary, link)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -18,7 +18,7 @@ from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.config import Config
 from fivefold.config.sources import read_config
 from fivefold.data.tokenizer import Tokenizer
-from fivefold.errors import CheckpointError, ConfigError, DataError, Mistake
+from fivefold.errors import CheckpointError, ConfigError, Mistake
 from fivefold.layout import Layout
 from fivefold.mesh.groups import Groups
 from fivefold.model.transformer import Stage
@@ -29,7 +29,7 @@ from fivefold.train.launch import init_process_group, run_ranks
 from fivefold.train.layout_groups import groups_of
 from fivefold.train.origin import checkpoints_of
 from fivefold.train.rank_env import RankEnv
-from fivefold.train.run_folder import TOKENIZER
+from fivefold.train.run_folder import tokenizer_of
 from fivefold.train.saved_state import read_state, same_model
 from fivefold.train.threads import choose_threads
 
@@ -45,7 +45,7 @@ def load_model(run: Path, step: int | None = None) -> tuple[Config, Stage, Token
     config = _config(run)
     stage = Stage(config.model).eval()
     _fill(stage, run, step, config)
-    return config, stage, _tokenizer(run)
+    return config, stage, Tokenizer.load(tokenizer_of(run))
 
 
 def sampling_layout(config: Config, ranks: int) -> Layout:
@@ -209,7 +209,7 @@ def sample_on_ranks(
         ConfigError: so many ranks cannot split the model, or there are too few GPUs.
     """
     config = _config(run)
-    layout, tokenizer = sampling_layout(config, ranks), _tokenizer(run)
+    layout, tokenizer = sampling_layout(config, ranks), Tokenizer.load(tokenizer_of(run))
     device = choose_device(asked, RankEnv(), ranks, visible_gpus())
     timeout = 60 * layout.config.training.distributed_timeout_minutes
 
@@ -242,11 +242,3 @@ class _Text:
             return ""
         new, self._shown = text[len(self._shown) :], text
         return new
-
-
-def _tokenizer(run: Path) -> Tokenizer:
-    """The tokenizer in a run folder, which weights of others may have come without."""
-    if not (run / TOKENIZER).is_file():
-        what = f"{run} has no {TOKENIZER}, which turns a prompt into tokens"
-        raise DataError(str(Mistake(what, attempt=f"the model's own, copied to {run / TOKENIZER}")))
-    return Tokenizer.load(run / TOKENIZER)

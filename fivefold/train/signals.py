@@ -9,6 +9,7 @@ from typing import Self
 
 INTERRUPT = signal.SIGUSR2  # Ctrl-C as a launcher passes it on: ranks ignore the terminal's SIGINT
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, INTERRUPT)
+LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 SAME_PRESS_SECONDS = 0.5  # terminals and wrappers often deliver one Ctrl-C twice
 
 
@@ -24,14 +25,21 @@ def leaving_in_order() -> Iterator[None]:
     def leave(signum: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + signum)
 
-    wanted = (signal.SIGTERM, signal.SIGUSR1)
-    noticed = [s for s in wanted if signal.getsignal(s) != signal.SIG_IGN]
+    noticed = [s for s in LEAVE_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
     previous = {signum: signal.signal(signum, leave) for signum in noticed}
     try:
         yield
     finally:
         for signum, handler in previous.items():
             signal.signal(signum, handler)
+
+
+def leave_at_once() -> None:
+    """Have SIGTERM and SIGUSR1 end this process also where no handler would run: a rank that a
+    launcher ends may be waiting for another one."""
+    for signum in LEAVE_SIGNALS:
+        if signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, signal.SIG_DFL)
 
 
 class StopRequest:

@@ -15,6 +15,7 @@ from fivefold.errors import FivefoldError
 from fivefold.train import failures
 from fivefold.train.failures import Failure
 from fivefold.train.launch import SEARCH_SECONDS, Worker, place_name
+from fivefold.train.meeting import check_place
 from fivefold.train.rank_env import RankEnv
 from fivefold.train.roll_call import (
     RollCall,
@@ -25,6 +26,7 @@ from fivefold.train.roll_call import (
     key,
     process_of,
 )
+from fivefold.train.signals import leave_at_once
 
 CAUSE = "cause"  # key in the store: a rank failed by itself
 TOLD = "told"  # key in the store: a rank has printed which rank the others waited for
@@ -43,6 +45,8 @@ def run_started(
     that lost a connection or waited too long asks all ranks, and names the one at fault. A rank
     that failed ends here: destroying NCCL's groups would wait for all that is queued.
     """
+    leave_at_once()
+    check_place(env)
     with RollCall(env):
         try:
             return worker(env) or 0

@@ -33,7 +33,7 @@ def try_layout(
         Seconds of each step, of the first rank; and why a rank failed, empty if none did.
 
     Raises:
-        KeyboardInterrupt: a signal asked to stop.
+        SystemExit: a signal asked to stop.
     """
     config, ranks = layout.config, layout.grid.world_size
     device, threads, bindings = choose_places(layout, RankEnv(), ranks, asked)
@@ -55,8 +55,8 @@ def try_layout(
 
         with contextlib.redirect_stderr(io.StringIO()):  # a failure is a fact of the table
             end = run_ranks(rank, ranks, describe=layout.grid.name, threads=threads.count)
-        if end.stopped:
-            raise KeyboardInterrupt
+        if end.signum is not None:
+            raise SystemExit(128 + end.signum)
         if end.status:
             return [], end.why or f"exit status {end.status}"
         return json.loads(file.read_text()), ""

@@ -11,7 +11,7 @@ from fivefold.audit.streams import StreamWatch
 from fivefold.errors import ConfigError, FivefoldError, Mistake, Mistakes
 from fivefold.layout import Layout
 from fivefold.train.devices import DeviceChoice
-from fivefold.train.launch import init_process_group, launch_local
+from fivefold.train.launch import init_process_group, run_ranks
 from fivefold.train.rank_env import RankEnv
 from fivefold.verify.compare import compare
 from fivefold.verify.delays import Delays
@@ -90,10 +90,9 @@ def verify(
             if report is not None:
                 torch.save(vars(report), result)
 
-        if launch_local(reference, 1):
-            raise VerificationError("the run on one device failed")
-        if launch_local(rank, layout.grid.world_size, describe=layout.grid.name):
-            raise VerificationError("the run of the layout failed")
+        run_ranks(reference, 1).raise_if_failed("the run on one device failed", VerificationError)
+        end = run_ranks(rank, layout.grid.world_size, describe=layout.grid.name)
+        end.raise_if_failed("the run of the layout failed", VerificationError)
         report = VerifyReport(**torch.load(result, weights_only=True))
     return replace(report, changes=changes)
 

@@ -1,6 +1,7 @@
 """Steps that are no good: stopped at, skipped with their data, or rewound from, as set."""
 
 import json
+import random
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,20 @@ def test_a_spike_is_far_above_the_median() -> None:
     again = BadSteps(TrainingConfig(check_for_spiky_loss=True, spiky_loss_factor=3.0))
     again.remember(steps.losses)
     assert again.limit == steps.limit
+
+
+def test_after_a_rewind_steps_are_judged_as_after_a_new_start() -> None:
+    """The losses of steps that are undone say nothing of those that run in their place."""
+    draw, settings = random.Random(0), TrainingConfig(check_for_spiky_loss=True)
+    for _ in range(50):
+        steps, state = BadSteps(settings), tuple[float, ...]()
+        for step in range(1, draw.randint(2, 3 * LEAST)):
+            steps.look(step, result(draw.uniform(1.0, 1.5)))
+            state = draw.choice([state, steps.losses])
+        new = BadSteps(settings)
+        for each in (steps, new):
+            each.remember(state)
+        assert steps.losses == new.losses == state and steps.limit == new.limit
 
 
 def test_what_is_not_looked_for_is_not_found() -> None:

@@ -231,3 +231,16 @@ def test_what_cannot_be_evaluated_is_told_before_a_process_starts(
 ) -> None:
     assert main(["eval", str(trained[0]), *flags.split()]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_run_without_a_tokenizer_says_what_it_lacks(
+    trained: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained[0], run)
+    (run / "tokenizer.json").unlink()
+    for words in (["eval", str(run)], ["sample", str(run), "text"]):
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert "has no tokenizer.json, which turns text into tokens" in said
+        assert "--tokenizer-model" not in said  # which neither command has

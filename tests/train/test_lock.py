@@ -234,7 +234,7 @@ def test_who_never_begins_leaves_the_file_as_it_was(tmp_path, impatient, found):
 
 
 def test_without_locks_of_the_kernel_beats_decide(tmp_path, impatient, monkeypatch):
-    monkeypatch.setattr(lock, "_flock", lambda descriptor: None)
+    monkeypatch.setattr(lock, "lock_file", lambda descriptor: None)
     with claim(tmp_path) as held, held.beating():
         with pytest.raises(FolderInUse, match=f"process {os.getpid()} on"):
             claim(tmp_path)

@@ -1,10 +1,12 @@
+import contextlib
+import random
 import subprocess
 import sys
 
 import pytest
 
-from fivefold.errors import ConfigError
-from fivefold.train.rank_env import RankEnv, first_host, read_rank_env
+from fivefold.errors import ConfigError, PlaceError
+from fivefold.train.rank_env import MPI_SIZES, RankEnv, first_host, read_rank_env
 
 TORCHRUN = {
     "RANK": "5",
@@ -81,6 +83,10 @@ def test_a_batch_script_that_forgot_srun():
         ({"LOCAL_RANK": None}, "RANK.* set, but not LOCAL_RANK"),
         ({"MASTER_ADDR": None, "MASTER_PORT": None}, "but not MASTER_ADDR and MASTER_PORT"),
         ({"RANK": None, "LOCAL_RANK": None}, "WORLD_SIZE is 8 but RANK is not set"),
+        ({"WORLD_SIZE": "0"}, "^ranks are numbered among 0\n  there must be at least 1"),
+        ({"LOCAL_WORLD_SIZE": "-2"}, "^local ranks are numbered among -2"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT must be 1 .. 65535, not 70000"),
+        ({"MASTER_ADDR": " "}, "MASTER_ADDR is empty"),
     ],
 )
 def test_what_cannot_be_is_a_config_error(change, says):
@@ -101,6 +107,44 @@ def test_what_cannot_be_is_a_config_error(change, says):
 )
 def test_first_host(nodelist, first):
     assert first_host(nodelist) == first
+
+
+@pytest.mark.parametrize(
+    "nodelist", ["n[1-", "n[", "n[]", "n[a-b]", "n[1-2", "[", ",n1", "4(x2)", "n[1-2-3]", "n[1,]"]
+)
+def test_a_broken_node_list_is_named(nodelist):
+    assert first_host(nodelist) == ""
+    with pytest.raises(ConfigError, match="SLURM_NODELIST is no list of nodes") as refused:
+        read_rank_env(SLURM | {"SLURM_NODELIST": nodelist})
+    assert "MASTER_ADDR=HOST" in str(refused.value)
+    assert read_rank_env(SLURM | {"SLURM_NODELIST": nodelist, "MASTER_ADDR": "a"})
+
+
+@pytest.mark.parametrize("name", MPI_SIZES)
+def test_processes_of_mpirun_are_not_taken_for_single_ones(name):
+    one_task = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
+    for around in ({}, one_task):
+        assert read_rank_env(around | {name: "1"}).launcher == "single"
+        with pytest.raises(ConfigError, match="mpirun has started 4 processes"):
+            read_rank_env(around | {name: "4"})
+    assert read_rank_env(TORCHRUN | {name: "8"}).launcher == "torchrun"
+    assert read_rank_env(SLURM | {name: "12"}).launcher == "slurm"
+
+
+ODD = ("", "0", "1", "-1", "8", "x", "1.5", " 2", "٣", "9" * 20, "n[1-", "4(x99999999999)", "(x2)")
+
+
+def test_whatever_a_launcher_sets_is_a_possible_rank_or_a_message():
+    draw = random.Random(0)
+    for _ in range(20_000):
+        variables = dict(draw.choice([TORCHRUN, SLURM, {}]))
+        for _ in range(draw.randint(1, 3)):
+            variables[draw.choice([*TORCHRUN, *SLURM])] = draw.choice(ODD)
+        with contextlib.suppress(PlaceError):
+            env = read_rank_env(variables)
+            assert 0 <= env.rank < env.world_size and 0 <= env.local_rank < env.local_world_size
+            single = env.launcher == "single"
+            assert single or (env.master_addr.strip() and 0 < env.master_port < 1 << 16)
 
 
 def test_imports_no_torch():

@@ -1,0 +1,104 @@
+"""Has ranks of torchrun and srun meet at the address that they are told, or says who is missing.
+
+PyTorch waits for a wrong address, a rank that did not start or a second first rank until its time
+is up, longer, or for ever, and then shows where in its C++ that was.
+"""
+
+import socket
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from fivefold.errors import Mistake, PlaceError
+from fivefold.train.fresh_store import answers_at, keeps_store
+from fivefold.train.rank_env import RankEnv
+from fivefold.train.roll_call import key
+from fivefold.units import human_seconds
+
+RESOLVE_SECONDS = 5.0  # in which a name server may recover
+LEAST_POLL_SECONDS, MOST_POLL_SECONDS = 0.02, 1.0
+SHOWN = 8  # missing ranks that are named
+SIZE, CAME, ALL, REFUSED = "size", "came", "all came", "refused"  # keys in the store
+
+
+def check_place(env: RankEnv) -> None:
+    """See that the host of the first rank has an address, and that the first rank may listen there.
+
+    Raises:
+        PlaceError: it has none, or something listens there already.
+    """
+    deadline = time.monotonic() + RESOLVE_SECONDS
+    while True:
+        try:
+            socket.getaddrinfo(env.master_addr, env.master_port, type=socket.SOCK_STREAM)
+            break
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > deadline:
+                what = f"MASTER_ADDR={env.master_addr}, the host of the first rank, has no address"
+                why = f"{getattr(error, 'strerror', None) or error}"
+                raise PlaceError(Mistake(what, (why,))) from None
+        time.sleep(0.5)
+    if env.rank == 0 and not keeps_store() and answers_at(env.master_addr, env.master_port):
+        what = f"the first rank cannot listen at {_place(env)}: another process does"
+        why = "it may be of another run, or another first rank of this one (RANK=0)"
+        raise PlaceError(Mistake(what, (why,), works=("another MASTER_PORT",)))
+
+
+def meet(env: RankEnv, timeout: timedelta) -> dist.Store:
+    """The store that the first rank hosts, once every rank has come.
+
+    Raises:
+        PlaceError: another process has the same rank, the ranks do not agree how many they are, or
+            some of them have not come in time.
+    """
+    first, deadline = env.rank == 0, time.monotonic() + timeout.total_seconds()
+    while not first and not answers_at(env.master_addr, env.master_port):
+        if time.monotonic() > deadline:
+            why = "it did not start, was told another MASTER_ADDR or MASTER_PORT, or has a firewall"
+            what = f"the first rank did not answer at {_place(env)} within {_text(timeout)}"
+            raise PlaceError(Mistake(what, (why,)))
+        time.sleep(MOST_POLL_SECONDS / 10)
+    store = dist.TCPStore(
+        env.master_addr, env.master_port, is_master=first, wait_for_workers=False, timeout=timeout
+    )
+    if first:
+        store.set(key(SIZE), str(env.world_size))
+    elif (size := int(store.get(key(SIZE)))) != env.world_size:
+        _refuse(store, f"the first rank is one of {size}, rank {env.rank} one of {env.world_size}")
+    if store.add(key(CAME, env.rank), 1) > 1:
+        _refuse(store, f"two processes have rank {env.rank}")
+    if store.add(key(CAME), 1) == env.world_size:
+        store.set(key(ALL), "")
+    pause = LEAST_POLL_SECONDS
+    while not store.check([key(ALL)]):
+        if time.monotonic() > deadline:
+            store.set(key(REFUSED), _missing(store, env, timeout))
+        if store.check([key(REFUSED)]):
+            if first:
+                time.sleep(2 * MOST_POLL_SECONDS)  # others shall read it, too, in our store
+            raise PlaceError(store.get(key(REFUSED)).decode())
+        time.sleep(pause)
+        pause = min(2 * pause, MOST_POLL_SECONDS)
+    return store
+
+
+def _refuse(store: dist.Store, what: str) -> None:
+    store.set(key(REFUSED), what)
+    raise PlaceError(what)
+
+
+def _missing(store: dist.Store, env: RankEnv, timeout: timedelta) -> str:
+    gone = [rank for rank in range(env.world_size) if not store.check([key(CAME, rank)])]
+    some = ", ".join(map(str, gone[:SHOWN])) + ", ..." * (len(gone) > SHOWN)
+    has = f"ranks {some} have" if len(gone) > 1 else f"rank {some} has"
+    what = f"{has} not come to {_place(env)} within {_text(timeout)}"
+    return str(Mistake(what, (f"{env.world_size - len(gone)} of {env.world_size} have",)))
+
+
+def _place(env: RankEnv) -> str:
+    return f"{env.master_addr}:{env.master_port}"
+
+
+def _text(timeout: timedelta) -> str:
+    return human_seconds(timeout.total_seconds())

@@ -1,0 +1,72 @@
+"""Ranks of torchrun and srun that cannot meet say so, each of them, in time."""
+
+import socket
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+
+from fivefold.errors import PlaceError
+from fivefold.train import meeting
+from fivefold.train.meeting import check_place, meet
+from fivefold.train.rank_env import RankEnv
+
+LIMIT = timedelta(seconds=1)
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        number: int = listener.getsockname()[1]
+    return number
+
+
+def came(port: int, ranks: Sequence[tuple[int, int]]) -> list[str]:
+    """What becomes of processes with these ranks, each of so many: empty if they meet."""
+
+    def come(rank: int, size: int) -> str:
+        try:
+            store = meet(RankEnv(rank, 0, size, 1, "127.0.0.1", port, "torchrun"), LIMIT)
+        except PlaceError as error:
+            return str(error)
+        store.set(f"done {rank}", "")
+        store.wait([f"done {rank}" for rank in range(size)], LIMIT)
+        return ""
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return [*pool.map(come, *zip(*ranks, strict=True))]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "says"),
+    [
+        ([(0, 3), (1, 3), (2, 3)], ""),
+        ([(0, 3), (1, 3), (1, 3)], "two processes have rank 1"),
+        ([(0, 2), (1, 4)], "the first rank is one of 2, rank 1 one of 4"),
+        ([(0, 4), (2, 4)], "ranks 1, 3 have not come to 127.0.0.1:PORT within 1.0 s"),
+        ([(1, 2)], "the first rank did not answer at 127.0.0.1:PORT within 1.0 s"),
+    ],
+)
+def test_who_is_missing_or_twice_is_said_by_every_rank(
+    ranks: list[tuple[int, int]], says: str, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "MOST_POLL_SECONDS", 0.2)
+    found = came(port, ranks)
+    assert [said.splitlines()[:1] for said in found] == [
+        says.replace("PORT", str(port)).splitlines()
+    ] * len(ranks)
+
+
+def test_a_taken_port_and_a_host_without_address_are_named_before_anything_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        check_place(RankEnv(1, 0, 2, 1, "127.0.0.1", port, "slurm"))
+        with pytest.raises(PlaceError, match=f"cannot listen at 127.0.0.1:{port}"):
+            check_place(RankEnv(0, 0, 2, 1, "127.0.0.1", port, "slurm"))
+    monkeypatch.setattr(meeting, "RESOLVE_SECONDS", 0.0)
+    for host in ("none.invalid", "n[1-2", "x" * 300):
+        with pytest.raises(PlaceError, match="host of the first rank, has no address"):
+            check_place(RankEnv(1, 0, 2, 1, host, port, "slurm"))
