@@ -9,7 +9,7 @@ from fivefold.train.rank_env import Launcher, RankEnv
 
 def env(launcher: Launcher, ranks: int) -> RankEnv:
     """The last of so many ranks, all on this machine."""
-    return RankEnv(ranks - 1, ranks - 1, ranks, ranks, launcher=launcher)
+    return RankEnv(ranks - 1, ranks - 1, ranks, ranks, "host", 29500, launcher=launcher)
 
 
 @pytest.mark.parametrize(
