@@ -7,6 +7,8 @@ AdamW is PyTorch's, and its `torch.compile` decorators are off (TORCHDYNAMO_DISA
 otherwise cost tens of seconds at start-up.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -176,8 +178,9 @@ def load_initial(gpt: GPTModel) -> None:
     def whole(prefix: str, rows: int, columns: int, *names: str) -> Tensor:
         return torch.stack([initial(f"{prefix}{name}.weight", (rows, columns)) for name in names])
 
-    def load(weight: Tensor, full: Tensor, dim: int) -> None:
+    def load(weight: Any, full: Tensor, dim: int) -> None:
         weight.copy_(full.chunk(tp, dim)[rank].reshape(weight.shape))
+        weight.tensor_model_parallel = tp > 1  # what its norm goes by, set where it initialises
 
     if gpt.pre_process:
         embedding = gpt.embedding.word_embeddings.weight

@@ -16,7 +16,7 @@ from fivefold.train.rank_env import RankEnv
 from fivefold.train.roll_call import key
 from fivefold.units import human_seconds
 
-RESOLVE_SECONDS = 5.0  # in which a name server may recover
+RESOLVE_SECONDS = 30.0  # in which a name server may recover, or learn of a pod that has just begun
 LEAST_POLL_SECONDS, MOST_POLL_SECONDS = 0.02, 1.0
 SHOWN = 8  # missing ranks that are named
 SIZE, CAME, ALL, REFUSED = "size", "came", "all came", "refused"  # keys in the store
