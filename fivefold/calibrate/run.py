@@ -18,6 +18,7 @@ from fivefold.files import telling_unwritable, write_atomic
 from fivefold.hardware import Gpu, Rates, find_gpu
 from fivefold.predict.cluster import Cluster, Link, to_toml
 from fivefold.predict.compute import attention_share
+from fivefold.train.devices import Asked, choose_device, visible_gpus
 from fivefold.train.launch import init_process_group, launch_local
 from fivefold.train.meeting import check_place
 from fivefold.train.rank_env import RankEnv, read_rank_env
@@ -66,18 +67,20 @@ class Measured:
     ranks_per_node: int
 
 
-def calibrate(path: Path, nproc: int | None) -> int:
+def calibrate(path: Path, nproc: int | None, asked: Asked = "auto") -> int:
     """Measure with the ranks that a launcher has started, or with `nproc` ranks on this machine.
 
     Args:
         path: path of the TOML file to write.
         nproc: number of ranks to start; None: one.
+        asked: where.
 
     Returns:
         The exit status.
 
     Raises:
-        ConfigError: the file cannot be written, or `nproc` is given under a launcher.
+        ConfigError: the file cannot be written, `nproc` is given under a launcher, or there are too
+            few of the GPUs that were asked for.
     """
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"the folder of {path} does not exist")
@@ -86,7 +89,11 @@ def calibrate(path: Path, nproc: int | None) -> int:
     with telling_unwritable(path, ConfigError), TemporaryFile(dir=path.absolute().parent):
         pass  # said before the measurement rather than after it
     env = read_rank_env()
-    worker = partial(_calibrate_on_rank, path=path)
+    chosen = choose_device(asked, env, nproc, visible_gpus())
+    if chosen.shared:
+        what = f"ranks that share GPUs measure each other: {chosen.why}"
+        raise ConfigError(Mistake(what, works=(f"--nproc {visible_gpus()}", "--device cpu")))
+    worker = partial(_calibrate_on_rank, path=path, kind=chosen.kind)
     if env.launcher != "single":
         if nproc is not None:
             what = f"--nproc {nproc} starts ranks, and {env.launcher} has started {env.world_size}"
@@ -97,8 +104,8 @@ def calibrate(path: Path, nproc: int | None) -> int:
     return launch_local(worker, nproc or 1)
 
 
-def _calibrate_on_rank(env: RankEnv, *, path: Path) -> int:
-    device = init_process_group(env, "cuda" if torch.cuda.is_available() else "cpu")
+def _calibrate_on_rank(env: RankEnv, *, path: Path, kind: str) -> int:
+    device = init_process_group(env, kind)
     measured = _measure(env, device)
     if env.rank == 0:
         cluster = as_cluster(measured)

@@ -95,8 +95,8 @@ def _calibrate(argv: Sequence[str]) -> int:
     from fivefold.calibrate.run import calibrate
 
     assert options.calibrate is not None
-    check_alone(options, "calibrate", "nproc")
-    return calibrate(Path(options.calibrate), options.nproc)
+    check_alone(options, "calibrate", "nproc", "device")
+    return calibrate(Path(options.calibrate), options.nproc, options.device)
 
 
 def _tokens(text: str | None) -> float | None:

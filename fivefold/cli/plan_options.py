@@ -13,6 +13,7 @@ from fivefold.config.sources import Loaded
 from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.hardware import GB
 from fivefold.predict.cluster import Cluster, check_together, load_cluster
+from fivefold.train.devices import Asked
 
 if TYPE_CHECKING:
     from fivefold.learn.posterior import Posterior
@@ -88,6 +89,7 @@ class Options:
         None, "predict the published runs of a .csv file and print the errors, instead of planning"
     )
     nproc: int | None = option(None, "number of processes that --calibrate starts")
+    device: Asked = option("auto", "what --calibrate measures; auto: GPUs if there are enough")
 
 
 def check_alone(options: Options, *used: str) -> None:
@@ -130,6 +132,9 @@ def planned_request(
     if options.nproc is not None:
         what = f"--nproc {options.nproc} is of --calibrate: a plan is for --gpus"
         mistakes.add(what, works=(f"--gpus {options.nproc}",))
+    if options.device != "auto":
+        what = f"--device {options.device} is of --calibrate: a plan is for a --cluster"
+        mistakes.add(what, works=("--device auto",))
     margin, budget = options.memory_margin, options.memory_budget
     if margin is not None and not 0 <= margin < 1:
         mistakes.add(

@@ -80,7 +80,7 @@ def run(argv: Sequence[str]) -> int:
     out = Path(options.out or f"tuned-{recipe_name(options.recipe)}")
     with telling_unwritable(out):
         out.mkdir(parents=True, exist_ok=True)
-    machine = _machine(options.cluster, world, out)
+    machine = _machine(options.cluster, world, options.device, out)
     planner = Planner(loaded, world)
     planner(machine)  # what is wrong is said before anything is read or started
     from fivefold.train.trial import try_layout
@@ -119,24 +119,24 @@ def _check_options(options: Options) -> None:
     mistakes.raise_if_any()
 
 
-def _machine(cluster: str | None, world: int, out: Path) -> Cluster:
+def _machine(cluster: str | None, world: int, device: Asked, out: Path) -> Cluster:
     """The machine to begin with: the given one, or this one, which is measured once."""
     if cluster is not None:
         return load_cluster(cluster, world)
     file = out / "measured.toml"
     if not file.is_file():
         note(f"measures this machine with {world} ranks; {file} is read instead if it is there")
-        measure(file, world)
+        measure(file, world, device)
     return load_cluster(file, world)
 
 
-def measure(file: Path, world: int) -> None:
+def measure(file: Path, world: int, device: Asked) -> None:
     """Measure this machine by a process of its own: its CUDA must not be ours, which forks.
 
     Raises:
         FivefoldError: it failed, and has said why.
     """
-    words = ["plan", "--calibrate", str(file), "--nproc", str(world)]
+    words = ["plan", "--calibrate", str(file), "--nproc", str(world), "--device", device]
     command = [sys.executable, "-m", "fivefold", *words]
     if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
         raise FivefoldError(

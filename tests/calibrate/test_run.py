@@ -12,6 +12,7 @@ from fivefold.calibrate.measure import Sample, line
 from fivefold.calibrate.run import Measured, as_cluster, calibrate
 from fivefold.errors import ConfigError
 from fivefold.predict.cluster import load_cluster
+from fivefold.train.devices import Asked
 from fivefold.train.rank_env import RankEnv
 from tests.pool import Pool
 
@@ -100,9 +101,33 @@ def _calibrate(rank: int, world_size: int, path: Path) -> None:
         patch.object(run, "init_process_group", lambda env, kind: run.torch.device(kind)),
         redirect_stdout(StringIO()),
     ):
-        run._calibrate_on_rank(env, path=path)
+        run._calibrate_on_rank(env, path=path, kind="cpu")
 
 
 def test_nowhere_to_write_is_said_before_anything_is_measured(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         calibrate(tmp_path / "no" / "cluster.toml", None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "nproc", "gpus", "kind"),
+    [("auto", 2, 2, "cuda"), ("auto", 4, 1, "cpu"), ("cpu", 1, 8, "cpu"), ("cuda", 1, 8, "cuda")],
+)
+def test_what_is_measured_is_what_ranks_train_on(
+    asked: Asked, nproc: int, gpus: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[str, int]] = []
+    monkeypatch.setattr(run, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(
+        run, "launch_local", lambda worker, ranks: started.append((worker.keywords["kind"], ranks))
+    )
+    calibrate(tmp_path / "cluster.toml", nproc, asked)
+    assert started == [(kind, nproc)]
+
+
+def test_ranks_that_share_a_gpu_do_not_measure_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "visible_gpus", lambda: 1)
+    with pytest.raises(ConfigError, match=r"4 ranks share .*\n  works: --nproc 1 | --device cpu"):
+        calibrate(tmp_path / "cluster.toml", 4, "cuda")
