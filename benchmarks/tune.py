@@ -69,7 +69,7 @@ def main() -> None:
 
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        measure(file := Path(folder, "machine.toml"), asked.nproc, "auto")
+        measure(file := Path(folder, "machine.toml"), asked.nproc, "cpu")
         machine = load_cluster(file)
     tuning = Tuning(
         machine,
