@@ -98,10 +98,11 @@ def clipping(
     Args:
         split: those of the parameters that the ranks of the mesh's dimension `over` hold parts of.
     """
-    parts = set(split)
-    whole = set(parameters) - parts
+    parts = list(split)  # in the same order on all ranks, which redistribute some gradients
+    known = set(map(id, parts))
+    whole = [parameter for parameter in parameters if id(parameter) not in known]
 
-    def squares(some: set[Tensor]) -> Tensor:
+    def squares(some: list[Tensor]) -> Tensor:
         if not some:
             return torch.zeros(())
         norms = torch._foreach_norm([held(parameter) for parameter in some])

@@ -136,6 +136,7 @@ def _overview() -> str:
             *listed([(f"  {verb}", summary) for verb, summary in VERBS.items()]),
             "",
             "fivefold help COMMAND shows its flags, help FLAG one.",
+            "fivefold --version",
             "try: fivefold train demo --nproc 4",
         ]
     )
