@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fivefold.errors import FivefoldError
 from fivefold.train import failures
 from fivefold.train.failures import Failure
+from fivefold.train.fresh_store import keeps_store
 from fivefold.train.launch import SEARCH_SECONDS, Worker, place_name
 from fivefold.train.meeting import check_place
 from fivefold.train.rank_env import RankEnv
@@ -29,6 +30,8 @@ from fivefold.train.roll_call import (
 from fivefold.train.signals import leave_at_once
 
 CAUSE = "cause"  # key in the store: a rank failed by itself
+ALL_LEFT = "all left"  # key in the store: every rank has said why it failed
+LINGER_SECONDS = 5.0  # that a first rank which failed alone stays for others
 TOLD = "told"  # key in the store: a rank has printed which rank the others waited for
 
 
@@ -62,6 +65,8 @@ def run_started(
                 failures.explain(failure, place_name(env.rank, describe), env.world_size)
         else:
             _ask(store, env, failure, describe, errors_folder)
+        if store is not None:
+            _leave(store, env)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(failure.status)
@@ -111,6 +116,15 @@ def _ask(
         cause = failures.disagreeing(failure, places | {r: given[r].place for r in silent})
     failures.explain(cause, place_name(rank, describe), env.world_size)
     store.set(key(TOLD), "")
+
+
+def _leave(store: dist.Store, env: RankEnv) -> None:
+    """Let others that fail, too, read what has been said before the store goes with this rank."""
+    with contextlib.suppress(dist.DistError):  # the first rank stayed as long as it may
+        if store.add(key("left"), 1) == env.world_size:
+            store.set(key(ALL_LEFT), "")
+        elif env.rank == 0 and not keeps_store():
+            _await(store, ALL_LEFT, LINGER_SECONDS)
 
 
 def _await(store: dist.Store, name: str, seconds: float) -> bool:
