@@ -8,11 +8,11 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from benchmarks.peers import free_port
 from fivefold.errors import ConfigError
 from fivefold.train.meeting import meet
 from fivefold.train.rank_env import RankEnv, read_rank_env
 from fivefold.train.started import run_started
-from benchmarks.peers import free_port
 from tests.programs import Program
 
 WHAT = "the run folder is in use"
