@@ -168,7 +168,8 @@ def test_torchrun_goes_on_with_the_hosts_that_are_left(
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         if way == "spare":  # else the address of the store is told in the first round only
             env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        return subprocess.Popen(starts, env=env, cwd=tmp_path, stdout=(tmp_path / how).open("w"))
+        said = (tmp_path / how).open("w")
+        return subprocess.Popen(starts, env=env, cwd=tmp_path, stdout=said, stderr=said)
 
     stays = agent(first=True)
     if way == "spare":
