@@ -8,13 +8,13 @@ access races with an earlier one, of another stream, that its stream's clock doe
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 HOST = "the host"
 """Name of the stream of what the host itself reads and writes."""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Bytes of memory, `start` included, `end` not."""
 
     start: int
@@ -29,8 +29,7 @@ class Span:
         return other.start <= self.start and self.end <= other.end
 
 
-@dataclass(frozen=True)
-class Access:
+class Access(NamedTuple):
     """A read or a write of a stream.
 
     Attributes:
@@ -47,8 +46,7 @@ class Access:
         return f"{self.stream} {'writes' if self.writes else 'reads'} in {self.what}"
 
 
-@dataclass(frozen=True)
-class Race:
+class Race(NamedTuple):
     """Two accesses, launched in this order, of which either may come first."""
 
     first: Access
@@ -86,13 +84,9 @@ class Races:
         for spans, does_write in ((reads, False), (writes, True)):
             access = Access(stream, what, does_write)
             for span in spans:
-                self._check(span, access, clock)
                 for page in _pages(span):
-                    seen = self._seen[page]
-                    if does_write:  # whoever is ordered after it is so after these, too
-                        for old in [key for key in seen if key[0].within(span)]:
-                            del seen[old]
-                    seen[span, access] = now
+                    self._enter(self._seen[page], span, access, clock)
+                    self._seen[page][span, access] = now
 
     def mark(self, stream: str) -> Mark:
         """The place that a stream has come to: what an event records."""
@@ -118,16 +112,32 @@ class Races:
                 if not other.overlaps(span) or (known is not None and access.stream not in known)
             }
 
-    def _check(self, span: Span, access: Access, clock: Mapping[str, int]) -> None:
-        for page in _pages(span):
-            for (other, before), at in self._seen[page].items():
-                if (
-                    (access.writes or before.writes)
-                    and clock.get(before.stream, 0) < at
-                    and other.overlaps(span)
-                ):
-                    race = Race(before, access)
-                    self.found[race] = self.found.get(race, 0) + 1
+    def _enter(
+        self,
+        seen: dict[tuple[Span, Access], int],
+        span: Span,
+        access: Access,
+        clock: Mapping[str, int],
+    ) -> None:
+        """Look for races with what a page has seen, and forget what the access stands for.
+
+        Whoever is ordered after a write is so after all before it, and races with it if not; after
+        a read, this holds for what the read itself is ordered after, but for writes: they also
+        race with other reads.
+        """
+        hidden = []
+        for key, at in seen.items():
+            other, before = key
+            if not other.overlaps(span):
+                continue
+            ordered = clock.get(before.stream, 0) >= at
+            if not ordered and (access.writes or before.writes):
+                race = Race(before, access)
+                self.found[race] = self.found.get(race, 0) + 1
+            if (access.writes or (ordered and not before.writes)) and other.within(span):
+                hidden.append(key)
+        for key in hidden:
+            del seen[key]
 
 
 PAGE = 1 << 13
