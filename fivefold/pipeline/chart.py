@@ -28,6 +28,7 @@ COLOURS = {
     Kind.R: (pages.AGAIN, pages.AGAIN_LIGHT),
 }
 HELD_MEANING = "held for backward"
+ORDINALS = ("first", "second", "third")
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,10 @@ class Chart:
         ]
         number = "number = microbatch"
         if self.has_chunks:
-            number += ", a b c = first, second, third stage of the rank"
+            count = max(self._chunks.values()) + 1
+            names = ORDINALS[:count]
+            letters, more = ascii_lowercase[: len(names)], ", ..." if count > len(names) else ""
+            number += f", {' '.join(letters)} = {', '.join(names)}{more} stage of the rank"
         if self.program.num_slices > 1:
             number += ", .0 .1 = slice of the sequence"
         return "; ".join([*parts, number])

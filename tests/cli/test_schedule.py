@@ -40,6 +40,19 @@ def test_a_picture_a_legend_and_figures(capsys):
     assert "\033" not in text
 
 
+@pytest.mark.parametrize(
+    "chunks, told",
+    [
+        (2, "a b = first, second stage"),
+        (3, "a b c = first, second, third stage"),
+        (4, "a b c = first, second, third, ... stage"),
+    ],
+)
+def test_the_legend_names_the_stages_that_a_rank_has(chunks, told, capsys):
+    how = ["--chunks", str(chunks), "--stages", "2", "--microbatches", "2"]
+    assert f"; number = microbatch, {told} of the rank" in said(capsys, "interleaved_1f1b", *how)
+
+
 @pytest.mark.parametrize("name", ["zb-v", "ZB_V", "zb_v"])
 def test_names_are_read_as_they_are_written_elsewhere(name, capsys):
     told = json.loads(said(capsys, name, "--stages", "8", "--microbatches", "24", "--json"))
