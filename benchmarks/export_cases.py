@@ -360,6 +360,7 @@ CHANGES: Mapping[str, Change] = {
     "fp8_margin": Change(1, {"fp8_format": "hybrid"}),
     "fp8_amax_history_len": Change(1024, {"fp8_format": "hybrid"}),
     "fp8_amax_compute_algo": Change("max", {"fp8_format": "hybrid"}),
+    "disable_parameter_transpose_cache": Change(True, {"fp8_format": "hybrid"}),
     "fp8_param_gather": Change(True, {"fp8_format": "hybrid"} | _ZERO3),
     "fp4_format": Change("e2m1"),
     "compile": Change(True),

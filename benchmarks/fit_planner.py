@@ -19,7 +19,7 @@ the runs that were published more than once, since no planner can be right about
 run.
 """
 
-import sys
+import argparse
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -283,7 +283,9 @@ def read(paths: Sequence[Path]) -> list[Run]:
 
 def main() -> None:
     """Print constants, errors, and errors of sources that were left out."""
-    runs = read([Path(word) for word in sys.argv[1:]] or DATA)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("files", nargs="*", type=Path, default=DATA, help="tables of runs")
+    runs = read(parser.parse_args().files)
     changes: dict[str, Callable[[Cluster], Cluster]] = {}
     for family in sorted({run.family for run in runs}):
         dense = [run for run in runs if run.family == family and not run.has_experts]

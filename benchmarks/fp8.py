@@ -8,6 +8,7 @@ with the standard error of that mean over seeds. The difference of fp32 from bf1
 compare with: it is rounding, too, and nothing else.
 """
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -59,10 +60,19 @@ def compare(ways: Mapping[str, Sequence[str]], steps: int, seeds: int, ranks: in
         print(f"{name:<24}{mean[0]:>8.4f}{mean[1]:>+10.4f}{error:>9.4f}", flush=True)
 
 
-def main(steps: int = STEPS, seeds: int = SEEDS) -> None:
+def parser(doc: str, steps: int, seeds: int) -> argparse.ArgumentParser:
+    """What a comparison may be told: how many steps and seeds, unless these many."""
+    words = argparse.ArgumentParser(description=doc.partition(": python")[0])
+    words.add_argument("steps", nargs="?", type=int, default=steps, help="steps of a run")
+    words.add_argument("seeds", nargs="?", type=int, default=seeds, help="runs of each way")
+    return words
+
+
+def main() -> None:
     """Train in 8 bits and without."""
-    compare(WAYS, steps, seeds)
+    asked = parser(__doc__ or "", STEPS, SEEDS).parse_args()
+    compare(WAYS, asked.steps, asked.seeds)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()

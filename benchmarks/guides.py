@@ -6,6 +6,7 @@ Every row is `fivefold plan ... --guide`: the best layout within what a table sa
 longer its step is than the plan's. A question that a table has no row for is left empty.
 """
 
+import argparse
 import shlex
 from functools import cache
 
@@ -71,4 +72,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     main()

@@ -17,7 +17,7 @@ Printed are, for each publisher, the half-width that the others alone would have
 of its own rows that this holds; then the same for runs that took part in nothing.
 """
 
-import sys
+import argparse
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from math import log, sqrt
@@ -76,7 +76,9 @@ def print_held(errors: Errors, widths: Mapping[str, float]) -> None:
 
 def main() -> None:
     """Print the half-widths, and what those of others hold of each publisher's rows."""
-    paths = [Path(word) for word in sys.argv[1:]] or FILES
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("files", nargs="*", type=Path, default=FILES, help="tables of runs")
+    paths = parser.parse_args().files
     fitted = errors_of(row for path in paths for row in report(path).rows)
     unseen = errors_of(report(UNSEEN).rows)
     for kind, errors in fitted.items():

@@ -10,13 +10,12 @@ ways, only the first and these are trained, and no update is timed.
 """
 
 import statistics
-import sys
 import time
 
 import torch
 from torch import nn
 
-from benchmarks.fp8 import compare
+from benchmarks.fp8 import compare, parser
 from fivefold.config.training import MomentType, OptimizerConfig
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.rounding import NamedElements
@@ -66,16 +65,18 @@ def update_times() -> None:
         print(f"update, m {first}, v {second}: {1e3 * median:6.1f} ms, {median / base:.1f} times")
 
 
-def main(steps: int = STEPS, seeds: int = SEEDS, *chosen: str) -> None:
+def main() -> None:
     """Time updates, then train each way with each seed."""
-    first = next(iter(WAYS))
-    if not chosen:
+    words = parser(__doc__ or "", STEPS, SEEDS)
+    words.add_argument("ways", nargs="*", help="these alone, and no times of updates")
+    asked, first = words.parse_args(), next(iter(WAYS))
+    if unknown := set(asked.ways) - set(WAYS):
+        words.error(f"no way {', '.join(unknown)}; there are: {' | '.join(WAYS)}")
+    if not asked.ways:
         update_times()
-    ways = {name: flags for name, flags in WAYS.items() if name in (chosen or WAYS)}
-    compare({first: WAYS[first], **ways}, steps, seeds)
+    ways = {name: WAYS[name] for name in asked.ways or WAYS}
+    compare({first: WAYS[first], **ways}, asked.steps, asked.seeds)
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    steps = int(given[0]) if given else STEPS
-    main(steps, int(given[1]) if given[1:] else SEEDS, *given[2:])
+    main()

@@ -5,6 +5,7 @@
 Layouts are those that the papers name; what they do not name is in the calls below.
 """
 
+import argparse
 from dataclasses import replace
 from typing import Any
 
@@ -84,4 +85,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     main()

@@ -9,6 +9,7 @@ that was not looked at to be faster. Then the bounds of a million layouts, and h
 to the predictions of random ones.
 """
 
+import argparse
 import sys
 import time
 from collections.abc import Iterator
@@ -214,4 +215,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     sys.exit(main())

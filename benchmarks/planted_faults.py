@@ -29,7 +29,7 @@ from fivefold.checkpoint.local import LocalCheckpoints
 from fivefold.cli.main import main
 from fivefold.mesh.slices import local_tensor
 from fivefold.optim.adamw import AdamW
-from fivefold.parallelize import ParallelModel
+from fivefold.parallel_model import ParallelModel
 from fivefold.pipeline.executor import _Step
 from fivefold.train.engine import Engine
 from fivefold.train.loop import Trainer

@@ -5,6 +5,7 @@
 What `fivefold plan --score FILE` prints of each file, as Markdown.
 """
 
+import argparse
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -82,4 +83,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     main()

@@ -6,9 +6,7 @@ that of `benchmarks.fp8`; the difference of a run in fp32 is the noise to compar
 rounding, too, and nothing else.
 """
 
-import sys
-
-from benchmarks.fp8 import compare
+from benchmarks.fp8 import compare, parser
 
 STEPS, SEEDS = 500, 2
 _ZERO3 = ("--data-parallel-sharding-strategy", "optim_grads_params")
@@ -22,10 +20,11 @@ WAYS = {
 }
 
 
-def main(steps: int = STEPS, seeds: int = SEEDS) -> None:
+def main() -> None:
     """Train with each technique and without."""
-    compare(WAYS, steps, seeds, ranks=2)
+    asked = parser(__doc__ or "", STEPS, SEEDS).parse_args()
+    compare(WAYS, asked.steps, asked.seeds, ranks=2)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()

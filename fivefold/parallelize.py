@@ -1,20 +1,16 @@
 """The one list of techniques: what is installed around the plain model, in the one right order."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
-from torch import nn
 
 from fivefold.context.install import install_context_parallel
 from fivefold.counts.parameters import ParameterRecord, delayed_layers, parameter_records
 from fivefold.counts.state import unit_of, units_on_host
 from fivefold.data_parallel.fsdp import ShardedStage
 from fivefold.data_parallel.policy import Policy, make_policy
-from fivefold.data_parallel.replicated import ReplicatedStage, local_grad
+from fivefold.data_parallel.replicated import ReplicatedStage
 from fivefold.expert.deepep import Kernels
 from fivefold.expert.install import install_experts
 from fivefold.layout import Layout
@@ -22,152 +18,24 @@ from fivefold.memory.cross_entropy import install_cross_entropy
 from fivefold.memory.offload import Host, install_offload
 from fivefold.memory.parameters import OffloadedParameters
 from fivefold.memory.recompute import install_recompute
-from fivefold.mesh.collectives import sum_in_buckets
 from fivefold.mesh.groups import Groups
-from fivefold.mesh.slices import Piece
-from fivefold.model.batch import Batch
 from fivefold.model.compiled import compile_layers
-from fivefold.model.delayed import DelayedScaling
-from fivefold.model.eight_bit_layers import eight_bit, install_delayed, install_eight_bit
+from fivefold.model.eight_bit_layers import (
+    eight_bit,
+    install_delayed,
+    install_eight_bit,
+    keep_weights,
+)
 from fivefold.model.fusions import install_fusions
-from fivefold.model.init import init_slice
 from fivefold.model.transformer import Stage
-from fivefold.pipeline.executor import Executor, StepSums
-from fivefold.pipeline.ir import Program
-from fivefold.pipeline.sharding import passes
+from fivefold.parallel_model import ParallelModel
+from fivefold.pipeline.executor import Executor
 from fivefold.pipeline.turns import Turns
 from fivefold.tensor.deferred_weight import DeferredWeights, SumOf
 from fivefold.tensor.exchange import TokensInParts, exchange_of
 from fivefold.tensor.install import install_deferral, install_tensor_parallel
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class ParallelModel:
-    """This rank's part of the model, ready to be run by programs.
-
-    Attributes:
-        layout: the checked configuration.
-        groups: groups of this rank.
-        stages: this rank's stages by index.
-        gradients: data parallelism of each stage.
-        records: what is known of each parameter, by its name.
-        executor: runs programs on the stages.
-        on_host: names of the parameters whose masters and moments are in host memory.
-        offloaded: weights that are on the device for their gathers only; None: all are there.
-        scaling: delayed scales of 8-bit operands, if there are any.
-        limited: entered while a program runs; what limits the memory of the device sets it.
-    """
-
-    layout: Layout
-    groups: Groups
-    stages: dict[int, Stage]
-    gradients: dict[int, ShardedStage | ReplicatedStage]
-    records: dict[str, ParameterRecord]
-    executor: Executor
-    on_host: frozenset[str]
-    scaling: DelayedScaling
-    offloaded: OffloadedParameters | None = None
-    limited: AbstractContextManager[object] = field(default_factory=nullcontext)
-
-    def run(self, program: Program, batches: Sequence[Batch], scale: torch.Tensor) -> StepSums:
-        """Run a program, as `Executor.run`; weights that are away are read ahead in its order."""
-        if self.offloaded is not None:
-            acts = program.ranks[self.executor.pp_rank]
-            further = not program.forward_only
-            self.offloaded.follow(
-                block
-                for stage, backward in passes(acts)
-                if isinstance(sharded := self.gradients[stage], ShardedStage)
-                for block in sharded.away(backward=backward, further=further)
-            )
-        for gradients in self.gradients.values():
-            gradients.before_run(trains=not program.forward_only)
-        with self.limited:
-            return self.executor.run(program, batches, scale)
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """All of this rank's parameters by the name they have in the whole model."""
-        return dict(self._named())
-
-    def finish_gradients(self) -> None:
-        """Complete every sum that a parameter's record names: over data first."""
-        for stage in self.gradients.values():
-            stage.finish()
-        tp, mirror, tied = (map(local_grad, parameters) for parameters in self._summed_over)
-        sum_in_buckets([*tp], self.groups.tp)
-        sum_in_buckets([*mirror], self.groups.mirror)
-        self._sum_copies([*tied])
-
-    @cached_property
-    def _summed_over(self) -> list[list[nn.Parameter]]:
-        """Whose gradients tp, mirror and tied ranks sum: by name, as copies differ in the order."""
-        named, groups = sorted(self.parameters().items()), ("tp", "mirror", "tied")
-        return [[p for name, p in named if group in self.records[name].sums] for group in groups]
-
-    def _sum_copies(self, copies: list[torch.Tensor]) -> None:
-        """Sum the gradients of all copies of the embedding, here and on other pipeline ranks."""
-        if not copies:
-            return
-        first, *others = copies
-        for other in others:
-            first.add_(other)
-        sum_in_buckets([first], self.groups.tied)
-        for other in others:
-            other.copy_(first)
-
-    def reshard(self) -> None:
-        """Free gathered parameters."""
-        for stage in self.gradients.values():
-            stage.reshard()
-            stage.forget()
-
-    def blocks(self) -> Iterator[tuple[list[nn.Parameter], Callable[[], None]]]:
-        """The blocks whose parameters are gathered together, and what starts that, in the order in
-        which forwards need them."""
-        for _, stage in sorted(self.gradients.items()):
-            yield from stage.blocks()
-
-    def train(self, mode: bool = True) -> None:
-        """Switch dropout on or off."""
-        for stage in self.stages.values():
-            stage.train(mode)
-
-    def initialise(self, weights: Mapping[str, Piece]) -> None:
-        """Give every parameter's weight its initial value, which no layout changes."""
-        config = self.layout.config
-        with torch.no_grad():
-            for name, piece in weights.items():
-                values = init_slice(
-                    name,
-                    tuple(piece.shape),
-                    piece.slices,
-                    config.model,
-                    config.training.seed,
-                    piece.local.dtype,
-                )
-                piece.local.copy_(values)
-            for buffer in self.buffers(copies=True).values():
-                buffer.zero_()
-
-    def buffers(self, *, copies: bool) -> dict[str, torch.Tensor]:
-        """What stages keep besides parameters, by name; the same on all ranks of a stage.
-
-        Args:
-            copies: whether to name those of the second copy of the model, too.
-        """
-        last = None if copies else len(self.layout.split.stages)
-        return {
-            name: value
-            for index, stage in self.stages.items()
-            if last is None or index < last
-            for name, value in stage.named_buffers()
-        }
-
-    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for stage in self.stages.values():
-            yield from stage.named_parameters()
 
 
 def parallelize(layout: Layout, groups: Groups, device: torch.device) -> ParallelModel:
@@ -209,6 +77,8 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     _install_eight_bit(layout, policy, stages)
     layers = delayed_layers(layout, groups.rank, records.values())
     scaling = install_delayed(stages, layers, config, device)
+    passes = layout.num_microbatches * config.parallel.num_sequence_slices
+    step_weights = keep_weights(stages, config, passes)
     _install_memory(layout, groups, stages, device)
     for stage in stages.values():
         install_fusions(stage, config.training)
@@ -243,7 +113,16 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
         lines=groups.pp_lines,
     )
     return ParallelModel(
-        layout, groups, stages, gradients, records, executor, on_host, scaling, offloaded
+        layout,
+        groups,
+        stages,
+        gradients,
+        records,
+        executor,
+        on_host,
+        scaling,
+        step_weights,
+        offloaded,
     )
 
 

@@ -36,6 +36,7 @@ FLOORS = (
     "layout",
     "check",
     "counts",
+    "parallel_model",
     "parallelize",
     "optim",
     "data",

@@ -289,7 +289,10 @@ DEPENDENTS = (
         ("--bf16",),
     ),
     Dependents(
-        ("fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"),
+        (
+            *("fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"),
+            "disable_parameter_transpose_cache",
+        ),
         "fp8_format",
         lambda c: c.training.fp8_format is not None,
         "scales 8-bit tensors",

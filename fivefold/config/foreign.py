@@ -170,8 +170,13 @@ FOREIGN = _table(
     (
         "",
         "fp8_wgrad no_fp8_wgrad first_last_layers_bf16 num_layers_at_start_in_bf16 "
-        "num_layers_at_end_in_bf16 keep_fp8_weight_transpose_cache",
+        "num_layers_at_end_in_bf16",
         "linear layers of all blocks make all three products in 8 bits (--fp8-format)",
+    ),
+    (
+        "--disable-parameter-transpose-cache",
+        "keep_fp8_weight_transpose_cache keep_fp8_transpose_cache",
+        "weights in 8 bits are kept for all microbatches of a step, unless this is set",
     ),
     (
         "--cuda-graph-impl",

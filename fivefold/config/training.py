@@ -51,6 +51,11 @@ class TrainingConfig:
     fp8_param_gather: bool = option(
         False, "with fp8_format and sharded weights: gather those of linear layers in 8 bits"
     )
+    disable_parameter_transpose_cache: bool = option(
+        False,
+        "with fp8_format: quantise weights for every product, not once for all microbatches of a "
+        "step, which takes up to two bytes a parameter",
+    )
     fp4_format: Literal["e2m1"] | None = option(
         None, "4-bit format of matrix multiplications on top of bf16"
     )

@@ -6,6 +6,7 @@ from fivefold.config.config import Config
 from fivefold.config.training import BLOCK, ELEMENT_BYTES
 from fivefold.data_parallel.blocks import UNPACKING, reduction_buffers
 from fivefold.layout import Layout
+from fivefold.model.fp8_rules import keeps_weights, weight_bytes
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class StatePolicy:
         away_on_disk: whether such weights lie on a disk, not in host memory.
         remade: whether each step makes gradients anew, and keeps them on the device: there are none
             before the first backward.
+        step_weight: bytes of a weight that 8-bit linear layers keep for the microbatches of a step,
+            once for the results and once for the gradients of inputs; 0 if they do not.
         once: whether the only backward of a step ends copies that are not permanent in its course.
     """
 
@@ -85,6 +88,7 @@ class StatePolicy:
     away: bool = False
     away_on_disk: bool = False
     remade: bool = False
+    step_weight: float = 0.0
     once: bool = False
 
     @property
@@ -176,6 +180,8 @@ def layout_policy(layout: Layout) -> StatePolicy:
         wire = ELEMENT_BYTES["bf16"] if config.parallel.grad_reduce_in_bf16 else policy.gradient
         sent = wire * (wire != policy.gradient)
         policy = replace(policy, fresh=fresh, in_place=in_place, sent=sent)
+    if keeps_weights(config, backwards):
+        policy = replace(policy, step_weight=weight_bytes(config.training.fp8_recipe))
     return alone_in_step(config, policy) if backwards == 1 else policy
 
 

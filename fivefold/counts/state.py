@@ -184,6 +184,13 @@ def stage_gradients(layout: Layout, stage: StageParts, policy: StatePolicy) -> f
     return policy.gradient * sum(block.count * each(block) for block in blocks)
 
 
+def stage_narrow(layout: Layout, stage: StageParts, policy: StatePolicy) -> float:
+    """Bytes of a stage's weights in 8 bits that microbatches share, for one of the two products."""
+    return policy.step_weight * sum(
+        block.count * sum(block.narrow) for block in stage_blocks(layout, stage)
+    )
+
+
 def first_shard(layout: Layout, block: GatheredBlock) -> int:
     """Elements of a block on the first of the ranks that share the optimizer state."""
     return _Shard(num_shards(layout), 0, num_expert_shards(layout), 0).held(block)

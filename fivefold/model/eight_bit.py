@@ -7,6 +7,7 @@ that read it. Shapes: T tokens, H input features, F output features, E groups of
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -26,6 +27,7 @@ from fivefold.model.fp8 import (
 )
 from fivefold.model.grouped import group_ends
 from fivefold.model.layers import Kept, Products, input_gradients, outputs
+from fivefold.model.step_weights import StepWeights
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class EightBit(Products):
             again, or kept for another reader.
         weight: the weight of the next products, already quantised; None: as they come.
         delayed: scales that are known before; None: those of the operands' own largest elements.
+        kept_weights: where weights are kept for the microbatches of a step; None: nowhere.
+        place: whose weight it is, to tell it from others that are kept there.
     """
 
     recipe: Recipe
@@ -50,6 +54,8 @@ class EightBit(Products):
     keeps_input: bool = False
     weight: Scaled | None = None
     delayed: OperandScales | None = None
+    kept_weights: StepWeights | None = None
+    place: tuple[int | str, ...] = ()
 
     @staticmethod
     def apply(
@@ -147,18 +153,21 @@ class EightBit(Products):
     ) -> Tensor:
         weight_ENK = weight_EFH.transpose(1, 2) if of_gradient else weight_EFH
         if multiplies_groups(left, weight_ENK, self.dtype):
-            right = self._weight(weight_ENK.reshape(-1, weight_ENK.shape[2]))
+            weights = weight_ENK.reshape(-1, weight_ENK.shape[2])
+            right = self._once("all groups", weights, of_gradient=of_gradient)
             return multiply_groups(left, right, ends, fast=not of_gradient)
-        rights = (self._weight(one, of_gradient=of_gradient) for one in self.by_group(weight_EFH))
+        rights = (
+            self.of_group(group)._weight(one, of_gradient=of_gradient)
+            for group, one in enumerate(self.by_group(weight_EFH))
+        )
         each = zip(left.by_rows(ends), rights, strict=True)
         products = [multiply(*pair, self.dtype, fast=not of_gradient) for pair in each]
         return torch.cat(products)
 
     def of_group(self, group: int) -> "EightBit":
         """The products of one group."""
-        if self.delayed is None:
-            return self
-        return replace(self, delayed=self.delayed.of_group(group))
+        delayed = None if self.delayed is None else self.delayed.of_group(group)
+        return replace(self, delayed=delayed, place=(*self.place, group))
 
     def by_group(self, weight_EFH: Tensor) -> Sequence[Tensor | Scaled]:
         """The weight of each group, in 8 bits if that is how they were gathered."""
@@ -206,7 +215,15 @@ class EightBit(Products):
             weight = Scaled(weight.detach(), inverse_of(weight)[0], self.weight_block)
         if isinstance(weight, Scaled):
             return weight.t() if of_gradient else weight
-        return self._quantised(weight.t() if of_gradient else weight, self.weight_block, WEIGHT)
+        weight = weight.t() if of_gradient else weight
+        return self._once("weight", weight, of_gradient=of_gradient)
+
+    def _once(self, what: str, weight: Tensor, *, of_gradient: bool) -> Scaled:
+        """A weight in 8 bits, for a product that sums over its columns."""
+        make = partial(self._quantised, weight, self.weight_block, WEIGHT)
+        if self.kept_weights is None:
+            return make()
+        return self.kept_weights.once((*self.place, what, of_gradient), make)
 
 
 def inverse_of(weight: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Which linear layers of a stage multiply 8-bit floats, and how they get to."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,11 +15,14 @@ from fivefold.model.delayed import DelayedScaling
 from fivefold.model.eight_bit import EightBit, EightBitExperts
 from fivefold.model.experts import MoE
 from fivefold.model.fp8 import OF_GRADIENTS, RECIPES
-from fivefold.model.fp8_rules import ScaledLayer, delayed_linears
+from fivefold.model.fp8_rules import ScaledLayer, delayed_linears, keeps_weights
 from fivefold.model.grouped import GroupedLinear
 from fivefold.model.layers import LayerBlock, Linear
 from fivefold.model.places import placed_layers
+from fivefold.model.step_weights import StepWeights
 from fivefold.model.transformer import Stage
+
+log = logging.getLogger(__name__)
 
 
 def eight_bit(training: TrainingConfig, dtype: torch.dtype) -> EightBit | None:
@@ -59,6 +63,26 @@ def install_eight_bit(stage: Stage, products: EightBit, memory: MemoryConfig) ->
             layer.mlp.experts.down_proj.products = EightBitExperts(after_act)
     for prediction in stage.predictions:
         prediction.eh_proj.multiply = products
+
+
+def keep_weights(stages: Mapping[int, Stage], config: Config, passes: int) -> StepWeights:
+    """Have the 8-bit linear layers of stages keep their weights where a step reads them again.
+
+    Args:
+        stages: stages whose linear layers multiply in 8 bits, if they do.
+        config: the configuration.
+        passes: forwards and backwards of a step.
+
+    Returns:
+        What has to be told while a program runs.
+    """
+    kept = StepWeights()
+    if keeps_weights(config, passes):
+        for index, stage in stages.items():
+            for name, (module, _) in eight_bit_layers(stage).items():
+                change_products(module, kept_weights=kept, place=(index, name))
+        log.info("weights in 8 bits are kept for all microbatches of a step")
+    return kept
 
 
 def products_of(module: nn.Module) -> EightBit | None:

@@ -82,6 +82,26 @@ def in_eight_bits(name: str, weight: Weight) -> bool:
     return weight.multiplies and name.split(".")[-2] not in _WIDE
 
 
+def weight_bytes(recipe: str) -> float:
+    """Bytes of an element in 8 bits, with its share of the scale where blocks are short."""
+    return 1 + 1 / E4M3_ALONE[recipe] if recipe == "mxfp8" else 1.0
+
+
+def keeps_weights(config: Config, passes: int) -> bool:
+    """Whether weights in 8 bits are kept for all forwards and backwards of a step, so many.
+
+    Not where they are gathered anew for each, or come in 8 bits; compiled layers keep nothing.
+    """
+    training = config.training
+    return (
+        training.fp8_format is not None
+        and passes > 1
+        and not training.disable_parameter_transpose_cache
+        and not (training.fp8_param_gather or training.compile)
+        and not config.parallel.sharding.splits_parameters
+    )
+
+
 def num_scales(shape: tuple[int, ...], recipe: str) -> int:
     """Scales of a weight of this shape, [F, H] or [E, F, H], as a rank multiplies it."""
     *experts, rows, columns = shape

@@ -11,7 +11,7 @@ from fivefold.mesh.slices import piece_of
 from fivefold.optim.offload import HostAdamW
 from fivefold.optim.optimizer import Optimizer
 from fivefold.optim.rounding import NamedElements
-from fivefold.parallelize import ParallelModel
+from fivefold.parallel_model import ParallelModel
 
 
 def build_optimizer(model: ParallelModel, device: torch.device) -> Optimizer:

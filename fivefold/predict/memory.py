@@ -260,13 +260,17 @@ def _worst_points(running: Acts, sizes: list[StageBytes]) -> list[ActPoint]:
 def _held(found: Moments, own: list[StageBytes]) -> dict[str, NDArray[np.float64]]:
     """Bytes held since before the running action, for every moment; negative of gradients that are
     not there yet."""
-    kept, entry, loss, waiting, gradients = np.array(
-        [(size.kept, size.entry, size.loss, size.waiting, size.gradients) for size in own]
+    kept, entry, loss, waiting, gradients, narrow = np.array(
+        [
+            (size.kept, size.entry, size.loss, size.waiting, size.gradients, size.narrow)
+            for size in own
+        ]
     ).T
     return {
         "gradients": -(found.unmade @ gradients),
         "activations": found.kept @ kept + found.inputs @ entry,
         "loss": found.kept @ loss,
+        "8-bit weights": 2 * narrow.sum() - found.unmade @ narrow,
         "deferred weight gradients": found.waiting @ waiting,
     }
 

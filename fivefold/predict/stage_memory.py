@@ -11,7 +11,7 @@ from functools import cache, cached_property
 
 from fivefold.config.model import ModelConfig
 from fivefold.counts.policy import StatePolicy
-from fivefold.counts.state import gathered_bytes, stage_gradients
+from fivefold.counts.state import gathered_bytes, stage_gradients, stage_narrow
 from fivefold.layout import Layout
 from fivefold.model.activations import (
     Saved,
@@ -44,6 +44,7 @@ class StageBytes:
         waiting: memory kept between B and W.
         moved: activations offloaded to host memory between forward and backward.
         gradients: weight gradients, which each step makes anew; 0 if it does not.
+        narrow: weights in 8 bits that microbatches share, for one of the two products.
         gathered: copies of weights that are gathered to compute, at most.
         worst: the point of highest memory of an action of a kind, in the order of `Doing`: whether
             it is a forward that keeps only its input, and whether it is the first and the last
@@ -56,6 +57,7 @@ class StageBytes:
     waiting: float
     moved: float
     gradients: float
+    narrow: float
     gathered: float
     worst: Callable[[Kind, bool, bool, bool], ActPoint]
 
@@ -84,6 +86,7 @@ def stage_bytes(
         waiting=waiting,
         moved=tokens * whole.offloaded,
         gradients=stage_gradients(layout, stage, policy) if policy.remade else 0.0,
+        narrow=stage_narrow(layout, stage, policy),
         gathered=gathered_bytes(layout, stage, policy) if policy.splits_copy else 0.0,
         worst=_Actions(route, kept, read, waiting).worst,
     )

@@ -22,7 +22,8 @@ from fivefold.optim.adamw import STATES
 from fivefold.optim.build import build_optimizer
 from fivefold.optim.grad_norm import Departed, clip_, global_grad_norm, zero_if_finite
 from fivefold.optim.schedule import learning_rate
-from fivefold.parallelize import ParallelModel, parallelize
+from fivefold.parallel_model import ParallelModel
+from fivefold.parallelize import parallelize
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.validate import validate
 from fivefold.train.batches import as_batch

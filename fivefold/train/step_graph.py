@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.model.batch import Batch, FixedBatches, form, on_device
-from fivefold.parallelize import ParallelModel
+from fivefold.parallel_model import ParallelModel
 from fivefold.pipeline.executor import StepSums
 from fivefold.pipeline.ir import Program
 

@@ -25,7 +25,7 @@ from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.cli.main import main
 from fivefold.mesh.slices import local_tensor
 from fivefold.optim.adamw import AdamW
-from fivefold.parallelize import ParallelModel
+from fivefold.parallel_model import ParallelModel
 from fivefold.pipeline.executor import _Step
 from fivefold.train import run
 from fivefold.train.engine import Engine

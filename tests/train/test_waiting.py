@@ -16,7 +16,7 @@ from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.mesh.slices import local_tensor
 from fivefold.model.grouped import group_ends
-from fivefold.parallelize import ParallelModel
+from fivefold.parallel_model import ParallelModel
 from fivefold.pipeline.ir import Act
 from fivefold.train.engine import Engine, StepResult
 from fivefold.verify.batches import global_batch, microbatches, rows_of

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from fivefold.check import check
 from fivefold.config.model import ModelConfig
+from fivefold.errors import ConfigError
 from tests.verify.cases import (
     LATENT,
     MIXTURE,
@@ -75,6 +77,7 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any], tuple[str, ...]]] = {
     "latents": (4, LATENT, {"tp": 2, "strategy": "optim_grads_params"}, ()),
     "latents, further token": (2, replace(LATENT, mtp_num_layers=1), {"tp": 2}, ("kv_b_proj",)),
     "experts": (4, MIXTURE, {"tp": 2, "ep": 2, "strategy": "optim_grads_params"}, ()),
+    "one expert a token": (2, replace(MIXTURE, moe_router_topk=1), {"ep": 2}, ()),
     "experts in pairs": (
         4,
         replace(MIXTURE, num_layers=4, moe_layer_freq="1"),
@@ -123,6 +126,7 @@ EVERY = {f"{case}, {kind}": (case, kind) for case, kind in product(CASES, KINDS)
         "embedding alone in its stage, plain",
         "fused loss, tiles, both",
         "experts, dropped",
+        "one expert a token, plain",
     ),
 )
 def test_adapters_are_trained_as_on_one_device(name: str) -> None:
@@ -132,3 +136,10 @@ def test_adapters_are_trained_as_on_one_device(name: str) -> None:
     adapted = replace(adapted, **KINDS[kind])
     report = verify_in_pool(ranks, config(adapted, **named(**settings)))
     assert report.passed, report.text()
+
+
+def test_only_a_router_that_is_trained_needs_a_choice_of_two() -> None:
+    model = CASES["one expert a token"][1]
+    with pytest.raises(ConfigError, match="is always 1"):
+        check(config(model), 2)
+    check(config(replace(model, lora_rank=3)), 2)
