@@ -39,6 +39,11 @@ class GatheredBlock:
         """Elements of one block."""
         return sum(map(prod, (*self.dense, *self.experts)))
 
+    @property
+    def last(self) -> int:
+        """Elements of its last parameter."""
+        return prod([*self.dense, *self.experts][-1]) if self.size else 0
+
     def parts(self, policy: StatePolicy) -> tuple["GatheredBlock", "GatheredBlock"]:
         """What of it is gathered together, in the order of a backward: experts, and the rest."""
         return self._apart if policy.experts_apart else self._together

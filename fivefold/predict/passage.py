@@ -71,7 +71,10 @@ class Passage:
             each = max(policy.gradient, policy.fresh) if self.first else self.fresh
             return Change(size * each, made, resharded)
         if policy.splits_gradient:
-            wide = policy.gradient * first_shard(self.layout, block)
+            shard = first_shard(self.layout, block)
+            wide = policy.gradient * shard
+            if shard < block.size:  # a loop in FSDP2's reduction still names the last of them
+                wide += policy.fresh * block.last
             if policy.offloaded and not self.first:  # the host's sum comes back, to be added to
                 wide += policy.gradient * largest_of_shard(self.layout, block)
             sent = size * self._message + max(size * policy.fresh, wide)
