@@ -136,6 +136,13 @@ def test_steps_are_recorded_as_graphs(name: str, tmp_path: Path) -> None:
 
 @needs_stub
 @pytest.mark.slow
+def test_operations_that_are_called_are_known(tmp_path: Path) -> None:
+    """This torch may be another one than that of the other tests."""
+    on_stub("tests.operations", gpus=1, folder=tmp_path)
+
+
+@needs_stub
+@pytest.mark.slow
 def test_trains_and_saves(tmp_path: Path) -> None:
     flags = ("--train-iters", "2", "--lr-warmup-iters", "0", "--bf16", "--save", "run")
     words = ("fivefold", "train", *LAYOUTS["tensor, pipeline"], "--device", "cuda", *flags)
