@@ -6,7 +6,7 @@ access races with an earlier one, of another stream, that its stream's clock doe
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,9 +24,12 @@ class Span(NamedTuple):
         """Whether both have a byte."""
         return self.start < other.end and other.start < self.end
 
-    def within(self, other: "Span") -> bool:
-        """Whether `other` has all of its bytes."""
-        return other.start <= self.start and self.end <= other.end
+    def without(self, other: "Span") -> Iterator["Span"]:
+        """What is left of it before and behind `other`, which it overlaps."""
+        if self.start < other.start:
+            yield Span(self.start, other.start)
+        if other.end < self.end:
+            yield Span(other.end, self.end)
 
 
 class Access(NamedTuple):
@@ -119,25 +122,28 @@ class Races:
         access: Access,
         clock: Mapping[str, int],
     ) -> None:
-        """Look for races with what a page has seen, and forget what the access stands for.
+        """Look for races with what a page has seen, and forget bytes that the access stands for.
 
         Whoever is ordered after a write is so after all before it, and races with it if not; after
         a read, this holds for what the read itself is ordered after, but for writes: they also
         race with other reads.
         """
         hidden = []
+        start, end = span
         for key, at in seen.items():
             other, before = key
-            if not other.overlaps(span):
+            if other.end <= start or end <= other.start:  # a call of `overlaps` takes far longer
                 continue
             ordered = clock.get(before.stream, 0) >= at
             if not ordered and (access.writes or before.writes):
                 race = Race(before, access)
                 self.found[race] = self.found.get(race, 0) + 1
-            if (access.writes or (ordered and not before.writes)) and other.within(span):
-                hidden.append(key)
-        for key in hidden:
-            del seen[key]
+            if access.writes or (ordered and not before.writes):
+                hidden.append((key, at))
+        for (other, before), at in hidden:
+            del seen[other, before]
+            for left in other.without(span):
+                seen[left, before] = max(at, seen.get((left, before), 0))
 
 
 PAGE = 1 << 13

@@ -132,14 +132,15 @@ class _Journey:
         return {"previous_event": event, "async_finish": True, "allocate_on_comm_stream": True}
 
     def _dispatch(self, x_TH: Tensor, weights_TK: Tensor) -> Launched:
-        choice, when, room = self._choice, self._when(), self._choice.padded_ranks_to
-        experts_TK = choice.experts_TK
+        choice, room = self._choice, self._choice.padded_ranks_to
+        x_TH, experts_TK = x_TH.contiguous(), choice.experts_TK
         if choice.kept_TK is not None:
             experts_TK = experts_TK.masked_fill(~choice.kept_TK, -1)
+        when = self._when()  # last: the kernels wait for nothing that is launched afterwards
         *layout, event = self._buffer.get_dispatch_layout(experts_TK, choice.num_experts, **when)
         each_rank, each_rdma_rank, each_expert, in_rank = layout
         x, self.experts_RK, weights_RK, copies_e, self._handle, event = self._buffer.dispatch(
-            x_TH.contiguous(),
+            x_TH,
             num_tokens_per_rank=each_rank,
             num_tokens_per_rdma_rank=each_rdma_rank,
             is_token_in_rank=in_rank,

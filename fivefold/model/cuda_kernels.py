@@ -317,6 +317,8 @@ def lacking_cudnn(q: Tensor) -> str:
     """Why cuDNN, or FlashAttention as its fallback, does not support these queries."""
     if lacking := lacking_flash(q):
         return lacking
+    if torch.are_deterministic_algorithms_enabled():
+        return "its gradients are not the same bits each time"
     if q.shape[-1] > 128:
         return f"heads must have at most 128 features, not {q.shape[-1]}"
     if (torch.backends.cudnn.version() or 0) < 90000:

@@ -15,6 +15,9 @@ from fivefold.mesh.device import uses_gpu_kernels
 from fivefold.model.layers import Kept, Products, add_product, of_one_input, outputs
 from fivefold.model.leaves import local
 
+GROUPING = (9, 10)
+"""Compute capabilities of GPUs with a grouped kernel, by their first number (torch 2.11)."""
+
 
 class GroupedLinear(nn.Module):
     """y = x W_e^T + b_e for the rows of each group e, with W [E, out, in]; uninitialised.
@@ -194,6 +197,8 @@ def grouped_weight_gradient(
     """
     if ends is None:
         grad = torch._grouped_mm(grad_TF.t(), x_TH, offs=_ends(rows_E))
+        if leaves_out_empty_groups(x_TH):
+            grad.masked_fill_((rows_E == 0)[:, None, None], 0.0)
         if onto_EFH is None:
             return grad
         return onto_EFH.add_(grad) if beta else onto_EFH.copy_(grad)
@@ -205,13 +210,24 @@ def grouped_weight_gradient(
 
 
 def has_kernel(x_TH: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether PyTorch has a grouped kernel: bf16 on a GPU, rows of a multiple of 16 bytes.
+    """Whether PyTorch has a grouped kernel: bf16 on a GPU, some rows of a multiple of 16 bytes.
 
-    The rows are also those of the results, whose gradients are multiplied.
+    The rows are also those of the results, whose gradients are multiplied. On other GPUs it would
+    multiply group by group, and have the host wait for their ends in each product.
     """
-    if not uses_gpu_kernels(x_TH) or x_TH.dtype != torch.bfloat16:
+    if not uses_gpu_kernels(x_TH) or x_TH.dtype != torch.bfloat16 or x_TH.shape[0] == 0:
+        return False
+    if x_TH.is_cuda and torch.cuda.get_device_capability(x_TH.device)[0] not in GROUPING:
         return False
     return all(size % 8 == 0 for weight in weights for size in weight.shape[1:])
+
+
+def leaves_out_empty_groups(x_TH: Tensor) -> bool:
+    """Whether the grouped kernel writes no weight gradient for a group without rows.
+
+    On GPUs of capability 10 what was in its memory stays (pytorch issue 172439).
+    """
+    return x_TH.is_cuda and torch.cuda.get_device_capability(x_TH.device)[0] == 10
 
 
 def _ends(rows_E: Tensor) -> Tensor:

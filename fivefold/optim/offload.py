@@ -166,7 +166,9 @@ class HostAdamW:
         def update(bucket: Bucket, lines: Lines) -> None:
             if max_norm > 0:
                 gradients = [part.of(GRADIENT, lines) for part in bucket.parts]
-                clip_(gradients, torch.tensor(norm, dtype=torch.float64), max_norm)
+                # Filled on their device: a copy from the host would wait for it.
+                filled = torch.full((), norm, dtype=torch.float64, device=gradients[0].device)
+                clip_(gradients, filled, max_norm)
             self._updates[bucket.number].step(lr)
 
         if self._rooms is None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory  # torch 2.11 knows its operations only then
 from torch import Tensor
 
 from fivefold.mesh.collectives import (

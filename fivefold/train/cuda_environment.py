@@ -5,6 +5,9 @@ from pathlib import Path
 
 import torch
 
+ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+GROWING = "expandable_segments:True"
+
 
 def set_defaults() -> None:
     """Set what suits training, before the process groups start."""
@@ -27,13 +30,24 @@ def let_segments_grow(device: torch.device) -> None:
 
     Nothing changes if the driver cannot do that, as on some virtual machines.
     """
-    if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        return
-    _set_allocator("expandable_segments:True")
+    if _grows(device):
+        # NCCL would register what a graph sends as one piece of memory, which such a range is not:
+        # replays would read elsewhere, or hang.
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+
+
+def _grows(device: torch.device) -> bool:
+    """Whether segments grow: as the user said, else wherever they can."""
+    said = [os.environ[name] for name in ALLOCATOR if name in os.environ]
+    if said:
+        return any(GROWING in each for each in said)
+    _set_allocator(GROWING)
     try:
         torch.empty(1, device=device)
     except RuntimeError:
         _set_allocator("expandable_segments:False")
+        return False
+    return True
 
 
 def _set_allocator(settings: str) -> None:

@@ -227,6 +227,7 @@ def run_rank(job: Job, env: RankEnv, device: torch.device) -> int:
             raise
         finally:
             trainer.loader.close()
+            trainer.engine.graphs.release()
             if console is not None:
                 close_all((console, *trainer.sinks))
         if console is not None:

@@ -147,11 +147,16 @@ class StepGraphs:
         self.replayed += 1
         return recorded.sums
 
+    def release(self) -> None:
+        """Forget what is recorded: graphs give their memory back, and let go of NCCL's groups,
+        which would wait for that when they are destroyed."""
+        self._recorded.clear()
+
     @contextmanager
     def eagerly(self) -> Iterator[None]:
         """Launch the steps of the block kernel by kernel; graphs give their memory back first."""
         recorder, self._recorder = self._recorder, None
-        self._recorded.clear()
+        self.release()
         try:
             yield
         finally:

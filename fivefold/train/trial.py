@@ -50,6 +50,7 @@ def try_layout(
                     times.append(time.perf_counter() - began)
             finally:
                 loader.close()
+                engine.graphs.release()
             if env.rank == 0:
                 write_atomic(file, json.dumps(times))
 

@@ -73,6 +73,7 @@ def compare(
         if step == 0:  # between two steps, so that side effects of the evaluation show
             evaluation, _ = engine.evaluate([_own_part(engine, EVALUATION)])
             found.append(_number("evaluation", step, rank, evaluation, reference.evaluation))
+    engine.graphs.release()
     every = _gather(engine, found)
     return judge(layout, every, errors, findings) if rank == 0 else None
 

@@ -14,7 +14,7 @@ from tests.verify import matrix
 from tests.verify.any_settings import draw
 from tests.verify.cases import EXPERTS, LATENT, MIXTURE, MODELS, config
 
-HOPPER, BLACKWELL = (9, 0), (10, 0)
+AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
 UGLY = MODELS | {"mixture": MIXTURE, "latent experts": replace(LATENT, **EXPERTS)}
 EVEN = ("debug-llama", "debug-mixtral", "debug-gpt-oss", "debug-deepseek-v3")
 """Models whose widths suit the kernels of GPUs."""

@@ -26,7 +26,7 @@ CALL = re.compile(r"(\w+) comm (\S+) (type .*?)(?: peer (\d+))? stream \d+$")
 MADE = re.compile(r"(?:init|.* to) comm (\S+) rank (\d+) of \d+")
 USES = re.compile(r"thread (\d+) uses device (\d+)")
 STEP = "at train/engine.py"
-OF_HOST = ("at memory/host.py", "at optim/grad_norm.py")
+OF_HOST = ("at memory/host.py",)
 OF_EXPERTS = ("at expert/dispatch.py", "at model/experts.py", "at model/grouped.py")
 OF_SINKHORN = "at model/balance.py"
 

@@ -8,7 +8,7 @@ import pytest
 
 from fivefold.config.config import Config
 from fivefold.config.sources import to_toml
-from tests.gpu_stub.drawn import BLACKWELL, HOPPER, drawn
+from tests.gpu_stub.drawn import AMPERE, BLACKWELL, HOPPER, drawn
 from tests.gpu_stub.stub import (
     OF_EXPERTS,
     OF_HOST,
@@ -26,7 +26,7 @@ TOGETHER = 4
 """Layouts that the same processes run in turn: a start takes as long as one of them."""
 RUNS = [(ranks, gpus, number) for number in range(25) for ranks in (2, 4) for gpus in (8, 1)]
 """Ranks, GPUs, and which of the drawn layouts."""
-GPUS = (HOPPER, BLACKWELL)
+GPUS = (HOPPER, BLACKWELL, AMPERE)
 """Capabilities of the GPUs, by turns: they have other kernels."""
 
 

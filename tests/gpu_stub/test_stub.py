@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu_stub.drawn import AMPERE
 from tests.gpu_stub.planted import FORGOTTEN
 from tests.gpu_stub.stub import (
     OF_EXPERTS,
@@ -132,6 +133,23 @@ def test_steps_are_recorded_as_graphs(name: str, tmp_path: Path) -> None:
         assert rank["replayed"] == 3  # of five, after two
         assert not rank["races"] and not [*needless(rank)]
     assert not disagreements(tmp_path)
+
+
+@needs_stub
+@pytest.mark.slow
+def test_gpus_without_a_grouped_kernel_wait_once_for_the_rows_of_an_input(tmp_path: Path) -> None:
+    words = ("debug-mixtral", "--nproc", "1", "--bf16", "--global-batch-size", "1")
+    (rank,) = steps(tmp_path, *words, gpus=1, capability=AMPERE)
+    inputs = 4 * 2  # layers, and what goes into and out of their experts
+    for waits in rank["waits"]:
+        assert sum(n for place, n in waits.items() if "model/grouped.py" in place) == inputs
+
+
+@needs_stub
+@pytest.mark.slow
+def test_operations_that_are_called_are_known(tmp_path: Path) -> None:
+    """This torch may be another one than that of the other tests."""
+    on_stub("tests.operations", gpus=1, folder=tmp_path)
 
 
 @needs_stub

@@ -2,6 +2,8 @@
 
 import random
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -273,6 +275,20 @@ def test_a_kernel_that_cannot_says_why() -> None:
         "flex": "it runs on CUDA devices",
         "plain": "",
     }
+
+
+def test_deterministic_runs_leave_out_what_torch_leaves_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """cuDNN gives other bits each time, and nothing says so where it is called by name."""
+    kind: Any = SimpleNamespace(
+        is_cuda=True, dtype=torch.bfloat16, shape=(1, 8, 512, 64), device=torch.device("cuda")
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91000)
+    assert choose_kernel(kind, kind) is KERNELS["cudnn"][0]
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert choose_kernel(kind, kind) is KERNELS["flash_cuda"][0]
 
 
 @pytest.mark.parametrize("name", ["cudnn", "flash_cuda"])

@@ -10,6 +10,7 @@ from torch import Tensor
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.config.training import TrainingConfig
+from fivefold.model import fp8
 from fivefold.model.eight_bit import EightBit, EightBitGroups
 from fivefold.model.eight_bit_layers import eight_bit, install_eight_bit
 from fivefold.model.fp8 import (
@@ -245,6 +246,29 @@ def test_routers_gates_and_the_output_layer_are_left_alone() -> None:
     plain = {n for n in modules if n.rpartition(".")[2] in ("lm_head", "shared_expert_gate")}
     named = {name for name in modules if name.endswith("_proj") or name in plain}
     assert plain and narrow == named - plain
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_gpu_is_asked_for_products_alone_that_it_has_a_kernel_for(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = RECIPES[recipe]
+    how = {"powers_of_two": kept.powers_of_two, "exponents": kept.exponents}
+    (one, other), *_ = _steps(recipe).values()
+    a, b = (quantise(_random(64, 128).bfloat16(), x, E4M3, **how) for x in (one, other))
+    able = set()
+    for capability in [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0)]:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, it=capability: it)
+        if fp8._has_kernel(a, b):
+            able.add(capability)
+    blackwell = {(10, 0), (10, 3), (11, 0), (12, 0)}
+    expected = {
+        "tensorwise": {(8, 9), (9, 0), *blackwell},
+        "rowwise": {(9, 0), (10, 0), (10, 3)},
+        "blockwise": {(9, 0)},
+        "mxfp8": blackwell,
+    }
+    assert able == expected[recipe]
 
 
 @pytest.mark.gpu

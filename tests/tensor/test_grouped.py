@@ -1,11 +1,15 @@
 """Grouped linears against one linear per group, with groups that have no rows."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.model.grouped import GroupedLinear
+from fivefold.model import grouped
+from fivefold.model.grouped import GroupedLinear, grouped_weight_gradient, has_kernel
 from fivefold.tensor.deferred_weight import DeferredWeights, run_works
 from fivefold.tensor.grouped import GroupedMultiply
 from tests.tensor.ways import held_sum, in_rooms
@@ -51,6 +55,43 @@ def test_every_group_has_its_own_linear(way: str) -> None:
             ours.backward(upstream)
         torch.testing.assert_close(x.grad, true_x.grad, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(linear.weight.grad, weight.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("capability", "known"),
+    [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)],
+)
+def test_where_torch_would_wait_in_each_product_the_host_waits_once(
+    capability: tuple[int, int], known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device="cuda", shape=(24, 8))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert has_kernel(rows, [torch.empty(4, 16, 8)]) == known
+    assert not has_kernel(rows, [torch.empty(4, 16, 12)])
+    rows.shape = (0, 8)
+    assert not has_kernel(rows, [torch.empty(4, 16, 8)])
+
+
+@pytest.mark.parametrize("beta", [None, 1, 0])
+def test_groups_without_rows_have_no_gradient_where_the_kernel_leaves_them_out(
+    beta: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = torch.tensor(ROWS[0])
+    x, grad = _random(3, 9, H), _random(4, 9, F_OUT)
+    onto = _random(5, len(rows), F_OUT, H)
+    options: dict[str, Any] = {} if beta is None else {"onto_EFH": onto.clone(), "beta": beta}
+    expected = torch.stack(
+        [g.t() @ one for g, one in zip(*(t.split(ROWS[0]) for t in (grad, x)), strict=True)]
+    )
+
+    def kernel(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
+        assert torch.equal(offs, rows.cumsum(0)) and left.is_set_to(grad.t()) and right is x
+        return expected.masked_fill((rows == 0)[:, None, None], torch.nan)
+
+    monkeypatch.setattr(grouped, "leaves_out_empty_groups", lambda _: True)
+    monkeypatch.setattr(torch, "_grouped_mm", kernel)
+    ours = grouped_weight_gradient(grad, x, rows, None, **options)
+    torch.testing.assert_close(ours, expected + (onto if beta else 0))
 
 
 @pytest.mark.gpu

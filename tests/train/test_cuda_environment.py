@@ -46,6 +46,27 @@ def test_segments_grow_where_they_can(fails: bool, monkeypatch: pytest.MonkeyPat
     let_segments_grow(device)
     wanted = ["expandable_segments:True", "expandable_segments:False"]
     assert said == wanted[: 1 + fails]
+    assert ("NCCL_GRAPH_REGISTER" in os.environ) != fails
+
+
+@pytest.mark.parametrize(
+    ("environment", "kept"),
+    [
+        ({}, "0"),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "0"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native,expandable_segments:True"}, "0"),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, None),
+        ({"NCCL_GRAPH_REGISTER": "1"}, "1"),
+    ],
+    ids=str,
+)
+def test_graphs_register_nothing_in_segments_that_grow(
+    environment: dict[str, str], kept: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {**environment})
+    monkeypatch.setattr(cuda_environment, "_set_allocator", lambda _: None)
+    let_segments_grow(torch.device("cpu"))
+    assert os.environ.get("NCCL_GRAPH_REGISTER") == kept
 
 
 def test_the_last_calls_are_written_to_the_run_folder(

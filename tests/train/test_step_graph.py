@@ -4,10 +4,14 @@ Without a GPU a recorded step is one that can be run again: what it made is wort
 replayed, and a replay runs it once more on the memory that it read.
 """
 
+import gc
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +21,7 @@ from torch import Tensor
 from fivefold.audit.measure import measured
 from fivefold.audit.record import read_records
 from fivefold.check import check
+from fivefold.cli.main import program
 from fivefold.config.config import Config
 from fivefold.mesh.slices import as_piece, local_tensor
 from fivefold.model.batch import Batch, FixedBatches, form, on_device
@@ -26,9 +31,10 @@ from fivefold.train.engine import Engine
 from fivefold.train.launch import init_process_group
 from fivefold.train.profile import profiled
 from fivefold.train.rank_env import RankEnv
-from fivefold.train.step_graph import WARMUP, Replay, StepGraphs
+from fivefold.train.step_graph import WARMUP, Replay, StepGraphs, _Recorded
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches, rows_of
 from tests.pool import run
+from tests.programs import Program
 from tests.verify.cases import GPT, LATENT, LLAMA, chosen, config, named, shared_groups
 
 T = TypeVar("T")
@@ -259,6 +265,50 @@ def test_batches_of_the_same_form_take_the_same_memory() -> None:
 def _batches(settings: Config, index: int) -> list[Batch]:
     parts = microbatches(settings, global_batch(settings, index), rows_of(settings, 0, 1))
     return [as_batch(part, index) for part in parts]
+
+
+OF_FOUR_STEPS = {
+    "train": ("--train-iters", "4", "--lr-warmup-iters", "0", "--save", "run", "--manual-gc"),
+    "verify": ("--steps", "4"),
+}
+
+
+def _end_of_graphs(words: list[str], kept: Path) -> None:
+    """A command with steps that are replayed; of each process, how many graphs it made, and how
+    many there are when its groups are destroyed, where NCCL waits for their end."""
+    made: list[Any] = []
+
+    class Made(Again):
+        def record(self, work: Callable[[], Sequence[Tensor]], streams: Sequence[Any]) -> Replay:
+            made.append(1)
+            return super().record(work, streams)
+
+    def ended() -> None:
+        there = sum(isinstance(each, _Recorded) for each in gc.get_objects())
+        (kept / f"{os.getpid()}").write_text(f"{len(made)} {there}")
+        destroy()
+
+    begin, destroy = StepGraphs.__init__, dist.destroy_process_group
+    again = patch.object(
+        StepGraphs, "__init__", lambda self, model, device, _: begin(self, model, device, Made())
+    )
+    with again, patch.object(dist, "destroy_process_group", ended):
+        sys.argv = ["fivefold", *words]
+        program()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "ranks"), [("train", 1), ("train", 2), ("verify", 2)])
+def test_graphs_end_before_the_groups_that_they_use(
+    command: str, ranks: int, tmp_path: Path
+) -> None:
+    words = [command, "debug", "--nproc", f"{ranks}", "--tp", "1", "--no-sequence-parallel"]
+    words += ["--no-reset-attention-mask", *OF_FOUR_STEPS[command]]
+    (tmp_path / "kept").mkdir()
+    done = Program(_end_of_graphs, [*words], tmp_path / "kept", cwd=tmp_path)
+    _, said = done.communicate(200)
+    assert done.returncode == 0, said
+    assert [file.read_text() for file in (tmp_path / "kept").iterdir()] == ["1 0"] * ranks
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,8 @@
 
 Names and order of arguments, types, shapes and what is undefined are those of
 deep_ep/buffers/legacy.py (release 2.1; deep_ep/buffer.py before 2.0). What a kernel writes is there
-only once its event was waited for, and is not a number before.
+only once its event was waited for, and is not a number before; what it reads was launched before
+the event that it waits for.
 """
 
 from collections.abc import Callable
@@ -13,16 +14,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.audit.launches import Launches
 from fivefold.mesh.collectives import all_gather, all_to_all
 
 Handle = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
+launched = Launches()
+"""Counts what this process launches, where it is entered."""
+
+
 class Event:
-    """An `EventOverlap`: what happens once it is waited for."""
+    """An `EventOverlap`: what happens once it is waited for.
+
+    Whoever waits for it waits for nothing that is launched after it.
+    """
 
     def __init__(self, lands: Callable[[], None] = lambda: None) -> None:
-        self._lands = lands
+        self._lands, self._at = lands, launched.count
+
+    @property
+    def is_last(self) -> bool:
+        return self._at == launched.count
 
     def current_stream_wait(self) -> None:
         self._lands()
@@ -175,6 +188,7 @@ class StandInBuffer:
     def _begin(self, previous: Event | None, finishes_later: bool, on_comm_stream: bool) -> None:
         assert not on_comm_stream or (previous is not None and finishes_later)
         if previous is not None:
+            assert previous.is_last, "a kernel waits for an event before what it reads"
             previous.current_stream_wait()
 
     def _send(self, x: Tensor, in_rank: Tensor, counts: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from fivefold.expert.deepep import Kernels
 from fivefold.expert.deepep_rules import check_deepep
 from fivefold.verify.report import VerifyReport
 from tests.verify.cases import MIXTURE, compare_on_rank, config, verify_in_pool
-from tests.verify.deep_ep_stand_in import StandInBuffer, package
+from tests.verify.deep_ep_stand_in import StandInBuffer, launched, package
 
 pytestmark = pytest.mark.slow
 
@@ -71,6 +71,7 @@ def _with_stand_in(rank: int, world: int, *arguments: Any) -> VerifyReport | Non
 
     with (
         _installed(),
+        launched,
         patch.object(StandInBuffer, "num_sms", 20),
         patch.object(StandInBuffer, "dispatch", counted),
     ):
