@@ -243,7 +243,23 @@ VALUES = [
         "nope is no adapter of PEFT: it has no adapter_config.json",
         "--lora-alpha must be",
     ),
-    layout("magnitudes of nothing", "--use-dora", "use_dora", "works: --lora-rank 16"),
+    layout(
+        "magnitudes of nothing",
+        "--use-dora",
+        "use_dora = true needs --lora-rank",
+        "works: --lora-rank 16 | --no-use-dora",
+    ),
+    layout(
+        "targets of nothing",
+        "--lora-target-modules q_proj o_proj",
+        "lora_target_modules = q_proj o_proj needs --lora-rank",
+    ),
+    layout(
+        "a switch and what it excludes",
+        "--swiglu --no-gated-linear-unit",
+        "--swiglu contradicts --no-gated-linear-unit",
+        "works: --swiglu | --no-gated-linear-unit",
+    ),
     layout(
         "all dropped",
         "--lora-rank 4 --lora-dropout 1",
