@@ -89,13 +89,15 @@ def _score(argv: Sequence[str]) -> int:
 
 def _calibrate(argv: Sequence[str]) -> int:
     """Measure this machine, instead of planning; only this part of the command loads torch."""
+    from fivefold.cli.train import ranks
     from fivefold.config.sources import load_options
 
     options = load_options(argv, Options)
-    from fivefold.calibrate.run import calibrate
-
     assert options.calibrate is not None
     check_alone(options, "calibrate", "nproc", "device")
+    ranks(options.nproc)  # which says why there can be none
+    from fivefold.calibrate.run import calibrate
+
     return calibrate(Path(options.calibrate), options.nproc, options.device)
 
 

@@ -348,6 +348,11 @@ COMMAND_LINES = [
     Case("sample below zero", "sample . --temperature -1", ("--temperature must be at least 0",)),
     Case("sample typo", "sample . --max-token 3", ("did you mean --max-tokens?",)),
     Case("run's flags elsewhere", "sample . --bf16", ("unknown flag --bf16",)),
+    Case("ranks that measure nothing", "plan --calibrate m.toml --nproc 0", ("--nproc must be",)),
+    Case("rehearsed by nobody", "rehearse debug --jobs 0", ("--jobs must be at least 1, not 0",)),
+    Case("rehearsed by fewer", "rehearse debug --jobs -1", ("--jobs must be at least 1, not -1",)),
+    Case("looks in a row", "watch . --interval 0", ("--interval must be above 0",)),
+    Case("a look in an age", "watch . --interval 1e300", ("and at most 86,400, not 1e+300",)),
     Case("doctor with words", "doctor now", ("unexpected argument 'now'",)),
     Case("data of no recipe", "data demmo", ("did you mean 'demo'?",)),
 ]
