@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from fivefold.calibrate import host, measure
 from fivefold.calibrate.measure import Sample
+from fivefold.data_parallel.policy import DTYPES
 from fivefold.errors import ConfigError, Mistake
 from fivefold.files import telling_unwritable, write_atomic
 from fivefold.hardware import Gpu, Rates, find_gpu
@@ -24,8 +25,6 @@ from fivefold.train.meeting import check_place
 from fivefold.train.rank_env import RankEnv, read_rank_env
 from fivefold.train.signals import leave_at_once
 from fivefold.units import human_bytes, human_flops, human_seconds, several
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
