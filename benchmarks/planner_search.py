@@ -26,7 +26,7 @@ from fivefold.predict.cluster import load_cluster
 from fivefold.predict.software import Software
 from fivefold.predict.step import predict
 from fivefold.search.bound_tables import Ranks
-from fivefold.search.candidate import Candidate, capacity
+from fivefold.search.candidate import Candidate
 from fivefold.search.enumeration import enumerate_space
 from fivefold.search.memory_bound import memory_bound
 from fivefold.search.request import Request, request
@@ -123,7 +123,7 @@ def faster_share(asked: Request, seconds: float) -> float:
     """Of all legal layouts, those that may fit and be faster, by their bounds."""
     space = legal_space(asked)
     ranks = Ranks.of(asked.config.model, space.partitions)
-    fits = np.flatnonzero(memory_bound(space, ranks) <= capacity(asked))
+    fits = np.flatnonzero(memory_bound(space, ranks) <= asked.cluster.room)
     bounds = time_bound(space.take(fits), ranks, asked.cluster, Software()).seconds
     return float((bounds < seconds).sum() / len(space))
 

@@ -10,8 +10,9 @@ import re
 import resource
 import secrets
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -168,6 +169,19 @@ def free_bytes(path: str | os.PathLike[str]) -> int | None:
     system = os.statvfs(place)
     blocks = system.f_bfree if os.geteuid() == 0 else system.f_bavail
     return blocks * system.f_frsize if system.f_blocks else None
+
+
+def finite(value: Any) -> Any:
+    """A value for JSON, which has neither infinities nor NaN: they become None, inside it as well.
+
+    >>> finite({"loss": float("nan"), "by layer": [1.5, float("inf")]})
+    {'loss': None, 'by layer': [1.5, None]}
+    """
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def read_text(path: str | os.PathLike[str], error: type[FivefoldError] = FivefoldError) -> str:

@@ -185,10 +185,9 @@ class Layout:
     @property
     def hidden_shape(self) -> tuple[int, int]:
         """[T, H] of what a stage sends of a microbatch, or of a slice of it, on a rank."""
-        training, parallel = self.config.training, self.config.parallel
-        tokens = training.micro_batch_size * training.seq_length // parallel.num_sequence_slices
-        parts = self.grid.cp * (self.grid.tp if parallel.sequence_parallel else 1)
-        return tokens // parts, self.config.model.hidden_size
+        config, parallel = self.config, self.config.parallel
+        tokens = config.rank_tokens // parallel.num_sequence_slices // parallel.token_parts
+        return tokens, config.model.hidden_size
 
     def order(self, num_microbatches: int | None = None) -> Order:
         """The schedule and all of its parameters, from which the program can be built.

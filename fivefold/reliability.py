@@ -6,7 +6,7 @@ to be independent of each other and of age, so a run on n devices fails n times 
 """
 
 from dataclasses import dataclass
-from math import exp, sqrt
+from math import exp, expm1, sqrt
 
 HOURS = 3600.0
 DAYS = 24 * HOURS
@@ -67,8 +67,10 @@ def goodput(
     mtbf = device_mtbf / devices
     if interval is None:
         interval = best_interval(mtbf, checkpoint)
-    wall = mtbf * exp(restart / mtbf) * (exp((interval + checkpoint) / mtbf) - 1)
-    return Goodput(mtbf, checkpoint, restart, interval, interval / wall)
+    # Turned round, of numbers below 1: where failures are frequent the exponentials would overflow.
+    between = (interval + checkpoint) / mtbf
+    share = interval / mtbf * exp(-restart / mtbf - between) / -expm1(-between)
+    return Goodput(mtbf, checkpoint, restart, interval, share)
 
 
 def best_interval(mtbf: float, checkpoint: float) -> float:

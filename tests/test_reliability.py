@@ -42,3 +42,9 @@ def test_more_devices_and_slower_restarts_cost() -> None:
 
 def test_a_checkpoint_longer_than_what_it_guards_still_has_an_answer() -> None:
     assert 0 < goodput(10_000_000, 1000).share < 0.1
+
+
+@pytest.mark.parametrize("device_mtbf", [1.0, 100.0, 1e4, 1e6])
+@pytest.mark.parametrize("devices", [1, 64, 10_000_000])
+def test_any_rate_of_failures_has_an_answer(device_mtbf: float, devices: int) -> None:
+    assert 0 <= goodput(devices, 30, device_mtbf=device_mtbf).share < 1

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from fivefold.calibrate import host, measure
 from fivefold.calibrate.measure import Sample
+from fivefold.data_parallel.policy import DTYPES
 from fivefold.errors import ConfigError, Mistake
 from fivefold.files import telling_unwritable, write_atomic
 from fivefold.hardware import Gpu, Rates, find_gpu
@@ -24,8 +25,6 @@ from fivefold.train.meeting import check_place
 from fivefold.train.rank_env import RankEnv, read_rank_env
 from fivefold.train.signals import leave_at_once
 from fivefold.units import human_bytes, human_flops, human_seconds, several
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -72,15 +71,15 @@ def calibrate(path: Path, nproc: int | None, asked: Asked = "auto") -> int:
 
     Args:
         path: path of the TOML file to write.
-        nproc: number of ranks to start; None: one.
+        nproc: number of ranks to start, unless a launcher has; None: one.
         asked: where.
 
     Returns:
         The exit status.
 
     Raises:
-        ConfigError: the file cannot be written, `nproc` is given under a launcher, or there are too
-            few of the GPUs that were asked for.
+        ConfigError: the file cannot be written, or there are too few of the GPUs that were asked
+            for.
     """
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"the folder of {path} does not exist")
@@ -95,9 +94,6 @@ def calibrate(path: Path, nproc: int | None, asked: Asked = "auto") -> int:
         raise ConfigError(Mistake(what, works=(f"--nproc {visible_gpus()}", "--device cpu")))
     worker = partial(_calibrate_on_rank, path=path, kind=chosen.kind)
     if env.launcher != "single":
-        if nproc is not None:
-            what = f"--nproc {nproc} starts ranks, and {env.launcher} has started {env.world_size}"
-            raise ConfigError(Mistake(what, works=("--nproc none",)))
         leave_at_once()
         check_place(env)
         return worker(env)

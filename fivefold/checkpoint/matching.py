@@ -6,8 +6,10 @@ from math import prod
 import torch
 
 from fivefold.checkpoint.index import SavedTensor
+from fivefold.config.settings import flag_of
 from fivefold.errors import CheckpointError, Mistake, did_you_mean
 from fivefold.model.fp8_rules import SCALES
+from fivefold.optim.adamw import OPTIMIZER
 from fivefold.units import human_count
 
 Shapes = Mapping[str, Sequence[int]]
@@ -60,7 +62,7 @@ def check_types(asked: Mapping[str, torch.dtype], saved: Mapping[str, SavedTenso
     narrow = {
         name.split(".")[1]: (saved[name].dtype, dtype)
         for name, dtype in asked.items()
-        if name.startswith("optim.") and name in saved and _differ(saved[name].dtype, dtype)
+        if name.startswith(OPTIMIZER) and name in saved and _differ(saved[name].dtype, dtype)
     }
     if narrow:
         raise CheckpointError(
@@ -70,7 +72,7 @@ def check_types(asked: Mapping[str, torch.dtype], saved: Mapping[str, SavedTenso
                     tuple(f"{m}: {was}, here {now}" for m, (was, now) in narrow.items()),
                     works=(
                         " ".join(
-                            f"--{m.replace('_', '-')}-dtype {_FLAGS[was.itemsize]}"
+                            f"{flag_of(m)}-dtype {_FLAGS[was.itemsize]}"
                             for m, (was, _) in narrow.items()
                         ),
                         "--finetune",

@@ -3,10 +3,10 @@
 from fivefold.check import check
 from fivefold.cli.budget import machine_within
 from fivefold.cli.style import note
-from fivefold.config.config import Config
+from fivefold.config.config import SETTINGS, Config
 from fivefold.errors import ConfigError
 from fivefold.search.candidate import Candidate
-from fivefold.search.request import Request, request
+from fivefold.search.request import ASSUMABLE, Request, request
 from fivefold.search.search import search
 from fivefold.tell.describe import summary
 from fivefold.tell.explain import percent
@@ -32,8 +32,7 @@ def planned(
         ConfigError: the configuration or the budget is wrong, or no layout fits.
     """
     machine = machine_within(cluster, world, budget)
-    sizes = {"seq_length", "global_batch_size"}  # a run has them, if only by default
-    asked = request(config, machine, by_flag=by_flag, by_recipe=sizes)
+    asked = request(config, machine, by_flag=by_flag, by_recipe=ASSUMABLE)
     result = search(asked)
     if not result.found:
         raise why_nothing(result).spelled(ranks_for_gpus)
@@ -64,20 +63,17 @@ def with_layout(config: Config, candidate: Candidate) -> Config:
 
 
 def _told(asked: Request, chosen: Candidate, found: tuple[Candidate, ...]) -> list[str]:
-
-    peak, room = (
-        human_bytes(chosen.memory.device_total),
-        human_bytes(asked.cluster.gpu.memory_bytes),
-    )
+    peak, capacity = chosen.memory.device_total, asked.cluster.gpu.memory_bytes
     lines = [
         f"layout: {summary(chosen.layout)}",
-        f"  {human_seconds(chosen.seconds)} a step and {peak} of {room}, by the times of "
-        f"{asked.cluster.name}",
+        f"  {human_seconds(chosen.seconds)} a step and {human_bytes(peak)} of "
+        f"{human_bytes(capacity)}, by the times of {asked.cluster.name}",
     ]
     others = [c for c in found if c.mesh != chosen.mesh]
     if others:
         slower = percent(others[0].seconds / chosen.seconds - 1)
         lines.append(f"  the best of another mesh: {summary(others[0].layout)}, {slower}")
-    if fixed := asked.fixed():
-        lines.append(f"  given by flags: {', '.join(f'{n} = {v}' for n, v in fixed.items())}")
+    words = [f"{name} = {SETTINGS[name].words(value)}" for name, value in asked.fixed().items()]
+    if words:
+        lines.append(f"  given by flags: {', '.join(words)}")
     return lines

@@ -9,7 +9,7 @@ from typing import Literal
 from fivefold.cli.main import VERBS
 from fivefold.config.flags import ALIASES, SWITCHES
 from fivefold.config.parallel import option
-from fivefold.config.settings import Setting, argument, settings_of
+from fivefold.config.settings import Setting, argument, flag_of, settings_of
 from fivefold.config.sources import MODEL, config_settings, load_options, recipe_names
 
 Shell = Literal["bash", "zsh", "fish"]
@@ -101,7 +101,7 @@ def _flags(settings: Mapping[str, Setting]) -> Iterator[str]:
             off = f"--no-{setting.flag[2:]}"
             yield off if setting.default is True else setting.flag
     if "recipe" in settings:
-        yield from (f"--{name.replace('_', '-')}" for name in (*ALIASES, *SWITCHES))
+        yield from map(flag_of, (*ALIASES, *SWITCHES))
 
 
 def _named(word: str, settings: Mapping[str, Setting]) -> Setting | None:

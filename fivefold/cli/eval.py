@@ -13,12 +13,13 @@ from fivefold.config.config import SETTINGS, Config
 from fivefold.config.dependence import without_orphans
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.parallel import ParallelConfig, option
-from fivefold.config.settings import argument, settings_of
+from fivefold.config.settings import argument, flag_of, settings_of
 from fivefold.config.sharding import ShardingStrategy
 from fivefold.config.sources import load_options
 from fivefold.config.training import LoggingConfig, OptimizerConfig
 from fivefold.counts.derived import as_table
 from fivefold.errors import ConfigError, Mistake, Mistakes
+from fivefold.files import finite
 from fivefold.layout import Layout
 from fivefold.report.settings import run_config
 from fivefold.train.devices import Asked
@@ -93,7 +94,7 @@ def run(argv: Sequence[str]) -> int:
     folder = Path(options.run)
     found = evaluate_run(folder, layout, step=options.step, device=options.device, progress=note)
     if options.json:
-        print(json.dumps(_as_json(options.run, found), indent=2))
+        print(json.dumps(finite(_as_json(options.run, found)), indent=2))
     else:
         print("\n".join(_text(options.run, layout, found)))
     return 0
@@ -115,7 +116,7 @@ def _check_tasks(options: Options) -> None:
     for name in _OF_TASKS:
         least = 1 if name == "limit" else 0
         if (value := getattr(options, name)) is not None and value < least:
-            mistakes.add(f"{name} must be at least {least}, not {value}")
+            mistakes.add(f"{flag_of(name)} must be at least {least}, not {value}")
     with mistakes.collecting():
         if options.tasks:
             check_installed("lm_eval", "--tasks", "eval")

@@ -11,7 +11,7 @@ from fivefold.learn.runs import machine_of, observed
 from fivefold.learn.tell import advice, constants_table, runs_table
 from fivefold.predict.cluster import load_cluster, to_toml
 from fivefold.report.settings import run_settings
-from fivefold.search.request import request
+from fivefold.search.request import ASSUMABLE, request
 from fivefold.search.search import SearchResult, search
 from fivefold.tell.columns import prose
 
@@ -75,8 +75,7 @@ def could_gain(folder: Path, cluster: str | None) -> list[str]:
     known = machine([str(folder)], cluster, None)
     (run,) = known.observations
     ranks, config = run.layout.grid.world_size, run.layout.config
-    sizes = {"seq_length", "global_batch_size"}
-    found = search(request(config, replace(known.cluster, num_gpus=ranks), by_recipe=sizes))
+    found = search(request(config, replace(known.cluster, num_gpus=ranks), by_recipe=ASSUMABLE))
     return [advice(known, run, found.best.layout)] if found.found else []
 
 

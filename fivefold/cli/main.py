@@ -106,7 +106,7 @@ def _dispatch(words: list[str]) -> int:
     if asked is not None:
         from fivefold.config.reference import help_text
 
-        topic = next((word for word in flags[asked + 1 : asked + 2]), None)
+        topic = next(iter(flags[asked + 1 :]), None)
         print(help_text(verb, module.Options, sys.stdout, topic))
         return 0
     status: int = module.run(argv)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fivefold.cli.plan_options import Options, check_alone, none_proven, planned_request
 from fivefold.cli.style import paint
 from fivefold.config.sources import Loaded, load_with_origins
-from fivefold.files import telling_unwritable, write_atomic
+from fivefold.files import finite, telling_unwritable, write_atomic
 from fivefold.tell.columns import listed, prose
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
     if options.emit is not None:
         _emit(result, options.emit, notes)
     elif options.json:
-        print(json.dumps(_record(result, options, tokens, other, known), indent=2))
+        print(json.dumps(finite(_record(result, options, tokens, other, known)), indent=2))
     else:
         print("\n".join(_report(result, loaded, tokens, other, known, argv)))
     return 0
@@ -89,13 +89,15 @@ def _score(argv: Sequence[str]) -> int:
 
 def _calibrate(argv: Sequence[str]) -> int:
     """Measure this machine, instead of planning; only this part of the command loads torch."""
+    from fivefold.cli.train import ranks
     from fivefold.config.sources import load_options
 
     options = load_options(argv, Options)
-    from fivefold.calibrate.run import calibrate
-
     assert options.calibrate is not None
     check_alone(options, "calibrate", "nproc", "device")
+    ranks(options.nproc)  # which says why there can be none
+    from fivefold.calibrate.run import calibrate
+
     return calibrate(Path(options.calibrate), options.nproc, options.device)
 
 

@@ -11,6 +11,7 @@ from fivefold.cli.verdict import tell
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load
+from fivefold.errors import ConfigError
 from fivefold.predict.cluster import load_cluster
 from fivefold.rehearse.report import make_report
 from fivefold.rehearse.roles import rehearsed_layout, roles
@@ -41,6 +42,8 @@ class Options:
 def run(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name."""
     options, config = load(argv, Options, note)
+    if options.jobs is not None and options.jobs < 1:
+        raise ConfigError(f"--jobs must be at least 1, not {options.jobs}")
     whole = check(config, options.nproc)
     layout = rehearsed_layout(whole)
     cluster = load_cluster(options.cluster, options.nproc)

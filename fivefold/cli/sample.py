@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fivefold.config.parallel import option
-from fivefold.config.settings import argument
+from fivefold.config.settings import argument, flag_of
 from fivefold.config.sources import load_options
 from fivefold.errors import DataError, Mistake, Mistakes
 from fivefold.files import read_text
@@ -138,7 +138,7 @@ def _check(options: Options) -> None:
         ("tensor_model_parallel_size", options.tensor_model_parallel_size, 1),
     ):
         if value < least:
-            mistakes.add(f"--{name.replace('_', '-')} must be at least {least}, not {value:g}")
+            mistakes.add(f"{flag_of(name)} must be at least {least}, not {value:g}")
     if not 0 < options.top_p <= 1:
         mistakes.add(f"--top-p must be above 0 and at most 1, not {options.top_p:g}")
     given = [bool(options.prompt), options.prompts is not None, options.chat]

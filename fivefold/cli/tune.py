@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
 from pathlib import Path
+from shlex import quote
 
 from fivefold.check import check
 from fivefold.cli.auto_layout import ranks_for_gpus, with_layout
@@ -26,7 +27,7 @@ from fivefold.learn.tuning import Tried, Tuning
 from fivefold.predict.cluster import Cluster, load_cluster
 from fivefold.predict.cluster import to_toml as machine_toml
 from fivefold.search.candidate import Candidate
-from fivefold.search.request import request
+from fivefold.search.request import ASSUMABLE, request
 from fivefold.search.search import search
 from fivefold.tell.columns import table
 from fivefold.tell.describe import summary
@@ -99,7 +100,8 @@ def run(argv: Sequence[str]) -> int:
         print(f"again: {_told(one)}", flush=True)
     best = tuning.best
     if best is None:
-        raise ConfigError("no layout trained: " + "; ".join({t.why for t in tuning.tried}))
+        whys = dict.fromkeys(each.why for each in tuning.tried)
+        raise ConfigError(f"no layout trained: {'; '.join(whys)}")
     _write(out, tuning, best)
     print("\n".join(_result(tuning, best, out, world)))
     return 0
@@ -157,8 +159,7 @@ class Planner:
             ConfigError: the configuration is wrong, or no layout fits.
         """
         machine = replace(machine, num_gpus=self._world)
-        sizes = {"seq_length", "global_batch_size"}
-        asked = request(self._config, machine, by_flag=self._by_flag, by_recipe=sizes)
+        asked = request(self._config, machine, by_flag=self._by_flag, by_recipe=ASSUMABLE)
         result = search(asked)
         if not result.found:
             raise why_nothing(result).spelled(ranks_for_gpus)
@@ -204,7 +205,7 @@ def _result(tuning: Tuning, best: Tried, out: Path, world: int) -> Iterator[str]
     yield ""
     yield from constants_table(tuning.known)
     yield ""
-    yield f"try: fivefold train {out / 'recipe.toml'} --nproc {world}"
+    yield f"try: fivefold train {quote(str(out / 'recipe.toml'))} --nproc {world}"
 
 
 def _write(out: Path, tuning: Tuning, best: Tried) -> None:

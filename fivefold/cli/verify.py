@@ -15,7 +15,7 @@ from fivefold.expert.deepep_rules import check_deepep
 from fivefold.train.devices import Asked, choose_device, visible_gpus
 from fivefold.train.rank_env import RankEnv
 
-PRECISIONS = ("precision", "bf16", "fp32", "fp64")
+PRECISIONS = ("--precision", "--bf16", "--fp32", "--fp64")
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,7 @@ class Options:
 
 def run(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name."""
-    chosen = any(_flag_name(word) in PRECISIONS for word in argv)
-    options, config = load([*(() if chosen else ("--precision", "fp64")), *argv], Options, note)
+    options, config = load(in_fp64(argv), Options, note)
     layout = check(config, options.nproc)
     from fivefold.verify.run import verify
 
@@ -86,6 +85,7 @@ def run(argv: Sequence[str]) -> int:
     return tell(report, as_json=options.json)
 
 
-def _flag_name(word: str) -> str:
-    """'--precision=fp32' -> 'precision'."""
-    return word.partition("=")[0].removeprefix("--")
+def in_fp64(argv: Sequence[str]) -> list[str]:
+    """The command line, with fp64 for the precision unless it has a flag for that."""
+    given = any(word.partition("=")[0] in PRECISIONS for word in argv)
+    return list(argv) if given else ["--precision", "fp64", *argv]

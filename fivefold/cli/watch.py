@@ -22,6 +22,7 @@ SILENT = 10
 AT_LEAST = 60.0
 """Seconds for which a run may be silent in any case: it may save or evaluate."""
 EVENTS = 6  # latest ones
+LONGEST = 86_400.0  # seconds between looks
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,9 @@ class Options:
 def run(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name."""
     options = load_options(argv, Options)
-    if options.interval <= 0:
-        raise ConfigError(f"--interval must be above 0, not {options.interval:g}")
+    if not 0 < options.interval <= LONGEST:
+        what = f"--interval must be above 0 and at most {LONGEST:,.0f}, not {options.interval:g}"
+        raise ConfigError(what)
     folder = Path(options.run)
     run_config(folder)
     from rich.console import Console

@@ -62,6 +62,12 @@ class Config:
         return max(4, ELEMENT_BYTES[self.training.precision])
 
     @property
+    def rank_tokens(self) -> int:
+        """Tokens of a microbatch on a rank, before sequence parallelism splits them."""
+        training, parallel = self.training, self.parallel
+        return training.micro_batch_size * training.seq_length // parallel.context_parallel_size
+
+    @property
     def attended_length(self) -> int:
         """Tokens that attend to each other, on average over tokens: of a document, or of a row."""
         return min(self.data.document_length or self.training.seq_length, self.training.seq_length)

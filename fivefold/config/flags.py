@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.foreign import FOREIGN, MEANT, Foreign, name_of
-from fivefold.config.settings import NONE, Setting
+from fivefold.config.settings import NONE, Setting, flag_of
 from fivefold.errors import Mistakes, shown
 
 ALIASES: Mapping[str, str] = MappingProxyType(
@@ -171,15 +171,16 @@ class _Scanner:
     def _apply_switches(self) -> None:
         """Apply the values that switches imply, unless another flag gives a different one."""
         for switch in self._given.switches:
-            flag = "--" + switch.replace("_", "-")
+            flag = flag_of(switch)
             for name, value in self._switches[switch].items():
-                before = self._given.values.get(name, value)
+                setting, before = self._settings[name], self._given.values.get(name, value)
                 if before != value:
+                    other = self._spelled[name]
                     self._mistakes.add(
-                        f"{flag} contradicts {self._spelled[name]}",
-                        f"{flag} means {name} = {value}, and {self._spelled[name]} means "
-                        f"{name} = {before}",
-                        works=(flag, f"{self._settings[name].flag} {before}"),
+                        f"{flag} contradicts {other}",
+                        f"{flag} means {name} = {setting.words(value)}, and {other} means "
+                        f"{name} = {setting.words(before)}",
+                        works=(flag, setting.typed(before)),
                     )
                 self._given.values[name] = value
                 self._spelled.setdefault(name, flag)
@@ -200,7 +201,7 @@ class _Scanner:
         if not meant and not foreign.note:
             close = get_close_matches(name, known, n=1, cutoff=0.6)
             close = close or [k for k in known if k.startswith(name)][:3]
-            meant = ["--" + k.replace("_", "-") for k in close]
+            meant = list(map(flag_of, close))
         suffix = f", did you mean {' or '.join(meant)}?" if meant else ""
         self._mistakes.add(f"unknown flag {spelled}{suffix}", *filter(None, [foreign.note]))
         if not has_value:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from fivefold.config.config import Config
 from fivefold.config.parallel import ParallelConfig
+from fivefold.config.settings import flag_of
 from fivefold.errors import Mistakes
 
 NAME = "cuda_graph_impl = local"
@@ -69,7 +70,7 @@ def _of_the_model(config: Config) -> Iterator[tuple[str, list[str]]]:
         if p:
             yield (
                 f"{name} = {p:g} takes another key for its masks from the host in each",
-                [f"--{name.replace('_', '-')} 0"],
+                [f"{flag_of(name)} 0"],
             )
     if model.num_experts is not None:
         yield (
@@ -104,7 +105,7 @@ def _of_the_run(config: Config, parallel: ParallelConfig) -> Iterator[tuple[str,
         if getattr(config.memory, name):
             yield (
                 f"{name} copies to the host within a step, where the host takes part",
-                [f"--no-{name.replace('_', '-')}"],
+                [flag_of(f"no_{name}")],
             )
     if config.logging.log_straggler:
         yield (

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
 
+from fivefold.config.settings import flag_of
 from fivefold.errors import ConfigError, Mistake
 
 # A limit, because stages list their layers: a typing error must not ask for a billion.
@@ -119,5 +120,5 @@ def _value(node: ast.expr) -> int | list[int]:
 
 def _wrong(name: str, num_layers: int, what: str, *why: str) -> ConfigError:
     words = ["1", f"[0]*1+[1]*{num_layers - 1}"][: min(num_layers, 2)]
-    flag = f"--{name.replace('_', '-')}"
+    flag = flag_of(name)
     return ConfigError(Mistake(what, why, tuple(f"{flag} {word}" for word in words)))

@@ -4,6 +4,7 @@ from typing import get_args
 
 from fivefold.config.config import Config
 from fivefold.config.model import LoraTarget, ModelConfig
+from fivefold.config.settings import flag_of
 from fivefold.errors import Mistakes
 
 
@@ -63,14 +64,14 @@ def check_adapted_run(config: Config, mistakes: Mistakes) -> None:
         )
     for name in ("zero_quantized_weights", "zero_quantized_gradients"):
         if getattr(parallel, name):
-            flag = f"--no-{name.replace('_', '-')}"
+            flag = flag_of(f"no_{name}")
             mistakes.add(f"lora_rank: {name} is for blocks that are trained whole", works=(flag,))
     for name in ("optimizer_cpu_offload", "offload_optimizer_states"):
         if getattr(config.memory, name):
             mistakes.add(
                 f"lora_rank: frozen weights have no optimizer state that {name} could move, and "
                 "adapters have little",
-                works=(f"--no-{name.replace('_', '-')}",),
+                works=(flag_of(f"no_{name}"),),
             )
     gathers = "all_gather" in parallel.cp_comm_type and parallel.context_parallel_size > 1
     if gathers and config.model.multi_latent_attention:

@@ -2,6 +2,7 @@
 
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
+from fivefold.config.settings import flag_of
 from fivefold.errors import Mistakes
 from fivefold.units import read_bytes
 
@@ -65,7 +66,7 @@ def _check_named(memory: MemoryConfig, model: ModelConfig, mistakes: Mistakes) -
                 "fine_grained_activation_offloading only",
                 works=[
                     "--fine-grained-activation-offloading",
-                    f"--{name.replace('_', '-')} none",
+                    f"{flag_of(name)} none",
                 ],
             )
     for name, modules in named.items():

@@ -3,9 +3,11 @@
 import math
 from typing import Literal, get_args, get_origin, get_type_hints
 
+from fivefold.config.config import SETTINGS
 from fivefold.config.layer_pattern import MAX_LAYERS, expert_layers, window_layers
 from fivefold.config.lora_rules import check_adapters
 from fivefold.config.model import MAX_SIZE, OF_ADAPTERS, ModelConfig
+from fivefold.config.settings import flag_of
 from fivefold.errors import Mistakes, did_you_mean
 
 _POSITIVE = (
@@ -156,7 +158,7 @@ def _check_gate(model: ModelConfig, mistakes: Mistakes) -> None:
                 f"{name} = {value} is of gates with activation_func silu or quick_gelu",
                 works=(
                     "--gated-linear-unit --activation-func silu",
-                    f"--{name.replace('_', '-')} {'none' if default is None else default}",
+                    f"{flag_of(name)} {'none' if default is None else default}",
                 ),
             )
     clamp = model.activation_func_clamp_value
@@ -282,11 +284,10 @@ def _check_unused(
 ) -> None:
     """Settings that say something about a part that the model does not have: `add` gives it."""
     for name in names:
-        default, value = getattr(ModelConfig, name), getattr(model, name)
-        if value != default:
-            shown = "none" if default is None else default
-            flag = f"--{name.replace('_', '-')}"
-            mistakes.add(f"{name} = {value} needs {needs}", works=[add, f"{flag} {shown}"])
+        setting, value = SETTINGS[name], getattr(model, name)
+        if value != setting.default:
+            what = f"{name} = {setting.words(value)} needs {needs}"
+            mistakes.add(what, works=[add, setting.typed(setting.default)])
 
 
 def _near_divisors(n: int, wanted: int) -> list[int]:

@@ -190,3 +190,8 @@ class ParallelConfig:
     def sharding(self) -> Sharding:
         """What data-parallel ranks split, and when they gather and reduce it."""
         return SHARDING[self.data_parallel_sharding_strategy]
+
+    @property
+    def token_parts(self) -> int:
+        """Number of ranks that split the tokens outside heads, MLPs and vocabulary."""
+        return self.tensor_model_parallel_size if self.sequence_parallel else 1

@@ -11,7 +11,7 @@ from fivefold.config.config import SECTIONS
 from fivefold.config.flags import ALIASES, SWITCHES
 from fivefold.config.foreign import FOREIGN, name_of
 from fivefold.config.presets import PRESETS
-from fivefold.config.settings import NONE, Setting, settings_of
+from fivefold.config.settings import NONE, Setting, flag_of, settings_of
 from fivefold.config.sources import MODEL, config_settings, recipe_names
 from fivefold.errors import ConfigError, did_you_mean
 from fivefold.units import wrapped
@@ -155,7 +155,7 @@ def _filled(text: str, width: int, first: str = "", others: str = "") -> str:
 
 def _spellings(setting: Setting) -> list[str]:
     """The flag with a placeholder for its value, and its aliases."""
-    short = [f"--{_dashed(alias)}" for alias, of in ALIASES.items() if of == setting.name]
+    short = [flag_of(alias) for alias, of in ALIASES.items() if of == setting.name]
     if setting.kind is bool:
         off = f"--no-{setting.flag[2:]}"
         return [off if setting.default is True else setting.flag, *short]
@@ -215,9 +215,9 @@ def _page_lines() -> Iterator[str]:
         yield from _table(settings)
     yield from ("", "## Other spellings", "", "| flag | means |", "|---|---|")
     for alias, name in ALIASES.items():
-        yield f"| `--{_dashed(alias)}` | `--{_dashed(name)}` |"
+        yield f"| `{flag_of(alias)}` | `{flag_of(name)}` |"
     for switch, implied in SWITCHES.items():
-        yield f"| `--{_dashed(switch)}` | {_implied(switch, implied)} |"
+        yield f"| `{flag_of(switch)}` | {_implied(switch, implied)} |"
 
 
 def _table(settings: Iterable[Setting]) -> Iterator[str]:
@@ -245,7 +245,7 @@ _SAID_BY_OTHERS = MappingProxyType(
 
 
 def _switch(name: str) -> str:
-    return f"  --{_dashed(name):<36}{_implied(name, SWITCHES[name])}"
+    return f"  {flag_of(name):<38}{_implied(name, SWITCHES[name])}"
 
 
 def _implied(name: str, implied: Mapping[str, object]) -> str:
@@ -257,10 +257,6 @@ def _implied(name: str, implied: Mapping[str, object]) -> str:
 def _place(setting: Setting) -> str:
     name = setting.name.upper()
     return name if setting.default is MISSING else f"[{name}]"
-
-
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")
 
 
 def _summary(cls: type) -> str:

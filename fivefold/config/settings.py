@@ -17,6 +17,15 @@ def argument(help: str, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"help": help, "positional": True})
 
 
+def flag_of(name: str) -> str:
+    """The flag of a setting; one that is a switch is off with that of `no_` and its name.
+
+    >>> flag_of("seq_length"), flag_of("no_sequence_parallel")
+    ('--seq-length', '--no-sequence-parallel')
+    """
+    return "--" + name.replace("_", "-")
+
+
 @dataclass(frozen=True)
 class Setting:
     """One field of a settings dataclass.
@@ -46,7 +55,7 @@ class Setting:
     @property
     def flag(self) -> str:
         """The flag that sets it."""
-        return "--" + self.name.replace("_", "-")
+        return flag_of(self.name)
 
     @property
     def expected(self) -> str:

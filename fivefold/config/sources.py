@@ -16,7 +16,7 @@ from fivefold.config.foreign import FOREIGN, name_of
 from fivefold.config.huggingface import read_adapter
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS, resolve_model
-from fivefold.config.settings import Setting, settings_of
+from fivefold.config.settings import Setting, flag_of, settings_of
 from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean, shown
 from fivefold.files import parse_toml, read_text
 
@@ -270,7 +270,7 @@ def _model(
         mistakes.add("--group-query-attention needs --num-query-groups, the key/value heads")
     for switch in ("moe_grouped_gemm", "moe_permute_fusion"):
         if switch in given.switches and model.num_experts is None:
-            mistakes.add(f"--{switch.replace('_', '-')} needs a model with --num-experts")
+            mistakes.add(f"{flag_of(switch)} needs a model with --num-experts")
     return model
 
 

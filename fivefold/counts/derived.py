@@ -207,8 +207,7 @@ def _sent(layout: Layout) -> list[Row]:
 def _kept(layout: Layout) -> list[Row]:
     """Bytes that a layer of each kind keeps of a microbatch for its backward."""
     config = layout.config
-    model, training, running = config.model, config.training, Running.of(config)
-    tokens = training.micro_batch_size * training.seq_length // layout.grid.cp
+    model, running, tokens = config.model, Running.of(config), config.rank_tokens
     first = {layer_kind(model, layer): layer for layer in reversed(range(model.num_layers))}
     rows = []
     memory = config.memory

@@ -108,8 +108,7 @@ class _ExpertFlows:
         self._rows_B = training.micro_batch_size
         self.microbatches = layout.num_microbatches // layout.num_copies
         self._slices = self._parallel.num_sequence_slices
-        parts = layout.grid.cp * (layout.grid.tp if self._parallel.sequence_parallel else 1)
-        self._tokens = training.micro_batch_size * training.seq_length // parts
+        self._tokens = config.rank_tokens // self._parallel.token_parts
         split = {"ep": layout.grid.ep, "etp": layout.grid.etp}
         self._padded = padded_rows(
             self._kind, self._settings, self._model, tokens=self._tokens, **split

@@ -19,15 +19,15 @@ def length_products(layout: Layout, layer: int, remade: Remade) -> tuple[float, 
         layer: index of the layer.
         remade: what its backward recomputes.
     """
-    tp, training = layout.grid.tp, layout.config.training
-    tokens = training.micro_batch_size * training.seq_length // layout.grid.cp
-    slices, rank = layout.config.parallel.num_sequence_slices, layout.config.model.lora_rank or 0
+    config, tp = layout.config, layout.grid.tp
+    slices, rank = config.parallel.num_sequence_slices, config.model.lora_rank or 0
     every = alone = 0.0
     for weight in _measured(layout, layer):
         rows, columns = weight.local(tp)
         if weight.heads % tp:
             rows //= weight.heads
-        products = rank * (rows * columns + rank * (rows + columns)) * slices / tokens
+        each = rank * (rows * columns + rank * (rows + columns))
+        products = each * slices / config.rank_tokens
         forward, again = _runs(layout, weight, remade)
         every, alone = every + (forward + again) * products, alone + forward * products
     return every, alone
@@ -56,14 +56,11 @@ def _measured(layout: Layout, layer: int) -> Iterator[Weight]:
 def _runs(layout: Layout, weight: Weight, remade: Remade) -> tuple[int, int]:
     """How often a linear layer runs per microbatch or slice of it: forward, and in the backward."""
     config = layout.config
-    memory, training = config.memory, config.training
+    memory = config.memory
     dense = weight.name.startswith(MADE_AGAIN["mlp"])
     tiles = 1
     if dense and memory.tiled_mlp_num_shards > 1 and (remade.whole or "mlp" in remade.modules):
-        parts = layout.grid.tp if config.parallel.sequence_parallel else 1
-        tiles = memory.num_tiles(
-            training.micro_batch_size * training.seq_length // layout.grid.cp // parts
-        )
+        tiles = memory.num_tiles(config.rank_tokens // config.parallel.token_parts)
     again = sum(weight.name.startswith(MADE_AGAIN.get(each, ())) for each in remade.modules)
     if remade.whole:
         again += 1 + (tiles > 1)

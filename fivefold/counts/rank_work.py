@@ -50,7 +50,7 @@ def kept_activations(
     memory, model = layout.memory_of(stage), config.model
     etp = layout.grid.coordinates(rank, EXPERT_AXES)["etp"]
     running = replace(Running.of(config), memory=memory, adds_expert_bias=etp == 0)
-    tokens = config.training.micro_batch_size * config.training.seq_length / layout.grid.cp
+    tokens = config.rank_tokens
     further = [model.num_layers + depth for depth in range(parts.mtp)]
     saved = []
     for place, layer in [*enumerate(parts.layers), *((0, layer) for layer in further)]:
@@ -174,12 +174,10 @@ def _copies(layout: Layout, layer: int, joined: bool) -> float:
 
 def _is_moved(layout: Layout) -> bool:
     """Whether outputs of attention are offloaded with it: then they count there."""
-    memory, training = layout.config.memory, layout.config.training
-    if "core_attn" not in memory.moved_items:
-        return False
-    tokens = training.micro_batch_size * training.seq_length / layout.grid.cp
-    size = ELEMENT_BYTES[training.precision] * layout.config.model.attention_size * tokens
-    return size / layout.grid.tp >= memory.min_offloaded_tensor_size
+    config, memory = layout.config, layout.config.memory
+    features = config.model.attention_size / layout.grid.tp
+    size = ELEMENT_BYTES[config.training.precision] * features * config.rank_tokens
+    return "core_attn" in memory.moved_items and size >= memory.min_offloaded_tensor_size
 
 
 def multiplications(layout: Layout, rank: int, rows: StepRows | None = None) -> float:
@@ -197,8 +195,7 @@ def multiplications(layout: Layout, rank: int, rows: StepRows | None = None) -> 
         rows: rows of each layer in the step; None: expected rows with evenly used experts.
     """
     config, grid = layout.config, layout.grid
-    model, training, memory = config.model, config.training, config.memory
-    tokens = training.micro_batch_size * training.seq_length / grid.cp
+    model, memory, tokens = config.model, config.memory, config.rank_tokens
     products = _Products(layout, rank)
     count = layout.num_microbatches // layout.num_copies
     recomputed, total = layout.recomputed(), 0.0
@@ -242,9 +239,7 @@ class _Products:
     def __init__(self, layout: Layout, rank: int) -> None:
         self._layout, self._model = layout, layout.config.model
         self._memory = memory = layout.config.memory
-        training, grid = layout.config.training, layout.grid
-        parts = grid.tp if layout.config.parallel.sequence_parallel else 1
-        tokens = training.micro_batch_size * training.seq_length // grid.cp // parts
+        tokens = layout.config.rank_tokens // layout.config.parallel.token_parts
         self._last_tile = memory.last_tile(tokens)
         self._cp_rank = layout.grid.coordinates(rank)["cp"]
         eight_bit = layout.config.training.fp8_format is not None
@@ -325,7 +320,7 @@ def _linear_weights(layout: Layout, layer: int) -> dict[str, float]:
     included, because they multiply rows instead of tokens.
     """
     model, grid = layout.config.model, layout.grid
-    parts = grid.tp if layout.config.parallel.sequence_parallel else 1
+    parts = layout.config.parallel.token_parts
     sizes: dict[str, float] = {}
     for name, weight in layer_weights(model, layer).items():
         if not weight.multiplies or weight.of_experts:

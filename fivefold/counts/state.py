@@ -193,13 +193,13 @@ def stage_narrow(layout: Layout, stage: StageParts, policy: StatePolicy) -> floa
 
 def first_shard(layout: Layout, block: GatheredBlock) -> int:
     """Elements of a block on the first of the ranks that share the optimizer state."""
-    return _Shard(num_shards(layout), 0, num_expert_shards(layout), 0).held(block)
+    return _Shard.first(layout).held(block)
 
 
 def largest_of_shard(layout: Layout, block: GatheredBlock) -> int:
     """Those of the parameter of which that rank has most."""
-    at = _Shard(num_shards(layout), 0, num_expert_shards(layout), 0)
-    return max((size for _, size in at.parts(block)), default=0)
+    parts = _Shard.first(layout).parts(block)
+    return max((size for _, size in parts), default=0)
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def _away(layout: Layout, pp_rank: int, policy: StatePolicy) -> tuple[float, flo
     once."""
     if not policy.away:
         return 0.0, 0.0
-    first = _Shard(num_shards(layout), 0, num_expert_shards(layout), 0)
+    first = _Shard.first(layout)
     blocks = units_on_host(layout, pp_rank).values()
     parts = [replace(b, dense=()) for b in blocks] + [replace(b, experts=()) for b in blocks]
     sizes = [first.held(part) * policy.compute for part in parts]
@@ -268,6 +268,11 @@ class _Shard:
     shard: int
     expert_shards: int
     expert_shard: int
+
+    @classmethod
+    def first(cls, layout: Layout) -> "_Shard":
+        """The place of the first rank, which keeps most."""
+        return cls(num_shards(layout), 0, num_expert_shards(layout), 0)
 
     def held(self, block: GatheredBlock) -> int:
         """Elements of one block that the rank keeps."""

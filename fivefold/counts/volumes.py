@@ -11,13 +11,12 @@ from fivefold.counts.context import gathers_latents, seen_shares
 from fivefold.counts.expert_volumes import expert_flows
 from fivefold.counts.lengths import summed_lengths
 from fivefold.counts.messages import Flow, context_volumes, wire_bytes
-from fivefold.counts.parameters import parameter_records, tied_ranks
+from fivefold.counts.parameters import parameter_records, shards_of, tied_ranks
 from fivefold.counts.remade import remade_layers
 from fivefold.counts.routed import StepRows
 from fivefold.counts.sharded import ShardedVolumes
 from fivefold.counts.state import held, held_of_experts, num_expert_shards, num_shards
 from fivefold.layout import Layout
-from fivefold.mesh.grid import EXPERT_AXES
 from fivefold.model.description import Layer, describe, layer_kind
 from fivefold.model.fp8_rules import num_delayed_scales
 from fivefold.model.operations import CoreAttention, Operation
@@ -69,16 +68,15 @@ class _Volumes:
         self.slices = self.parallel.num_sequence_slices
         self.data = grid.dp * grid.cp
         self.shards = num_shards(layout)
-        self.shard = self.at["dp_shard"] * grid.cp + self.at["cp"] if self.shards > 1 else 0
+        self.shard, self.expert_shard = shards_of(layout, rank)
         self.element = ELEMENT_BYTES[config.training.precision]
         self.running = Running.of(config)
         self.master, self.gradient = config.master_bytes, config.gradient_bytes
-        self.tokens = config.training.micro_batch_size * config.training.seq_length // grid.cp
+        self.tokens = config.rank_tokens
         self.stages = layout.stages_of(self.at["pp"])
         self.recomputed = layout.recomputed()
         self.records = parameter_records(layout, rank)
         self.expert_shards = num_expert_shards(layout)
-        self.expert_shard = grid.coordinates(rank, EXPERT_AXES)["edp"] % self.expert_shards
 
     def tensor_parallel(self) -> Iterator[Flow]:
         """Tensor-parallel bytes, per microbatch and hidden state of N bytes, in (t-1)/t N.
@@ -191,8 +189,8 @@ class _Volumes:
     @property
     def _last_tile(self) -> float:
         """Share of the tokens in the last tile, whose forward a recomputed layer leaves out."""
-        memory, parts = self.layout.config.memory, self.tp if self.parallel.sequence_parallel else 1
-        return memory.last_tile(self.tokens // parts)
+        memory = self.layout.config.memory
+        return memory.last_tile(self.tokens // self.parallel.token_parts)
 
     def _tiled_again(self, layer: Layer) -> int:
         """Features per token sent when the tiles of a recomputed layer's MLP are recomputed."""
@@ -277,8 +275,8 @@ class _Volumes:
 
     def pipeline(self) -> Iterator[Flow]:
         """Hidden states and their gradients, [T, H] or its part, and tied embeddings."""
-        parts = self.tp if self.parallel.sequence_parallel else 1
-        size = self.tokens // self.slices // parts * self.model.hidden_size * self.element
+        own = self.tokens // self.slices // self.parallel.token_parts
+        size = own * self.model.hidden_size * self.element
         states = self.microbatches * self.slices * self._crossing_states()
         yield Flow("pp", "hidden states and gradients", states * size)
         # With two pipeline ranks, the pair of mirrored ranks is the whole pipeline.

@@ -10,13 +10,18 @@ dtype, c bytes per element of the compute dtype, Psi parameters and M microbatch
     + HSDP over r        2 (r-1)/r g Psi/d
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
 from fivefold.config.config import Config
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+)
+"""Types in which a run computes, by their names in settings."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from fivefold.config.config import Config
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.parallel import ParallelConfig
+from fivefold.config.settings import flag_of
 from fivefold.config.sharding import SHARDING
 from fivefold.config.training import BLOCK
 from fivefold.errors import Mistakes
@@ -23,7 +24,7 @@ def check_data_parallel(config: Config, parallel: ParallelConfig, mistakes: Mist
     if replicated and config.gathers_weights():
         off = _offload(config.memory)
         why = f"of bf16 with {off}, whose gradients FSDP2 sums block by block"
-        here = f"--no-{off.replace('_', '-')}"
+        here = flag_of(f"no_{off}")
         if parallel.grad_reduce_in_bf16:
             mistakes.add(
                 f"grad_reduce_in_bf16 has no effect on no_shard {why}: their all-reduce would sum "
@@ -101,7 +102,7 @@ def check_contradictions(config: Config, mistakes: Mistakes) -> None:
             f"{_offload(memory)} still has state on its way from the host",
             works=[
                 "--no-overlap-param-gather-with-optimizer-step",
-                f"--no-{_offload(memory).replace('_', '-')}",
+                flag_of(f"no_{_offload(memory)}"),
             ],
         )
     if memory.optimizer_cpu_offload and memory.offload_optimizer_states:
@@ -133,7 +134,7 @@ def _check_masters(config: Config, mistakes: Mistakes) -> None:
     memory = config.memory
     if not memory.optimizer_off_device:
         return
-    here = f"--no-{_offload(memory).replace('_', '-')}"
+    here = flag_of(f"no_{_offload(memory)}")
     if optimizer.narrow_parameters:
         fp32 = off if optimizer.store_param_remainders else "--main-params-dtype fp32"
         name = "store_param_remainders"
@@ -164,7 +165,7 @@ def check_blocks(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -
     tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
     types = ("exp_avg_dtype", "exp_avg_sq_dtype")
     few = [name for name in types if config.value(name) == "fp8"]
-    off = " ".join(f"--{name.replace('_', '-')} bf16" for name in few)
+    off = " ".join(f"{flag_of(name)} bf16" for name in few)
     for flag, size, other, legal in (
         ("tp", tp, (tp, 1), tensor_parallel_sizes(config.model)),
         ("etp", etp, (1, etp), divisors(config.model.expert_ffn_size)),
@@ -251,7 +252,7 @@ def check_replicas(config: Config, parallel: ParallelConfig, mistakes: Mistakes)
 
 
 def _off(setting: str) -> str:
-    return f"--{setting.replace('_', '-')} 0"
+    return f"{flag_of(setting)} 0"
 
 
 def _offload(memory: MemoryConfig) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from fivefold.config.parallel import ParallelConfig
+from fivefold.config.settings import flag_of
 from fivefold.config.sharding import SHARDING, Sharding
 from fivefold.errors import Mistakes
 from fivefold.mesh.grid import Grid
@@ -70,7 +71,7 @@ def _check_part(name: str, size: int, grid: Grid, experts: bool, mistakes: Mista
         wanted += f"{grid.ep * grid.etp}, or part of one"
     fitting = [n for n in divisors(shards) if part_fits(n, grid, experts)]
     near = sorted(fitting, key=lambda n: (n == 1, abs(n - size)))[:3]
-    flag = f"--{name.replace('_', '-')}"
+    flag = flag_of(name)
     mistakes.add(
         f"{name} = {size} does not divide the sharding group into parts",
         f"it must be {wanted}",
@@ -79,5 +80,4 @@ def _check_part(name: str, size: int, grid: Grid, experts: bool, mistakes: Mista
 
 
 def _off(name: str) -> str:
-    flag = name.replace("_", "-")
-    return f"--{flag} 1" if name in (HPZ, QGZ) else f"--no-{flag}"
+    return f"{flag_of(name)} 1" if name in (HPZ, QGZ) else flag_of(f"no_{name}")

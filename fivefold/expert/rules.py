@@ -1,6 +1,7 @@
 """Validation of router and dispatcher settings for training; torch-free."""
 
 from fivefold.config.config import Config
+from fivefold.config.settings import flag_of
 from fivefold.errors import Mistakes
 from fivefold.expert.deepep_rules import check_deepep_settings
 
@@ -30,7 +31,7 @@ def check_routers(config: Config, mistakes: Mistakes) -> None:
     for name in [name for name, used in whole.items() if used and slices > 1]:
         mistakes.add(
             f"{name} needs whole microbatches, and num_sequence_slices {slices} cuts them",
-            works=["--num-sequence-slices 1", f"--{name.replace('_', '-')} none"],
+            works=["--num-sequence-slices 1", f"{flag_of(name)} none"],
         )
     if "global_aux_loss" in kinds and parallel.pipeline_schedule == "dualpipe":
         mistakes.add(

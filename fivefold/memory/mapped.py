@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fivefold.config.settings import flag_of
 from fivefold.errors import FivefoldError
 from fivefold.files import crc32
 from fivefold.units import human_bytes
@@ -49,7 +50,7 @@ class MappedTensors:
         what: str = "optimizer state",
     ) -> None:
         self._folder, self._sums = folder, dict[tuple[Hashable, int], int]()
-        self._flag = f"--{setting.replace('_', '-')}"
+        self._flag = flag_of(setting)
         self.nbytes = sum(like.nbytes for like in likes.values())
         self._pages: mmap.mmap | None = None
         whole = torch.empty(0, dtype=torch.uint8)

@@ -80,10 +80,9 @@ class Running:
         """From a configuration whose tensor-parallel degrees are set."""
         training, parallel = config.training, config.parallel
         element = ELEMENT_BYTES[training.precision]
-        parts = parallel.context_parallel_size * parallel.num_sequence_slices
+        tokens = config.rank_tokens / parallel.num_sequence_slices
         latents = parallel.context_parallel_size > 1 and config.model.multi_latent_attention
         gathers = tuple(latents and kind == "all_gather" for kind in parallel.cp_comm_type)
-        tokens = training.micro_batch_size * training.seq_length / parts
         return cls(
             seq_length=training.seq_length,
             element_bytes=element,
@@ -248,12 +247,11 @@ def _padded(config: Config, tokens: float) -> LayerRows | None:
     parallel = config.parallel
     if config.model.num_experts is None:
         return None
-    parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     return padded_rows(
         parallel.moe_token_dispatcher_type,
         config.experts,
         config.model,
         ep=parallel.expert_model_parallel_size,
         etp=parallel.expert_tensor_parallel_size,
-        tokens=int(tokens / parts),
+        tokens=int(tokens / parallel.token_parts),
     )

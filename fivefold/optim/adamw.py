@@ -24,6 +24,8 @@ MASTER = "master"
 SCALES = tuple(map(scale_of, MOMENTS))
 STATES = (*MOMENTS, *SCALES)
 """What a checkpoint may keep of the optimizer's state of a parameter."""
+OPTIMIZER = "optim."
+"""What names of these begin with in a checkpoint."""
 Block = tuple[Sequence[nn.Parameter], Callable[[], None]]
 
 
@@ -69,7 +71,7 @@ class AdamW:
             name: {"step": torch.zeros((), dtype=torch.float32, device=leaf.device)}
             | {
                 state: rooms[room]
-                if (room := room_of(state, name)) in rooms
+                if (room := state_name(state, name)) in rooms
                 else torch.zeros_like(like, device=leaf.device)
                 for state, like in moments_like(leaf, config).items()
             }
@@ -163,7 +165,7 @@ class AdamW:
         optimizer, except for `steps`.
         """
         return {
-            room_of(state, name): state_piece(state, piece_of(parameter), tensor)
+            state_name(state, name): state_piece(state, piece_of(parameter), tensor)
             for name, parameter in self._parameters.items()
             for state, tensor in self._state[name].items()
             if state in STATES
@@ -240,9 +242,9 @@ def state_piece(state: str, piece: Piece, local: Tensor) -> Piece:
     return Piece(local, shape, (*outer, blocks))
 
 
-def room_of(moment: str, name: str) -> str:
+def state_name(state: str, name: str) -> str:
     """The name in a checkpoint of a state of the parameter called `name`."""
-    return f"optim.{moment}.{name}"
+    return f"{OPTIMIZER}{state}.{name}"
 
 
 def decays(name: str, parameter: Tensor) -> bool:

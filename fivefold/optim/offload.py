@@ -20,7 +20,7 @@ from fivefold.config.training import OptimizerConfig
 from fivefold.memory.host import HostLink, Mark
 from fivefold.memory.parameters import OffloadedParameters
 from fivefold.mesh.slices import Piece, local_tensor, piece_of
-from fivefold.optim.adamw import STATES, AdamW, moments_like, room_of, state_piece
+from fivefold.optim.adamw import STATES, AdamW, moments_like, state_name, state_piece
 from fivefold.optim.grad_norm import Departed, clip_
 from fivefold.optim.offload_rooms import UpdateRooms
 from fivefold.optim.offload_state import (
@@ -232,7 +232,7 @@ class HostAdamW:
     def state_tensors(self) -> dict[str, Piece]:
         """The moments and their scales, named as by `AdamW.state_tensors`."""
         return {
-            room_of(state, name): state_piece(state, piece_of(parameter), kept)
+            state_name(state, name): state_piece(state, piece_of(parameter), kept)
             for name, parameter in self._parameters.items()
             for state, kept in self.state.kept(name).items()
             if state in STATES
@@ -343,7 +343,7 @@ class _BucketUpdate:
     ) -> None:
         masters = {p.name: nn.Parameter(p.of(MASTER, lines)) for p in bucket.parts}
         moments = {
-            room_of(state, p.name): p.of(state, lines)
+            state_name(state, p.name): p.of(state, lines)
             for p in bucket.parts
             for state in p.places
             if state in STATES

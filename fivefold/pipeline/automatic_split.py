@@ -5,6 +5,7 @@ from functools import lru_cache
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
+from fivefold.config.settings import flag_of
 from fivefold.errors import ConfigError, Mistake
 from fivefold.pipeline.balance import balance, schedule_clock
 from fivefold.pipeline.ir import loop_placement, v_placement
@@ -37,7 +38,7 @@ def automatic_split(
     """
     others = [name for name in _OTHER_WAYS if getattr(parallel, name)]
     if others:
-        flags = [f"--{name.replace('_', '-')}" for name in others]
+        flags = list(map(flag_of, others))
         offs = [
             f"--no-{flag[2:]}" if getattr(parallel, name) is True else f"{flag} none"
             for name, flag in zip(others, flags, strict=True)

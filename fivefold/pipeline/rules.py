@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from fivefold.config.config import Config
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.parallel import ParallelConfig
+from fivefold.config.settings import flag_of
 from fivefold.errors import Mistakes
 from fivefold.mesh.rules import divisors, nearest
 from fivefold.pipeline.schedules.registry import SCHEDULES
@@ -71,7 +72,7 @@ def check_groups_used(parallel: ParallelConfig, num_virtual: int, mistakes: Mist
         works=[
             *(f"--pipeline-schedule {other}" for other in grouping if num_virtual > 1),
             *(["--num-virtual-stages-per-pipeline-rank 2"] if num_virtual == 1 else []),
-            f"--{name.replace('_', '-')} none",
+            f"{flag_of(name)} none",
         ],
     )
 

@@ -186,7 +186,7 @@ def _attention(config: Config, cluster: Cluster, pieces: int) -> Phases:
     many. Queries that see few keys fill the device as little as those of a short sequence do.
     """
     model, training, parallel = config.model, config.training, config.parallel
-    tokens = training.micro_batch_size * training.seq_length // parallel.context_parallel_size
+    tokens = config.rank_tokens
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size
     features = model.query_dim + model.value_dim
     whole = config.attended_length
@@ -204,9 +204,8 @@ def _attention(config: Config, cluster: Cluster, pieces: int) -> Phases:
 
 def _volumes(config: Config, kind: CpCommType, ranks: int, inner: int) -> PassVolumes:
     """Bytes that a rank sends for one layer and microbatch."""
-    model, training, parallel = config.model, config.training, config.parallel
-    tp = parallel.tensor_model_parallel_size
-    tokens = training.micro_batch_size * training.seq_length // parallel.context_parallel_size
+    model, tokens = config.model, config.rank_tokens
+    tp = config.parallel.tensor_model_parallel_size
     heads = max(model.num_kv_heads // tp, 1)
     core = describe(model, layer_kind(model, 0)).one(CoreAttention)
     return context_volumes(

@@ -22,7 +22,7 @@ _NEXT_TO_NOTHING = 1e-9  # seconds, of a difference of sums
 
 @dataclass(frozen=True)
 class KernelKind:
-    """KernelKind of one kind in a step, on a mean rank; recomputation is not among them.
+    """Kernels of one kind in a step, on a mean rank; recomputation is not among them.
 
     Attributes:
         name: name of the operation in the description of a layer, or what it is.

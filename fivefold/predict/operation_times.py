@@ -67,8 +67,7 @@ class OperationTimes:
         self.gpu = self.cluster.gpu
         self.model, self.parallel, self.grid = config.model, config.parallel, grid
         self.memory, self.training = config.memory, training
-        self.tokens = training.micro_batch_size * training.seq_length // grid.cp
-        self.parts = grid.tp if self.parallel.sequence_parallel else 1
+        self.tokens, self.parts = config.rank_tokens, config.parallel.token_parts
         narrow = "fp4" if training.fp4_format else "fp8" if training.fp8_format else None
         self.precision = narrow or training.precision
         self.tp = span(cluster, grid.tp, 1)

@@ -114,8 +114,7 @@ def buffers(layout: Layout, stage: StageParts, running: Running) -> tuple[float,
 
     The latter are gathered keys and values, and tokens sent to experts.
     """
-    model, training, grid = layout.config.model, layout.config.training, layout.grid
-    tokens = training.micro_batch_size * training.seq_length / grid.cp
+    model, grid, tokens = layout.config.model, layout.grid, layout.config.rank_tokens
     element, between, inside = running.element_bytes, 0.0, 0.0
     if grid.pp > 1:
         between = 2 * element * model.hidden_size / running.token_parts

@@ -49,10 +49,9 @@ class Route:
         return all_layers(self.layout, self.stage)
 
     @cached_property
-    def tokens(self) -> float:
+    def tokens(self) -> int:
         """Tokens of a microbatch on this rank."""
-        training = self.layout.config.training
-        return training.micro_batch_size * training.seq_length / self.layout.grid.cp
+        return self.layout.config.rank_tokens
 
     @cached_property
     def kept(self) -> tuple[float, ...]:

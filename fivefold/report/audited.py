@@ -16,6 +16,7 @@ from fivefold.predict.memory import peak_memory
 from fivefold.predict.software import Software
 from fivefold.predict.step import predict
 from fivefold.report.settings import run_config
+from fivefold.train.run_folder import RunFolder
 from fivefold.verify.report import describe
 
 
@@ -31,16 +32,17 @@ def audited(folder: Path, cluster: str | None = None) -> AuditReport:
         ConfigError: there is no such cluster.
     """
     config = run_config(folder)
-    records = read_records(folder / "audit")
-    if (folder / "audit" / "config.toml").is_file():  # later starts may have another layout
-        config = run_config(folder / "audit")
+    files = RunFolder(folder)
+    records = read_records(files.audit)
+    if RunFolder(files.audit).config_file.is_file():  # later starts may have another layout
+        config = run_config(files.audit)
     layout = check(config, len(records), planned=True)
     step = records[0].step
     return audit(
         f"{folder}, step {step}; {describe(layout)}",
         layout,
         records,
-        usual_seconds(folder / "metrics.jsonl", step),
+        usual_seconds(files.metrics_file, step),
         None if cluster is None else outlook(layout, records, cluster),
         layer_operations(layout),
     )

@@ -7,6 +7,7 @@ from fivefold.config.model_rules import check_model
 from fivefold.config.sources import read_config
 from fivefold.config.values import check_values
 from fivefold.errors import ConfigError, DataError, Mistake, Mistakes, did_you_mean
+from fivefold.train.run_folder import RunFolder
 
 
 def run_settings(folder: Path) -> Path:
@@ -15,7 +16,7 @@ def run_settings(folder: Path) -> Path:
     Raises:
         DataError: the folder is not a run folder.
     """
-    file = folder / "config.toml"
+    file = RunFolder(folder).config_file
     if not file.is_file():
         near = [p.name for p in folder.parent.glob("*") if (p / file.name).is_file()]
         raise DataError(

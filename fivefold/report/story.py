@@ -20,17 +20,11 @@ from fivefold.pipeline.measured import FILE, read_measured
 from fivefold.pipeline.study import measured_results
 from fivefold.report.audited import audited
 from fivefold.report.settings import run_config
+from fivefold.train.run_folder import CHECKPOINTS, RunFolder
 
 LAST = 20
 """Steps over which the latest values of a run are averaged."""
 EVALUATION = "eval_loss"
-METRICS, ENVIRONMENT, CHECKPOINTS, ERRORS, HANGS = (
-    "metrics.jsonl",
-    "environment.json",
-    "checkpoints",
-    "errors",
-    "hangs",
-)
 Record = Mapping[str, Any]
 
 
@@ -145,16 +139,17 @@ def read_story(folder: Path) -> Story:
         DataError: it is not a run folder, or a file of it is damaged.
     """
     config = run_config(folder)
-    metrics = folder / METRICS
+    files = RunFolder(folder)
+    metrics, environment = files.metrics_file, files.environment_file
     records: list[dict[str, Any]] = []
     if metrics.is_file():
         lines = read_json_lines(metrics, dict[str, Any], DataError)
         records = [line for line in lines if isinstance(line.get("step"), int)]
     starts: list[dict[str, Any]] = []
-    if (folder / ENVIRONMENT).is_file():
-        starts = read_json(folder / ENVIRONMENT, list[dict[str, Any]], DataError)
+    if environment.is_file():
+        starts = read_json(environment, list[dict[str, Any]], DataError)
     seen = _changed(metrics) if records else None
-    happenings = sorted(_happenings(folder, starts), key=lambda each: each.when)
+    happenings = sorted(_happenings(files, starts), key=lambda each: each.when)
     return Story(folder, config, tuple(starts), tuple(records), tuple(happenings), seen)
 
 
@@ -169,7 +164,7 @@ def validation_set(column: str) -> str:
     return f" {name[1:]}" if name else ""
 
 
-def _happenings(folder: Path, starts: Iterable[Record]) -> Iterable[Happening]:
+def _happenings(folder: RunFolder, starts: Iterable[Record]) -> Iterable[Happening]:
     for number, start in enumerate(starts):
         command = shlex.join(map(str, start.get("command", ())))
         host, devices = start.get("host", ""), start.get("devices") or ["CPU"]
@@ -178,14 +173,14 @@ def _happenings(folder: Path, starts: Iterable[Record]) -> Iterable[Happening]:
             what += f" after {start['after']}"
         if when := _time_of(start):
             yield Happening(when, what, command)
-    for checkpoint in sorted((folder / CHECKPOINTS).glob("step-*/manifest.json")):
+    for checkpoint in sorted((folder.path / CHECKPOINTS).glob("step-*/manifest.json")):
         step = checkpoint.parent.name.removeprefix("step-").lstrip("0") or "0"
         yield Happening(_changed(checkpoint), f"checkpoint of step {step}")
-    for error in sorted((folder / ERRORS).glob("rank-*.txt")):
+    for error in sorted(folder.errors.glob("rank-*.txt")):
         lines = error.read_text(errors="replace").strip().splitlines()
         rank = error.stem.removeprefix("rank-")
         yield Happening(_changed(error), f"rank {rank} failed", lines[-1] if lines else "")
-    for hang in sorted((folder / HANGS).glob("step-*.txt")):
+    for hang in sorted(folder.hangs.glob("step-*.txt")):
         lines = hang.read_text(errors="replace").splitlines()
         yield Happening(_changed(hang), lines[0] if lines else "no progress", " ".join(lines[1:2]))
 

@@ -100,8 +100,3 @@ def evaluate(
         return Candidate(layout, memory, None, 0.0)
     (prediction,) = predict_all([layout], request.cluster, times_cache=times_cache)
     return Candidate(layout, memory, prediction, prediction.step_time)
-
-
-def capacity(request: Request) -> float:
-    """Bytes that a layout may allocate on one device."""
-    return request.cluster.room

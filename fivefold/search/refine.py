@@ -11,7 +11,7 @@ from fivefold.predict.liveness import moments
 from fivefold.predict.memory import peak_memory
 from fivefold.search.branch_and_bound import LOOK, Ledger
 from fivefold.search.by_stage import PartlyRecomputed
-from fivefold.search.candidate import Candidate, capacity, evaluate
+from fivefold.search.candidate import Candidate, evaluate
 from fivefold.search.memory_choices import MemoryChoice, in_flight_limits, refinements
 from fivefold.search.request import Request
 from fivefold.search.stage_numbers import QUICK, Numbers, try_numbers, try_one_number
@@ -96,7 +96,7 @@ class Refiner:
         held = moments(layout, splits_backward=layout.sends_dx_first)[worst.pp_rank].kept
         in_flight = round(held.sum(axis=1).max())
         each = (worst.parts.get("activations", 0.0) + worst.parts.get("loss", 0.0)) / in_flight
-        excess = worst.peak - capacity(self.request)
+        excess = worst.peak - self.request.cluster.room
         yield from self.permitted(in_flight_limits(self.request.given, in_flight, each, excess))
 
     def _by_stage(self, promising: Sequence[PartlyRecomputed]) -> None:

@@ -24,6 +24,8 @@ ASSUMED_TOKENS = (1 << 22, 1 << 13, 1 << 24)
 of Llama 3 405B on 16,384 (Grattafiori et al. 2024).
 """
 ASSUMED_LENGTH = 4096
+ASSUMABLE = frozenset({"seq_length", "global_batch_size"})
+"""Names of the settings that a plan assumes unless they are given, and that every run has."""
 LAYOUT = frozenset(f.name for cls in (ParallelConfig, MemoryConfig) for f in fields(cls))
 FIXABLE = LAYOUT | {"micro_batch_size"}
 """Names of the settings that a plan searches unless they are given."""
@@ -166,7 +168,7 @@ def request(
         for name, value in vars(section).items()
         if name in given
     }
-    assumes = frozenset({"seq_length", "global_batch_size"}) - flags - recipe
+    assumes = ASSUMABLE - flags - recipe
     return _request(asked.with_values(**layout), given, cluster, assumes)
 
 

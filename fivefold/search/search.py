@@ -23,7 +23,7 @@ from fivefold.predict.software import Software
 from fivefold.search.bound_tables import Ranks, Values
 from fivefold.search.branch_and_bound import Ledger, OpenCandidates, layout_of
 from fivefold.search.by_stage import PartlyRecomputed, partials
-from fivefold.search.candidate import Candidate, capacity, evaluate
+from fivefold.search.candidate import Candidate, evaluate
 from fivefold.search.columns import Column
 from fivefold.search.enumeration import enumerate_space
 from fivefold.search.memory_bound import memory_bound
@@ -228,7 +228,7 @@ class _Search:
         """Find the fastest layouts that need less memory than the device has."""
         if not len(candidates.space):
             return
-        room = capacity(self.request)
+        room = self.request.cluster.room
         sizes = memory_bound(candidates.space, self.ranks)
         sizes[np.setdiff1d(np.arange(len(sizes)), short_programs(candidates.space))] = np.inf
         for size in (room - LESS_MEMORY, *(room * share for share in SHARES)):
@@ -236,7 +236,8 @@ class _Search:
 
     def _note(self, space: Space, seconds: Values, sizes: Values) -> None:
         """Take note of layouts that may be fast if some of their layers are recomputed."""
-        found = partials(space, seconds, sizes, capacity(self.request), self.ledger.best, PARTIALS)
+        room, best = self.request.cluster.room, self.ledger.best
+        found = partials(space, seconds, sizes, room, best, PARTIALS)
         self.partials = sorted([*self.partials, *found], key=lambda p: p.estimate)[:PARTIALS]
 
     def _bounded(self, space: Space) -> tuple[TimeBound, Values]:
@@ -247,7 +248,7 @@ class _Search:
 
     def _fitting(self, sizes: Values) -> Column:
         """The rows whose lower bounds on memory fit the device."""
-        return np.flatnonzero(sizes <= capacity(self.request))
+        return np.flatnonzero(sizes <= self.request.cluster.room)
 
     def _open(self, space: Space, bounds: TimeBound, fits: Column) -> OpenCandidates:
         bounds = TimeBound(bounds.program[fits], bounds.around[fits])
@@ -260,7 +261,7 @@ class _Search:
         if ordered:
             limit = ordered[0].seconds * (1 + NOISE)
             number = sum(c.seconds <= limit for c in ordered)
-            room = capacity(self.request)
+            room = self.request.cluster.room
             best = min(ordered[:number], key=lambda c: (c.preference(room), c.seconds))
             ordered.remove(best)
             ordered.insert(0, best)

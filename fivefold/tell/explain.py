@@ -94,13 +94,12 @@ def alternatives(result: SearchResult, most: int = 4) -> list[Alternative]:
     faster = [c for c in missed(result) if c.seconds < best.seconds]
     tight = sorted(faster, key=lambda c: c.memory.device_total)[: most // 2]
     return [
-        *(Alternative(c, f"{_sooner(c, best)}, but {shortfall(c.memory)}") for c in tight),
+        *(
+            Alternative(c, f"{percent(c.seconds / best.seconds - 1)}, but {shortfall(c.memory)}")
+            for c in tight
+        ),
         *found[: most - len(tight)],
     ]
-
-
-def _sooner(candidate: Candidate, best: Candidate) -> str:
-    return f"{percent(candidate.seconds / best.seconds - 1)}"
 
 
 def slower(best: Prediction, other: Prediction) -> str:

@@ -19,7 +19,7 @@ from fivefold.mesh.rules import divisors
 from fivefold.pipeline.schedules.registry import SCHEDULES
 from fivefold.predict.context import legal_ways
 from fivefold.predict.update import faster_on_device
-from fivefold.search.candidate import Candidate, capacity
+from fivefold.search.candidate import Candidate
 from fivefold.search.request import Request
 from fivefold.search.search import SearchResult, search, smallest_layouts
 from fivefold.search.space import FIELDS
@@ -109,8 +109,8 @@ def _needs(result: SearchResult) -> Iterator[str]:
     request = result.request
     candidates = [*result.rejected, *smallest_layouts(request)]
     nearest = min(candidates, key=lambda c: (c.memory.missing_on_host > 0, c.memory.device_total))
-    room = f"{human_bytes(capacity(request))} available on one {request.cluster.gpu.name}"
-    if result.smallest > capacity(request):
+    room = f"{human_bytes(request.cluster.room)} available on one {request.cluster.gpu.name}"
+    if result.smallest > request.cluster.room:
         yield (
             f"{result.legal:,} layouts are legal; the smallest needs at least "
             f"{human_bytes(result.smallest)}, more than the {room}"

@@ -5,7 +5,7 @@ from math import ceil
 
 from fivefold.config.config import SETTINGS, Config
 from fivefold.errors import ConfigError, Mistake
-from fivefold.search.candidate import Candidate, capacity
+from fivefold.search.candidate import Candidate
 from fivefold.search.memory_budget import CHOSEN, MemoryFit
 from fivefold.search.request import Request
 from fivefold.tell.describe import memory_words
@@ -15,7 +15,7 @@ from fivefold.units import human_bytes, human_seconds
 def chosen(request: Request, fit: MemoryFit) -> Iterator[str]:
     """The choice in words, its flags, and memory and time of every pipeline rank beside none."""
     assert fit.best is not None
-    best, plain, room = fit.best, fit.plain, human_bytes(capacity(request))
+    best, plain, room = fit.best, fit.plain, human_bytes(request.cluster.room)
     yield f"memory budget: {room} of tensors on each device, by the times of {request.cluster.name}"
     yield f"  {_shown(plain)}{'' if plain.memory.fits else ': does not fit'}"
     if best is not plain:
@@ -38,7 +38,7 @@ def nothing_fits(request: Request, fit: MemoryFit) -> ConfigError:
     return ConfigError(
         Mistake(
             "no recomputation or offloading makes this layout fit "
-            f"{human_bytes(capacity(request))} of tensors on each device",
+            f"{human_bytes(request.cluster.room)} of tensors on each device",
             (f"the least: {_shown(least)}", f"pipeline rank {memory.worst.pp_rank}: {parts}"),
             tuple(works),
         )

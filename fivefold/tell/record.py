@@ -1,6 +1,5 @@
 """A plan as a value for JSON."""
 
-from math import inf
 from typing import Any
 
 from fivefold.config.config import Config
@@ -43,7 +42,7 @@ def as_json(result: SearchResult, tokens: float | None, most: int) -> dict[str, 
         "sensitivities": [
             {
                 "change": change.change,
-                "step_seconds": change.seconds if change.seconds < inf else None,
+                "step_seconds": change.seconds,
                 "layout": summary(change.candidate.layout),
                 "another_layout": change.moves,
                 "untrained": change.untrained,

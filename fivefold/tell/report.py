@@ -5,10 +5,19 @@ from dataclasses import dataclass
 from math import ceil, inf
 
 from fivefold.counts.policy import saved_bytes
+from fivefold.hardware import GB
 from fivefold.model.shape import count_parameters
 from fivefold.predict.context import configured_way, context_ways
 from fivefold.predict.prediction import Prediction
-from fivefold.reliability import DAYS, HOURS, Goodput, checkpoint_seconds, goodput
+from fivefold.reliability import (
+    DAYS,
+    HOURS,
+    INTERRUPTIONS_PER_GPU_DAY,
+    STORAGE_BANDWIDTH,
+    Goodput,
+    checkpoint_seconds,
+    goodput,
+)
 from fivefold.search.candidate import Candidate
 from fivefold.search.search import SearchResult
 from fivefold.tell.columns import prose, table
@@ -106,7 +115,7 @@ class Cost:
         steps: number of optimizer steps.
         seconds: time of all steps, without interruptions, in seconds.
         gpu_hours: GPU hours of all steps, without interruptions.
-        price: price of the run, with interruptions; None if the cluster has no price.
+        hourly: price of a GPU hour; None: not known.
         goodput: the effect of interruptions; None if the cluster has no failure rate.
     """
 
@@ -114,13 +123,24 @@ class Cost:
     steps: int
     seconds: float
     gpu_hours: float
-    price: float | None
+    hourly: float | None
     goodput: Goodput | None
+
+    @property
+    def longer(self) -> float:
+        """The factor by which interruptions lengthen the run; infinite if they never let it end."""
+        share = 1.0 if self.goodput is None else self.goodput.share
+        return 1 / share if share else inf
 
     @property
     def wall(self) -> float:
         """Time of the run with interruptions, in seconds."""
-        return self.seconds / self.goodput.share if self.goodput else self.seconds
+        return self.seconds * self.longer
+
+    @property
+    def price(self) -> float | None:
+        """Price of the run, with interruptions; None if the cluster has no price."""
+        return None if self.hourly is None else self.gpu_hours * self.longer * self.hourly
 
 
 def cost(result: SearchResult, tokens: float | None) -> Cost:
@@ -138,14 +158,12 @@ def cost(result: SearchResult, tokens: float | None) -> Cost:
             checkpoint_seconds(parameters(result) * saved_bytes(config), cluster.nodes),
             device_mtbf=DAYS / cluster.interruptions_per_gpu_day,
         )
-    wall = seconds / kept.share if kept else seconds
-    hourly = cluster.price_per_gpu_hour
     return Cost(
         tokens=steps * batch,
         steps=steps,
         seconds=seconds,
         gpu_hours=seconds * world / HOURS,
-        price=None if hourly is None else wall * world / HOURS * hourly,
+        hourly=cluster.price_per_gpu_hour,
         goodput=kept,
     )
 
@@ -158,27 +176,28 @@ def cost_lines(result: SearchResult, tokens: float | None) -> Iterator[str]:
             f"{human_count(found.tokens)} tokens are {found.steps:,} steps: "
             f"{human_seconds(found.seconds)} of training, {found.gpu_hours:,.0f} GPU hours"
         )
-    kept = found.goodput
+    kept, rate = found.goodput, result.request.cluster.interruptions_per_gpu_day
     if kept is None:
         return
-    interruptions = found.wall / kept.mtbf
-    yield (
-        f"failures: one every {human_seconds(kept.mtbf)} at the rate of Llama 3's 54 days "
-        f"(419 on 16,384 GPUs, 78 % of them hardware)"
-    )
+    whose = f"the cluster's rate, {rate:g} of a GPU a day"
+    if rate == INTERRUPTIONS_PER_GPU_DAY:
+        whose = "the rate of Llama 3's 54 days (419 on 16,384 GPUs, 78 % of them hardware)"
+    yield f"failures: one every {human_seconds(kept.mtbf)} at {whose}"
     yield (
         f"checkpoints: best every {human_seconds(kept.interval)} "
         f"({max(1, round(kept.interval / result.best.seconds)):,} steps), if writing one stops "
         f"training for {human_seconds(kept.checkpoint)} "
-        f"({saved_bytes(result.request.config):g} bytes a parameter, 1 GB/s a node) and "
-        f"a restart takes {human_seconds(kept.restart)}"
+        f"({saved_bytes(result.request.config):g} bytes a parameter, {STORAGE_BANDWIDTH / GB:g} "
+        f"GB/s a node) and a restart takes {human_seconds(kept.restart)}"
     )
     yield f"goodput: {kept.share:.1%} of the time advances the training"
-    if tokens:
+    if tokens and found.wall == inf:
+        yield "in all: no end, as the run fails more often than it can save"
+    elif tokens:
         price = f", {found.price:,.0f} at the cluster's price" if found.price else ""
         yield (
             f"in all: {human_seconds(found.wall)} of wall-clock time, "
-            f"about {interruptions:,.0f} interruptions{price}"
+            f"about {found.wall / kept.mtbf:,.0f} interruptions{price}"
         )
 
 
@@ -239,7 +258,7 @@ def rules(result: SearchResult, rule: Rule) -> Iterator[str]:
     assert best is not None
     for step in rule.steps:
         yield f"- {step}"
-    yield f"{summary(rule.candidate.layout)}"
+    yield summary(rule.candidate.layout)
     yield (
         f"step {human_seconds(rule.candidate.seconds)}, {slower(best, rule.candidate.prediction)}"
     )

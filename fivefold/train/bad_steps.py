@@ -62,7 +62,8 @@ class BadSteps:
         else:
             if step >= self._reached:  # beyond what was run again
                 self._in_a_row = 0
-            if self._training.check_for_spiky_loss:
+            # A checkpoint keeps them as JSON, which has neither infinities nor NaN.
+            if self._training.check_for_spiky_loss and math.isfinite(result.loss):
                 self._losses.append(result.loss)
         return wrong
 

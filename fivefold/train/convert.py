@@ -35,6 +35,7 @@ from fivefold.convert.load import (
 from fivefold.convert.save import MOST_BYTES, write_weights
 from fivefold.convert.stored import stored_tensors
 from fivefold.data.tokenizer import Tokenizer
+from fivefold.data_parallel.policy import DTYPES as COMPUTED
 from fivefold.errors import CheckpointError, Mistake
 from fivefold.files import (
     as_kind,
@@ -47,7 +48,7 @@ from fivefold.files import (
 from fivefold.mesh.slices import Piece
 from fivefold.train.lock import lock_file
 from fivefold.train.origin import checkpoints_of
-from fivefold.train.run_folder import CHECKPOINTS, TOKENIZER
+from fivefold.train.run_folder import CHECKPOINTS, TOKENIZER, RunFolder
 from fivefold.train.saved_state import SavedState, read_state
 
 SIDE = "huggingface"
@@ -57,14 +58,7 @@ _SIDE_FILES = (
     *("added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "*.model", "*.tiktoken"),
     *("configuration_*.py", "modeling_*.py", "tokenization_*.py"),  # which auto_map names
 )
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {
-        "bf16": torch.bfloat16,
-        "fp16": torch.float16,
-        "fp32": torch.float32,
-        "fp64": torch.float64,
-    }
-)
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType({**COMPUTED, "fp16": torch.float16})
 
 
 def to_run(
@@ -101,7 +95,7 @@ def to_run(
         config = Config(model).with_values(seq_length=length, load=load)
         state = SavedState(0, {"consumed_samples": 0, "fingerprint": {}}, asdict(model), length)
         Checkpointer(folder / CHECKPOINTS).save(0, pieces, asdict(state))
-        write_atomic(folder / "config.toml", to_toml(config))
+        write_atomic(RunFolder(folder).config_file, to_toml(config))
         keep_side_files(source, folder)
         if (source / TOKENIZER).is_file():
             shutil.copyfile(source / TOKENIZER, folder / TOKENIZER)
@@ -204,13 +198,13 @@ class _Types:
 
 def _base(source: Path) -> str | None:
     """Where the weights are that a run started from, if they are still there."""
-    file = source / "config.toml"
+    file = RunFolder(source).config_file
     load = read_config(file).checkpoint.load if file.is_file() else None
     return None if load is None or not Path(load).exists() else str(Path(load).resolve())
 
 
 def _trained_in(source: Path) -> torch.dtype:
-    file = source / "config.toml"
+    file = RunFolder(source).config_file
     precision = read_config(file).training.precision if file.is_file() else "fp64"
     return DTYPES[precision]
 

@@ -18,7 +18,7 @@ from fivefold.mesh.slices import Piece, as_piece, local_tensor
 from fivefold.model.batch import Batch, on_device
 from fivefold.model.lora import LORA
 from fivefold.model.prediction import valid_by_depth
-from fivefold.optim.adamw import STATES
+from fivefold.optim.adamw import OPTIMIZER, STATES, state_name
 from fivefold.optim.build import build_optimizer
 from fivefold.optim.grad_norm import Departed, clip_, global_grad_norm, zero_if_finite
 from fivefold.optim.schedule import learning_rate
@@ -269,7 +269,7 @@ class Engine:
     def stored_weights(self) -> dict[str, Tensor | Piece]:
         """`stored_tensors` without the optimizer's state."""
         stored = self.stored_tensors()
-        return {name: kept for name, kept in stored.items() if not name.startswith("optim.")}
+        return {name: kept for name, kept in stored.items() if not name.startswith(OPTIMIZER)}
 
     def weights_to_load(self, new_adapters: bool) -> dict[str, Tensor | Piece]:
         """`stored_weights`, without adapters if these are new, which then get initial values."""
@@ -290,11 +290,11 @@ class Engine:
         weights, moments = self.optimizer.weights(), self.optimizer.state_tensors()
         found: dict[str, Tensor | Piece] = {s: weights[name] for s, name in names.items()}
         return found | {
-            f"optim.{state}.{stored}": moments[f"optim.{state}.{name}"]
+            state_name(state, stored): moments[state_name(state, name)]
             for stored, name in names.items()
             if self.model.records[name].trained
             for state in STATES
-            if f"optim.{state}.{name}" in moments
+            if state_name(state, name) in moments
         }
 
     def after_load(self, steps: int, loaded: Mapping[str, Tensor | Piece]) -> None:
@@ -310,7 +310,7 @@ class Engine:
         state = self.optimizer.state_tensors() | weights
         for record in self._records:
             if not record.loaded:
-                for kind in ("", *(f"optim.{each}." for each in STATES if record.trained)):
+                for kind in ("", *(state_name(each, "") for each in STATES if record.trained)):
                     if kind + record.name in state:
                         found = state[kind + source[record.stored]]
                         state[kind + record.name].local.copy_(found.local)

@@ -11,9 +11,9 @@ from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.config import Config
 from fivefold.data.prepare import PreparedData, Progress, prepare
 from fivefold.data.validation import ValidationSet, has_split, validation_sets
-from fivefold.errors import FivefoldError
-from fivefold.files import read_json, write_atomic
+from fivefold.files import write_atomic
 from fivefold.layout import Layout
+from fivefold.optim.adamw import OPTIMIZER
 from fivefold.train.devices import Asked, choose_device, visible_gpus
 from fivefold.train.engine import Engine
 from fivefold.train.evaluation import evaluations
@@ -98,7 +98,7 @@ def evaluate_rank(
     folder, step = source
     checkpoints = Checkpointer(folder, step_flag="--step")
     weights = engine.stored_weights()
-    checkpoints.load(step, weights, skip=("optim.",))
+    checkpoints.load(step, weights, skip=(OPTIMIZER,))
     engine.after_load(step, weights)
     return [*evaluations(engine, sets, step)]
 
@@ -126,4 +126,4 @@ def _on_ranks(
         threads = choose_threads(layout, world, device.kind).count
         end = run_ranks(rank, world, describe=layout.grid.name, threads=threads)
         end.raise_if_failed("the evaluation failed")
-        return read_json(result, list[EvalMetrics], FivefoldError)
+        return [EvalMetrics(**each) for each in json.loads(result.read_text())]

@@ -20,6 +20,7 @@ from fivefold.errors import CheckpointError, Mistake, TrainingError
 from fivefold.files import as_kind, telling_system_errors
 from fivefold.model.fp8_rules import SCALES
 from fivefold.model.shape import training_flops
+from fivefold.optim.adamw import OPTIMIZER
 from fivefold.train.activity import Activity
 from fivefold.train.bad_steps import BadSteps
 from fivefold.train.console import Console
@@ -100,7 +101,7 @@ class Trainer:
         if weights_only:
             starts = without_adapters(state, self.engine.layout.config.model)
             weights = self.engine.weights_to_load(starts)
-            source.load(state.step, weights, skip=("optim.",))
+            source.load(state.step, weights, skip=(OPTIMIZER,))
             measure_rows(self.engine, source, source.filling(state.step), new=starts)
             return self.engine.after_load(0, weights)
         self.loader.load_state_dict(state.loader)
@@ -186,8 +187,7 @@ class Trainer:
                 self._record(result, time.perf_counter() - began)
                 self._see_that_it_learns(result)
                 self._see_replicas(saving=False)
-                every = config.training.eval_interval
-                if self.validation and self.step % every == 0:
+                if self.validation and self.step % config.training.eval_interval == 0:
                     self._evaluate()
                 if self._keeps_local:
                     self._save_local()

@@ -165,7 +165,7 @@ class EvalMetrics:
     @property
     def perplexity(self) -> float:
         """exp(loss), infinite where that overflows."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return math.inf if self.loss > 700 else math.exp(self.loss)
 
     @property
     def record(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fivefold.data.packing import Microbatch
 from fivefold.mesh.slices import local_tensor
+from fivefold.optim.adamw import OPTIMIZER
 from fivefold.pipeline.ir import Act
 from fivefold.train.engine import Engine
 
@@ -37,7 +38,7 @@ class _Sight:
 def locate_in_state(engine: Engine) -> list[str]:
     """A line for each rank with parameters or moments that are not finite."""
     state: dict[str, Tensor] = {  # moments first: they spoil parameters, which do not spoil them
-        name.removeprefix("optim.").replace(".", " of ", 1): piece.local
+        name.removeprefix(OPTIMIZER).replace(".", " of ", 1): piece.local
         for name, piece in engine.optimizer.state_tensors().items()
     }
     for name in engine.parameters:
@@ -114,7 +115,6 @@ class _Witness:
                 self._look(x, f"the input of {name}", received=whole)
 
         def after(_: nn.Module, inputs: tuple[Any, ...], out: Any) -> None:
-            scalar = False
             for y in _tensors(out):
                 scalar = whole and y.ndim < 2  # of hidden states, there are rows
                 self._look(y, "the loss" if scalar else f"the output of {name}")

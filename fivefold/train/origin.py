@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.config import Config
@@ -66,7 +67,8 @@ def find_origin(config: Config, folder: Path) -> Origin | None:
             return _from_hub(Path(load), config)
         if adapter is not None:
             what = f"load_adapter is for weights as Hugging Face keeps them, and {load} has none"
-            made = f"--load {load}-hf, made by fivefold convert {load} {load}-hf"
+            run, weights = quote(load), quote(f"{Path(load)}-hf")
+            made = f"--load {weights}, made by fivefold convert {run} {weights}"
             raise CheckpointError(str(Mistake(what, attempt=made)))
         if is_megatron(Path(load)):
             found = megatron_checkpoint(Path(load), config.checkpoint.ckpt_step)

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from fivefold.config.config import Config
+from fivefold.config.settings import flag_of
 from fivefold.config.training import CheckpointConfig
 from fivefold.errors import HostError, Mistakes, did_you_mean
 from fivefold.train.metrics import check_installed
@@ -34,7 +35,7 @@ def check_start(config: Config) -> None:
 
 def _check_folder(name: str, given: str, example: str, mistakes: Mistakes) -> None:
     """Add why the folder that a setting names can neither be written nor made."""
-    flag = f"--{name.replace('_', '-')}"
+    flag = flag_of(name)
     if not given.strip():
         works = (f"{flag} {example}", f"no {flag}")
         mistakes.add(f"{name} is empty, and must name a folder", works=works)

@@ -95,7 +95,8 @@ class Again(NamedTuple):
         """What `orders` says."""
         origin = orders["origin"]
         if origin is not None:
-            origin = Origin(**origin | {"checkpoints": Path(origin["checkpoints"])})
+            named = [name for name in _FOLDERS if origin[name] is not None]
+            origin = Origin(**origin | {name: Path(origin[name]) for name in named})
         return cls(origin, orders["after"])
 
     @property
@@ -103,8 +104,11 @@ class Again(NamedTuple):
         """The same, to be sent to ranks."""
         origin = None if self.origin is None else asdict(self.origin)
         if origin is not None:
-            origin["checkpoints"] = str(origin["checkpoints"])
+            origin |= {name: str(origin[name]) for name in _FOLDERS if origin[name] is not None}
         return {"origin": origin, "after": self.after}
+
+
+_FOLDERS = ("checkpoints", "adapter")  # of an origin: JSON has no paths
 
 
 @dataclass

@@ -34,7 +34,14 @@ from typing import Annotated, Any
 import msgspec
 
 from fivefold.errors import DataError, FivefoldError, Mistake
-from fivefold.files import parse_json, read_json, temporary_path, temporary_paths, write_atomic
+from fivefold.files import (
+    finite,
+    parse_json,
+    read_json,
+    temporary_path,
+    temporary_paths,
+    write_atomic,
+)
 from fivefold.train.metrics import EvalMetrics, StepMetrics
 
 CHECKPOINTS = "checkpoints"
@@ -227,9 +234,8 @@ class MetricsFile:
     def record(self, metrics: StepMetrics | EvalMetrics) -> None:
         """Append one line; values that are not finite become null, since JSON has none for them."""
         self._see_file()
-        numbers = {k: v if math.isfinite(v) else None for k, v in metrics.values.items()}
-        values = metrics.record | numbers
-        line = (json.dumps({"step": metrics.step, **values}) + "\n").encode()
+        values = {"step": metrics.step, **metrics.record}
+        line = (json.dumps(finite(values)) + "\n").encode()
         while line:
             line = line[self._file.write(line) :]
 

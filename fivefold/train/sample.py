@@ -22,6 +22,7 @@ from fivefold.errors import CheckpointError, ConfigError, Mistake
 from fivefold.layout import Layout
 from fivefold.mesh.groups import Groups
 from fivefold.model.transformer import Stage
+from fivefold.optim.adamw import OPTIMIZER
 from fivefold.parallelize import parallelize
 from fivefold.train.decoder import Decoder
 from fivefold.train.devices import Asked, choose_device, visible_gpus
@@ -29,9 +30,11 @@ from fivefold.train.launch import init_process_group, run_ranks
 from fivefold.train.layout_groups import groups_of
 from fivefold.train.origin import checkpoints_of
 from fivefold.train.rank_env import RankEnv
-from fivefold.train.run_folder import tokenizer_of
+from fivefold.train.run_folder import RunFolder, tokenizer_of
 from fivefold.train.saved_state import read_state, same_model
 from fivefold.train.threads import choose_threads
+
+LEAST_TEMPERATURE = 1e-30  # one that fp32 can divide by
 
 T = TypeVar("T")
 
@@ -79,9 +82,10 @@ def load_part(
 
 
 def _config(run: Path) -> Config:
-    if not (run / "config.toml").is_file():
-        raise CheckpointError(f"{run} is not a run folder: it has no config.toml")
-    return read_config(run / "config.toml")
+    file = RunFolder(run).config_file
+    if not file.is_file():
+        raise CheckpointError(f"{run} is not a run folder: it has no {file.name}")
+    return read_config(file)
 
 
 def _fill(stage: Stage, run: Path, step: int | None, config: Config) -> None:
@@ -91,7 +95,7 @@ def _fill(stage: Stage, run: Path, step: int | None, config: Config) -> None:
     same_model(state.model, config.model, checkpoints.folder)
     tensors = {name: p.detach() for name, p in stage.named_parameters()}
     tensors |= dict(stage.named_buffers())
-    checkpoints.load(state.step, tensors, skip=("optim.",))
+    checkpoints.load(state.step, tensors, skip=(OPTIMIZER,))
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,9 @@ class Sampling:
         candidates = torch.arange(len(logits_V))
         if self.top_k:
             logits_V, candidates = logits_V.topk(min(self.top_k, len(logits_V)))
-        probabilities = (logits_V.float() / self.temperature).softmax(0)
+        wide = logits_V.float()
+        below = wide - wide.max()  # no quotient of what is at most 0 overflows to infinity
+        probabilities = (below / max(self.temperature, LEAST_TEMPERATURE)).softmax(0)
         if self.top_p < 1:
             probabilities, order = probabilities.sort(descending=True, stable=True)
             candidates = candidates[order]

@@ -20,6 +20,7 @@ from fivefold.data.packing import Microbatch
 from fivefold.data_parallel.watched import watching_gradients
 from fivefold.mesh.collectives import all_gather, all_reduce
 from fivefold.mesh.slices import local_slices, local_tensor
+from fivefold.optim.adamw import state_name
 from fivefold.optim.rounding import MOMENTS
 from fivefold.train.engine import Engine
 
@@ -118,7 +119,7 @@ class SilentErrors:
         engine, records, found = self._engine, self._engine.model.records, []
         moments = {} if kind == _WEIGHT else engine.optimizer.state_tensors()
         for name in sorted(engine.parameters, key=lambda name: (records[name].stored, name)):
-            parameter, moment = engine.parameters[name], moments.get(f"optim.{kind}.{name}")
+            parameter, moment = engine.parameters[name], moments.get(state_name(kind, name))
             where = str(local_slices(parameter))
             if kind == _WEIGHT:
                 value = fingerprint(local_tensor(parameter))

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from math import isfinite, sqrt
 from typing import Any
 
+from fivefold.files import finite
 from fivefold.layout import Layout
 from fivefold.pipeline.stages import layout_string
 from fivefold.units import several
@@ -102,7 +103,7 @@ class VerifyReport:
 
     def as_json(self) -> dict[str, Any]:
         """JSON-serialisable values; values that are not finite become null."""
-        found: dict[str, Any] = _finite(asdict(self))
+        found: dict[str, Any] = finite(asdict(self))
         return found
 
     def text(self) -> str:
@@ -146,12 +147,6 @@ _SHOWN = {
 _BF16_RULE = (
     f"{'':<11}all elements together; limit: {BF16_FACTOR} x the error of one device in bf16"
 )
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def worst_line(worst: dict[str, Any]) -> str:

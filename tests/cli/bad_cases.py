@@ -243,7 +243,23 @@ VALUES = [
         "nope is no adapter of PEFT: it has no adapter_config.json",
         "--lora-alpha must be",
     ),
-    layout("magnitudes of nothing", "--use-dora", "use_dora", "works: --lora-rank 16"),
+    layout(
+        "magnitudes of nothing",
+        "--use-dora",
+        "use_dora = true needs --lora-rank",
+        "works: --lora-rank 16 | --no-use-dora",
+    ),
+    layout(
+        "targets of nothing",
+        "--lora-target-modules q_proj o_proj",
+        "lora_target_modules = q_proj o_proj needs --lora-rank",
+    ),
+    layout(
+        "a switch and what it excludes",
+        "--swiglu --no-gated-linear-unit",
+        "--swiglu contradicts --no-gated-linear-unit",
+        "works: --swiglu | --no-gated-linear-unit",
+    ),
     layout(
         "all dropped",
         "--lora-rank 4 --lora-dropout 1",
@@ -332,6 +348,11 @@ COMMAND_LINES = [
     Case("sample below zero", "sample . --temperature -1", ("--temperature must be at least 0",)),
     Case("sample typo", "sample . --max-token 3", ("did you mean --max-tokens?",)),
     Case("run's flags elsewhere", "sample . --bf16", ("unknown flag --bf16",)),
+    Case("ranks that measure nothing", "plan --calibrate m.toml --nproc 0", ("--nproc must be",)),
+    Case("rehearsed by nobody", "rehearse debug --jobs 0", ("--jobs must be at least 1, not 0",)),
+    Case("rehearsed by fewer", "rehearse debug --jobs -1", ("--jobs must be at least 1, not -1",)),
+    Case("looks in a row", "watch . --interval 0", ("--interval must be above 0",)),
+    Case("a look in an age", "watch . --interval 1e300", ("and at most 86,400, not 1e+300",)),
     Case("doctor with words", "doctor now", ("unexpected argument 'now'",)),
     Case("data of no recipe", "data demmo", ("did you mean 'demo'?",)),
 ]

@@ -49,6 +49,14 @@ def test_it_trains_and_says_what_was_given(
     assert read_config(str(run / "config.toml")).parallel.tensor_model_parallel_size == 2
 
 
+def test_what_was_given_is_said_as_it_is_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--sequence-parallel", "--recompute-modules", "mlp", "layernorm"]
+    assert dry_run("debug", "--nproc", "2", "--recompute-granularity", "selective", *given) == 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert "sequence_parallel = true" in told
+    assert "recompute_modules = mlp layernorm" in told
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -19,7 +19,7 @@ from fivefold.config.sources import load_with_origins, read_config
 from fivefold.errors import ConfigError
 from fivefold.pages import MEMORY, STEP
 from fivefold.predict.cluster import load_cluster
-from fivefold.search.candidate import capacity, evaluate
+from fivefold.search.candidate import evaluate
 from fivefold.search.enumeration import enumerate_space
 from fivefold.search.proven import unproven
 from fivefold.search.request import Request, request
@@ -381,7 +381,7 @@ def test_summaries_name_what_is_not_one() -> None:
 def test_layouts_within_the_noise_are_ranked_by_room_by_what_is_proven_and_by_simplicity() -> None:
     """Each where those before it are equal, and none where another layout is slower than noise."""
     found = result_of(SMALL).found
-    room = capacity(asked(SMALL))
+    room = asked(SMALL).cluster.room
     limit = min(c.seconds for c in found) * (1 + NOISE)
     alike = [c for c in found if c.seconds <= limit]
     assert len(alike) > 1 and found[0] in alike

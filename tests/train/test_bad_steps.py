@@ -57,6 +57,15 @@ def test_what_is_not_looked_for_is_not_found() -> None:
     assert steps.losses == ()
 
 
+def test_only_numbers_are_remembered() -> None:
+    """A checkpoint keeps the losses as JSON, which has no others."""
+    settings = TrainingConfig(check_for_spiky_loss=True, check_for_nan_in_loss_and_grad=False)
+    steps = BadSteps(settings)
+    for step, loss in enumerate((float("nan"), float("inf"), 1.0)):
+        assert steps.look(step, result(loss)) == ""
+    assert steps.losses == (1.0,)
+
+
 def test_leaving_out_ends() -> None:
     steps = BadSteps(TrainingConfig())
     for _ in range(MOST):

@@ -9,6 +9,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from fivefold.data.packing import IGNORED
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.data.validation import validation_sets
 from fivefold.errors import ConfigError
+from fivefold.files import parse_json
 from fivefold.model.init import initialise
 from fivefold.report.charts import charts_of
 from fivefold.report.facts import facts
@@ -30,6 +32,7 @@ from fivefold.train.corpora import open_data
 from fivefold.train.engine import Engine
 from fivefold.train.eval import evaluate_rank
 from fivefold.train.evaluation import evaluations
+from fivefold.train.metrics import EvalMetrics
 from fivefold.train.run_folder import CHECKPOINTS
 from fivefold.verify.reference import batches_of, plain_model
 from tests import programs
@@ -192,6 +195,25 @@ def test_eval_says_losses_first_and_the_next_command_last(
     first, *_, last = said.stdout.splitlines()
     assert first.split()[:3] == ["new", "loss", f"{new['loss']:.4f}"]
     assert last == f"  next: fivefold sample {folder} PROMPT"
+
+
+def _diverged(run: str) -> int:
+    found = [EvalMetrics(2, loss, 9, 1.0, name) for loss, name in zip(NOT_TOLD, SETS, strict=True)]
+    with patch("fivefold.train.eval.evaluate_rank", lambda *_: found):
+        return main(["eval", run, "--json"])
+
+
+SETS, NOT_TOLD = ("", "odd", "one"), (math.nan, math.inf, 1e4)
+
+
+def test_losses_that_are_no_numbers_are_told(trained: tuple[Path, str]) -> None:
+    process = programs.Program(_diverged, str(trained[0]))
+    out, errors = process.communicate(100)
+    assert process.returncode == 0, errors
+    sets = parse_json(out, dict[str, Any], "what it said")["sets"]  # whose NaN is no JSON
+    assert [each["name"] for each in sets] == [None, "odd", "one"]
+    assert [each["loss"] for each in sets] == [None, None, 1e4]
+    assert {each["perplexity"] for each in sets} == {None}
 
 
 def test_a_launcher_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,7 @@ def test_extra_values_are_recorded():
 def test_perplexity_does_not_overflow():
     assert EvalMetrics(1, math.log(20.0), 10, 1.0).perplexity == pytest.approx(20.0)
     assert EvalMetrics(1, 1e6, 10, 1.0).perplexity == math.inf
+    assert math.isnan(EvalMetrics(1, math.nan, 10, 1.0).perplexity)
 
 
 def test_tensorboard_gets_every_value(tmp_path):

@@ -24,9 +24,10 @@ from fivefold.errors import CheckpointError, ConfigError, TrainingError
 from fivefold.train import rejoin
 from fivefold.train.engine import Engine
 from fivefold.train.launch import End, run_ranks
+from fivefold.train.origin import Origin
 from fivefold.train.rank_env import RankEnv
 from fivefold.train.rejoin import Generations
-from fivefold.train.restarts import NextStart, Restarts, check_restarts
+from fivefold.train.restarts import Again, NextStart, Restarts, check_restarts
 from fivefold.train.run_folder import RunFolder
 from tests import programs
 from tests.programs import Program
@@ -200,3 +201,10 @@ def test_what_cannot_restart_is_refused(
     with pytest.raises(ConfigError, match=message):
         check_restarts(most, launcher, save)
     check_restarts(0, launcher, "runs/a")
+
+
+@pytest.mark.parametrize("adapter", [None, Path("peft")])
+def test_orders_arrive_as_they_were_sent(adapter: Path | None) -> None:
+    origin = Origin(Path("weights"), 0, weights_only=True, foreign=True, adapter=adapter)
+    for again in (Again(origin, "rank 1: killed"), Again(None, "")):
+        assert Again.of(json.loads(json.dumps(again.orders))) == again

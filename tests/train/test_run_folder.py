@@ -3,11 +3,13 @@ import math
 import os
 import resource
 import subprocess
+from typing import Any
 
 import pytest
 
 from fivefold.errors import FivefoldError
-from fivefold.train.metrics import EvalMetrics
+from fivefold.files import read_json_lines
+from fivefold.train.metrics import EvalMetrics, LayerRouting
 from fivefold.train.run_folder import (
     MetricsFile,
     RunFolder,
@@ -71,6 +73,18 @@ def test_each_record_is_on_disk_at_once(tmp_path):
     assert lines[0]["step"] == 1 and lines[0]["loss"] is None and lines[0]["tokens"] == 8000
     assert lines[1]["eval_loss"] == 2.0
     file.close()
+
+
+def test_whatever_is_recorded_can_be_read(tmp_path):
+    path, no = tmp_path / "metrics.jsonl", math.nan
+    file = MetricsFile(path)
+    routing = LayerRouting(3, (5.0, 1.0), no, -math.inf, (no, math.inf))
+    file.record(step_metrics(1, loss=no, extra={"mtp_loss": math.inf}, routing=(routing,)))
+    file.record(EvalMetrics(1, no, 10, 1.0))
+    file.record(EvalMetrics(1, 1e4, 10, 1.0, "long"))
+    file.close()
+    first, *_ = read_json_lines(path, dict[str, Any])
+    assert first["experts"]["3"]["tokens"] == [5, 1] and first["moe_aux_loss"] is None
 
 
 @pytest.mark.parametrize("after", [0, 3, 5])

@@ -104,7 +104,8 @@ def test_tokens_are_drawn_from_those_that_are_asked_for() -> None:
         return {choice.draw(logits, generator) for _ in range(400)}
 
     assert drawn() == {0, 1, 2, 3}
-    assert drawn(temperature=0.0) == {1}
+    for tiny in (0.0, 1e-6, 1e-40, 5e-324):
+        assert drawn(temperature=tiny) == {1}
     assert drawn(top_k=2) == {1, 3}
     assert drawn(top_p=0.5) == {1}
     assert drawn(top_p=0.51) == {1, 3}

@@ -5,6 +5,9 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from fivefold.cli.verify import Options, in_fp64
+from fivefold.config.config import SETTINGS
+from fivefold.config.sources import load
 from tests import programs
 
 pytestmark = pytest.mark.slow
@@ -35,3 +38,21 @@ def test_a_mistake_is_told_before_anything_starts() -> None:
     done = verify("debug", "--nproc", "2", "--plant", "double-dx")
     assert done.returncode == 2
     assert "double-dx needs tensor parallelism" in done.stderr
+
+
+NAMES = ("bf16", "fp32", "fp64", "precision")  # of flags without their dashes
+SAME = [
+    setting.typed(choice)
+    for setting in SETTINGS.values()
+    for choice in setting.choices
+    if choice in NAMES and setting.name != "precision"
+]
+
+
+@pytest.mark.parametrize("flag", ["", *SAME])
+def test_only_a_flag_changes_the_precision(flag: str) -> None:
+    """The value of another setting may be named like a precision."""
+    argv = ["debug", *flag.split()]
+    assert load(in_fp64(argv), Options)[1].training.precision == "fp64"
+    assert load(in_fp64([*argv, "--fp32"]), Options)[1].training.precision == "fp32"
+    assert load(in_fp64([*argv, "--precision=bf16"]), Options)[1].training.precision == "bf16"

@@ -47,9 +47,8 @@ class Sizes:
     @classmethod
     def of(cls, layout: Layout) -> "Sizes":
         """The sizes in a layout."""
-        model, training, grid = layout.config.model, layout.config.training, layout.grid
-        tokens = training.micro_batch_size * training.seq_length / grid.cp
-        split = grid.tp if layout.config.parallel.sequence_parallel else 1
+        config, grid = layout.config, layout.grid
+        model, tokens, split = config.model, config.rank_tokens, config.parallel.token_parts
         return cls(
             tokens=tokens,
             hidden=2 * tokens * model.hidden_size / split,
