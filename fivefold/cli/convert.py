@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Literal
 
 from fivefold import process
@@ -64,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
     if inward:
         size = to_run(base, target, adapter, model)
         print(f"{target}: a run folder with {human_bytes(size)} of weights at step 0")
-        print(f"  next: fivefold sample {target} PROMPT")
+        print(f"  next: fivefold sample {quote(str(target))} PROMPT")
         return 0
     size = to_hub(
         source,
