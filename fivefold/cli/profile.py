@@ -56,5 +56,5 @@ def shown(trace: RankTrace, top: int) -> Iterator[str]:
     for (axis, op), (count, size) in sorted(trace.messages.items()):
         yield f"  {axis:<12}{op:<15}{count:>6,} x  {human_bytes(size)} sent"
     for name, seconds in longest(trace.operations, top):
-        share = seconds / trace.seconds
+        share = seconds / trace.seconds if trace.seconds else 0.0
         yield f"  {name[:WIDTH]:<{WIDTH}}{human_seconds(seconds):>9}{share:>7.1%}"
