@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import Any, TypeVar
 
 from fivefold.errors import FivefoldError, Mistake
@@ -198,8 +199,14 @@ def read_json_lines(
 
     An incomplete last line is left out: it is being written, or a crash cut it short.
     """
-    lines = read_text(path, error).split("\n")[:-1]
-    return [parse_json(line, kind, f"{path}:{n}", error) for n, line in enumerate(lines, 1)]
+    found = []
+    for number, line in enumerate(read_text(path, error).split("\n")[:-1], 1):
+        try:
+            found.append(parse_json(line, kind, f"{path}:{number}", error))
+        except error as problem:
+            attempt = f"sed -i {number}d {quote(str(path))}"
+            raise error(str(Mistake(str(problem), attempt=attempt))) from None
+    return found
 
 
 def parse_json(

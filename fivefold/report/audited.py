@@ -16,6 +16,8 @@ from fivefold.predict.memory import peak_memory
 from fivefold.predict.software import Software
 from fivefold.predict.step import predict
 from fivefold.report.settings import run_config
+from fivefold.report.starts import Alike
+from fivefold.train.run_folder import RunFolder
 from fivefold.verify.report import describe
 
 
@@ -30,7 +32,7 @@ def audited(folder: Path, cluster: str | None = None) -> AuditReport:
         DataError: the folder is none of a run, or holds no audit.
         ConfigError: there is no such cluster.
     """
-    config = run_config(folder)
+    config, run = run_config(folder), RunFolder(folder)
     records = read_records(folder / "audit")
     if (folder / "audit" / "config.toml").is_file():  # later starts may have another layout
         config = run_config(folder / "audit")
@@ -40,7 +42,7 @@ def audited(folder: Path, cluster: str | None = None) -> AuditReport:
         f"{folder}, step {step}; {describe(layout)}",
         layout,
         records,
-        usual_seconds(folder / "metrics.jsonl", step),
+        usual_seconds(run.metrics_file, step, Alike(run.starts(), step)),
         None if cluster is None else outlook(layout, records, cluster),
         layer_operations(layout),
     )

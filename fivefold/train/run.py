@@ -322,6 +322,7 @@ def _begin(
         settings,
         [torch.cuda.get_device_name(device)] if device.type == "cuda" else [],
         job.after,
+        trainer.step,
     )
     if job.layout.config.logging.audit:
         folder.expect_audit(settings)

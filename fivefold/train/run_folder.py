@@ -29,22 +29,45 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from shlex import quote
+from typing import Annotated, Any, TypedDict
 
 import msgspec
 
 from fivefold.errors import DataError, FivefoldError, Mistake
-from fivefold.files import parse_json, read_json, temporary_path, temporary_paths, write_atomic
+from fivefold.files import (
+    as_kind,
+    parse_json,
+    read_json,
+    temporary_path,
+    temporary_paths,
+    write_atomic,
+)
 from fivefold.train.metrics import EvalMetrics, StepMetrics
 
 CHECKPOINTS = "checkpoints"
 TOKENIZER = "tokenizer.json"
 LATEST = "latest"
+MOST_STEPS = 1 << 53
 PACKAGES = ("fivefold", "torch", "numpy", "tokenizers", "triton")
 VARIABLES = re.compile(
     r"(CUDA|GLOO|KMP|MKL|NCCL|OMP|PYTORCH|SLURM|TORCH)_|(LOCAL_)?(RANK|WORLD_SIZE)$"
 )
 SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASSW|JWT")
+
+_Step = Annotated[int, msgspec.Meta(ge=0, lt=MOST_STEPS)]
+
+
+class _Start(TypedDict, total=False):
+    """The fields of an entry of `environment.json` that are read again."""
+
+    time: str
+    command: list[str]
+    host: str
+    devices: list[str]
+    variables: dict[str, str]
+    step: _Step
+    after: str
 
 
 @dataclass(frozen=True)
@@ -96,11 +119,14 @@ class RunFolder:
         """
         if not self.environment_file.exists():
             return []
+        file = self.environment_file
         try:
-            return read_json(self.environment_file, list[dict[str, Any]], DataError)
+            starts = read_json(file, list[dict[str, Any]], DataError)
+            as_kind(starts, list[_Start], str(file), DataError)
         except DataError as error:
-            aside = f"mv {self.environment_file} {self.environment_file}.damaged"
+            aside = f"mv {quote(str(file))} {quote(f'{file}.damaged')}"
             raise DataError(str(Mistake(str(error), attempt=aside))) from None
+        return starts
 
     def set_aside_damaged_starts(self) -> str:
         """Rename a damaged list of starts, so that ranks which start again begin a new one; why,
@@ -130,7 +156,9 @@ class RunFolder:
         steps = (_step_of(line, str(self.metrics_file)) for line in lines)
         return int(max((step for step in steps if math.isfinite(step)), default=0))
 
-    def open(self, config_toml: str, device_names: Sequence[str] = (), after: str = "") -> None:
+    def open(
+        self, config_toml: str, device_names: Sequence[str] = (), after: str = "", step: int = 0
+    ) -> None:
         """Create the folder or add a start to it, and point the link `latest` in its parent here.
 
         The link is left out if the parent folder cannot be written.
@@ -139,13 +167,14 @@ class RunFolder:
             config_toml: every setting.
             device_names: devices of the first rank.
             after: the failure after which ranks were started again.
+            step: number of steps done before.
 
         Raises:
             DataError: the list of earlier starts is damaged.
             FivefoldError: the folder cannot be written.
         """
-        again = {"after": after} if after else {}
-        starts = [*self.starts(), describe_environment(device_names) | again]
+        here = {"step": step} | ({"after": after} if after else {})
+        starts = [*self.starts(), describe_environment(device_names) | here]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             own = (self.config_file, self.environment_file, self.metrics_file, self.tokenizer)
@@ -187,45 +216,30 @@ def new_run_path(name: str, root: Path = Path("runs")) -> Path:
     return path
 
 
-def tokenizer_of(run: Path) -> Path:
-    """The tokenizer in a run folder, which weights of others may have come without.
-
-    Raises:
-        DataError: there is none.
-    """
-    file = RunFolder(run).tokenizer
-    if not file.is_file():
-        what = f"{run} has no {TOKENIZER}, which turns text into tokens"
-        raise DataError(str(Mistake(what, attempt=f"the model's own, copied to {file}")))
-    return file
-
-
 class MetricsFile:
     """Appends to `metrics.jsonl`, one flushed line per step or evaluation.
 
     Records of steps later than `after_step`, the step a run resumes from, are removed, since these
-    steps will be run and recorded again. A last line that a crash cut short is removed, too. If the
-    file is deleted during the run, it is written again with all of its lines.
+    steps will be run and recorded again; so are those that a run takes again which went back to an
+    earlier state. A last line that a crash cut short is removed, too. If the file is deleted during
+    the run, it is written again with all of its lines.
 
     Attributes:
         removed: number of whole lines that were removed because they are not records.
     """
 
     def __init__(self, path: Path, after_step: int = 0) -> None:
-        self._path = path
-        self.removed = 0
-        if path.exists():
-            lines = path.read_bytes().splitlines(keepends=True)
-            steps = [_step_of(line, f"{path}:{n}") for n, line in enumerate(lines, 1)]
-            kept = [line for line, step in zip(lines, steps, strict=True) if step <= after_step]
-            self.removed = sum(map(math.isnan, steps))
-            if kept != lines:
-                write_atomic(path, b"".join(kept))
+        self._path, self._last = path, after_step
+        self.removed = self._remove_after(after_step)
         # Not buffered: what a full disk did not take is not tried again when the file is closed.
         self._file = path.open("a+b", buffering=0)
 
     def record(self, metrics: StepMetrics | EvalMetrics) -> None:
         """Append one line; values that are not finite become null, since JSON has none for them."""
+        if isinstance(metrics, StepMetrics):
+            if metrics.step <= self._last:
+                self._remove_after(metrics.step - 1)
+            self._last = metrics.step
         self._see_file()
         numbers = {k: v if math.isfinite(v) else None for k, v in metrics.values.items()}
         values = metrics.record | numbers
@@ -236,6 +250,18 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _remove_after(self, step: int) -> int:
+        """Remove records of later steps and what is no record; return how many whole lines of that
+        there were."""
+        if not self._path.exists():
+            return 0
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        steps = [_step_of(line, f"{self._path}:{n}") for n, line in enumerate(lines, 1)]
+        kept = [line for line, of in zip(lines, steps, strict=True) if of <= step]
+        if kept != lines:
+            write_atomic(self._path, b"".join(kept))
+        return sum(map(math.isnan, steps))
 
     def _see_file(self) -> None:
         """Make sure that the file still exists at its path; write it again if it does not."""
@@ -310,7 +336,12 @@ def _cpu_name() -> str:
 
 @dataclass(frozen=True)
 class _Record:
-    step: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+    step: _Step
+
+
+def is_step(value: Any) -> bool:
+    """Whether a value of a line of `metrics.jsonl` is the number of a step."""
+    return type(value) is int and 0 <= value < MOST_STEPS
 
 
 def _step_of(line: bytes, place: str) -> float:

@@ -141,3 +141,13 @@ def test_git_state(tmp_path):
     assert len(state["commit"]) == 40 and state["dirty"] is False
     (tmp_path / "file").write_text("b")
     assert git_state(tmp_path) == {"commit": state["commit"], "dirty": True}
+
+
+def test_a_rewound_run_records_no_step_twice(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    for step in (1, 2, 3, 4, 5, 3, 4, 2, 3, 4):
+        file.record(step_metrics(step))
+        file.record(EvalMetrics(step, 2.0, 10, 1.0))
+    assert steps(path) == [1, 1, 2, 2, 3, 3, 4, 4]
+    file.close()
