@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 _REFUSED = (  # by the system, whatever the program does
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE),
-    *(errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG),
+    *(errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.ELOOP),
 )
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, a quota, a limit (ulimit -f)
 
@@ -131,7 +131,8 @@ def telling_system_errors(
     try:
         yield
     except OSError as problem:
-        named = problem.filename if isinstance(problem.filename, str | os.PathLike) else None
+        names = (problem.filename2, problem.filename)  # of a renaming, what it was to become
+        named = next((name for name in names if isinstance(name, str | os.PathLike)), None)
         if caused_by_full_disk(problem) is None:
             if problem.errno not in _REFUSED or named is None:
                 raise

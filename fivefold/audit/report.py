@@ -199,11 +199,8 @@ def usual_seconds(metrics: Path, audited: int, alike: Container[int]) -> float |
     Raises:
         DataError: the file cannot be read.
     """
-    steps = [
-        line
-        for line in read_json_lines(metrics, _Line, DataError)
-        if line.grad_norm is not UNSET and line.step in alike
-    ]
+    lines = read_json_lines(metrics, _Line, DataError)
+    steps = [line for line in lines if line.grad_norm is not UNSET and line.step in alike]
     usual = [s.seconds for s in steps[1:] if s.seconds is not UNSET and s.step != audited]
     return median(usual) if usual else None
 

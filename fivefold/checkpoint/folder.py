@@ -8,7 +8,7 @@ from shlex import quote
 
 from fivefold.checkpoint.integrity import MANIFEST
 from fivefold.errors import CheckpointError, Mistake
-from fivefold.files import read_text, temporary_paths, write_atomic
+from fivefold.files import temporary_paths, write_atomic
 
 _LATEST = "latest"
 _UNFINISHED = ".tmp"  # being written or being removed: not a checkpoint
@@ -49,11 +49,14 @@ class CheckpointFolder:
         steps, pointer = self.steps(), self.path / _LATEST
         if not steps or not pointer.exists():
             return max(steps, default=None)
-        text = read_text(pointer, CheckpointError)
+        text, found = "", "a folder"
+        if not pointer.is_dir():
+            text = pointer.read_bytes().decode(errors="replace")
+            found = repr(text[:20])
         if not re.fullmatch(r"[0-9]{1,18}\n?", text):
-            why = f"expected the number of a step, found {text[:20]!r}"
-            works = tuple(str(step) for step in steps)
-            attempt = f"echo {steps[-1]} > {quote(str(pointer))}"
+            why = f"expected the number of a step, found {found}"
+            works, path = tuple(str(step) for step in steps), quote(str(pointer))
+            attempt = f"echo {steps[-1]} > {path}" if text else f"rm -r {path}"
             raise CheckpointError(str(Mistake(f"{pointer} is damaged", (why,), works, attempt)))
         return int(text) if int(text) in steps else steps[-1]
 

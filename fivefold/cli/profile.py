@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fivefold.cli.style import note
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load_options
@@ -36,8 +37,10 @@ def run(argv: Sequence[str]) -> int:
     if options.top < 1:
         raise ConfigError(f"--top must be at least 1, not {options.top}")
     folder = Path(options.run)
-    run_config(folder)
+    wanted = run_config(folder).logging.profile_ranks
     traces = read_traces(folder)
+    for rank in sorted({*wanted} - {trace.rank for trace in traces}):
+        note(f"{folder} has no trace of rank {rank}, which profile_ranks names")
     for trace in traces:
         print("\n".join(shown(trace, options.top)), end="\n\n")
     path = Path(options.trace) if options.trace else folder / FOLDER / "trace.json"

@@ -58,7 +58,7 @@ SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASSW|JWT")
 _Step = Annotated[int, msgspec.Meta(ge=0, lt=MOST_STEPS)]
 
 
-class _Start(TypedDict, total=False):
+class _Entry(TypedDict, total=False):
     """The fields of an entry of `environment.json` that are read again."""
 
     time: str
@@ -122,7 +122,7 @@ class RunFolder:
         file = self.environment_file
         try:
             starts = read_json(file, list[dict[str, Any]], DataError)
-            as_kind(starts, list[_Start], str(file), DataError)
+            as_kind(starts, list[_Entry], str(file), DataError)
         except DataError as error:
             aside = f"mv {quote(str(file))} {quote(f'{file}.damaged')}"
             raise DataError(str(Mistake(str(error), attempt=aside))) from None
@@ -226,11 +226,17 @@ class MetricsFile:
 
     Attributes:
         removed: number of whole lines that were removed because they are not records.
+        missing: steps after the first one recorded, up to `after_step`, that have no record.
     """
 
     def __init__(self, path: Path, after_step: int = 0) -> None:
         self._path, self._last = path, after_step
-        self.removed = self._remove_after(after_step)
+        is_there = path.exists()
+        found = self._remove_after(after_step)
+        self.removed = sum(map(math.isnan, found))
+        kept = {int(step) for step in found if step <= after_step}
+        first = min(kept, default=1) if is_there else after_step + 1
+        self.missing = [step for step in range(first, after_step + 1) if step not in kept]
         # Not buffered: what a full disk did not take is not tried again when the file is closed.
         self._file = path.open("a+b", buffering=0)
 
@@ -251,17 +257,16 @@ class MetricsFile:
         """Close the file."""
         self._file.close()
 
-    def _remove_after(self, step: int) -> int:
-        """Remove records of later steps and what is no record; return how many whole lines of that
-        there were."""
+    def _remove_after(self, step: int) -> list[float]:
+        """Remove records of later steps and what is none; what `_step_of` says of all lines."""
         if not self._path.exists():
-            return 0
+            return []
         lines = self._path.read_bytes().splitlines(keepends=True)
         steps = [_step_of(line, f"{self._path}:{n}") for n, line in enumerate(lines, 1)]
         kept = [line for line, of in zip(lines, steps, strict=True) if of <= step]
         if kept != lines:
             write_atomic(self._path, b"".join(kept))
-        return sum(map(math.isnan, steps))
+        return steps
 
     def _see_file(self) -> None:
         """Make sure that the file still exists at its path; write it again if it does not."""

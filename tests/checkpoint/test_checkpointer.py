@@ -2,6 +2,7 @@ import errno
 import json
 import os
 import pickle
+import subprocess
 import threading
 from pathlib import Path
 
@@ -107,6 +108,18 @@ def test_what_a_killed_run_left_is_no_checkpoint_and_is_removed(tmp_path: Path) 
     assert (tmp_path / "step-00000002.tmp").exists(), "a reader removes nothing"
     checkpointer.save(4, tensors(), {})
     assert names(tmp_path) == ["latest", "step-00000001", "step-00000004"]
+
+
+@pytest.mark.parametrize("content", [b"\xff\n", b"", b"two\n", None])
+def test_a_damaged_pointer_says_how_to_mend_it(tmp_path: Path, content: bytes | None) -> None:
+    folder = folder_with(tmp_path / "my run", 1, 2)
+    pointer = folder / "latest"
+    pointer.unlink()
+    pointer.mkdir() if content is None else pointer.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"is damaged(?s:.*)try: ") as caught:
+        Checkpointer(folder).latest()
+    subprocess.run(str(caught.value).split("try: ")[-1], shell=True, check=True)
+    assert Checkpointer(folder).latest() == 2
 
 
 def test_latest_survives_a_lost_pointer(tmp_path: Path) -> None:

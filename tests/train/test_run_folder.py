@@ -151,3 +151,18 @@ def test_a_rewound_run_records_no_step_twice(tmp_path):
         file.record(EvalMetrics(step, 2.0, 10, 1.0))
     assert steps(path) == [1, 1, 2, 2, 3, 3, 4, 4]
     file.close()
+
+
+def test_records_that_are_lost_are_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert MetricsFile(path, after_step=9).missing == [], "a run that goes on from another's"
+    for lines, lost in (
+        (b"", [*range(1, 10)]),
+        (b'{"step": 5}\n{"step": 6}\n{"step": 8, "lo', [7, 8, 9]),
+        (b'{"step": 3}\n[]\n{"step": 5}\n{"step": 6}\n{"step": 8}\n{"step": 9}\n', [4, 7]),
+        (b'{"step": 8}\n{"step": 9}\n{"step": 11}\n', []),
+    ):
+        path.write_bytes(lines)
+        file = MetricsFile(path, after_step=9)
+        file.close()
+        assert file.missing == lost
