@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
+from shlex import quote
 from typing import Any, TypeVar
 
 from fivefold.errors import FivefoldError, Mistake
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 _REFUSED = (  # by the system, whatever the program does
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE),
-    *(errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG),
+    *(errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.ELOOP),
 )
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, a quota, a limit (ulimit -f)
 
@@ -131,7 +132,8 @@ def telling_system_errors(
     try:
         yield
     except OSError as problem:
-        named = problem.filename if isinstance(problem.filename, str | os.PathLike) else None
+        names = (problem.filename2, problem.filename)  # of a renaming, what it was to become
+        named = next((name for name in names if isinstance(name, str | os.PathLike)), None)
         if caused_by_full_disk(problem) is None:
             if problem.errno not in _REFUSED or named is None:
                 raise
@@ -212,8 +214,14 @@ def read_json_lines(
 
     An incomplete last line is left out: it is being written, or a crash cut it short.
     """
-    lines = read_text(path, error).split("\n")[:-1]
-    return [parse_json(line, kind, f"{path}:{n}", error) for n, line in enumerate(lines, 1)]
+    found = []
+    for number, line in enumerate(read_text(path, error).split("\n")[:-1], 1):
+        try:
+            found.append(parse_json(line, kind, f"{path}:{number}", error))
+        except error as problem:
+            attempt = f"sed -i {number}d {quote(str(path))}"
+            raise error(str(Mistake(str(problem), attempt=attempt))) from None
+    return found
 
 
 def parse_json(

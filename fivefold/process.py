@@ -7,8 +7,10 @@ does little else.
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import os
+import signal
 import sys
 import threading
 from typing import NoReturn
@@ -16,6 +18,7 @@ from typing import NoReturn
 RARELY = 100_000
 """New objects after which Python looks for garbage, while a process imports and reads settings."""
 _USUALLY = gc.get_threshold()
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def begin() -> None:
@@ -26,6 +29,14 @@ def begin() -> None:
 def work() -> None:
     """Look for garbage as usual: what it holds may be large tensors."""
     gc.set_threshold(*_USUALLY)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when process `parent`, which forked it, ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
 
 
 def leave(status: int) -> NoReturn:

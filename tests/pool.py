@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 
 from fivefold.mesh.groups import lost_connection
-from fivefold.train.children import die_with_parent, import_what_ranks_import
+from fivefold.process import die_with_parent
+from fivefold.train.children import import_what_ranks_import
 from fivefold.train.scheduling import finish_before_others
 
 REPORT_SECONDS = 1.0  # for the other ranks' reports after the first failure

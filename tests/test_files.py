@@ -154,6 +154,10 @@ def test_what_the_system_refuses_is_one_message(tmp_path):
             raise OSError(code, os.strerror(code), tmp_path)
         with pytest.raises(OSError, match="Errno"), telling_system_errors(DataError):  # of what?
             raise OSError(code, os.strerror(code))
+    (tmp_path / "folder").mkdir()
+    said = f"cannot use {tmp_path}/folder: Is a directory"
+    with pytest.raises(DataError, match=said), telling_system_errors(DataError):
+        write_atomic(tmp_path / "folder", "")  # not a word of its temporary file
 
 
 def test_what_cannot_be_written_is_one_message_and_a_full_disk_passes(tmp_path):

@@ -78,6 +78,7 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
     record = RankRecord(
         rank=engine.groups.rank,
         step=step,
+        world_size=engine.layout.grid.world_size,
         sent=traffic.by_axis,
         parameters=sum(
             local_tensor(parameter).nbytes

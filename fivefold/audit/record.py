@@ -23,6 +23,7 @@ from fivefold.layout import Layout
 from fivefold.model.running import flash_takes
 
 Amount = Annotated[float, Meta(ge=0)]
+_AGAIN = "  try: train with --audit, which measures one step"
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class RankRecord:
         document_length: tokens of the document that a token lay in, on average; None: not recorded.
         chosen: what the rank's tokens chose in layers with experts.
         peak_allocated: peak of device memory in the step; None on a CPU.
+        world_size: number of ranks of the run; None: not recorded.
         operations: operations that the step launched; None: not counted.
         layer_operations: of these, how many a layer's forward and its backward launch for one
             microbatch; None: no layer ran.
@@ -75,6 +77,7 @@ class RankRecord:
     document_length: Amount | None = None
     chosen: StepChoices = field(default_factory=StepChoices)
     peak_allocated: Amount | None = None
+    world_size: Annotated[int, Meta(ge=1)] | None = None
     operations: Amount | None = None
     layer_operations: tuple[Amount, Amount] | None = None
     waits: Mapping[str, Amount] | None = None
@@ -101,19 +104,21 @@ def read_records(folder: Path) -> list[RankRecord]:
     """All ranks' records, in order.
 
     Raises:
-        DataError: there are no records, one is missing, or one cannot be read.
+        DataError: there are no records, one is missing or of another step, or one cannot be read.
     """
     paths = sorted(folder.glob("rank-*.json"))
     if not paths:
-        raise DataError(
-            f"{folder} has no records: nothing was measured in that run\n"
-            "  try: train with --audit, which measures one step"
-        )
+        what = f"{folder} has no records: nothing was measured in that run"
+        raise DataError(f"{what}\n{_AGAIN}")
     records = [read_json(path, RankRecord, DataError) for path in paths]
     records.sort(key=lambda record: record.rank)
-    missing = sorted({*range(len(records))} - {record.rank for record in records})
-    if missing:
-        raise DataError(f"{folder} lacks the record of rank {missing[0]}")
+    there = {record.rank for record in records}
+    count = max(len(records), *(record.world_size or 0 for record in records))
+    missing = next((rank for rank in range(count) if rank not in there), None)
+    if missing is not None:
+        raise DataError(f"{folder} lacks the record of rank {missing}\n{_AGAIN}")
+    if len(steps := sorted({record.step for record in records})) > 1:
+        raise DataError(f"{folder} has records of steps {steps[0]} and {steps[-1]}\n{_AGAIN}")
     return records
 
 

@@ -1,6 +1,6 @@
 """The report of an audit: predicted and measured values, and notes; imports no torch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -188,15 +188,19 @@ def audit(
     return AuditReport(title, len(records), tuple(findings))
 
 
-def usual_seconds(metrics: Path, audited: int) -> float | None:
+def usual_seconds(metrics: Path, audited: int, alike: Container[int]) -> float | None:
     """The median time of a run's steps, without the first and the measured one.
+
+    Args:
+        metrics: file with the times.
+        audited: the measured step.
+        alike: steps that were taken in the same layout.
 
     Raises:
         DataError: the file cannot be read.
     """
-    steps = [
-        line for line in read_json_lines(metrics, _Line, DataError) if line.grad_norm is not UNSET
-    ]
+    lines = read_json_lines(metrics, _Line, DataError)
+    steps = [line for line in lines if line.grad_norm is not UNSET and line.step in alike]
     usual = [s.seconds for s in steps[1:] if s.seconds is not UNSET and s.step != audited]
     return median(usual) if usual else None
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from math import prod
 from pathlib import Path
+from shlex import quote
 from typing import Any, TypeVar
 
 import torch
@@ -357,10 +358,9 @@ class Checkpointer:
 
     def _absent(self, step: int | None) -> Mistake:
         if (self.folder / MANIFEST).exists() and re.fullmatch(r"step-[0-9]+", self.folder.name):
-            return Mistake(
-                f"{self.folder} is one checkpoint, not a folder of them",
-                attempt=f"--load {self.folder.parent} --ckpt-step {step_of(self.folder)}",
-            )
+            what = f"{self.folder} is one checkpoint, not a folder of them"
+            whole, own = quote(str(self.folder.parent)), step_of(self.folder)
+            return Mistake(what, attempt=f"--load {whole} --ckpt-step {own}")
         if not (steps := self.steps()):
             return Mistake(f"there is no checkpoint in {self.folder}")
         return Mistake(
@@ -381,6 +381,7 @@ class Checkpointer:
             why = f"the checkpoint of step {intact} is intact"
             attempt = f"{self._step_flag} {intact}"
             if self._step_flag == LOAD_STEP:
-                attempt = f"load it with --load {self.folder} {attempt} and another --save"
+                there = quote(str(self.folder))
+                attempt = f"load it with --load {there} {attempt} and another --save"
         what = f"{folder} is damaged"
         return DamagedCheckpoint(str(Mistake(what, (*faults, why), (), attempt)), intact)

@@ -1,12 +1,14 @@
 """The folder of a run's checkpoints: names, what counts as a checkpoint, which are removed."""
 
+import os
 import re
 import shutil
 from pathlib import Path
+from shlex import quote
 
 from fivefold.checkpoint.integrity import MANIFEST
 from fivefold.errors import CheckpointError, Mistake
-from fivefold.files import read_text, temporary_paths, write_atomic
+from fivefold.files import temporary_paths, write_atomic
 
 _LATEST = "latest"
 _UNFINISHED = ".tmp"  # being written or being removed: not a checkpoint
@@ -47,11 +49,14 @@ class CheckpointFolder:
         steps, pointer = self.steps(), self.path / _LATEST
         if not steps or not pointer.exists():
             return max(steps, default=None)
-        text = read_text(pointer, CheckpointError)
+        text, found = "", "a folder"
+        if not pointer.is_dir():
+            text = pointer.read_bytes().decode(errors="replace")
+            found = repr(text[:20])
         if not re.fullmatch(r"[0-9]{1,18}\n?", text):
-            why = f"expected the number of a step, found {text[:20]!r}"
-            works = tuple(str(step) for step in steps)
-            attempt = f"echo {steps[-1]} > {pointer}"
+            why = f"expected the number of a step, found {found}"
+            works, path = tuple(str(step) for step in steps), quote(str(pointer))
+            attempt = f"echo {steps[-1]} > {path}" if text else f"rm -r {path}"
             raise CheckpointError(str(Mistake(f"{pointer} is damaged", (why,), works, attempt)))
         return int(text) if int(text) in steps else steps[-1]
 
@@ -66,25 +71,26 @@ class CheckpointFolder:
 
     def clear(self) -> None:
         """Remove the remains of killed saves; restore a complete checkpoint that they renamed."""
+        for unfinished in self.path.glob(f"step-*{_UNFINISHED}"):
+            _delete(unfinished)
         for replaced in self.path.glob(f"step-*{_REPLACED}"):
             final = replaced.with_name(replaced.name.removesuffix(_REPLACED))
-            if final.exists():
+            if final.is_dir() or not replaced.is_dir():
                 _remove(replaced)
             else:
+                _delete(final)
                 replaced.rename(final)
-        for unfinished in self.path.glob(f"step-*{_UNFINISHED}"):
-            shutil.rmtree(unfinished)
         for pointer in temporary_paths(self.path, _LATEST):
             pointer.unlink()
 
     def put_in_place(self, step: int) -> None:
         """Make the complete checkpoint `unfinished(step)` the latest, and remove old ones."""
         final, replaced = self._at(step), self._at(step, _REPLACED)
-        if final.exists():
+        if os.path.lexists(final):
             final.rename(replaced)
         self.unfinished(step).rename(final)
         write_atomic(self.path / _LATEST, f"{step}\n")  # flushes the renames, too
-        if replaced.exists():
+        if os.path.lexists(replaced):
             _remove(replaced)
         if self._keep_latest is not None:
             others = [self.of(other) for other in self.steps() if other != step]
@@ -110,4 +116,12 @@ def _written(checkpoint: Path) -> int:
 def _remove(checkpoint: Path) -> None:
     """Remove a checkpoint; rename it first, so that a partly removed one is never used."""
     name = checkpoint.name.removesuffix(_REPLACED)
-    shutil.rmtree(checkpoint.rename(checkpoint.with_name(f"{name}{_REPLACED}{_UNFINISHED}")))
+    _delete(checkpoint.rename(checkpoint.with_name(f"{name}{_REPLACED}{_UNFINISHED}")))
+
+
+def _delete(path: Path) -> None:
+    """Remove what is at a path: of a link only itself, as what it leads to is on another disk."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path)

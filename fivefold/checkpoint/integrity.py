@@ -1,11 +1,13 @@
 """The manifest of a checkpoint, with the size and checksum of every file."""
 
+import errno
 import json
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
 
 from msgspec import Meta, Struct
 
@@ -16,6 +18,7 @@ from fivefold.files import crc32, read_json, write_atomic
 MANIFEST = "manifest.json"
 INDEX = ".metadata"
 META = "meta.json"
+T = TypeVar("T")
 _DATA = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 
 
@@ -47,9 +50,13 @@ def stamp(path: Path) -> Stamp:
 
 def stamps(folder: Path, names: Iterable[str]) -> dict[str, Stamp]:
     """Compute the stamps of several files of a folder in parallel."""
+    return _in_parallel(stamp, folder, names)
+
+
+def _in_parallel(work: Callable[[Path], T], folder: Path, names: Iterable[str]) -> dict[str, T]:
     names = sorted(names)
     with ThreadPoolExecutor(max_workers=4) as pool:
-        return dict(zip(names, pool.map(stamp, (folder / name for name in names)), strict=True))
+        return dict(zip(names, pool.map(work, (folder / name for name in names)), strict=True))
 
 
 def write_manifest(folder: Path, files: dict[str, Stamp]) -> None:
@@ -108,6 +115,16 @@ def _manifest_or_fault(folder: Path) -> dict[str, Stamp] | str:
         return str(error)
 
 
+def _stamp_if_readable(path: Path) -> Stamp | None:
+    """None where the disk does not give the bytes back."""
+    try:
+        return stamp(path)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return None
+
+
 def _faults(folder: Path, expected: dict[str, Stamp]) -> list[str]:
     faults, right_size = [], []
     for name, stamp_ in expected.items():
@@ -120,8 +137,10 @@ def _faults(folder: Path, expected: dict[str, Stamp]) -> list[str]:
             faults.append(f"{name}: expected {stamp_.size:,} bytes, found {size:,}")
         else:
             right_size.append(name)
-    for name, found in stamps(folder, right_size).items():
-        if found.crc32 != expected[name].crc32:
+    for name, found in _in_parallel(_stamp_if_readable, folder, right_size).items():
+        if found is None:
+            faults.append(f"{name}: cannot be read: {os.strerror(errno.EIO)}")
+        elif found.crc32 != expected[name].crc32:
             want = expected[name].crc32
             faults.append(f"{name}: expected CRC-32 {want:08x}, found {found.crc32:08x}")
     return faults

@@ -15,7 +15,7 @@ from fivefold.checkpoint.tensor_file import write_tensors
 from fivefold.errors import CheckpointError
 from fivefold.mesh.slices import Piece
 
-_META, _CRC = "meta", "crc32"
+_META, _CRC, _PLACE = "meta", "crc32", "place"
 
 
 def write_state(path: Path, pieces: Mapping[str, Piece], meta: str) -> None:
@@ -25,11 +25,12 @@ def write_state(path: Path, pieces: Mapping[str, Piece], meta: str) -> None:
         OSError: the file system did not take them.
     """
     tensors = {name: piece.local.contiguous() for name, piece in pieces.items()}
-    write_tensors(path, tensors, {_META: meta, _CRC: _crc32(meta, tensors.items())})
+    said = {_META: meta, _CRC: _crc32(meta, tensors.items()), _PLACE: _place(path)}
+    write_tensors(path, tensors, said)
 
 
 def state_damage(path: Path) -> str:
-    """What is wrong with a file, by its own checksum; empty if nothing is."""
+    """What is wrong with a file, by what it says of itself; empty if nothing is."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -38,6 +39,8 @@ def state_damage(path: Path) -> str:
             found = _crc32(meta[_META], ((name, file.get_tensor(name)) for name in names))
             if found != (expected := meta[_CRC]):
                 return f"expected CRC-32 {expected}, found {found}"
+            if (place := meta.get(_PLACE, _place(path))) != _place(path):
+                return f"it was written as {place}"
     except KeyError as error:
         return f"{error} is not in it"
     except (OSError, SafetensorError, TypeError, ValueError, RuntimeError) as error:
@@ -70,6 +73,11 @@ def fill_from_state(path: Path, pieces: Mapping[str, Piece]) -> None:
     with safe_open(path, framework="pt") as file:
         for name, piece in pieces.items():
             piece.local.copy_(file.get_tensor(name))
+
+
+def _place(path: Path) -> str:
+    """Folder and name of a file, which tell step and rank: its checksum is right anywhere."""
+    return f"{path.parent.name}/{path.name}"
 
 
 def _crc32(meta: str, tensors: Iterable[tuple[str, Tensor]]) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fivefold.cli.style import note
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load_options
@@ -36,8 +37,10 @@ def run(argv: Sequence[str]) -> int:
     if options.top < 1:
         raise ConfigError(f"--top must be at least 1, not {options.top}")
     folder = Path(options.run)
-    run_config(folder)
+    wanted = run_config(folder).logging.profile_ranks
     traces = read_traces(folder)
+    for rank in sorted({*wanted} - {trace.rank for trace in traces}):
+        note(f"{folder} has no trace of rank {rank}, which profile_ranks names")
     for trace in traces:
         print("\n".join(shown(trace, options.top)), end="\n\n")
     path = Path(options.trace) if options.trace else folder / FOLDER / "trace.json"
@@ -56,5 +59,5 @@ def shown(trace: RankTrace, top: int) -> Iterator[str]:
     for (axis, op), (count, size) in sorted(trace.messages.items()):
         yield f"  {axis:<12}{op:<15}{count:>6,} x  {human_bytes(size)} sent"
     for name, seconds in longest(trace.operations, top):
-        share = seconds / trace.seconds
+        share = seconds / trace.seconds if trace.seconds else 0.0
         yield f"  {name[:WIDTH]:<{WIDTH}}{human_seconds(seconds):>9}{share:>7.1%}"

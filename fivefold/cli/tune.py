@@ -1,10 +1,12 @@
 """`fivefold tune`: finds the fastest layout on this machine by trials, and learns the machine."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -26,6 +28,7 @@ from fivefold.learn.tell import constants_table
 from fivefold.learn.tuning import Tried, Tuning
 from fivefold.predict.cluster import Cluster, load_cluster
 from fivefold.predict.cluster import to_toml as machine_toml
+from fivefold.process import die_with_parent
 from fivefold.search.candidate import Candidate
 from fivefold.search.request import ASSUMABLE, request
 from fivefold.search.search import search
@@ -140,7 +143,9 @@ def measure(file: Path, world: int, device: Asked) -> None:
     """
     words = ["plan", "--calibrate", str(file), "--nproc", str(world), "--device", device]
     command = [sys.executable, "-m", "fivefold", *words]
-    if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
+    ends = partial(die_with_parent, os.getpid())
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False, preexec_fn=ends)
+    if done.returncode:
         raise FivefoldError(
             "the machine could not be measured: --cluster names what is known of it"
         )

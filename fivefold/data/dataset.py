@@ -37,12 +37,12 @@ class Corpus:
 
     def identity(self) -> str:
         """Sizes and a digest that identify the corpus, independent of its path."""
-        tokens, starts = self.data.tokens, self.data.document_starts
+        tokens, starts = self.data.checked, self.data.document_starts
         digest = hashlib.sha256(starts.tobytes())
         every = max(1, len(tokens) // 4096)
         digest.update(tokens[::every].tobytes())
         if self.marks is not None:
-            digest.update(self.marks.tokens[::every].tobytes())
+            digest.update(self.marks.checked[::every].tobytes())
         weight = "" if self.weight is None else f", weight {self.weight}"
         return (
             f"{self.name}: {len(tokens)} tokens, {self.data.num_documents} documents{weight}, "
@@ -141,11 +141,11 @@ class Dataset:
                 edges = sequence_edges(len(starts) - 1, shares)
                 starts = starts[edges[which] : edges[which + 1] + 1]
                 tokens = int(starts[-1] - starts[0])
-                stream = Conversations(corpus.data.tokens, corpus.marks.tokens, starts, packing)
+                stream = Conversations(corpus.data.checked, corpus.marks.checked, starts, packing)
             else:
                 bounds = split_bounds(corpus.data, shares)
                 tokens = bounds[which + 1] - bounds[which]
-                stream = Text(corpus.data.tokens[bounds[which] : bounds[which + 1]], packing)
+                stream = Text(corpus.data.checked, bounds[which], bounds[which + 1], packing)
             if not len(stream):
                 raise _too_short(corpus, tokens, packing.seq_length, part, split)
             self._streams.append(stream)

@@ -20,12 +20,14 @@ from typing import BinaryIO
 
 import numpy as np
 
+from fivefold.data.checksums import CheckedTokens, TokenArray, write_checksums
 from fivefold.errors import DataError
 from fivefold.files import atomic_path
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
+CHECKSUMS = ".crc"
 _LONGEST_SEQUENCE = (1 << 31) - 1
 DTYPES: dict[int, np.dtype] = {
     1: np.dtype("u1"),
@@ -49,17 +51,18 @@ class IndexedTokens:
 
     Attributes:
         tokens: all tokens of the corpus in order, [tokens], memory-mapped.
+        checked: the same, of which slices are compared with checksums if the files have some.
         sequence_starts: index of the first token of each sequence, then the number of tokens;
             int64, [sequences + 1].
     """
 
-    def __init__(self, prefix: str | os.PathLike[str]) -> None:
-        """Open and check a pair.
+    def __init__(self, prefix: str | os.PathLike[str], remedy: str = "") -> None:
+        """Open and check a pair; errors in what is read later end with `remedy`.
 
         Raises:
             DataError: a file is missing, cut short, corrupt or of another format.
         """
-        self.prefix = os.fspath(prefix)
+        self.prefix, self._remedy = os.fspath(prefix), remedy
         idx, bin_ = f"{self.prefix}.idx", f"{self.prefix}.bin"
         for path in (idx, bin_):
             if not os.path.isfile(path):
@@ -89,6 +92,9 @@ class IndexedTokens:
         if not count:
             raise DataError(f"{bin_} holds no tokens")
         self.tokens = np.memmap(bin_, dtype=dtype, mode="r")
+        self.checked: TokenArray = self.tokens
+        if os.path.exists(checksums := f"{self.prefix}{CHECKSUMS}"):
+            self.checked = CheckedTokens(self.tokens, idx, checksums, self._remedy)
         self.sequence_starts = starts
         self._documents = documents
 
@@ -207,9 +213,15 @@ class IndexedWriter:
 
 @contextmanager
 def write_indexed(
-    prefix: str | os.PathLike[str], dtype: np.dtype | type[np.integer]
+    prefix: str | os.PathLike[str],
+    dtype: np.dtype | type[np.integer],
+    *,
+    checksums: bool = False,
 ) -> Iterator[IndexedWriter]:
-    """Write a `.bin/.idx` pair, which appears as a whole when the `with` block succeeds."""
+    """Write a `.bin/.idx` pair, which appears as a whole when the `with` block succeeds.
+
+    With `checksums`, there is a third file of them, which Megatron-LM does not know.
+    """
     base = os.fspath(prefix)
     # The idx is replaced last: where it is, the pair is whole.
     with atomic_path(f"{base}.idx") as idx, atomic_path(f"{base}.bin") as bin_:
@@ -217,3 +229,6 @@ def write_indexed(
             writer = IndexedWriter(file, np.dtype(dtype))
             yield writer
         writer.write_index(idx)
+        if checksums:
+            with atomic_path(f"{base}{CHECKSUMS}") as sums:
+                write_checksums(sums, bin_, idx)

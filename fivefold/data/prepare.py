@@ -18,7 +18,7 @@ import numpy as np
 
 from fivefold.data.corpus import pieces
 from fivefold.data.dataset import Corpus, Dataset
-from fivefold.data.indexed import IndexedTokens, write_indexed
+from fivefold.data.indexed import CHECKSUMS, IndexedTokens, write_indexed
 from fivefold.data.mixture import Group, grouped, parse_named_paths
 from fivefold.data.packing import BEGINS, LEARNT, Packing
 from fivefold.data.rules import DEFAULT_VOCAB_SIZE, checked_sources
@@ -165,12 +165,11 @@ def _corpus(
             build_index(group.files, tokenizer, prefix, text_key, progress)
         elif missing and template is not None:
             build_conversations(group.files, tokenizer, template, prefix, marks, progress)
-    with _cached(f"{prefix}.bin", f"{prefix}.idx"):
-        data = IndexedTokens(prefix)
+    data = _open_cached(prefix)
     if template is None:
         return Corpus(group.name, data, group.weight)
-    with _cached(f"{prefix}.idx", f"{marks}.bin", f"{marks}.idx"):
-        return Corpus(group.name, data, group.weight, IndexedTokens(marks))
+    # Without the index of the tokens both are made again.
+    return Corpus(group.name, data, group.weight, _open_cached(marks, f"{prefix}.idx"))
 
 
 def build_conversations(
@@ -193,8 +192,8 @@ def build_conversations(
     tokens = learnt = 0
     # The marks are whole before the index of the tokens says that everything is there.
     with (
-        write_indexed(prefix, tokenizer.token_dtype) as of_tokens,
-        write_indexed(marks, np.uint8) as of_marks,
+        write_indexed(prefix, tokenizer.token_dtype, checksums=True) as of_tokens,
+        write_indexed(marks, np.uint8, checksums=True) as of_marks,
     ):
         for batch in _batches(marked_texts(files, template)):
             for ids, inside in tokenizer.encode_spans(batch):
@@ -236,7 +235,7 @@ def build_index(
     end = np.array([tokenizer.eod_id], dtype=tokenizer.token_dtype)
     whole = not tokenizer.may_cut
     tokens, begun = 0, False
-    with write_indexed(prefix, tokenizer.token_dtype) as writer:
+    with write_indexed(prefix, tokenizer.token_dtype, checksums=True) as writer:
         stream = (piece for file in files for piece in pieces(file, text_key, whole=whole))
         for batch in _batches(stream):
             encoded = tokenizer.encode_batch([text for text, _ in batch])
@@ -312,16 +311,25 @@ def _key(files: Sequence[Path], *settings: str) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
+def _open_cached(prefix: str, *others: str) -> IndexedTokens:
+    """Tokens in the cache; `others` have to be removed, too, for them to be made again."""
+    paths = [*others, *(f"{prefix}{end}" for end in (".bin", ".idx", CHECKSUMS))]
+    with _cached(*paths):
+        return IndexedTokens(prefix, _remedy(*paths))
+
+
 @contextmanager
 def _cached(*paths: str) -> Iterator[None]:
     """Add to errors in reading cached files that the files can be created again."""
     try:
         yield
     except DataError as error:
-        raise DataError(
-            f"{error}\n  it is in the cache, and is made again when it is not there\n"
-            f"  try:   rm -f {shlex.join(paths)}"
-        ) from error
+        raise DataError(f"{error}{_remedy(*paths)}") from error
+
+
+def _remedy(*paths: str) -> str:
+    what = "it is in the cache, and is made again when it is not there"
+    return f"\n  {what}\n  try:   rm -f {shlex.join(paths)}"
 
 
 def _remove_left(path: Path) -> None:

@@ -2,21 +2,23 @@
 
 import numpy as np
 
+from fivefold.data.checksums import TokenArray
 from fivefold.data.packing import BEGINS, Packing
 
 
 class Text:
-    """Sample k is seq_length + 1 tokens from token k * seq_length on."""
+    """Sample k is seq_length + 1 tokens from token `start` + k * seq_length on."""
 
-    def __init__(self, tokens: np.ndarray, packing: Packing) -> None:
-        self._tokens, self._length = tokens, packing.seq_length
+    def __init__(self, tokens: TokenArray, start: int, end: int, packing: Packing) -> None:
+        self._tokens, self._start, self._end = tokens, start, end
+        self._length = packing.seq_length
 
     def __len__(self) -> int:
-        return max(0, len(self._tokens) - 1) // self._length
+        return max(0, self._end - self._start - 1) // self._length
 
     def window(self, sample: int) -> tuple[np.ndarray, None]:
         """The tokens of a sample, int64 [seq_length + 1]."""
-        start = sample * self._length
+        start = self._start + sample * self._length
         return self._tokens[start : start + self._length + 1].astype(np.int64), None
 
 
@@ -32,7 +34,7 @@ class Conversations:
     """
 
     def __init__(
-        self, tokens: np.ndarray, marks: np.ndarray, starts: np.ndarray, packing: Packing
+        self, tokens: TokenArray, marks: TokenArray, starts: np.ndarray, packing: Packing
     ) -> None:
         """`starts`: the first token of each conversation, then the end of the last one."""
         self._tokens, self._marks, self._eod_id = tokens, marks, packing.eod_id

@@ -14,6 +14,9 @@ from fivefold.report.story import Story, read_story
 LEAST_NOISE = 0.01
 """Least standard deviation of a logarithm of a run's usual step: another day gives another."""
 
+MOST_RANKS = 1 << 20
+"""Beyond it, what a damaged line says is no number of ranks."""
+
 UNKNOWN_NOISE = 0.3
 """That of a single step, whose spread is not seen."""
 
@@ -21,22 +24,26 @@ UNKNOWN_NOISE = 0.3
 def observed(folder: Path) -> tuple[Observation, Story]:
     """What a run says of a step's time in its layout.
 
-    Its first step, which prepares much, and those on another number of ranks are left out.
+    Its first step, which prepares much, is left out, and those of starts by another command or on
+    another number of ranks.
 
     Raises:
         DataError: it is not a run folder, or no step of it was timed.
         ConfigError: its layout does not fit its ranks.
     """
     story = read_story(folder)
-    whole, each = (story.values(f"tokens_per_second{per}") for per in ("", "_per_rank"))
-    worlds = {step: round(whole[step] / each[step]) for step in whole if each.get(step)}
+    own = story.latest_steps  # others may have been taken in another layout
+    whole, each = (story.values(f"tokens_per_second{per}", own) for per in ("", "_per_rank"))
+    ratios = {step: whole[step] / each[step] for step in whole if each.get(step)}
+    worlds = {step: round(ratio) for step, ratio in ratios.items() if 0.5 < ratio < MOST_RANKS}
     ranks = next(reversed(worlds.values()), 0)
-    times = [s for step, s in story.values("seconds").items() if worlds.get(step) == ranks][1:]
+    timed = story.values("seconds", own).items()
+    times = [s for step, s in timed if s > 0 and worlds.get(step) == ranks][1:]
     if not times:
         raise DataError(
             str(
                 Mistake(
-                    f"{folder} has no times of steps after its first one",
+                    f"{folder} has no times of steps after the first one of its latest start",
                     attempt="a run of at least three steps: --train-iters 3",
                 )
             )

@@ -16,6 +16,7 @@ from fivefold.predict.memory import peak_memory
 from fivefold.predict.software import Software
 from fivefold.predict.step import predict
 from fivefold.report.settings import run_config
+from fivefold.report.starts import Alike
 from fivefold.train.run_folder import RunFolder
 from fivefold.verify.report import describe
 
@@ -31,18 +32,17 @@ def audited(folder: Path, cluster: str | None = None) -> AuditReport:
         DataError: the folder is none of a run, or holds no audit.
         ConfigError: there is no such cluster.
     """
-    config = run_config(folder)
-    files = RunFolder(folder)
-    records = read_records(files.audit)
-    if RunFolder(files.audit).config_file.is_file():  # later starts may have another layout
-        config = run_config(files.audit)
+    config, run = run_config(folder), RunFolder(folder)
+    records = read_records(run.audit)
+    if RunFolder(run.audit).config_file.is_file():  # later starts may have another layout
+        config = run_config(run.audit)
     layout = check(config, len(records), planned=True)
     step = records[0].step
     return audit(
         f"{folder}, step {step}; {describe(layout)}",
         layout,
         records,
-        usual_seconds(files.metrics_file, step),
+        usual_seconds(run.metrics_file, step, Alike(run.starts(), step)),
         None if cluster is None else outlook(layout, records, cluster),
         layer_operations(layout),
     )

@@ -2,14 +2,20 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from typing import Annotated, TypedDict
+
+from msgspec import Meta
 
 from fivefold import pages
 from fivefold.audit.report import AuditReport
 from fivefold.config.sources import config_settings
+from fivefold.errors import DataError
+from fivefold.files import as_kind
 from fivefold.pipeline.draw_html import timelines
 from fivefold.report.charts import charts_of, drawn
 from fivefold.report.facts import facts
 from fivefold.report.story import Story
+from fivefold.train.run_folder import MOST_STEPS, RunFolder
 
 _STYLE = """<style>
   table.events td:not(:last-child){white-space:nowrap}
@@ -17,6 +23,13 @@ _STYLE = """<style>
   details{margin:1em 0} summary{cursor:pointer;font-weight:600}
 </style>"""
 Rows = Iterable[Sequence[str]]
+_Count = Annotated[int, Meta(ge=0, lt=MOST_STEPS)]
+
+
+class _Load(TypedDict):
+    """What is shown of a layer with experts."""
+
+    tokens: Annotated[list[_Count], Meta(min_length=1)]
 
 
 def page(stories: Sequence[Story], gains: Sequence[str] = ()) -> str:
@@ -98,7 +111,8 @@ def _experts(story: Story, head: str) -> Iterator[str]:
     if last is None:
         return
     yield f"<h2>Load of the experts{head}, step {last['step']:,}</h2>"
-    for layer, found in last["experts"].items():
+    where = f"step {last['step']} of {RunFolder(story.folder).metrics_file}"
+    for layer, found in as_kind(last["experts"], dict[str, _Load], where, DataError).items():
         counts = found["tokens"]
         most, total = max(counts), max(sum(counts), 1)
         bars = [

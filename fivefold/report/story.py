@@ -1,7 +1,8 @@
 """What the files of a run folder say about its course."""
 
+import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,18 +14,22 @@ from typing import Any
 from fivefold.audit.report import AuditReport
 from fivefold.config.config import Config
 from fivefold.errors import ConfigError, DataError
-from fivefold.files import read_json, read_json_lines
+from fivefold.files import read_json_lines
 from fivefold.pipeline.chart import Chart
 from fivefold.pipeline.ir import ProgramError
 from fivefold.pipeline.measured import FILE, read_measured
 from fivefold.pipeline.study import measured_results
 from fivefold.report.audited import audited
 from fivefold.report.settings import run_config
-from fivefold.train.run_folder import CHECKPOINTS, RunFolder
+from fivefold.report.starts import Alike
+from fivefold.train.run_folder import CHECKPOINTS, RunFolder, is_step
 
 LAST = 20
 """Steps over which the latest values of a run are averaged."""
 EVALUATION = "eval_loss"
+LARGEST = 1e300
+"""Largest number that is taken for one: sums of such numbers are finite."""
+_CHECKPOINT = re.compile(r"step-0*(\d+)(?:\.old)?")  # none that is being written or removed
 Record = Mapping[str, Any]
 
 
@@ -81,17 +86,23 @@ class Story:
     def values(self, name: str, records: Iterable[Record] | None = None) -> dict[int, float]:
         """A metric by step, where it was recorded and is a number."""
         every = self.steps if records is None else records
-        return {r["step"]: r[name] for r in every if isinstance(r.get(name), int | float)}
+        return {r["step"]: r[name] for r in every if _is_number(r.get(name))}
 
     def latest(self, name: str) -> float | None:
         """The mean of a metric over the last `LAST` steps."""
         found = [*self.values(name).values()][-LAST:]
         return fmean(found) if found else None
 
-    def usual(self, name: str) -> float | None:
+    def usual(self, name: str, records: Iterable[Record] | None = None) -> float | None:
         """The median of a metric, without the first step."""
-        found = [*self.values(name).values()]
+        found = [*self.values(name, records).values()]
         return median(found[1:] or found) if found else None
+
+    @cached_property
+    def latest_steps(self) -> list[Record]:
+        """Records of steps that were taken as the latest start takes them; a layout is theirs."""
+        alike = Alike(self.starts)
+        return [record for record in self.steps if record["step"] in alike]
 
     @property
     def done(self) -> int:
@@ -139,17 +150,14 @@ def read_story(folder: Path) -> Story:
         DataError: it is not a run folder, or a file of it is damaged.
     """
     config = run_config(folder)
-    files = RunFolder(folder)
-    metrics, environment = files.metrics_file, files.environment_file
+    run = RunFolder(folder)
+    starts, metrics = run.starts(), run.metrics_file
     records: list[dict[str, Any]] = []
     if metrics.is_file():
         lines = read_json_lines(metrics, dict[str, Any], DataError)
-        records = [line for line in lines if isinstance(line.get("step"), int)]
-    starts: list[dict[str, Any]] = []
-    if environment.is_file():
-        starts = read_json(environment, list[dict[str, Any]], DataError)
+        records = [line for line in lines if is_step(line.get("step"))]
     seen = _changed(metrics) if records else None
-    happenings = sorted(_happenings(files, starts), key=lambda each: each.when)
+    happenings = sorted(_happenings(run, starts), key=lambda each: each.when)
     return Story(folder, config, tuple(starts), tuple(records), tuple(happenings), seen)
 
 
@@ -164,31 +172,43 @@ def validation_set(column: str) -> str:
     return f" {name[1:]}" if name else ""
 
 
-def _happenings(folder: RunFolder, starts: Iterable[Record]) -> Iterable[Happening]:
+def _happenings(run: RunFolder, starts: Iterable[Record]) -> Iterable[Happening]:
     for number, start in enumerate(starts):
-        command = shlex.join(map(str, start.get("command", ())))
+        command = shlex.join(start.get("command", ()))
         host, devices = start.get("host", ""), start.get("devices") or ["CPU"]
         what = f"start{' again' * bool(number)} on {host} ({devices[0]})"
         if start.get("after"):
             what += f" after {start['after']}"
         if when := _time_of(start):
             yield Happening(when, what, command)
-    for checkpoint in sorted((folder.path / CHECKPOINTS).glob("step-*/manifest.json")):
-        step = checkpoint.parent.name.removeprefix("step-").lstrip("0") or "0"
-        yield Happening(_changed(checkpoint), f"checkpoint of step {step}")
-    for error in sorted(folder.errors.glob("rank-*.txt")):
+    for checkpoint, when in _dated(run.path / CHECKPOINTS, "step-*/manifest.json"):
+        if match := _CHECKPOINT.fullmatch(checkpoint.parent.name):
+            yield Happening(when, f"checkpoint of step {match[1]}")
+    for error, when in _dated(run.errors, "rank-*.txt"):
         lines = error.read_text(errors="replace").strip().splitlines()
         rank = error.stem.removeprefix("rank-")
-        yield Happening(_changed(error), f"rank {rank} failed", lines[-1] if lines else "")
-    for hang in sorted(folder.hangs.glob("step-*.txt")):
+        yield Happening(when, f"rank {rank} failed", lines[-1] if lines else "")
+    for hang, when in _dated(run.hangs, "step-*.txt"):
         lines = hang.read_text(errors="replace").splitlines()
-        yield Happening(_changed(hang), lines[0] if lines else "no progress", " ".join(lines[1:2]))
+        yield Happening(when, lines[0] if lines else "no progress", " ".join(lines[1:2]))
+
+
+def _dated(folder: Path, pattern: str) -> Iterator[tuple[Path, datetime]]:
+    """Files that match, with when they were changed; the run may remove some meanwhile."""
+    for path in sorted(folder.glob(pattern)):
+        with suppress(FileNotFoundError):
+            if path.is_file():
+                yield path, _changed(path)
 
 
 def _time_of(start: Record) -> datetime | None:
-    with suppress(ValueError):
+    with suppress(ValueError, OverflowError):
         return datetime.fromisoformat(str(start.get("time"))).astimezone()
     return None
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= LARGEST
 
 
 def _changed(path: Path) -> datetime:

@@ -5,16 +5,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from fivefold.errors import DataError
 from fivefold.files import read_json
 
 FOLDER = "profile"
-_MESSAGE = re.compile(r"(?P<axis>[\w ]+): (?P<op>\w+), (?P<bytes>\d+) B sent")
+_MESSAGE = re.compile(r"(?P<axis>[\w ]+): (?P<op>\w+), (?P<bytes>\d{1,18}) B sent")
 _ACT = re.compile(r"(?P<kind>[A-Z]+)(?: of stage \d+.*)?")
 _NAME = re.compile(r"rank-(\d+)\.json")
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
+LATEST = 1e18  # microseconds: no clock is beyond it
 Event = Mapping[str, Any]
 
 
@@ -106,7 +107,7 @@ def _summed(rank: int, events: list[dict[str, Any]]) -> RankTrace:
     kernels = [event for event in spans if event.get("cat") in _KERNELS]
     if kernels:
         for event in kernels:
-            trace.operations[str(event["name"])] += event["dur"] / 1e6
+            trace.operations[str(event.get("name"))] += event["dur"] / 1e6
     else:
         for name, seconds in _own(e for e in spans if e.get("cat") == "cpu_op"):
             trace.operations[name] += seconds
@@ -114,8 +115,12 @@ def _summed(rank: int, events: list[dict[str, Any]]) -> RankTrace:
 
 
 def _is_span(event: Event) -> bool:
-    numbers = (event.get("ts"), event.get("dur"))
-    return event.get("ph") == "X" and all(isinstance(number, int | float) for number in numbers)
+    at, lasts = event.get("ts"), event.get("dur")
+    return event.get("ph") == "X" and _is_time(at) and _is_time(lasts) and lasts >= 0
+
+
+def _is_time(value: Any) -> TypeGuard[float]:
+    return type(value) in (int, float) and abs(value) < LATEST
 
 
 def _own(events: Iterable[Event]) -> Iterator[tuple[str, float]]:

@@ -1,6 +1,5 @@
 """Processes forked from this one, each of which runs a rank and reports how that ended."""
 
-import ctypes
 import faulthandler
 import gc
 import json
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from fivefold.process import die_with_parent
 from fivefold.train import failures
 from fivefold.train.failures import Failure
 from fivefold.train.rank_env import RankEnv
@@ -26,7 +26,6 @@ Worker = Callable[[RankEnv], int | None]
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 DONE = b"done"  # the report of a rank whose work is done
 
 
@@ -63,14 +62,6 @@ class Child:
             self.failure = failures.killed(-code, stopping)
         else:
             self.failure = failures.left(code)
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when process `parent`, which forked it, ends (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(1)
 
 
 def leave_signals_to_parent(parent: int) -> None:

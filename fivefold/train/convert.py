@@ -49,6 +49,7 @@ from fivefold.mesh.slices import Piece
 from fivefold.train.lock import lock_file
 from fivefold.train.origin import checkpoints_of
 from fivefold.train.run_folder import CHECKPOINTS, TOKENIZER, RunFolder
+from fivefold.train.run_tokenizer import run_tokenizer
 from fivefold.train.saved_state import SavedState, read_state
 
 SIDE = "huggingface"
@@ -135,12 +136,13 @@ def to_hub(
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged, or has no such adapters.
         ConfigError: no model family of Hugging Face's has this architecture.
+        DataError: the tokenizer is not the one that the run was trained with.
     """
     checkpoints = Checkpointer(checkpoints_of(source), step_flag="--step")
     state = read_state(checkpoints, step)
     model = as_kind(state.model, ModelConfig, f"the model of {source}", CheckpointError)
     path, index = checkpoints.open(state.step)
-    side = source / SIDE
+    side, tokenizer = source / SIDE, _tokenizer(source, state)
     fields = _fields(side, model.base)
     stated = _Types(index, None if dtype is None else DTYPES[dtype], _trained_in(source))
     kind = fields["model_type"]
@@ -170,7 +172,7 @@ def to_hub(
         if side.is_dir():
             for file in side.iterdir():
                 shutil.copyfile(file, folder / file.name)
-        _describe(source, folder, fields, stated.of("norm.weight"))
+        _describe(source, tokenizer, folder, fields, stated.of("norm.weight"))
     return size
 
 
@@ -222,14 +224,23 @@ def _fields(side: Path, model: ModelConfig) -> dict[str, Any]:
     return to_hf_config(model)
 
 
-def _describe(source: Path, folder: Path, fields: dict[str, Any], dtype: torch.dtype) -> None:
+def _tokenizer(source: Path, state: SavedState) -> Tokenizer | None:
+    return run_tokenizer(source, state) if (source / TOKENIZER).is_file() else None
+
+
+def _describe(
+    source: Path,
+    tokenizer: Tokenizer | None,
+    folder: Path,
+    fields: dict[str, Any],
+    dtype: torch.dtype,
+) -> None:
     """Write config.json, and the run's tokenizer with what transformers wants to know of it.
 
     What was copied from the files that the run was converted from stays as it is.
     """
     name = "torch_dtype" if "torch_dtype" in fields else "dtype"
     written = fields | {name: str(dtype).removeprefix("torch.")}
-    tokenizer = Tokenizer.load(source / TOKENIZER) if (source / TOKENIZER).is_file() else None
     if tokenizer is not None and not (folder / TOKENIZER).exists():
         shutil.copyfile(source / TOKENIZER, folder / TOKENIZER)
         end, name = tokenizer.eod_id, tokenizer.decode([tokenizer.eod_id])

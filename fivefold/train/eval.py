@@ -21,8 +21,9 @@ from fivefold.train.launch import init_process_group, run_ranks
 from fivefold.train.metrics import EvalMetrics
 from fivefold.train.origin import checkpoints_of
 from fivefold.train.rank_env import RankEnv
-from fivefold.train.run_folder import tokenizer_of
-from fivefold.train.saved_state import read_state, same_model
+from fivefold.train.run_folder import RunFolder
+from fivefold.train.run_tokenizer import run_tokenizer
+from fivefold.train.saved_state import SavedState, read_state, same_model
 from fivefold.train.threads import choose_threads
 
 
@@ -73,7 +74,7 @@ def evaluate_run(
     source = Checkpointer(checkpoints_of(run), step_flag="--step")
     state = read_state(source, step)
     same_model(state.model, layout.config.model, source.folder)
-    data = _data(run, layout.config, progress)
+    data = _data(run, state, layout.config, progress)
     sets = validation_sets(layout.config.training, data)
     found = _on_ranks(layout, (source.folder, state.step), sets, device)
     return [
@@ -82,11 +83,12 @@ def evaluate_run(
     ]
 
 
-def _data(run: Path, config: Config, progress: Progress) -> PreparedData:
+def _data(run: Path, state: SavedState, config: Config, progress: Progress) -> PreparedData:
     """The validation sets by the tokenizer of the run, wherever that came from."""
     data, training = config.data, config.training
     if not data.sft:  # whose templates stand beside the tokenizer
-        data = replace(data, tokenizer_model=str(tokenizer_of(run)))
+        run_tokenizer(run, state)
+        data = replace(data, tokenizer_model=str(RunFolder(run).tokenizer))
     splits = has_split(data.split, data.valid_data_path)
     return prepare(data, training.seq_length, training.seed, progress, named_only=not splits)
 

@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from shlex import quote
 from types import TracebackType
 from typing import Annotated, Self, TypeGuard
 
@@ -184,7 +185,7 @@ class RunLock:
                 f"the run folder {self.folder} was moved to {now.parent} while the run went on",
                 ("nothing more is written there",),
                 attempt="move it back and start the run again, or go on there with --save "
-                f"{now.parent}",
+                f"{quote(str(now.parent))}",
             )
         if not self.folder.is_dir():
             what = f"the run folder {self.folder} was deleted while the run went on"

@@ -17,7 +17,7 @@ from fivefold.data.loader import Loader
 from fivefold.data.packing import Microbatch
 from fivefold.data.validation import ValidationSet
 from fivefold.errors import CheckpointError, Mistake, TrainingError
-from fivefold.files import as_kind, telling_system_errors
+from fivefold.files import as_kind
 from fivefold.model.fp8_rules import SCALES
 from fivefold.model.shape import training_flops
 from fivefold.optim.adamw import OPTIMIZER
@@ -159,10 +159,8 @@ class Trainer:
         config = self.engine.layout.config
         every, agree = config.checkpoint.save_interval, self.checkpointer.agree
         interval = SaveInterval(every, self.step, self.engine.layout.grid.world_size, agree)
-        folder = self.checkpointer.folder.parent
         with (
             StopRequest() as request,
-            telling_system_errors(TrainingError, folder),
             collecting(config.training) as collect_garbage,
         ):
             stopping = False

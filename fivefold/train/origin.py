@@ -87,7 +87,7 @@ def find_origin(config: Config, folder: Path) -> Origin | None:
     starts = without_adapters(state, config.model)
     if starts and not weights_only:
         what = f"{source.folder} is of a run without adapters, and lora_rank asks for some"
-        afresh = f"--load {folder} --finetune --save {folder}-adapters"
+        afresh = f"--load {quote(str(folder))} --finetune --save {quote(f'{folder}-adapters')}"
         works = (afresh if source is own else "--finetune",)
         raise CheckpointError(str(Mistake(what, works=works)))
     same_model(state.model, config.model.base if starts else config.model, source.folder)
@@ -108,7 +108,7 @@ def _from_hub(folder: Path, config: Config) -> Origin:
     hub = HubFolder(folder)
     there = model_in(hub)
     if wrong := differences(config.model.base, there):
-        what, attempt = f"{folder} is of another model", f"--model {folder}"
+        what, attempt = f"{folder} is of another model", f"--model {quote(str(folder))}"
         if there != from_hf_config(hub.fields):  # the files lack what config.json promises
             attempt += f" --mtp-num-layers {there.mtp_num_layers}"
         raise CheckpointError(str(Mistake(what, tuple(wrong), attempt=attempt)))
@@ -149,7 +149,8 @@ def restore(trainer: Trainer, origin: Origin | None) -> str:
             return error.passed_over
     except DataError as error:  # other data than the checkpoint's
         folder = own.folder.parent
-        elsewhere = f"--load {folder} --finetune --save {folder}-finetuned"
+        there, new = quote(str(folder)), quote(f"{folder}-finetuned")
+        elsewhere = f"--load {there} --finetune --save {new}"
         afresh = elsewhere if resumes else "--finetune"
         raise DataError(f"{error}\n  works: {afresh}") from error
     return origin.damage

@@ -20,6 +20,8 @@ def check_start(config: Config) -> None:
     mistakes = Mistakes(HostError)
     save, memory = config.checkpoint.save, config.memory
     _check_folder("save", "runs" if save is None else save, "runs/NAME", mistakes)
+    if save is not None and not mistakes.found:
+        _check_folder("save", save, "runs/NAME", mistakes, within=CHECKPOINTS)
     for name in ("optimizer_offload_path", "param_offload_path"):
         if (away := getattr(memory, name)) is not None:
             _check_folder(name, away, "offloaded", mistakes)
@@ -33,15 +35,17 @@ def check_start(config: Config) -> None:
     mistakes.raise_if_any()
 
 
-def _check_folder(name: str, given: str, example: str, mistakes: Mistakes) -> None:
-    """Add why the folder that a setting names can neither be written nor made."""
+def _check_folder(
+    name: str, given: str, example: str, mistakes: Mistakes, within: str = ""
+) -> None:
+    """Add why the folder that a setting names, or one in it, can neither be written nor made."""
     flag = flag_of(name)
     if not given.strip():
         works = (f"{flag} {example}", f"no {flag}")
         mistakes.add(f"{name} is empty, and must name a folder", works=works)
         return
     try:
-        path = Path(given)
+        path = Path(given, within)
         there = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
         if not there.is_dir():
             what = "a link to nothing" if there.is_symlink() else "not a folder"

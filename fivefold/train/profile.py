@@ -1,7 +1,7 @@
 """Records steps for `--profile`: the timeline of the pipeline, torch's trace, the allocator."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ def profiled(engine: Engine, folder: Path) -> Iterator[None]:
     logging = engine.layout.config.logging
     recorder = Recorder(groups.pp, engine.device)
     own = groups.rank in logging.profile_ranks
+    if logging.use_pytorch_profiler:
+        _forget(folder / FOLDER, groups.rank, logging.profile_ranks)
     with ExitStack() as stack:
         stack.enter_context(engine.graphs.eagerly())
         if own and logging.use_pytorch_profiler:
@@ -57,6 +59,17 @@ def profiled(engine: Engine, folder: Path) -> Iterator[None]:
             name = Path(FILE)
             path = folder / (name if place == 0 else f"{name.stem}-{rank}{name.suffix}")
             write_measured(path, acts)
+
+
+def _forget(folder: Path, rank: int, profiled_ranks: Collection[int]) -> None:
+    """Remove the trace of this rank, and on the first one those of ranks that write none.
+
+    An earlier start left them, perhaps of other ranks: they are not of the step that comes now.
+    """
+    for path in folder.glob("rank-*.json"):
+        other = path.stem.removeprefix("rank-") not in map(str, profiled_ranks)
+        if path.stem == f"rank-{rank}" or (rank == 0 and other):
+            path.unlink(missing_ok=True)
 
 
 def check_profiler(logging: LoggingConfig, device: str) -> None:

@@ -17,8 +17,9 @@ from fivefold.config.graph_rules import check_graph_device
 from fivefold.config.sources import to_toml
 from fivefold.counts.derived import describe
 from fivefold.data.prepare import PreparedData
-from fivefold.errors import FivefoldError
+from fivefold.errors import FivefoldError, TrainingError
 from fivefold.expert.deepep_rules import check_deepep
+from fivefold.files import telling_system_errors
 from fivefold.layout import Layout
 from fivefold.model.fp8_rules import check_kernels
 from fivefold.train.build import local_place, make_trainer, open_local
@@ -209,6 +210,7 @@ def run_rank(job: Job, env: RankEnv, device: torch.device) -> int:
         keep_flight_record(job.path)
         env.activity.mark = mark_work
     with ExitStack() as stack:
+        stack.enter_context(telling_system_errors(TrainingError, job.path))
         if lock is not None:
             stack.enter_context(lock.beating())
         data = job.data or open_data(job.layout.config, print if lock else logging.debug)
@@ -323,6 +325,7 @@ def _begin(
         settings,
         [torch.cuda.get_device_name(device)] if device.type == "cuda" else [],
         job.after,
+        trainer.step,
     )
     if job.layout.config.logging.audit:
         folder.expect_audit(settings)

@@ -29,12 +29,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from shlex import quote
+from typing import Annotated, Any, TypedDict
 
 import msgspec
 
 from fivefold.errors import DataError, FivefoldError, Mistake
 from fivefold.files import (
+    as_kind,
     finite,
     parse_json,
     read_json,
@@ -47,11 +49,26 @@ from fivefold.train.metrics import EvalMetrics, StepMetrics
 CHECKPOINTS = "checkpoints"
 TOKENIZER = "tokenizer.json"
 LATEST = "latest"
+MOST_STEPS = 1 << 53
 PACKAGES = ("fivefold", "torch", "numpy", "tokenizers", "triton")
 VARIABLES = re.compile(
     r"(CUDA|GLOO|KMP|MKL|NCCL|OMP|PYTORCH|SLURM|TORCH)_|(LOCAL_)?(RANK|WORLD_SIZE)$"
 )
 SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASSW|JWT")
+
+_Step = Annotated[int, msgspec.Meta(ge=0, lt=MOST_STEPS)]
+
+
+class _Entry(TypedDict, total=False):
+    """The fields of an entry of `environment.json` that are read again."""
+
+    time: str
+    command: list[str]
+    host: str
+    devices: list[str]
+    variables: dict[str, str]
+    step: _Step
+    after: str
 
 
 @dataclass(frozen=True)
@@ -103,11 +120,14 @@ class RunFolder:
         """
         if not self.environment_file.exists():
             return []
+        file = self.environment_file
         try:
-            return read_json(self.environment_file, list[dict[str, Any]], DataError)
+            starts = read_json(file, list[dict[str, Any]], DataError)
+            as_kind(starts, list[_Entry], str(file), DataError)
         except DataError as error:
-            aside = f"mv {self.environment_file} {self.environment_file}.damaged"
+            aside = f"mv {quote(str(file))} {quote(f'{file}.damaged')}"
             raise DataError(str(Mistake(str(error), attempt=aside))) from None
+        return starts
 
     def set_aside_damaged_starts(self) -> str:
         """Rename a damaged list of starts, so that ranks which start again begin a new one; why,
@@ -137,7 +157,9 @@ class RunFolder:
         steps = (_step_of(line, str(self.metrics_file)) for line in lines)
         return int(max((step for step in steps if math.isfinite(step)), default=0))
 
-    def open(self, config_toml: str, device_names: Sequence[str] = (), after: str = "") -> None:
+    def open(
+        self, config_toml: str, device_names: Sequence[str] = (), after: str = "", step: int = 0
+    ) -> None:
         """Create the folder or add a start to it, and point the link `latest` in its parent here.
 
         The link is left out if the parent folder cannot be written.
@@ -146,13 +168,14 @@ class RunFolder:
             config_toml: every setting.
             device_names: devices of the first rank.
             after: the failure after which ranks were started again.
+            step: number of steps done before.
 
         Raises:
             DataError: the list of earlier starts is damaged.
             FivefoldError: the folder cannot be written.
         """
-        again = {"after": after} if after else {}
-        starts = [*self.starts(), describe_environment(device_names) | again]
+        here = {"step": step} | ({"after": after} if after else {})
+        starts = [*self.starts(), describe_environment(device_names) | here]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             own = (self.config_file, self.environment_file, self.metrics_file, self.tokenizer)
@@ -194,45 +217,36 @@ def new_run_path(name: str, root: Path = Path("runs")) -> Path:
     return path
 
 
-def tokenizer_of(run: Path) -> Path:
-    """The tokenizer in a run folder, which weights of others may have come without.
-
-    Raises:
-        DataError: there is none.
-    """
-    file = RunFolder(run).tokenizer
-    if not file.is_file():
-        what = f"{run} has no {TOKENIZER}, which turns text into tokens"
-        raise DataError(str(Mistake(what, attempt=f"the model's own, copied to {file}")))
-    return file
-
-
 class MetricsFile:
     """Appends to `metrics.jsonl`, one flushed line per step or evaluation.
 
     Records of steps later than `after_step`, the step a run resumes from, are removed, since these
-    steps will be run and recorded again. A last line that a crash cut short is removed, too. If the
-    file is deleted during the run, it is written again with all of its lines.
+    steps will be run and recorded again; so are those that a run takes again which went back to an
+    earlier state. A last line that a crash cut short is removed, too. If the file is deleted during
+    the run, it is written again with all of its lines.
 
     Attributes:
         removed: number of whole lines that were removed because they are not records.
+        missing: steps after the first one recorded, up to `after_step`, that have no record.
     """
 
     def __init__(self, path: Path, after_step: int = 0) -> None:
-        self._path = path
-        self.removed = 0
-        if path.exists():
-            lines = path.read_bytes().splitlines(keepends=True)
-            steps = [_step_of(line, f"{path}:{n}") for n, line in enumerate(lines, 1)]
-            kept = [line for line, step in zip(lines, steps, strict=True) if step <= after_step]
-            self.removed = sum(map(math.isnan, steps))
-            if kept != lines:
-                write_atomic(path, b"".join(kept))
+        self._path, self._last = path, after_step
+        is_there = path.exists()
+        found = self._remove_after(after_step)
+        self.removed = sum(map(math.isnan, found))
+        kept = {int(step) for step in found if step <= after_step}
+        first = min(kept, default=1) if is_there else after_step + 1
+        self.missing = [step for step in range(first, after_step + 1) if step not in kept]
         # Not buffered: what a full disk did not take is not tried again when the file is closed.
         self._file = path.open("a+b", buffering=0)
 
     def record(self, metrics: StepMetrics | EvalMetrics) -> None:
         """Append one line; values that are not finite become null, since JSON has none for them."""
+        if isinstance(metrics, StepMetrics):
+            if metrics.step <= self._last:
+                self._remove_after(metrics.step - 1)
+            self._last = metrics.step
         self._see_file()
         values = {"step": metrics.step, **metrics.record}
         line = (json.dumps(finite(values)) + "\n").encode()
@@ -242,6 +256,17 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _remove_after(self, step: int) -> list[float]:
+        """Remove records of later steps and what is none; what `_step_of` says of all lines."""
+        if not self._path.exists():
+            return []
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        steps = [_step_of(line, f"{self._path}:{n}") for n, line in enumerate(lines, 1)]
+        kept = [line for line, of in zip(lines, steps, strict=True) if of <= step]
+        if kept != lines:
+            write_atomic(self._path, b"".join(kept))
+        return steps
 
     def _see_file(self) -> None:
         """Make sure that the file still exists at its path; write it again if it does not."""
@@ -316,7 +341,12 @@ def _cpu_name() -> str:
 
 @dataclass(frozen=True)
 class _Record:
-    step: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+    step: _Step
+
+
+def is_step(value: Any) -> bool:
+    """Whether a value of a line of `metrics.jsonl` is the number of a step."""
+    return type(value) is int and 0 <= value < MOST_STEPS
 
 
 def _step_of(line: bytes, place: str) -> float:

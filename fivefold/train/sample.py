@@ -30,7 +30,8 @@ from fivefold.train.launch import init_process_group, run_ranks
 from fivefold.train.layout_groups import groups_of
 from fivefold.train.origin import checkpoints_of
 from fivefold.train.rank_env import RankEnv
-from fivefold.train.run_folder import RunFolder, tokenizer_of
+from fivefold.train.run_folder import RunFolder
+from fivefold.train.run_tokenizer import run_tokenizer
 from fivefold.train.saved_state import read_state, same_model
 from fivefold.train.threads import choose_threads
 
@@ -46,9 +47,10 @@ def load_model(run: Path, step: int | None = None) -> tuple[Config, Stage, Token
         CheckpointError: the folder is not a run folder, or the checkpoint is missing or damaged.
     """
     config = _config(run)
+    tokenizer = run_tokenizer(run, read_state(_checkpoints(run), step))
     stage = Stage(config.model).eval()
     _fill(stage, run, step, config)
-    return config, stage, Tokenizer.load(tokenizer_of(run))
+    return config, stage, tokenizer
 
 
 def sampling_layout(config: Config, ranks: int) -> Layout:
@@ -88,9 +90,13 @@ def _config(run: Path) -> Config:
     return read_config(file)
 
 
+def _checkpoints(run: Path) -> Checkpointer:
+    return Checkpointer(checkpoints_of(run), step_flag="--step")
+
+
 def _fill(stage: Stage, run: Path, step: int | None, config: Config) -> None:
     """Load the weights of a checkpoint into a whole model, or a rank's part of it."""
-    checkpoints = Checkpointer(checkpoints_of(run), step_flag="--step")
+    checkpoints = _checkpoints(run)
     state = read_state(checkpoints, step)
     same_model(state.model, config.model, checkpoints.folder)
     tensors = {name: p.detach() for name, p in stage.named_parameters()}
@@ -215,7 +221,8 @@ def sample_on_ranks(
         ConfigError: so many ranks cannot split the model, or there are too few GPUs.
     """
     config = _config(run)
-    layout, tokenizer = sampling_layout(config, ranks), Tokenizer.load(tokenizer_of(run))
+    layout = sampling_layout(config, ranks)
+    tokenizer = run_tokenizer(run, read_state(_checkpoints(run), step))
     device = choose_device(asked, RankEnv(), ranks, visible_gpus())
     timeout = 60 * layout.config.training.distributed_timeout_minutes
 

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from fivefold.config.config import Config
 from fivefold.train.console import Console
 from fivefold.train.metrics import Sink, TensorBoard, WeightsAndBiases
+from fivefold.train.numa import ranges
 from fivefold.train.run_folder import MetricsFile, RunFolder
 
 
@@ -24,6 +25,9 @@ def open_sinks(config: Config, folder: RunFolder, step: int, console: Console) -
         if metrics.removed > 1:
             lines = f"{metrics.removed} lines that are no records"
         console.warning(f"removed {lines} from {folder.metrics_file}")
+    if metrics.missing:
+        steps = f"step{'s' * (len(metrics.missing) > 1)} {ranges(metrics.missing)}"
+        console.warning(f"{folder.metrics_file} has lost its record of {steps}")
     sinks: list[Sink] = [metrics]
     if logging.tensorboard:
         sinks.append(TensorBoard(folder.path / "tensorboard"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fivefold.audit.measure import measured
-from fivefold.audit.record import RankRecord, expected_record, read_records
+from fivefold.audit.record import RankRecord, expected_record, read_records, write_record
 from fivefold.audit.report import audit
 from fivefold.check import check
 from fivefold.config.config import Config
@@ -296,10 +296,20 @@ def test_a_run_that_was_not_measured_says_how_to_measure_it(tmp_path: Path) -> N
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    """Also the last one, without which the others could be those of a smaller run."""
     layout = next(layout for layout in random_layouts(5) if layout.grid.world_size == 2)
     records_of(layout, 1, tmp_path)
-    (tmp_path / "rank-0.json").unlink()
-    with pytest.raises(DataError, match="lacks the record of rank 0"):
+    for rank in range(2):
+        path = (tmp_path / f"rank-{rank}.json").rename(tmp_path / "kept")
+        with pytest.raises(DataError, match=f"lacks the record of rank {rank}\n  try: "):
+            read_records(tmp_path)
+        path.rename(tmp_path / f"rank-{rank}.json")
+
+
+def test_records_of_several_starts_are_not_one_audit(tmp_path: Path) -> None:
+    for rank, step in enumerate((2, 2, 7)):
+        write_record(tmp_path, replace(_empty(rank), step=step, world_size=3))
+    with pytest.raises(DataError, match="records of steps 2 and 7\n  try: "):
         read_records(tmp_path)
 
 

@@ -1,5 +1,8 @@
+import errno
 import json
+import os
 import pickle
+import subprocess
 import threading
 from pathlib import Path
 
@@ -7,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fivefold.checkpoint import integrity
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.errors import CheckpointError
 from tests.checkpoint.forge import folder_with, names, tensors
@@ -69,6 +73,31 @@ def test_the_k_written_last_are_kept(tmp_path: Path) -> None:
     assert (checkpointer.steps(), checkpointer.latest()) == ([10, 20], 20)
 
 
+@pytest.mark.parametrize("kept", [1, None])
+def test_links_and_files_in_the_way_of_checkpoints_fail_no_save(
+    tmp_path: Path, kept: int | None
+) -> None:
+    """Checkpoints that were moved to another disk, which may be gone by now, and what is none."""
+    folder, moved = folder_with(tmp_path / "run", 1, 2), tmp_path / "moved"
+    (folder / "step-00000001").rename(moved)
+    (folder / "step-00000001").symlink_to(moved)
+    for step in (2, 3, 4):
+        (folder / f"step-0000000{step}.tmp").write_text("")
+        (folder / f"step-0000000{step}.old").symlink_to(tmp_path / "gone")
+    (folder / "step-00000003").symlink_to(tmp_path / "gone")
+    (folder / "step-00000004").write_text("")
+    checkpointer = Checkpointer(folder, keep_latest=kept)
+    assert checkpointer.steps() == [1, 2]
+    for step in (1, 2, 3, 4):
+        checkpointer.save(step, tensors(10.0 + step), {"step": step})
+        held = tensors()
+        assert checkpointer.load(None, held) == {"step": step}
+        assert (held["a.weight"] == 10 + step).all()
+    assert names(moved) == names(folder / "step-00000004"), "what a link leads to is kept"
+    assert checkpointer.steps() == ([4] if kept else [1, 2, 3, 4])
+    assert len(names(folder)) == len(checkpointer.steps()) + 1
+
+
 def test_what_a_killed_run_left_is_no_checkpoint_and_is_removed(tmp_path: Path) -> None:
     checkpointer = Checkpointer(folder_with(tmp_path, 1))
     for left_over in ("step-00000002.tmp", "step-00000003.old.tmp"):
@@ -79,6 +108,18 @@ def test_what_a_killed_run_left_is_no_checkpoint_and_is_removed(tmp_path: Path) 
     assert (tmp_path / "step-00000002.tmp").exists(), "a reader removes nothing"
     checkpointer.save(4, tensors(), {})
     assert names(tmp_path) == ["latest", "step-00000001", "step-00000004"]
+
+
+@pytest.mark.parametrize("content", [b"\xff\n", b"", b"two\n", None])
+def test_a_damaged_pointer_says_how_to_mend_it(tmp_path: Path, content: bytes | None) -> None:
+    folder = folder_with(tmp_path / "my run", 1, 2)
+    pointer = folder / "latest"
+    pointer.unlink()
+    pointer.mkdir() if content is None else pointer.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"is damaged(?s:.*)try: ") as caught:
+        Checkpointer(folder).latest()
+    subprocess.run(str(caught.value).split("try: ")[-1], shell=True, check=True)
+    assert Checkpointer(folder).latest() == 2
 
 
 def test_latest_survives_a_lost_pointer(tmp_path: Path) -> None:
@@ -118,6 +159,24 @@ def test_damage_is_named_and_the_best_older_checkpoint_recommended(
     assert f"{tmp_path}/step-00000003 is damaged" in message
     assert f"{name}: expected" in message and said in message
     assert f"load it with --load {tmp_path} --ckpt-step 1" in message
+
+
+def test_what_the_disk_does_not_give_back_is_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = Checkpointer(folder_with(tmp_path, 1, 2))
+    whole = integrity.stamp
+
+    def read(path: Path) -> integrity.Stamp:
+        if path == tmp_path / "step-00000002" / "__0_0.distcp":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return whole(path)
+
+    monkeypatch.setattr(integrity, "stamp", read)
+    message = fails(tmp_path)
+    assert "__0_0.distcp: cannot be read: Input/output error" in message
+    assert "the checkpoint of step 1 is intact" in message
+    assert checkpointer.load(1, tensors()) == {"step": 1}
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b'{"files": [1]}', b"\xff\xfe", b'{"files": {"a"'])

@@ -127,6 +127,18 @@ def test_a_damaged_state_is_named_and_the_one_before_is_taken(
         assert step == 10 and same(found, tensors(rank, 10))
 
 
+@pytest.mark.parametrize("other", ["step-00000010/rank-00001", "step-00000020/rank-00000"])
+def test_a_whole_state_of_another_step_or_rank_is_noticed(tmp_path: Path, other: str) -> None:
+    """Its checksum is right, and of replicas its tensors fit, too."""
+    run(2, save, tmp_path, 2, [10, 20])
+    path = next(tmp_path.glob("*/step-00000020/rank-00001-*"))
+    (source,) = tmp_path.glob(f"*/{other}-*")
+    shutil.copyfile(source, path)
+    for rank, (step, damage, found) in enumerate(run(2, load_damaged, tmp_path, 2)):
+        assert f"{path} is damaged: it was written as {other}-" in damage
+        assert step == 10 and same(found, tensors(rank, 10))
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_bit_of_a_state_is_noticed(data: st.DataObject) -> None:

@@ -3,11 +3,15 @@
 import json
 import random
 from functools import cache
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fivefold.config.training import DataConfig
+from fivefold.data import checksums
 from fivefold.data.corpus import pieces
 from fivefold.data.dataset import Corpus, Dataset
 from fivefold.data.indexed import IndexedTokens, write_indexed
@@ -194,11 +198,11 @@ def test_a_damaged_cache_says_how_to_mend_it(tmp_path):
     )
     sound = prepare(config, 16, 1).train.fingerprint
     kept = {path: path.read_bytes() for path in cache_path.iterdir() if path.suffix != ".lock"}
-    assert sorted(path.suffix for path in kept) == [".bin", ".idx", ".json"]
+    assert sorted(path.suffix for path in kept) == [".bin", ".crc", ".idx", ".json"]
     for path, content in sorted(kept.items()):
         for bad in (b"", content[: len(content) // 2], None):
             path.unlink() if bad is None else path.write_bytes(bad)
-            if bad is None and path.suffix != ".bin":
+            if bad is None and path.suffix != ".bin":  # remade, or of a cache without checksums
                 assert prepare(config, 16, 1).train.fingerprint == sound
                 continue
             with pytest.raises(DataError, match="is made again when it is not there") as error:
@@ -209,3 +213,70 @@ def test_a_damaged_cache_says_how_to_mend_it(tmp_path):
             for name in paths:
                 (cache_path / name).unlink(missing_ok=True)
             assert prepare(config, 16, 1).train.fingerprint == sound
+
+
+@pytest.fixture(scope="module")
+def cached(tmp_path_factory):
+    """A cache, and what is read from it while its blocks are small."""
+    folder = tmp_path_factory.mktemp("cached")
+    (folder / "a.txt").write_text(" ".join(f"the {n} cats sat on {n} mats." for n in range(200)))
+    config = DataConfig(
+        data_path=(f"{folder}/a.txt",),
+        tokenizer_vocab_size=280,
+        split="8,2",
+        data_cache_path=str(folder / "cache"),
+    )
+
+    def read():
+        data = prepare(config, 16, 1)
+        parts = (data.train, data.valid)
+        return [part.window(n)[0].tolist() for part in parts for n in range(part.num_samples)]
+
+    return folder / "cache", read
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx", "crc"])
+def test_any_bit_of_cached_tokens_is_noticed(cached, suffix, monkeypatch):
+    monkeypatch.setattr(checksums, "BLOCK", 64)
+    (folder, read), rng = cached, random.Random(suffix)
+    for path in folder.glob("*"):
+        path.unlink()
+    sound = read()
+    (path,) = folder.glob(f"*.{suffix}")
+    whole = path.read_bytes()
+    told = 0
+    for _ in range(40):
+        data, bit = bytearray(whole), rng.randrange(8 * len(whole))
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        try:
+            assert read() == sound
+        except DataError as error:
+            *_, attempt = str(error).split("\n")
+            assert attempt.startswith("  try:   rm -f ") and str(path) in attempt
+            told += 1
+    path.write_bytes(whole)
+    assert read() == sound
+    assert told == 40
+
+
+@given(st.integers(1, 60), st.tuples(*[st.none() | st.integers(-70, 70)] * 2), st.integers(1, 40))
+@settings(max_examples=60)
+def test_what_is_read_is_compared_and_nothing_else(tmp_path_factory, count, ends, step):
+    prefix = tmp_path_factory.mktemp("x") / "x"
+    tokens = np.arange(count, dtype=np.uint16)
+    with patch.object(checksums, "BLOCK", 16):
+        with write_indexed(prefix, np.uint16, checksums=True) as writer:
+            writer.add(tokens)
+            writer.end_document()
+        bad = count // 2
+        content = bytearray(prefix.with_suffix(".bin").read_bytes())
+        content[2 * bad] ^= 1
+        prefix.with_suffix(".bin").write_bytes(content)
+        part = slice(*ends, step)
+        read = IndexedTokens(prefix).checked
+        if bad // 8 in {place // 8 for place in range(*part.indices(count))}:
+            with pytest.raises(DataError, match="CRC-32"):
+                read[part]
+        else:
+            assert read[part].tolist() == tokens[part].tolist()

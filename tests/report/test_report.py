@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Callable
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from fivefold.cli.main import main
 from fivefold.cli.watch import sparkline, view
 from fivefold.config.sources import read_config, to_toml
 from fivefold.errors import DataError
+from fivefold.report import story
 from fivefold.report.charts import LAST, MOST_POINTS, charts_of
 from fivefold.report.facts import facts
 from fivefold.report.page import page
@@ -189,3 +191,52 @@ def test_a_browser_draws_every_chart(tmp_path: Path) -> None:
         [browser, *flags, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=60
     )
     assert done.stdout.count('class="u-wrap"') == len(charts_in(file.read_text())["charts"])
+
+
+def test_only_checkpoints_that_can_be_loaded_are_events(tmp_path: Path) -> None:
+    """None that a killed run left unfinished; nor does a file of another kind stop the page."""
+    folder = a_run(tmp_path / "run")
+    for name in ("step-00000000", "step-00000120", "step-00000007.old", "step-00000009.tmp"):
+        (folder / "checkpoints" / name).mkdir(parents=True)
+        (folder / "checkpoints" / name / "manifest.json").write_text("{}")
+    (folder / "checkpoints" / "step-00000009.old.tmp" / "manifest.json").mkdir(parents=True)
+    (folder / "errors" / "rank-0.txt").mkdir(parents=True)
+    told = {each.what for each in read_story(folder).happenings}
+    assert told - {"start on here (CPU)"} == {f"checkpoint of step {n}" for n in (0, 7, 120)}
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_is_no_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = a_run(tmp_path / "run")
+    manifest = folder / "checkpoints" / "step-00000010" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text("{}")
+    changed = story._changed
+
+    def slow(path: Path) -> Any:
+        if path == manifest:
+            shutil.rmtree(manifest.parent)
+        return changed(path)
+
+    monkeypatch.setattr(story, "_changed", slow)
+    assert len(read_story(folder).happenings) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said", "left"),
+    [
+        ("environment.json", lambda text: '[{"command": 5}]', "Expected `array`, got `int`", 5),
+        ("metrics.jsonl", lambda text: text.replace("}", "", 1), "metrics.jsonl:1 is not JSON", 4),
+    ],
+)
+def test_damaged_files_say_how_to_go_on(
+    tmp_path: Path, name: str, damage: Callable[[str], str], said: str, left: int
+) -> None:
+    folder = a_run(tmp_path / "my run")
+    (folder / name).write_text(damage((folder / name).read_text()))
+    with pytest.raises(DataError, match=said) as caught:
+        read_story(folder)
+    attempt = str(caught.value).split("try: ")[-1]
+    subprocess.run(attempt, shell=True, check=True)
+    assert len(read_story(folder).steps) == left

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from fivefold.check import check
 from fivefold.cli.main import main
+from fivefold.cli.profile import shown
 from fivefold.config.sources import to_toml
 from fivefold.errors import ConfigError, DataError
 from fivefold.report.traces import FOLDER, merged, read_traces
 from fivefold.train.engine import Engine
-from fivefold.train.profile import check_profiler, profiled
+from fivefold.train.profile import _forget, check_profiler, profiled
 from fivefold.verify.batches import global_batch, microbatches
 from tests.pool import run
 from tests.train.test_profile import settings
@@ -76,8 +77,17 @@ SPANS = st.dictionaries(
     ),
 )
 
+NUMBERS = st.integers(0, 2) | st.sampled_from([-1, 1e300, 2**63])
+TIMED = st.fixed_dictionaries(
+    {"ph": st.just("X"), "ts": NUMBERS, "dur": NUMBERS},
+    optional={
+        "name": st.sampled_from(["x", "pp: send, " + "9" * 5000 + " B sent"]),
+        "cat": st.sampled_from(["kernel", "cpu_op"]),
+    },
+)
 
-@given(st.lists(SPANS, max_size=6))
+
+@given(st.lists(SPANS | TIMED, max_size=6))
 def test_any_events_are_read(
     tmp_path_factory: pytest.TempPathFactory, events: list[dict[str, Any]]
 ) -> None:
@@ -85,5 +95,15 @@ def test_any_events_are_read(
     (folder / FOLDER).mkdir()
     (folder / FOLDER / "rank-3.json").write_text(json.dumps({"traceEvents": events}))
     (trace,) = read_traces(folder)
-    assert trace.seconds >= 0
+    assert trace.seconds >= 0 and list(shown(trace, 3))
     assert len(merged([trace])["traceEvents"]) >= 1
+
+
+def test_traces_of_an_earlier_start_are_forgotten(tmp_path: Path) -> None:
+    """It had more ranks, or was killed before all of them had written theirs."""
+    for rank in range(4):
+        (tmp_path / f"rank-{rank}.json").write_text("{}")
+    _forget(tmp_path, 2, (0, 2))
+    assert {path.name for path in tmp_path.iterdir()} == {f"rank-{n}.json" for n in (0, 1, 3)}
+    _forget(tmp_path, 0, (0, 2))
+    assert not [*tmp_path.iterdir()]

@@ -113,7 +113,9 @@ def train(folder: Path, name: str, *flags: str, steps: int = STEPS) -> int:
 
 def records(run: Path) -> dict[int, float]:
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+    losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    assert len(losses) == len(dict(losses)), "a step is recorded twice"
+    return dict(losses)
 
 
 @pytest.mark.slow

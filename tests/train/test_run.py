@@ -438,6 +438,7 @@ def test_a_finished_run_has_nothing_left_to_do(
         (["--save", "file"], "file is not a folder"),
         (["--save", "file/run"], "file is not a folder"),
         (["--save", "broken"], "broken is a link to nothing"),
+        (["--save", "lost"], "save = lost: lost/checkpoints is a link to nothing"),
         (["--save", "/proc/run"], "cannot write the run folder /proc/run"),
         (["--save", "new/" + "x" * 300], "File name too long"),
         (["--wandb-project", "x"], "wandb is not installed"),
@@ -462,6 +463,8 @@ def test_a_run_that_never_starts_leaves_nothing(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "finished").symlink_to(finished)
     (tmp_path / "broken").symlink_to("nowhere/at/all")
+    (tmp_path / "lost").mkdir()
+    (tmp_path / "lost" / "checkpoints").symlink_to("disk/that/is/gone")
     (tmp_path / "file").write_text("text")
     before = snapshot(tmp_path)
     words = command(cache, tmp_path, "--nproc", "1")[3:-2]

@@ -17,11 +17,16 @@ import pytest
 from fivefold.audit.record import RankRecord, expected_record, write_record
 from fivefold.check import check
 from fivefold.cli.audit import run as audit
+from fivefold.cli.watch import view
 from fivefold.config.sources import read_config, to_toml
 from fivefold.errors import FivefoldError
 from fivefold.files import read_json
+from fivefold.learn.runs import observed
+from fivefold.report.page import page
 from fivefold.report.settings import run_config
+from fivefold.report.story import read_story
 from fivefold.train.lock import FILE, Owner
+from fivefold.train.metrics import LayerRouting
 from fivefold.train.run_folder import MetricsFile, RunFolder
 from tests.train.test_metrics import step_metrics
 
@@ -75,7 +80,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     RunFolder(folder).open(to_toml(layout.config))
     metrics = MetricsFile(folder / "metrics.jsonl")
     for step in range(1, 5):
-        metrics.record(step_metrics(step))
+        routing = (LayerRouting.of(0, (5.0, 3.0, 1, 0.1, 0, 0)),)
+        metrics.record(step_metrics(step, world_size=2, routing=routing))
     metrics.close()
     for rank in range(2):
         empty = RankRecord(rank, 2, {}, 0.0, 0.0, 0.0, {}, 0.0)
@@ -94,9 +100,18 @@ def audited(run: Path) -> None:
         audit([str(run)])
 
 
+def shown(run: Path) -> None:
+    story = read_story(run)
+    page([story])
+    view(story, 80)
+
+
 READERS: dict[str, tuple[str, Callable[[Path], object], int]] = {
     "start": ("environment.json", lambda run: RunFolder(run).starts(), 500),
+    "report starts": ("environment.json", shown, 150),
     "resume": ("metrics.jsonl", resumed, 200),
+    "report metrics": ("metrics.jsonl", shown, 150),
+    "learn": ("metrics.jsonl", observed, 250),
     "audit metrics": ("metrics.jsonl", audited, 150),
     "audit records": ("audit/rank-1.json", audited, 250),
     "settings": ("config.toml", run_config, 250),

@@ -155,3 +155,28 @@ def test_git_state(tmp_path):
     assert len(state["commit"]) == 40 and state["dirty"] is False
     (tmp_path / "file").write_text("b")
     assert git_state(tmp_path) == {"commit": state["commit"], "dirty": True}
+
+
+def test_a_rewound_run_records_no_step_twice(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    for step in (1, 2, 3, 4, 5, 3, 4, 2, 3, 4):
+        file.record(step_metrics(step))
+        file.record(EvalMetrics(step, 2.0, 10, 1.0))
+    assert steps(path) == [1, 1, 2, 2, 3, 3, 4, 4]
+    file.close()
+
+
+def test_records_that_are_lost_are_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert MetricsFile(path, after_step=9).missing == [], "a run that goes on from another's"
+    for lines, lost in (
+        (b"", [*range(1, 10)]),
+        (b'{"step": 5}\n{"step": 6}\n{"step": 8, "lo', [7, 8, 9]),
+        (b'{"step": 3}\n[]\n{"step": 5}\n{"step": 6}\n{"step": 8}\n{"step": 9}\n', [4, 7]),
+        (b'{"step": 8}\n{"step": 9}\n{"step": 11}\n', []),
+    ):
+        path.write_bytes(lines)
+        file = MetricsFile(path, after_step=9)
+        file.close()
+        assert file.missing == lost

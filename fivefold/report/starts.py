@@ -1,0 +1,43 @@
+"""Which steps of a run were taken alike: by starts of the same command on as many ranks."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fivefold.train.run_folder import MOST_STEPS
+
+Start = Mapping[str, Any]
+
+
+class Alike:
+    """The steps that were taken as a given one, or as the latest start takes them.
+
+    Args:
+        starts: entries of `environment.json`; of those without their first step nothing is known,
+            and all steps count.
+        step: the given step; None: the latest start is meant.
+    """
+
+    def __init__(self, starts: Sequence[Start], step: int | None = None) -> None:
+        self._spans = [range(MOST_STEPS)]
+        if not starts or any("step" not in start for start in starts):
+            return
+        every: list[tuple[object, range]] = []
+        end = MOST_STEPS
+        for start in reversed(starts):  # which may have taken steps again that others had taken
+            what, first = _what(start), min(end, start["step"] + 1)
+            if every and every[-1][0] == what:
+                every[-1] = what, range(first, every[-1][1].stop)
+            else:
+                every.append((what, range(first, end)))
+            end = first
+        given = every[0][0]
+        if step is not None:
+            given = next((what for what, span in every if step in span), given)
+        self._spans = [span for what, span in every if what == given]
+
+    def __contains__(self, step: object) -> bool:
+        return any(step in span for span in self._spans)
+
+
+def _what(start: Start) -> object:
+    return start.get("command"), start.get("variables", {}).get("WORLD_SIZE")

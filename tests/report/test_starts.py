@@ -1,0 +1,66 @@
+"""Times of a layout are those of its own steps, however often a run was started in others."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fivefold.cli.watch import view
+from fivefold.learn.runs import observed
+from fivefold.report.starts import Alike
+from fivefold.report.story import read_story
+from tests.report.test_report import a_run
+
+
+def start(command: str, ranks: int, step: int) -> dict[str, Any]:
+    return {"command": [command], "variables": {"WORLD_SIZE": str(ranks)}, "step": step}
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("ab"), st.integers(1, 2), st.integers(0, 9), st.integers(0, 9)),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_each_step_is_of_the_start_that_took_it_last(runs: list[tuple[str, int, int, int]]) -> None:
+    """Starts go on from any step that is done, as after damage."""
+    taken: dict[int, tuple[str, int]] = {}
+    starts = []
+    for command, ranks, first, more in runs:
+        begins = min(first, max(taken, default=0))
+        starts.append(start(command, ranks, begins))
+        taken = {step: what for step, what in taken.items() if step <= begins}
+        taken |= dict.fromkeys(range(begins + 1, begins + 1 + more), (command, ranks))
+    for step, what in taken.items():
+        alike = Alike(starts, step)
+        assert [s for s in taken if s in alike] == [
+            s for s, other in taken.items() if other == what
+        ]
+    latest = Alike(starts)
+    assert [s for s in taken if s in latest] == [s for s, w in taken.items() if w == runs[-1][:2]]
+
+
+def test_starts_of_which_the_step_is_not_known_count_all() -> None:
+    known = start("a", 1, 3)
+    for starts in ([], [{"command": ["a"]}], [{"command": ["a"]}, known]):
+        assert all(step in Alike(starts) for step in (1, 3, 4, 10**9))
+
+
+def test_what_is_left_and_what_is_learnt_is_of_the_latest_layout(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run", steps=9)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    for line in lines:
+        slow = line["step"] <= 6
+        line |= {"seconds": 100.0 if slow else 1.0, "tokens_per_second_per_rank": 1024.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert view(read_story(folder), 80)[-1].startswith("1m40s left")
+    assert observed(folder)[0].seconds == 100
+    begun = {"time": "2026-11-22T10:00:00+00:00"}
+    starts = [begun | start("first", 1, 0), begun | start("other", 1, 6)]
+    (folder / "environment.json").write_text(json.dumps(starts))
+    assert view(read_story(folder), 80)[-1].startswith("1.0 s left")
+    assert observed(folder)[0].seconds == pytest.approx(1.0)
