@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatch
 from glob import escape
 from pathlib import Path
 from types import MappingProxyType
@@ -49,14 +48,8 @@ from fivefold.train.lock import lock_file
 from fivefold.train.origin import checkpoints_of
 from fivefold.train.run_folder import CHECKPOINTS, TOKENIZER
 from fivefold.train.saved_state import SavedState, read_state
+from fivefold.train.side_files import GENERATION, SIDE, keep_side_files, side_files
 
-SIDE = "huggingface"
-"""Folder of a run with what else lay beside the weights: tokenizer, settings of generation."""
-_SIDE_FILES = (
-    *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "*.model", "*.tiktoken"),
-    *("configuration_*.py", "modeling_*.py", "tokenization_*.py"),  # which auto_map names
-)
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
         "bf16": torch.bfloat16,
@@ -106,14 +99,6 @@ def to_run(
         if (source / TOKENIZER).is_file():
             shutil.copyfile(source / TOKENIZER, folder / TOKENIZER)
     return sum(piece.local.nbytes for piece in pieces.values())
-
-
-def keep_side_files(source: Path, run: Path) -> None:
-    """Copy what lies beside a Hugging Face folder's weights into a run folder."""
-    (run / SIDE).mkdir(parents=True, exist_ok=True)
-    for file in source.iterdir():
-        if file.is_file() and any(fnmatch(file.name, pattern) for pattern in _SIDE_FILES):
-            shutil.copyfile(file, run / SIDE / file.name)
 
 
 def to_hub(
@@ -173,9 +158,8 @@ def to_hub(
     with _finished(target) as folder:
         whole, dtype_of = with_merged(read, model), lambda name: stated.of(owners[name])
         size = write_weights(folder, places, whole, dtype_of, most_bytes=most_bytes)
-        if side.is_dir():
-            for file in side.iterdir():
-                shutil.copyfile(file, folder / file.name)
+        for file in side_files(source):
+            shutil.copyfile(file, folder / file.name)
         _describe(source, folder, fields, stated.of("norm.weight"))
     return size
 
@@ -241,7 +225,7 @@ def _describe(source: Path, folder: Path, fields: dict[str, Any], dtype: torch.d
         end, name = tokenizer.eod_id, tokenizer.decode([tokenizer.eod_id])
         ends = {"bos_token_id": end, "eos_token_id": end}
         written |= ends
-        _write(folder / "generation_config.json", {"_from_model_config": True, **ends})
+        _write(folder / GENERATION, {"_from_model_config": True, **ends})
         how = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": name, "bos_token": name}
         _write(folder / "tokenizer_config.json", how)
     if written != _json(folder / CONFIG):
