@@ -130,13 +130,14 @@ def read_by_megatron(found: Export, layout: Layout) -> None:
     try:
         with redirect_stderr(told), redirect_stdout(told):
             args = arguments.validate_args(arguments.parse_args())
-            narrow = args.fp8, args.fp4
-            args.fp8 = args.fp4 = None  # these, and fusion, ask for Transformer Engine
+            narrow = args.fp8, args.fp4, args.fp8_param_gather
+            # These, and fusion, ask for Transformer Engine.
+            args.fp8, args.fp4, args.fp8_param_gather = None, None, False
             args.apply_rope_fusion = False
             core = arguments.core_transformer_config_from_args(args)
     except SystemExit:
-        raise ValueError(told.getvalue()) from None
-    args.fp8, args.fp4 = narrow
+        raise ValueError(told.getvalue().strip().splitlines()[-1]) from None
+    args.fp8, args.fp4, args.fp8_param_gather = narrow
     named = "\n".join(found.missing)
     for name, value in _values(layout):
         theirs = getattr(args, ITS_NAMES.get(name, name), value)
@@ -305,7 +306,7 @@ def read_by_torchtitan(found: Export, layout: Layout) -> None:
         optimizers=[torch.optim.SGD([torch.zeros(1)], lr=optimizer.lr)],
         training_steps=config.training.steps,
     ).schedulers[0]
-    if not any(word in named for word in ("lr_wsd_decay_style", "lr_decay_iters")):
+    if not any(word in named for word in ("lr_wsd_decay_", "lr_decay_iters")):
         rates = (optimizer.lr * scheduler.lr_lambdas[0](n) for n in range(config.training.steps))
         warmed_up = optimizer.lr_warmup_iters if "lr_warmup_init" in named else 0
         _compare_rates(rates, layout, first=warmed_up)

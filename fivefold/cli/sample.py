@@ -55,13 +55,14 @@ def run(argv: Sequence[str]) -> int:
         options.max_tokens, options.temperature, options.top_k, options.top_p, options.seed
     )
 
+    folder, ranks = Path(options.run), options.tensor_model_parallel_size
+
     def speak(sampler: "Sampler") -> None:
         if options.chat:
-            _converse(sampler, how)
+            _converse(sampler, how, folder)
         else:
             _continue(sampler, how, prompts)
 
-    folder, ranks = Path(options.run), options.tensor_model_parallel_size
     if ranks > 1:
         return sample_on_ranks(folder, options.step, ranks, options.device, speak)
     speak(Sampler.load(folder, options.step, options.device))
@@ -94,16 +95,12 @@ def _show(sampler: "Sampler", begin: str, news: Iterator[str]) -> str:
     return written
 
 
-def _converse(sampler: "Sampler", how: "Sampling") -> None:
+def _converse(sampler: "Sampler", how: "Sampling", run: Path) -> None:
     """Answer line by line, each time with the whole conversation so far."""
+    from fivefold.data.prompts import end_in
     from fivefold.data.template import ChatTemplate, Message
 
-    model = sampler.config.data.tokenizer_model
-    if model is None:
-        what = "--chat needs a chat template, and this run trained a tokenizer of its own"
-        why = "templates come with the tokenizers of chat models (--tokenizer-model)"
-        raise DataError(str(Mistake(what, (why,))))
-    template = ChatTemplate.load(model)
+    template = ChatTemplate.load(_template_of(sampler, run))
     talk: list[Message] = []
     while line := sampler.agreed(sys.stdin.readline() if sampler.speaks else ""):
         talk.append({"role": "user", "content": line.rstrip("\n")})
@@ -112,9 +109,26 @@ def _converse(sampler: "Sampler", how: "Sampling") -> None:
             [*talk, {"role": "assistant", "content": "x"}], None, "the conversation"
         )
         after = through.removeprefix(prompt + "x")  # what the template puts after an answer
-        ends = sampler.tokenizer.encode_batch([after])[0].tolist()[:1] if after != through else []
-        answer = _show(sampler, "", (new for (new,) in sampler.write([prompt], how, ends)))
+        ends = end_in(sampler.tokenizer, after) if after != through else ()
+        news = sampler.write([prompt], how, ends, opened=True)
+        answer = _show(sampler, "", (new for (new,) in news))
         talk.append({"role": "assistant", "content": answer})
+
+
+def _template_of(sampler: "Sampler", run: Path) -> str:
+    """Where the chat template of a run is: beside its tokenizer, or with what came with weights."""
+    from fivefold.data.template import FILES
+    from fivefold.train.side_files import side_file
+
+    model = sampler.config.data.tokenizer_model
+    if model is not None:
+        return model
+    for name in FILES:
+        if (file := side_file(run, name)) is not None:
+            return str(file)
+    what = "--chat needs a chat template, and this run has a tokenizer of its own"
+    why = "templates come with the tokenizers of chat models (--tokenizer-model)"
+    raise DataError(str(Mistake(what, (why,))))
 
 
 def _prompts(options: Options) -> list[str]:

@@ -46,6 +46,8 @@ SWITCHES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "group_query_attention": {},
         "moe_grouped_gemm": {},
         "moe_permute_fusion": {},
+        # How the loss is always divided.
+        "calculate_per_token_loss": {},
         # They switch what Fivefold does not have apart.
         "masked_softmax_fusion": {},
         "no_masked_softmax_fusion": {},

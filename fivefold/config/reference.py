@@ -236,6 +236,7 @@ _SAID_BY_OTHERS = MappingProxyType(
         "group_query_attention": "needs --num-query-groups, which says it all",
         "moe_grouped_gemm": "needs --num-experts; experts always run grouped",
         "moe_permute_fusion": "needs --num-experts; rows are always fused",
+        "calculate_per_token_loss": "nothing: the loss is always a mean over all valid tokens",
         "masked_softmax_fusion": "nothing: attention is fused as a whole where it can be",
         "no_masked_softmax_fusion": "nothing: attention is fused as a whole where it can be",
         "persist_layer_norm": "nothing: PyTorch's norms are one kernel",

@@ -24,6 +24,8 @@ from fivefold.files import parse_json
 BEGIN, END = "\ufdd0", "\ufdd1"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
+FILES = "chat_template.jinja", "tokenizer_config.json"
+"""Where a template is, beside a tokenizer.json; the first one counts."""
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
@@ -71,7 +73,7 @@ class ChatTemplate:
         """
         path = Path(tokenizer_model).expanduser()
         folder = path if path.is_dir() else path.parent
-        own, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+        own, config = (folder / name for name in FILES)
         try:
             said = _said(config)
             kept = own.read_text("utf-8") if own.exists() else said.get("chat_template")

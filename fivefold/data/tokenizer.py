@@ -45,6 +45,7 @@ class Tokenizer:
         vocab_size: largest id plus one.
         eod_id: id of the token that ends a document.
         digest: SHA-256 of the tokenizer.json text; tokenizers with equal digests encode equally.
+        definition: text of the tokenizer.json, and `origin`, what messages call it.
         may_cut: whether a text may be cut at a `borders.last_border` without changing its tokens.
     """
 
@@ -57,7 +58,7 @@ class Tokenizer:
         """
         from tokenizers import AddedToken
 
-        backend = _backend(definition, origin)
+        backend = backend_of(definition, origin)
         vocab = backend.get_vocab(with_added_tokens=True)
         name = next((name for name in END_OF_DOCUMENT_NAMES if name in vocab), None)
         if name is None:
@@ -81,8 +82,8 @@ class Tokenizer:
             backend.get_added_tokens_decoder().values(),
         )
         self._backend = backend
-        self._definition = definition
-        self._origin = origin
+        self.definition = definition
+        self.origin = origin
         self._name = name
 
     @classmethod
@@ -160,7 +161,7 @@ class Tokenizer:
             DataError: the tokenizer has no token for a part of the text, or gives it the token
                 that ends a document.
         """
-        with _telling(f"{self._origin} cannot tokenise the text"):
+        with telling(f"{self.origin} cannot tokenise the text"):
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [
             self._without_end(np.array(encoding.ids, dtype=self.token_dtype))
@@ -177,7 +178,7 @@ class Tokenizer:
         Raises:
             DataError: the tokenizer has no token for a part of a text.
         """
-        with _telling(f"{self._origin} cannot tokenise the text"):
+        with telling(f"{self.origin} cannot tokenise the text"):
             encodings = self._verbatim.encode_batch(
                 [text for text, _ in texts], add_special_tokens=False
             )
@@ -191,9 +192,15 @@ class Tokenizer:
         return found
 
     @cached_property
+    def special(self) -> frozenset[int]:
+        """Tokens that stand for no text."""
+        added = self._verbatim.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special)
+
+    @cached_property
     def _verbatim(self) -> "Backend":
         """As the file has it: special tokens are found in a text."""
-        return _backend(self._definition, self._origin)
+        return backend_of(self.definition, self.origin)
 
     def _without_end(self, ids: np.ndarray) -> np.ndarray:
         """Token ids of a text, with end-of-document tokens that it spells out split up.
@@ -205,14 +212,14 @@ class Tokenizer:
         if not len(ends):
             return ids
         model = self._backend.model
-        with _telling(f"{self._origin} cannot tokenise {self._name!r} in a text"):
+        with telling(f"{self.origin} cannot tokenise {self._name!r} in a text"):
             spelt = [
                 t.id for part in (self._name[:1], self._name[1:]) for t in model.tokenize(part)
             ]
             unknown = [token.id for token in model.tokenize(_NO_CHARACTER)]
         if self.eod_id in spelt + unknown:
             raise DataError(
-                f"{self._origin} has {self._name!r} for text that it does not know, which would "
+                f"{self.origin} has {self._name!r} for text that it does not know, which would "
                 "end a document there\n  works: a tokenizer with a token of its own for such text"
             )
         parts = np.split(ids, ends)
@@ -225,11 +232,11 @@ class Tokenizer:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the tokenizer.json atomically."""
-        write_atomic(path, self._definition)
+        write_atomic(path, self.definition)
 
 
 @contextmanager
-def _telling(what: str) -> Iterator[None]:
+def telling(what: str) -> Iterator[None]:
     """Turn an error of the Rust library into a DataError that begins with `what`."""
     try:
         yield
@@ -240,14 +247,17 @@ def _telling(what: str) -> Iterator[None]:
         raise
 
 
-def _backend(definition: str, origin: str) -> "Backend":
-    """A tokenizer that adds and drops no tokens, and always encodes a text the same way."""
+def backend_of(definition: str, origin: str, *, templates: bool = False) -> "Backend":
+    """A tokenizer that drops no tokens, and always encodes a text the same way.
+
+    It adds none, unless `templates` are kept that put some around a text.
+    """
     import tokenizers
     from tokenizers.processors import Sequence as Processors
 
     _check_merges(definition, origin)
     unreadable = f"{origin} is not a tokenizer.json that `tokenizers` "
-    with _telling(f"{unreadable}{tokenizers.__version__} can read"):
+    with telling(f"{unreadable}{tokenizers.__version__} can read"):
         backend = tokenizers.Tokenizer.from_str(definition)
     if dropout := getattr(backend.model, "dropout", None):
         raise DataError(
@@ -256,7 +266,8 @@ def _backend(definition: str, origin: str) -> "Backend":
         )
     backend.no_truncation()
     backend.no_padding()
-    backend.post_processor = Processors([])
+    if not templates:
+        backend.post_processor = Processors([])
     return backend
 
 

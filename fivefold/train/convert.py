@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatch
 from glob import escape
 from pathlib import Path
 from types import MappingProxyType
@@ -51,14 +50,8 @@ from fivefold.train.origin import checkpoints_of
 from fivefold.train.run_folder import CHECKPOINTS, TOKENIZER, RunFolder
 from fivefold.train.run_tokenizer import run_tokenizer
 from fivefold.train.saved_state import SavedState, read_state
+from fivefold.train.side_files import GENERATION, keep_side_files, side_files
 
-SIDE = "huggingface"
-"""Folder of a run with what else lay beside the weights: tokenizer, settings of generation."""
-_SIDE_FILES = (
-    *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "*.model", "*.tiktoken"),
-    *("configuration_*.py", "modeling_*.py", "tokenization_*.py"),  # which auto_map names
-)
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({**COMPUTED, "fp16": torch.float16})
 
 
@@ -103,14 +96,6 @@ def to_run(
     return sum(piece.local.nbytes for piece in pieces.values())
 
 
-def keep_side_files(source: Path, run: Path) -> None:
-    """Copy what lies beside a Hugging Face folder's weights into a run folder."""
-    (run / SIDE).mkdir(parents=True, exist_ok=True)
-    for file in source.iterdir():
-        if file.is_file() and any(fnmatch(file.name, pattern) for pattern in _SIDE_FILES):
-            shutil.copyfile(file, run / SIDE / file.name)
-
-
 def to_hub(
     source: Path,
     target: Path,
@@ -142,7 +127,7 @@ def to_hub(
     state = read_state(checkpoints, step)
     model = as_kind(state.model, ModelConfig, f"the model of {source}", CheckpointError)
     path, index = checkpoints.open(state.step)
-    side, tokenizer = source / SIDE, _tokenizer(source, state)
+    tokenizer = _tokenizer(source, state)
     fields = _fields(side, model.base)
     stated = _Types(index, None if dtype is None else DTYPES[dtype], _trained_in(source))
     kind = fields["model_type"]
@@ -169,9 +154,8 @@ def to_hub(
     with _finished(target) as folder:
         whole, dtype_of = with_merged(read, model), lambda name: stated.of(owners[name])
         size = write_weights(folder, places, whole, dtype_of, most_bytes=most_bytes)
-        if side.is_dir():
-            for file in side.iterdir():
-                shutil.copyfile(file, folder / file.name)
+        for file in side_files(source):
+            shutil.copyfile(file, folder / file.name)
         _describe(source, tokenizer, folder, fields, stated.of("norm.weight"))
     return size
 
@@ -246,7 +230,7 @@ def _describe(
         end, name = tokenizer.eod_id, tokenizer.decode([tokenizer.eod_id])
         ends = {"bos_token_id": end, "eos_token_id": end}
         written |= ends
-        _write(folder / "generation_config.json", {"_from_model_config": True, **ends})
+        _write(folder / GENERATION, {"_from_model_config": True, **ends})
         how = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": name, "bos_token": name}
         _write(folder / "tokenizer_config.json", how)
     if written != _json(folder / CONFIG):

@@ -11,12 +11,14 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from fivefold.data.prompts import encode_prompt
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import ConfigError, DataError, FivefoldError, Mistake, did_you_mean
 from fivefold.train.devices import Asked, choose_device, visible_gpus
 from fivefold.train.rank_env import RankEnv
 from fivefold.train.sample import load_model
 from fivefold.train.score import Scorer
+from fivefold.train.text_bounds import TextBounds
 
 YAML = (".yaml", ".yml")
 
@@ -24,24 +26,32 @@ YAML = (".yaml", ".yml")
 class HarnessModel(TemplateLM):
     """A model as the harness asks it: log-likelihoods of continuations and of whole texts.
 
-    An empty context is an end of document, as before each document in training.
+    Texts begin as the package's own class for Hugging Face has them begin: after `opening`, the
+    tokens that are put there, if the weights came from there. An empty context is the last of
+    these, else an end of document.
     """
 
-    def __init__(self, scorer: Scorer, tokenizer: Tokenizer) -> None:
+    def __init__(self, scorer: Scorer, tokenizer: Tokenizer, opening: Sequence[int] = ()) -> None:
         super().__init__()
-        self._scorer, self._tokens = scorer, tokenizer
+        self._scorer, self._tokens, self._opening = scorer, tokenizer, [*opening]
 
     @property
     def eot_token_id(self) -> int:
         """The token that ends a document."""
         return self._tokens.eod_id
 
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without a context."""
+        return (self._opening or [self.eot_token_id])[-1]
+
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Token ids of a text; nothing is added at either end."""
-        ids: list[int] = self._tokens.encode_batch([string])[0].tolist()
-        return ids
+        """Token ids of a text, after those that texts begin with."""
+        ids = encode_prompt(self._tokens, string)
+        begun = add_special_tokens is False or ids[:1] == [self.prefix_token_id]
+        return ids if begun else [*self._opening, *ids]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
@@ -98,7 +108,7 @@ def evaluate_tasks(
     window = min(length, config.model.max_position_embeddings)
     scorer = Scorer(stage.to(chosen.kind), window, config.training.micro_batch_size * length)
     found: dict[str, Any] = simple_evaluate(
-        model=HarnessModel(scorer, tokenizer),
+        model=HarnessModel(scorer, tokenizer, TextBounds.of(run, tokenizer).opening),
         tasks=specs,
         num_fewshot=num_fewshot,
         limit=limit,

@@ -15,6 +15,7 @@ from fivefold.errors import CheckpointError, ConfigError, DamagedCheckpoint, Dat
 from fivefold.train.loop import Trainer
 from fivefold.train.run_folder import CHECKPOINTS
 from fivefold.train.saved_state import read_state, same_model, without_adapters
+from fivefold.train.side_files import SIDE
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,12 @@ class Origin:
     foreign: bool = False
     adapter: Path | None = None
     damage: str = ""
+
+    @property
+    def beside(self) -> Path | None:
+        """Where that lies which lay beside its weights on the hub; None if it is not known."""
+        kept = self.checkpoints if self.foreign else self.checkpoints.parent / SIDE
+        return kept if kept.is_dir() else None
 
 
 def find_origin(config: Config, folder: Path) -> Origin | None:

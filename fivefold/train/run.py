@@ -24,7 +24,6 @@ from fivefold.layout import Layout
 from fivefold.model.fp8_rules import check_kernels
 from fivefold.train.build import local_place, make_trainer, open_local
 from fivefold.train.console import Console
-from fivefold.train.convert import keep_side_files
 from fivefold.train.corpora import open_data
 from fivefold.train.cuda_environment import keep_flight_record
 from fivefold.train.devices import (
@@ -50,6 +49,7 @@ from fivefold.train.rank_env import RankEnv, read_rank_env
 from fivefold.train.rejoin import Orders, keep_on
 from fivefold.train.restarts import Again, NextStart, Restarts, check_restarts, restarting
 from fivefold.train.run_folder import RunFolder, new_run_path
+from fivefold.train.side_files import keep_side_files
 from fivefold.train.sinks import open_sinks
 from fivefold.train.started import run_started
 from fivefold.train.threads import Threads, choose_threads
@@ -330,8 +330,8 @@ def _begin(
     if job.layout.config.logging.audit:
         folder.expect_audit(settings)
     data.tokenizer.save(folder.tokenizer)
-    if job.origin is not None and job.origin.foreign:
-        keep_side_files(job.origin.checkpoints, folder.path)
+    if job.origin is not None and (beside := job.origin.beside) is not None:
+        keep_side_files(beside, folder.path)
     trainer.check_folder = lock.check
     trainer.sinks = open_sinks(job.layout.config, folder, trainer.step, console)
     if (across := crossing(job.layout, job.hosts)) is not None:

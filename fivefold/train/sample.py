@@ -17,6 +17,7 @@ from fivefold.check import check
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.config import Config
 from fivefold.config.sources import read_config
+from fivefold.data.prompts import encode_prompt
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import CheckpointError, ConfigError, Mistake
 from fivefold.layout import Layout
@@ -33,6 +34,7 @@ from fivefold.train.rank_env import RankEnv
 from fivefold.train.run_folder import RunFolder
 from fivefold.train.run_tokenizer import run_tokenizer
 from fivefold.train.saved_state import read_state, same_model
+from fivefold.train.text_bounds import TextBounds
 from fivefold.train.threads import choose_threads
 
 LEAST_TEMPERATURE = 1e-30  # one that fp32 can divide by
@@ -147,6 +149,7 @@ class Sampler:
         config: settings of the run.
         stage: its model, or a rank's part of it.
         tokenizer: its tokenizer.
+        bounds: tokens that begin and end its texts.
         group: tensor-parallel group; None: one device.
     """
 
@@ -155,9 +158,11 @@ class Sampler:
         config: Config,
         stage: Stage,
         tokenizer: Tokenizer,
+        bounds: TextBounds,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.config, self.tokenizer, self._stage, self._group = config, tokenizer, stage, group
+        self._bounds = bounds
 
     @classmethod
     def load(cls, run: Path, step: int | None = None, device: Asked = "auto") -> "Sampler":
@@ -169,7 +174,8 @@ class Sampler:
         """
         chosen = choose_device(device, RankEnv(), 1, visible_gpus())
         config, stage, tokenizer = load_model(run, step)
-        return cls(config, stage.to(chosen.kind), tokenizer)
+        bounds = TextBounds.of(run, tokenizer)
+        return cls(config, stage.to(chosen.kind), tokenizer, bounds)
 
     @property
     def speaks(self) -> bool:
@@ -185,22 +191,30 @@ class Sampler:
         return told[0]
 
     def write(
-        self, prompts: Sequence[str], how: Sampling, ends: Collection[int] = ()
+        self,
+        prompts: Sequence[str],
+        how: Sampling,
+        ends: Collection[int] = (),
+        *,
+        opened: bool = False,
     ) -> Iterator[list[str]]:
         """Continue prompts together; each time, what is new of every text.
 
         Args:
             prompts: texts to continue; may be empty.
             how: how tokens are drawn.
-            ends: tokens that end a text, apart from the end of a document.
+            ends: tokens that end a text, apart from those of the model.
+            opened: whether prompts have their opening themselves, as a chat template makes it.
         """
-        eod, encode = self.tokenizer.eod_id, self.tokenizer.encode_batch
-        rows = [[eod, *encode([prompt])[0].tolist()] for prompt in prompts]
+        opening, tokenizer = () if opened else self._bounds.opening, self.tokenizer
+        encoded = (encode_prompt(tokenizer, prompt) for prompt in prompts)
+        rows = [[*opening, *ids] or [tokenizer.eod_id] for ids in encoded]
         model, training = self.config.model, self.config.training
         window = min(training.seq_length, model.max_position_embeddings)
         decoder = Decoder(self._stage, rows, window, self._group)
         draws = [torch.Generator().manual_seed(how.seed + n) for n in range(len(rows))]
-        texts = [_Text(self.tokenizer, {eod, *ends}) for _ in rows]
+        stop = {*self._bounds.ends, *ends}
+        texts = [_Text(tokenizer, stop, () if opened else row[-1:]) for row in rows]
         for _ in range(how.max_tokens):
             logits_BV = decoder.logits().cpu()
             own = [how.draw(*each) for each in zip(logits_BV, draws, strict=True)]
@@ -223,25 +237,31 @@ def sample_on_ranks(
     config = _config(run)
     layout = sampling_layout(config, ranks)
     tokenizer = run_tokenizer(run, read_state(_checkpoints(run), step))
+    bounds = TextBounds.of(run, tokenizer)
     device = choose_device(asked, RankEnv(), ranks, visible_gpus())
     timeout = 60 * layout.config.training.distributed_timeout_minutes
 
     def rank(env: RankEnv) -> None:
         here = init_process_group(env, device.kind, shared=device.shared, timeout_seconds=timeout)
         stage, groups = load_part(run, step, layout, env, here)
-        speak(Sampler(config, stage, tokenizer, groups.tp))
+        speak(Sampler(config, stage, tokenizer, bounds, groups.tp))
 
     threads = choose_threads(layout, ranks, device.kind).count
     return run_ranks(rank, ranks, describe=layout.grid.name, threads=threads).status
 
 
 class _Text:
-    """A text that grows by tokens, and what of it has been shown."""
+    """A text that grows by tokens, and what of it has been shown.
 
-    def __init__(self, tokenizer: Tokenizer, ends: Collection[int]) -> None:
+    `before` are tokens that it goes on after: many tokenizers leave out a space that comes first.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, ends: Collection[int], before: Sequence[int] = ()
+    ) -> None:
         self._tokenizer, self._ends = tokenizer, ends
-        self._ids: list[int] = []
-        self._shown = ""
+        self._ids = [*before]
+        self._shown = tokenizer.decode(before)
         self.ended = False
 
     def add(self, token: int) -> str:

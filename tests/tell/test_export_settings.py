@@ -266,6 +266,34 @@ def test_torchtitan_decays_end_where_ours_do() -> None:
     assert dict(pairs("torchtitan", none.text))["training.max_norm"] == "inf"
 
 
+def test_torchtitan_warms_up_as_long_and_cannot_decay_meanwhile() -> None:
+    warm = export(
+        planned("llama3-8b", 8, lr_decay_style="constant", lr_warmup_iters=150), "torchtitan"
+    )
+    assert dict(pairs("torchtitan", warm.text))["lr_scheduler.total_steps"] == "150"
+    wsd = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 95}
+    for warm_up, told in ((5, False), (6, True)):
+        found = export(planned("llama3-8b", 8, **wsd, lr_warmup_iters=warm_up), "torchtitan")
+        assert ("lr_wsd_decay_iters = 95 would begin" in " ".join(found.missing)) is told
+
+
+def test_megatron_divides_the_loss_by_the_tokens_of_the_global_batch() -> None:
+    """As is done here; its default weighs microbatches alike, whatever their valid tokens."""
+    plain = export(planned("llama3-8b", 8), "megatron")
+    assert "calculate-per-token-loss" in dict(pairs("megatron", plain.text))
+    graphs = export(
+        planned("llama3-8b", 8, cuda_graph_impl="local", reset_attention_mask=False), "megatron"
+    )
+    assert "calculate-per-token-loss" not in dict(pairs("megatron", graphs.text))
+    assert "--calculate-per-token-loss" in " ".join(graphs.missing)
+
+
+def test_megatron_accepts_a_warm_up_beyond_the_last_step() -> None:
+    """It wants a decay after it, also of a constant rate."""
+    warm = planned("llama3-8b", 8, lr_decay_style="constant", lr_warmup_iters=150)
+    assert dict(pairs("megatron", export(warm, "megatron").text))["lr-decay-iters"] == "151"
+
+
 MODEL = [s.name for s in settings_of(SECTIONS["model"]) if CHANGES[s.name].needs == {}]
 
 

@@ -9,10 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from fivefold.check import check
 from fivefold.cli.main import main
 from fivefold.config.model import ModelConfig
+from fivefold.data.prompts import encode_prompt
+from fivefold.data.tokenizer import Tokenizer
 from fivefold.mesh.slices import piece_of
 from fivefold.model.batch import Batch
 from fivefold.model.init import initialise
@@ -20,7 +24,7 @@ from fivefold.model.transformer import Stage
 from fivefold.parallelize import parallelize
 from fivefold.train.decoder import Decoder
 from fivefold.train.layout_groups import groups_of
-from fivefold.train.sample import Sampling
+from fivefold.train.sample import Sampling, _Text
 from tests import programs
 from tests.pool import run
 from tests.verify.cases import MODELS, chosen, config, named, shared_groups
@@ -185,3 +189,22 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFix
     said = capsys.readouterr().err
     for part in ("--top-p must be above 0 and at most 1", "exclude each other", "--num-samples"):
         assert part in said
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+def test_what_is_new_goes_on_with_the_space_before_it(scheme: str) -> None:
+    """Which tokenizers like Llama 2's leave out at the beginning of what they are given."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    trainer = trainers.BpeTrainer(
+        vocab_size=60, special_tokens=["<|endoftext|>"], show_progress=False
+    )
+    said = "the capital of this land is that city"
+    backend.train_from_iterator([said] * 3, trainer)
+    tokenizer = Tokenizer(backend.to_str(), "it")
+    ids = encode_prompt(tokenizer, said)
+    for cut in range(1, len(ids)):
+        text = _Text(tokenizer, (), ids[cut - 1 : cut])
+        new = "".join(text.add(token) for token in ids[cut:])
+        assert tokenizer.decode(ids[:cut]) + new == said

@@ -46,6 +46,7 @@ def megatron(layout: Layout) -> Export:
         *_lost_of_the_model(said, layout),
         *lost_in_the_pipeline(said, layout, runs),
         *_lost(said, layout, runs),
+        *_lost_of_the_loss(said, layout),
         *said.unread("no flag there"),
     ]
     return Export(command_line(lines), tuple(missing))
@@ -197,6 +198,9 @@ def _training(said: Settings) -> Iterator[str]:
         yield from set_flag("fp8_param_gather", said["fp8_param_gather"])
     yield from flags(said, "fp4_format")
     yield from flags(said, "lr", "min_lr", "lr_decay_style", "lr_decay_iters")
+    if said["lr_decay_style"] == "constant" and said["lr_warmup_iters"] >= said["train_iters"]:
+        # It wants the warm-up to end before a decay, also where there is none.
+        yield from flag("lr-decay-iters", said["lr_warmup_iters"] + 1)
     yield from flags(said, "lr_warmup_iters", "lr_warmup_init")
     if said["lr_decay_style"] == "WSD":
         yield from flags(said, "lr_wsd_decay_iters", "lr_wsd_decay_style")
@@ -210,6 +214,7 @@ def _training(said: Settings) -> Iterator[str]:
         yield "--te-rng-tracker"
     unchecked = graphs or not said["check_for_nan_in_loss_and_grad"]
     yield from set_flag("no_check_for_nan_in_loss_and_grad", unchecked)
+    yield from set_flag("calculate_per_token_loss", not graphs)
     yield from flag("distributed-timeout-minutes", ceil(said["distributed_timeout_minutes"]))
     for name in ("rope_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion"):
         yield from set_flag(f"no_{name}", not said[name])
@@ -344,6 +349,19 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
     )
     if sets := " ".join(said["valid_data_path"]):
         yield f"valid_data_path = {sets}: --multiple-validation-sets there, and --train-data-path"
+
+
+def _lost_of_the_loss(said: Settings, layout: Layout) -> Iterator[str]:
+    if said["cuda_graph_impl"]:
+        yield (
+            "its graphs of whole iterations (cuda_graph_impl) cannot divide the loss by the tokens "
+            "of the global batch (--calculate-per-token-loss): each microbatch is averaged first"
+        )
+    if layout.config.model.mtp_num_layers:
+        yield (
+            "it divides the losses of further predictions by the number of tokens that have a next "
+            "one, not by that of their depth (mtp_loss_scaling_factor)"
+        )
 
 
 def _connections(layout: Layout) -> Iterator[str]:

@@ -42,7 +42,6 @@ def memory_flags(said: Settings, runs: Layout) -> Iterator[str]:
     if said["optimizer_cpu_offload"]:
         yield from flags(said, "optimizer_cpu_offload", "optimizer_offload_fraction")
     sharded = said["data_parallel_sharding_strategy"] != "no_shard"
-    yield from flags(said, "offload_optimizer_states") if sharded else ()
     aware = sharded and said["use_precision_aware_optimizer"]
     if aware or said["optimizer_cpu_offload"]:
         yield from flag("use-precision-aware-optimizer")
@@ -72,6 +71,8 @@ def lost_of_memory(memory: MemoryConfig, runs: Layout) -> Iterator[str]:
             "cross_entropy_fusion_impl linear needs a release after 0.16: native fuses the loss "
             "alone, and keeps the logits"
         )
+    if memory.offload_optimizer_states:
+        yield "offload_optimizer_states was left out: it needs a release after 0.16"
     numbers = " ".join(map(str, memory.recompute_num_layers))
     if memory.remade_modules and memory.recomputes_first_layers:
         yield (

@@ -188,8 +188,8 @@ def _optimizer(said: Settings) -> Iterator[str]:
 def _rate(said: Settings) -> dict[str, Any]:
     """Flags of the learning rate: a warm-up, a stable phase, a decay over the last steps."""
     style, shape = said["lr_decay_style"], said["lr_wsd_decay_style"]
-    # Beyond its last step the rate would go on falling, below zero.
-    steps = max(said["lr_decay_iters"] or 0, said["train_iters"])
+    # Beyond its last step the rate would go on falling, below zero; a warm-up would be cut short.
+    steps = max(said["lr_decay_iters"] or 0, said["train_iters"], said["lr_warmup_iters"])
     share: float | None = None
     if style == "constant":
         share = 0.0
@@ -234,6 +234,12 @@ def _lost_of_the_rate(said: Settings) -> Iterator[str]:
     style, shape, end = said["lr_decay_style"], said["lr_wsd_decay_style"], said["lr_decay_iters"]
     if style == "WSD" and shape not in _WSD_DECAYS:
         yield f"it has no {shape} decay (lr_wsd_decay_style): a linear one stands in its place"
+    length, warm_up = said["lr_wsd_decay_iters"], said["lr_warmup_iters"]
+    if style == "WSD" and length > (end or said["train_iters"]) - warm_up:
+        yield (
+            f"its decay begins after the warm-up of {warm_up} steps, and falls all the way from "
+            f"there: lr_wsd_decay_iters = {length} would begin earlier"
+        )
     if style != "constant" and end is not None and end < said["train_iters"]:
         yield f"its decay ends with the last step, not at lr_decay_iters = {end}"
     if said["lr_warmup_iters"]:

@@ -1,0 +1,28 @@
+"""Texts that a model continues: transformers makes the same tokens of them."""
+
+from fivefold.data.tokenizer import Tokenizer, backend_of, telling
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of a text; special tokens that it spells out become these tokens.
+
+    Raises:
+        DataError: the tokenizer has no token for a part of the text.
+    """
+    ((ids, _),) = tokenizer.encode_spans([(text, ())])
+    return [int(number) for number in ids]
+
+
+def end_in(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The token that ends an answer, in the text after it: the first special one, if any is."""
+    ids = encode_prompt(tokenizer, text)
+    return ([number for number in ids if number in tokenizer.special] or ids)[:1]
+
+
+def opening(tokenizer: Tokenizer) -> list[int]:
+    """Tokens that the template in a tokenizer.json puts before a text, such as Llama's `<s>`."""
+    backend = backend_of(tokenizer.definition, tokenizer.origin, templates=True)
+    with telling(f"{tokenizer.origin} cannot tokenise 'a'"):
+        whole = backend.encode("a")
+    mask: list[int] = whole.special_tokens_mask
+    return list(whole.ids[: mask.index(0) if 0 in mask else 0])
