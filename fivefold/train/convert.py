@@ -50,7 +50,7 @@ from fivefold.train.origin import checkpoints_of
 from fivefold.train.run_folder import CHECKPOINTS, TOKENIZER, RunFolder
 from fivefold.train.run_tokenizer import run_tokenizer
 from fivefold.train.saved_state import SavedState, read_state
-from fivefold.train.side_files import GENERATION, keep_side_files, side_files
+from fivefold.train.side_files import GENERATION, SIDE, keep_side_files, side_files
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({**COMPUTED, "fp16": torch.float16})
 
@@ -128,7 +128,7 @@ def to_hub(
     model = as_kind(state.model, ModelConfig, f"the model of {source}", CheckpointError)
     path, index = checkpoints.open(state.step)
     tokenizer = _tokenizer(source, state)
-    fields = _fields(side, model.base)
+    fields = _fields(source / SIDE, model.base)
     stated = _Types(index, None if dtype is None else DTYPES[dtype], _trained_in(source))
     kind = fields["model_type"]
     places = stored_tensors(kind, model.base, neighbours=stores_neighbours(fields))
