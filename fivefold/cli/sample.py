@@ -117,15 +117,16 @@ def _converse(sampler: "Sampler", how: "Sampling", run: Path) -> None:
 
 def _template_of(sampler: "Sampler", run: Path) -> str:
     """Where the chat template of a run is: beside its tokenizer, or with what came with weights."""
-    from fivefold.data.template import FILES
+    from fivefold.data.template import FILES, folder_of
     from fivefold.train.side_files import side_file
 
     model = sampler.config.data.tokenizer_model
+    beside = None if model is None else folder_of(model)
+    kept = [side_file(run, name) for name in FILES]
+    if beside is None or not any((beside / name).exists() for name in FILES):
+        model = next((str(file) for file in kept if file is not None), model)
     if model is not None:
         return model
-    for name in FILES:
-        if (file := side_file(run, name)) is not None:
-            return str(file)
     what = "--chat needs a chat template, and this run has a tokenizer of its own"
     why = "templates come with the tokenizers of chat models (--tokenizer-model)"
     raise DataError(str(Mistake(what, (why,))))

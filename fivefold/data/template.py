@@ -71,8 +71,7 @@ class ChatTemplate:
         Raises:
             DataError: there is none, or it cannot be read.
         """
-        path = Path(tokenizer_model).expanduser()
-        folder = path if path.is_dir() else path.parent
+        folder = folder_of(tokenizer_model)
         own, config = (folder / name for name in FILES)
         try:
             said = _said(config)
@@ -123,6 +122,12 @@ class ChatTemplate:
 
     def _name(self, tools: Sequence[Any] | None) -> str:
         return _WITH_TOOLS if tools and _WITH_TOOLS in self._templates else _DEFAULT
+
+
+def folder_of(tokenizer_model: str) -> Path:
+    """Where the files of a tokenizer are, of which this is the tokenizer.json or the folder."""
+    path = Path(tokenizer_model).expanduser()
+    return path if path.is_dir() else path.parent
 
 
 def _said(config: Path) -> dict[str, Any]:

@@ -20,10 +20,14 @@ from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
+from fivefold.train.convert import to_run  # noqa: E402
 from fivefold.train.harness import HarnessModel, load_tasks  # noqa: E402
 from fivefold.train.sample import load_model  # noqa: E402
 from fivefold.train.score import Scorer  # noqa: E402
-from tests.config.oracle import InFp64  # noqa: E402
+from fivefold.train.text_bounds import TextBounds  # noqa: E402
+from tests.config.oracle import InFp64, oracle  # noqa: E402
+from tests.config.test_huggingface_parity import TINY  # noqa: E402
+from tests.train.test_sample_parity import SIZES, backend  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -152,3 +156,30 @@ def test_tasks_that_cannot_be_evaluated_are_told(tmp_path: Path) -> None:
     (tmp_path / "task.jsonl").unlink()
     with pytest.raises(DataError, match=f"the task {file} cannot be loaded"):
         load_tasks(manager, [str(file)])
+
+
+def test_texts_begin_as_in_the_harness(tmp_path: Path) -> None:
+    """Weights from Hugging Face, whose tokenizer puts a token before each text."""
+    made = oracle(TINY["llama"] | SIZES).eval()
+    made.save_pretrained(tmp_path / "hub")
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=backend(begins=True), bos_token="<s>", eos_token="<|endoftext|>"
+    )
+    words.save_pretrained(tmp_path / "hub")
+    to_run(tmp_path / "hub", tmp_path / "run")
+    _, stage, tokenizer = load_model(tmp_path / "run")
+    with torch.no_grad():  # what fp32 has lost of the weights is lost on both sides
+        for parameter in made.parameters():
+            parameter.copy_(parameter.float())
+    theirs = HFLM(pretrained=made, tokenizer=words, max_length=LENGTH, batch_size=3, device="cpu")
+    opening = TextBounds.of(tmp_path / "run", tokenizer).opening
+    ours = HarnessModel(Scorer(stage.double(), LENGTH, 100), tokenizer, opening)
+    pairs = [("the cat", " sat"), ("", "on the mat"), ("<s>the", " <|im_end|> mat")]
+    requests = asked("loglikelihood", *pairs)
+    rolling = asked("loglikelihood_rolling", ("the cat sat " * 20,), ("mat",))
+    with InFp64():
+        expected = theirs.loglikelihood(requests)
+        sums = theirs.loglikelihood_rolling(rolling)
+    for (score, likely), other in zip(ours.loglikelihood(requests), expected, strict=True):
+        assert (score, likely) == (pytest.approx(other[0], rel=1e-12), other[1])
+    assert ours.loglikelihood_rolling(rolling) == pytest.approx(sums, rel=1e-12)

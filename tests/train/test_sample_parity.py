@@ -32,6 +32,7 @@ OPENINGS: dict[str, tuple[bool, dict[str, Any]]] = {  # in tokenizer.json, in to
     "no template": (False, {"add_bos_token": True}),  # which transformers 5 does not heed
     "no saying": (True, {"add_bos_token": False}),
 }
+SIZES = {"model_type": "llama", "vocab_size": 300, "max_position_embeddings": 128}
 PROMPTS = ("the cat", "a <|im_end|> on<|im_start|>", " <s> mat", "the")
 COUNT = 12
 
@@ -69,8 +70,7 @@ def backend(*, begins: bool) -> Backend:
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[Path, Any]]]:
     """Name of an opening -> the folder of a model, and the model."""
     transformers = pytest.importorskip("transformers")
-    sizes = {"model_type": "llama", "vocab_size": 300, "max_position_embeddings": 128}
-    model = oracle(TINY["llama"] | sizes).float().eval()
+    model = oracle(TINY["llama"] | SIZES).float().eval()
     model.generation_config.bos_token_id, model.generation_config.eos_token_id = 1, 0
 
     def made(name: str) -> tuple[Path, Any]:
