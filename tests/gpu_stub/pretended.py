@@ -6,6 +6,7 @@ from functools import partialmethod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.audit.watch import replaced
@@ -25,6 +26,7 @@ def pretending() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(replaced(DeviceResult, "read", _read))
         stack.enter_context(replaced(dispatch._Way, "_moved", _moved))
+        stack.enter_context(replaced(dispatch, "join", _join))
         for module in (dispatch, experts):
             stack.enter_context(replaced(module, "by_expert", _by_expert))
         for products in (PlainGroups, EightBitExperts):
@@ -37,6 +39,7 @@ _read_memory = DeviceResult.read
 _find = Tensor.nonzero
 _move = dispatch._Way._moved
 _sort = experts.by_expert
+_put_together = dispatch.join
 
 
 def _read(result: DeviceResult, layers: Sequence[int] = ()) -> StepResult:
@@ -66,6 +69,11 @@ def _ends(
     if read(products, x_TH, rows_E, weights) is None:
         return None
     return [len(x_TH) * (expert + 1) // len(rows_E) for expert in range(len(rows_E))]
+
+
+def _join(x: Tensor, rows: list[int], group: dist.ProcessGroup) -> Tensor:
+    rows[:] = [len(x)] * group.size()
+    return _put_together(x, rows, group)
 
 
 def _moved(
