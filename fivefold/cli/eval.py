@@ -184,7 +184,8 @@ def _config(options: Options) -> Config:
     config = without_orphans(config, [*given])[0]
     if not config.training.evaluates:
         works = ("--eval-iters 4", "--full-validation")
-        raise ConfigError(Mistake("eval_iters is 0, which evaluates nothing", works=works))
+        what = f"eval_iters = {config.training.eval_iters} evaluates nothing"
+        raise ConfigError(Mistake(what, works=works))
     return config
 
 

@@ -253,9 +253,12 @@ def _check_groups(model: ModelConfig, experts: int, mistakes: Mistakes) -> None:
             )
         return
     if groups is None or chosen is None:
+        names = ["moe_router_num_groups", "moe_router_group_topk"]
+        given, missing = names if chosen is None else reversed(names)
         mistakes.add(
-            f"moe_router_num_groups is {groups} and moe_router_group_topk is {chosen}",
+            f"{given} = {groups if chosen is None else chosen} needs {missing}",
             "a router that chooses among groups needs both",
+            works=[f"{flag_of(given)} none"],
         )
     elif experts % groups or chosen > groups:
         mistakes.add(

@@ -250,6 +250,12 @@ VALUES = [
         "works: --lora-rank 16 | --no-use-dora",
     ),
     layout(
+        "groups of which none is chosen",
+        "--num-experts 4 --moe-router-num-groups 2",
+        "moe_router_num_groups = 2 needs moe_router_group_topk",
+        "works: --moe-router-num-groups none",
+    ),
+    layout(
         "targets of nothing",
         "--lora-target-modules q_proj o_proj",
         "lora_target_modules = q_proj o_proj needs --lora-rank",

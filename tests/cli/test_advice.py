@@ -17,6 +17,7 @@ from tests.cli.advice import Line, read_message, type_suggestion
 from tests.cli.bad_cases import CASES, Case
 
 NO_WORDS = re.compile("stands alone|takes no value|needs a value|unknown flag|unexpected argument")
+PYTHON = re.compile(r"\b(None|True|False)\b|\('|',\)")  # values as nobody types them
 
 
 def line_of(case: Case) -> Line:
@@ -30,6 +31,7 @@ def line_of(case: Case) -> Line:
 def follow_all(line: Line, folder: Path) -> int:
     """Type each suggestion of each mistake; how many there were."""
     status, message = line.answer(folder)
+    assert not PYTHON.search(message), f"{shlex.join(line.argv)}\n{message}"
     count = 0
     mistakes = [*read_message(message)] if status == 2 else []
     before = [told.kind for told in mistakes]

@@ -241,6 +241,7 @@ def test_label_smoothing_is_left_out_and_said(
     [
         ("--step 7", "works: --step 2"),
         ("--eval-iters 0 --no-full-validation", "works: --eval-iters 4 | --full-validation"),
+        ("--eval-iters -1 --no-full-validation", "eval_iters = -1 evaluates nothing"),
         ("--nproc 3", "works: --global-batch-size 6 | --global-batch-size 9"),
         ("--lr 1", "unknown flag --lr"),
         ("--limit 2", "--limit has no effect: it is for tasks"),
