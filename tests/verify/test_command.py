@@ -1,10 +1,16 @@
 """The command, from a recipe to the exit status."""
 
 import json
+from dataclasses import fields
+from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+import torch
 
+from fivefold.errors import DataError
+from fivefold.files import telling_system_errors
+from fivefold.verify.reference import ReferenceStep, save_trace
 from tests import programs
 
 pytestmark = pytest.mark.slow
@@ -35,3 +41,12 @@ def test_a_mistake_is_told_before_anything_starts() -> None:
     done = verify("debug", "--nproc", "2", "--plant", "double-dx")
     assert done.returncode == 2
     assert "double-dx needs tensor parallelism" in done.stderr
+
+
+def test_a_full_disk_is_told_of_a_reference(tmp_path: Path) -> None:
+    step = ReferenceStep(*[{"x": torch.zeros(1 << 16)}] * len(fields(ReferenceStep)))
+    with (
+        pytest.raises(DataError, match=f"disk full: cannot write {tmp_path}"),
+        telling_system_errors(DataError, tmp_path),
+    ):
+        save_trace(Path("/dev/full"), [step])
