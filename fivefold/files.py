@@ -49,8 +49,10 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield temporary
         _fsync(temporary)
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename in (None, str(temporary)):
+            error.filename = str(target)  # what a message is to name
         raise
     _fsync(target.parent)
 
@@ -123,7 +125,7 @@ def disk_full(
 def telling_system_errors(
     error: type[FivefoldError], folder: str | os.PathLike[str] | None = None
 ) -> Iterator[None]:
-    """Turn an OSError of a full or failing disk, or of a missing right, into one message.
+    """Turn an error of a full or failing disk, or of a missing right, into one message.
 
     Args:
         error: class of the error to raise.
@@ -131,17 +133,23 @@ def telling_system_errors(
     """
     try:
         yield
-    except OSError as problem:
-        names = (problem.filename2, problem.filename)  # of a renaming, what it was to become
+    except FivefoldError:
+        raise
+    except Exception as problem:
+        full = caused_by_full_disk(problem)  # which torch.save tells as an error of its own
+        cause = full or problem
+        if not isinstance(cause, OSError):
+            raise
+        names = (cause.filename2, cause.filename)  # of a renaming, what it was to become
         named = next((name for name in names if isinstance(name, str | os.PathLike)), None)
-        if caused_by_full_disk(problem) is None:
-            if problem.errno not in _REFUSED or named is None:
+        if full is None:
+            if cause.errno not in _REFUSED or named is None:
                 raise
-            raise error(f"cannot use {named}: {problem.strerror}") from problem
+            raise error(f"cannot use {named}: {cause.strerror}") from problem
         if named is not None:
             folder = Path(named).parent
         what = f"cannot write {named or folder or 'a file'}"
-        raise error(str(disk_full(what, folder, str(problem.strerror)))) from problem
+        raise error(str(disk_full(what, folder, str(cause.strerror)))) from problem
 
 
 @contextmanager

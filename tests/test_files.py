@@ -154,6 +154,13 @@ def test_what_the_system_refuses_is_one_message(tmp_path):
             raise OSError(code, os.strerror(code), tmp_path)
         with pytest.raises(OSError, match="Errno"), telling_system_errors(DataError):  # of what?
             raise OSError(code, os.strerror(code))
+    with (
+        pytest.raises(DataError, match=f"full: cannot write {tmp_path}/file\n"),
+        telling_system_errors(DataError),
+        atomic_path(tmp_path / "file"),
+        open("/dev/full", "w") as full,
+    ):
+        full.write("x" * 10_000)
     (tmp_path / "folder").mkdir()
     said = f"cannot use {tmp_path}/folder: Is a directory"
     with pytest.raises(DataError, match=said), telling_system_errors(DataError):

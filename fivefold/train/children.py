@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from fivefold.errors import FivefoldError
+from fivefold.files import telling_system_errors
 from fivefold.process import die_with_parent
 from fivefold.train import failures
 from fivefold.train.failures import Failure
@@ -124,7 +126,7 @@ def _become_rank(env: RankEnv, parent: int, threads: int | None) -> None:
 
 def _run_worker(worker: Worker, env: RankEnv, reports: int, errors_folder: Path | None) -> int:
     try:
-        with RollCall(env):
+        with RollCall(env), telling_system_errors(FivefoldError):
             status = worker(env) or 0
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from fivefold.audit.calls import call_of, is_call
 from fivefold.audit.traffic import axes_of
 from fivefold.audit.watch import Watch
 from fivefold.config.training import LoggingConfig
-from fivefold.errors import ConfigError
+from fivefold.errors import ConfigError, TrainingError
 from fivefold.files import atomic_path
 from fivefold.pipeline.ir import Act
 from fivefold.pipeline.measured import FILE, write_measured
@@ -108,6 +108,16 @@ def _traced(engine: Engine, path: Path) -> Iterator[None]:
         yield
     with atomic_path(path) as temporary:
         trace.export_chrome_trace(str(temporary))
+        if not _is_whole(temporary):  # on a full disk, it writes what it can and says nothing
+            raise TrainingError(f"torch's profiler could not write {path}: is the disk full?")
+
+
+def _is_whole(trace: Path) -> bool:
+    """Whether the JSON of a trace has its end."""
+    with suppress(OSError), trace.open("rb") as file:
+        file.seek(-2, os.SEEK_END)
+        return file.read().rstrip().endswith(b"}")
+    return False
 
 
 @contextmanager

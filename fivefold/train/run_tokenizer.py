@@ -26,20 +26,19 @@ def run_tokenizer(run: Path, state: SavedState) -> Tokenizer:
         DataError: there is none, which weights of others may have come without; it is damaged, or
             another one, by which the model would be given other tokens than those it knows.
     """
-    file = RunFolder(run).tokenizer
-    if not file.is_file():
-        what = f"{run} has no {TOKENIZER}, which turns text into tokens"
-        raise DataError(str(Mistake(what, attempt=f"the model's own, copied to {file}")))
-    expected, found = state.loader["fingerprint"].get("tokenizer"), _digest(file)
-    if expected not in (None, found):  # none: weights of others
+    file, expected = RunFolder(run).tokenizer, state.loader["fingerprint"].get("tokenizer")
+    found = _digest(file) if file.is_file() else None
+    if found is not None and expected in (None, found):  # none: weights of others
+        return Tokenizer.load(file)
+    what, why = f"{run} has no {TOKENIZER}, which turns text into tokens", list[str]()
+    if found is not None:
         what = f"{file} is not the tokenizer that step {state.step} was trained with"
-        why = f"expected SHA-256 {str(expected)[:16]}, found {found[:16] or 'no text'}"
-        same = next((path for path in _others(run) if _digest(path) == expected), None)
-        attempt = f"the file with the expected checksum, copied to {file}"
-        if same is not None:
-            attempt = f"cp {quote(str(same))} {quote(str(file))}"
-        raise DataError(str(Mistake(what, (why,), attempt=attempt)))
-    return Tokenizer.load(file)
+        why.append(f"expected SHA-256 {str(expected)[:16]}, found {found[:16] or 'no text'}")
+    attempt = f"the model's own, copied to {file}"
+    same = next((path for path in _others(run) if _digest(path) == expected), None)
+    if same is not None:
+        attempt = f"cp {quote(str(same))} {quote(str(file))}"
+    raise DataError(str(Mistake(what, tuple(why), attempt=attempt)))
 
 
 def _digest(file: Path) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fivefold.errors import FivefoldError
+from fivefold.files import telling_system_errors
 from fivefold.train import failures
 from fivefold.train.failures import Failure
 from fivefold.train.fresh_store import keeps_store
@@ -52,7 +53,8 @@ def run_started(
     check_place(env)
     with RollCall(env):
         try:
-            return worker(env) or 0
+            with telling_system_errors(FivefoldError):
+                return worker(env) or 0
         except (Exception, SystemExit) as error:
             failure = failures.raised(error, env.rank, errors_folder)
             _tell_torchrun(error)

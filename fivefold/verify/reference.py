@@ -217,7 +217,8 @@ def valid_tokens(batch: Microbatch) -> int:
 
 def save_trace(path: Path, trace: Sequence[ReferenceStep]) -> None:
     """Write steps in a format that every rank can memory-map."""
-    torch.save([vars(step) for step in trace], path)
+    with path.open("wb") as file:  # of a path, torch does not tell of a full disk
+        torch.save([vars(step) for step in trace], file)
 
 
 def load_trace(path: Path) -> list[ReferenceStep]:

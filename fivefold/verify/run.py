@@ -9,6 +9,7 @@ import torch
 
 from fivefold.audit.streams import StreamWatch
 from fivefold.errors import ConfigError, FivefoldError, Mistake, Mistakes
+from fivefold.files import telling_system_errors
 from fivefold.layout import Layout
 from fivefold.train.devices import DeviceChoice
 from fivefold.train.launch import init_process_group, run_ranks
@@ -65,9 +66,10 @@ def verify(
         trace, baseline, result = (Path(folder) / n for n in ("fp64", "bf16", "report"))
 
         def reference(_: RankEnv) -> None:
-            save_trace(trace, run_reference(config, steps))
-            if config.training.precision == "bf16":
-                save_trace(baseline, run_reference(config, steps, torch.bfloat16))
+            with telling_system_errors(VerificationError, folder):
+                save_trace(trace, run_reference(config, steps))
+                if config.training.precision == "bf16":
+                    save_trace(baseline, run_reference(config, steps, torch.bfloat16))
 
         def rank(env: RankEnv) -> None:
             same_bits = config.training.deterministic_mode

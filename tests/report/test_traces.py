@@ -17,7 +17,7 @@ from fivefold.config.sources import to_toml
 from fivefold.errors import ConfigError, DataError
 from fivefold.report.traces import FOLDER, merged, read_traces
 from fivefold.train.engine import Engine
-from fivefold.train.profile import _forget, check_profiler, profiled
+from fivefold.train.profile import _forget, _is_whole, check_profiler, profiled
 from fivefold.verify.batches import global_batch, microbatches
 from tests.pool import run
 from tests.train.test_profile import settings
@@ -107,3 +107,13 @@ def test_traces_of_an_earlier_start_are_forgotten(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {f"rank-{n}.json" for n in (0, 1, 3)}
     _forget(tmp_path, 0, (0, 2))
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_trace_that_was_cut_short_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    assert not _is_whole(path)
+    for text, whole in (('{"a": [{}]}\n', True), ("{}", True), ('{"a"', False)):
+        path.write_text(text)
+        assert _is_whole(path) == whole
+    path.write_text("")
+    assert not _is_whole(path)

@@ -1,5 +1,6 @@
 """Real processes, but few and short-lived ones."""
 
+import errno
 import gc
 import os
 import re
@@ -264,3 +265,26 @@ def test_what_the_parent_left_over_is_not_collected_by_a_rank() -> None:
         assert launch_local(worker, 2) == 0
     finally:
         gc.enable()
+
+
+def saved_by_torch(path: Path) -> None:
+    """As torch.save tells of a full disk: by an error of its own."""
+    try:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    finally:
+        raise RuntimeError("unexpected pos 704 vs 598")
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.EISDIR, errno.ENOSPC, None])
+def test_what_the_system_refuses_a_rank_is_one_message(tmp_path, code, capfd):
+    def worker(env: RankEnv) -> None:
+        if env.rank == 1 and code is None:
+            saved_by_torch(tmp_path / "file")
+        elif env.rank == 1:
+            raise OSError(code, os.strerror(code), str(tmp_path / "file"))
+
+    assert launch_local(worker, 2) == 1
+    said = capfd.readouterr().err
+    full = code in (errno.ENOSPC, None)
+    assert said.startswith("error: disk full: cannot write" if full else "error: cannot use")
+    assert said.count("error:") == 1 and f"{tmp_path / 'file'}" in said and "Traceback" not in said

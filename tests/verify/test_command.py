@@ -1,13 +1,19 @@
 """The command, from a recipe to the exit status."""
 
 import json
+from dataclasses import fields
+from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+import torch
 
 from fivefold.cli.verify import Options, in_fp64
 from fivefold.config.config import SETTINGS
 from fivefold.config.sources import load
+from fivefold.errors import DataError
+from fivefold.files import telling_system_errors
+from fivefold.verify.reference import ReferenceStep, save_trace
 from tests import programs
 
 pytestmark = pytest.mark.slow
@@ -56,3 +62,12 @@ def test_only_a_flag_changes_the_precision(flag: str) -> None:
     assert load(in_fp64(argv), Options)[1].training.precision == "fp64"
     assert load(in_fp64([*argv, "--fp32"]), Options)[1].training.precision == "fp32"
     assert load(in_fp64([*argv, "--precision=bf16"]), Options)[1].training.precision == "bf16"
+
+
+def test_a_full_disk_is_told_of_a_reference(tmp_path: Path) -> None:
+    step = ReferenceStep(*[{"x": torch.zeros(1 << 16)}] * len(fields(ReferenceStep)))
+    with (
+        pytest.raises(DataError, match=f"disk full: cannot write {tmp_path}"),
+        telling_system_errors(DataError, tmp_path),
+    ):
+        save_trace(Path("/dev/full"), [step])
