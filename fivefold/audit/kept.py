@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from fivefold.audit.watch import Watch
+from fivefold.model.step_weights import StepWeights
 
 
 class KeptActivations(Watch):
@@ -19,12 +20,13 @@ class KeptActivations(Watch):
 
     A dispatch mode sees every storage that is allocated in the forward. Those that are still alive
     at its end are kept for the backward, whether autograd, a checkpoint or a pool in host memory
-    holds them. The stage's input is counted, too; its outputs, gathered parameters and the batch
-    are not.
+    holds them. The stage's input is counted, too; its outputs, gathered parameters, the batch and
+    what is kept for later forwards are not.
 
     Args:
         stages: the modules by index.
         seq_length: tokens of a row.
+        step_weights: weights in 8 bits that later forwards read, too.
 
     Attributes:
         sizes: bytes by stage.
@@ -32,9 +34,11 @@ class KeptActivations(Watch):
         any_packed: whether any forward, including later ones, had such rows.
     """
 
-    def __init__(self, stages: dict[int, nn.Module], seq_length: int) -> None:
+    def __init__(
+        self, stages: dict[int, nn.Module], seq_length: int, step_weights: StepWeights
+    ) -> None:
         super().__init__()
-        self._stages = stages
+        self._stages, self._step_weights = stages, step_weights
         self._born: dict[int, StorageWeakRef] | None = None
         self._foreign: dict[int, StorageWeakRef] = {}
         self.sizes: dict[int, float] = {}
@@ -92,7 +96,7 @@ class KeptActivations(Watch):
         results = _tensors((output, stage.z_sums))
         others = {
             *map(_address, stage.parameters()),
-            *(x.untyped_storage()._cdata for x in results),
+            *(x.untyped_storage()._cdata for x in (*results, *self._step_weights.held())),
         }
         size = 0 if x_TH is None else x_TH.untyped_storage().nbytes()
         for address, reference in born.items():

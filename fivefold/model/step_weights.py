@@ -8,6 +8,8 @@ once for the gradients of inputs, and the others read the same bits, as Transfor
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
+from torch import Tensor
+
 from fivefold.model.fp8 import Scaled
 
 
@@ -25,6 +27,11 @@ class StepWeights:
             yield
         finally:
             self._made = None
+
+    def held(self) -> Iterator[Tensor]:
+        """All that has been made so far: bits and scales."""
+        for weight in (self._made or {}).values():
+            yield from (weight.bits, weight.inverse)
 
     def once(self, which: Hashable, make: Callable[[], Scaled]) -> Scaled:
         """What was made before under this name, or is now; outside of `keeping` it is not kept."""
