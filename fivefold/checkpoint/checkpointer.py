@@ -309,7 +309,7 @@ class Checkpointer:
 
         def tell() -> Mistake:
             kept = None
-            with suppress(CheckpointError):  # an unreadable `latest` matters less than this error
+            with suppress(CheckpointError, OSError):  # a bad `latest` matters less than this
                 kept = self.latest()
             why = [line.strip() for line in str(failure).splitlines()[1:]] if failure else []
             goes_on = "" if kept is None else f": it goes on from the checkpoint of step {kept}"

@@ -72,8 +72,8 @@ class HostAdamW:
         *,
         on_device: bool = False,
     ) -> None:
-        self._parameters, self._counted, self.link = parameters, counted, link
-        self.weights = weights
+        self._parameters, self._counted = parameters, counted
+        self.link, self.weights = link, weights
         # Gradients arrive from the last layer to the first.
         shapes = {n: tuple(local_tensor(parameters[n]).shape) for n in reversed([*parameters])}
         likes = partial(_like, config, dtype, gradient_dtype)
@@ -135,9 +135,8 @@ class HostAdamW:
 
     def leave_all(self) -> None:
         """Let go of what has not left by a hook; afterwards no gradient is on the device."""
-        for name in reversed([*self._parameters]):
-            if self._parameters[name].grad is not None:
-                self.leave(name)
+        for name in reversed([n for n, p in self._parameters.items() if p.grad is not None]):
+            self.leave(name)
 
     def departed(self, name: str) -> Departed:
         """What the norm needs of a gradient."""
@@ -167,8 +166,7 @@ class HostAdamW:
             if max_norm > 0:
                 gradients = [part.of(GRADIENT, lines) for part in bucket.parts]
                 # Filled on their device: a copy from the host would wait for it.
-                filled = torch.full((), norm, dtype=torch.float64, device=gradients[0].device)
-                clip_(gradients, filled, max_norm)
+                clip_(gradients, gradients[0].new_full((), norm, dtype=torch.float64), max_norm)
             self._updates[bucket.number].step(lr)
 
         if self._rooms is None:
