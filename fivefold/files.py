@@ -143,9 +143,11 @@ def telling_system_errors(
         names = (cause.filename2, cause.filename)  # of a renaming, what it was to become
         named = next((name for name in names if isinstance(name, str | os.PathLike)), None)
         if full is None:
-            if cause.errno not in _REFUSED or named is None:
+            nowhere = cause.errno == errno.ENOENT and named is not None and os.path.islink(named)
+            if (cause.errno not in _REFUSED and not nowhere) or named is None:
                 raise
-            raise error(f"cannot use {named}: {cause.strerror}") from problem
+            why = "a link to nothing" if nowhere else cause.strerror
+            raise error(f"cannot use {named}: {why}") from problem
         if named is not None:
             folder = Path(named).parent
         what = f"cannot write {named or folder or 'a file'}"

@@ -165,6 +165,10 @@ def test_what_the_system_refuses_is_one_message(tmp_path):
     said = f"cannot use {tmp_path}/folder: Is a directory"
     with pytest.raises(DataError, match=said), telling_system_errors(DataError):
         write_atomic(tmp_path / "folder", "")  # not a word of its temporary file
+    (tmp_path / "link").symlink_to("on/a/disk/that/is/gone")
+    said = f"cannot use {tmp_path}/link: a link to nothing"
+    with pytest.raises(DataError, match=said), telling_system_errors(DataError):
+        (tmp_path / "link").open("a")
 
 
 def test_what_cannot_be_written_is_one_message_and_a_full_disk_passes(tmp_path):

@@ -37,9 +37,9 @@ def run(argv: Sequence[str]) -> int:
     if options.top < 1:
         raise ConfigError(f"--top must be at least 1, not {options.top}")
     folder = Path(options.run)
-    wanted = run_config(folder).logging.profile_ranks
-    traces = read_traces(folder)
-    for rank in sorted({*wanted} - {trace.rank for trace in traces}):
+    logging, traces = run_config(folder).logging, read_traces(folder)
+    wanted = {*logging.profile_ranks} if logging.use_pytorch_profiler else set[int]()
+    for rank in sorted(wanted - {trace.rank for trace in traces}):
         note(f"{folder} has no trace of rank {rank}, which profile_ranks names")
     for trace in traces:
         print("\n".join(shown(trace, options.top)), end="\n\n")

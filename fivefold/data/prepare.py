@@ -329,7 +329,7 @@ def _cached(*paths: str) -> Iterator[None]:
 
 def _remedy(*paths: str) -> str:
     what = "it is in the cache, and is made again when it is not there"
-    return f"\n  {what}\n  try:   rm -f {shlex.join(paths)}"
+    return f"\n  {what}\n  try:   rm -rf {shlex.join(paths)}"
 
 
 def _remove_left(path: Path) -> None:

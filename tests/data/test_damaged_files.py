@@ -209,7 +209,7 @@ def test_a_damaged_cache_says_how_to_mend_it(tmp_path):
                 prepare(config, 16, 1)
             *_, attempt = str(error.value).split("\n")
             command, flag, *paths = attempt.removeprefix("  try:   ").split()
-            assert (command, flag) == ("rm", "-f") and str(path) in paths
+            assert (command, flag) == ("rm", "-rf") and str(path) in paths
             for name in paths:
                 (cache_path / name).unlink(missing_ok=True)
             assert prepare(config, 16, 1).train.fingerprint == sound
@@ -253,7 +253,7 @@ def test_any_bit_of_cached_tokens_is_noticed(cached, suffix, monkeypatch):
             assert read() == sound
         except DataError as error:
             *_, attempt = str(error).split("\n")
-            assert attempt.startswith("  try:   rm -f ") and str(path) in attempt
+            assert attempt.startswith("  try:   rm -rf ") and str(path) in attempt
             told += 1
     path.write_bytes(whole)
     assert read() == sound

@@ -117,3 +117,17 @@ def test_a_trace_that_was_cut_short_is_noticed(tmp_path: Path) -> None:
         assert _is_whole(path) == whole
     path.write_text("")
     assert not _is_whole(path)
+
+
+@pytest.mark.parametrize("profiles", [True, False])
+def test_a_rank_without_a_trace_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], profiles: bool
+) -> None:
+    """Unless the latest start recorded nothing, and its settings are not those of the traces."""
+    values = {"use_pytorch_profiler": profiles, "profile_ranks": (0, 1)}
+    (tmp_path / "config.toml").write_text(to_toml(settings("1f1b").with_values(**values)))
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "rank-1.json").write_text('{"traceEvents": []}')
+    assert main(["profile", str(tmp_path)]) == 0
+    said = capsys.readouterr().err
+    assert ("no trace of rank 0, which profile_ranks names" in said) == profiles

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import fivefold.__main__
 from fivefold.cli.main import main
 from tests.programs import Program, run
 
@@ -118,3 +119,20 @@ def test_a_signal_at_any_change_leaves_nothing_half_made(
                 assert again.returncode == 0, f"{where}\n{again.stderr}"
             if signum != signal.SIGKILL or command != "report":  # no lock tells who writes a page
                 assert not begun(at), where
+
+
+def interrupted_import() -> None:
+    class Interrupts:
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name == "fivefold.cli.main":
+                os.kill(os.getpid(), signal.SIGINT)
+
+    del sys.modules["fivefold.cli.main"]
+    sys.meta_path.insert(0, Interrupts())  # type: ignore[arg-type]
+    fivefold.__main__.program()
+
+
+def test_an_interrupt_before_the_program_begins_is_no_traceback() -> None:
+    process = Program(interrupted_import)
+    _, errors = process.communicate(60)
+    assert process.returncode == -signal.SIGINT and errors == ""
