@@ -3,7 +3,7 @@
 from fivefold.check import check
 from fivefold.cli.budget import machine_within
 from fivefold.cli.style import note
-from fivefold.config.config import SETTINGS, Config
+from fivefold.config.config import Config
 from fivefold.errors import ConfigError
 from fivefold.search.candidate import Candidate
 from fivefold.search.request import ASSUMABLE, Request, request
@@ -73,7 +73,6 @@ def _told(asked: Request, chosen: Candidate, found: tuple[Candidate, ...]) -> li
     if others:
         slower = percent(others[0].seconds / chosen.seconds - 1)
         lines.append(f"  the best of another mesh: {summary(others[0].layout)}, {slower}")
-    words = [f"{name} = {SETTINGS[name].words(value)}" for name, value in asked.fixed().items()]
-    if words:
-        lines.append(f"  given by flags: {', '.join(words)}")
+    if given := asked.fixed_words():
+        lines.append(f"  given by flags: {', '.join(given)}")
     return lines

@@ -165,6 +165,11 @@ def _machines(stories: Sequence[Story]) -> Iterator[str]:
 
 
 def _plain(value: object) -> str:
+    """A value of a JSON file in words."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, dict):
         return ", ".join(f"{name} {_plain(each)}" for name, each in value.items())
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)

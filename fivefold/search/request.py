@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
-from fivefold.config.config import Config
+from fivefold.config.config import SETTINGS, Config
 from fivefold.config.dependence import check_dependents
 from fivefold.config.graph_rules import check_step_graph
 from fivefold.config.memory import MemoryConfig
@@ -78,6 +78,10 @@ class Request:
             for setting in fields(section)
             if setting.name in self.given
         }
+
+    def fixed_words(self) -> list[str]:
+        """'name = value' of each of these, with values as they are typed."""
+        return [f"{name} = {SETTINGS[name].words(value)}" for name, value in self.fixed().items()]
 
     def but(self, num_gpus: int | None = None, **settings: Any) -> "Request":
         """The same request with some more flags.

@@ -5,7 +5,6 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fivefold.config.config import SETTINGS
 from fivefold.model.shape import count_parameters
 from fivefold.predict.prediction import Prediction, precision_of
 from fivefold.search.proven import PROVEN
@@ -68,8 +67,7 @@ def answer(result: SearchResult) -> list[tuple[str, str]]:
     ]
     rows += [("tied", words) for words in _tied(result)]
     rows += [("assumed", what) for what in request.assumed]
-    fixed = sorted(request.fixed().items())
-    rows += [("fixed", f"{name} = {SETTINGS[name].words(value)}") for name, value in fixed]
+    rows += [("fixed", words) for words in sorted(request.fixed_words())]
     if request.only == PROVEN:
         rows.append(("proven", "only what published runs have used (--proven)"))
     untrained = export(candidate.layout, "fivefold").missing

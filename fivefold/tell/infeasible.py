@@ -44,7 +44,6 @@ ON_DISK: Change = {"optimizer_offload_path": "offloaded"}
 def why_nothing(result: SearchResult) -> ConfigError:
     """The error to raise if no layout fits, or none is legal."""
     request = result.request
-    fixed = ", ".join(f"{name} = {_shown(value)}" for name, value in request.fixed().items())
     rules: tuple[Mistake, ...] = ()
     if result.legal:
         what = f"no layout of this model fits on {request.world:,} x {request.cluster.gpu.name}"
@@ -54,8 +53,8 @@ def why_nothing(result: SearchResult) -> ConfigError:
         what = f"no layout of this model is legal on {gpus}"
         rules = nearest_to_legal(request)
         why = [line for rule in rules for line in (rule.what, *(f"  {each}" for each in rule.why))]
-    if fixed:
-        why.append(f"fixed: {fixed}")
+    if fixed := request.fixed_words():
+        why.append(f"fixed: {', '.join(fixed)}")
     works = tuple(islice(_works(request, rules, legal=bool(result.legal)), SUGGESTIONS))
     for change in _on_host_ways(request):
         if _typed(change) in works:
@@ -297,7 +296,3 @@ def _typed(change: Change) -> str:
         f"--gpus {value}" if name == "num_gpus" else SETTINGS[name].typed(value)
         for name, value in change.items()
     )
-
-
-def _shown(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

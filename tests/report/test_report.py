@@ -72,6 +72,15 @@ def test_a_page_shows_what_the_files_say(tmp_path: Path) -> None:
     assert not re.search(r'(?:src|href)="?http', text)  # needs no network
 
 
+@pytest.mark.parametrize("git", [None, {"commit": "abc", "dirty": True}])
+def test_a_page_is_in_words(git: object, tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run", tensor_model_parallel_size=2, sequence_parallel=True)
+    starts = json.loads((folder / "environment.json").read_text())
+    (folder / "environment.json").write_text(json.dumps([starts[0] | {"git": git}]))
+    text = re.sub(r"(?s)<(script|style)>.*?</\1>|<[^>]*>", " ", page([read_story(folder)]))
+    assert not re.search(r"\b(None|True|False)\b|\('|',\)", text)
+
+
 def test_two_runs_share_charts_and_tell_what_differs(tmp_path: Path) -> None:
     one = read_story(a_run(tmp_path / "one"))
     other = read_story(a_run(tmp_path / "other", steps=8, lr=0.004, micro_batch_size=2))
