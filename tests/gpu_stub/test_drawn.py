@@ -60,7 +60,9 @@ def _words(folder: Path, configs: list[Config], ranks: int) -> Iterator[str]:
 def _faults(report: dict[str, Any], config: Config, *, own_gpu: bool) -> Iterator[str]:
     yield from report["races"]
     if own_gpu:  # threads that send through the host wait for their copies
-        known = OF_HOST if config.memory.optimizer_cpu_offload else ()
+        memory = config.memory
+        on_host = memory.optimizer_cpu_offload or memory.offload_optimizer_states
+        known = OF_HOST if on_host else ()
         if config.model.num_experts is not None:
             known += OF_EXPERTS
         if "sinkhorn" in config.experts.moe_router_load_balancing_type:
