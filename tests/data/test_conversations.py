@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from fivefold.config.training import DataConfig, TrainingConfig
 from fivefold.data.conversations import conversation, documents
@@ -21,6 +19,7 @@ from fivefold.data.template import ChatTemplate
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.data.validation import validation_sets
 from fivefold.errors import ConfigError, DataError
+from tests.byte_level import byte_level
 
 SPECIAL = ["<|endoftext|>", "<s>", "<|im_start|>", "<|im_end|>"]
 CHATML = """\
@@ -65,14 +64,7 @@ def unmarked(template):
 def kept(tmp_path_factory):
     """A function that keeps a tokenizer with a template: its folder, and transformers' reading."""
     transformers = pytest.importorskip("transformers")
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(["user assistant the cat sat [INST] on the mat"] * 9, trainer)
+    backend = byte_level("user assistant the cat sat [INST] on the mat", SPECIAL, 400)
 
     def keep(template):
         folder = tmp_path_factory.mktemp("tokenizer")

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import processors
 
 from fivefold.cli.sample import _converse
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.train.convert import to_run
 from fivefold.train.sample import Sampler, Sampling
 from fivefold.train.text_bounds import TextBounds
+from tests.byte_level import byte_level
 from tests.config.oracle import oracle
 from tests.config.test_huggingface_parity import TINY
 
@@ -51,14 +52,7 @@ class Recorded(Sampling):
 
 
 def backend(*, begins: bool) -> Backend:
-    made = Backend(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator(["user assistant the cat sat on the mat"] * 9, trainer)
+    made = byte_level("user assistant the cat sat on the mat", SPECIAL, 300)
     if begins:
         made.post_processor = processors.TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", 1)]
