@@ -159,6 +159,7 @@ class ReplicatedStage:
         self.buckets[index].take(parameter)
         if self._missing:
             self._missing[index] -= 1
+            assert self._missing[index] >= 0, "a gradient came twice: its message left too early"
             if self._missing[index] == 0:
                 self._start(index)
 

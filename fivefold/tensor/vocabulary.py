@@ -47,7 +47,8 @@ class VocabularyLookup:
         return sum_tokens(found_TH, self.group, self.sequence_parallel)
 
     def _rows(self, indices_T: Tensor, rows_vH: Tensor, embedding: Embedding) -> Tensor:
-        rows: Tensor = _Rows.apply(indices_T, rows_vH, self.deferred, embedding.weight)
+        # Within the embedding: of a tensor among the arguments, hooks would hear a second time.
+        rows: Tensor = _Rows.apply(indices_T, rows_vH, self.deferred, embedding)
         return rows
 
 
@@ -56,10 +57,14 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, indices_T: Tensor, rows_vH: Tensor, deferred: DeferredWeights, parameter: Tensor
+        ctx: Any,
+        indices_T: Tensor,
+        rows_vH: Tensor,
+        deferred: DeferredWeights,
+        embedding: Embedding,
     ) -> Tensor:
         ctx.save_for_backward(indices_T)
-        ctx.deferred, ctx.parameter, ctx.rows = deferred, parameter, rows_vH.shape[0]
+        ctx.deferred, ctx.parameter, ctx.rows = deferred, embedding.weight, rows_vH.shape[0]
         return F.embedding(indices_T, rows_vH)
 
     @staticmethod

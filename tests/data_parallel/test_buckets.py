@@ -1,5 +1,6 @@
 """Buckets of no_shard: how many messages a step sends, and where gradients lie."""
 
+from collections import Counter
 from typing import Any
 from unittest.mock import patch
 
@@ -12,12 +13,13 @@ from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.data.packing import Microbatch
+from fivefold.data_parallel.replicated import ReplicatedStage
 from fivefold.mesh.buckets import buckets_of
 from fivefold.mesh.slices import local_tensor
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import global_batch, microbatches, rows_of
 from tests.pool import run
-from tests.verify.cases import shared_groups
+from tests.verify.cases import MODELS, config, flags, shared_groups
 
 
 def test_a_bucket_ends_with_what_fills_it() -> None:
@@ -157,3 +159,39 @@ def _same_sums(rank: int, world: int, settings: dict[str, Any]) -> None:
 def test_sums_keep_what_their_terms_have_not(settings: dict[str, Any]) -> None:
     ranks = 2 if not settings else 4
     run(ranks, _same_sums, settings | {"precision": "bf16", "global_batch_size": 4 * ranks})
+
+
+@shared_groups()
+def _arrivals(rank: int, world: int, family: str, settings: dict[str, Any]) -> Counter[str]:
+    """How often the hooks of each parameter fire in the last backward of a step."""
+    asked = config(MODELS[family], world, **settings)
+    layout, came = check(asked, world), Counter[torch.Tensor]()
+    arrived = ReplicatedStage._arrived
+
+    def noted(stage: ReplicatedStage, parameter: torch.Tensor) -> None:
+        came[parameter] += bool(stage._missing)
+        arrived(stage, parameter)
+
+    with patch.object(ReplicatedStage, "_arrived", noted):
+        engine = Engine(layout, rank, torch.device("cpu"))
+        own = rows_of(asked, layout.grid.dp_rank(rank), layout.grid.dp)
+        engine.step(microbatches(asked, global_batch(asked, 0), own))
+    return Counter({name: came[p] for name, p in engine.parameters.items()})
+
+
+HELD = {
+    "whole": (2, flags()),
+    "split": (4, flags(tp=2, sequence=True)),
+    "split, no fusion": (
+        4,
+        flags(tp=2, sequence=True) | {"gradient_accumulation_fusion": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("how", HELD)
+@pytest.mark.parametrize("family", MODELS)
+def test_each_gradient_comes_once_before_its_message_leaves(family: str, how: str) -> None:
+    world, settings = HELD[how]
+    for came in run(world, _arrivals, family, settings):
+        assert set(came.values()) == {1}, [name for name, times in came.items() if times != 1]
