@@ -78,7 +78,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     layers = delayed_layers(layout, groups.rank, records.values())
     scaling = install_delayed(stages, layers, config, device)
     passes = layout.num_microbatches * config.parallel.num_sequence_slices
-    step_weights = keep_weights(stages, config, passes)
+    shared = keep_weights(stages, config, passes)
     _install_memory(layout, groups, stages, device)
     for stage in stages.values():
         install_fusions(stage, config.training)
@@ -113,16 +113,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
         lines=groups.pp_lines,
     )
     return ParallelModel(
-        layout,
-        groups,
-        stages,
-        gradients,
-        records,
-        executor,
-        on_host,
-        scaling,
-        step_weights,
-        offloaded,
+        layout, groups, stages, gradients, records, executor, on_host, scaling, shared, offloaded
     )
 
 
