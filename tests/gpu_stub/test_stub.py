@@ -154,6 +154,14 @@ def test_operations_that_are_called_are_known(tmp_path: Path) -> None:
 
 @needs_stub
 @pytest.mark.slow
+def test_steps_are_rehearsed(tmp_path: Path) -> None:
+    """This torch may have other rules for shapes."""
+    words = ("fivefold", "rehearse", *LAYOUTS["tensor, pipeline"], "--bf16")
+    assert "agree on every message" in on_stub(*words, gpus=0, folder=tmp_path)
+
+
+@needs_stub
+@pytest.mark.slow
 def test_trains_and_saves(tmp_path: Path) -> None:
     flags = ("--train-iters", "2", "--lr-warmup-iters", "0", "--bf16", "--save", "run")
     words = ("fivefold", "train", *LAYOUTS["tensor, pipeline"], "--device", "cuda", *flags)
