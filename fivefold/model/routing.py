@@ -98,6 +98,10 @@ class Surroundings:
     expert_ranks: int = 1
 
 
+NOTHING_YET = (-1, 0, 0)
+"""`Router.batch_counts` before the first microbatch of a step."""
+
+
 def plain_turns(token_ids_T: Tensor) -> Tensor:
     """When each token's turn is, where experts are taken in turn: as in the run, on any rank."""
     return token_ids_T
@@ -135,7 +139,7 @@ class Router(nn.Module):
         self.surroundings = Surroundings()
         self.limit: Limit = plain_limit
         self.turns: Callable[[Tensor], Tensor] = plain_turns
-        self.batch_counts: tuple[int, Tensor | int, int] = (-1, 0, 0)
+        self.batch_counts: tuple[int, Tensor | int, int] = NOTHING_YET
 
     def forward(self, x_TH: Tensor, context: Context) -> ExpertChoice:
         """The experts of each token; in training, auxiliary losses are attached to the weights."""
@@ -161,6 +165,10 @@ class Router(nn.Module):
             settings.capacity(tokens, self.model) if pads else None,
             settings.rank_capacity(tokens, self.model, self.surroundings.expert_ranks),
         )
+
+    def begin_step(self) -> None:
+        """Forget what was counted in a step of the same number: one may not have been taken."""
+        self.batch_counts = NOTHING_YET
 
     def update_bias(self, counts_E: Tensor) -> None:
         """Move every expert's bias by the update rate towards an even load, unless it is frozen.

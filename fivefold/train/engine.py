@@ -171,6 +171,7 @@ class Engine:
         """Leave the global batch's complete gradient on the parameters."""
         depths = self.layout.config.model.mtp_num_layers
         self.model.scaling.begin()
+        self._routers.begin()
         batches = self._batches(microbatches, depths)
         tokens = self._count(batches)
         scale = tokens.clamp_min(1).double().reciprocal()
@@ -304,6 +305,7 @@ class Engine:
             steps: optimizer steps taken.
             loaded: what was loaded into, of `stored_tensors`.
         """
+        self.model.reshard()  # an update may have begun to gather weights that are no more
         source = {record.stored: record.name for record in self._records if record.loaded}
         weights = self.optimizer.weights()
         weights |= {name: as_piece(loaded[s]) for s, name in source.items() if s in loaded}

@@ -29,6 +29,11 @@ class Routers:
         self._routers = [moe.router for stage in stages.values() for moe in stage.mixtures]
         self._copies = layout.grid.ranks_per_stage * layout.num_copies
 
+    def begin(self) -> None:
+        """Begin a step, or another attempt at it."""
+        for router in self._routers:
+            router.begin_step()
+
     def sums(self, routing: Mapping[int, Tensor], device: torch.device) -> Tensor:
         """This rank's part of [layers, E + 4] fp64, which add up over all ranks: tokens of each
         expert, rows dropped, auxiliary losses, lowest and highest bias."""

@@ -1,6 +1,7 @@
 """Settings drawn at random until `check` agrees: what nobody thought of together."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -8,6 +9,9 @@ from fivefold.config.config import SECTIONS, SETTINGS
 from fivefold.config.settings import Setting, settings_of
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
+from tests.verify.cases import EXPERTS, LATENT, MIXTURE, MODELS
+
+ALL = MODELS | {"mixture": MIXTURE, "latent experts": replace(LATENT, **EXPERTS)}
 
 LEFT_OUT = {
     *("compile", "compile_backend", "cuda_graph_impl", "cuda_graph_scope"),  # slow, or of GPUs

@@ -1,6 +1,5 @@
 """Whatever goes together computes what one device computes, and is rehearsed as theory has it."""
 
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -11,12 +10,11 @@ from fivefold.predict.cluster import load_cluster
 from fivefold.rehearse.report import make_report
 from fivefold.rehearse.roles import rehearsed_layout, roles
 from fivefold.rehearse.run import rehearse_ranks
-from tests.verify.any_settings import draw
-from tests.verify.cases import EXPERTS, LATENT, MIXTURE, MODELS, chosen, config, verify_in_pool
+from tests.verify.any_settings import ALL, draw
+from tests.verify.cases import chosen, config, verify_in_pool
 
 pytestmark = pytest.mark.slow
 
-ALL = MODELS | {"mixture": MIXTURE, "latent experts": replace(LATENT, **EXPERTS)}
 SEEDS = range(100)
 
 
