@@ -59,10 +59,6 @@ class ConfigError(FivefoldError):
         )
 
 
-class HostError(ConfigError):
-    """Mistakes in what this host alone may have: its files, folders and packages."""
-
-
 class PlaceError(ConfigError):
     """Mistakes in what this rank alone may have: its number, its address, the GPUs of its host."""
 

@@ -25,10 +25,10 @@ from fivefold.checkpoint.integrity import (
     INDEX,
     MANIFEST,
     META,
+    complete,
     find_faults,
     read_manifest,
     stamps,
-    write_manifest,
 )
 from fivefold.checkpoint.matching import check_histories, check_types, mismatches
 from fivefold.checkpoint.reader import fill
@@ -300,7 +300,7 @@ class Checkpointer:
         self._team.each(job, write)
         measured = self._team.together(job, measure)
         files = {name: stamp for stamps_ in measured for name, stamp in stamps_.items()}
-        self._team.leader(job, lambda: write_manifest(folder, files))
+        self._team.leader(job, lambda: complete(folder, files))
 
     def _disk_full(
         self, job: str, needed: int, failure: CheckpointError | None = None

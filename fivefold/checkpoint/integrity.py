@@ -59,8 +59,17 @@ def _in_parallel(work: Callable[[Path], T], folder: Path, names: Iterable[str]) 
         return dict(zip(names, pool.map(work, (folder / name for name in names)), strict=True))
 
 
-def write_manifest(folder: Path, files: dict[str, Stamp]) -> None:
-    """Write the manifest, which completes a checkpoint."""
+def complete(folder: Path, files: dict[str, Stamp]) -> None:
+    """Write the manifest, which completes a checkpoint.
+
+    Raises:
+        CheckpointError: a rank has written a file to a disk that is not the first rank's.
+    """
+    here = _in_parallel(Path.is_file, folder, files)
+    if gone := [name for name, is_here in here.items() if not is_here]:
+        what = f"{len(gone)} of {len(files)} files are not in {folder}, such as {gone[0]}"
+        why = "the ranks that wrote them have another file system there"
+        raise CheckpointError(f"{what}: {why}")
     listed = {name: {"size": s.size, "crc32": f"{s.crc32:08x}"} for name, s in files.items()}
     write_atomic(folder / MANIFEST, json.dumps({"files": listed}, indent=1, sort_keys=True))
 

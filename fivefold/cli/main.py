@@ -12,12 +12,11 @@ from types import MappingProxyType
 from typing import NoReturn
 
 from fivefold import __version__, process
-from fivefold.cli.style import first_of_host, first_rank, paint
+from fivefold.cli.style import first_of_host, paint
 from fivefold.errors import (
     ConfigError,
     DataError,
     FivefoldError,
-    HostError,
     PlaceError,
     did_you_mean,
 )
@@ -77,11 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _tells(error: FivefoldError) -> bool:
     """Whether this rank of a cluster prints an error that other ranks may have, too.
 
-    All ranks read the same settings, and those of a host the same files.
+    Ranks of a host read the same settings and files; another host may be given other ones.
     """
-    if isinstance(error, HostError | DataError):
-        return first_of_host()
-    return isinstance(error, PlaceError) or not isinstance(error, ConfigError) or first_rank()
+    alone = isinstance(error, PlaceError) or not isinstance(error, ConfigError | DataError)
+    return alone or first_of_host()
 
 
 def _dispatch(words: list[str]) -> int:

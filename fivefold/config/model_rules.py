@@ -177,7 +177,7 @@ def _check_heads(model: ModelConfig, mistakes: Mistakes) -> None:
     if heads % groups:
         mistakes.add(
             f"{heads} query heads cannot share {groups} key/value heads",
-            f"{heads} / {groups} = {heads / groups:.2f} (must be whole)",
+            f"num_attention_heads / num_query_groups = {heads / groups:.2f} (must be whole)",
             works=[f"--num-query-groups {n}" for n in _near_divisors(heads, groups)],
         )
     if model.position_embedding_type == "rope" and (model.rotary_dim % 2 or not model.rotary_dim):
@@ -185,7 +185,12 @@ def _check_heads(model: ModelConfig, mistakes: Mistakes) -> None:
         if model.rotary_percent != 1.0:
             size = f"{model.head_dim} x rotary_percent {model.rotary_percent} = {model.rotary_dim}"
         what = "odd" if model.rotary_dim else "nothing"
-        mistakes.add(f"RoPE turns pairs of features, and head size {size} is {what}")
+        whence = f"hidden_size {hidden} / num_attention_heads {heads}"
+        if model.kv_channels is not None:
+            whence = f"kv_channels {model.kv_channels}"
+        if model.multi_latent_attention:
+            whence = f"qk_pos_emb_head_dim {model.qk_pos_emb_head_dim}"
+        mistakes.add(f"RoPE turns pairs of features, and head size {size} is {what}", whence)
 
 
 def _check_experts(model: ModelConfig, mistakes: Mistakes) -> None:
@@ -263,8 +268,9 @@ def _check_groups(model: ModelConfig, experts: int, mistakes: Mistakes) -> None:
     elif experts % groups or chosen > groups:
         mistakes.add(
             f"{experts} experts in {groups} groups, of which {chosen} are chosen",
-            f"{experts} / {groups} = {experts / groups:.2f} must be whole",
-            f"{chosen} must be at most {groups}",
+            f"num_experts {experts} / moe_router_num_groups {groups} = {experts / groups:.2f} "
+            "must be whole",
+            f"moe_router_group_topk {chosen} must be at most {groups}",
             works=[f"--moe-router-num-groups {n}" for n in _near_divisors(experts, groups)],
         )
     elif model.moe_router_topk > chosen * experts // groups:

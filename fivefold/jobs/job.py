@@ -10,6 +10,8 @@ from fivefold.errors import ConfigError
 
 STOP_SECONDS = 600
 """Between a warning and the end of a job: a step, an evaluation and a checkpoint must fit."""
+END_SECONDS = 15
+"""Of these, for what started the ranks to end, too."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,16 @@ class ClusterJob:
 def started_by(command: str, recipe: str, job: ClusterJob) -> str:
     """Lines of shell that write the recipe to a file and train by it.
 
+    torchrun kills ranks half a minute after it has passed a signal on, unless it is told otherwise.
+
     Args:
-        command: what starts ranks that run a module.
+        command: torchrun, with its flags.
         recipe: the file.
         job: the job.
     """
     return (
         f"cat > {recipe} <<'RECIPE'\n{job.recipe}\nRECIPE\n"
+        f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={STOP_SECONDS - END_SECONDS}\n"
         f"exec {command} -m fivefold train {recipe} --device {job.device}\n"
     )
 

@@ -42,7 +42,9 @@ on_usr1() {{
 trap on_usr1 USR1
 
 export OMP_NUM_THREADS="${{SLURM_CPUS_PER_TASK:-1}}"
-srun --kill-on-bad-exit=1 fivefold train "$recipe" --device {job.device}{folder} "$@" &
+# Since Slurm 22.05 srun does not take over the processors a task that sbatch was asked for.
+srun --kill-on-bad-exit=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} \
+    fivefold train "$recipe" --device {job.device}{folder} "$@" &
 srun_pid=$!
 
 wait "$srun_pid"

@@ -3,16 +3,13 @@
 import socket
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
 from fivefold.layout import Layout
+from fivefold.train.alike import gathered
 
 
 def gather_hosts() -> list[str]:
     """The host of every rank."""
-    hosts = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
-    return hosts
+    return gathered(socket.gethostname())
 
 
 def crossing(layout: Layout, hosts: Sequence[str]) -> str | None:

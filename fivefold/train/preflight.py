@@ -6,7 +6,7 @@ from pathlib import Path
 from fivefold.config.config import Config
 from fivefold.config.settings import flag_of
 from fivefold.config.training import CheckpointConfig
-from fivefold.errors import HostError, Mistakes, did_you_mean
+from fivefold.errors import Mistakes, did_you_mean
 from fivefold.train.metrics import check_installed
 from fivefold.train.run_folder import CHECKPOINTS
 
@@ -15,9 +15,9 @@ def check_start(config: Config) -> None:
     """Check that the run folder can be written, --load exists, and trackers are installed.
 
     Raises:
-        HostError: all mistakes at once.
+        ConfigError: all mistakes at once.
     """
-    mistakes = Mistakes(HostError)
+    mistakes = Mistakes()
     save, memory = config.checkpoint.save, config.memory
     _check_folder("save", "runs" if save is None else save, "runs/NAME", mistakes)
     if save is not None and not mistakes.found:

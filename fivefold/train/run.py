@@ -22,6 +22,7 @@ from fivefold.expert.deepep_rules import check_deepep
 from fivefold.files import telling_system_errors
 from fivefold.layout import Layout
 from fivefold.model.fp8_rules import check_kernels
+from fivefold.train.alike import check_alike, check_seen, from_first, given_data, given_settings
 from fivefold.train.build import local_place, make_trainer, open_local
 from fivefold.train.console import Console
 from fivefold.train.corpora import open_data
@@ -164,13 +165,15 @@ def _train_as_launched(layout: Layout, name: str, env: RankEnv, asked: Asked) ->
             except FivefoldError as error:
                 outcome = error
         device = join_group(config, env, chosen, bindings)
-        told = [outcome]
-        dist.broadcast_object_list(told, src=0)
-        if isinstance(told[0], FivefoldError):
-            raise told[0]
-        assert told[0] is not None
-        path, origin = told[0]
-        job = Job(layout, name, path, origin, chosen, threads, bindings, lock, hosts=gather_hosts())
+        hosts = gather_hosts()
+        check_alike(given_settings(config), hosts)
+        told = from_first(outcome)
+        if isinstance(told, FivefoldError):
+            raise told
+        assert told is not None
+        path, origin = told
+        check_seen(path, hosts)
+        job = Job(layout, name, path, origin, chosen, threads, bindings, lock, hosts=hosts)
         if not is_finished(origin, config):
             run_rank(job, env, device)
         elif env.rank == 0:
@@ -214,6 +217,8 @@ def run_rank(job: Job, env: RankEnv, device: torch.device) -> int:
         if lock is not None:
             stack.enter_context(lock.beating())
         data = job.data or open_data(job.layout.config, print if lock else logging.debug)
+        if job.hosts:
+            check_alike(given_data(data), job.hosts)
         stack.enter_context(_watchdog(job, env, folder))
         console = _open_console(job, device) if env.rank == 0 else None
         trainer = make_trainer(job, env, folder, device, data, console)

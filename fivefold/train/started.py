@@ -67,8 +67,9 @@ def run_started(
                 failures.explain(failure, place_name(env.rank, describe), env.world_size)
         else:
             _ask(store, env, failure, describe, errors_folder)
-        if store is not None:
-            _leave(store, env)
+    # The first rank takes the store along: torch would print its stack for who still waits there.
+    if store is not None:
+        _leave(store, env)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(failure.status)

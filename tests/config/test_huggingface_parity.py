@@ -1,6 +1,8 @@
 """What is read of a config.json against the model that transformers builds from it."""
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -271,6 +273,32 @@ def test_any_config_is_refused_by_name_or_read_as_transformers_reads_it(
     kind: str, data: st.DataObject
 ) -> None:
     agrees(data.draw(configs(kind)))
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_a_wrong_number_is_told_by_its_field_and_what_is_offered_mends_it(kind: str) -> None:
+    """Flags of this project could not be typed: the file is read before any of them."""
+    fields = {"model_type": kind} | TINY[kind]
+    dropout = "attn_pdrop" if kind == "gpt2" else "attention_dropout"
+    names = {*fields, dropout, "initializer_range"} - {"model_type", "vocab_size"}
+    refused = 0
+    for name in names:
+        for value in (-1, 0, 1, 3, 7, 9, 0.5, 2.0):
+            try:
+                from_hf_config(fields | {name: value})
+            except ConfigError as error:
+                refused += 1
+                assert name in str(error) and "--" not in str(error), error
+                first = error.mistakes[0]
+                for choice in first.works:
+                    field, _, offered = choice.partition(" = ")
+                    with suppress(ConfigError):  # of something else
+                        from_hf_config(fields | {name: value} | {field: json.loads(offered)})
+                        continue
+                    with pytest.raises(ConfigError) as left:
+                        from_hf_config(fields | {name: value} | {field: json.loads(offered)})
+                    assert first.what not in str(left.value)
+    assert refused > 20
 
 
 @pytest.mark.parametrize("count", ["n_group", "topk_group"])

@@ -20,7 +20,7 @@ from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 from fivefold.cli.main import main
 from fivefold.config.sources import read_config, recipe_names
 from fivefold.errors import ConfigError
-from fivefold.jobs.job import ClusterJob, job_name, read_limit
+from fivefold.jobs.job import STOP_SECONDS, ClusterJob, job_name, read_limit
 from fivefold.jobs.kubernetes import train_job
 from fivefold.jobs.ray import ray_script
 from fivefold.jobs.skypilot import sky_task
@@ -64,6 +64,26 @@ def test_a_job_trains_with_the_settings_of_the_recipe(recipe: str, tmp_path: Pat
     assert words[1:3] == ["fivefold", "train"]
     assert words[3:] == ["runs/a-job-7.toml", "--device", "cuda", "--save", "runs/a-job-7"]
     same_settings(text, job, tmp_path)
+
+
+def test_ranks_get_the_processors_that_sbatch_was_asked_for(tmp_path: Path) -> None:
+    words, _ = ran(
+        sbatch_file(job_of()), tmp_path, "srun", SLURM_JOB_ID="7", SLURM_CPUS_PER_TASK="6"
+    )
+    assert words[1:4] == ["--cpus-per-task=6", "fivefold", "train"]
+
+
+@pytest.mark.parametrize("target", ["kubernetes", "skypilot"])
+def test_torchrun_lets_ranks_save_as_long_as_a_pod_lives(target: str, tmp_path: Path) -> None:
+    """Its own patience is half a minute."""
+    content = train_job(job_of()) if target == "kubernetes" else sky_task(job_of())
+    read = yaml.safe_load(content)
+    script = read["spec"]["trainer"]["command"][2] if target == "kubernetes" else read["run"]
+    stand_in(tmp_path, "torchrun", 'echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"')
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    sky = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "a"}
+    said = subprocess.check_output(["bash", "-c", script], env=os.environ | sky | {"PATH": path})
+    assert 0.9 * STOP_SECONDS < int(said) < STOP_SECONDS
 
 
 @pytest.mark.parametrize("odd", ODD)

@@ -68,7 +68,8 @@ def deepseek(reader: Reader, kind: str) -> ModelConfig:
     heads, default = sizes["num_attention_heads"], None if second else 128
     key_value_heads = reader.optional_size("num_key_value_heads", default=default)
     if key_value_heads not in (None, heads):
-        reader.unsupported("num_key_value_heads", key_value_heads, [heads])
+        why = f"each of num_attention_heads {heads} has keys of its own"
+        reader.unsupported("num_key_value_heads", key_value_heads, [heads], why)
     reader.fixed("qk_head_dim", latents["qk_head_dim"] + turned)
     reader.fixed("head_dim", turned)
     return ModelConfig(

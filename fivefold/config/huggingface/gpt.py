@@ -53,7 +53,7 @@ def gpt_neox(reader: Reader, kind: str) -> ModelConfig:
     sizes = transformer_sizes(reader)
     turned = int(sizes["hidden_size"] // sizes["num_attention_heads"] * rope.share)
     if rope.share <= 0.0 or rope.share > 1.0 or turned % 2 or not turned:
-        why = f"it turns {turned} features of a head, which are not pairs"
+        why = f"of hidden_size / num_attention_heads it turns {turned} features, which are no pairs"
         reader.unsupported("rotary_pct", rope.share, [1.0], why)
     reader.fixed("attention_bias", True)
     dropout = reader.number("hidden_dropout", 0.0)

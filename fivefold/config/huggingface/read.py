@@ -11,6 +11,7 @@ from fivefold.config.huggingface.generic import read_generic
 from fivefold.config.huggingface.gpt import gpt2, gpt_neox
 from fivefold.config.huggingface.llama import llama_like
 from fivefold.config.huggingface.mixtures import gpt_oss, mixtral, qwen_moe
+from fivefold.config.huggingface.naming import in_words_of
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.model import ModelConfig
 from fivefold.config.model_rules import check_model
@@ -59,7 +60,10 @@ def from_hf_config(source: Mapping[str, Any] | str | Path) -> ModelConfig:
     reader.refuse_unread()
     reader.mistakes.raise_if_any()
     check_model(model, reader.mistakes)
-    reader.mistakes.raise_if_any()
+    try:
+        reader.mistakes.raise_if_any()
+    except ConfigError as error:
+        raise in_words_of(error, fields, reader.known) from None
     return replace(model, unmodelled=tuple(reader.left_out))
 
 

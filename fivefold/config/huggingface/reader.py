@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from fivefold.config.model import MAX_SIZE
@@ -42,6 +42,11 @@ class Reader:
         self._place = place  # prefix of a table within the file, such as "rope_scaling."
         self._file = file
         self._asked: set[str] = set()
+
+    @property
+    def known(self) -> Collection[str]:
+        """Names that were requested so far."""
+        return self._asked
 
     def table(self, name: str) -> "Reader | None":
         """A reader of a table within the file, with the same mistakes; None if null or empty."""
