@@ -26,10 +26,10 @@ def backward_points(
     layout, policy = route.layout, route.policy
     hidden = policy.splits_gradient or layout.config.parallel.overlap_grad_reduce
     reduces = policy.reduces and (policy.splits_gradient or last)
-    passage = Passage(layout, policy, reduces and hidden, first, last)
-    points = list(_Walk(route, passage, deferred).points())
+    passage = Passage(layout, policy, reduces and hidden, first, last, deferred)
+    points = list(_Walk(route, passage).points())
     if reduces and not hidden:
-        points += _Walk(route, replace(passage, reduces=True), deferred).at_end()
+        points += _Walk(route, replace(passage, reduces=True)).at_end()
     return tuple(points) or (ActPoint("backward"),)
 
 
@@ -39,13 +39,12 @@ class _Walk:
 
     Attributes:
         route: what it meets.
-        passage: what becomes of gradients and of copies of weights.
-        deferred: whether it only makes weight gradients, those of an output layer first.
+        passage: what becomes of gradients and of copies of weights; where it only makes weight
+            gradients, those of an output layer come first.
     """
 
     route: Route
     passage: Passage
-    deferred: bool
 
     @cached_property
     def _of_head(self) -> float:
@@ -63,7 +62,7 @@ class _Walk:
     @property
     def _waiting(self) -> float:
         """Bytes of it that wait, whole, until the ends of the stage are reduced."""
-        return 0.0 if self.deferred or not self.route.policy.reduces else self._of_head
+        return 0.0 if self.passage.deferred or not self.route.policy.reduces else self._of_head
 
     def points(self) -> Iterator[ActPoint]:
         """The points at which memory may peak.
@@ -74,7 +73,7 @@ class _Walk:
         route = self.route
         if route.stage.head:
             yield from self._head()
-        if route.policy.splits_copy and not self.deferred:
+        if route.policy.splits_copy and not self.passage.deferred:
             yield from gathers(route.copies, ActPoint("", communication=route.messages[0]))
         if route.numbers:
             yield from self._in_layers()
@@ -206,7 +205,7 @@ class _Walk:
             sent = sum(block.count * block.size for block in route.blocks) * route.policy.sent
             yield over._replace(where="the messages", gradients=sent)
         if route.policy.reduces and ends.size:
-            alone = self.deferred and not route.stage.embedding
+            alone = self.passage.deferred and not route.stage.embedding
             end = self.passage.end_of(ends, *(() if alone else blocks))
             own = over._replace(where="the ends of the stage", **end._asdict())
             yield own._replace(resharded=end.resharded + route.copies.but())

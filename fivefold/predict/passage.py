@@ -41,6 +41,7 @@ class Passage:
         reduces: whether it reduces gradients.
         first: whether the step has made no gradients of the stage before.
         last: whether the step makes none of them afterwards.
+        deferred: whether it makes gradients that were deferred, which autograd does not add.
     """
 
     layout: Layout
@@ -48,6 +49,7 @@ class Passage:
     reduces: bool
     first: bool
     last: bool
+    deferred: bool
 
     @property
     def fresh(self) -> float:
@@ -55,7 +57,9 @@ class Passage:
         layout, policy = self.layout, self.policy
         adds = policy.reduces and not (policy.splits_gradient or self.first)
         adds = adds and layout.owns_linears and layout.fuses_accumulation
-        return 0.0 if adds or policy.in_place else policy.fresh
+        if adds or policy.in_place:
+            return 0.0
+        return policy.fresh + (0.0 if self.deferred else policy.widened)
 
     @property
     def _message(self) -> float:
@@ -77,16 +81,21 @@ class Passage:
                 wide += policy.fresh * block.last
             if policy.offloaded and not self.first:  # the host's sum comes back, to be added to
                 wide += policy.gradient * largest_of_shard(self.layout, block)
+            wide += policy.gradient * self._divided(block)
             sent = size * self._message + max(size * policy.fresh, wide)
-        elif policy.reducing_whole:  # divided into a copy, unless the rank is alone
-            grid = self.layout.grid
-            alone = (grid.dp * grid.cp if block.dense else grid.edp) == 1
-            sent = size * policy.reducing_whole / (1 + alone)
-            made += size * policy.gradient * self.first
         else:
-            sent = size * self._message
+            sent = size * self._message + policy.gradient * self._divided(block)
+            made += size * policy.gradient * (self.first and not policy.splits_optimizer)
         reduced = Change(sent, made, self._resharded((*done, block)))
         return max(Change(size * self.fresh, made, resharded), reduced, key=sum)
+
+    def _divided(self, block: GatheredBlock) -> int:
+        """Gradients of a block that FSDP2 divides by one into a copy: where none shares them."""
+        grid = self.layout.grid
+        replicas, shards = grid.dp * grid.cp, num_shards(self.layout)
+        if not block.dense:
+            replicas, shards = grid.edp, num_expert_shards(self.layout)
+        return block.size if shards == 1 < replicas else 0
 
     def after(self, sent: GatheredBlock, *done: GatheredBlock) -> Change:
         """While a backward computes after blocks are `done`, of which one was `sent` last."""
