@@ -61,8 +61,22 @@ class _Walk:
 
     @property
     def _waiting(self) -> float:
-        """Bytes of it that wait, whole, until the ends of the stage are reduced."""
-        return 0.0 if self.passage.deferred or not self.route.policy.reduces else self._of_head
+        """Bytes of it that wait, whole, until the ends of the stage are reduced; those of a table
+        that is also the embedding's until its other gradient is there."""
+        if self.passage.deferred:
+            return 0.0
+        return self._of_head if self.route.policy.reduces else self._of_tied
+
+    @property
+    def _of_tied(self) -> float:
+        """Bytes of the gradient of an output layer that is the embedding of the same stage, which
+        autograd adds to the embedding's, each in the type in which the parameter takes them."""
+        route, policy = self.route, self.route.policy
+        both = route.stage.head and route.stage.embedding and not self.passage.deferred
+        if route.layout.config.model.untie_embeddings_and_output_weights or not both:
+            return 0.0
+        each = self.passage.fresh if policy.reduces else policy.gradient
+        return route.vocabulary * each * bool(self.passage.fresh)
 
     def points(self) -> Iterator[ActPoint]:
         """The points at which memory may peak.
@@ -199,6 +213,9 @@ class _Walk:
             after = Change(0.0, 0.0, 0.0)
             if blocks and route.policy.reduces:
                 after = self.passage.after(route.parts[0][1], *blocks)
+            if tied := self._of_tied:  # autograd adds both into a third, perhaps the kept one
+                alone = route.layout.grid.dp * route.layout.grid.cp == 1
+                table = tied * (1 if alone and not route.policy.reduces else 2)
             made = after._replace(gradients=after.gradients + table)
             yield self._ended(over, made, route.copies.but("ends"))
         if route.policy.sent and self.passage.last:

@@ -72,19 +72,20 @@ class Passage:
         policy, size = self.policy, block.size
         made, resharded = self._made(done), self._resharded(done)
         if not self.reduces:
-            each = max(policy.gradient, policy.fresh) if self.first else self.fresh
-            return Change(size * each, made, resharded)
+            new = size * self.fresh
+            if self.first:  # FSDP2 converts them one by one
+                new = block.converted(policy.fresh, policy.gradient)
+            return Change(new, made, resharded)
+        shard = first_shard(self.layout, block)
+        wide = policy.gradient * (shard + self._divided(block)) + self._narrowed(size, shard)
         if policy.splits_gradient:
-            shard = first_shard(self.layout, block)
-            wide = policy.gradient * shard
             if shard < block.size:  # a loop in FSDP2's reduction still names the last of them
                 wide += policy.fresh * block.last
             if policy.offloaded and not self.first:  # the host's sum comes back, to be added to
                 wide += policy.gradient * largest_of_shard(self.layout, block)
-            wide += policy.gradient * self._divided(block)
             sent = size * self._message + max(size * policy.fresh, wide)
-        else:
-            sent = size * self._message + policy.gradient * self._divided(block)
+        else:  # what has been copied into the message is free
+            sent = size * self._message + max(wide - size * policy.gradient, 0.0)
             made += size * policy.gradient * (self.first and not policy.splits_optimizer)
         reduced = Change(sent, made, self._resharded((*done, block)))
         return max(Change(size * self.fresh, made, resharded), reduced, key=sum)
@@ -96,6 +97,16 @@ class Passage:
         if not block.dense:
             replicas, shards = grid.edp, num_expert_shards(self.layout)
         return block.size if shards == 1 < replicas else 0
+
+    def _narrowed(self, size: int, shard: int) -> float:
+        """Bytes of a message of so many gradients in a narrower type, in which it is sent, and of
+        what comes of it."""
+        config = self.layout.config
+        each, parallel = config.sent_gradient_bytes, config.parallel
+        if each == self.policy.gradient or parallel.zero_quantized_gradients or shard == size:
+            return 0.0
+        wide = parallel.ddp_reduce_scatter_with_fp32_accumulation  # sums are made here
+        return each * (size + (size if wide else shard))
 
     def after(self, sent: GatheredBlock, *done: GatheredBlock) -> Change:
         """While a backward computes after blocks are `done`, of which one was `sent` last."""
