@@ -44,6 +44,15 @@ class GatheredBlock:
         """Elements of its last parameter."""
         return prod([*self.dense, *self.experts][-1]) if self.size else 0
 
+    def converted(self, narrow: float, wide: float) -> float:
+        """Most bytes of its gradients while one after the other is converted from `narrow` to
+        `wide` bytes."""
+        most, before = 0.0, 0
+        for each in map(prod, (*self.dense, *self.experts)):
+            held = wide * (before + each) + narrow * (self.size - before) * (narrow != wide)
+            most, before = max(most, held), before + each
+        return max(most, narrow * self.size)
+
     def parts(self, policy: StatePolicy) -> tuple["GatheredBlock", "GatheredBlock"]:
         """What of it is gathered together, in the order of a backward: experts, and the rest."""
         return self._apart if policy.experts_apart else self._together

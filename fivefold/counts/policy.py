@@ -24,16 +24,15 @@ class StatePolicy:
         splits_optimizer: whether master and moments are sharded (ZeRO-1, 2, 3).
         fresh: bytes of a weight's gradient before it is accumulated; 0 if the matrix multiplication
             accumulates directly.
+        widened: bytes of a copy of that, as wide as the sum, which autograd makes to add it.
         fresh_at_once: whether a stage's backward is one compiled graph, which returns the gradients
             of all its weights at its end.
         sent: bytes of a replicated gradient's copy that is sent; 0 if it is sent itself.
         in_place: whether products make gradients of weights where they are kept.
         placeholder: bytes of the empty gradient kept for each distinct weight of a layer.
         reducing: bytes of a layer's gradients in reduction while the next layer computes.
-        reducing_whole: bytes of a block's gradients while ranks that share nothing reduce them,
-            beside the accumulated ones: FSDP2 copies them into a message, divides that by one (not
-            on a rank that is alone), and copies it into the sum. The block's copy in the compute
-            dtype is free by then.
+        reduces_whole: whether ranks that share nothing reduce a block's gradients in a message of
+            their own. The block's copy in the compute dtype is free by then.
         in_flight: number of layers whose copies are held at once if copies are sharded: the one
             that computes and those being gathered. Both ends of a stage are held while it runs.
         experts_apart: whether experts are gathered and reduced apart from the rest of their layer.
@@ -67,12 +66,13 @@ class StatePolicy:
     splits_gradient: bool = False
     splits_optimizer: bool = False
     fresh: float = 0.0
+    widened: float = 0.0
     fresh_at_once: bool = False
     sent: float = 0.0
     in_place: bool = False
     placeholder: float = 0.0
     reducing: float = 0.0
-    reducing_whole: float = 0.0
+    reduces_whole: bool = False
     in_flight: int = 2
     experts_apart: bool = False
     whole_embedding: bool = False
@@ -94,7 +94,7 @@ class StatePolicy:
     @property
     def reduces(self) -> bool:
         """Whether gradients pass through messages of their own."""
-        return bool(self.reducing or self.reducing_whole)
+        return bool(self.reducing) or self.reduces_whole
 
     @property
     def device_masters(self) -> float:
@@ -146,7 +146,7 @@ def engine_policy(config: Config) -> StatePolicy:
         splits_optimizer=shared,
         fresh=compute,
         reducing=(compute + gradient if shared else 0) + reduction_buffers(config.parallel),
-        reducing_whole=0 if shared or compute == master else 2 * gradient,
+        reduces_whole=not shared and compute != master,
         in_flight=1 + config.parallel.overlap_param_gather,
         experts_apart=True,
         compute=compute,
@@ -169,17 +169,23 @@ def layout_policy(layout: Layout) -> StatePolicy:
 
     FSDP2 makes gradients anew in each step. ZeRO-1 then reduces each block at once, as ZeRO-2 does,
     and no whole gradients are kept. Replicated ranks' are made in their messages, unless autograd
-    adds them, which first makes of those in bf16 others as wide as their sum.
+    adds them, which first makes of those in bf16 others as wide as their sum; so it does on a rank
+    alone, of all but the first of a step.
     """
     config, policy = layout.config, engine_policy(layout.config)
     backwards = layout.num_microbatches * config.parallel.num_sequence_slices
-    if not policy.copy and layout.grid.dp * layout.grid.cp > 1:
-        in_place = layout.fills_messages and layout.owns_linears
-        in_place = in_place and (layout.fuses_accumulation or backwards == 1)
-        fresh = policy.fresh + policy.gradient * (policy.gradient != policy.fresh)
+    if not policy.copy:
+        by_products = layout.owns_linears and (layout.fuses_accumulation or backwards == 1)
+        alone = layout.grid.dp * layout.grid.cp == 1
+        wide = policy.gradient * (policy.gradient != policy.fresh)
         wire = ELEMENT_BYTES["bf16"] if config.parallel.grad_reduce_in_bf16 else policy.gradient
-        sent = wire * (wire != policy.gradient)
-        policy = replace(policy, fresh=fresh, in_place=in_place, sent=sent)
+        policy = replace(
+            policy,
+            fresh=policy.fresh + wide * (not alone),
+            widened=wide * (alone and backwards > 1 and not by_products),
+            in_place=by_products and layout.fills_messages,
+            sent=0 if alone else wire * (wire != policy.gradient),
+        )
     if keeps_weights(config, backwards):
         policy = replace(policy, step_weight=weight_bytes(config.training.fp8_recipe))
     return alone_in_step(config, policy) if backwards == 1 else policy

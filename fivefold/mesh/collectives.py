@@ -261,6 +261,8 @@ def sum_in_buckets(
 ) -> None:
     """Sum tensors over a group in place, flattened into few large messages.
 
+    One that fills a message, as a tied embedding does, is sent as it is, without a copy.
+
     Args:
         tensors: tensors of this rank, in the same order on every rank.
         group: group over which to sum.
@@ -269,6 +271,9 @@ def sum_in_buckets(
     if group is None:
         return
     for bucket in _buckets(tensors, bucket_bytes):
+        if len(bucket) == 1 and bucket[0].is_contiguous():
+            all_reduce(bucket[0], group)
+            continue
         flat = all_reduce(torch.cat([tensor.reshape(-1) for tensor in bucket]), group)
         parts = flat.split([tensor.numel() for tensor in bucket])
         for tensor, part in zip(bucket, parts, strict=True):

@@ -200,19 +200,19 @@ class ExpertsIn(Operation):
 
     def deferred(self, running: Running) -> float:
         """The rows, and gradients of the outputs."""
-        each = running.rows_of_one(self.copies)
-        x = running.input_bytes * each * self.inputs * running.expert_tensor_parallel
-        return x + running.element_bytes * self.outputs * each
+        own = self.outputs / running.expert_tensor_parallel
+        each = running.input_bytes * self.inputs + running.element_bytes * own
+        return running.rows(self.copies) * each
 
     def working(self, running: Running) -> float:
         """Bytes per token of gradients alive while its weight gradient is computed."""
         inner = self.outputs / running.expert_tensor_parallel
-        around = self.inputs / running.token_parts + running.rows_of_one(self.copies) * inner
+        around = self.inputs / running.token_parts + running.rows(self.copies) * inner
         return running.element_bytes * around + self.of_rows(running)
 
     def of_rows(self, running: Running) -> float:
         """Bytes per token of the gradient of its rows."""
-        return running.element_bytes * running.rows_of_one(self.copies) * self.inputs
+        return running.element_bytes * running.rows(self.copies) * self.inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,9 +250,11 @@ class ExpertsOut(Operation):
         return any(len(weight.shape) == 2 for weight in self.weights)
 
     def deferred(self, running: Running) -> float:
-        """The input, and gradients of the outputs."""
-        x = running.input_bytes * running.rows_of_one(self.copies) * self.inputs
-        return x + running.element_bytes * self.outputs * running.rows_of_one(self.copies)
+        """The input, and gradients of the outputs, of which each rank that splits an expert has
+        all."""
+        own = self.inputs / running.expert_tensor_parallel
+        each = running.input_bytes * own + running.element_bytes * self.outputs
+        return running.rows(self.copies) * each
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,10 +26,10 @@ def backward_points(
     layout, policy = route.layout, route.policy
     hidden = policy.splits_gradient or layout.config.parallel.overlap_grad_reduce
     reduces = policy.reduces and (policy.splits_gradient or last)
-    passage = Passage(layout, policy, reduces and hidden, first, last)
-    points = list(_Walk(route, passage, deferred).points())
+    passage = Passage(layout, policy, reduces and hidden, first, last, deferred)
+    points = list(_Walk(route, passage).points())
     if reduces and not hidden:
-        points += _Walk(route, replace(passage, reduces=True), deferred).at_end()
+        points += _Walk(route, replace(passage, reduces=True)).at_end()
     return tuple(points) or (ActPoint("backward"),)
 
 
@@ -39,13 +39,12 @@ class _Walk:
 
     Attributes:
         route: what it meets.
-        passage: what becomes of gradients and of copies of weights.
-        deferred: whether it only makes weight gradients, those of an output layer first.
+        passage: what becomes of gradients and of copies of weights; where it only makes weight
+            gradients, those of an output layer come first.
     """
 
     route: Route
     passage: Passage
-    deferred: bool
 
     @cached_property
     def _of_head(self) -> float:
@@ -62,8 +61,22 @@ class _Walk:
 
     @property
     def _waiting(self) -> float:
-        """Bytes of it that wait, whole, until the ends of the stage are reduced."""
-        return 0.0 if self.deferred or not self.route.policy.reduces else self._of_head
+        """Bytes of it that wait, whole, until the ends of the stage are reduced; those of a table
+        that is also the embedding's until its other gradient is there."""
+        if self.passage.deferred:
+            return 0.0
+        return self._of_head if self.route.policy.reduces else self._of_tied
+
+    @property
+    def _of_tied(self) -> float:
+        """Bytes of the gradient of an output layer that is the embedding of the same stage, which
+        autograd adds to the embedding's, each in the type in which the parameter takes them."""
+        route, policy = self.route, self.route.policy
+        both = route.stage.head and route.stage.embedding and not self.passage.deferred
+        if route.layout.config.model.untie_embeddings_and_output_weights or not both:
+            return 0.0
+        each = self.passage.fresh if policy.reduces else policy.gradient
+        return route.vocabulary * each * bool(self.passage.fresh)
 
     def points(self) -> Iterator[ActPoint]:
         """The points at which memory may peak.
@@ -74,7 +87,7 @@ class _Walk:
         route = self.route
         if route.stage.head:
             yield from self._head()
-        if route.policy.splits_copy and not self.deferred:
+        if route.policy.splits_copy and not self.passage.deferred:
             yield from gathers(route.copies, ActPoint("", communication=route.messages[0]))
         if route.numbers:
             yield from self._in_layers()
@@ -200,13 +213,16 @@ class _Walk:
             after = Change(0.0, 0.0, 0.0)
             if blocks and route.policy.reduces:
                 after = self.passage.after(route.parts[0][1], *blocks)
+            if tied := self._of_tied:  # autograd adds both into a third, perhaps the kept one
+                alone = route.layout.grid.dp * route.layout.grid.cp == 1
+                table = tied * (1 if alone and not route.policy.reduces else 2)
             made = after._replace(gradients=after.gradients + table)
             yield self._ended(over, made, route.copies.but("ends"))
         if route.policy.sent and self.passage.last:
             sent = sum(block.count * block.size for block in route.blocks) * route.policy.sent
             yield over._replace(where="the messages", gradients=sent)
         if route.policy.reduces and ends.size:
-            alone = self.deferred and not route.stage.embedding
+            alone = self.passage.deferred and not route.stage.embedding
             end = self.passage.end_of(ends, *(() if alone else blocks))
             own = over._replace(where="the ends of the stage", **end._asdict())
             yield own._replace(resharded=end.resharded + route.copies.but())

@@ -41,6 +41,7 @@ class Passage:
         reduces: whether it reduces gradients.
         first: whether the step has made no gradients of the stage before.
         last: whether the step makes none of them afterwards.
+        deferred: whether it makes gradients that were deferred, which autograd does not add.
     """
 
     layout: Layout
@@ -48,6 +49,7 @@ class Passage:
     reduces: bool
     first: bool
     last: bool
+    deferred: bool
 
     @property
     def fresh(self) -> float:
@@ -55,7 +57,9 @@ class Passage:
         layout, policy = self.layout, self.policy
         adds = policy.reduces and not (policy.splits_gradient or self.first)
         adds = adds and layout.owns_linears and layout.fuses_accumulation
-        return 0.0 if adds or policy.in_place else policy.fresh
+        if adds or policy.in_place:
+            return 0.0
+        return policy.fresh + (0.0 if self.deferred else policy.widened)
 
     @property
     def _message(self) -> float:
@@ -68,25 +72,41 @@ class Passage:
         policy, size = self.policy, block.size
         made, resharded = self._made(done), self._resharded(done)
         if not self.reduces:
-            each = max(policy.gradient, policy.fresh) if self.first else self.fresh
-            return Change(size * each, made, resharded)
+            new = size * self.fresh
+            if self.first:  # FSDP2 converts them one by one
+                new = block.converted(policy.fresh, policy.gradient)
+            return Change(new, made, resharded)
+        shard = first_shard(self.layout, block)
+        wide = policy.gradient * (shard + self._divided(block)) + self._narrowed(size, shard)
         if policy.splits_gradient:
-            shard = first_shard(self.layout, block)
-            wide = policy.gradient * shard
             if shard < block.size:  # a loop in FSDP2's reduction still names the last of them
                 wide += policy.fresh * block.last
             if policy.offloaded and not self.first:  # the host's sum comes back, to be added to
                 wide += policy.gradient * largest_of_shard(self.layout, block)
             sent = size * self._message + max(size * policy.fresh, wide)
-        elif policy.reducing_whole:  # divided into a copy, unless the rank is alone
-            grid = self.layout.grid
-            alone = (grid.dp * grid.cp if block.dense else grid.edp) == 1
-            sent = size * policy.reducing_whole / (1 + alone)
-            made += size * policy.gradient * self.first
-        else:
-            sent = size * self._message
+        else:  # what has been copied into the message is free
+            sent = size * self._message + max(wide - size * policy.gradient, 0.0)
+            made += size * policy.gradient * (self.first and not policy.splits_optimizer)
         reduced = Change(sent, made, self._resharded((*done, block)))
         return max(Change(size * self.fresh, made, resharded), reduced, key=sum)
+
+    def _divided(self, block: GatheredBlock) -> int:
+        """Gradients of a block that FSDP2 divides by one into a copy: where none shares them."""
+        grid = self.layout.grid
+        replicas, shards = grid.dp * grid.cp, num_shards(self.layout)
+        if not block.dense:
+            replicas, shards = grid.edp, num_expert_shards(self.layout)
+        return block.size if shards == 1 < replicas else 0
+
+    def _narrowed(self, size: int, shard: int) -> float:
+        """Bytes of a message of so many gradients in a narrower type, in which it is sent, and of
+        what comes of it."""
+        config = self.layout.config
+        each, parallel = config.sent_gradient_bytes, config.parallel
+        if each == self.policy.gradient or parallel.zero_quantized_gradients or shard == size:
+            return 0.0
+        wide = parallel.ddp_reduce_scatter_with_fp32_accumulation  # sums are made here
+        return each * (size + (size if wide else shard))
 
     def after(self, sent: GatheredBlock, *done: GatheredBlock) -> Change:
         """While a backward computes after blocks are `done`, of which one was `sent` last."""

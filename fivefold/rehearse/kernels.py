@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.audit.watch import replaced
+from fivefold.model import eight_bit
+from fivefold.model.fp8 import E4M3, Scaled, multiply
 
 
 @contextmanager
@@ -18,8 +20,20 @@ def one_kernel_each() -> Iterator[None]:
     The parts would need memory, and launches, that a GPU does not. A log-sum-exp of rows, on the
     other hand, is taken apart: torch holds the exponentials of all its inputs.
     """
-    with replaced(F, "rms_norm", _rms_norm), replaced(Tensor, "logsumexp", _log_sum_exp):
+    with (
+        replaced(F, "rms_norm", _rms_norm),
+        replaced(Tensor, "logsumexp", _log_sum_exp),
+        replaced(eight_bit, "multiply", _multiply),
+    ):
         yield
+
+
+def _multiply(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    """As on a GPU that multiplies 8-bit floats with such scales, if any does."""
+    takes = a.block[1] is None or a.bits.dtype == b.bits.dtype == E4M3
+    if dtype == torch.bfloat16 and takes:
+        return a.bits.new_empty(len(a.bits), len(b.bits), dtype=dtype)
+    return multiply(a, b, dtype, fast=fast)
 
 
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor, epsilon: float) -> Tensor:

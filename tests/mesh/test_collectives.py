@@ -196,6 +196,27 @@ def test_buckets_take_any_mixture(bucket_bytes: int, messages: int) -> None:
     assert run(2, _buckets, bucket_bytes) == [messages] * 2
 
 
+def _in_place(rank: int, world: int) -> bool:
+    x, here = _values(rank, 4, 3), []
+    native: Callable[..., dist.Work | None] = dist.all_reduce
+
+    def noted(tensor: Tensor, **kwargs: object) -> dist.Work | None:
+        here.append(tensor.data_ptr() == x.data_ptr())
+        return native(tensor, **kwargs)
+
+    dist.all_reduce = noted
+    try:
+        sum_in_buckets([x], dist.group.WORLD)
+    finally:
+        dist.all_reduce = native
+    assert torch.equal(x, _in_rank_order(_of_all(world, 4, 3)))
+    return here == [True]
+
+
+def test_what_fills_a_message_is_not_copied() -> None:
+    assert run(2, _in_place) == [True] * 2
+
+
 def test_a_group_of_one_needs_no_processes() -> None:
     x = torch.randn(4, 3)
     assert group_size(None) == 1

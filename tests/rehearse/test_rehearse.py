@@ -195,6 +195,33 @@ def test_masters_lie_beside_weights_that_are_not_sharded(ranks: int) -> None:
     assert abs(report.deviation) < TOLERANCE
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (2, {"gradient_accumulation_fusion": False, **PIPELINE}),  # autograd widens, then adds
+        (2, {"untie_embeddings_and_output_weights": False, **PIPELINE}),  # no copy is summed
+        (1, {"untie_embeddings_and_output_weights": False, "global_batch_size": 1}),  # a third
+        (4, {"data_parallel_sharding_strategy": "optim", **PIPELINE, "global_batch_size": 8}),
+        (
+            2,
+            {
+                "data_parallel_sharding_strategy": "optim_grads",
+                "grad_reduce_in_bf16": True,
+                "global_batch_size": 4,
+            },
+        ),
+    ],
+)
+def test_a_large_table_in_a_small_stage(ranks: int, settings: dict[str, Any]) -> None:
+    """Where a mistake about one parameter's gradient shows."""
+    model = replace(resolve_model("llama3-8b"), num_layers=2, vocab_size=65536)
+    layout = _rehearsed(model, ranks, seq_length=256, **settings)
+    report = make_report(layout, "", rehearse_ranks(layout, [0]), load_cluster("H100", 8))
+    assert report.passed, report.text()
+    assert abs(report.deviation) < 0.5 * TOLERANCE, report.text()
+
+
 def _rehearsed(model: ModelConfig, ranks: int, **settings: Any) -> Layout:
     """The layout of a step in bf16, of as few microbatches as show all."""
     config = Config(model).with_values(precision="bf16", **settings)
@@ -202,7 +229,7 @@ def _rehearsed(model: ModelConfig, ranks: int, **settings: Any) -> Layout:
 
 
 def _without_copies(layout: Layout) -> StatePolicy:
-    return replace(layout_policy(layout), reducing_whole=0.0)
+    return replace(layout_policy(layout), reduces_whole=False)
 
 
 @pytest.mark.slow
