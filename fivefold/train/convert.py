@@ -1,7 +1,6 @@
 """Converts a Hugging Face folder to a run folder, and a run's checkpoint to such a folder."""
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -45,11 +44,11 @@ from fivefold.files import (
     write_atomic,
 )
 from fivefold.mesh.slices import Piece
-from fivefold.train.lock import lock_file
 from fivefold.train.origin import checkpoints_of
 from fivefold.train.run_folder import CHECKPOINTS, TOKENIZER, RunFolder
 from fivefold.train.run_tokenizer import run_tokenizer
 from fivefold.train.saved_state import SavedState, read_state
+from fivefold.train.scratch import holding
 from fivefold.train.side_files import GENERATION, SIDE, keep_side_files, side_files
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({**COMPUTED, "fp16": torch.float16})
@@ -258,30 +257,16 @@ def _finished(target: Path) -> Iterator[Path]:
     with telling_unwritable(target, CheckpointError):
         target.parent.mkdir(parents=True, exist_ok=True)
     for left in temporary_paths(target.parent, escape(target.name)):
-        with _holding(left) as dead:
+        with holding(left) as dead:
             if dead:
                 shutil.rmtree(left, ignore_errors=True)
     folder = temporary_path(target)
     try:
         with telling_unwritable(target, CheckpointError):
             folder.mkdir()
-        with _holding(folder):
+        with holding(folder):
             yield folder
             folder.rename(target)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-@contextmanager
-def _holding(folder: Path) -> Iterator[bool]:
-    """Lock a folder for the block, as long as this process lives; whether nobody else holds it."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:  # it has just become the target, or has been removed
-        yield False
-        return
-    try:
-        yield lock_file(descriptor) is True
-    finally:
-        os.close(descriptor)
