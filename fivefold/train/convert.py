@@ -32,6 +32,8 @@ from fivefold.convert.load import (
 )
 from fivefold.convert.save import MOST_BYTES, write_weights
 from fivefold.convert.stored import stored_tensors
+from fivefold.data.template import FILES as TEMPLATE_FILES
+from fivefold.data.template import TOKENIZER_CONFIG, folder_of
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.data_parallel.policy import DTYPES as COMPUTED
 from fivefold.errors import CheckpointError, Mistake
@@ -231,9 +233,19 @@ def _describe(
         written |= ends
         _write(folder / GENERATION, {"_from_model_config": True, **ends})
         how = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": name, "bos_token": name}
-        _write(folder / "tokenizer_config.json", how)
+        _write(folder / TOKENIZER_CONFIG, how)
+        _copy_template(source, folder)
     if written != _json(folder / CONFIG):
         _write(folder / CONFIG, written)
+
+
+def _copy_template(source: Path, folder: Path) -> None:
+    """The chat template that is beside the tokenizer which the run was given, if it has one."""
+    file = RunFolder(source).config_file
+    model = read_config(file).data.tokenizer_model if file.is_file() else None
+    beside = [] if model is None else [folder_of(model) / name for name in TEMPLATE_FILES]
+    for there in filter(Path.is_file, beside):
+        shutil.copyfile(there, folder / there.name)
 
 
 def _json(file: Path) -> dict[str, Any] | None:
