@@ -1,6 +1,7 @@
 """Formats bytes, counts, seconds, rates and lines of them, and reads bytes: the only formatter."""
 
 import re
+from collections.abc import Sequence
 from math import inf
 from textwrap import wrap
 
@@ -68,6 +69,12 @@ def several(count: int, noun: str) -> str:
     """A number of things: '1 file', '2 files', '3 microbatches', '4,096 ranks'."""
     plural = f"{noun}es" if noun.endswith(("ch", "sh", "s")) else f"{noun}s"
     return f"{count:,} {noun if count == 1 else plural}"
+
+
+def few(names: Sequence[str], most: int) -> str:
+    """The first names, and the number of the others: 'a, b and 3 more'."""
+    others = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + others
 
 
 def wrapped(text: str, width: int, first: str = "", others: str = "") -> list[str]:

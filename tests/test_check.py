@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.dependence import orphans
+from fivefold.config.divisors import divisors
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
 from fivefold.errors import ConfigError
-from fivefold.mesh.rules import divisors
 from fivefold.pipeline.validate import validate
 
 SPLIT = re.compile(

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from fivefold.check import check
 from fivefold.cli.style import paint, shows_styles
+from fivefold.config.flags import choice_meant
 from fivefold.config.parallel import option
 from fivefold.config.presets import resolve_model
 from fivefold.config.settings import argument
 from fivefold.config.sources import load_options
 from fivefold.counts.derived import as_table
-from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean
+from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.files import telling_unwritable, write_atomic
 from fivefold.mesh.degrees import DEGREES
 from fivefold.pipeline.balance_study import Cut, cut_figures, cut_lines, cut_model
@@ -307,7 +308,7 @@ def _results(options: Options, study: Study) -> list[StudyResult]:
         return [timed(_resized(study, program), program, path.name, dx_first=options.dx_first)]
     name = _schedule_name(options.name)
     if name not in (*SCHEDULES, AUTO):
-        close = did_you_mean(name, (*SCHEDULES, AUTO))
+        close = choice_meant("pipeline_schedule", name, (*SCHEDULES, AUTO))
         raise ConfigError(
             Mistake(
                 f"unknown schedule {options.name!r}{close}",

@@ -22,6 +22,7 @@ from fivefold.pipeline.draw import draw
 from fivefold.pipeline.stages import stage_table
 from fivefold.tell.columns import listed
 from fivefold.train.devices import Asked
+from fivefold.train.preflight import check_restarts, check_start
 from fivefold.train.rank_env import read_rank_env
 
 PICTURE_WIDTH = 160  # characters; wider pictures wrap and become useless
@@ -75,6 +76,7 @@ def run(argv: Sequence[str]) -> int:
     loaded = load_consistent(argv, Options, note)
     options, config = loaded.options, loaded.config
     world = ranks(options.nproc, dry_run=options.dry_run)
+    check_restarts(options.max_restarts, read_rank_env().launcher, config.checkpoint.save)
     plans, budget = options.layout == "auto", options.memory_budget
     if options.min_nproc is not None:
         _check_least(options.min_nproc, options.nproc, world, config.checkpoint.save)
@@ -102,8 +104,6 @@ def run(argv: Sequence[str]) -> int:
         check_data_settings(config)  # the files may be on another machine
         print("\n".join(_preview(layout)))
         return 0
-    from fivefold.train.preflight import check_start
-
     check_start(config)
     check_corpora(config)
     from fivefold.train.run import train

@@ -232,13 +232,13 @@ def _is_flag(word: str) -> bool:
     return len(word) > 1 and word[0] in _DASHES and not word[1].isdigit() and word[1] != "."
 
 
-def _choice_meant(setting: Setting, found: object) -> str:
-    """A suffix that suggests the choice that was meant, ignoring case and dashes."""
+def choice_meant(name: str, found: object, choices: Iterable[str]) -> str:
+    """A suffix that suggests which choice of a setting was meant, ignoring case and dashes."""
     if not isinstance(found, str):
         return ""
     plain = found.lower().replace("-", "_")
-    meant = MEANT.get(setting.name, {}).get(plain)
-    folded = {choice.lower(): choice for choice in setting.choices}
+    meant = MEANT.get(name, {}).get(plain)
+    folded = {choice.lower(): choice for choice in choices}
     if meant is None and (close := get_close_matches(plain, folded, n=1, cutoff=0.6)):
         meant = folded[close[0]]
     return f", did you mean {meant!r}?" if meant else ""
@@ -248,7 +248,7 @@ def add_bad_value(place: str, setting: Setting, found: object, mistakes: Mistake
     """Add the mistake that `place` (a flag or a TOML key) has a value of the wrong kind."""
     value = str(found).lower() if isinstance(found, bool) else shown(found)
     if setting.choices:
-        suggestion = _choice_meant(setting, found)
+        suggestion = choice_meant(setting.name, found, setting.choices)
         mistakes.add(f"{place} cannot be {value}{suggestion}", works=setting.choices)
     elif setting.is_too_large(found):
         mistakes.add(f"{place} must be below 2^64, not {value}")

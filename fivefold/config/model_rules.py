@@ -1,9 +1,9 @@
 """Validation of a model's architecture on its own."""
 
-import math
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from fivefold.config.config import SETTINGS
+from fivefold.config.divisors import divisors, nearest
 from fivefold.config.layer_pattern import MAX_LAYERS, expert_layers, window_layers
 from fivefold.config.lora_rules import check_adapters
 from fivefold.config.model import MAX_SIZE, OF_ADAPTERS, ModelConfig
@@ -172,13 +172,13 @@ def _check_heads(model: ModelConfig, mistakes: Mistakes) -> None:
         mistakes.add(
             f"hidden_size {hidden} cannot be split over {heads} heads",
             f"{hidden} / {heads} = {hidden / heads:.2f} (must be whole, or set kv_channels)",
-            works=[f"--num-attention-heads {n}" for n in _near_divisors(hidden, heads)],
+            works=[f"--num-attention-heads {n}" for n in nearest(heads, divisors(hidden))],
         )
-    if heads % groups:
+    if heads % groups and not model.multi_latent_attention:
         mistakes.add(
             f"{heads} query heads cannot share {groups} key/value heads",
             f"num_attention_heads / num_query_groups = {heads / groups:.2f} (must be whole)",
-            works=[f"--num-query-groups {n}" for n in _near_divisors(heads, groups)],
+            works=[f"--num-query-groups {n}" for n in nearest(groups, divisors(heads))],
         )
     if model.position_embedding_type == "rope" and (model.rotary_dim % 2 or not model.rotary_dim):
         size = f"{model.rotary_dim}"
@@ -271,7 +271,7 @@ def _check_groups(model: ModelConfig, experts: int, mistakes: Mistakes) -> None:
             f"num_experts {experts} / moe_router_num_groups {groups} = {experts / groups:.2f} "
             "must be whole",
             f"moe_router_group_topk {chosen} must be at most {groups}",
-            works=[f"--moe-router-num-groups {n}" for n in _near_divisors(experts, groups)],
+            works=[f"--moe-router-num-groups {n}" for n in nearest(groups, divisors(experts))],
         )
     elif model.moe_router_topk > chosen * experts // groups:
         held = chosen * experts // groups
@@ -297,9 +297,3 @@ def _check_unused(
         if value != setting.default:
             what = f"{name} = {setting.words(value)} needs {needs}"
             mistakes.add(what, works=[add, setting.typed(setting.default)])
-
-
-def _near_divisors(n: int, wanted: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    divisors = {*small, *(n // d for d in small)}
-    return sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:3])

@@ -24,7 +24,8 @@ from fivefold.files import parse_json
 BEGIN, END = "\ufdd0", "\ufdd1"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
-FILES = "chat_template.jinja", "tokenizer_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+FILES = "chat_template.jinja", TOKENIZER_CONFIG
 """Where a template is, beside a tokenizer.json; the first one counts."""
 
 Message = Mapping[str, Any]

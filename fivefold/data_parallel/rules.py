@@ -1,13 +1,14 @@
 """Validation of data-parallel settings; torch-free."""
 
 from fivefold.config.config import Config
+from fivefold.config.divisors import divisors, nearest
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.settings import flag_of
 from fivefold.config.sharding import SHARDING
 from fivefold.config.training import BLOCK
 from fivefold.errors import Mistakes
-from fivefold.mesh.rules import divisors, nearest, tensor_parallel_sizes
+from fivefold.mesh.rules import tensor_parallel_sizes
 from fivefold.model.shape import cut_rows
 
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 
+from fivefold.config.divisors import divisors
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.settings import flag_of
 from fivefold.config.sharding import SHARDING, Sharding
 from fivefold.errors import Mistakes
 from fivefold.mesh.grid import Grid
 from fivefold.mesh.nodes import experts_within
-from fivefold.mesh.rules import divisors
 
 WEIGHTS, GRADIENTS = "zero_quantized_weights", "zero_quantized_gradients"
 HPZ, QGZ = "zero_hpz_partition_size", "zero_qgz_partition_size"

@@ -1,23 +1,13 @@
 """Checks the degrees of tensor, expert and context parallelism against the model."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from math import isqrt, prod
 
 from fivefold.config.config import SETTINGS, Config
+from fivefold.config.divisors import divisors, nearest
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.errors import Mistakes
-
-
-def divisors(n: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
-
-
-def nearest(wanted: int, choices: Iterable[int]) -> list[int]:
-    """The two choices closest to `wanted`, ascending."""
-    return sorted(sorted(set(choices), key=lambda c: (abs(c - wanted), c))[:2])
 
 
 def tensor_parallel_sizes(model: ModelConfig) -> list[int]:

@@ -11,6 +11,7 @@ from fivefold.mesh.slices import Piece, local_tensor, piece_of
 from fivefold.model.leaves import keep_gradients_in
 from fivefold.optim.eight_bit import FORMATS
 from fivefold.optim.rounding import (
+    MASTER,
     MOMENTS,
     REMAINDER,
     NamedElements,
@@ -20,7 +21,6 @@ from fivefold.optim.rounding import (
     scale_of,
 )
 
-MASTER = "master"
 SCALES = tuple(map(scale_of, MOMENTS))
 STATES = (*MOMENTS, *SCALES)
 """What a checkpoint may keep of the optimizer's state of a parameter."""

@@ -25,14 +25,13 @@ from fivefold.optim.grad_norm import Departed, clip_
 from fivefold.optim.offload_rooms import UpdateRooms
 from fivefold.optim.offload_state import (
     GRADIENT,
-    MASTER,
     Bucket,
     BucketPart,
     Lines,
     OffloadedState,
     Visit,
 )
-from fivefold.optim.rounding import NamedElements
+from fivefold.optim.rounding import MASTER, NamedElements
 
 
 class HostAdamW:

@@ -29,7 +29,7 @@ Lines = Mapping[Line, Tensor]
 Likes = Callable[[tuple[int, ...]], Mapping[str, Tensor]]
 """Shape of a parameter, or of rows of one -> tensors on the meta device like what is kept of it:
 `MASTER`, `GRADIENT`, and moments and their scales by the optimizer's names."""
-MASTER, GRADIENT = "master", "gradient"
+GRADIENT = "gradient"
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from fivefold.optim.eight_bit import FORMATS, EightBits
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names
 REMAINDER = "remainder"
+MASTER = "master"
 AT_A_TIME = {"cpu": 1 << 16, "cuda": 1 << 22}
 """Elements that are updated at a time: their random bits stay in the cache of a CPU."""
 LANES = 64

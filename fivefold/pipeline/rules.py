@@ -4,11 +4,11 @@ import re
 from collections.abc import Sequence
 
 from fivefold.config.config import Config
+from fivefold.config.divisors import divisors, nearest
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.settings import flag_of
 from fivefold.errors import Mistakes
-from fivefold.mesh.rules import divisors, nearest
 from fivefold.pipeline.schedules.registry import SCHEDULES
 from fivefold.pipeline.stages import Split
 

@@ -14,10 +14,11 @@ from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.config import Config
+from fivefold.config.divisors import divisors
 from fivefold.config.parallel import CpCommType
 from fivefold.counts.messages import PassVolumes, context_volumes
 from fivefold.errors import Mistakes
-from fivefold.mesh.rules import check_context, divisors
+from fivefold.mesh.rules import check_context
 from fivefold.model.description import describe, layer_kind
 from fivefold.model.operations import CoreAttention
 from fivefold.model.shape import mean_keys

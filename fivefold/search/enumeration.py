@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 from fivefold.check import MAX_MICROBATCHES, check
 from fivefold.config.config import Config
 from fivefold.config.dependence import leaves_idle
+from fivefold.config.divisors import divisors
 from fivefold.config.parallel import ParallelConfig, TokenDispatcher
 from fivefold.config.sharding import SHARDING
 from fivefold.data_parallel.rules import keeps_blocks
 from fivefold.data_parallel.zeropp_rules import ACTS_ON, part_fits, techniques
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.mesh.grid import Grid
-from fivefold.mesh.rules import check_experts, divisors
+from fivefold.mesh.rules import check_experts
 from fivefold.model.fp8_rules import gathers_as_multiplied
 from fivefold.pipeline.ir import Kind
 from fivefold.pipeline.order import Order

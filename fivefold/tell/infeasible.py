@@ -11,11 +11,11 @@ from typing import Any
 
 from fivefold.check import check
 from fivefold.config.config import SETTINGS, Config
+from fivefold.config.divisors import divisors
 from fivefold.config.flags import ALIASES, scan
 from fivefold.counts.policy import engine_policy
 from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.mesh.degrees import DEGREES
-from fivefold.mesh.rules import divisors
 from fivefold.pipeline.schedules.registry import SCHEDULES
 from fivefold.predict.context import legal_ways
 from fivefold.predict.update import faster_on_device

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fivefold.config.config import Config
+from fivefold.config.divisors import divisors
 from fivefold.errors import ConfigError
-from fivefold.mesh.rules import divisors
 from fivefold.search.candidate import Candidate, evaluate
 from fivefold.search.partitions import balanced_layout
 from fivefold.search.request import Request

@@ -1,7 +1,6 @@
 """Converts a Hugging Face folder to a run folder, and a run's checkpoint to such a folder."""
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,6 +32,8 @@ from fivefold.convert.load import (
 )
 from fivefold.convert.save import MOST_BYTES, write_weights
 from fivefold.convert.stored import stored_tensors
+from fivefold.data.template import FILES as TEMPLATE_FILES
+from fivefold.data.template import TOKENIZER_CONFIG, folder_of
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.data_parallel.policy import DTYPES as COMPUTED
 from fivefold.errors import CheckpointError, Mistake
@@ -45,11 +46,11 @@ from fivefold.files import (
     write_atomic,
 )
 from fivefold.mesh.slices import Piece
-from fivefold.train.lock import lock_file
 from fivefold.train.origin import checkpoints_of
 from fivefold.train.run_folder import CHECKPOINTS, TOKENIZER, RunFolder
 from fivefold.train.run_tokenizer import run_tokenizer
 from fivefold.train.saved_state import SavedState, read_state
+from fivefold.train.scratch import holding
 from fivefold.train.side_files import GENERATION, SIDE, keep_side_files, side_files
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({**COMPUTED, "fp16": torch.float16})
@@ -232,9 +233,19 @@ def _describe(
         written |= ends
         _write(folder / GENERATION, {"_from_model_config": True, **ends})
         how = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": name, "bos_token": name}
-        _write(folder / "tokenizer_config.json", how)
+        _write(folder / TOKENIZER_CONFIG, how)
+        _copy_template(source, folder)
     if written != _json(folder / CONFIG):
         _write(folder / CONFIG, written)
+
+
+def _copy_template(source: Path, folder: Path) -> None:
+    """The chat template that is beside the tokenizer which the run was given, if it has one."""
+    file = RunFolder(source).config_file
+    model = read_config(file).data.tokenizer_model if file.is_file() else None
+    beside = [] if model is None else [folder_of(model) / name for name in TEMPLATE_FILES]
+    for there in filter(Path.is_file, beside):
+        shutil.copyfile(there, folder / there.name)
 
 
 def _json(file: Path) -> dict[str, Any] | None:
@@ -258,30 +269,16 @@ def _finished(target: Path) -> Iterator[Path]:
     with telling_unwritable(target, CheckpointError):
         target.parent.mkdir(parents=True, exist_ok=True)
     for left in temporary_paths(target.parent, escape(target.name)):
-        with _holding(left) as dead:
+        with holding(left) as dead:
             if dead:
                 shutil.rmtree(left, ignore_errors=True)
     folder = temporary_path(target)
     try:
         with telling_unwritable(target, CheckpointError):
             folder.mkdir()
-        with _holding(folder):
+        with holding(folder):
             yield folder
             folder.rename(target)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-@contextmanager
-def _holding(folder: Path) -> Iterator[bool]:
-    """Lock a folder for the block, as long as this process lives; whether nobody else holds it."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:  # it has just become the target, or has been removed
-        yield False
-        return
-    try:
-        yield lock_file(descriptor) is True
-    finally:
-        os.close(descriptor)

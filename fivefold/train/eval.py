@@ -2,7 +2,6 @@
 
 import json
 import math
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from fivefold.train.rank_env import RankEnv
 from fivefold.train.run_folder import RunFolder
 from fivefold.train.run_tokenizer import run_tokenizer
 from fivefold.train.saved_state import SavedState, read_state, same_model
+from fivefold.train.scratch import scratch_folder
 from fivefold.train.threads import choose_threads
 
 
@@ -110,8 +110,8 @@ def _on_ranks(
 ) -> list[EvalMetrics]:
     training, world = layout.config.training, layout.grid.world_size
     device = choose_device(asked, RankEnv(), world, visible_gpus())
-    with tempfile.TemporaryDirectory(prefix="fivefold-eval-") as folder:
-        result = Path(folder) / "losses.json"
+    with scratch_folder("eval") as folder:
+        result = folder / "losses.json"
 
         def rank(env: RankEnv) -> None:
             here = init_process_group(

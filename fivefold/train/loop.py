@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from fivefold.audit.measure import measured
@@ -383,7 +384,8 @@ class Trainer:
             self.checkpointer.wait()
         latest = self.checkpointer.latest()
         kept = "none of this start" if latest is None else f"step {latest}"
-        again = f"--save {self.checkpointer.folder.parent}, and another machine if it comes again"
+        folder = quote(str(self.checkpointer.folder.parent))
+        again = f"--save {folder}, and another machine if it comes again"
         attempt = again if passing else self._vitals.attempt
         why = (*why, f"{then}latest checkpoint: {kept}")
         return TrainingError(str(Mistake(what, why, attempt=attempt)))

@@ -18,6 +18,7 @@ from fivefold.mesh.slices import local_tensor
 from fivefold.optim.adamw import OPTIMIZER
 from fivefold.pipeline.ir import Act
 from fivefold.train.engine import Engine
+from fivefold.units import few
 
 SHOWN = 4  # ranks
 
@@ -165,11 +166,7 @@ def _spoilt(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _lines(engine: Engine, found: Sequence[list[str]]) -> list[str]:
-    lines = [
-        f"{_name(engine, rank)}: {names[0]}" + (f" and {len(names) - 1} more" * (len(names) > 1))
-        for rank, names in enumerate(found)
-        if names
-    ]
+    lines = [f"{_name(engine, rank)}: {few(names, 1)}" for rank, names in enumerate(found) if names]
     more = len(lines) - SHOWN
     return [*lines[:SHOWN], *([f"and on {more} more ranks"] if more > 0 else [])]
 

@@ -1,4 +1,4 @@
-"""Checks a run's folders and trackers before anything starts. Imports no torch."""
+"""Checks a run's folders, trackers and restarts before anything starts. Imports no torch."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from fivefold.config.config import Config
 from fivefold.config.settings import flag_of
 from fivefold.config.training import CheckpointConfig
-from fivefold.errors import Mistakes, did_you_mean
+from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean
 from fivefold.train.metrics import check_installed
 from fivefold.train.run_folder import CHECKPOINTS
 
@@ -68,3 +68,31 @@ def _check_load(checkpoint: CheckpointConfig, mistakes: Mistakes) -> None:
     near = [p.name for p in path.parent.glob("*") if p.is_dir()]
     meant = did_you_mean(path.name, near)
     mistakes.add(f"there is no checkpoint in {load}: no such folder{meant}")
+
+
+def check_restarts(most: int, launcher: str, save: str | None) -> None:
+    """Check that something can start the ranks again, and that they will find their run.
+
+    Args:
+        most: restarts that the command asks for.
+        launcher: program that started this process.
+        save: the run folder of --save.
+
+    Raises:
+        ConfigError: the number is negative, ranks of torchrun or srun ask for restarts, or ranks
+            that torchrun would start again would begin a run of their own.
+    """
+    if most < 0:
+        raise ConfigError(Mistake(f"--max-restarts must be at least 0, not {most}"))
+    if launcher in ("torchrun", "slurm") and most:
+        again = {
+            "torchrun": f"torchrun --max-restarts {most} starts them again",
+            "slurm": "the job, submitted again, goes on from its last checkpoint",
+        }[launcher]
+        what = f"--max-restarts {most} is for the ranks of --nproc; {launcher} started these"
+        raise ConfigError(Mistake(what, (again,), works=("--max-restarts 0",)))
+    torchrun_restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if launcher == "torchrun" and torchrun_restarts != "0" and save is None:
+        what = f"torchrun --max-restarts {torchrun_restarts} needs --save: ranks that it starts"
+        what += " again would begin another run"
+        raise ConfigError(Mistake(what, attempt="--save runs/NAME"))

@@ -18,7 +18,7 @@ MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 _RANGES = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
-_NODES = re.compile(rf"\s*((?:[\w.-]+|{_RANGES})+)\s*(?:,|$)")  # the first of a list
+_NODES = re.compile(rf"\s*((?:[\w.-]|{_RANGES})+)\s*(?:,|$)")  # the first of a list
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ ranks are forked from it within a second. Where states are kept in memory, only 
 new ones. Under torchrun and srun the launcher starts all of them again.
 """
 
-import os
 import signal
 import sys
 from collections import Counter
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fivefold.config.config import Config
-from fivefold.errors import ConfigError, FivefoldError, Mistake
+from fivefold.errors import FivefoldError
 from fivefold.train.failures import CONFIG_ERROR
 from fivefold.train.launch import End
 from fivefold.train.origin import Origin, is_finished
@@ -166,31 +165,3 @@ def restarting(
             break
         end = ranks(*again)
     return End(0) if following.finished else end
-
-
-def check_restarts(most: int, launcher: str, save: str | None) -> None:
-    """Check that something can start the ranks again, and that they will find their run.
-
-    Args:
-        most: restarts that the command asks for.
-        launcher: program that started this process.
-        save: the run folder of --save.
-
-    Raises:
-        ConfigError: the number is negative, ranks of torchrun or srun ask for restarts, or ranks
-            that torchrun would start again would begin a run of their own.
-    """
-    if most < 0:
-        raise ConfigError(Mistake(f"--max-restarts must be at least 0, not {most}"))
-    if launcher in ("torchrun", "slurm") and most:
-        again = {
-            "torchrun": f"torchrun --max-restarts {most} starts them again",
-            "slurm": "the job, submitted again, goes on from its last checkpoint",
-        }[launcher]
-        what = f"--max-restarts {most} is for the ranks of --nproc; {launcher} started these"
-        raise ConfigError(Mistake(what, (again,), works=("--max-restarts 0",)))
-    torchrun_restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if launcher == "torchrun" and torchrun_restarts != "0" and save is None:
-        what = f"torchrun --max-restarts {torchrun_restarts} needs --save: ranks that it starts"
-        what += " again would begin another run"
-        raise ConfigError(Mistake(what, attempt="--save runs/NAME"))

@@ -48,7 +48,7 @@ from fivefold.train.origin import Origin, find_origin, is_finished
 from fivefold.train.profile import check_profiler
 from fivefold.train.rank_env import RankEnv, read_rank_env
 from fivefold.train.rejoin import Orders, keep_on
-from fivefold.train.restarts import Again, NextStart, Restarts, check_restarts, restarting
+from fivefold.train.restarts import Again, NextStart, Restarts, restarting
 from fivefold.train.run_folder import RunFolder, new_run_path
 from fivefold.train.side_files import keep_side_files
 from fivefold.train.sinks import open_sinks
@@ -78,7 +78,6 @@ def train(
         max_restarts: times to start ranks of this command again after a failure.
     """
     env, config = read_rank_env(), layout.config
-    check_restarts(max_restarts, env.launcher, config.checkpoint.save)
     if env.launcher != "single":
         save = config.checkpoint.save
         status = run_started(

@@ -3,9 +3,7 @@
 import contextlib
 import io
 import json
-import tempfile
 import time
-from pathlib import Path
 
 from fivefold.data.prepare import PreparedData
 from fivefold.files import write_atomic
@@ -16,6 +14,7 @@ from fivefold.train.evaluation import rank_loader
 from fivefold.train.launch import run_ranks
 from fivefold.train.rank_env import RankEnv
 from fivefold.train.run import choose_places, join_group
+from fivefold.train.scratch import scratch_folder
 
 
 def try_layout(
@@ -37,8 +36,8 @@ def try_layout(
     """
     config, ranks = layout.config, layout.grid.world_size
     device, threads, bindings = choose_places(layout, RankEnv(), ranks, asked)
-    with tempfile.TemporaryDirectory(prefix="fivefold-trial-") as folder:
-        file = Path(folder, "times.json")
+    with scratch_folder("trial") as folder:
+        file = folder / "times.json"
 
         def rank(env: RankEnv) -> None:
             engine = Engine(layout, env.rank, join_group(config, env, device, bindings))

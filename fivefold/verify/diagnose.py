@@ -16,6 +16,7 @@ from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.slices import local_slices
 from fivefold.model.shape import EMBEDDING
 from fivefold.train.engine import Engine, StepResult
+from fivefold.units import few
 from fivefold.verify.batches import global_batch, microbatches
 from fivefold.verify.diagnose_context import losses_by_mistake
 from fivefold.verify.diagnose_experts import gradients_of_tokens, routing_findings
@@ -189,16 +190,16 @@ def _gradient_findings(
         return ["no gradient is far off: not a reduction, but a narrower type or another order"]
     if all(name.endswith(_ROW_BIASES) for name in wrong):
         bias = "the bias of row-parallel linears is added by every tensor-parallel rank"
-        return [f"{bias}: {_listed(wrong)}"]
+        return [f"{bias}: {few(wrong, 2)}"]
     beside = _of_queries(wrong[0], held)
     if divided and wrong[0].endswith(_OF_KEYS) and all(RIGHT in held[n] for n in beside):
         lost = "keys and values lack the gradients of queries on other context-parallel ranks"
-        return [f"{lost}: {_listed(wrong)}"]
+        return [f"{lost}: {few(wrong, 2)}"]
     # The wrong gradient nearest to the loss causes the others, often by powers of its factor.
     found = []
     for text in sorted(held[wrong[0]] or {text for name in wrong for text in held[name]}):
         names = [name for name in wrong if text in held[name]]
-        found.append((wrong.index(names[0]), -len(names), f"{_listed(names)}: the gradient {text}"))
+        found.append((wrong.index(names[0]), -len(names), f"{few(names, 2)}: the gradient {text}"))
     verb = "is" if len(wrong) == 1 else "are"
     count = f"{len(wrong)} of {len(order)} gradients {verb} wrong"
     return [*(text for _, _, text in sorted(found)), f"{count}; nearest to the loss: {wrong[0]}"]
@@ -241,9 +242,3 @@ def _loss_findings(
         if abs(result.loss - value) <= match * abs(value):
             return [told + text]
     return [told + "the forward pass itself differs"]
-
-
-def _listed(names: Sequence[str]) -> str:
-    """A few names, and the number of the others."""
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    return ", ".join(names[:2]) + more

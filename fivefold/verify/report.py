@@ -8,7 +8,7 @@ from typing import Any
 from fivefold.files import finite
 from fivefold.layout import Layout
 from fivefold.pipeline.stages import layout_string
-from fivefold.units import several
+from fivefold.units import few, several
 
 TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5}
 """Largest relative error that rounding explains. bf16 is compared to one device in bf16."""
@@ -124,7 +124,7 @@ class VerifyReport:
         if self.worst is not None:
             lines += ["", f"worst      {worst_line(self.worst)}"]
         if self.diverged:
-            lines += ["", f"replicas differ in {_listed(self.diverged)}"]
+            lines += ["", f"replicas differ in {few(self.diverged, 3)}"]
         lines += ["", *self.diagnosis] if self.diagnosis else []
         verdict = "PASSED: the layout computes what one device computes"
         lines += [
@@ -263,8 +263,3 @@ def _diverged(differences: Iterable[Difference]) -> tuple[str, ...]:
         if d.digest:
             digests.setdefault((d.step, d.name, d.part), set()).add(d.digest)
     return tuple(sorted({name for (_, name, _), found in digests.items() if len(found) > 1}))
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

@@ -1,9 +1,7 @@
 """Runs a verification: the reference in one process, then the layout's ranks."""
 
-import tempfile
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -14,6 +12,7 @@ from fivefold.layout import Layout
 from fivefold.train.devices import DeviceChoice
 from fivefold.train.launch import init_process_group, run_ranks
 from fivefold.train.rank_env import RankEnv
+from fivefold.train.scratch import scratch_folder
 from fivefold.verify.compare import compare
 from fivefold.verify.delays import Delays
 from fivefold.verify.plant import PLANTS
@@ -62,8 +61,8 @@ def verify(
     check_plant(layout, plant)
     layout, changes = prepare(layout)
     config = layout.config
-    with tempfile.TemporaryDirectory(prefix="fivefold-verify-") as folder:
-        trace, baseline, result = (Path(folder) / n for n in ("fp64", "bf16", "report"))
+    with scratch_folder("verify") as folder:
+        trace, baseline, result = (folder / n for n in ("fp64", "bf16", "report"))
 
         def reference(_: RankEnv) -> None:
             with telling_system_errors(VerificationError, folder):

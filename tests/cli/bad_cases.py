@@ -516,6 +516,12 @@ CORPORA = [
         "train gpt2 --data-path builtin --nproc 2 --gbs 32",
         ("no tokenizer at data/gpt2/tokenizer.json", "  try:   --tokenizer-model none"),
     ),
+    Case("restarts", "train debug --dry-run --max-restarts -1", ("at least 0, not -1",)),
+    Case(
+        "schedule that others name",
+        "schedule interleaved",
+        ("unknown schedule 'interleaved', did you mean 'interleaved_1f1b'?",),
+    ),
     Case("split of a preview", "train debug --dry-run --split x", ("split 'x' is not",)),
 ]
 

@@ -192,7 +192,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         ),
         (
             {"num_experts": 8, "moe_router_num_groups": 3, "moe_router_group_topk": 1},
-            "works: --moe-router-num-groups 1 | --moe-router-num-groups 2",
+            "works: --moe-router-num-groups 2 | --moe-router-num-groups 4",
         ),
         (
             {"num_experts": 8, "moe_router_num_groups": 8, "moe_router_group_topk": 1},
@@ -235,6 +235,16 @@ def test_all_mistakes_are_told_at_once() -> None:
 )
 def test_single_mistakes(change: dict, part: str) -> None:
     assert part in mistakes_of(replace(PRESETS["debug-llama"], **change))
+
+
+@pytest.mark.parametrize("groups", range(1, 9))
+def test_key_value_heads_of_latents_are_one_mistake_at_most(groups: int) -> None:
+    latent = replace(PRESETS["debug-deepseek-v3"], num_query_groups=groups)
+    mistakes = Mistakes()
+    check_model(latent, mistakes)
+    assert mistakes.found == (groups != latent.num_attention_heads)
+    if mistakes.found:
+        assert mistakes_of(latent).count("works:") == 1
 
 
 def test_hub_names_and_presets_name_the_same() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.config.sources import read_config, to_toml
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.train.convert import to_hub, to_run
 from fivefold.train.origin import Origin
@@ -57,6 +58,26 @@ def test_a_run_with_another_tokenizer_gives_that_one(
         said = json.loads((tmp_path / "out" / name).read_text())
         assert said["eos_token_id"] == other.eod_id
     assert "chat_template" not in (tmp_path / "out" / "tokenizer_config.json").read_text()
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+@pytest.mark.parametrize("names_file", [False, True])
+def test_a_template_beside_the_tokenizer_that_a_run_was_given_goes_along(
+    made: tuple[Path, Path], tmp_path: Path, name: str, names_file: bool
+) -> None:
+    run, chat = tmp_path / "run", tmp_path / "chat"
+    shutil.copytree(made[1], run)
+    chat.mkdir()
+    for folder in (run, chat):
+        Tokenizer.train(["another text with other words"], 270).save(folder / "tokenizer.json")
+    text = json.dumps({"bos_token": "<s>", "chat_template": "{{ messages }}"})
+    (chat / name).write_text(text)
+    given = chat / "tokenizer.json" if names_file else chat
+    config = read_config(run / "config.toml").with_values(tokenizer_model=str(given))
+    (run / "config.toml").write_text(to_toml(config))
+    to_hub(run, tmp_path / "out")
+    assert (tmp_path / "out" / name).read_text() == text
+    assert (tmp_path / "out" / "tokenizer_config.json").is_file()
 
 
 def test_a_run_that_starts_from_a_run_keeps_them(made: tuple[Path, Path], tmp_path: Path) -> None:

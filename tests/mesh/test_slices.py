@@ -4,7 +4,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fivefold.mesh.slices import global_shape, local_slices, local_tensor, piece_of
+from fivefold.mesh.slices import local_slices, local_tensor, piece_of
 from tests.mesh.layouts import LAYOUTS, content, parameters, world_size
 from tests.pool import run
 
@@ -23,7 +23,7 @@ def _slices_hold_their_content(
 ) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     held = []
     for name, parameter in parameters(layout).items():
-        full = content(name, global_shape(parameter))
+        full = content(name, parameter.shape)
         local, slices = local_tensor(parameter), local_slices(parameter)
         assert torch.equal(local, full[slices]), (name, slices)
         if isinstance(parameter, DTensor) and local.numel():

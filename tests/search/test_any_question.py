@@ -18,13 +18,13 @@ from fivefold.check import check
 from fivefold.cli.main import main
 from fivefold.cli.plan_options import Options, planned_request
 from fivefold.config.config import Config
+from fivefold.config.divisors import divisors
 from fivefold.config.presets import PRESETS
 from fivefold.config.settings import Setting
 from fivefold.config.sources import config_settings, load_with_origins
 from fivefold.errors import ConfigError
 from fivefold.hardware import GPUS
 from fivefold.mesh.degrees import DEGREES
-from fivefold.mesh.rules import divisors
 from fivefold.predict.cluster import preset
 from fivefold.predict.software import Software
 from fivefold.search.bound_tables import Ranks

@@ -112,6 +112,22 @@ def test_what_a_trainer_cannot_do_is_said() -> None:
     assert "ratio" not in zero["offload_optimizer"]
 
 
+@pytest.mark.parametrize("loss", ["aux_loss", "none"])
+@pytest.mark.parametrize("z_loss", [0.001, None])
+@pytest.mark.parametrize("sizes", [{}, {"cp": 2}, {"tp": 2, "cp": 2, "sp": True}])
+def test_megatron_weakens_auxiliary_losses_where_ranks_share_a_microbatch(
+    loss: str, z_loss: float | None, sizes: dict[str, Any]
+) -> None:
+    losses = {"moe_router_load_balancing_type": (loss,), "moe_z_loss_coeff": z_loss}
+    losses |= {"moe_aux_loss_coeff": (0.01 * (loss != "none"),)}
+    layout = planned("mixtral-8x7b", 8, **losses, **sizes)
+    told, ranks = missing(layout, "megatron"), layout.grid.tp * layout.grid.cp
+    names = {"moe_aux_loss_coeff": loss != "none", "moe_z_loss_coeff": z_loss is not None}
+    for name, given in names.items():
+        assert (name in told) == (given and ranks > 1), told
+    assert (f"1/{ranks} has an effect" in told) == (any(names.values()) and ranks > 1)
+
+
 def test_deepspeed_batches_add_up_over_its_data_parallel_ranks() -> None:
     for _, layout in layouts():
         said = json.loads(text(layout, "deepspeed"))

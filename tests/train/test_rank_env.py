@@ -110,7 +110,20 @@ def test_first_host(nodelist, first):
 
 
 @pytest.mark.parametrize(
-    "nodelist", ["n[1-", "n[", "n[]", "n[a-b]", "n[1-2", "[", ",n1", "4(x2)", "n[1-2-3]", "n[1,]"]
+    "nodelist",
+    [
+        50 * "gpu-" + "[1-",
+        "n[1-",
+        "n[",
+        "n[]",
+        "n[a-b]",
+        "n[1-2",
+        "[",
+        ",n1",
+        "4(x2)",
+        "n[1-2-3]",
+        "n[1,]",
+    ],
 )
 def test_a_broken_node_list_is_named(nodelist):
     assert first_host(nodelist) == ""

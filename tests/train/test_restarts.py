@@ -24,9 +24,10 @@ from fivefold.train import rejoin
 from fivefold.train.engine import Engine
 from fivefold.train.launch import End, run_ranks
 from fivefold.train.origin import Origin
+from fivefold.train.preflight import check_restarts
 from fivefold.train.rank_env import RankEnv
 from fivefold.train.rejoin import Generations
-from fivefold.train.restarts import Again, NextStart, Restarts, check_restarts
+from fivefold.train.restarts import Again, NextStart, Restarts
 from fivefold.train.run_folder import RunFolder
 from tests import programs
 from tests.programs import Program

@@ -357,11 +357,25 @@ def _lost_of_the_loss(said: Settings, layout: Layout) -> Iterator[str]:
             "its graphs of whole iterations (cuda_graph_impl) cannot divide the loss by the tokens "
             "of the global batch (--calculate-per-token-loss): each microbatch is averaged first"
         )
+    elif (ranks := layout.grid.tp * layout.grid.cp) > 1 and (names := _auxiliary(said, layout)):
+        yield (
+            "with --calculate-per-token-loss it divides losses of experts by the number of ranks "
+            f"that share a microbatch (tp x cp), too: of {' and '.join(names)}, 1/{ranks} has an "
+            "effect"
+        )
     if layout.config.model.mtp_num_layers:
         yield (
             "it divides the losses of further predictions by the number of tokens that have a next "
             "one, not by that of their depth (mtp_loss_scaling_factor)"
         )
+
+
+def _auxiliary(said: Settings, layout: Layout) -> list[str]:
+    """The coefficients of the auxiliary losses that the layers have."""
+    if not layout.config.model.num_experts:
+        return []
+    balances = ["moe_aux_loss_coeff"] if layout.config.experts.aux_losses else []
+    return [*balances, *(["moe_z_loss_coeff"] if said["moe_z_loss_coeff"] else [])]
 
 
 def _connections(layout: Layout) -> Iterator[str]:
