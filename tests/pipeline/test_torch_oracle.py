@@ -134,6 +134,8 @@ def _errors(rank: int, world: int, name: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_torch_computes_the_same_gradients(name: str) -> None:
+    if name.endswith("_v") and torch.__version__ < (2, 12):
+        pytest.skip("torch 2.11 sends between stages of one rank, which gloo cannot")
     errors = {key: error for each in run(2, _errors, name) for key, error in each.items()}
     assert len(errors) == 3 + 9 * MODEL.num_layers
     assert max(errors.values()) < 1e-12, errors
