@@ -19,6 +19,7 @@ from fivefold.errors import (
     FivefoldError,
     HostError,
     PlaceError,
+    RanksFailed,
     did_you_mean,
 )
 from fivefold.files import telling_system_errors
@@ -79,6 +80,8 @@ def _tells(error: FivefoldError) -> bool:
 
     All ranks read the same settings, and those of a host the same files.
     """
+    if isinstance(error, RanksFailed):
+        return False
     if isinstance(error, HostError | DataError):
         return first_of_host()
     return isinstance(error, PlaceError) or not isinstance(error, ConfigError) or first_rank()
