@@ -93,6 +93,10 @@ class TrainingError(FivefoldError):
     """A run that cannot continue, for example because its loss is not finite."""
 
 
+class RanksFailed(FivefoldError):
+    """Ranks that a command started have failed, and have told why themselves."""
+
+
 class Mistakes:
     """Collects mistakes so that the user sees them all at once.
 

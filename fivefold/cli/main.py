@@ -18,6 +18,7 @@ from fivefold.errors import (
     DataError,
     FivefoldError,
     PlaceError,
+    RanksFailed,
     did_you_mean,
 )
 from fivefold.files import telling_system_errors
@@ -78,6 +79,8 @@ def _tells(error: FivefoldError) -> bool:
 
     Ranks of a host read the same settings and files; another host may be given other ones.
     """
+    if isinstance(error, RanksFailed):
+        return False
     alone = isinstance(error, PlaceError) or not isinstance(error, ConfigError | DataError)
     return alone or first_of_host()
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold import process
-from fivefold.errors import ConfigError, FivefoldError, Mistake
+from fivefold.errors import ConfigError, Mistake, RanksFailed
 from fivefold.mesh.shared_gpu import Pause, share_gpu
 from fivefold.train import failures
 from fivefold.train.children import (
@@ -72,17 +72,17 @@ class End:
         """Whether a signal asked the run to stop."""
         return self.signum is not None
 
-    def raise_if_failed(self, what: str, error: type[FivefoldError] = FivefoldError) -> None:
+    def raise_if_failed(self, what: str) -> None:
         """Raise an error if a rank failed, which has printed why.
 
         Raises:
-            FivefoldError: of the class `error`, with the message `what`.
+            RanksFailed: with the message `what`.
             SystemExit: nothing failed, but a signal asked to stop.
         """
         if self.signum is not None:
             raise SystemExit(self.status or 128 + self.signum)
         if self.status:
-            raise error(what)
+            raise RanksFailed(what)
 
 
 def launch_local(

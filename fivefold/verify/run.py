@@ -24,10 +24,6 @@ STEPS = 3
 CPU = DeviceChoice("cpu", "the default")
 
 
-class VerificationError(FivefoldError):
-    """A process of the verification failed; it has printed its own message."""
-
-
 def verify(
     layout: Layout,
     *,
@@ -50,7 +46,7 @@ def verify(
     Raises:
         ConfigError: fewer than 1 step, an error to plant that is unknown or has no effect, or
             delays or races without a GPU.
-        VerificationError: a process failed.
+        RanksFailed: a process failed.
     """
     if steps < 1:
         raise ConfigError(f"verification needs at least 1 step, not {steps}")
@@ -65,7 +61,7 @@ def verify(
         trace, baseline, result = (folder / n for n in ("fp64", "bf16", "report"))
 
         def reference(_: RankEnv) -> None:
-            with telling_system_errors(VerificationError, folder):
+            with telling_system_errors(FivefoldError, folder):
                 save_trace(trace, run_reference(config, steps))
                 if config.training.precision == "bf16":
                     save_trace(baseline, run_reference(config, steps, torch.bfloat16))
@@ -91,9 +87,9 @@ def verify(
             if report is not None:
                 torch.save(vars(report), result)
 
-        run_ranks(reference, 1).raise_if_failed("the run on one device failed", VerificationError)
+        run_ranks(reference, 1).raise_if_failed("the run on one device failed")
         end = run_ranks(rank, layout.grid.world_size, describe=layout.grid.name)
-        end.raise_if_failed("the run of the layout failed", VerificationError)
+        end.raise_if_failed("the run of the layout failed")
         report = VerifyReport(**torch.load(result, weights_only=True))
     return replace(report, changes=changes)
 

@@ -17,6 +17,7 @@ from fivefold.cli.style import paint
 from fivefold.config.config import SECTIONS
 from fivefold.config.flags import ALIASES, SWITCHES
 from fivefold.config.sources import RECIPES, config_settings, read_config, recipe_names, to_toml
+from fivefold.errors import RanksFailed
 
 ROOT = Path(__file__).parents[2]
 TORCH_FREE = """
@@ -372,3 +373,14 @@ def test_what_a_plan_would_not_read_is_refused(
 ) -> None:
     assert main(["plan", *words.split()]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_failure_that_ranks_have_told_is_not_told_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failed(_: list[str]) -> int:
+        raise RanksFailed("the evaluation failed")
+
+    monkeypatch.setattr(cli, "_dispatch", failed)
+    assert main(["eval", "run"]) == 2
+    assert capsys.readouterr().err == ""
