@@ -1,7 +1,8 @@
 """What is not a step of the run leaves no trace in it: steps that are not taken, evaluations,
-comparisons of replicas, saves, rewinds and new starts."""
+comparisons of replicas, saves, rewinds and new starts; nor does an audit, of a step that is one."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from fivefold.audit.measure import measured
 from fivefold.check import check
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.config import Config
@@ -27,7 +29,7 @@ from tests.verify.cases import chosen, config, flags, shared_groups
 
 pytestmark = pytest.mark.slow
 
-STEPS = 3
+STEPS, AUDITED = 3, 1
 BETWEEN = 1000  # and above: batches of what is no step
 
 # (ranks, model, settings): each kind of state that lives from one step into the next.
@@ -92,9 +94,12 @@ class _Rank:
         self._layout, self._rank, self._root = layout, rank, root
         self.engine = Engine(layout, rank, torch.device("cpu"))
 
-    def step(self) -> str:
+    def step(self, *, audited: bool = False) -> str:
         """The numbers of a step; as text, since NaN is not NaN."""
-        return repr(self.engine.step(_batch(self.engine, self.engine.steps)))
+        number = self.engine.steps
+        audit = measured(self.engine, number + 1, self._root) if audited else nullcontext()
+        with audit:
+            return repr(self.engine.step(_batch(self.engine, number)))
 
     def end(self) -> dict[str, Any]:
         """All state, and a loss."""
@@ -157,7 +162,7 @@ def _traces(rank: int, world: int, settings: Config, root: Path, seed: int) -> l
     for step in range(STEPS):
         for happen in order[step::STEPS]:
             happen(run)
-        expected, told = undisturbed.step(), run.step()
+        expected, told = undisturbed.step(), run.step(audited=step == AUDITED)
         if told != expected:
             found.append(f"step {step}: {told}, not {expected}")
     mine, theirs = run.end(), undisturbed.end()
