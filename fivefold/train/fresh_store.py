@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 import time
 from datetime import timedelta
 
@@ -11,6 +12,7 @@ from fivefold.train.rank_env import RankEnv
 
 _PLACE = "fivefold/first rank's store"  # key in torchrun's store: the port
 _LOOK_SECONDS = 0.05
+ANSWER_SECONDS = 60.0  # in which a store answers, however many ranks ask it at once
 
 
 def keeps_store() -> bool:
@@ -43,6 +45,40 @@ def fresh_store(env: RankEnv, timeout: timedelta) -> dist.Store:
         if time.monotonic() > deadline:
             raise dist.DistStoreError(f"the first rank did not answer within {timeout}")
         time.sleep(_LOOK_SECONDS)
+
+
+def connected(
+    host: str, port: int, timeout: timedelta, *, patience: float = ANSWER_SECONDS
+) -> dist.TCPStore:
+    """A connection to a store.
+
+    PyTorch waits for ever, whatever its timeout, for a process there that listens and says nothing.
+
+    Args:
+        host: host of the store.
+        port: port of the store.
+        timeout: how long its methods wait.
+        patience: how long to wait for the connection, in seconds.
+
+    Raises:
+        DistError: what listens there is no store.
+    """
+    made: list[dist.TCPStore | dist.DistError] = []
+
+    def connect() -> None:
+        try:
+            made.append(dist.TCPStore(host, port, is_master=False, timeout=timeout))
+        except dist.DistError as error:
+            made.append(error)
+
+    thread = threading.Thread(target=connect, name="connects to a store", daemon=True)
+    thread.start()
+    thread.join(min(patience, timeout.total_seconds()))
+    if not made:
+        raise dist.DistStoreError(f"what listens at {host}:{port} does not answer as a store")
+    if isinstance(made[0], dist.DistError):
+        raise made[0]
+    return made[0]
 
 
 def answers_at(host: str, port: int) -> bool:

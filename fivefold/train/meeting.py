@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from fivefold.errors import Mistake, PlaceError
-from fivefold.train.fresh_store import answers_at, keeps_store
+from fivefold.train.fresh_store import answers_at, connected, keeps_store
 from fivefold.train.rank_env import RankEnv
 from fivefold.train.roll_call import key
 from fivefold.units import human_seconds
@@ -59,9 +59,7 @@ def meet(env: RankEnv, timeout: timedelta) -> dist.Store:
             what = f"the first rank did not answer at {_place(env)} within {_text(timeout)}"
             raise PlaceError(Mistake(what, (why,)))
         time.sleep(MOST_POLL_SECONDS / 10)
-    store = dist.TCPStore(
-        env.master_addr, env.master_port, is_master=first, wait_for_workers=False, timeout=timeout
-    )
+    store = _store(env, timeout)
     if first:
         store.set(key(SIZE), str(env.world_size))
     elif (size := int(store.get(key(SIZE)))) != env.world_size:
@@ -81,6 +79,19 @@ def meet(env: RankEnv, timeout: timedelta) -> dist.Store:
         time.sleep(pause)
         pause = min(2 * pause, MOST_POLL_SECONDS)
     return store
+
+
+def _store(env: RankEnv, timeout: timedelta) -> dist.TCPStore:
+    """The store of the first rank, which hosts it."""
+    place = env.master_addr, env.master_port
+    if env.rank == 0:
+        return dist.TCPStore(*place, is_master=True, wait_for_workers=False, timeout=timeout)
+    try:
+        return connected(*place, timeout)
+    except dist.DistError:
+        what = f"the process that listens at {_place(env)} is not the first rank"
+        why = "it does not answer as that would; it may be of another run or service"
+        raise PlaceError(Mistake(what, (why,), works=("another MASTER_PORT",))) from None
 
 
 def _refuse(store: dist.Store, what: str) -> None:

@@ -21,7 +21,7 @@ from typing import Self
 import psutil
 import torch.distributed as dist
 
-from fivefold.train.fresh_store import answers_at
+from fivefold.train.fresh_store import answers_at, connected
 from fivefold.train.rank_env import RankEnv
 from fivefold.train.witness import Answer, Witness
 
@@ -81,9 +81,7 @@ class RollCall:
                 return
             time.sleep(POLL_SECONDS)
         try:
-            store = dist.TCPStore(
-                self._env.master_addr, self._env.master_port, is_master=False, timeout=FOR_EVER
-            )
+            store = connected(self._env.master_addr, self._env.master_port, FOR_EVER)
             here = [socket.gethostname(), os.getpid(), self._name]
             store.set(key("process", self._env.rank), json.dumps(here))
             asked = store.add(key("questions"), 0)
@@ -114,12 +112,7 @@ def connect(env: RankEnv) -> dist.TCPStore | None:
     if not _hosted(env):
         return None
     try:
-        return dist.TCPStore(
-            env.master_addr,
-            env.master_port,
-            is_master=False,
-            timeout=timedelta(seconds=CONNECT_SECONDS),
-        )
+        return connected(env.master_addr, env.master_port, timedelta(seconds=CONNECT_SECONDS))
     except dist.DistError:
         return None
 

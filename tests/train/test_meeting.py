@@ -70,3 +70,10 @@ def test_a_taken_port_and_a_host_without_address_are_named_before_anything_waits
     for host in ("none.invalid", "n[1-2", "x" * 300):
         with pytest.raises(PlaceError, match="host of the first rank, has no address"):
             check_place(RankEnv(1, 0, 2, 1, host, port, "slurm"))
+
+
+def test_a_process_that_is_no_first_rank_and_says_nothing_is_not_waited_for(port: int) -> None:
+    """PyTorch would wait for it for ever."""
+    with socket.create_server(("127.0.0.1", port)):
+        (said,) = came(port, [(1, 2)])
+    assert f"listens at 127.0.0.1:{port} is not the first rank" in said
