@@ -114,6 +114,7 @@ class Router(nn.Module):
 
     Attributes:
         surroundings: seam for sums over ranks.
+        choice: seam for what the router decides.
         limit: seam for dropping tokens beyond an expert's capacity.
         expert_bias: [E], added to the scores for the choice only (Wang et al., Auxiliary-Loss-Free
             Load Balancing, 2024); None without such balancing.
@@ -137,6 +138,7 @@ class Router(nn.Module):
         self.model, self.layer, self.settings = model, layer, settings
         self.global_batch_size = global_batch_size
         self.surroundings = Surroundings()
+        self.choice: Choice = plain_choice
         self.limit: Limit = plain_limit
         self.turns: Callable[[Tensor], Tensor] = plain_turns
         self.batch_counts: tuple[int, Tensor | int, int] = NOTHING_YET
@@ -205,15 +207,14 @@ class Router(nn.Module):
         return logits_TE.softmax(-1)
 
     def _decide(self, logits_TE: Tensor, context: Context) -> Decision:
-        experts_TK = self._choose(logits_TE, context)
+        experts_TK, kept_TK = self.choice(self, logits_TE, context)
         counts_E = number_of_each(experts_TK, logits_TE.shape[1])
-        kept_TK = self.limit(self, experts_TK, logits_TE)
         dropped = counts_E.new_zeros(()) if kept_TK is None else (~kept_TK).sum()
         sums = torch.cat([counts_E, dropped[None], torch.zeros_like(dropped)[None]])
         loads = tuple(self._loads(logits_TE, context)) if self.training else ()
         return Decision(experts_TK, kept_TK, loads, sums.double())
 
-    def _choose(self, logits_TE: Tensor, context: Context) -> Tensor:
+    def choose(self, logits_TE: Tensor, context: Context) -> Tensor:
         """The experts [T, K] of each token."""
         topk, experts = self.model.moe_router_topk, logits_TE.shape[1]
         if self.settings.moe_router_force_load_balancing:
@@ -324,6 +325,18 @@ class Router(nn.Module):
         if not parts:
             return None
         return torch.stack(parts).sum() * (context.microbatch_rows / self.global_batch_size)
+
+
+Choice = Callable[[Router, Tensor, Context], tuple[Tensor, Tensor | None]]
+"""(router, logits [T, E], context) -> experts [T, K] of each token, and as `Limit` has it."""
+
+
+def plain_choice(
+    router: Router, logits_TE: Tensor, context: Context
+) -> tuple[Tensor, Tensor | None]:
+    """By scores; replaced where a run in few bits is compared with one in fp64."""
+    experts_TK = router.choose(logits_TE, context)
+    return experts_TK, router.limit(router, experts_TK, logits_TE)
 
 
 Limit = Callable[[Router, Tensor, Tensor], Tensor | None]

@@ -14,6 +14,7 @@ from fivefold.mesh.slices import Piece, piece_of
 from fivefold.model.fp8_rules import SCALES
 from fivefold.train.engine import Engine, StepResult
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches, rows_of
+from fivefold.verify.choices import follow
 from fivefold.verify.diagnose import diagnose
 from fivefold.verify.plant import PLANTS
 from fivefold.verify.reference import ReferenceStep
@@ -58,6 +59,8 @@ def compare(
     found: list[Difference] = []
     findings: list[str] = []
     for step, reference in enumerate(trace):
+        for stage in engine.model.stages.values() if baseline else ():
+            follow(stage, reference.choices, device)
         sums = engine.gradients(_own_part(engine, step))
         result = engine.read(sums)
         of_step = list(_gradient_differences(engine, step, result, reference))
@@ -124,14 +127,13 @@ def _gradient_differences(
 def _load_differences(
     engine: Engine, step: int, result: StepResult, reference: ReferenceStep
 ) -> Iterator[Difference]:
-    """Differences in tokens per expert; in bf16, where choices differ, only of their total."""
-    rank, narrow = engine.groups.rank, engine.layout.config.training.precision == "bf16"
+    """Differences in tokens per expert."""
     for here, true_ME in zip(result.routing, reference.loads, strict=True):
-        own, true = torch.tensor(here.counts, dtype=torch.float64), true_ME.sum(0)
-        if narrow:
-            own, true = own.sum(0, keepdim=True), true.sum(0, keepdim=True)
-        name = f"layers.{here.layer}.mlp.experts"
-        yield _tensor("load", step, rank, name, piece_of(own), true)
+        own, name = (
+            torch.tensor(here.counts, dtype=torch.float64),
+            f"layers.{here.layer}.mlp.experts",
+        )
+        yield _tensor("load", step, engine.groups.rank, name, piece_of(own), true_ME.sum(0))
 
 
 def _weight_differences(

@@ -27,6 +27,7 @@ from fivefold.optim.rounding import MOMENTS, NamedElements, rounded
 from fivefold.optim.schedule import learning_rate
 from fivefold.train.batches import as_batch
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches
+from fivefold.verify.choices import Choices, Recorder, follow
 from fivefold.verify.standing_in import in_order, round_gathered, scale_each_element, stand_in
 
 Tensors = dict[str, Tensor]
@@ -46,6 +47,8 @@ class ReferenceStep:
         grads: gradients by global name, before clipping.
         before: weights, biases of experts, and delayed scales, before the update.
         after: weights, biases of experts, and delayed scales, after the update.
+        choices: experts of each token of the step and of the evaluation; of a run that has followed
+            another's, none.
     """
 
     loss: float
@@ -57,6 +60,7 @@ class ReferenceStep:
     grads: Tensors
     before: Tensors
     after: Tensors
+    choices: Choices
 
 
 def plain_model(config: Config, dtype: torch.dtype) -> Stage:
@@ -87,7 +91,10 @@ def delayed_scaling(model: Stage, config: Config) -> DelayedScaling:
 
 
 def run_reference(
-    config: Config, steps: int, dtype: torch.dtype = torch.float64
+    config: Config,
+    steps: int,
+    dtype: torch.dtype = torch.float64,
+    followed: Sequence[ReferenceStep] = (),
 ) -> list[ReferenceStep]:
     """Train the plain model on `global_batch(config, 0 .. steps - 1)`.
 
@@ -96,6 +103,7 @@ def run_reference(
             it.
         steps: optimizer steps.
         dtype: compute dtype; with bf16, master weights are fp32.
+        followed: steps in which routers choose as they did there; empty: by their own scores.
     """
     master_dtype = torch.float32 if dtype == torch.bfloat16 else dtype
     master = plain_model(config, master_dtype)
@@ -108,8 +116,11 @@ def run_reference(
     model.load_state_dict(master.state_dict())
     scaling = delayed_scaling(model, config)
     round_gathered(model, config)
+    recorder = None if followed else Recorder(model)
     found = []
     for step in range(steps):
+        if followed:
+            follow(model, followed[step].choices, torch.device("cpu"))
         before = _state(master, scaling)
         batch = global_batch(config, step)
         samples = microbatches(config, batch, slice(0, config.training.global_batch_size))
@@ -151,6 +162,7 @@ def run_reference(
                 grads=grads,
                 before=before,
                 after=_state(master, scaling),
+                choices={} if recorder is None else recorder.taken(),
             )
         )
     return found

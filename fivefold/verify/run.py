@@ -62,9 +62,10 @@ def verify(
 
         def reference(_: RankEnv) -> None:
             with telling_system_errors(FivefoldError, folder):
-                save_trace(trace, run_reference(config, steps))
+                exact = run_reference(config, steps)
+                save_trace(trace, exact)
                 if config.training.precision == "bf16":
-                    save_trace(baseline, run_reference(config, steps, torch.bfloat16))
+                    save_trace(baseline, run_reference(config, steps, torch.bfloat16, exact))
 
         def rank(env: RankEnv) -> None:
             same_bits = config.training.deterministic_mode

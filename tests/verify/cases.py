@@ -275,9 +275,11 @@ def verify_in_pool(
 
 @cache
 def _trace(settings: Config, dtype: torch.dtype) -> Path:
+    exact = dtype == torch.float64
+    followed = () if exact else load_trace(_trace(settings, torch.float64))
     folder = Path(_folder().name)
     path = folder / str(len(list(folder.iterdir())))
-    save_trace(path, run_reference(settings, STEPS, dtype))
+    save_trace(path, run_reference(settings, STEPS, dtype, followed))
     return path
 
 
