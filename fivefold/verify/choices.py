@@ -20,7 +20,7 @@ Choices = dict[int, Tensor]
 capacity is limited, whether each of them has capacity for it."""
 
 
-class Recorder:
+class ChoiceRecorder:
     """Writes down what the routers of a model choose from now on."""
 
     def __init__(self, model: Stage) -> None:

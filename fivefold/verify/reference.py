@@ -27,7 +27,7 @@ from fivefold.optim.rounding import MOMENTS, NamedElements, rounded
 from fivefold.optim.schedule import learning_rate
 from fivefold.train.batches import as_batch
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches
-from fivefold.verify.choices import Choices, Recorder, follow
+from fivefold.verify.choices import Choices, ChoiceRecorder, follow
 from fivefold.verify.standing_in import in_order, round_gathered, scale_each_element, stand_in
 
 Tensors = dict[str, Tensor]
@@ -116,7 +116,7 @@ def run_reference(
     model.load_state_dict(master.state_dict())
     scaling = delayed_scaling(model, config)
     round_gathered(model, config)
-    recorder = None if followed else Recorder(model)
+    recorder = None if followed else ChoiceRecorder(model)
     found = []
     for step in range(steps):
         if followed:
