@@ -18,6 +18,7 @@ from fivefold.counts.state import (
     largest_of_shard,
     num_expert_shards,
     num_shards,
+    partial_sums,
 )
 from fivefold.layout import Layout
 from fivefold.model.shape import StageParts
@@ -81,7 +82,7 @@ class Passage:
         if policy.splits_gradient:
             if shard < block.size:  # a loop in FSDP2's reduction still names the last of them
                 wide += policy.fresh * block.last
-            if policy.offloaded and not self.first:  # the host's sum comes back, to be added to
+            if self._comes_back(block):
                 wide += policy.gradient * largest_of_shard(self.layout, block)
             sent = size * self._message + max(size * policy.fresh, wide)
         else:  # what has been copied into the message is free
@@ -89,6 +90,12 @@ class Passage:
             made += size * policy.gradient * (self.first and not policy.splits_optimizer)
         reduced = Change(sent, made, self._resharded((*done, block)))
         return max(Change(size * self.fresh, made, resharded), reduced, key=sum)
+
+    def _comes_back(self, block: GatheredBlock) -> bool:
+        """Whether the host's sum of a block's gradients comes back to be added to, which the device
+        does not keep for replicas."""
+        sums = not self.first and not partial_sums(self.layout, block).size
+        return sums and self.policy.offloaded > 0
 
     def _divided(self, block: GatheredBlock) -> int:
         """Gradients of a block that FSDP2 divides by one into a copy: where none shares them."""
