@@ -125,6 +125,8 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
             "data_parallel_sharding_strategy": "optim_grads",
         },
     ),
+    # Gradients of experts were made one by one and then stacked.
+    "experts in 8 bits": ("mixtral-8x7b", {"fp8_format": "e4m3", "fp8_recipe": "rowwise"}),
     # Experts have replicas where other layers are split by tensor parallelism.
     "sums of experts": (
         "mixtral-8x7b",
