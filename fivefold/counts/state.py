@@ -120,7 +120,7 @@ def model_state(
     beyond = 0.0  # bytes of moments in 8 bits that are more than those of whole blocks
     places = at if policy.splits_optimizer else _Shard(1, 0, 1, 0)
     kept = 0.0
-    linears = 0
+    linears = waiting = 0
     for index in stages_held(layout, pp_rank):
         stage = layout.split.stages[index]
         ends, *layers = stage_blocks(layout, stage, whole_embedding=policy.whole_embedding)
@@ -129,6 +129,7 @@ def model_state(
         ):
             trained += block.count * block.size
             own += block.count * at.held(block)
+            waiting += block.count * at.held(partial_sums(layout, block))
             beyond += block.count * places.beyond(block, policy)
         for block in (ends, *layers):
             whole += block.count * block.size
@@ -144,9 +145,9 @@ def model_state(
     here, off = optimizer - away, _off_device(at, leaves, policy, away)
     weights, visiting = _away(layout, pp_rank, policy)
     rooms = WEIGHT_ROOMS * visiting if policy.away_on_disk else weights
-    gradients = (own if policy.splits_gradient else trained) * policy.gradient
-    if policy.splits_gradient and not _holds_partial_sums(layout):
-        gradients = here * policy.gradient
+    if policy.offloaded < 1:
+        waiting = sum(at.held(partial_sums(layout, block)) for block in leaves)
+    gradients = (here + waiting if policy.splits_gradient else trained) * policy.gradient
     if policy.placeholder:
         gradients += _distinct_weights(layout, pp_rank) * policy.placeholder
     return ModelState(
@@ -325,9 +326,15 @@ def _moment_scales(shape: tuple[int, ...], size: int) -> int:
     return size // shape[-1] * -(-shape[-1] // BLOCK) if len(shape) > 1 else 0
 
 
-def _holds_partial_sums(layout: Layout) -> bool:
-    """Whether sums of gradients over microbatches wait on the device for those of replicas."""
-    return layout.grid.dp_replicate > 1 and layout.num_microbatches > 1
+def partial_sums(layout: Layout, block: GatheredBlock) -> GatheredBlock:
+    """What of a block has sums of gradients over microbatches that wait on the device for those of
+    replicas, of which experts may have more."""
+    grid, several = layout.grid, layout.num_microbatches > 1
+    return replace(
+        block,
+        dense=block.dense if several and grid.dp_replicate > 1 else (),
+        experts=block.experts if several and grid.edp > num_expert_shards(layout) else (),
+    )
 
 
 def units_on_host(layout: Layout, pp_rank: int) -> dict[tuple[int, str], GatheredBlock]:

@@ -25,7 +25,7 @@ from fivefold.model.fp8 import (
     multiply_groups,
     quantise,
 )
-from fivefold.model.grouped import group_ends
+from fivefold.model.grouped import copy_groups, group_ends
 from fivefold.model.layers import Kept, Products, input_gradients, outputs
 from fivefold.model.step_weights import StepWeights
 
@@ -301,10 +301,23 @@ class EightBitGroups(Products):
 
     def weight_gradient(self, grad: Kept, kept: Kept, onto_EFH: Tensor | None = None) -> Tensor:
         """[E, F, H], zero for groups without rows; added to `onto_EFH` if there is one."""
+        grads = self._weight_gradients(grad, kept)
+        if onto_EFH is not None:
+            for onto_FH, grad_FH in zip(onto_EFH.unbind(), grads, strict=True):
+                onto_FH.add_(grad_FH)
+            return onto_EFH
+        first = next(grads)
+        return copy_groups(chain((first,), grads), first.new_empty(len(self.ends), *first.shape))
+
+    def write_weight_gradient(self, grad: Kept, kept: Kept, out_EFH: Tensor) -> None:
+        """`weight_gradient` into `out_EFH`, in its dtype; what was there does not count."""
+        copy_groups(self._weight_gradients(grad, kept), out_EFH)
+
+    def _weight_gradients(self, grad: Kept, kept: Kept) -> Iterator[Tensor]:
+        """[F, H] of each group in turn: all at once would take as much again as their sum."""
         grads = zip(*map(self._split, grad), strict=True) if self._by_row else self._groups(grad)
-        each = zip(self._every, grads, self._groups(kept), strict=True)
-        grad_EFH = torch.stack([one.weight_gradient(tuple(grad), x) for one, grad, x in each])
-        return grad_EFH if onto_EFH is None else onto_EFH.add_(grad_EFH)
+        for one, each, x in zip(self._every, grads, self._groups(kept), strict=True):
+            yield one.weight_gradient(tuple(each), x)
 
     @property
     def _by_row(self) -> bool:

@@ -3,7 +3,7 @@
 Shapes: E groups, T rows sorted by group, H input features, F output features.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -168,6 +168,13 @@ class PlainGroups:
 def group_ends(rows_E: Tensor) -> list[int]:
     """End row of each group; the host waits for the device."""
     return list(accumulate(rows_E.tolist()))
+
+
+def copy_groups(each: Iterable[Tensor], out_EFH: Tensor) -> Tensor:
+    """Write the matrices of all groups into one tensor as they come, and return it."""
+    for out_FH, one_FH in zip(out_EFH.unbind(), each, strict=True):
+        out_FH.copy_(one_FH)
+    return out_EFH
 
 
 def grouped_linear(

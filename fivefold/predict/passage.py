@@ -18,6 +18,7 @@ from fivefold.counts.state import (
     largest_of_shard,
     num_expert_shards,
     num_shards,
+    partial_sums,
 )
 from fivefold.layout import Layout
 from fivefold.model.shape import StageParts
@@ -81,7 +82,7 @@ class Passage:
         if policy.splits_gradient:
             if shard < block.size:  # a loop in FSDP2's reduction still names the last of them
                 wide += policy.fresh * block.last
-            if policy.offloaded and not self.first:  # the host's sum comes back, to be added to
+            if self._comes_back(block):
                 wide += policy.gradient * largest_of_shard(self.layout, block)
             sent = size * self._message + max(size * policy.fresh, wide)
         else:  # what has been copied into the message is free
@@ -89,6 +90,12 @@ class Passage:
             made += size * policy.gradient * (self.first and not policy.splits_optimizer)
         reduced = Change(sent, made, self._resharded((*done, block)))
         return max(Change(size * self.fresh, made, resharded), reduced, key=sum)
+
+    def _comes_back(self, block: GatheredBlock) -> bool:
+        """Whether the host's sum of a block's gradients comes back to be added to, which the device
+        does not keep for replicas."""
+        sums = not self.first and not partial_sums(self.layout, block).size
+        return sums and self.policy.offloaded > 0
 
     def _divided(self, block: GatheredBlock) -> int:
         """Gradients of a block that FSDP2 divides by one into a copy: where none shares them."""
@@ -146,7 +153,9 @@ class Copies:
         message: of the message of what is gathered last in a layer, from which its copy is made; 0
             where a rank gathers from itself. In a forward it stays until the next one.
         most: most that are gathered at once; 0 if the blocks do not come and go.
-        unpacked: of the largest block while it is unpacked from a narrower message, with its copy.
+        unpacked: of the largest block of the layers while it is unpacked from a narrower message,
+            with its copy.
+        ends_unpacked: the same of the ends, which are gathered before any layer.
     """
 
     ends: float = 0.0
@@ -156,6 +165,7 @@ class Copies:
     message: float = 0.0
     most: float = 0.0
     unpacked: float = 0.0
+    ends_unpacked: float = 0.0
 
     @classmethod
     def of(cls, layout: Layout, stage: StageParts, policy: StatePolicy) -> "Copies":
@@ -164,10 +174,11 @@ class Copies:
             return cls()
         ends, *layers = stage_blocks(layout, stage, whole_embedding=policy.whole_embedding)
         parts = (part.size for block in layers for part in block.parts(policy))
-        unpacked = policy.unpacking * max(ends.size, *parts, 0)
+        unpacked = policy.unpacking * max(parts, default=0)
+        ends_unpacked = policy.unpacking * ends.size
         by_program = layout.config.parallel.pipeline_max_unsharded_stages is not None
         if by_program or layout.alternates_within_stages:
-            return cls(unpacked=unpacked)
+            return cls(unpacked=unpacked, ends_unpacked=ends_unpacked)
         numbers, several = all_layers(layout, stage), num_shards(layout) > 1
         experts, rest, before = 0.0, 0.0, 0.0
         if numbers:
@@ -178,7 +189,8 @@ class Copies:
         if experts:
             message = experts if num_expert_shards(layout) > 1 else 0.0
         most = gathered_bytes(layout, stage, policy)
-        return cls(ends.copied(policy), experts, rest, before, message, most, unpacked)
+        copied = ends.copied(policy)
+        return cls(copied, experts, rest, before, message, most, unpacked, ends_unpacked)
 
     def but(self, *names: str) -> float:
         """Bytes, negative, by which there are fewer than `most` where these are there."""

@@ -59,7 +59,10 @@ def gathers(copies: Copies, start: ActPoint) -> Iterator[ActPoint]:
 
     `start`: what there is before.
     """
-    yield start._replace(where="the gather of the ends", resharded=copies.but("ends", "ends"))
+    ends = start._replace(where="the gather of the ends")
+    yield ends._replace(resharded=copies.but("ends", "ends"))
+    if copies.ends_unpacked:
+        yield ends._replace(working=copies.ends_unpacked, resharded=copies.but())
     where, layer = "the gather of the last layer", ("rest", "experts", "message")
     yield start._replace(where=where, resharded=copies.but("ends", *layer))
     if copies.unpacked:

@@ -20,6 +20,8 @@ from fivefold.rehearse.shapes import ShapesOnly
 ATEN = torch.ops.aten
 _INFERRED = ("aten::arange", "aten::full", "aten::scalar_tensor")
 """Makers of tensors that are whole where their arguments are."""
+_BITS = torch.uint8
+"""Type of the bits of real values, in 8 of them or in messages: integers that decide no shape."""
 
 
 class Shadow(Watch):
@@ -122,7 +124,7 @@ def _holds_values(
     if dtype is None and func.name().partition(".")[0] in _INFERRED:
         numbers = [value for value in args if isinstance(value, int | float)]
         dtype = torch.int64 if all(isinstance(n, int) for n in numbers) else None
-    return away or (dtype is not None and not dtype.is_floating_point)
+    return away or not (dtype is None or dtype.is_floating_point or dtype is _BITS)
 
 
 def _copy_to_all(targets: tuple[Tensor, ...], source: Tensor, ranks: int) -> None:

@@ -220,6 +220,19 @@ def test_experts_multiply_as_if_each_were_alone(recipe: str) -> None:
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_of_experts_are_made_written_and_added_alike(recipe: str) -> None:
+    groups = EightBitGroups(EightBit(RECIPES[recipe], torch.float64, E5M2), [3, 3, 133, 134])
+    _, kept = groups.input(_random(134, 20))
+    grad = groups.gradient(_random(134, 12, seed=1))
+    made, before = groups.weight_gradient(grad, kept), _random(4, 12, 20, seed=2)
+    written, added = torch.full_like(before, torch.nan), before.clone()
+    groups.write_weight_gradient(grad, kept, written)
+    assert groups.weight_gradient(grad, kept, added) is added
+    assert torch.equal(written, made)
+    assert torch.equal(added, before + made)
+
+
 def test_routers_gates_and_the_output_layer_are_left_alone() -> None:
     model = ModelConfig(
         num_layers=2,
