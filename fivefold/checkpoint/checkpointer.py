@@ -63,9 +63,6 @@ class Checkpointer:
         folder: folder of the checkpoints; the first save creates it.
         keep_latest: number of checkpoints to keep, the most recently written; None: all.
         async_save: whether `save` only copies to the CPU, and a thread writes the files.
-        process_group: gloo group of the ranks that save and load together; nothing else may use
-            it meanwhile. None: a new gloo group of all ranks, or this process alone if
-            torch.distributed is not initialised.
         step_flag: flag by which the user's command chooses a step; error messages suggest it.
     """
 
@@ -75,15 +72,12 @@ class Checkpointer:
         *,
         keep_latest: int | None = None,
         async_save: bool = False,
-        process_group: dist.ProcessGroup | None = None,
         step_flag: str = LOAD_STEP,
     ) -> None:
         self.folder = Path(folder)
         self._step_flag = step_flag
         self._checkpoints = CheckpointFolder(self.folder, keep_latest)
-        if process_group is None and dist.is_initialized():
-            process_group = new_group(backend="gloo")
-        self._team = Team(process_group)
+        self._team = Team(new_group(backend="gloo") if dist.is_initialized() else None)
         self._async = async_save
         self._staging = Staging()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")

@@ -59,24 +59,15 @@ class LocalCheckpoints:
         host: name of this host.
         jump: how many ranks further the copy of a rank's state is kept; None: so many that it is
             another host; 0, or on the same host: there is no copy.
-        process_group: gloo group of all ranks, which nothing else uses; None: a new one, or this
-            process alone.
 
     Attributes:
         damage: why the latest `find` passed over a later state; empty if it did not.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        host: str,
-        jump: int | None = None,
-        process_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        if process_group is None and dist.is_initialized():
-            process_group = new_group(backend="gloo")
-        self._folder, self._group = folder, process_group
-        self._team = Team(process_group)
+    def __init__(self, folder: Path, host: str, jump: int | None = None) -> None:
+        self._folder = folder
+        self._group = new_group(backend="gloo") if dist.is_initialized() else None
+        self._team = Team(self._group)
         hosts = self._team.together("naming hosts", lambda: host)
         self._hosts = hosts
         rank, size = self._team.rank, self._team.size

@@ -105,7 +105,7 @@ def read_csv(path: Path) -> Program:
     return program
 
 
-def program_of(ranks: Mapping[int, Sequence[Act]], *, forward_only: bool | None = None) -> Program:
+def program_of(ranks: Mapping[int, Sequence[Act]]) -> Program:
     """A program from the compute actions of its ranks; placement and counts are inferred.
 
     Raises:
@@ -136,7 +136,7 @@ def program_of(ranks: Mapping[int, Sequence[Act]], *, forward_only: bool | None 
         tuple(owner[stage] for stage in range(len(owner))),
         len(counted["microbatches"]),
         tuple(tuple(ranks[rank]) for rank in range(len(ranks))),
-        forward_only=not backward if forward_only is None else forward_only,
+        forward_only=not backward,
         num_copies=2 if path and 2 * len(path) == len(owner) else 1,
     )
 

@@ -194,7 +194,7 @@ class ListScheduler(Run):
         self,
         problem: Problem,
         policy: SchedulingPolicy,
-        starts: Sequence[Sequence[tuple[int, int]]] = (),
+        starts: Sequence[Sequence[tuple[int, int]]],
     ) -> None:
         super().__init__(problem)
         placement = problem.placement

@@ -100,14 +100,6 @@ def _walk(clocks: Sequence[Clock], costs: Sequence[Sequence[Costs]]) -> list[lis
     return found
 
 
-def stage_costs(
-    layout: Layout, cluster: Cluster, software: Software | None = None
-) -> tuple[Costs, tuple[Times, ...]]:
-    """The costs of the pipeline actions, and the times of each stage by cause."""
-    predictor = _Predictor(layout, cluster, software or Software(), None)
-    return predictor.costs, predictor.stages
-
-
 class _Predictor:
     """The computation of one predicted step time.
 
