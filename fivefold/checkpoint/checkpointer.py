@@ -38,7 +38,7 @@ from fivefold.checkpoint.writer import PieceSavePlanner, PieceWriter
 from fivefold.errors import CheckpointError, DamagedCheckpoint, Mistake
 from fivefold.files import disk_full, free_bytes, read_json, write_atomic
 from fivefold.mesh.groups import new_group
-from fivefold.mesh.slices import Piece, as_piece
+from fivefold.mesh.slices import Piece, as_piece, as_pieces
 from fivefold.model.fp8_rules import SCALES
 
 _HEADER = 1_800  # least bytes added to each tensor by torch.save and by the index
@@ -112,7 +112,7 @@ class Checkpointer:
         """
         self.wait()
         text = json.dumps(meta, indent=1)
-        pieces = {name: as_piece(tensor) for name, tensor in tensors.items()}
+        pieces = as_pieces(tensors)
         needed = self._make_room(step, pieces)
         if self._async:
             pieces = self._staging.copy(pieces)
@@ -204,7 +204,7 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank, if `job` ("loading weights") failed on one.
         """
-        pieces = {name: as_piece(tensor) for name, tensor in tensors.items()}
+        pieces = as_pieces(tensors)
         self._team.each(job, lambda: work(pieces))
 
     def find(self, step: int | None) -> int:

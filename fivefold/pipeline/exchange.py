@@ -18,7 +18,7 @@ from typing import Any
 from fivefold.errors import ConfigError, Mistake
 from fivefold.files import read_text
 from fivefold.pipeline.chart import Chart
-from fivefold.pipeline.ir import COMPUTE, Act, Kind, Program, ProgramError
+from fivefold.pipeline.ir import COMPUTE, Act, Kind, Program, ProgramError, pair
 from fivefold.pipeline.validate import validate
 
 _COLUMNS = ("rank", "kind", "stage", "microbatch", "slice", "part")
@@ -231,5 +231,4 @@ def _pair(kids: Sequence[Act]) -> Act:
         return kids[0]
     if len(kids) > 2:
         raise ValueError(f"{len(kids)} actions at once")
-    forward, backward = kids
-    return Act(Kind.FB, forward.stage, forward.mb, kids=(forward, backward))
+    return pair(*kids)

@@ -110,6 +110,11 @@ class Act:
         return self.kids or (self,)
 
 
+def pair(forward: Act, backward: Act) -> Act:
+    """An overlapped pair of a forward and a backward."""
+    return Act(Kind.FB, forward.stage, forward.mb, kids=(forward, backward))
+
+
 @dataclass(frozen=True)
 class Program:
     """One training step of every rank.

@@ -53,7 +53,7 @@ def _with_actions(
     acts: tuple[Act, ...], unshard: bool, max_unsharded: int | None, forward_only: bool
 ) -> tuple[Act, ...]:
     uses, last_backward = _uses(acts)
-    gathered = _Gathered(uses, max_unsharded)
+    gathered = _GatheredStages(uses, max_unsharded)
     before = 0  # place of the last compute action
     result: list[Act] = []
     after: list[Act] = []  # added after the last compute action, once its messages are issued
@@ -97,7 +97,7 @@ def _uses(acts: Sequence[Act]) -> tuple[dict[int, list[int]], dict[int, int]]:
     return uses, last_backward
 
 
-class _Gathered:
+class _GatheredStages:
     """The stages that a rank has gathered, at most so many, from one action to the next."""
 
     def __init__(self, uses: Mapping[int, Sequence[int]], most: int | None) -> None:

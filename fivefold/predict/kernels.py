@@ -58,7 +58,7 @@ def kernels(layout: Layout, cluster: Cluster, software: Software) -> list[Kernel
         software: the framework's kernels and habits.
     """
     config = layout.config
-    tokens = config.training.global_batch_size * config.training.seq_length
+    tokens = config.training.step_tokens
     peak = cluster.gpu.peak.of(precision_of(layout)) * layout.grid.world_size
     seconds, ideals = defaultdict[str, float](float), defaultdict[str, float](float)
     shapes: dict[str, str] = {}

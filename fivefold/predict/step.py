@@ -342,7 +342,7 @@ class _Predictor:
         paired = self.clock.hidden(self.costs) / grid.pp
         repeated = self.clock.repeated(self.costs) / grid.pp
         busy = each.total.total - paired + repeated
-        tokens = training.global_batch_size * training.seq_length
+        tokens = training.step_tokens
         flops, attended = (
             tokens * training_flops(layout.config.model, length).total
             for length in (training.seq_length, layout.config.attended_length)

@@ -112,7 +112,7 @@ def run_reference(
     for step in range(steps):
         before = _state(master, scaling)
         batch = global_batch(config, step)
-        samples = microbatches(config, batch, slice(0, config.training.global_batch_size))
+        samples = microbatches(config, batch)
         scaling.begin()
         tokens = valid_by_depth(as_batch(batch, step, config.model.mtp_num_layers))
         routing: dict[int, list[Tensor]] = {}
@@ -232,7 +232,7 @@ def _evaluate(model: Stage, config: Config) -> float:
     with torch.no_grad():
         losses = [
             model(None, as_batch(sample, 0)).double()  # no dropout: no step matters
-            for sample in microbatches(config, batch, slice(0, config.training.global_batch_size))
+            for sample in microbatches(config, batch)
         ]
     model.train()
     return float(torch.stack(losses).sum()) / valid_tokens(batch)

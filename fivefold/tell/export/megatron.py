@@ -265,8 +265,7 @@ def _lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
             f"{said['mscale']} and mscale_all_dim = {said['mscale_all_dim']} were left out"
         )
     if said["rope_type"] == "yarn":
-        names = ("original_max_position_embeddings", "beta_fast", "beta_slow")
-        given = ", ".join(f"{name} = {said[name]}" for name in names)
+        given = said.told("original_max_position_embeddings", "beta_fast", "beta_slow")
         rounds = said["yarn_correction_range_round_to_int"]
         yield (
             f"fields of its configuration, without flags: {given}, "
