@@ -156,7 +156,7 @@ class ParameterCount:
     embedding: int
     layers: int
     head: int
-    mtp: int = 0
+    mtp: int
 
     @property
     def total(self) -> int:

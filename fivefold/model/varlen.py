@@ -31,7 +31,7 @@ class Pieces:
 
     starts: Tensor
     longest: int
-    window: int | None = None
+    window: int | None
     causal: bool = True
 
     @property

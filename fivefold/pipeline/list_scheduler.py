@@ -52,7 +52,7 @@ class Problem:
     placement: tuple[int, ...]
     num_microbatches: int
     costs: Costs
-    cap: float = inf
+    cap: float
     footprint: Footprint = ONE_EACH
 
     def __post_init__(self) -> None:

@@ -48,8 +48,8 @@ class RankMemory:
     act: str
     parts: Mapping[str, float]
     phases: Mapping[str, float]
-    host: float = 0.0
-    disk: float = 0.0
+    host: float
+    disk: float
 
     @cached_property
     def peak(self) -> float:
@@ -73,9 +73,9 @@ class MemoryPrediction:
     ranks: tuple[RankMemory, ...]
     reserved: float
     capacity: float
-    margin: float = 0.0
-    host_capacity: float = inf
-    disk_capacity: float = inf
+    margin: float
+    host_capacity: float
+    disk_capacity: float
 
     @cached_property
     def worst(self) -> RankMemory:

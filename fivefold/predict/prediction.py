@@ -57,7 +57,7 @@ class Prediction:
     high: float
     parts: tuple[TimePart, ...]
     model_flops: float
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
 
     @property
     def tokens_per_second_per_gpu(self) -> float:

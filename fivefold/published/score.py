@@ -137,7 +137,7 @@ class ScoreReport:
 
     rows: tuple[Scored, ...]
     skipped: tuple[tuple[PublishedRow, str], ...]
-    failed: tuple[tuple[PublishedRow, bool], ...] = ()
+    failed: tuple[tuple[PublishedRow, bool], ...]
 
     @cached_property
     def null_errors(self) -> dict[int, float]:

@@ -71,8 +71,8 @@ class Trainer:
     checkpointer: Checkpointer
     console: Console | None
     sinks: Sequence[Sink]
-    audit: Path | None = None
-    profile: Path | None = None
+    audit: Path | None
+    profile: Path | None
     step: int = 0
     check_folder: Callable[[], None] | None = None
     activity: Activity = field(default_factory=Activity)

@@ -29,8 +29,8 @@ class Task:
     placement: tuple[int, ...]
     num_microbatches: int
     group_size: int
-    num_slices: int = 1
-    forward_only: bool = False
+    num_slices: int
+    forward_only: bool
 
     @property
     def num_ranks(self) -> int:
