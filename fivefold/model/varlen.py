@@ -141,7 +141,7 @@ def packed_attention(
     v_BSGD: Tensor,
     pieces: Pieces,
     kernel: PackedKernel,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention within each document, [B, S, N, Dv].
 
