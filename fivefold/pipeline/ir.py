@@ -50,6 +50,13 @@ class Direction(StrEnum):
     BACKWARD = "backward"
 
 
+_DIRECTIONS = {
+    Kind.F: Direction.FORWARD,
+    Kind.B: Direction.BACKWARD,
+    Kind.BW: Direction.BACKWARD,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """One tensor sent from one rank to another; `id` is unique in the program, from 0."""
@@ -103,6 +110,11 @@ class Act:
             return f"{self.kind} of stage {self.stage}"
         piece = f" slice {self.slice}" if self.slice else ""
         return f"{self.kind} of stage {self.stage} microbatch {self.mb}{piece}"
+
+    @property
+    def direction(self) -> Direction | None:
+        """The way that its result goes to another stage; None if it stays."""
+        return _DIRECTIONS.get(self.kind)
 
     @property
     def elementary(self) -> tuple["Act", ...]:
