@@ -330,7 +330,7 @@ def _check_sequence(config: Config, mistakes: Mistakes) -> None:
 
 def _microbatches(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> int:
     size, each = config.training.global_batch_size, config.training.micro_batch_size
-    dp = parallel.data_parallel_shard_size * parallel.num_distributed_optimizer_instances
+    dp = parallel.data_parallel_size
     unit = each * dp
     if size % unit:
         near = (size // unit, size // unit + 1)

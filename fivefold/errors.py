@@ -106,9 +106,8 @@ class Mistakes:
     True
     """
 
-    def __init__(self, kind: type[ConfigError] = ConfigError) -> None:
+    def __init__(self) -> None:
         self._all: list[Mistake] = []
-        self._kind = kind
 
     @property
     def found(self) -> bool:
@@ -134,9 +133,9 @@ class Mistakes:
             self._all.extend(error.mistakes)
 
     def raise_if_any(self) -> None:
-        """Raise one error, of the kind that was asked for, with every mistake recorded so far."""
+        """Raise one error with every mistake recorded so far."""
         if self._all:
-            raise self._kind(*self._all)
+            raise ConfigError(*self._all)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

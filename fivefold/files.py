@@ -262,9 +262,7 @@ def parse_json(
         raise error(f"{source} is not JSON: {problem}") from None
 
 
-def parse_toml(
-    text: str, source: str, error: type[FivefoldError] = FivefoldError
-) -> dict[str, Any]:
+def parse_toml(text: str, source: str, error: type[FivefoldError]) -> dict[str, Any]:
     """TOML text as a table.
 
     Raises:

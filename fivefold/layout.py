@@ -170,7 +170,7 @@ class Layout:
 
     def _computes(
         self,
-        num_microbatches: int | None = None,
+        num_microbatches: int | None,
         *,
         forward_only: bool = False,
         eager: bool | None = None,
@@ -206,7 +206,7 @@ class Layout:
             self.config.memory.recompute_in_flight_limit,
         )
 
-    def scheduling_problem(self, num_microbatches: int | None = None) -> Problem:
+    def scheduling_problem(self, num_microbatches: int | None) -> Problem:
         """The stages, costs and limits that a synthesised schedule is searched for.
 
         Raises:

@@ -159,7 +159,7 @@ def mark(at: float, told: str, *, hard: bool) -> str:
     return f'<i class="mark{" hard" * hard}" style="left:{at:.3%}" title="{escape(told)}"></i>'
 
 
-def legend(colours: Mapping[str, str], marks: Mapping[str, bool] = MappingProxyType({})) -> str:
+def legend(colours: Mapping[str, str], marks: Mapping[str, bool]) -> str:
     """A legend of colours, and of marks by whether they are hard limits."""
     entries = [
         f'<span><i style="background:{colour}"></i>{escape(name)}</span>'

@@ -53,7 +53,7 @@ class ParallelModel:
     on_host: frozenset[str]
     scaling: DelayedScaling
     step_weights: StepWeights
-    offloaded: OffloadedParameters | None = None
+    offloaded: OffloadedParameters | None
     limited: AbstractContextManager[object] = field(default_factory=nullcontext)
 
     def run(self, program: Program, batches: Sequence[Batch], scale: torch.Tensor) -> StepSums:

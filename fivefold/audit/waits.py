@@ -65,7 +65,7 @@ class HostWaits(Watch):
         places: number of waits, by the line that waits.
     """
 
-    def __init__(self, device: torch.device, tensors: Iterable[Tensor] = ()) -> None:
+    def __init__(self, device: torch.device, tensors: Iterable[Tensor]) -> None:
         super().__init__()
         self._on_gpu = device.type == "cuda"
         self.places: Counter[str] = Counter()

@@ -38,7 +38,7 @@ from fivefold.checkpoint.writer import PieceSavePlanner, PieceWriter
 from fivefold.errors import CheckpointError, DamagedCheckpoint, Mistake
 from fivefold.files import disk_full, free_bytes, read_json, write_atomic
 from fivefold.mesh.groups import new_group
-from fivefold.mesh.slices import Piece, as_piece
+from fivefold.mesh.slices import Piece, as_piece, as_pieces
 from fivefold.model.fp8_rules import SCALES
 
 _HEADER = 1_800  # least bytes added to each tensor by torch.save and by the index
@@ -63,9 +63,6 @@ class Checkpointer:
         folder: folder of the checkpoints; the first save creates it.
         keep_latest: number of checkpoints to keep, the most recently written; None: all.
         async_save: whether `save` only copies to the CPU, and a thread writes the files.
-        process_group: gloo group of the ranks that save and load together; nothing else may use
-            it meanwhile. None: a new gloo group of all ranks, or this process alone if
-            torch.distributed is not initialised.
         step_flag: flag by which the user's command chooses a step; error messages suggest it.
     """
 
@@ -75,15 +72,12 @@ class Checkpointer:
         *,
         keep_latest: int | None = None,
         async_save: bool = False,
-        process_group: dist.ProcessGroup | None = None,
         step_flag: str = LOAD_STEP,
     ) -> None:
         self.folder = Path(folder)
         self._step_flag = step_flag
         self._checkpoints = CheckpointFolder(self.folder, keep_latest)
-        if process_group is None and dist.is_initialized():
-            process_group = new_group(backend="gloo")
-        self._team = Team(process_group)
+        self._team = Team(new_group(backend="gloo") if dist.is_initialized() else None)
         self._async = async_save
         self._staging = Staging()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -118,7 +112,7 @@ class Checkpointer:
         """
         self.wait()
         text = json.dumps(meta, indent=1)
-        pieces = {name: as_piece(tensor) for name, tensor in tensors.items()}
+        pieces = as_pieces(tensors)
         needed = self._make_room(step, pieces)
         if self._async:
             pieces = self._staging.copy(pieces)
@@ -210,7 +204,7 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank, if `job` ("loading weights") failed on one.
         """
-        pieces = {name: as_piece(tensor) for name, tensor in tensors.items()}
+        pieces = as_pieces(tensors)
         self._team.each(job, lambda: work(pieces))
 
     def find(self, step: int | None) -> int:

@@ -25,7 +25,7 @@ from fivefold.checkpoint.team import Team
 from fivefold.errors import CheckpointError
 from fivefold.files import atomic_path, caused_by_full_disk, disk_full
 from fivefold.mesh.groups import new_group
-from fivefold.mesh.slices import Piece, as_piece
+from fivefold.mesh.slices import Piece, as_pieces
 
 CHUNK = 1 << 28  # bytes of a message
 _FILE = re.compile(r"rank-(\d{5,})-([0-9a-f]{16})\.safetensors")
@@ -59,24 +59,15 @@ class LocalCheckpoints:
         host: name of this host.
         jump: how many ranks further the copy of a rank's state is kept; None: so many that it is
             another host; 0, or on the same host: there is no copy.
-        process_group: gloo group of all ranks, which nothing else uses; None: a new one, or this
-            process alone.
 
     Attributes:
         damage: why the latest `find` passed over a later state; empty if it did not.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        host: str,
-        jump: int | None = None,
-        process_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        if process_group is None and dist.is_initialized():
-            process_group = new_group(backend="gloo")
-        self._folder, self._group = folder, process_group
-        self._team = Team(process_group)
+    def __init__(self, folder: Path, host: str, jump: int | None = None) -> None:
+        self._folder = folder
+        self._group = new_group(backend="gloo") if dist.is_initialized() else None
+        self._team = Team(self._group)
         hosts = self._team.together("naming hosts", lambda: host)
         self._hosts = hosts
         rank, size = self._team.rank, self._team.size
@@ -103,7 +94,7 @@ class LocalCheckpoints:
         self.wait()
         complete = min(self._team.together("saving in memory", lambda: self._complete))
         self._remove_all_but(complete, step)
-        pieces = {name: as_piece(tensor) for name, tensor in tensors.items()}
+        pieces = as_pieces(tensors)
         staged = self._staging.copy(pieces)
         self._writing = self._pool.submit(self._write, step, staged, json.dumps(meta))
 
@@ -122,7 +113,7 @@ class LocalCheckpoints:
 
         `damage` then says which file of a later step was passed over.
         """
-        own = _signature({name: as_piece(tensor) for name, tensor in tensors.items()})
+        own = _signature(as_pieces(tensors))
         job = f"looking into {self._folder}"
         everyones = self._team.together(job, lambda: (own, _listed(self._folder)))
         names = [_name(rank, signature) for rank, (signature, _) in enumerate(everyones)]
@@ -167,7 +158,7 @@ class LocalCheckpoints:
             CheckpointError: on every rank, if a file is damaged.
         """
         assert self._found is not None
-        pieces = {name: as_piece(tensor) for name, tensor in tensors.items()}
+        pieces = as_pieces(tensors)
         found, rank = self._found, self._team.rank
         folder, own = self._folder / _folder(found.step), _signature(pieces)
         signatures = self._team.together("loading", lambda: own)

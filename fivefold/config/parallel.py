@@ -192,6 +192,11 @@ class ParallelConfig:
         return SHARDING[self.data_parallel_sharding_strategy]
 
     @property
+    def data_parallel_size(self) -> int:
+        """Ranks that train on different samples."""
+        return self.data_parallel_shard_size * self.num_distributed_optimizer_instances
+
+    @property
     def token_parts(self) -> int:
         """Number of ranks that split the tokens outside heads, MLPs and vocabulary."""
         return self.tensor_model_parallel_size if self.sequence_parallel else 1

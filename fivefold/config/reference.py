@@ -44,7 +44,7 @@ USUAL = (
 """The settings of a run that help begins with."""
 
 
-def help_text(verb: str, options: type, stream: TextIO, topic: str | None = None) -> str:
+def help_text(verb: str, options: type, stream: TextIO, topic: str | None) -> str:
     """The help of a command: its own arguments, and settings of a run if it takes a recipe.
 
     Args:

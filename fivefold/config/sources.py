@@ -104,7 +104,7 @@ def load(
 
 
 def load_consistent(
-    argv: Sequence[str], options: type[T], note: Callable[[str], None] = _log.info
+    argv: Sequence[str], options: type[T], note: Callable[[str], None]
 ) -> Loaded[T]:
     """The same as `load`, with the origin of each setting."""
     loaded = load_with_origins(argv, options)

@@ -146,6 +146,11 @@ class TrainingConfig:
     )
 
     @property
+    def step_tokens(self) -> int:
+        """Tokens of a training step, on all ranks."""
+        return self.global_batch_size * self.seq_length
+
+    @property
     def delays_scales(self) -> bool:
         """Whether 8-bit tensors are scaled by the largest elements of earlier steps."""
         return self.fp8_format is not None and self.fp8_recipe == "delayed"

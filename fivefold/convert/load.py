@@ -128,7 +128,7 @@ class Reads(Protocol):
 
 
 def sources_in(
-    path: Path, model: ModelConfig, adapter: Path | None = None
+    path: Path, model: ModelConfig, adapter: Path | None
 ) -> dict[str, tuple[Reads, Stored]]:
     """The folder that holds each tensor of a model, and where; checked.
 

@@ -144,7 +144,7 @@ def _flops(layout: Layout) -> list[Row]:
     model, training = layout.config.model, layout.config.training
     flops = training_flops(model, training.seq_length)
     forward = forward_flops(model, training.seq_length)
-    tokens = training.global_batch_size * training.seq_length
+    tokens = training.step_tokens
     times = "3 x forward"
     if model.lora_rank is not None:
         times += ", but 2 x for frozen weights"

@@ -14,7 +14,7 @@ from fivefold.pipeline.stages import StageSpec
 NUMBER_BYTES = 8  # counts of rows and indices of experts are int64
 
 
-def expert_flows(layout: Layout, rank: int, rows: StepRows | None = None) -> Iterator[Flow]:
+def expert_flows(layout: Layout, rank: int, rows: StepRows | None) -> Iterator[Flow]:
     """Communication of expert dispatch and combine, and of routers.
 
     Args:

@@ -28,9 +28,9 @@ class HostTraffic:
         brought: to the device: weights that are there for their gathers only.
     """
 
-    out: float = 0.0
-    back: float = 0.0
-    brought: float = 0.0
+    out: float
+    back: float
+    brought: float
 
 
 def host_traffic(layout: Layout, rank: int) -> HostTraffic:

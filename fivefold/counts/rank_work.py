@@ -31,7 +31,7 @@ def kept_activations(
     layout: Layout,
     rank: int,
     stage: int,
-    rows: StepRows | None = None,
+    rows: StepRows | None,
     *,
     joined: bool,
     on_host: bool,
@@ -180,7 +180,7 @@ def _is_moved(layout: Layout) -> bool:
     return "core_attn" in memory.moved_items and size >= memory.min_offloaded_tensor_size
 
 
-def multiplications(layout: Layout, rank: int, rows: StepRows | None = None) -> float:
+def multiplications(layout: Layout, rank: int, rows: StepRows | None) -> float:
     """FLOPs of a rank's linear layers per step: forward, dX and dW, each 2 x weights x tokens,
     without dW of what is frozen.
     Lengths of rows with magnitudes (DoRA) are made in each forward; where their adapters have

@@ -45,11 +45,11 @@ class ModelState:
     gradients: float
     optimizer: float
     gathered: float
-    host: float = 0.0
-    disk: float = 0.0
-    updated: int = 0
-    rooms: float = 0.0
-    scales: float = 0.0
+    host: float
+    disk: float
+    updated: int
+    rooms: float
+    scales: float
 
     @property
     def weights(self) -> float:

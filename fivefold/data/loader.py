@@ -43,7 +43,6 @@ class Loader:
         micro_batch_size: int,
         dp_rank: int,
         dp_size: int,
-        consumed_samples: int = 0,
         prefetch: bool = True,
         end: int | None = None,
     ) -> None:
@@ -68,7 +67,7 @@ class Loader:
         self._end = end
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: Future[list[Microbatch]] | None = None
-        self.consumed_samples = consumed_samples
+        self.consumed_samples = 0
         self.data_wait_s = 0.0
 
     def next_batch(self) -> list[Microbatch]:

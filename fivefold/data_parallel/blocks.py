@@ -38,9 +38,9 @@ class UnitSizes:
             (fp8_param_gather), which are among `blocks`.
     """
 
-    blocks: int = 0
-    wide: int = 0
-    narrow: int = 0
+    blocks: int
+    wide: int
+    narrow: int
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[tuple[int, ...], int]], narrow: int = 0) -> "UnitSizes":

@@ -66,7 +66,7 @@ class ShardedStage:
         policy: Policy,
         *,
         reduces_in_hooks: bool,
-        by_hand: bool = False,
+        by_hand: bool,
     ) -> None:
         self._policy, self._by_hand = policy, by_hand
         self._in_hooks, self._every = reduces_in_hooks, policy.reduces_every_microbatch

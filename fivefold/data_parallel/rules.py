@@ -215,7 +215,7 @@ def _check_away(config: Config, mistakes: Mistakes) -> None:
 def check_replicas(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
     """Report comparisons of replicas where there are none, or where they say nothing."""
     training, instances = config.training, parallel.num_distributed_optimizer_instances
-    replicas = parallel.data_parallel_shard_size * instances
+    replicas = parallel.data_parallel_size
     weights, losses = (
         "check_weight_hash_across_dp_replicas_interval",
         "check_loss_across_dp_replicas_interval",

@@ -199,7 +199,7 @@ class _Way:
         sent, got = both.tolist()
         return cls(group, sent, got, got_Pe)
 
-    def go(self, *parts: Tensor, beside: Beside | None = None) -> list[Tensor]:
+    def go(self, *parts: Tensor, beside: Beside | None) -> list[Tensor]:
         """Tensors of rows of this rank's tokens -> those of rows dispatched to this rank.
 
         All transfers start before the first wait.

@@ -25,8 +25,8 @@ def install_experts(
     overlaps: bool,
     deferred: DeferredWeights,
     dims: Mapping[str, int | None],
-    kernels: Kernels | None = None,
-    meanwhile: Callable[[], None] | None = None,
+    kernels: Kernels | None,
+    meanwhile: Callable[[], None] | None,
 ) -> None:
     """Split the experts of a stage (still on the meta device) and install their communication.
 

@@ -38,7 +38,7 @@ class Flight:
         sent: Sequence[int],
         got: Sequence[int],
         group: dist.ProcessGroup,
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Callable[[], None] | None,
     ) -> None:
         self._sent, self._got, self._group = list(sent), list(got), group
         self._meanwhile = meanwhile

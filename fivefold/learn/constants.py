@@ -32,7 +32,7 @@ class Constant:
     moved: Callable[[Cluster, float], Cluster]
     sure: float
     unsure: float
-    shown: tuple[str, float] = ("", 1.0)
+    shown: tuple[str, float]
 
     def doubt(self, cluster: Cluster) -> float:
         """Standard deviation of the logarithm of its factor before any run is known."""

@@ -121,7 +121,6 @@ class Host:
 
     Attributes:
         link: copies to and from the host.
-        moved_bytes: bytes copied to the host so far; memory that is saved twice is copied once.
     """
 
     def __init__(self, device: torch.device, min_bytes: int, share: float = 1.0) -> None:
@@ -129,7 +128,6 @@ class Host:
         self.link = HostLink(device)
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Copy]]] = {}
         self._latest: weakref.ref[_Group] | None = None
-        self.moved_bytes = 0
 
     def moving(
         self,
@@ -179,7 +177,6 @@ class Host:
         if copy is None:
             flat = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
             copy = _Copy(self, flat)
-            self.moved_bytes += copy.host_bytes
             self._known[storage._cdata] = StorageWeakRef(storage), weakref.ref(copy)
         return copy
 
@@ -214,11 +211,6 @@ class _Copy:
         self._rest = flat[goes:].clone()
         self._kept, self._mark = host.link.out(flat[:goes])
         self._fetched: Tensor | None = None
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of it on the host."""
-        return self._kept.nbytes
 
     def fetch(self) -> None:
         """Start copying it back, unless already started."""

@@ -122,7 +122,7 @@ class RecomputedBlock:
     """
 
     modules: tuple[str, ...]
-    tiles: Tiles | None = None
+    tiles: Tiles | None
 
     def __call__(self, norm: Norm, module: LayerBlock, x_TH: Tensor, *rest: Any) -> Tensor:
         """[T, H] -> [T, H]."""

@@ -126,7 +126,7 @@ def _splits_near(
 def _with_whole_batch(config: Config) -> Config:
     """The configuration, with a global batch that its data-parallel ranks can share."""
     training = config.training
-    unit = training.micro_batch_size * _data_parallel(config.parallel)
+    unit = training.micro_batch_size * config.parallel.data_parallel_size
     return config.with_values(global_batch_size=max(training.global_batch_size // unit, 1) * unit)
 
 
@@ -142,7 +142,3 @@ def _in_words(config: Config, asked: Config, others: Iterable[str]) -> str:
     if batch != asked.training.global_batch_size:
         words.append(f"--gbs {batch}")
     return " ".join([*words, *others])
-
-
-def _data_parallel(parallel: ParallelConfig) -> int:
-    return parallel.data_parallel_shard_size * parallel.num_distributed_optimizer_instances

@@ -84,9 +84,9 @@ class NodeGroups:
         qgz_outer: ranks, one of each node, that sum these sums.
     """
 
-    hpz: dist.ProcessGroup | None = None
-    qgz_inner: dist.ProcessGroup | None = None
-    qgz_outer: dist.ProcessGroup | None = None
+    hpz: dist.ProcessGroup | None
+    qgz_inner: dist.ProcessGroup | None
+    qgz_outer: dist.ProcessGroup | None
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Groups:
     mirror: dist.ProcessGroup | None
     mesh: DeviceMesh
     nodes: NodeGroups
-    experts: "ExpertGroups | None" = None
+    experts: "ExpertGroups | None"
 
     @property
     def at(self) -> dict[str, int]:

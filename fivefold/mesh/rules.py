@@ -159,7 +159,7 @@ def _check_folding(num_experts: int, parallel: ParallelConfig, mistakes: Mistake
     """Check the expert mesh, which is laid over the same data, context and tensor ranks."""
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
     axes = {
-        "dp": parallel.data_parallel_shard_size * parallel.num_distributed_optimizer_instances,
+        "dp": parallel.data_parallel_size,
         "cp": parallel.context_parallel_size,
         "tp": parallel.tensor_model_parallel_size,
     }

@@ -35,7 +35,7 @@ IN_FLIGHT = 256
 """Operations of a rank that may be on their way at once; each has a thread that waits for it."""
 
 
-def share_gpu(device: torch.device, pause: Pause | None = None) -> str:
+def share_gpu(device: torch.device, pause: Pause | None) -> str:
     """Have tensors on `device` sent through the host, and return the back end of a world for it.
 
     Args:
@@ -63,7 +63,7 @@ class Relay:
         pause: called before each copy, in its stream.
     """
 
-    def __init__(self, device: torch.device, pause: Pause | None = None) -> None:
+    def __init__(self, device: torch.device, pause: Pause | None) -> None:
         self._device, self._pause = device, pause or (lambda: None)
         self._links: dict[str, _Link] = {}
         self._senders, self._receivers = (

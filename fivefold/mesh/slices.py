@@ -1,6 +1,6 @@
 """Finds the part of a global tensor that a rank holds, for any kind of sharding."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -39,6 +39,11 @@ def piece_of(tensor: Tensor) -> Piece:
 def as_piece(tensor: Tensor | Piece) -> Piece:
     """The local part of a tensor, or the piece itself."""
     return tensor if isinstance(tensor, Piece) else piece_of(tensor)
+
+
+def as_pieces(tensors: Mapping[str, Tensor | Piece]) -> dict[str, Piece]:
+    """`as_piece` of each tensor, by name."""
+    return {name: as_piece(tensor) for name, tensor in tensors.items()}
 
 
 def laid_out_like(tensor: Tensor, local: Tensor) -> Tensor:

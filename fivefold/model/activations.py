@@ -233,7 +233,7 @@ def _logits(model: ModelConfig, running: Running) -> float:
 
 
 def bookkeeping_bytes(
-    model: ModelConfig, parts: StageParts, running: Running, *, smoothed: bool = False
+    model: ModelConfig, parts: StageParts, running: Running, *, smoothed: bool
 ) -> float:
     """Bytes per token of a stage that Fivefold keeps beyond the published formulas.
 

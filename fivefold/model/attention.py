@@ -37,14 +37,12 @@ from fivefold.model.varlen import (
 
 @dataclass(frozen=True)
 class Scope:
-    """Which keys each query attends to.
+    """Which keys each query attends to: none after itself.
 
     Attributes:
         documents: documents of the L keys; None if every row is one document.
         window: how many tokens before itself a query attends to; None: all.
         part: the tokens this rank holds, if rows are split over ranks; None if it holds all.
-        causal: whether a query attends to no later token. False (without a window): to all of its
-            document.
         sinks: [N], one logit per query head that joins the softmax but has no value, like one more
             key that every query attends to; None: no sinks.
     """
@@ -52,7 +50,6 @@ class Scope:
     documents: Documents | None = None
     window: int | None = None
     part: MicrobatchShare | None = None
-    causal: bool = True
     sinks: Tensor | None = None
 
 
@@ -88,7 +85,7 @@ def attention(
         return packed_attention(q_BSND, k_BLGD, v_BLGD, pieces, packed, scope.sinks)
     if sliced or special or drop is not None:
         starts = (0, k_BLGD.shape[1]) if scope.documents is None else scope.documents.starts
-        sight = Sight(starts, scope.window, scope.causal)
+        sight = Sight(starts, scope.window)
         return local_attention(q_BSND, k_BLGD, v_BLGD, sight, scope.sinks, drop)
     return sdpa_attention(q_BSND, k_BLGD, v_BLGD, scope)
 
@@ -126,10 +123,10 @@ def _packed_kernel(
 def _pieces(q_BSND: Tensor, scope: Scope) -> Pieces:
     if scope.documents is not None:
         documents = scope.documents
-        return Pieces(documents.starts_C, documents.longest, scope.window, scope.causal)
+        return Pieces(documents.starts_C, documents.longest, scope.window)
     rows, length = q_BSND.shape[:2]
     ends = torch.arange(rows + 1, dtype=torch.int32, device=q_BSND.device) * length
-    return Pieces(ends, length, scope.window, scope.causal)
+    return Pieces(ends, length, scope.window)
 
 
 def sdpa_attention(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope) -> Tensor:
@@ -139,23 +136,21 @@ def sdpa_attention(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope)
     """
     documents = scope.documents
     if documents is None:
-        return _fused(q_BSND, k_BLGD, v_BLGD, scope.causal)
+        return _fused(q_BSND, k_BLGD, v_BLGD)
     # split() rather than slicing: its backward concatenates gradients instead of padding and adding
     pieces = (x.flatten(0, 1).split(documents.lengths) for x in (q_BSND, k_BLGD, v_BLGD))
-    outputs = [
-        _fused(q[None], k[None], v[None], scope.causal)[0] for q, k, v in zip(*pieces, strict=True)
-    ]
+    outputs = [_fused(q[None], k[None], v[None])[0] for q, k, v in zip(*pieces, strict=True)]
     return torch.cat(outputs).view(*q_BSND.shape[:3], -1)
 
 
-def _fused(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, causal: bool) -> Tensor:
+def _fused(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor) -> Tensor:
     q, k, v = q_BSND.transpose(1, 2), k_BLGD.transpose(1, 2), v_BLGD.transpose(1, 2)
     shared = q.shape[1] != k.shape[1]
     if shared and q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16):
         # On CUDA, only FlashAttention knows shared heads; else all S x S scores would be held.
         k, v = (_per_query_head(x, q.shape[1]) for x in (k_BLGD, v_BLGD))
         shared = False
-    out_BNSD = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=shared)
+    out_BNSD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
     return out_BNSD.transpose(1, 2)
 
 

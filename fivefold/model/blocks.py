@@ -59,12 +59,10 @@ class Sight:
     Attributes:
         starts: position of each document's first token, then the length of the row.
         window: how many tokens before itself a query sees; None: all.
-        causal: False: queries also see later tokens (then without a window).
     """
 
     starts: tuple[int, ...]
     window: int | None = None
-    causal: bool = True
 
     @property
     def whole(self) -> bool:
@@ -79,7 +77,7 @@ class Sight:
             begin, end = self.starts[document], self.starts[document + 1]
             stop = min(end, span[1])
             first = begin if self.window is None else max(begin, at - self.window)
-            yield Segment((at, stop), (first, stop) if self.causal else (begin, end))
+            yield Segment((at, stop), (first, stop))
             at, document = stop, document + 1
 
     def area(self, span: Span) -> int:
@@ -91,9 +89,7 @@ class Sight:
         return joined(segment.keys for span in spans for segment in self.segments(span))
 
     def _pairs(self, segment: Segment) -> int:
-        (start, stop), (first, last) = segment.queries, segment.keys
-        if not self.causal:
-            return (stop - start) * (last - first)
+        (start, stop), first = segment.queries, segment.keys[0]
         # Query p sees p + 1 - first keys until the window is full, then `most`.
         most = stop - first if self.window is None else self.window + 1
         growing = range(start - first + 1, min(stop - first, most) + 1)
@@ -166,9 +162,6 @@ def cut(
 
 def _meet(queries: Span, keys: Span, sight: Sight, tile: int) -> Iterator[Block]:
     """Blocks whose spans are positions, not yet indices."""
-    if not sight.causal:
-        yield Block(queries, keys, Visibility.FULL)
-        return
     before = keys[0], min(keys[1], queries[0])
     own = max(keys[0], queries[0]), keys[1]
     window = sight.window

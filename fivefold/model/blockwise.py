@@ -57,8 +57,8 @@ class Queries:
 
     q: Tensor
     num_kv_heads: int
-    drop: HeadDropout | None = None
-    ids: Tensor | None = None
+    drop: HeadDropout | None
+    ids: Tensor | None
     out: Tensor = field(init=False)
     lse: Tensor = field(init=False)
     grad: Tensor = field(init=False)

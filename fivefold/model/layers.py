@@ -317,9 +317,7 @@ class LayerBlock(nn.Module):
         """`column` with what adapters add: [T, H] -> one [T, F] per linear."""
         return self._adapted(self.column, x_TH, linears, drops)
 
-    def project_whole(
-        self, x_TH: Tensor, *linears: Linear, drops: Drops = NO_DROPS
-    ) -> tuple[Tensor, ...]:
+    def project_whole(self, x_TH: Tensor, *linears: Linear, drops: Drops) -> tuple[Tensor, ...]:
         """`whole` with what adapters add."""
         return self._adapted(self.whole, x_TH, linears, drops)
 

@@ -35,7 +35,7 @@ class Adapters(Operation):
     columns: int
     rows: int
     wholes: int
-    dropped: tuple[Weight, ...] = ()
+    dropped: tuple[Weight, ...]
 
     def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
         """What A reads, the input of the linears or what dropout leaves of it for each; and the

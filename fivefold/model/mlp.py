@@ -43,6 +43,6 @@ class MLP(LayerBlock):
             self.model, self.project(x_TH, *linears, drops=drops), fused=self.fuses_gate
         )
 
-    def outer(self, x_TF: Tensor, drops: Drops = NO_DROPS) -> Tensor:
+    def outer(self, x_TF: Tensor, drops: Drops) -> Tensor:
         """[T, F] -> [T, H]."""
         return self.project_back(x_TF, self.down_proj, drops)

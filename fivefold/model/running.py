@@ -33,7 +33,6 @@ class Running:
         experts: settings of routers.
         adds_expert_bias: whether this one of the ranks that split an expert adds its output bias.
         routed: known rows of the layer's experts per microbatch; None: expected rows.
-        imbalance: tokens of this rank's experts over an even share; used with expected rows only.
         fused_attention: whether attention never holds S x S scores, as is so in Fivefold.
         others: whether another framework runs it: dropout keeps a byte per value, losses more.
         whole_logits: whether every tensor-parallel rank holds the logits of the whole vocabulary.
@@ -58,7 +57,6 @@ class Running:
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     adds_expert_bias: bool = True
     routed: LayerRows | None = None
-    imbalance: float = 1.0
     fused_attention: bool = True
     others: bool = True
     whole_logits: bool = False
@@ -73,7 +71,6 @@ class Running:
         cls,
         config: Config,
         *,
-        imbalance: float = 1.0,
         fused_attention: bool = True,
         others: bool = False,
     ) -> "Running":
@@ -95,7 +92,6 @@ class Running:
             dispatcher=parallel.moe_token_dispatcher_type,
             experts=config.experts,
             routed=_padded(config, tokens),
-            imbalance=imbalance,
             fused_attention=fused_attention,
             others=others,
             memory=config.memory,
@@ -168,7 +164,7 @@ class Running:
         """
         if self.routed is not None:
             return self.routed.reached / self.microbatch_tokens
-        return self.copies(experts) * self.expert_tensor_parallel * self.imbalance
+        return self.copies(experts) * self.expert_tensor_parallel
 
     def rows_of_one(self, experts: int) -> float:
         """Rows per token of the microbatch that this rank's share of the experts amounts to."""

@@ -156,7 +156,7 @@ class ParameterCount:
     embedding: int
     layers: int
     head: int
-    mtp: int = 0
+    mtp: int
 
     @property
     def total(self) -> int:
@@ -264,7 +264,7 @@ def training_flops(
     return Flops(matmul=3 * forward.matmul - frozen, attention=3 * forward.attention)
 
 
-def trained_weights(model: ModelConfig, parts: StageParts | None = None) -> int:
+def trained_weights(model: ModelConfig, parts: StageParts | None) -> int:
     """Elements of the matrices of linear layers by which a token is multiplied and which are
     trained, the output layer's once per predicted token."""
     parts = parts or whole_model(model)

@@ -26,19 +26,17 @@ class Pieces:
         starts: [C + 1] int32 on the device, offset of each document, then T.
         longest: number of tokens of the longest document.
         window: how many tokens before itself a query sees; None: all.
-        causal: whether it sees no later token.
     """
 
     starts: Tensor
     longest: int
-    window: int | None = None
-    causal: bool = True
+    window: int | None
 
     @property
     def bounds(self) -> dict[str, int]:
         """FlashAttention's window: tokens seen before a query and after it, -1 for all."""
         left = -1 if self.window is None else self.window
-        return {"window_size_left": left, "window_size_right": 0 if self.causal else -1}
+        return {"window_size_left": left, "window_size_right": 0}
 
 
 class PackedKernel(Protocol):
@@ -69,7 +67,7 @@ class PackedFlash:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Pieces) -> tuple[Tensor, Tensor]:
         """See `PackedKernel`."""
         longest, wide = (at.longest, at.longest), _padded(v, q.shape[-1])
-        out, lse = flash_forward(q, k, wide, at.starts, longest, at.causal, at.bounds)
+        out, lse = flash_forward(q, k, wide, at.starts, longest, True, at.bounds)
         return out[..., : v.shape[-1]].contiguous(), lse
 
     def backward(
@@ -84,7 +82,7 @@ class PackedFlash:
     ) -> Grads:
         """See `PackedKernel`."""
         grad, wide, out = (_padded(x, q.shape[-1]) for x in (grad.contiguous(), v, out))
-        pieces = at.starts, (at.longest, at.longest), at.causal, at.bounds
+        pieces = at.starts, (at.longest, at.longest), True, at.bounds
         dq, dk, dv = flash_backward(grad, q, k, wide, out, lse, *pieces)
         return dq, dk, dv[..., : v.shape[-1]]
 
@@ -124,7 +122,7 @@ class PackedDropping:
         from fivefold.model.attention_kernels import Seen
 
         ids = self.drop.token_ids_BL
-        seen = Seen(at.starts, at.starts, (at.longest, at.longest), at.causal, window=at.window)
+        seen = Seen(at.starts, at.starts, (at.longest, at.longest), True, window=at.window)
         return seen, PairDropout(self.drop, ids, ids)
 
 
@@ -141,7 +139,7 @@ def packed_attention(
     v_BSGD: Tensor,
     pieces: Pieces,
     kernel: PackedKernel,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention within each document, [B, S, N, Dv].
 

@@ -28,8 +28,8 @@ class Optimizer:
         parameters: Mapping[str, nn.Parameter],
         config: OptimizerConfig,
         host: HostAdamW,
-        blocks: Sequence[Block] = (),
-        places: Mapping[str, NamedElements] | None = None,
+        blocks: Sequence[Block],
+        places: Mapping[str, NamedElements] | None,
     ) -> None:
         self._parameters, self.host = parameters, host
         here = {n: p for n, p in parameters.items() if n not in host}

@@ -53,7 +53,7 @@ def automatic_split(
         )
     ranks, training = parallel.pipeline_model_parallel_size, config.training
     placement = (v_placement if in_a_v else loop_placement)(ranks, ranks * num_virtual)
-    dp = parallel.data_parallel_shard_size * parallel.num_distributed_optimizer_instances
+    dp = parallel.data_parallel_size
     microbatches = max(1, training.global_batch_size // (training.micro_batch_size * dp))
     schedule = resolved_schedule(parallel, num_virtual)
     return _balanced(config.model, training.seq_length, schedule, tuple(placement), microbatches)

@@ -112,7 +112,7 @@ def even_stages(parts: Parts, count: int) -> tuple[StageSpec, ...]:
     return parts.stages(_even(_Table(parts, tuple(range(count)), None)))
 
 
-def step_clock(program: Program, hop: float = 0.0) -> Clock:
+def step_clock(program: Program, hop: float) -> Clock:
     """A clock that simulates a program in which each dX is sent before its dW is computed."""
     program = eager_dx(program)
     graph = dependency_graph(program)

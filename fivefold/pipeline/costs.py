@@ -33,7 +33,6 @@ class Costs:
         hop: latency from the end of a producer to the arrival of its message on the next rank.
         fb: time of an overlapped pair, by forward stage and backward stage; None: the sum of its
             halves.
-        scale: factor on all costs of each microbatch; None: 1 for each.
     """
 
     f: tuple[float, ...]
@@ -41,15 +40,12 @@ class Costs:
     w: tuple[float, ...]
     hop: float = 0.0
     fb: tuple[tuple[float, ...], ...] | None = None
-    scale: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if not isfinite(sum(self.f) + sum(self.b) + sum(self.w) + self.hop):
             raise ConfigError("stage costs must be finite, and so must their sum")
         if min(*self.f, *self.b) <= 0 or min(*self.w, self.hop) < 0:
             raise ConfigError("stage costs f and b must be positive, w and hop not negative")
-        if min(self.scale or (1.0,)) <= 0:
-            raise ConfigError("microbatch scales must be positive")
 
     @classmethod
     def uniform(
@@ -73,8 +69,7 @@ class Costs:
             time = self.b[act.stage] + self.w[act.stage]
         else:
             time = self.w[act.stage] / num_weight_parts
-        scale = 1.0 if self.scale is None else self.scale[act.mb]
-        return time * scale / num_slices
+        return time / num_slices
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 from fivefold.errors import ConfigError, Mistake
 from fivefold.files import read_text
 from fivefold.pipeline.chart import Chart
-from fivefold.pipeline.ir import COMPUTE, Act, Kind, Program, ProgramError
+from fivefold.pipeline.ir import COMPUTE, Act, Kind, Program, ProgramError, pair
 from fivefold.pipeline.validate import validate
 
 _COLUMNS = ("rank", "kind", "stage", "microbatch", "slice", "part")
@@ -105,7 +105,7 @@ def read_csv(path: Path) -> Program:
     return program
 
 
-def program_of(ranks: Mapping[int, Sequence[Act]], *, forward_only: bool | None = None) -> Program:
+def program_of(ranks: Mapping[int, Sequence[Act]]) -> Program:
     """A program from the compute actions of its ranks; placement and counts are inferred.
 
     Raises:
@@ -136,7 +136,7 @@ def program_of(ranks: Mapping[int, Sequence[Act]], *, forward_only: bool | None 
         tuple(owner[stage] for stage in range(len(owner))),
         len(counted["microbatches"]),
         tuple(tuple(ranks[rank]) for rank in range(len(ranks))),
-        forward_only=not backward if forward_only is None else forward_only,
+        forward_only=not backward,
         num_copies=2 if path and 2 * len(path) == len(owner) else 1,
     )
 
@@ -231,5 +231,4 @@ def _pair(kids: Sequence[Act]) -> Act:
         return kids[0]
     if len(kids) > 2:
         raise ValueError(f"{len(kids)} actions at once")
-    forward, backward = kids
-    return Act(Kind.FB, forward.stage, forward.mb, kids=(forward, backward))
+    return pair(*kids)

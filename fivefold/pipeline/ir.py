@@ -50,6 +50,13 @@ class Direction(StrEnum):
     BACKWARD = "backward"
 
 
+_DIRECTIONS = {
+    Kind.F: Direction.FORWARD,
+    Kind.B: Direction.BACKWARD,
+    Kind.BW: Direction.BACKWARD,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """One tensor sent from one rank to another; `id` is unique in the program, from 0."""
@@ -105,9 +112,19 @@ class Act:
         return f"{self.kind} of stage {self.stage} microbatch {self.mb}{piece}"
 
     @property
+    def direction(self) -> Direction | None:
+        """The way that its result goes to another stage; None if it stays."""
+        return _DIRECTIONS.get(self.kind)
+
+    @property
     def elementary(self) -> tuple["Act", ...]:
         """The action itself, or the two actions that an FB overlaps."""
         return self.kids or (self,)
+
+
+def pair(forward: Act, backward: Act) -> Act:
+    """An overlapped pair of a forward and a backward."""
+    return Act(Kind.FB, forward.stage, forward.mb, kids=(forward, backward))
 
 
 @dataclass(frozen=True)

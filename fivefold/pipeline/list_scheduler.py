@@ -52,7 +52,7 @@ class Problem:
     placement: tuple[int, ...]
     num_microbatches: int
     costs: Costs
-    cap: float = inf
+    cap: float
     footprint: Footprint = ONE_EACH
 
     def __post_init__(self) -> None:
@@ -194,7 +194,7 @@ class ListScheduler(Run):
         self,
         problem: Problem,
         policy: SchedulingPolicy,
-        starts: Sequence[Sequence[tuple[int, int]]] = (),
+        starts: Sequence[Sequence[tuple[int, int]]],
     ) -> None:
         super().__init__(problem)
         placement = problem.placement

@@ -14,7 +14,7 @@ from fivefold.files import as_kind, parse_json, read_text, write_atomic
 from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.exchange import program_of
 from fivefold.pipeline.graph import dependency_graph
-from fivefold.pipeline.ir import COMPUTE, Act, Kind, Program, ProgramError
+from fivefold.pipeline.ir import COMPUTE, Act, Kind, Program, ProgramError, pair
 from fivefold.pipeline.simulate import Simulation, replay
 from fivefold.pipeline.validate import validate
 
@@ -125,8 +125,7 @@ def _pair_of(one: _Timed, other: _Timed) -> _Timed | None:
     forward, backward = sorted((one[0], other[0]), key=lambda act: act.kind is not Kind.F)
     if forward.kind is not Kind.F or backward.kind not in (Kind.B, Kind.BW):
         return None
-    pair = Act(Kind.FB, forward.stage, forward.mb, kids=(forward, backward))
-    return pair, *one[1:]
+    return pair(forward, backward), *one[1:]
 
 
 def median_costs(program: Program, simulation: Simulation) -> Costs:

@@ -10,7 +10,6 @@ from fivefold.pipeline.ir import Program
 from fivefold.pipeline.list_scheduler import Problem
 from fivefold.pipeline.synthesise import synthesise
 
-_EFFORT = 300_000  # actions scheduled in search, about a second; every rank searches for itself
 _HOP = 0.02  # latency, as a share of a rank's mean forward; 0 would give schedules without slack
 _LEAST = 1e-3  # share of a mean stage that an empty stage takes in time and memory
 
@@ -21,7 +20,7 @@ def modelled_problem(
     stages: Sequence[StageParts],
     placement: tuple[int, ...],
     num_microbatches: int,
-    limit: float | None = None,
+    limit: float | None,
 ) -> Problem:
     """The scheduling problem of a model's stages.
 
@@ -63,4 +62,4 @@ def modelled_problem(
 @lru_cache(maxsize=32)
 def searched_program(problem: Problem) -> Program:
     """The program synthesised for a problem; the same on every rank."""
-    return synthesise(problem, effort=_EFFORT).program
+    return synthesise(problem).program

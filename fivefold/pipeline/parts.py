@@ -23,6 +23,9 @@ from fivefold.pipeline.stages import StageSpec
 KINDS: Mapping[str, float] = {"embedding": 0.0, "dense": 1.0, "moe": 1.0, "mtp": 1.0, "head": 0.0}
 
 
+PARAMETER_BYTES = 18.0  # of weights, gradients and optimizer state, where nothing else is known
+
+
 @dataclass(frozen=True)
 class ModelPart:
     """Costs of an indivisible piece of the model: the embedding, a layer, or the head.
@@ -106,7 +109,7 @@ class Parts:
         )
 
 
-def modelled_parts(model: ModelConfig, seq_length: int, *, parameter_bytes: float = 18.0) -> Parts:
+def modelled_parts(model: ModelConfig, seq_length: int) -> Parts:
     """Pieces with modelled costs: times in FLOPs per token, memory in bytes per sequence.
 
     dX takes the FLOPs of linear layers once and of attention twice, dW those of linear layers once.
@@ -114,7 +117,6 @@ def modelled_parts(model: ModelConfig, seq_length: int, *, parameter_bytes: floa
     Args:
         model: the architecture.
         seq_length: tokens per microbatch.
-        parameter_bytes: bytes per parameter for weights, gradients and optimizer state.
     """
     running = Running(seq_length)
     last = model.num_layers
@@ -125,7 +127,7 @@ def modelled_parts(model: ModelConfig, seq_length: int, *, parameter_bytes: floa
             flops.total,
             flops.matmul + 2 * flops.attention,
             flops.matmul,
-            count_parameters(model, stage).total * parameter_bytes,
+            count_parameters(model, stage).total * PARAMETER_BYTES,
             total(saved).kept * seq_length,
         )
 

@@ -1,6 +1,6 @@
 """Adds data-parallel actions to a program: parameter gathers, gradient reductions and the step."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from fivefold.pipeline.ir import COMMUNICATION, COMPUTE, READS_PARAMETERS, Act, Kind, Program
@@ -52,18 +52,9 @@ def passes(acts: Iterable[Act]) -> Iterator[tuple[int, bool]]:
 def _with_actions(
     acts: tuple[Act, ...], unshard: bool, max_unsharded: int | None, forward_only: bool
 ) -> tuple[Act, ...]:
-    uses: dict[int, list[int]] = {}  # indices of the actions that read each stage, latest first
-    last_backward: dict[int, int] = {}
-    for index in reversed(range(len(acts))):
-        for kid in acts[index].elementary if acts[index].kind in COMPUTE else ():
-            if kid.kind in READS_PARAMETERS:
-                uses.setdefault(kid.stage, []).append(index)
-            if kid.kind in _BACKWARD:
-                last_backward.setdefault(kid.stage, index)
-    gathered: set[int] = set()
-    held: set[int] = set()  # stages gathered during the last compute action
-    busy: list[int] = []  # those that it reads
-    before = 0  # its place
+    uses, last_backward = _uses(acts)
+    gathered = _GatheredStages(uses, max_unsharded)
+    before = 0  # place of the last compute action
     result: list[Act] = []
     after: list[Act] = []  # added after the last compute action, once its messages are issued
     for index, act in enumerate(acts):
@@ -71,27 +62,19 @@ def _with_actions(
             result += after
             after = []
         stages = sorted({kid.stage for kid in act.elementary if kid.kind in READS_PARAMETERS})
-        if unshard and not gathered.issuperset(stages):
-            wanted = gathered.union(stages)
-            room = max(len(stages), max_unsharded or len(wanted))
-            idle = sorted(gathered.difference(stages), key=lambda stage: -uses[stage][-1])
-            evicted = idle[: len(wanted) - room] if len(wanted) > room else []
-            changes = [Act(Kind.RESHARD, stage) for stage in evicted]
-            changes += [Act(Kind.UNSHARD, stage) for stage in stages if stage not in gathered]
-            early = held.difference(evicted).union(stages)
-            fits = max_unsharded is None or len(early) <= max_unsharded
-            ahead = fits and not set(evicted).intersection(busy)
+        if unshard and not gathered.stages.issuperset(stages):
+            changes, ahead = gathered.bring(stages)
             place = before if ahead else len(result)
             result[place:place] = changes
-            gathered = wanted.difference(evicted)
         if stages:
-            held, busy, before = set(gathered), stages, len(result)
+            gathered.compute(stages)
+            before = len(result)
         result.append(act)
         for stage in stages:
             while uses[stage] and uses[stage][-1] == index:
                 uses[stage].pop()
             if unshard and not uses[stage]:
-                gathered.remove(stage)
+                gathered.stages.remove(stage)
                 after.append(Act(Kind.RESHARD, stage))
         ending = sorted(s for s, last in last_backward.items() if last == index)
         after += [Act(Kind.REDUCE, s) for s in ending]
@@ -99,3 +82,43 @@ def _with_actions(
     if not forward_only:
         result.append(Act(Kind.STEP, -1))
     return tuple(result)
+
+
+def _uses(acts: Sequence[Act]) -> tuple[dict[int, list[int]], dict[int, int]]:
+    """Indices of the actions that read each stage, latest first, and of its last backward."""
+    uses: dict[int, list[int]] = {}
+    last_backward: dict[int, int] = {}
+    for index in reversed(range(len(acts))):
+        for kid in acts[index].elementary if acts[index].kind in COMPUTE else ():
+            if kid.kind in READS_PARAMETERS:
+                uses.setdefault(kid.stage, []).append(index)
+            if kid.kind in _BACKWARD:
+                last_backward.setdefault(kid.stage, index)
+    return uses, last_backward
+
+
+class _GatheredStages:
+    """The stages that a rank has gathered, at most so many, from one action to the next."""
+
+    def __init__(self, uses: Mapping[int, Sequence[int]], most: int | None) -> None:
+        self._uses, self._most = uses, most
+        self.stages: set[int] = set()
+        self._held: set[int] = set()  # during the last compute action
+        self._busy: list[int] = []  # those that it reads
+
+    def bring(self, stages: Sequence[int]) -> tuple[list[Act], bool]:
+        """What gathers these, and whether it can be done before the last compute action."""
+        wanted = self.stages.union(stages)
+        room = max(len(stages), self._most or len(wanted))
+        idle = sorted(self.stages.difference(stages), key=lambda stage: -self._uses[stage][-1])
+        evicted = idle[: max(len(wanted) - room, 0)]
+        changes = [Act(Kind.RESHARD, stage) for stage in evicted]
+        changes += [Act(Kind.UNSHARD, stage) for stage in stages if stage not in self.stages]
+        early = self._held.difference(evicted).union(stages)
+        fits = self._most is None or len(early) <= self._most
+        self.stages = wanted.difference(evicted)
+        return changes, fits and not set(evicted).intersection(self._busy)
+
+    def compute(self, stages: list[int]) -> None:
+        """Note that the next compute action reads these."""
+        self._held, self._busy = set(self.stages), stages

@@ -89,8 +89,7 @@ def _edges(
             after = node - place if last else node + 1
             edges.append(_Edge(node, after, times[node], int(last)))
             for kid in act.elementary:
-                if kid.kind in (Kind.F, Kind.B, Kind.BW):
-                    way = Direction.FORWARD if kid.kind is Kind.F else Direction.BACKWARD
+                if (way := kid.direction) is not None:
                     makers[way, kid.stage, kid.mb % microbatches, kid.slice] = (node, kid.mb)
             node += 1
     for (way, stage, residue, piece), (target, mb) in makers.items():

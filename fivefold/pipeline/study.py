@@ -20,7 +20,6 @@ from fivefold.units import human_seconds
 
 AUTO = "auto"
 _LEAST = 1e-6  # minimum time of a stage, as a share of the mean stage
-_EFFORT = 300_000  # actions that `auto` schedules in search: about a second
 
 
 @dataclass(frozen=True)
@@ -191,7 +190,7 @@ def _searched(study: Study) -> StudyResult:
         )
         for placement in placements
     ]
-    found = [synthesise(problem, effort=_EFFORT) for problem in problems]
+    found = [synthesise(problem) for problem in problems]
     best = min(found, key=lambda synthesis: synthesis.makespan)
     return timed(study, best.program, AUTO, title=f"{AUTO}: {best.name}")
 

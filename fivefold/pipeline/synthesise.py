@@ -32,6 +32,7 @@ _Starts = list[list[tuple[int, int]]]
 _INDEX = {Kind.F: (0,), Kind.B: (1,), Kind.W: (2,), Kind.BW: (1, 2)}
 _TRIES = 40  # minimum number of runs that a search should make
 _CLIMBERS = 2
+EFFORT = 300_000  # actions: about a second; every rank searches for itself
 _NEAR = 0.005  # relative to the bound: smaller gains on few microbatches rarely carry over to many
 
 
@@ -95,13 +96,12 @@ class _Recipe:
         return f"{start if self.seed else ''}list scheduling"
 
 
-def synthesise(problem: Problem, *, effort: int = 1_000_000, seed: int = 1) -> Synthesis:
+def synthesise(problem: Problem, *, effort: int = EFFORT) -> Synthesis:
     """A program at least as good as every fixed schedule that fits, with its distance to the bound.
 
     Args:
         problem: placement, costs, microbatches and memory cap.
         effort: number of actions to schedule in search, at about 3 microseconds each.
-        seed: random seed of the hill climbing.
 
     Raises:
         ConfigError: not even one microbatch fits.
@@ -113,7 +113,7 @@ def synthesise(problem: Problem, *, effort: int = 1_000_000, seed: int = 1) -> S
     enough = 1e-9 if few == problem.num_microbatches else _NEAR
     if min(found, default=(inf,))[0] <= bounds.best * (1 + enough):
         effort = 0  # no gain is possible, or none that a search on few microbatches would find
-    search = _RecipeSearch(replace(problem, num_microbatches=few), effort, Random(seed), fixed)
+    search = _RecipeSearch(replace(problem, num_microbatches=few), effort, Random(1), fixed)
     kitchen = _Kitchen(problem, fixed)
     for recipe in search.best():
         run = kitchen.cook(recipe)

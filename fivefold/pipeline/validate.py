@@ -180,9 +180,9 @@ def _check_causal(program: Program) -> None:
         for forward in (True, False)
     }
     for rank, _, act in _acts(program):
-        if act.kind not in (Kind.F, Kind.B, Kind.BW):
+        if act.direction is None:
             continue
-        forward = act.kind is Kind.F
+        forward = act.direction is Direction.FORWARD
         where = (forward, act.stage, act.mb)
         if act.slice != due[where]:
             raise ProgramError(
@@ -206,9 +206,9 @@ def _check_messages(program: Program) -> None:
         raise ProgramError("two messages are the same, or share an id")
     sends, receives = _ends(program, Kind.SEND), _ends(program, Kind.RECV)
     places = {
-        (_direction(act), act.stage, act.mb, act.slice): place
+        (act.direction, act.stage, act.mb, act.slice): place
         for _, place, act in _acts(program)
-        if act.kind in (Kind.F, Kind.B, Kind.BW)
+        if act.direction
     }
     for message in program.messages:
         piece = (message.mb, message.slice)
@@ -222,10 +222,6 @@ def _content(message: Message) -> Hashable:
     """All fields of a message except its id."""
     ends = (message.src_rank, message.dst_rank, message.src_stage, message.dst_stage)
     return (*ends, message.mb, message.slice, message.direction)
-
-
-def _direction(act: Act) -> Direction:
-    return Direction.FORWARD if act.kind is Kind.F else Direction.BACKWARD
 
 
 def _ends(program: Program, kind: Kind) -> dict[int, int]:
@@ -298,9 +294,6 @@ def _check_reductions(program: Program) -> None:
                 reduced.add(act.stage)
             elif act.kind is Kind.STEP and reduced != set(program.stages_of(rank)):
                 raise ProgramError(f"rank {rank}: STEP precedes a REDUCE")
-            elif act.kind in COMPUTE:
-                for kid in act.elementary:
-                    if kid.stage in reduced and kid.kind in (Kind.B, Kind.W, Kind.BW):
-                        raise ProgramError(
-                            f"rank {rank}: REDUCE of stage {kid.stage} precedes {kid}"
-                        )
+            for kid in act.elementary:
+                if kid.stage in reduced and kid.kind in (Kind.B, Kind.W, Kind.BW):
+                    raise ProgramError(f"rank {rank}: REDUCE of stage {kid.stage} precedes {kid}")

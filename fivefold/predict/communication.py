@@ -121,7 +121,7 @@ def send(cluster: Cluster, stride: int, size: float) -> float:
 
 
 def token_copies(
-    model: ModelConfig, group: GroupSpan, dispatcher: str, share: float | None = None
+    model: ModelConfig, group: GroupSpan, dispatcher: str, share: float | None
 ) -> tuple[float, float]:
     """Mean number of copies of a token that are sent within its node, and to other nodes.
 

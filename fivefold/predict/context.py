@@ -132,7 +132,7 @@ def legal_ways(
 
 
 def context_way(
-    config: Config, cluster: Cluster, kind: CpCommType, sizes: tuple[int, ...] = ()
+    config: Config, cluster: Cluster, kind: CpCommType, sizes: tuple[int, ...]
 ) -> ContextWay:
     """The cost of a kind of communication for one layer and microbatch.
 

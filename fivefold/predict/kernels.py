@@ -47,7 +47,7 @@ class KernelKind:
         return self.ideal / self.seconds if self.seconds else 0.0
 
 
-def kernels(layout: Layout, cluster: Cluster, software: Software | None = None) -> list[KernelKind]:
+def kernels(layout: Layout, cluster: Cluster, software: Software) -> list[KernelKind]:
     """The kernels of a step, those with the most seconds beyond their ideal first.
 
     Their ideals sum up to the part "ideal" of a prediction, their excess to "kernel efficiency".
@@ -55,15 +55,15 @@ def kernels(layout: Layout, cluster: Cluster, software: Software | None = None) 
     Args:
         layout: checked layout.
         cluster: the hardware.
-        software: the framework's kernels and habits; None: those of Fivefold.
+        software: the framework's kernels and habits.
     """
     config = layout.config
-    tokens = config.training.global_batch_size * config.training.seq_length
+    tokens = config.training.step_tokens
     peak = cluster.gpu.peak.of(precision_of(layout)) * layout.grid.world_size
     seconds, ideals = defaultdict[str, float](float), defaultdict[str, float](float)
     shapes: dict[str, str] = {}
     share = layout.num_microbatches / layout.grid.pp
-    times = LayerTimes(layout, cluster, software or Software())
+    times = LayerTimes(layout, cluster, software)
     for name, shape, each, flops in _all(layout, times):
         seconds[name] += each * share
         ideals[name] += flops * tokens / peak

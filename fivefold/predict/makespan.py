@@ -157,7 +157,7 @@ def _waits(program: Program, acts: Sequence[Act]) -> list[Index]:
     for node, act in enumerate(acts):
         for kid in act.elementary:
             made = forwards if kid.kind is Kind.F else backwards
-            if kid.kind in _SENT:
+            if kid.direction:
                 made[kid.stage, kid.mb * slices + kid.slice] = node
     waits = [np.full(len(acts), -1) for _ in range(2)]
     for made, column, step, end in (
@@ -168,9 +168,6 @@ def _waits(program: Program, acts: Sequence[Act]) -> list[Index]:
             if stage % length != end and placement[stage + step] != placement[stage]:
                 column[node] = made[stage + step, piece]
     return waits
-
-
-_SENT = frozenset({Kind.F, Kind.B, Kind.BW})
 
 
 def _levels(program: Program, before: Sequence[int], waits: Sequence[Index]) -> list[int]:

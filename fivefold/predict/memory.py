@@ -48,8 +48,8 @@ class RankMemory:
     act: str
     parts: Mapping[str, float]
     phases: Mapping[str, float]
-    host: float = 0.0
-    disk: float = 0.0
+    host: float
+    disk: float
 
     @cached_property
     def peak(self) -> float:
@@ -73,9 +73,9 @@ class MemoryPrediction:
     ranks: tuple[RankMemory, ...]
     reserved: float
     capacity: float
-    margin: float = 0.0
-    host_capacity: float = inf
-    disk_capacity: float = inf
+    margin: float
+    host_capacity: float
+    disk_capacity: float
 
     @cached_property
     def worst(self) -> RankMemory:
@@ -138,7 +138,6 @@ def peak_memory(
     *,
     policy: StatePolicy | None = None,
     software: Software | None = None,
-    imbalance: float = 1.0,
     known: StageCache | None = None,
 ) -> MemoryPrediction:
     """Predict the peak memory of each pipeline rank.
@@ -149,13 +148,11 @@ def peak_memory(
         policy: the framework's policy for model state; None: that of Fivefold, which also sends dX
             before it computes dW if it can.
         software: the framework's habits, as far as its loss follows from them.
-        imbalance: tokens of the busiest rank's experts, relative to an even share.
         known: bytes of stages, to share among layouts that differ in recompute_num_layers only.
     """
     others = policy is not None
     running = Running.of(
         layout.config,
-        imbalance=imbalance,
         fused_attention=not (others and layout.config.model.attention_dropout),
         others=others,
     )

@@ -57,13 +57,12 @@ class Prediction:
     high: float
     parts: tuple[TimePart, ...]
     model_flops: float
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
         """Tokens of the global batch, divided by the step time and the number of GPUs."""
-        training = self.layout.config.training
-        tokens = training.global_batch_size * training.seq_length
+        tokens = self.layout.config.training.step_tokens
         return tokens / self.step_time / self.layout.grid.world_size
 
     @property

@@ -100,14 +100,6 @@ def _walk(clocks: Sequence[Clock], costs: Sequence[Sequence[Costs]]) -> list[lis
     return found
 
 
-def stage_costs(
-    layout: Layout, cluster: Cluster, software: Software | None = None
-) -> tuple[Costs, tuple[Times, ...]]:
-    """The costs of the pipeline actions, and the times of each stage by cause."""
-    predictor = _Predictor(layout, cluster, software or Software(), None)
-    return predictor.costs, predictor.stages
-
-
 class _Predictor:
     """The computation of one predicted step time.
 
@@ -350,7 +342,7 @@ class _Predictor:
         paired = self.clock.hidden(self.costs) / grid.pp
         repeated = self.clock.repeated(self.costs) / grid.pp
         busy = each.total.total - paired + repeated
-        tokens = training.global_batch_size * training.seq_length
+        tokens = training.step_tokens
         flops, attended = (
             tokens * training_flops(layout.config.model, length).total
             for length in (training.seq_length, layout.config.attended_length)

@@ -86,8 +86,7 @@ def is_graphed(row: PublishedRow, framework: Framework) -> bool:
 
 def measured_seconds(row: PublishedRow, layout: Layout) -> float | None:
     """Seconds of a step, from the figure that the row reports; None if it reports none."""
-    training = layout.config.training
-    tokens = training.global_batch_size * training.seq_length
+    tokens = layout.config.training.step_tokens
     world = layout.grid.world_size
     step, rate = row.number("step_s"), row.number("tps_gpu")
     tflops, mfu = row.number("tflops"), row.number("mfu")

@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
@@ -27,7 +27,6 @@ from fivefold.published.runs import (
     software_of,
 )
 
-Hardware = Callable[[PublishedRow], Cluster]
 TIE = 0.05  # difference below which two measured rates are as good: the noise of published runs
 MEMORY_DOUBT = 1.2  # a configuration that ran may be predicted to need so much of the memory
 
@@ -137,7 +136,7 @@ class ScoreReport:
 
     rows: tuple[Scored, ...]
     skipped: tuple[tuple[PublishedRow, str], ...]
-    failed: tuple[tuple[PublishedRow, bool], ...] = ()
+    failed: tuple[tuple[PublishedRow, bool], ...]
 
     @cached_property
     def null_errors(self) -> dict[int, float]:
@@ -258,25 +257,24 @@ def _row_as_json(row: Scored) -> dict[str, Any]:
     }
 
 
-def report(path: Path, hardware: Hardware = cluster_of) -> ScoreReport:
+def report(path: Path) -> ScoreReport:
     """The score on a file of published runs.
 
     Args:
         path: path of a CSV with the columns of `row.COLUMNS`.
-        hardware: function that gives the cluster of a row; None: the preset of its GPU.
 
     Raises:
         DataError: the file cannot be read.
     """
     rows = read_rows(path)
-    cases, skipped = prepare([row for row in rows if not ran_out_of_memory(row)], hardware)
+    cases, skipped = prepare([row for row in rows if not ran_out_of_memory(row)])
     failed = []
     for row in filter(ran_out_of_memory, rows):
         try:
-            failed.append((row, _predicts_failure(row, hardware(row))))
+            failed.append((row, _predicts_failure(row, cluster_of(row))))
         except FivefoldError as error:
             skipped.append((row, str(error).splitlines()[0]))
-    scored = tuple(score(case, hardware) for case in cases)
+    scored = tuple(score(case) for case in cases)
     return ScoreReport(scored, tuple(skipped), tuple(failed))
 
 
@@ -286,7 +284,7 @@ def _predicts_failure(row: PublishedRow, cluster: Cluster) -> bool:
 
 
 def prepare(
-    rows: Sequence[PublishedRow], hardware: Hardware = cluster_of
+    rows: Sequence[PublishedRow],
 ) -> tuple[list[Case], list[tuple[PublishedRow, str]]]:
     """The rows that can be predicted, and the reasons for which the others cannot."""
     cases, skipped = [], []
@@ -297,7 +295,7 @@ def prepare(
             if measured_seconds(row, choices[0].layout) is None:
                 skipped.append((row, "no time was published"))
                 continue
-            cases.append(Case(row, _that_fit(row, choices, hardware(row))))
+            cases.append(Case(row, _that_fit(row, choices, cluster_of(row))))
         except FivefoldError as error:
             skipped.append((row, str(error).splitlines()[0]))
     return cases, skipped
@@ -312,13 +310,13 @@ def _that_fit(row: PublishedRow, choices: Sequence[Choice], cluster: Cluster) ->
     return tuple(fitting or choices)
 
 
-def score(case: Case, hardware: Hardware = cluster_of, *, with_memory: bool = True) -> Scored:
+def score(case: Case, *, with_memory: bool = True) -> Scored:
     """Predict a row; of several configurations, its authors are assumed to use the fastest.
 
     If the run can have been of several frameworks, the one in the middle counts, and the interval
     is wider by how far they are apart.
     """
-    row, cluster = case.row, hardware(case.row)
+    row, cluster = case.row, cluster_of(case.row)
     fastest: dict[Framework, tuple[Prediction, Choice]] = {}
     for choice in case.choices:
         found = predict(choice.layout, cluster, software_of(row, choice.framework))

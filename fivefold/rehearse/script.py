@@ -26,10 +26,10 @@ class Issued:
     group: str
     size: int
     dtype: str
-    sent: float = 0.0
-    peer: int | None = None
-    tag: int = 0
-    parts: tuple[tuple[int, ...], ...] = ()
+    sent: float
+    peer: int | None
+    tag: int
+    parts: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Script:
     operations: int
     waits: int
     sent: Mapping[str, float]
-    seconds: float = 0.0
+    seconds: float
 
     def by_axis(self) -> dict[str, float]:
         """Bytes sent by mesh axis, counted call by call."""

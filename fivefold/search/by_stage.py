@@ -20,6 +20,8 @@ from fivefold.search.columns import Column
 from fivefold.search.memory_choices import RECOMPUTE, MemoryChoice
 from fivefold.search.space import Space
 
+PARTIALS = 64  # layouts that are kept for the recomputation of some of their layers
+
 
 @dataclass(frozen=True)
 class PartlyRecomputed:
@@ -39,7 +41,7 @@ class PartlyRecomputed:
 
 
 def partials(
-    space: Space, seconds: Values, sizes: Values, room: float, best: float, count: int
+    space: Space, seconds: Values, sizes: Values, room: float, best: float
 ) -> list[PartlyRecomputed]:
     """The layouts of a space that promise most with some layers recomputed.
 
@@ -49,14 +51,13 @@ def partials(
         sizes: lower bounds on their memory, in bytes.
         room: bytes that a layout may allocate.
         best: the step time to beat, in seconds.
-        count: the most to return.
     """
     whole, plain = _pairs(space, sizes <= room, seconds < best)
     excess = np.maximum(sizes[plain] - room, 0)
     saved = np.maximum(sizes[plain] - sizes[whole], 1)
     share = np.minimum(excess / saved, 1)
     estimates = seconds[plain] + share * np.maximum(seconds[whole] - seconds[plain], 0)
-    first = np.argsort(estimates, kind="stable")[:count].tolist()
+    first = np.argsort(estimates, kind="stable")[:PARTIALS].tolist()
     found = []
     for n in first:
         layout = layout_of(space, int(plain[n]))

@@ -1,5 +1,6 @@
 """Lower bounds on the times of data-parallel communication and of the optimizer."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -50,17 +51,17 @@ class DataParallelBound:
         # With hpZ all gathers but one are in a node; that of experts may hold all their shards.
         node = parallel.zero_hpz_partition_size
         near = (self.shard, self.expert) if node == 1 else (np.minimum(self.shard, node), ones)
-        self.dense_gather = affine(cluster, gather, near[0], c["tp"])
-        self.dense_reduce = affine(cluster, all_reduce, self.shard, c["tp"])
         self.replica_reduce = affine(cluster, all_reduce, c["instances"], c["tp"] * self.shard)
         wide = parallel.ddp_reduce_scatter_with_fp32_accumulation
         scatter: Collective = partial(reduce_scatter, in_pairs=wide or narrow is not None)
         if parallel.zero_qgz_partition_size > 1:  # two all-to-alls: no bound
             scatter = no_bound
-        self.dense_scatter = affine(cluster, scatter, self.shard, c["tp"])
-        self.expert_scatter = affine(cluster, scatter, self.expert, c["ep"] * c["etp"])
-        self.expert_gather = affine(cluster, gather, near[1], c["ep"] * c["etp"])
-        self.expert_reduce = affine(cluster, all_reduce, self.expert, c["ep"] * c["etp"])
+        strides = c["tp"], c["ep"] * c["etp"]
+        whole = self.shard, self.expert
+        self._gather, self._reduce, self._scatter = (
+            [affine(cluster, move, *each) for each in zip(sizes, strides, strict=True)]
+            for move, sizes in ((gather, near), (all_reduce, whole), (scatter, whole))
+        )
 
     def moves(self, ranks: Ranks, which: int) -> tuple[Values, Values]:
         """Seconds to gather a rank's parameters, and to reduce its gradients."""
@@ -69,26 +70,23 @@ class DataParallelBound:
         layers = held[:, :PREDICTION].sum(axis=1) + held[:, PREDICTION:].max(axis=1)
         with_experts = held[:, EXPERTS] + held[:, PREDICTION] * self.further_experts
 
-        def seconds(kind: str, size: float, of: Cells) -> Values:
-            dense, expert = of.weighted(held), of.weighted(held, KINDS)
+        def seconds(moves: Sequence[tuple[Values, Values]], size: float, of: Cells) -> Values:
+            counts, parts = (layers, with_experts), (of.weighted(held), of.weighted(held, KINDS))
             total: Values = sum(
                 count * empty + parameters * size * slope
-                for count, parameters, (empty, slope) in (
-                    (layers, dense, getattr(self, f"dense_{kind}")),
-                    (with_experts, expert, getattr(self, f"expert_{kind}")),
-                )
+                for count, parameters, (empty, slope) in zip(counts, parts, moves, strict=True)
             )
             return total
 
         whole = ~self.space.sharded("splits_optimizer")
-        gathered = np.where(whole, 0.0, seconds("gather", self.copy, self.sizes))
+        gathered = np.where(whole, 0.0, seconds(self._gather, self.copy, self.sizes))
         empty, slope = self.replica_reduce
         between = layers * empty
         between += self.trained.weighted(held) / self.shard * self.wire * slope
-        split = seconds("scatter", self.scattered, self.trained) + between
+        split = seconds(self._scatter, self.scattered, self.trained) + between
         if not self.space.config.gathers_weights("no_shard"):  # perhaps in a single one
             layers, with_experts = np.minimum(layers, 1), np.minimum(with_experts, 1)
-        return gathered, np.where(whole, seconds("reduce", self.wire, self.trained), split)
+        return gathered, np.where(whole, seconds(self._reduce, self.wire, self.trained), split)
 
     def optimizer(self, ranks: Ranks) -> Values:
         """Seconds of the optimizer update on the rank with the most parameters."""

@@ -79,7 +79,7 @@ def enumerate_partitions(
     config: Config,
     given: frozenset[str],
     sizes: Sequence[int],
-    among: Collection[str] = ALL_SCHEDULES,
+    among: Collection[str],
 ) -> list[Partition]:
     """Every partition of the model for pipelines of these sizes.
 

@@ -22,7 +22,7 @@ from fivefold.predict.memory import peak_memory
 from fivefold.predict.software import Software
 from fivefold.search.bound_tables import Ranks, Values
 from fivefold.search.branch_and_bound import Ledger, OpenCandidates, layout_of
-from fivefold.search.by_stage import PartlyRecomputed, partials
+from fivefold.search.by_stage import PARTIALS, PartlyRecomputed, partials
 from fivefold.search.candidate import Candidate, evaluate
 from fivefold.search.columns import Column
 from fivefold.search.enumeration import enumerate_space
@@ -41,7 +41,6 @@ TRIES = 4  # plain layouts of each mesh that are evaluated first
 LESS_MEMORY = 1e10  # bytes; also find the fastest layout for a device with this much less memory
 SHARES = (0.75, 0.6, 0.45)  # also find the fastest layout within these shares of device memory
 WORTH = 0.02  # share of the memory that a slower layout must save to be listed
-PARTIALS = 64  # layouts that are kept for the recomputation of some of their layers
 SMALLEST = 3  # layouts with the least memory to evaluate if nothing fits
 NOISE = 0.02  # share of a step by which runs of one layout differ: no prediction tells those apart
 
@@ -237,7 +236,7 @@ class _Search:
     def _note(self, space: Space, seconds: Values, sizes: Values) -> None:
         """Take note of layouts that may be fast if some of their layers are recomputed."""
         room, best = self.request.cluster.room, self.ledger.best
-        found = partials(space, seconds, sizes, room, best, PARTIALS)
+        found = partials(space, seconds, sizes, room, best)
         self.partials = sorted([*self.partials, *found], key=lambda p: p.estimate)[:PARTIALS]
 
     def _bounded(self, space: Space) -> tuple[TimeBound, Values]:

@@ -52,7 +52,7 @@ def answer(result: SearchResult) -> list[tuple[str, str]]:
     candidate, request = result.best, result.request
     assert candidate.prediction is not None
     training = request.config.training
-    tokens = training.global_batch_size * training.seq_length
+    tokens = training.step_tokens
     fp8 = f" with {training.fp8_format} fp8" if training.fp8_format else ""
     rows = [
         ("layout", summary(candidate.layout)),

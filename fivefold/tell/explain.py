@@ -21,6 +21,7 @@ from fivefold.tell.export.targets import export
 from fivefold.units import human_bytes, human_seconds
 
 SOME = 8  # layouts that are predicted again for each change of the cluster
+ALTERNATIVES = 4  # layouts of other meshes that are told of
 
 
 def differences(base: Prediction, other: Prediction, most: int = 3) -> list[str]:
@@ -82,7 +83,7 @@ class Alternative:
     reason: str
 
 
-def alternatives(result: SearchResult, most: int = 4) -> list[Alternative]:
+def alternatives(result: SearchResult) -> list[Alternative]:
     """The nearest layouts of other meshes: slower ones, and faster ones that do not fit."""
     best = result.best
     assert best.prediction is not None
@@ -92,13 +93,13 @@ def alternatives(result: SearchResult, most: int = 4) -> list[Alternative]:
             continue
         found.append(Alternative(other, slower(best.prediction, other.prediction)))
     faster = [c for c in missed(result) if c.seconds < best.seconds]
-    tight = sorted(faster, key=lambda c: c.memory.device_total)[: most // 2]
+    tight = sorted(faster, key=lambda c: c.memory.device_total)[: ALTERNATIVES // 2]
     return [
         *(
             Alternative(c, f"{percent(c.seconds / best.seconds - 1)}, but {shortfall(c.memory)}")
             for c in tight
         ),
-        *found[: most - len(tight)],
+        *found[: ALTERNATIVES - len(tight)],
     ]
 
 

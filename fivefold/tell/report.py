@@ -147,7 +147,7 @@ def cost(result: SearchResult, tokens: float | None) -> Cost:
     """The cost of training on this many tokens; None: the tokens of `train_iters` steps."""
     candidate, cluster = result.best, result.request.cluster
     config = candidate.layout.config
-    batch = config.training.global_batch_size * config.training.seq_length
+    batch = config.training.step_tokens
     steps = ceil(tokens / batch) if tokens else config.training.train_iters
     seconds = steps * candidate.seconds
     world = result.request.world

@@ -32,7 +32,7 @@ class Work:
 
     parameters: tuple[Tensor, ...]
     add: Callable[[], None]
-    start: Callable[[], None] | None = None
+    start: Callable[[], None] | None
 
 
 def run_works(works: list[Work]) -> Iterator[Tensor]:

@@ -53,8 +53,8 @@ def evaluate_run(
     run: Path,
     layout: Layout,
     *,
-    step: int | None = None,
-    device: Asked = "auto",
+    step: int | None,
+    device: Asked,
     progress: Progress,
 ) -> list[Evaluated]:
     """Evaluate a checkpoint in processes started on this machine, one for each rank of a layout.

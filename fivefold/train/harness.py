@@ -80,10 +80,10 @@ def evaluate_tasks(
     run: Path,
     tasks: Sequence[str],
     *,
-    step: int | None = None,
-    num_fewshot: int | None = None,
-    limit: int | None = None,
-    device: Asked = "auto",
+    step: int | None,
+    num_fewshot: int | None,
+    limit: int | None,
+    device: Asked,
 ) -> dict[str, Any]:
     """What `lm_eval.simple_evaluate` finds of a checkpoint, on one device, in fp32.
 

@@ -7,19 +7,18 @@ kernel clears it; its caching allocator saves a GPU from this.
 
 import ctypes
 import os
-from collections.abc import Mapping
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from <malloc.h>
 _LARGEST = 1 << 30
 """Bytes from which on memory is still taken from the kernel and given back, one by one."""
 
 
-def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> None:
+def keep_freed_memory() -> None:
     """Have the C library keep what this process frees, unless the user tunes it or it is no glibc.
 
     See mallopt(3), whose variables begin with MALLOC_.
     """
-    tuned = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in environment)
+    tuned = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
     tune = None if tuned else getattr(ctypes.CDLL(None), "mallopt", None)
     if tune is not None:
         tune(_M_MMAP_THRESHOLD, _LARGEST)

@@ -85,11 +85,9 @@ class End:
             raise RanksFailed(what)
 
 
-def launch_local(
-    worker: Worker, nproc: int, *, describe: Callable[[int], str] | None = None
-) -> int:
+def launch_local(worker: Worker, nproc: int) -> int:
     """Run `worker(rank_env)` as `run_ranks` does, and return the exit status for the shell."""
-    return run_ranks(worker, nproc, describe=describe).status
+    return run_ranks(worker, nproc).status
 
 
 def run_ranks(

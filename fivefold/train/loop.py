@@ -71,8 +71,8 @@ class Trainer:
     checkpointer: Checkpointer
     console: Console | None
     sinks: Sequence[Sink]
-    audit: Path | None = None
-    profile: Path | None = None
+    audit: Path | None
+    profile: Path | None
     step: int = 0
     check_folder: Callable[[], None] | None = None
     activity: Activity = field(default_factory=Activity)
@@ -283,7 +283,7 @@ class Trainer:
 
     def _record(self, result: StepResult, seconds: float) -> None:
         training = self.engine.layout.config.training
-        tokens = training.global_batch_size * training.seq_length
+        tokens = training.step_tokens
         extra = dict(result.extra)
         if self.stragglers is not None:
             found = self.stragglers.look(self.step, self.activity.compute_seconds)

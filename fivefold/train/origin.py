@@ -60,48 +60,59 @@ def find_origin(config: Config, folder: Path) -> Origin | None:
     """
     own, load = Checkpointer(folder / CHECKPOINTS), config.checkpoint.load
     if own.latest() is not None:
-        source, step, weights_only = own, None, False
-    elif load is None:
+        return _from_run(own, folder, config, continues=True)
+    if load is None:
         return None
-    else:
-        adapter = config.checkpoint.load_adapter
-        if adapter != load:
-            refuse_adapter(Path(load))
-        if is_hub_folder(Path(load)):
-            if config.checkpoint.ckpt_step is not None:
-                what = f"ckpt_step chooses one of several checkpoints, and {load} has weights alone"
-                raise CheckpointError(str(Mistake(what, works=("--ckpt-step none",))))
-            return _from_hub(Path(load), config)
-        if adapter is not None:
-            what = f"load_adapter is for weights as Hugging Face keeps them, and {load} has none"
-            run, weights = quote(load), quote(f"{Path(load)}-hf")
-            made = f"--load {weights}, made by fivefold convert {run} {weights}"
-            raise CheckpointError(str(Mistake(what, attempt=made)))
-        if is_megatron(Path(load)):
-            found = megatron_checkpoint(Path(load), config.checkpoint.ckpt_step)
-            checked_sources(found, config.model)  # before any rank starts
-            return Origin(found, 0, weights_only=True, foreign=True)
-        source, step = Checkpointer(checkpoints_of(Path(load))), config.checkpoint.ckpt_step
-        weights_only = config.checkpoint.finetune
+    if (foreign := _foreign(load, config)) is not None:
+        return foreign
+    source = Checkpointer(checkpoints_of(Path(load)))
+    return _from_run(source, folder, config, continues=False)
+
+
+def _foreign(load: str, config: Config) -> Origin | None:
+    """The weights in a folder as Hugging Face or Megatron-core keeps them; None: it is none."""
+    folder, adapter = Path(load), config.checkpoint.load_adapter
+    if adapter != load:
+        refuse_adapter(folder)
+    if is_hub_folder(folder):
+        if config.checkpoint.ckpt_step is not None:
+            what = f"ckpt_step chooses one of several checkpoints, and {load} has weights alone"
+            raise CheckpointError(str(Mistake(what, works=("--ckpt-step none",))))
+        return _from_hub(folder, config)
+    if adapter is not None:
+        what = f"load_adapter is for weights as Hugging Face keeps them, and {load} has none"
+        run, weights = quote(load), quote(f"{folder}-hf")
+        made = f"--load {weights}, made by fivefold convert {run} {weights}"
+        raise CheckpointError(str(Mistake(what, attempt=made)))
+    if not is_megatron(folder):
+        return None
+    found = megatron_checkpoint(folder, config.checkpoint.ckpt_step)
+    checked_sources(found, config.model)  # before any rank starts
+    return Origin(found, 0, weights_only=True, foreign=True)
+
+
+def _from_run(source: Checkpointer, folder: Path, config: Config, *, continues: bool) -> Origin:
+    """A checkpoint of a run: of the one in this folder if it `continues`, else of another."""
     damage = ""
     try:
-        state = read_state(source, step)
+        state = read_state(source, None if continues else config.checkpoint.ckpt_step)
     except DamagedCheckpoint as error:
-        if source is not own or error.intact is None:
+        if not continues or error.intact is None:
             raise
-        state, damage = read_state(own, error.intact), error.passed_over
+        state, damage = read_state(source, error.intact), error.passed_over
+    weights_only = config.checkpoint.finetune and not continues
     weights_only |= not state.loader["fingerprint"]  # converted weights, which nothing trained yet
     starts = without_adapters(state, config.model)
     if starts and not weights_only:
         what = f"{source.folder} is of a run without adapters, and lora_rank asks for some"
         afresh = f"--load {quote(str(folder))} --finetune --save {quote(f'{folder}-adapters')}"
-        works = (afresh if source is own else "--finetune",)
+        works = (afresh if continues else "--finetune",)
         raise CheckpointError(str(Mistake(what, works=works)))
     same_model(state.model, config.model.base if starts else config.model, source.folder)
     origin = Origin(source.folder, state.step, weights_only, damage=damage)
     if not weights_only:
-        earlier = [] if source is own else source.steps()
-        _check_steps(origin, config.training.train_iters, earlier, continues=source is own)
+        earlier = [] if continues else source.steps()
+        _check_steps(origin, config.training.train_iters, earlier, continues=continues)
     return origin
 
 

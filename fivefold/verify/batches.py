@@ -55,8 +55,9 @@ def rows_of(config: Config, dp_rank: int, dp: int) -> slice:
     return slice(dp_rank * each, (dp_rank + 1) * each)
 
 
-def microbatches(config: Config, batch: Microbatch, rows: slice) -> list[Microbatch]:
-    """These samples as the microbatches of a step."""
+def microbatches(config: Config, batch: Microbatch, rows: slice | None = None) -> list[Microbatch]:
+    """These samples, or all of a step, as the microbatches of a step."""
+    rows = rows or slice(0, config.training.global_batch_size)
     size = config.training.micro_batch_size
     starts = range(rows.start, rows.stop, size)
     return [take_rows(batch, slice(start, start + size)) for start in starts]

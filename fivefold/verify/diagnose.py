@@ -217,7 +217,7 @@ def _loss_findings(
     """Sentences on the loss: which wrong normalisation or mistake explains its value."""
     config, grid = engine.layout.config, engine.layout.grid
     batch = global_batch(config, step)
-    samples = microbatches(config, batch, slice(0, config.training.global_batch_size))
+    samples = microbatches(config, batch)
     tokens = torch.tensor([valid_tokens(sample) for sample in samples])
 
     def means(parts: int) -> float:

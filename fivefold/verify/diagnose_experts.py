@@ -55,7 +55,7 @@ def gradients_of_tokens(
     if config.experts.aux_losses or config.experts.moe_z_loss_coeff:
         batch = global_batch(config, step)
         (whole,) = batches_of(config, [batch], step)
-        samples = microbatches(config, batch, slice(0, config.training.global_batch_size))
+        samples = microbatches(config, batch)
         batches = batches_of(config, samples, step)
         without = [without_losses(each, torch.tensor(True)) for each in batches]
         text = "is that of the losses which balance experts: the main loss does not reach it"

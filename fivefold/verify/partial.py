@@ -45,7 +45,7 @@ def gradients_of_ranks(
     """
     batch = global_batch(config, step)
     (whole,) = batches_of(config, [batch], step)
-    samples = microbatches(config, batch, slice(0, config.training.global_batch_size))
+    samples = microbatches(config, batch)
     every = batches_of(config, samples, step)
     each = len(every) // grid.dp
     total: Tensors = {}

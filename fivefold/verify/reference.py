@@ -123,7 +123,7 @@ def run_reference(
             follow(model, followed[step].choices, torch.device("cpu"))
         before = _state(master, scaling)
         batch = global_batch(config, step)
-        samples = microbatches(config, batch, slice(0, config.training.global_batch_size))
+        samples = microbatches(config, batch)
         scaling.begin()
         tokens = valid_by_depth(as_batch(batch, step, config.model.mtp_num_layers))
         routing: dict[int, list[Tensor]] = {}
@@ -244,7 +244,7 @@ def _evaluate(model: Stage, config: Config) -> float:
     with torch.no_grad():
         losses = [
             model(None, as_batch(sample, 0)).double()  # no dropout: no step matters
-            for sample in microbatches(config, batch, slice(0, config.training.global_batch_size))
+            for sample in microbatches(config, batch)
         ]
     model.train()
     return float(torch.stack(losses).sum()) / valid_tokens(batch)

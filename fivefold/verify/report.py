@@ -46,9 +46,9 @@ class Difference:
     rank: int
     error: float
     scale: float
-    dot: float = 0.0
-    own: float = 0.0
-    true: float = 0.0
+    dot: float
+    own: float
+    true: float
     off: float = 0.0
     digest: str = ""
 

@@ -60,7 +60,7 @@ def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
             f"vocabulary {now.vocab_size}"
         )
     training = config.training
-    if training.global_batch_size * training.seq_length > LARGEST_BATCH:
+    if training.step_tokens > LARGEST_BATCH:
         config = _fewer_tokens(layout, config)
         now_t = config.training
         changes.append(

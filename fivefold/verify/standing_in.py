@@ -39,9 +39,8 @@ def stand_in(model: Stage, config: Config) -> None:
     """Make a plain model with experts decide as the ranks of a layout do."""
     if model.model.num_experts is None or not experts_depend(config):
         return
-    limit, dp = _LimitByRank(config), config.parallel.data_parallel_shard_size
+    limit, dp = _LimitByRank(config), config.parallel.data_parallel_size
     ep = config.parallel.expert_model_parallel_size
-    dp *= config.parallel.num_distributed_optimizer_instances
     for mixture in model.mixtures:
         mixture.router.limit = limit
         around = replace(mixture.router.surroundings, all_ranks=dp, expert_ranks=ep)

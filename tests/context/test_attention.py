@@ -37,7 +37,6 @@ class Case:
     lengths: tuple[tuple[int, ...], ...] = ()
     window: int | None = None
     dropout: float = 0.0
-    causal: bool = True
     dtype: torch.dtype = torch.float64
 
 
@@ -60,8 +59,6 @@ SEEN: dict[str, Any] = {
     "a window": {"window": 5},
     "a window of one token": {"window": 1, "rows": 2},
     "a window beyond the row": {"window": 40},
-    "later tokens too": {"rows": 2, "causal": False},
-    "later tokens in documents": {"lengths": ((5, 20, 7),), "causal": False},
     "a window in documents": {"window": 3, "lengths": ((5, 20, 7),)},
     **PACKED,
 }
@@ -82,9 +79,9 @@ def documents_of(case: Case) -> Documents | None:
 def part_of(case: Case, ranks: int, rank: int) -> MicrobatchShare:
     documents = documents_of(case)
     if documents is None:
-        sight = Sight((0, case.length), case.window, case.causal)
+        sight = Sight((0, case.length), case.window)
         return MicrobatchShare(split(case.rows, sight, ranks), rank)
-    return MicrobatchShare(split(1, Sight(documents.starts, case.window, case.causal), ranks), rank)
+    return MicrobatchShare(split(1, Sight(documents.starts, case.window), ranks), rank)
 
 
 def errors(rank: int, world: int, cases: list[Case]) -> list[float]:
@@ -108,7 +105,7 @@ def error(rank: int, world: int, case: Case) -> float:
         drop = Dropout(3, 1, ids.flatten(), ids.flatten(), ids).heads(
             case.dropout, "site", 2, case.heads + 2
         )
-    whole = Scope(documents, case.window, causal=case.causal)
+    whole = Scope(documents, case.window)
     expected = plain_attention(q, k, v, whole, drop)
     true = [expected, *torch.autograd.grad(expected, (q, k, v), grad)]
     with shared_groups():

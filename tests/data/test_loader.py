@@ -27,8 +27,8 @@ def build(tokenizer, write_documents, seed=7, seq_length=8):
     return Dataset(corpora, tokenizer, packing, split="1", part="train", seed=seed, shuffle=True)
 
 
-def loader(dataset, gbs=12, mbs=1, rank=0, dp=1, **options):
-    return Loader(
+def loader(dataset, gbs=12, mbs=1, rank=0, dp=1, *, after=0, **options):
+    made = Loader(
         dataset,
         global_batch_size=gbs,
         micro_batch_size=mbs,
@@ -36,6 +36,8 @@ def loader(dataset, gbs=12, mbs=1, rank=0, dp=1, **options):
         dp_size=dp,
         **{"prefetch": False} | options,
     )
+    made.seek(after)
+    return made
 
 
 def joined(microbatches):
@@ -60,9 +62,9 @@ def assert_same(left, right):
 )
 def test_the_global_batch_does_not_depend_on_the_layout(dataset, layout, step):
     dp, mbs = layout
-    start = {"consumed_samples": 12 * step}
-    whole = loader(dataset, **start).next_batch()
-    ranks = [loader(dataset, mbs=mbs, rank=r, dp=dp, **start).next_batch() for r in range(dp)]
+    after = 12 * step
+    whole = loader(dataset, after=after).next_batch()
+    ranks = [loader(dataset, mbs=mbs, rank=r, dp=dp, after=after).next_batch() for r in range(dp)]
     assert all(len(batches) == 12 // dp // mbs for batches in ranks)
     assert all(batch.tokens_BS.shape == (mbs, 8) for batches in ranks for batch in batches)
     assert_same(whole, [batch for batches in ranks for batch in batches])
@@ -103,7 +105,7 @@ def test_seek_goes_back_to_fixed_samples(dataset):
 
 
 def test_other_data_is_not_resumed(dataset, tokenizer, write_documents):
-    state = loader(dataset, consumed_samples=24).state_dict()
+    state = loader(dataset, after=24).state_dict()
     other = loader(build(tokenizer, write_documents, seed=8, seq_length=4))
     with pytest.raises(DataError) as error:
         other.load_state_dict(state)

@@ -32,7 +32,7 @@ from fivefold.config.sources import load
 from fivefold.layout import Layout
 from fivefold.train.devices import choose_device, visible_gpus
 from fivefold.train.engine import Engine
-from fivefold.train.launch import init_process_group, launch_local
+from fivefold.train.launch import init_process_group, run_ranks
 from fivefold.train.rank_env import RankEnv
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches, rows_of
 from tests.gpu_stub.planted import FORGOTTEN
@@ -153,7 +153,7 @@ def main(argv: list[str]) -> int:
             os.write(1, f"{json.dumps(found)}\n".encode())  # at once: other ranks write there, too
             dist.destroy_process_group()
 
-    return launch_local(rank, ranks, describe=layouts[0].grid.name)
+    return run_ranks(rank, ranks, describe=layouts[0].grid.name).status
 
 
 if __name__ == "__main__":

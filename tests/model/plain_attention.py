@@ -38,9 +38,7 @@ def plain_attention(
 def _seen(S: int, k_BLGD: Tensor, scope: Scope) -> Tensor:
     """Mask of the keys each of the last S tokens sees: [S, L], or [B, 1, S, L] with documents."""
     L = k_BLGD.shape[1]
-    seen = torch.ones(S, L, dtype=torch.bool, device=k_BLGD.device)
-    if scope.causal:
-        seen = seen.tril(L - S)
+    seen = torch.ones(S, L, dtype=torch.bool, device=k_BLGD.device).tril(L - S)
     if scope.window is not None:
         seen = seen.triu(L - S - scope.window)
     if scope.documents is None:

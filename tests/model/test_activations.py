@@ -127,10 +127,9 @@ def test_a_layer_of_experts_keeps_a_row_for_each_copy_of_a_token() -> None:
     assert kept(model, Running(4096)) == attention + routing + k * row
     split = Running(4096, tensor_parallel=t, sequence_parallel=True)
     assert kept(model, split) == (attention + routing + k * row) / t
-    # Ranks that split experts share their rows; a rank whose experts are liked has more of them.
-    folded = replace(split, expert_tensor_parallel=t, imbalance=1.5)
-    rows = k * 1.5
-    expected = (attention + routing) / t + rows * (2 * h + 6 * f / t + 4 + 8)
+    # Ranks that split experts share their rows.
+    folded = replace(split, expert_tensor_parallel=t)
+    expected = (attention + routing) / t + k * (2 * h + 6 * f / t + 4 + 8)
     assert kept(model, folded) == pytest.approx(expected, rel=1e-12)
 
 

@@ -23,14 +23,12 @@ from tests.model.plain_attention import plain_attention
 def seen_by_definition(sight: Sight, query: int, key: int) -> bool:
     document = [sum(start <= x for start in sight.starts) for x in (query, key)]
     near = sight.window is None or query - key <= sight.window
-    return document[0] == document[1] and (not sight.causal or (key <= query and near))
+    return document[0] == document[1] and key <= query and near
 
 
 def random_sight(rng: random.Random, length: int) -> Sight:
     inner = rng.sample(range(1, length), rng.randint(0, min(4, length - 1)))
-    causal = rng.random() < 0.8
-    window = rng.choice([None, rng.randint(1, length)]) if causal else None
-    return Sight((0, *sorted(inner), length), window, causal)
+    return Sight((0, *sorted(inner), length), rng.choice([None, rng.randint(1, length)]))
 
 
 def random_spans(rng: random.Random, length: int) -> tuple[list[Span], list[Span]]:

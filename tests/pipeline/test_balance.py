@@ -19,7 +19,14 @@ from fivefold.pipeline.balance import (
 from fivefold.pipeline.ir import loop_placement, v_placement
 from fivefold.pipeline.layout import split_layers
 from fivefold.pipeline.lowering import eager_dx
-from fivefold.pipeline.parts import ModelPart, Parts, modelled_parts, read_costs, stated_parts
+from fivefold.pipeline.parts import (
+    PARAMETER_BYTES,
+    ModelPart,
+    Parts,
+    modelled_parts,
+    read_costs,
+    stated_parts,
+)
 from fivefold.pipeline.schedules.registry import build_program
 from fivefold.pipeline.simulate import simulate
 from fivefold.pipeline.stages import Split, layout_string
@@ -174,7 +181,7 @@ def test_modelled_layouts_can_be_written_down(name, pp, virtual):
 @pytest.mark.parametrize("name", ["llama3-8b", "deepseek-v3"])
 def test_modelled_pieces_add_up_to_the_model(name):
     model = PRESETS[name]
-    parts = modelled_parts(model, 4096, parameter_bytes=2.0)
+    parts = modelled_parts(model, 4096)
     whole = parts.of(
         split_layers(model.num_layers, 1, mtp_num_layers=model.mtp_num_layers).stages[0]
     )
@@ -183,7 +190,7 @@ def test_modelled_pieces_add_up_to_the_model(name):
     assert whole.time == 3 * flops.total
     # Prediction on a stage of its own holds the embedding once more.
     more = model.padded_vocab_size * model.hidden_size * bool(model.mtp_num_layers)
-    assert whole.state == 2 * (count_parameters(model).total + more)
+    assert whole.state == PARAMETER_BYTES * (count_parameters(model).total + more)
 
 
 def test_a_clock_tells_the_time_of_the_simulator():

@@ -99,13 +99,6 @@ def test_impossible_costs():
         Costs.uniform(2, f=0)
     with pytest.raises(ConfigError, match="hop not negative"):
         Costs.uniform(2, hop=-1)
-    with pytest.raises(ConfigError, match="scales must be positive"):
-        Costs((1,), (1,), (1,), scale=(0,))
-
-
-def test_microbatches_may_differ():
-    program = build_program("1f1b", (0,), 3)
-    assert simulate(program, Costs((1,), (2,), (3,), scale=(1, 0.5, 2))).makespan == 21
 
 
 def test_slices_share_the_time_of_their_microbatch():

@@ -38,7 +38,7 @@ def random_program(seed: int, sizes: tuple[int, ...]) -> Program:
         random.uniform(3, 3 * ranks),
         Footprint(times()),
     )
-    program = synthesise(problem, effort=EFFORT, seed=seed).program
+    program = synthesise(problem, effort=EFFORT).program
     program = with_recompute(program, random.randint(1, 3)) if random.random() < 0.5 else program
     program = with_sharding_actions(lower(program, problem.costs))
     for stream in Stream:

@@ -36,8 +36,8 @@ def test_bytes_of_each_way() -> None:
 
 
 def test_a_ring_hides_from_as_many_tokens_as_the_condition_says() -> None:
-    long = context_way(_config(16, 16 * 65_536), CLUSTER, "p2p")
-    short = context_way(_config(16, 16 * 512), CLUSTER, "p2p")
+    long = context_way(_config(16, 16 * 65_536), CLUSTER, "p2p", ())
+    short = context_way(_config(16, 16 * 512), CLUSTER, "p2p", ())
     assert 512 < long.tokens < 65_536 and short.tokens > 512
     assert long.exposed.forward <= CLUSTER.gpu.overlap_slowdown * long.attention.forward
     assert short.exposed.forward > short.attention.forward
@@ -45,7 +45,7 @@ def test_a_ring_hides_from_as_many_tokens_as_the_condition_says() -> None:
 
 def _attention(length: int, **settings: Any) -> float:
     """Seconds of a layer's attention, without launches."""
-    way = context_way(_config(1, length, **settings), CLUSTER, "p2p")
+    way = context_way(_config(1, length, **settings), CLUSTER, "p2p", ())
     return way.attention.total - 3 * CLUSTER.gpu.launch
 
 

@@ -76,7 +76,7 @@ def test_shapes_are_those_of_one_rank() -> None:
         "global_batch_size": 16,
     }
     layout = check(Config(PRESETS["llama3-8b"]).with_values(seq_length=4096, **values), 8)
-    shapes = {each.name: each.shape for each in kernels(layout, preset("H100", 8))}
+    shapes = {each.name: each.shape for each in kernels(layout, preset("H100", 8), Software())}
     assert shapes["qkv"] == "8,192 x 3,072 x 4,096"
     assert shapes["fc1"] == "8,192 x 14,336 x 4,096"
     assert shapes["fc2"] == "8,192 x 4,096 x 7,168"

@@ -18,7 +18,7 @@ from fivefold.predict.compute import Phases
 from fivefold.predict.overlap import Paired, hidden
 from fivefold.predict.software import Software
 from fivefold.predict.stage_times import Times
-from fivefold.predict.step import predict, stage_costs
+from fivefold.predict.step import predict
 from fivefold.search.bound_tables import Ranks
 from fivefold.search.enumeration import enumerate_space
 from fivefold.search.time_bound import time_bound
@@ -70,8 +70,8 @@ def test_a_pair_is_not_shorter_than_the_host_takes_to_issue_it() -> None:
 
 @pytest.mark.parametrize("schedule", ["combined_1f1b", "dualpipe", "dualpipe_v"])
 def test_only_pairs_are_shorter(schedule: str) -> None:
-    (alone, _), (beside, _) = (
-        stage_costs(mixtral(schedule, overlap=overlap), CLUSTER) for overlap in (False, True)
+    alone, beside = (
+        predict(mixtral(schedule, overlap=overlap), CLUSTER).costs for overlap in (False, True)
     )
     assert (alone.f, alone.b, alone.w) == (beside.f, beside.b, beside.w)
     assert alone.fb is None and beside.fb is not None

@@ -8,7 +8,7 @@ from fivefold.predict.communication import broadcasts, gather, span
 from fivefold.predict.compute import attention, attention_share, matmul, score_matrices
 from fivefold.predict.layer import LayerTimes
 from fivefold.predict.software import Software
-from fivefold.predict.step import predict, stage_costs
+from fivefold.predict.step import predict
 from tests.predict.layouts import planned
 
 H100 = preset("H100", 64)
@@ -65,19 +65,18 @@ def test_one_rate_for_all_links_bounds_a_step_by_its_bytes():
 
 def test_waiting_for_messages_makes_every_stage_longer_by_one():
     layout = planned("llama3-8b", 64, tp=4, pp=4, gbs=256)
-    hop = predict(layout, H100).costs.hop
-    hidden, _ = stage_costs(layout, H100, Software())
+    hidden = predict(layout, H100).costs
     for when in ("always", "plain"):
-        waiting, _ = stage_costs(layout, H100, Software(waits_for_hops=when))
-        assert waiting.f == pytest.approx([f + hop for f in hidden.f])
-        assert waiting.b == pytest.approx([b + hop for b in hidden.b])
+        waiting = predict(layout, H100, Software(waits_for_hops=when)).costs
+        assert waiting.f == pytest.approx([f + hidden.hop for f in hidden.f])
+        assert waiting.b == pytest.approx([b + hidden.hop for b in hidden.b])
         assert waiting.hop == 0.0
 
 
 def test_who_waits_in_plain_schedules_sends_beside_interleaved_stages():
     two = planned("llama3-8b", 64, tp=4, pp=4, gbs=256, num_virtual_stages_per_pipeline_rank=2)
     never, plain, always = (
-        stage_costs(two, H100, Software(waits_for_hops=when))[0]
+        predict(two, H100, Software(waits_for_hops=when)).costs
         for when in ("never", "plain", "always")
     )
     assert plain == never and never.hop > 0
@@ -283,26 +282,19 @@ def test_gradients_reduced_with_the_last_backward_only_cost_as_much_at_any_count
 
 
 def test_ends_in_one_block_are_gathered_before_and_reduced_after_all_else():
-    def parts(**settings):
+    def costs(**settings):
         layout = planned("llama3-8b", 64, mbs=1, zero="optim_grads_params", **settings)
-        (beside, _), (waited, _) = (
-            (stages[0].dp, costs)
-            for costs, stages in (
-                stage_costs(layout, H100, Software(waits_for_ends=habit)) for habit in (0, 1)
-            )
-        )
-        return beside, waited
+        return [predict(layout, H100, Software(waits_for_ends=habit)).costs for habit in (0, 1)]
 
-    beside, waited = parts(gbs=64)
+    beside, waited = costs(gbs=64)
     ends = 2 * 128256 * 4096
     once = gather(H100, span(H100, 64, 1), 2 * ends)
     slowed = H100.gpu.overlap_slowdown * once  # what it costs the work beside which it is hidden
-    assert waited.forward - beside.forward == pytest.approx(once - slowed, rel=0.01)
-    assert waited.dx > beside.dx
-    inner, outer = parts(gbs=64, pp=2, sp=False)
-    assert outer.forward > inner.forward  # the first stage has the embedding
-    layout = planned("llama3-8b", 64, pp=2, mbs=1, zero="optim_grads_params")
-    last = [stage_costs(layout, H100, Software(waits_for_ends=habit))[1][-1].dp for habit in (0, 1)]
+    assert waited.f[0] - beside.f[0] == pytest.approx(once - slowed, rel=0.01)
+    assert waited.b[0] > beside.b[0]
+    inner, outer = costs(gbs=64, pp=2, sp=False)
+    assert outer.f[0] > inner.f[0]  # the first stage has the embedding
+    last = [(each.f[-1], each.b[-1]) for each in costs(pp=2)]
     assert last[0] == last[1]
 
 

@@ -9,7 +9,7 @@ from fivefold.pipeline.simulate import simulate
 from fivefold.predict.cluster import preset
 from fivefold.predict.makespan import Clock, leveled_program
 from fivefold.predict.software import Software
-from fivefold.predict.step import predict, stage_costs
+from fivefold.predict.step import predict
 from tests.predict.layouts import planned
 from tests.speed import usual_seconds
 
@@ -83,7 +83,7 @@ def test_a_short_program_tells_the_time_of_a_long_one(schedule, ranks, virtual):
         + "t" * (31 - 3 * (stages - 2))
         + "L",
     )
-    costs, _ = stage_costs(layout, CLUSTER)
+    costs = predict(layout, CLUSTER).costs
     for eager in (False, True):
         program = executed(layout.order().program(), pairs=False, eager=eager)
         whole = simulate(program, costs).makespan

@@ -80,7 +80,7 @@ def test_a_killed_rank_is_named_and_the_job_ends(capfd, signum, says):
                 os.kill(os.getpid(), signum)
 
     start = time.monotonic()
-    assert launch_local(worker, 4, describe=place) == 128 + signum
+    assert run_ranks(worker, 4, describe=place).status == 128 + signum
     assert time.monotonic() - start < 5
     error = capfd.readouterr().err
     assert error.count("\nerror:") + error.startswith("error:") == 1
@@ -134,7 +134,7 @@ def test_a_rank_that_leaves_early_is_named_not_one_that_lost_it(capfd, leave, sa
             return
         step()
 
-    assert launch_local(worker, 3, describe=place) == 1
+    assert run_ranks(worker, 3, describe=place).status == 1
     assert f"error: rank 1 PP(0) TP(1): {says}\n" in capfd.readouterr().err
 
 

@@ -64,11 +64,9 @@ class Reader:
         value = self._value(names, default, _whole(least, most))
         return 1 if value is _WRONG else value
 
-    def optional_size(
-        self, *names: str, default: Any = _REQUIRED, least: int = 1, most: int = MAX_SIZE
-    ) -> int | None:
+    def optional_size(self, *names: str, default: Any = _REQUIRED, least: int = 1) -> int | None:
         """A whole number or null, which differs from a missing field."""
-        value = self._value(names, default, _or_null(_whole(least, most)))
+        value = self._value(names, default, _or_null(_whole(least, MAX_SIZE)))
         return None if value is _WRONG else value
 
     def sizes(self, name: str) -> Sequence[int]:

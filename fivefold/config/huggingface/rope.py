@@ -148,7 +148,7 @@ def yarn_settings(
     *,
     fast: float = 32.0,
     slow: float = 1.0,
-    whole_pairs: bool = True,
+    whole_pairs: bool,
     scales: tuple[float, float] = (1.0, 0.0),
 ) -> tuple[tuple[str, Any], ...]:
     """ModelConfig settings for YaRN.

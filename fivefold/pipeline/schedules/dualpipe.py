@@ -7,13 +7,12 @@ of the model, in DualPipeV the two arms of a V.
 from collections import deque
 
 from fivefold.errors import ConfigError, Mistake
-from fivefold.pipeline.ir import Act, Kind
+from fivefold.pipeline.ir import Act, Kind, pair
 from fivefold.pipeline.schedules.fixed import (
     Orders,
     Task,
     nearest_choices,
     only_microbatches,
-    pair,
 )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fivefold.errors import ConfigError, Mistake
-from fivefold.pipeline.ir import Act, Kind, stages_on
+from fivefold.pipeline.ir import Act, Kind, pair, stages_on
 
 Orders = list[list[Act]]
 
@@ -29,8 +29,8 @@ class Task:
     placement: tuple[int, ...]
     num_microbatches: int
     group_size: int
-    num_slices: int = 1
-    forward_only: bool = False
+    num_slices: int
+    forward_only: bool
 
     @property
     def num_ranks(self) -> int:
@@ -128,11 +128,6 @@ def combined_1f1b(task: Task) -> Orders:
         _alternate(*_interleaved(task, rank), warm_up=_warm_up(task, rank) + 1, paired=True)
         for rank in range(task.num_ranks)
     ]
-
-
-def pair(forward: Act, backward: Act) -> Act:
-    """An overlapped pair of a forward and a backward."""
-    return Act(Kind.FB, forward.stage, forward.mb, kids=(forward, backward))
 
 
 def only_microbatches(acts: Iterable[Act], total: int) -> list[Act]:

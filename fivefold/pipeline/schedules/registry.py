@@ -83,7 +83,7 @@ class Schedule:
     fewest: int = 0
     limits: Limits = Limits()
 
-    def takes(self, ranks: int, microbatches: int, group: int | None = None) -> bool:
+    def takes(self, ranks: int, microbatches: int, group: int | None) -> bool:
         """Whether it can run this many microbatches; `generate` checks the rest.
 
         Args:
@@ -96,7 +96,7 @@ class Schedule:
         whole = microbatches % self.num_copies == ranks % self.num_copies == 0
         return whole and microbatches >= self.fewest * ranks
 
-    def enough(self, ranks: int, microbatches: int, group: int | None = None) -> int:
+    def enough(self, ranks: int, microbatches: int, group: int | None) -> int:
         """Number of microbatches after which memory no longer changes.
 
         That is all of them if there is no steady state, or none is reached.

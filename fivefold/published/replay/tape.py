@@ -70,7 +70,7 @@ class Tape:
     """
 
     allocator: Allocator
-    lead: int = 0
+    lead: int
     _pending: deque[Hashable] = field(default_factory=deque)
     _count: int = 0
     _owners: Counter[Hashable] = field(default_factory=Counter)

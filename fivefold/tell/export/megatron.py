@@ -265,8 +265,7 @@ def _lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
             f"{said['mscale']} and mscale_all_dim = {said['mscale_all_dim']} were left out"
         )
     if said["rope_type"] == "yarn":
-        names = ("original_max_position_embeddings", "beta_fast", "beta_slow")
-        given = ", ".join(f"{name} = {said[name]}" for name in names)
+        given = said.told("original_max_position_embeddings", "beta_fast", "beta_slow")
         rounds = said["yarn_correction_range_round_to_int"]
         yield (
             f"fields of its configuration, without flags: {given}, "
@@ -285,31 +284,8 @@ def _lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
 
 
 def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
-    parallel, memory, training = (
-        layout.config.parallel,
-        layout.config.memory,
-        layout.config.training,
-    )
-    if parallel.overlap_moe_expert_parallel_comm and (why := why_not_hidden(layout, runs)):
-        yield f"overlap_moe_expert_parallel_comm was left out: {why}"
-    if (factor := said["moe_expert_rank_capacity_factor"]) is not None:
-        yield (
-            f"moe_expert_rank_capacity_factor = {factor:g} needs a release after 0.16 and its "
-            "HybridEP kernels, and there repeats a step without a limit instead of dropping rows"
-        )
-    sharded = parallel.sharding.splits_optimizer
-    if sharded and parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
-        yield "overlap_param_gather was left out: it needs --overlap-grad-reduce"
-    if parallel.ddp_reduce_scatter_with_fp32_accumulation and layout.grid.dp_replicate > 1:
-        yield (
-            "ddp_reduce_scatter_with_fp32_accumulation was left out: it does not go with "
-            f"num_distributed_optimizer_instances = {layout.grid.dp_replicate}"
-        )
-    if parallel.overlap_param_gather_with_optimizer_step and not _gathers_early(layout, runs):
-        yield (
-            "overlap_param_gather_with_optimizer_step was left out: it needs ZeRO-1, "
-            "--overlap-grad-reduce and several pipeline stages a rank"
-        )
+    memory, training = layout.config.memory, layout.config.training
+    yield from _lost_of_parallelism(said, layout, runs)
     if training.precision != "bf16":
         yield f"Megatron-LM computes in fp32 without --bf16; precision = {training.precision}"
     if training.fp8_format and training.fp4_format:
@@ -320,7 +296,7 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
     yield from lost_of_memory(memory, runs)
     if layout.config.optimizer.needs_rounding:
         kinds = state_types(said)
-        if sharded:
+        if layout.config.parallel.sharding.splits_optimizer:
             yield f"it keeps masters in fp32, and rounds moments to the nearest: {kinds}"
         else:
             yield f"use_precision_aware_optimizer was left out: it needs ZeRO-1 or more ({kinds})"
@@ -349,6 +325,30 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
     )
     if sets := " ".join(said["valid_data_path"]):
         yield f"valid_data_path = {sets}: --multiple-validation-sets there, and --train-data-path"
+
+
+def _lost_of_parallelism(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
+    parallel = layout.config.parallel
+    if parallel.overlap_moe_expert_parallel_comm and (why := why_not_hidden(layout, runs)):
+        yield f"overlap_moe_expert_parallel_comm was left out: {why}"
+    if (factor := said["moe_expert_rank_capacity_factor"]) is not None:
+        yield (
+            f"moe_expert_rank_capacity_factor = {factor:g} needs a release after 0.16 and its "
+            "HybridEP kernels, and there repeats a step without a limit instead of dropping rows"
+        )
+    gathers = parallel.sharding.splits_optimizer and parallel.overlap_param_gather
+    if gathers and not parallel.overlap_grad_reduce:
+        yield "overlap_param_gather was left out: it needs --overlap-grad-reduce"
+    if parallel.ddp_reduce_scatter_with_fp32_accumulation and layout.grid.dp_replicate > 1:
+        yield (
+            "ddp_reduce_scatter_with_fp32_accumulation was left out: it does not go with "
+            f"num_distributed_optimizer_instances = {layout.grid.dp_replicate}"
+        )
+    if parallel.overlap_param_gather_with_optimizer_step and not _gathers_early(layout, runs):
+        yield (
+            "overlap_param_gather_with_optimizer_step was left out: it needs ZeRO-1, "
+            "--overlap-grad-reduce and several pipeline stages a rank"
+        )
 
 
 def _lost_of_the_loss(said: Settings, layout: Layout) -> Iterator[str]:

@@ -83,6 +83,10 @@ class Settings:
         self._read.add(name)
         return next(getattr(part, name) for part in self._sections if hasattr(part, name))
 
+    def told(self, *names: str) -> str:
+        """Settings with their values: 'beta_fast = 32, beta_slow = 1'."""
+        return ", ".join(f"{name} = {self[name]}" for name in names)
+
     def mention(self, *names: str) -> None:
         """Mark settings as handled that the export expresses in another way."""
         self._read.update(names)
@@ -142,17 +146,15 @@ DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
 def formats(said: Settings) -> str:
     """In how many bits linear layers are asked to multiply, and how 8 bits are scaled."""
     late = DELAYED if said["fp8_format"] and said["fp8_recipe"] == "delayed" else ()
-    names = ("fp8_format", "fp8_recipe", *late, "fp4_format")
-    return ", ".join(f"{name} = {said[name]}" for name in names)
+    return said.told("fp8_format", "fp8_recipe", *late, "fp4_format")
 
 
 def state_types(said: Settings) -> str:
     """The types that masters, gradients and moments are asked to have."""
-    names = (
+    return said.told(
         *("main_params_dtype", "store_param_remainders"),
         *("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
     )
-    return ", ".join(f"{name} = {said[name]}" for name in names)
 
 
 def _quoted(value: object) -> str:

@@ -306,11 +306,12 @@ def _lost(said: Settings, layout: Layout) -> Iterator[str]:
     if said["param_cpu_offload"]:
         said.mention("optimizer_cpu_offload")
         said.mention("offload_optimizer_states")
-        share, paths = said["optimizer_offload_fraction"], ("optimizer", "param")
-        given = (f"{name} = {said[name]}" for name in (f"{each}_offload_path" for each in paths))
+        given = said.told(
+            "optimizer_offload_fraction", "optimizer_offload_path", "param_offload_path"
+        )
         yield (
             "parameters and gradients go to host memory together with the optimizer, all of them: "
-            f"optimizer_offload_fraction = {share}, {', '.join(given)} were left out"
+            f"{given} were left out"
         )
     elif said["optimizer_cpu_offload"] or said["offload_optimizer_states"]:
         share = said["optimizer_offload_fraction"]
