@@ -177,7 +177,8 @@ def _check_heads(model: ModelConfig, mistakes: Mistakes) -> None:
     if heads % groups and not model.multi_latent_attention:
         mistakes.add(
             f"{heads} query heads cannot share {groups} key/value heads",
-            f"num_attention_heads / num_query_groups = {heads / groups:.2f} (must be whole)",
+            f"num_attention_heads / num_query_groups = {heads} / {groups} = {heads / groups:.2f} "
+            "(must be whole)",
             works=[f"--num-query-groups {n}" for n in nearest(groups, divisors(heads))],
         )
     if model.position_embedding_type == "rope" and (model.rotary_dim % 2 or not model.rotary_dim):

@@ -27,7 +27,7 @@ from fivefold.optim.rounding import MOMENTS, NamedElements, rounded
 from fivefold.optim.schedule import learning_rate
 from fivefold.train.batches import as_batch
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches
-from fivefold.verify.choices import Choices, ChoiceRecorder, follow
+from fivefold.verify.choices import ChoiceRecorder, Choices, follow
 from fivefold.verify.standing_in import in_order, round_gathered, scale_each_element, stand_in
 
 Tensors = dict[str, Tensor]
