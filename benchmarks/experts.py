@@ -24,6 +24,7 @@ from benchmarks.peer_systems.rows import EXPERT_ROWS  # noqa: E402
 from benchmarks.peers import (  # noqa: E402
     System,
     answer,
+    in_turn,
     make_peers_venv,
     measure,
     medians,
@@ -53,7 +54,7 @@ def main() -> None:
     runs: dict[tuple[str, str], list[dict]] = {}
     for turn in range(asked.rounds):
         for row in (EXPERT_ROWS[name] for name in asked.rows):
-            for name in asked.systems:
+            for name in in_turn(asked.systems, turn):
                 print(f"round {turn + 1}: {row.label}, {name}", file=sys.stderr)
                 run = measure(SYSTEMS[name], row, asked.steps, asked.warmup)
                 runs.setdefault((row.name, name), []).append(run)

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import venv
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -84,14 +84,19 @@ def main() -> None:
     runs: dict[tuple[str, str], list[dict]] = {}
     for turn in range(asked.rounds):
         for row in rows:
-            # In both orders: who ran just before can make a run slower.
-            for name, able in list(about.items())[:: -1 if turn % 2 else 1]:
-                if row.name in able.get("rows", ()):
+            for name in in_turn(about, turn):
+                if row.name in about[name].get("rows", ()):
                     print(f"round {turn + 1}: {row.label}, {name}", file=sys.stderr)
                     run = measure(SYSTEMS[name], row, asked.steps, asked.warmup)
                     runs.setdefault((row.name, name), []).append(run)
             save(asked, about, runs)
     print(render(json.loads(asked.json.read_text())))
+
+
+def in_turn(systems: Iterable[str], turn: int) -> list[str]:
+    """The systems in the order of a round, every second one from the last to the first: who ran
+    just before can make a run slower."""
+    return list(systems)[:: -1 if turn % 2 else 1]
 
 
 def save(asked: argparse.Namespace, about: dict, runs: dict) -> None:

@@ -8,6 +8,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from fivefold.errors import CheckpointError, FivefoldError, Mistake
 from fivefold.files import caused_by_full_disk
+from fivefold.mesh.collectives import gather_objects
 from fivefold.mesh.groups import lost_connection
 
 T = TypeVar("T")
@@ -44,14 +45,14 @@ class Team:
             DiskFullError: `job` ("saving step 3") failed on a rank whose disk is full.
             CheckpointError: `job` failed; the error names the ranks and the reasons.
         """
-        outcomes = self._gather(_attempt(work, self.size))
+        outcomes = gather_objects(_attempt(work, self.size), self.group)
         self._raise_if_any(job, [failure for _, failure in outcomes])
         return [result for result, _ in outcomes]  # type: ignore[misc]
 
     def each(self, job: str, work: Callable[[], T]) -> T:
         """Run `work` on every rank; each gets its own result. Raises as `together` does."""
         result, failure = _attempt(work, self.size)
-        self._raise_if_any(job, self._gather(failure))
+        self._raise_if_any(job, gather_objects(failure, self.group))
         return result  # type: ignore[return-value]
 
     def leader(self, job: str, work: Callable[[], T]) -> T:
@@ -67,13 +68,6 @@ class Team:
             full = any(failure.disk_full for failure in failed.values())
             kind = DiskFullError if full else CheckpointError
             raise kind(str(Mistake(f"{job} failed", tuple(_reasons(failed, self.size)))))
-
-    def _gather(self, mine: T) -> list[T]:
-        if self.group is None:
-            return [mine]
-        everyones: list = [None] * self.size
-        dist.all_gather_object(everyones, mine, group=self.group)
-        return everyones
 
 
 def _attempt(work: Callable[[], T], size: int) -> tuple[T | None, _Failure | None]:

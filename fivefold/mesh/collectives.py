@@ -10,6 +10,7 @@ Groups may be None, which means a group of one.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from fivefold.mesh.buckets import buckets_of
 from fivefold.mesh.device import exchanges_in_pairs
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -36,6 +39,24 @@ class Pending:
 def group_size(group: dist.ProcessGroup | None) -> int:
     """Number of ranks of a group; 1 for None."""
     return 1 if group is None else group.size()
+
+
+def gather_objects(own: T, group: dist.ProcessGroup | None) -> list[T]:
+    """What each rank of a group has, of any kind, in rank order."""
+    if group is None:
+        return [own]
+    found = [own] * group.size()
+    dist.all_gather_object(found, own, group=group)
+    return found
+
+
+def from_first(own: T, group: dist.ProcessGroup | None) -> T:
+    """What the first rank of a group has, of any kind, on every rank."""
+    if group is None:
+        return own
+    told = [own]
+    dist.broadcast_object_list(told, group=group, group_src=0)
+    return told[0]
 
 
 def start_all_reduce(

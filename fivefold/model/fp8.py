@@ -209,17 +209,20 @@ def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) ->
     return product if wide == dtype else product.to(dtype)
 
 
+def has_some_kernel(a: Scaled, b: Scaled) -> bool:
+    """Whether any GPU multiplies such types with such scales: blocks have them for E4M3 alone."""
+    return a.block[1] is None or a.bits.dtype == b.bits.dtype == E4M3
+
+
 def _has_kernel(a: Scaled, b: Scaled) -> bool:
     """Whether this GPU multiplies 8-bit floats, with scales of such blocks."""
     capability = torch.cuda.get_device_capability(a.bits.device)
-    if not all((*a.bits.shape, *b.bits.shape)):
+    if not (all((*a.bits.shape, *b.bits.shape)) and has_some_kernel(a, b)):
         return False
     if a.block == (None, None):
         return capability >= ADA
     if a.block[1] is None:
         return capability[0] in (9, 10)  # others would ask cuBLAS, which has none there
-    if not a.bits.dtype == b.bits.dtype == E4M3:
-        return False
     if a.block[1] == MX:
         return capability >= BLACKWELL
     return capability == (9, 0) and a.block[1] == 128

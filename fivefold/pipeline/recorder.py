@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from fivefold.mesh.collectives import gather_objects
 from fivefold.pipeline.ir import Act
 from fivefold.pipeline.measured import MeasuredAct
 
@@ -30,10 +31,7 @@ class Recorder:
         self._group, self._device = group, device
         self._acts: list[tuple[Act, Instant, Instant]] = []
         here = (socket.gethostname(), time.perf_counter())
-        met = [here]
-        if group is not None:
-            met = [here] * group.size()
-            dist.all_gather_object(met, here, group=group)
+        met = gather_objects(here, group)
         self._zero = max(clock for host, clock in met if host == here[0])
         self._base: torch.cuda.Event | None = None
         if device.type == "cuda":
@@ -59,11 +57,7 @@ class Recorder:
             for act, start, end in self._acts
             for kid in act.elementary
         ]
-        if self._group is None:
-            return own
-        every: list[list[MeasuredAct]] = [[] for _ in range(self._group.size())]
-        dist.all_gather_object(every, own, group=self._group)
-        return [act for acts in every for act in acts]
+        return [act for acts in gather_objects(own, self._group) for act in acts]
 
     def _now(self) -> Instant:
         base = self._base

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fivefold.audit.watch import replaced
 from fivefold.model import eight_bit
-from fivefold.model.fp8 import E4M3, Scaled, multiply
+from fivefold.model.fp8 import Scaled, has_some_kernel, multiply
 
 
 @contextmanager
@@ -30,8 +30,7 @@ def one_kernel_each() -> Iterator[None]:
 
 def _multiply(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
     """As on a GPU that multiplies 8-bit floats with such scales, if any does."""
-    takes = a.block[1] is None or a.bits.dtype == b.bits.dtype == E4M3
-    if dtype == torch.bfloat16 and takes:
+    if dtype == torch.bfloat16 and has_some_kernel(a, b):
         return a.bits.new_empty(len(a.bits), len(b.bits), dtype=dtype)
     return multiply(a, b, dtype, fast=fast)
 

@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,9 +20,9 @@ from fivefold.config.config import Config
 from fivefold.config.sources import config_settings
 from fivefold.data.prepare import PreparedData
 from fivefold.errors import ConfigError, Mistake
+from fivefold.mesh.collectives import from_first, gather_objects
 from fivefold.train.lock import FILE
-
-T = TypeVar("T")
+from fivefold.units import few
 
 OF_A_HOST = frozenset(
     (
@@ -37,20 +36,6 @@ SEEN_SECONDS = 75.0
 """In which a host sees a folder that another one has made: NFS remembers for up to a minute that
 there was none."""
 SHOWN = 8  # differences and ranks that a message lists
-
-
-def gathered(own: T) -> list[T]:
-    """What each rank has, by rank; collective."""
-    found: list[T] = [own] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found
-
-
-def from_first(own: T) -> T:
-    """What the first rank has, on every rank; collective."""
-    told = [own]
-    dist.broadcast_object_list(told, src=0)
-    return told[0]
 
 
 def given_settings(config: Config) -> dict[str, str]:
@@ -82,9 +67,9 @@ def check_alike(own: Mapping[str, str], hosts: Sequence[str]) -> None:
         ConfigError: on every rank, what was given to which ranks.
     """
     digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).digest()
-    if len(set(gathered(digest))) == 1:
+    if len(set(gather_objects(digest, dist.group.WORLD))) == 1:
         return
-    first = from_first(own)
+    first = from_first(own, dist.group.WORLD)
     lines = [
         f"{name} = {own.get(name)}, not {first.get(name)}"
         for name in {**first, **own}
@@ -92,7 +77,7 @@ def check_alike(own: Mapping[str, str], hosts: Sequence[str]) -> None:
     ]
     shown = (*lines[:SHOWN], *([f"and {len(lines) - SHOWN} more"] * (len(lines) > SHOWN)))
     groups: dict[tuple[str, ...], list[int]] = {}
-    for rank, differences in enumerate(gathered(shown)):
+    for rank, differences in enumerate(gather_objects(shown, dist.group.WORLD)):
         groups.setdefault(differences, []).append(rank)
     same = "start every rank by the same command, with the same files and the same code"
     raise ConfigError(
@@ -115,15 +100,15 @@ def check_seen(folder: Path, hosts: Sequence[str]) -> None:
         ConfigError: on every rank, which ranks do not.
     """
     lock = folder / FILE
-    signed = from_first(_read(lock) if dist.get_rank() == 0 else "")
+    signed = from_first(_read(lock) if dist.get_rank() == 0 else "", dist.group.WORLD)
     deadline = time.monotonic() + SEEN_SECONDS
-    while (seen := _read(lock) == signed) is False and time.monotonic() < deadline:
+    while not (seen := _read(lock) == signed) and time.monotonic() < deadline:
         time.sleep(0.5)
-    found = gathered((seen, os.getcwd()))
+    found = gather_objects((seen, os.getcwd()), dist.group.WORLD)
     if blind := [rank for rank, (sees, _) in enumerate(found) if not sees]:
         where, own = found[blind[0]][1], found[0][1]
         what = f"the run folder {folder} of rank 0 on {hosts[0]} is not there on {hosts[blind[0]]}"
-        who = f"rank{'s' * (len(blind) > 1)} {_listed(blind)}"
+        who = f"rank{'s' * (len(blind) > 1)} {few([*map(str, blind)], SHOWN)}"
         beside = () if folder.is_absolute() else (f"working folder {where}, that of rank 0 {own}",)
         why = f"{who} would write parts of each checkpoint where no other rank sees them"
         works = ("--save /SHARED/runs/NAME, on a file system that all hosts mount there",)
@@ -152,8 +137,5 @@ def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     places = list(dict.fromkeys(hosts[rank] for rank in ranks))
     several = len(ranks) > 1
     verb = "were" if several else "was"
-    return f"rank{'s' * several} {_listed(ranks)} on {_listed(places)} {verb}"
-
-
-def _listed(many: Sequence[object]) -> str:
-    return ", ".join(map(str, many[:SHOWN])) + ", ..." * (len(many) > SHOWN)
+    numbers = few([*map(str, ranks)], SHOWN)
+    return f"rank{'s' * several} {numbers} on {few(places, SHOWN)} {verb}"

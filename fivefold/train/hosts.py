@@ -3,13 +3,15 @@
 import socket
 from collections.abc import Sequence
 
+import torch.distributed as dist
+
 from fivefold.layout import Layout
-from fivefold.train.alike import gathered
+from fivefold.mesh.collectives import gather_objects
 
 
 def gather_hosts() -> list[str]:
     """The host of every rank."""
-    return gathered(socket.gethostname())
+    return gather_objects(socket.gethostname(), dist.group.WORLD)
 
 
 def crossing(layout: Layout, hosts: Sequence[str]) -> str | None:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.data.packing import Microbatch
+from fivefold.mesh.collectives import gather_objects
 from fivefold.mesh.slices import local_tensor
 from fivefold.optim.adamw import OPTIMIZER
 from fivefold.pipeline.ir import Act
@@ -44,7 +44,7 @@ def locate_in_state(engine: Engine) -> list[str]:
     }
     for name in engine.parameters:
         state[f"parameter {name}"] = engine.weight(name)
-    return _lines(engine, _gather(engine, _spoilt(state)))
+    return _lines(engine, gather_objects(_spoilt(state), engine.groups.world))
 
 
 def locate(engine: Engine, microbatches: Sequence[Microbatch]) -> tuple[list[str], bool]:
@@ -60,7 +60,7 @@ def locate(engine: Engine, microbatches: Sequence[Microbatch]) -> tuple[list[str
     if in_state := locate_in_state(engine):
         return in_state, False
     gradients = {f"gradient of {name}": engine.optimizer.gradient(name) for name in engine.trained}
-    spoilt = _lines(engine, _gather(engine, _spoilt(gradients)))
+    spoilt = _lines(engine, gather_objects(_spoilt(gradients), engine.groups.world))
     sights, finite = _repeat(engine, microbatches)
     if finite:
         return [*spoilt, "run once more, the step is finite: what spoilt it came and went"], True
@@ -81,7 +81,7 @@ def _repeat(engine: Engine, microbatches: Sequence[Microbatch]) -> tuple[list[_S
             result = engine.gradients(microbatches).read()
     finally:
         executor.observe = observed
-    return _gather(engine, witness.first), result.finite
+    return gather_objects(witness.first, engine.groups.world), result.finite
 
 
 class _Witness:
@@ -173,11 +173,3 @@ def _lines(engine: Engine, found: Sequence[list[str]]) -> list[str]:
 
 def _name(engine: Engine, rank: int) -> str:
     return f"rank {rank} {engine.layout.grid.name(rank)}"
-
-
-def _gather(engine: Engine, here: Any) -> list[Any]:
-    if engine.groups.world is None:
-        return [here]
-    found: list[Any] = [None] * engine.layout.grid.world_size
-    dist.all_gather_object(found, here, group=engine.groups.world)
-    return found

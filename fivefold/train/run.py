@@ -21,8 +21,9 @@ from fivefold.errors import FivefoldError, TrainingError
 from fivefold.expert.deepep_rules import check_deepep
 from fivefold.files import telling_system_errors
 from fivefold.layout import Layout
+from fivefold.mesh.collectives import from_first
 from fivefold.model.fp8_rules import check_kernels
-from fivefold.train.alike import check_alike, check_seen, from_first, given_data, given_settings
+from fivefold.train.alike import check_alike, check_seen, given_data, given_settings
 from fivefold.train.build import local_place, make_trainer, open_local
 from fivefold.train.console import Console
 from fivefold.train.corpora import open_data
@@ -166,7 +167,7 @@ def _train_as_launched(layout: Layout, name: str, env: RankEnv, asked: Asked) ->
         device = join_group(config, env, chosen, bindings)
         hosts = gather_hosts()
         check_alike(given_settings(config), hosts)
-        told = from_first(outcome)
+        told = from_first(outcome, dist.group.WORLD)
         if isinstance(told, FivefoldError):
             raise told
         assert told is not None

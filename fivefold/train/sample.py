@@ -21,6 +21,7 @@ from fivefold.data.prompts import encode_prompt
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import CheckpointError, ConfigError, Mistake
 from fivefold.layout import Layout
+from fivefold.mesh.collectives import from_first
 from fivefold.mesh.groups import Groups
 from fivefold.model.transformer import Stage
 from fivefold.optim.adamw import OPTIMIZER
@@ -184,11 +185,7 @@ class Sampler:
 
     def agreed(self, what: T) -> T:
         """The first rank's, on every rank."""
-        if self._group is None:
-            return what
-        told = [what]
-        dist.broadcast_object_list(told, group=self._group, group_src=0)
-        return told[0]
+        return from_first(what, self._group)
 
     def write(
         self,

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from fivefold.counts.parameters import ParameterRecord
 from fivefold.data.loader import Loader
 from fivefold.data.packing import Microbatch
 from fivefold.data_parallel.watched import watching_gradients
-from fivefold.mesh.collectives import all_gather, all_reduce
+from fivefold.mesh.collectives import all_gather, all_reduce, gather_objects
 from fivefold.mesh.slices import local_slices, local_tensor
 from fivefold.optim.adamw import state_name
 from fivefold.optim.rounding import MOMENTS
@@ -111,7 +111,7 @@ class SilentErrors:
             for part, bad in zip(parts, wrong.tolist(), strict=True)
             if bad
         }
-        return self._name_parts(self._gathered(held))
+        return self._name_parts(gather_objects(held, self._groups.world))
 
     def _parts(self, kind: str) -> list[_Hashed]:
         """The weights of this rank, or one moment of each, in an order that is the same on ranks
@@ -229,7 +229,7 @@ class SilentErrors:
             return []
         # From the last layer to the first, as an error in a backward spreads.
         arrived = [name for name in reversed(engine.parameters) if name in hashes]
-        held = self._gathered({name: int(hashes[name]) for name in arrived})
+        held = gather_objects({name: int(hashes[name]) for name in arrived}, self._groups.world)
         return [
             f"{self._names(odd)} computed another gradient of {name} from the same microbatches "
             f"than {'its' if len(odd) == 1 else 'their'} replicas{more}"
@@ -241,11 +241,6 @@ class SilentErrors:
         shown = " and ".join(f"rank {rank} {self._grid.name(rank)}" for rank in ranks[:SHOWN])
         more = len(ranks) - SHOWN
         return shown + (f" and {more} more ranks" if more > 0 else "")
-
-    def _gathered(self, here: Mapping[K, int]) -> list[Mapping[K, int]]:
-        found: list[Any] = [None] * self._grid.world_size
-        dist.all_gather_object(found, here, group=self._groups.world)
-        return found
 
 
 def _first_difference(

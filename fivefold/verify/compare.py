@@ -129,10 +129,8 @@ def _load_differences(
 ) -> Iterator[Difference]:
     """Differences in tokens per expert."""
     for here, true_ME in zip(result.routing, reference.loads, strict=True):
-        own, name = (
-            torch.tensor(here.counts, dtype=torch.float64),
-            f"layers.{here.layer}.mlp.experts",
-        )
+        own = torch.tensor(here.counts, dtype=torch.float64)
+        name = f"layers.{here.layer}.mlp.experts"
         yield _tensor("load", step, engine.groups.rank, name, piece_of(own), true_ME.sum(0))
 
 

@@ -55,7 +55,7 @@ def diagnose(engine: Engine, step: int, result: StepResult, reference: Reference
     if engine.groups.rank != 0:
         return []
     found = _loss_findings(engine, step, result, reference, match)
-    if engine.layout.config.training.precision != "bf16":  # in which other experts are chosen
+    if engine.layout.config.training.precision != "bf16":  # in which experts are those of fp64
         found += routing_findings(engine, result, reference)
     held = _shared(every)
     if found and all(RIGHT in of_one for of_one in held.values()):

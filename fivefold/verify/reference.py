@@ -132,13 +132,7 @@ def run_reference(
             model, batches_of(config, samples, step), tokens, routing, narrow=narrow
         )
         norm = torch.stack([g.double().square().sum() for g in grads.values()]).sum().sqrt()
-        limit = config.optimizer.clip_grad
-        factor = min(1.0, limit / (float(norm) + 1e-6)) if limit > 0 else 1.0
-        for name, weight in weights.items():
-            weight.grad = (grads[name] * factor).to(master_dtype)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config.optimizer, config.training.train_iters)
-        optimizer.step()
+        _update(optimizer, weights, grads, float(norm), config, step)
         _round_state(optimizer, weights, config, step, narrow=dtype == torch.bfloat16)
         for mixture in master.mixtures:
             mixture.router.update_bias(torch.stack(routing[mixture.router.layer]).sum(0))
@@ -265,6 +259,24 @@ def _optimizer(weights: Mapping[str, Tensor], config: OptimizerConfig) -> torch.
         foreach=False,
         fused=False,
     )
+
+
+def _update(
+    optimizer: torch.optim.AdamW,
+    weights: Mapping[str, Tensor],
+    grads: Tensors,
+    norm: float,
+    config: Config,
+    step: int,
+) -> None:
+    """Clip gradients by their norm, and update the weights."""
+    limit = config.optimizer.clip_grad
+    factor = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+    for name, weight in weights.items():
+        weight.grad = (grads[name] * factor).to(weight.dtype)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, config.optimizer, config.training.train_iters)
+    optimizer.step()
 
 
 @torch.no_grad()
