@@ -178,7 +178,6 @@ def _train_as_launched(layout: Layout, name: str, env: RankEnv, asked: Asked) ->
             run_rank(job, env, device)
         elif env.rank == 0:
             print(_nothing_to_do(job))
-        dist.destroy_process_group()  # not after an error: NCCL waits for what is queued
     return 0
 
 

@@ -32,7 +32,7 @@ from fivefold.train.signals import leave_at_once
 
 CAUSE = "cause"  # key in the store: a rank failed by itself
 ALL_LEFT = "all left"  # key in the store: every rank has said why it failed
-LINGER_SECONDS = 5.0  # that a first rank which failed alone stays for others
+LINGER_SECONDS = 5.0  # that a first rank which ends alone stays for others
 TOLD = "told"  # key in the store: a rank has printed which rank the others waited for
 
 
@@ -51,28 +51,51 @@ def run_started(
     """
     leave_at_once()
     check_place(env)
+    failure: Failure | None = None
     with RollCall(env):
         try:
             with telling_system_errors(FivefoldError):
-                return worker(env) or 0
+                status = worker(env) or 0
         except (Exception, SystemExit) as error:
             failure = failures.raised(error, env.rank, errors_folder)
+            status = failure.status
             _tell_torchrun(error)
-        store = connect(env)
-        if store is None:
-            failures.explain(failure, place_name(env.rank, describe), env.world_size)
-        elif not failure.consequence:
-            store.set(key(CAUSE), "")
-            if store.add(key(f"said {_digest(failure.cause)}"), 1) == 1:
-                failures.explain(failure, place_name(env.rank, describe), env.world_size)
-        else:
-            _ask(store, env, failure, describe, errors_folder)
-    # The first rank takes the store along: torch would print its stack for who still waits there.
-    if store is not None:
-        _leave(store, env)
+            _explain(failure, env, describe, errors_folder)
+    if failure is None:
+        _end_groups(env)
+        return status
+    if (store := connect(env)) is not None:
+        _leave(store, env, keeps_store())
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(failure.status)
+    os._exit(status)
+
+
+def _end_groups(env: RankEnv) -> None:
+    """Destroy the process groups; the first rank keeps their store until no rank uses it."""
+    if not dist.is_initialized():
+        return
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    _leave(store, env)
+
+
+def _explain(
+    failure: Failure,
+    env: RankEnv,
+    describe: Callable[[int], str] | None,
+    errors_folder: Path | None,
+) -> None:
+    """Print why this rank failed, if no other one has said the same."""
+    store = connect(env)
+    if store is None:
+        failures.explain(failure, place_name(env.rank, describe), env.world_size)
+    elif not failure.consequence:
+        store.set(key(CAUSE), "")
+        if store.add(key(f"said {_digest(failure.cause)}"), 1) == 1:
+            failures.explain(failure, place_name(env.rank, describe), env.world_size)
+    else:
+        _ask(store, env, failure, describe, errors_folder)
 
 
 def _tell_torchrun(error: BaseException) -> None:
@@ -121,12 +144,19 @@ def _ask(
     store.set(key(TOLD), "")
 
 
-def _leave(store: dist.Store, env: RankEnv) -> None:
-    """Let others that fail, too, read what has been said before the store goes with this rank."""
+def _leave(store: dist.Store, env: RankEnv, outlives: bool = False) -> None:
+    """Let others read what has been said, and leave the store, before it goes with the first rank:
+    torch would print its stack for who still waits there.
+
+    Args:
+        store: store of the run.
+        env: environment of this rank.
+        outlives: whether the store stays when the first rank goes.
+    """
     with contextlib.suppress(dist.DistError):  # the first rank stayed as long as it may
         if store.add(key("left"), 1) == env.world_size:
             store.set(key(ALL_LEFT), "")
-        elif env.rank == 0 and not keeps_store():
+        elif env.rank == 0 and not outlives:
             _await(store, ALL_LEFT, LINGER_SECONDS)
 
 
