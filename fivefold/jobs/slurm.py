@@ -28,31 +28,34 @@ def sbatch_file(job: ClusterJob) -> str:
 # Partition, account, processors: as flags of sbatch, or SBATCH_PARTITION, SBATCH_ACCOUNT, ...
 set -u
 
+asked_to_stop=no
+on_usr1() {{
+    if [ -z "${{!-}}" ]; then  # srun has not been started: nothing is to be saved
+        scontrol requeue "$SLURM_JOB_ID"
+        exit
+    fi
+    [ "$asked_to_stop" = yes ] || kill -USR1 "$!" 2> /dev/null  # srun passes it to every rank
+    asked_to_stop=yes
+}}
+trap on_usr1 USR1
+
 mkdir -p runs
 recipe="runs/{job.name}-$SLURM_JOB_ID.toml"
 cat > "$recipe" <<'RECIPE'
 {job.recipe}
 RECIPE
 
-asked_to_stop=no
-on_usr1() {{
-    asked_to_stop=yes
-    kill -USR1 "$srun_pid"  # srun passes it to every rank
-}}
-trap on_usr1 USR1
-
 export OMP_NUM_THREADS="${{SLURM_CPUS_PER_TASK:-1}}"
 # Since Slurm 22.05 srun does not take over the processors a task that sbatch was asked for.
 srun --kill-on-bad-exit=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} \
     fivefold train "$recipe" --device {job.device}{folder} "$@" &
-srun_pid=$!
 
-wait "$srun_pid"
+while kill -0 "$!" 2> /dev/null; do
+    wait "$!"  # until srun ends, or a signal comes
+done
+trap '' USR1
+wait "$!"
 status=$?
-if [ "$asked_to_stop" = yes ]; then  # that wait ended at the signal, not with srun
-    wait "$srun_pid"
-    status=$?
-fi
 
 if [ "$asked_to_stop" = yes ] && [ "$status" -eq 0 ]; then
     scontrol requeue "$SLURM_JOB_ID"

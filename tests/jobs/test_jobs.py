@@ -2,10 +2,8 @@
 
 import os
 import shlex
-import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -160,25 +158,35 @@ def test_a_ray_worker_trains_as_a_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("status", "requeued"), [(0, True), (3, False)])
+@pytest.mark.parametrize(
+    ("moments", "status", "logged"),
+    [
+        ((), 7, []),
+        (("before srun",), 0, ["requeue 42"]),
+        (("training",), 0, ["saved", "requeue 42"]),
+        (("training",), 3, ["saved"]),
+        (("training", "saving"), 0, ["saved", "requeue 42"]),
+        (("training", "saving"), 3, ["saved"]),
+    ],
+)
 def test_the_sbatch_job_waits_for_the_checkpoint_and_requeues(
-    tmp_path: Path, status: int, requeued: bool
+    moments: tuple[str, ...], status: int, logged: list[str], tmp_path: Path
 ) -> None:
-    saves = f"trap 'sleep 0.3; echo saved >> log; exit {status}' USR1"
-    stand_in(tmp_path, "srun", f"{saves}\n: > started; while :; do sleep 0.05; done")
+    """Whoever reaches a moment sends the signal to the script, whose number is in `job`."""
+    signals = dict.fromkeys(moments, "kill -USR1 $(cat job); sleep 0.1")
+    ends = "trap '' USR1; exit 7" if not moments else "while :; do sleep 0.05; done"
+    saves = f"saves() {{ {signals.get('saving', ':')}; echo saved >> log; exit {status}; }}"
+    train = f"{saves}\ntrap saves USR1\n{signals.get('training', ':')}\n{ends}"
+    stand_in(tmp_path, "srun", train)
     stand_in(tmp_path, "scontrol", 'echo "$@" >> log')
+    stand_in(tmp_path, "mkdir", f'/bin/mkdir "$@"\n{signals.get("before srun", ":")}')
     variables = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "42"}
     (tmp_path / "job.sbatch").write_text(sbatch_file(job_of()))
-    script = subprocess.Popen(["bash", "job.sbatch"], env=variables, cwd=tmp_path)
-    deadline = time.monotonic() + 10
-    while not (tmp_path / "started").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    time.sleep(0.1)
-    script.send_signal(signal.SIGUSR1)
-    assert script.wait(10) == status
-    expected = ["saved"] + ["requeue 42"] * requeued
-    assert (tmp_path / "log").read_text().splitlines() == expected
+    starts = ["bash", "-c", "echo $$ > job; exec bash job.sbatch"]
+    done = subprocess.run(starts, env=variables, cwd=tmp_path, capture_output=True, timeout=20)
+    assert (done.returncode, done.stderr) == (status, b"")
+    log = tmp_path / "log"
+    assert (log.read_text().splitlines() if log.exists() else []) == logged
 
 
 def test_what_a_job_lacks_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
