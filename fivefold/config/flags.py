@@ -8,7 +8,8 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
-from fivefold.config.foreign import FOREIGN, MEANT, Foreign, name_of
+from fivefold.config.foreign import FOREIGN, Foreign, name_of, without_section
+from fivefold.config.misspelt import MEANT
 from fivefold.config.settings import NONE, Setting, flag_of
 from fivefold.errors import Mistakes, shown
 
@@ -196,6 +197,7 @@ class _Scanner:
             return
         aliases = [alias for alias, of in ALIASES.items() if of in self._settings]
         known = list(dict.fromkeys([*self._settings, *alone, *aliases]))
+        name = without_section(name, known)
         foreign = FOREIGN.get(name, Foreign(()))
         meant = [flag] if (flag := foreign.meant(known)) else []
         if foreign.flags and not meant:

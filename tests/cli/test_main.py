@@ -12,7 +12,7 @@ import pytest
 
 from fivefold.cli import doctor
 from fivefold.cli import main as cli
-from fivefold.cli.main import VERBS, main
+from fivefold.cli.main import MEANT_VERBS, VERBS, main
 from fivefold.cli.style import paint
 from fivefold.config.config import SECTIONS
 from fivefold.config.flags import ALIASES, SWITCHES
@@ -100,6 +100,24 @@ def test_help_knows_every_name_of_a_setting_without_a_command(
             assert re.match(rf"  --(no-)?{own}[ ,]", f"{first} ") or topic in SECTIONS, first
     assert main(["help", "trian"]) == 2
     assert "unknown command 'trian', did you mean 'train'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("fit", "train"), ("generate", "sample"), ("Merge_Weights", "convert"), ("sft", "train")],
+)
+def test_a_command_of_another_trainer_is_answered_by_ours(
+    theirs: str, ours: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in ([theirs, "debug"], ["help", theirs]):
+        assert main(words) == 2
+        said = f"unknown command {theirs!r}, did you mean {ours!r}?"
+        assert capsys.readouterr().err.startswith(f"error: {said}\n")
+
+
+def test_every_command_that_is_meant_is_one() -> None:
+    assert not {*MEANT_VERBS} & {*VERBS}
+    assert {*MEANT_VERBS.values()} <= {*VERBS, "help", "--version"}
 
 
 def test_help_of_no_topic_says_what_is_meant(capsys: pytest.CaptureFixture[str]) -> None:
