@@ -104,7 +104,7 @@ def test_help_knows_every_name_of_a_setting_without_a_command(
 
 @pytest.mark.parametrize(
     ("theirs", "ours"),
-    [("fit", "train"), ("generate", "sample"), ("Merge_Weights", "convert"), ("sft", "train")],
+    [("fit", "train"), ("generate", "sample"), ("Merge_Weights", "convert"), ("run", "train")],
 )
 def test_a_command_of_another_trainer_is_answered_by_ours(
     theirs: str, ours: str, capsys: pytest.CaptureFixture[str]
@@ -250,6 +250,18 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.startswith("usage:")
     assert not done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_what_an_encoding_lacks_is_no_traceback(encoding: str, tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONIOENCODING": encoding, "PYTHONPATH": str(ROOT)}
+    words = ["launch", "slurm", "debug", "--output", "jöb→.sbatch"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fivefold", *words], env=env, cwd=tmp_path, capture_output=True
+    )
+    shown = "jöb→.sbatch".encode(encoding, "backslashreplace")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.startswith(shown + b" is written") or b"'" + shown in done.stdout
 
 
 def test_data_counts_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
