@@ -163,7 +163,8 @@ class _Scanner:
         try:
             values = [setting.from_text(text) for text in texts]
         except (ValueError, KeyError):
-            add_bad_value(flag, setting, " ".join(texts), self._mistakes)
+            found = "" if any(map(setting.is_empty, texts)) else " ".join(texts)
+            add_bad_value(flag, setting, found, self._mistakes)
             return
         self._set(setting, flag, tuple(values) if setting.many else values[0])
 
@@ -254,6 +255,9 @@ def add_bad_value(place: str, setting: Setting, found: object, mistakes: Mistake
         mistakes.add(f"{place} cannot be {value}{suggestion}", works=setting.choices)
     elif setting.is_too_large(found):
         mistakes.add(f"{place} must be below 2^64, not {value}")
+    elif setting.is_empty(found):
+        left_out = (f"no {setting.flag}",) * (place == setting.flag)
+        mistakes.add(f"{place} is empty", works=left_out)
     elif setting.kind is str and isinstance(found, str):
         mistakes.add(f"{place} must be text in UTF-8, not {value}")
     else:

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +15,9 @@ from fivefold.cli import doctor
 from fivefold.cli import main as cli
 from fivefold.cli.main import MEANT_VERBS, VERBS, main
 from fivefold.cli.style import paint
-from fivefold.config.config import SECTIONS
+from fivefold.config.config import SECTIONS, SETTINGS
 from fivefold.config.flags import ALIASES, SWITCHES
+from fivefold.config.settings import settings_of
 from fivefold.config.sources import RECIPES, config_settings, read_config, recipe_names, to_toml
 from fivefold.errors import RanksFailed
 
@@ -378,6 +380,22 @@ def test_a_word_that_is_not_utf_8_is_refused(
 ) -> None:
     assert main([*words.split()]) == 2
     assert "must be text in UTF-8, not" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_empty_word_is_no_value(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a shell's variable that is not set; as a path it would be the current folder."""
+    own = [*settings_of(import_module(f"fivefold.cli.{verb}").Options)]
+    texts = [s for s in (*own, *[*SETTINGS.values()] * (verb == "train")) if s.kind is str]
+    for setting in texts:
+        if setting.choices or (verb, setting.name) == ("sample", "prompt"):
+            continue
+        before = [s for s in own if s.positional]
+        place = before.index(setting) if setting.positional else 0
+        words = [*["x"] * place, ""] if setting.positional else [setting.flag, ""]
+        assert main([verb, *words]) == 2
+        name = setting.name.upper() if setting.positional else setting.flag
+        assert f"{name} is empty\n" in capsys.readouterr().err
 
 
 def test_plan_from_no_run_names_the_folder(
