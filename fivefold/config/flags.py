@@ -256,8 +256,7 @@ def add_bad_value(place: str, setting: Setting, found: object, mistakes: Mistake
     elif setting.is_too_large(found):
         mistakes.add(f"{place} must be below 2^64, not {value}")
     elif setting.is_empty(found):
-        left_out = (f"no {setting.flag}",) * (place == setting.flag)
-        mistakes.add(f"{place} is empty", works=left_out)
+        mistakes.add(f"{place} is empty")
     elif setting.kind is str and isinstance(found, str):
         mistakes.add(f"{place} must be text in UTF-8, not {value}")
     else:
