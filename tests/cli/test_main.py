@@ -299,10 +299,19 @@ def test_doctor_notes_a_folder_that_cannot_be_written(
 ) -> None:
     monkeypatch.setattr(os, "access", lambda *_: writable)  # root may write anywhere
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
-    line = doctor.disk("disk here", tmp_path, "--save")
-    assert line.verdict == ("ok" if writable else "note")
+    for folder in (tmp_path, tmp_path / "not" / "yet"):
+        line = doctor.disk("disk here", folder, "--save")
+        assert line.verdict == ("ok" if writable else "note")
+        assert f"{tmp_path}" in line.text.split()
     assert ("1.00 TiB free" in line.text) == writable
     assert ("cannot be written: --save names another folder" in line.text) != writable
+
+
+def test_doctor_notes_a_home_that_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for home in (tmp_path / "file", tmp_path / "file" / "home"):
+        line = doctor.disk("disk of cache", home / ".cache", "--data-cache-path")
+        assert (line.verdict, line.text.split()[1:4]) == ("note", ["cannot", "be", "written:"])
 
 
 @pytest.mark.parametrize(
