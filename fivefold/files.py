@@ -115,9 +115,11 @@ def disk_full(
     if free is not None:
         lines.append(f"{free:,} bytes free")
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if limit != resource.RLIM_INFINITY:
+    limited = limit != resource.RLIM_INFINITY
+    if limited:
         lines.append(f"no file may have more than {limit:,} bytes (ulimit -f)")
-    attempt = f"free space there, then the same command{goes_on}"
+    remedy = "free space there, or a higher limit" if limited else "free space there"
+    attempt = f"{remedy}, then the same command{goes_on}"
     return Mistake(f"disk full: {what}", tuple(lines), attempt=attempt)
 
 

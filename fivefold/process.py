@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import io
 import os
 import signal
 import sys
@@ -22,8 +23,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def begin() -> None:
-    """Look for garbage rarely, until `work`."""
+    """Look for garbage rarely, until `work`, and print whatever the output's encoding lacks."""
     gc.set_threshold(RARELY)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as standard error does: names of files, texts
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def work() -> None:

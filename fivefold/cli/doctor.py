@@ -139,20 +139,26 @@ def _package(name: str, use: str, otherwise: Verdict) -> HealthLine:
 def _machine() -> Iterator[HealthLine]:
     import psutil
 
+    from fivefold.data.prepare import DEFAULT_CACHE
+
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield HealthLine("ok", "cores", f"{cores} of {os.cpu_count()} usable by this process")
     memory = psutil.virtual_memory()
     free = f"{human_bytes(memory.available)} of {human_bytes(memory.total)} free"
     yield HealthLine("ok", "memory", free)
     yield disk("disk here", Path.cwd(), "--save")
-    yield disk("disk of cache", Path.home(), "--data-cache-path")
+    yield disk("disk of cache", Path(DEFAULT_CACHE).expanduser(), "--data-cache-path")
     yield from _gpus()
 
 
 def disk(name: str, folder: Path, flag: str) -> HealthLine:
-    """Whether runs can write to a folder, for which the flag names another, and its free space."""
+    """Whether runs can write to a folder, for which the flag names another, and its free space.
+
+    What is not there yet is made in the nearest folder that is.
+    """
+    folder = next(place for place in (folder, *folder.parents) if place.exists())
     space = shutil.disk_usage(folder).free
-    if not os.access(folder, os.W_OK | os.X_OK):
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         return HealthLine("note", name, f"{folder} cannot be written: {flag} names another folder")
     verdict: Verdict = "ok" if space >= FREE_DISK else "note"
     return HealthLine(verdict, name, f"{human_bytes(space)} free in {folder}")

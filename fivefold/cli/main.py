@@ -45,6 +45,23 @@ VERBS: Mapping[str, str] = MappingProxyType(
         "completion": "let bash, zsh or fish complete commands, flags and recipes",
     }
 )
+MEANT_VERBS = {
+    name: verb
+    for verb, names in (
+        ("train", "run fit pretrain finetune fine-tune sft resume"),
+        ("sample", "generate chat predict infer inference"),
+        ("eval", "evaluate validate test benchmark"),
+        ("convert", "export import merge merge-weights"),
+        ("data", "tokenize tokenise preprocess preprocess-data prepare prepare-data"),
+        ("plan", "estimate estimate-memory memory search"),
+        ("doctor", "env info check"),
+        ("launch", "submit sbatch"),
+        ("help", "config flags options settings"),
+        ("--version", "version"),
+    )
+    for name in names.split()
+}
+"""Commands of other trainers, and words that people try."""
 
 
 def program() -> NoReturn:
@@ -97,9 +114,10 @@ def _dispatch(words: list[str]) -> int:
         return 0
     if verb not in VERBS:
         kind = "flag" if verb.startswith("-") else "command"
+        known = MEANT_VERBS.get(verb.lower().replace("_", "-"))
+        meant = f", did you mean {known!r}?" if known else did_you_mean(verb, (*VERBS, "help"))
         raise ConfigError(
-            f"unknown {kind} {verb!r}{did_you_mean(verb, (*VERBS, 'help'))}\n"
-            f"  works: {' | '.join((*VERBS, 'help'))}"
+            f"unknown {kind} {verb!r}{meant}\n  works: {' | '.join((*VERBS, 'help'))}"
         )
     module = import_module(f"fivefold.cli.{verb}")
     flags = argv[: argv.index("--")] if "--" in argv else argv

@@ -8,7 +8,8 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
-from fivefold.config.foreign import FOREIGN, MEANT, Foreign, name_of
+from fivefold.config.foreign import FOREIGN, Foreign, name_of, without_section
+from fivefold.config.misspelt import MEANT
 from fivefold.config.settings import NONE, Setting, flag_of
 from fivefold.errors import Mistakes, shown
 
@@ -162,7 +163,8 @@ class _Scanner:
         try:
             values = [setting.from_text(text) for text in texts]
         except (ValueError, KeyError):
-            add_bad_value(flag, setting, " ".join(texts), self._mistakes)
+            found = "" if any(map(setting.is_empty, texts)) else " ".join(texts)
+            add_bad_value(flag, setting, found, self._mistakes)
             return
         self._set(setting, flag, tuple(values) if setting.many else values[0])
 
@@ -196,6 +198,7 @@ class _Scanner:
             return
         aliases = [alias for alias, of in ALIASES.items() if of in self._settings]
         known = list(dict.fromkeys([*self._settings, *alone, *aliases]))
+        name = without_section(name, known)
         foreign = FOREIGN.get(name, Foreign(()))
         meant = [flag] if (flag := foreign.meant(known)) else []
         if foreign.flags and not meant:
@@ -252,6 +255,8 @@ def add_bad_value(place: str, setting: Setting, found: object, mistakes: Mistake
         mistakes.add(f"{place} cannot be {value}{suggestion}", works=setting.choices)
     elif setting.is_too_large(found):
         mistakes.add(f"{place} must be below 2^64, not {value}")
+    elif setting.is_empty(found):
+        mistakes.add(f"{place} is empty")
     elif setting.kind is str and isinstance(found, str):
         mistakes.add(f"{place} must be text in UTF-8, not {value}")
     else:

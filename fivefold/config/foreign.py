@@ -1,4 +1,4 @@
-"""Names of settings in other trainers, and common misspellings, for suggestions in messages."""
+"""Names of settings in other trainers, for suggestions in messages."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -36,6 +36,17 @@ def name_of(flag: str) -> str:
     return flag.split()[0].removeprefix("--").removeprefix("no-").replace("-", "_")
 
 
+def without_section(name: str, known: Collection[str]) -> str:
+    """A setting's name without the section that other trainers put before it.
+
+    >>> without_section("checkpoint.interval", ()), without_section("optimizer.lr", ["lr"])
+    ('checkpoint_interval', 'lr')
+    """
+    section, _, own = name.rpartition(".")
+    joined = f"{section.rpartition('.')[2]}_{own}"
+    return joined if section and (joined in FOREIGN or joined in known) else own
+
+
 def _table(*rows: tuple[str, str, str]) -> Mapping[str, Foreign]:
     return MappingProxyType(
         {
@@ -49,10 +60,27 @@ def _table(*rows: tuple[str, str, str]) -> Mapping[str, Foreign]:
 FOREIGN = _table(
     # Degrees and sharding
     ("--tp", "tp_size tp_degree tensor_parallel tensor_parallel_size tensor_parallel_degree", ""),
-    ("--pp | --stages", "pp_size pp_degree pipeline_parallel pipeline_parallel_size ranks", ""),
-    ("--stages", "pp num_stages pipeline_model_parallel_size", ""),
-    ("--cp", "cp_size cp_degree context_parallel ulysses_degree ring_degree", ""),
-    ("--ep", "ep_size ep_degree expert_parallel expert_parallel_size", ""),
+    (
+        "--pp | --stages",
+        "pp_size pp_degree pipeline_parallel pipeline_parallel_size pipeline_parallel_degree "
+        "num_stages",
+        "",
+    ),
+    ("--stages", "pp pipeline_model_parallel_size", ""),
+    ("--nproc | --gpus | --stages", "ranks", ""),
+    ("--pipeline-schedule", "pipeline_parallel_schedule pp_schedule", ""),
+    (
+        "--cp",
+        "cp_size cp_degree context_parallel context_parallel_degree ulysses_degree ring_degree",
+        "",
+    ),
+    ("--cp-comm-type p2p", "ring_attention ring", ""),
+    ("--cp-comm-type a2a", "ulysses use_ulysses", ""),
+    (
+        "--ep",
+        "ep_size ep_degree expert_parallel expert_parallel_size expert_parallel_degree",
+        "",
+    ),
     ("--dp-shard", "dp dp_size data_parallel_size data_parallel_shard_degree fsdp_size", ""),
     ("--dp-replicate", "data_parallel_replicate_degree hsdp num_replicas", ""),
     ("--vpp | --chunks", "vp virtual_stages num_model_chunks vpp num_chunks", ""),
@@ -70,7 +98,11 @@ FOREIGN = _table(
         _OVERLAP,
     ),
     ("--tp-comm-overlap", "tp_comm_overlap_cfg tp_comm_bootstrap_backend", "nothing to configure"),
-    ("--data-parallel-sharding-strategy", "zero zero_stage sharding_strategy stage", _ZERO),
+    (
+        "--data-parallel-sharding-strategy",
+        "zero zero_stage zero_optimization sharding_strategy fsdp_sharding_strategy strategy stage",
+        _ZERO,
+    ),
     (
         "--ddp-bucket-size",
         "ddp_num_buckets reduce_bucket_size allreduce_bucket_size bucket_size bucket_cap_mb",
@@ -81,12 +113,20 @@ FOREIGN = _table(
         "reduce_scatter_with_fp32_accumulation",
         "",
     ),
-    (_FULL, "fsdp fsdp2 full_shard use_torch_fsdp2 use_megatron_fsdp", ""),
-    ("--nproc | --gpus", "nproc_per_node world_size num_gpus ngpus n_gpus num_processes gpus", ""),
+    (_FULL, "fsdp fsdp2 use_fsdp full_shard use_torch_fsdp2 use_megatron_fsdp", ""),
+    ("--data-parallel-sharding-strategy no_shard", "ddp use_ddp", ""),
+    (
+        "--nproc | --gpus",
+        "nproc_per_node world_size world num_gpus ngpus n_gpus gpus_per_node devices num_devices "
+        "num_processes gpus",
+        "",
+    ),
+    ("--device cpu", "cpu use_cpu no_cuda", ""),
     (
         "",
-        "nnodes num_nodes node_rank master_addr master_port local_rank rdzv_backend rdzv_endpoint "
-        "rdzv_id hostfile",
+        "nnodes num_nodes num_machines machine_rank node_rank master_addr master_port "
+        "main_process_ip main_process_port local_rank rdzv_backend rdzv_endpoint rdzv_id rdzv_conf "
+        "hostfile",
         "torchrun or srun start it on every node: fivefold launch slurm RECIPE --nodes 4 shows how",
     ),
     ("--cluster", "gpu hardware device gpu_type", ""),
@@ -101,7 +141,7 @@ FOREIGN = _table(
     (
         "--micro-batch-size",
         "micro_bsz per_device_train_batch_size train_micro_batch_size_per_gpu local_batch_size "
-        "per_device_batch_size device_batch_size",
+        "per_device_batch_size device_batch_size pipeline_parallel_microbatch_size",
         "",
     ),
     (
@@ -141,11 +181,7 @@ FOREIGN = _table(
         "z_loss z_loss_weight z_loss_multiplier z_loss_alpha logits_z_loss lm_head_z_loss",
         "--moe-z-loss-coeff is that of routers",
     ),
-    (
-        "--lora-rank",
-        "peft peft_scheme peft_method use_peft lora use_lora lora_r lora_dim",
-        _LORA,
-    ),
+    ("--lora-rank", "peft peft_scheme peft_method use_peft lora use_lora lora_r lora_dim", _LORA),
     ("--lora-target-modules", "target_modules lora_modules", ""),
     ("--use-dora", "dora", "it is of the adapters of --lora-rank"),
     ("", "init_lora_weights", "A is uniform and B zero, as PEFT has them by default"),
@@ -156,11 +192,7 @@ FOREIGN = _table(
     ("--fp32", "float32 tf32", ""),
     ("--fp64", "float64 double", ""),
     ("--fp8-format", "fp8 fp8_recipe_format", ""),
-    (
-        "",
-        "fp8_interval",
-        "scales follow from their histories after each step",
-    ),
+    ("", "fp8_interval", "scales follow from their histories after each step"),
     (
         "",
         "tp_only_amax_red reduce_amax no_reduce_amax fp8_amax_reduce",
@@ -220,7 +252,8 @@ FOREIGN = _table(
     ("--compile", "torch_compile use_compile", ""),
     (
         "--optimizer-cpu-offload",
-        "cpu_offload offload_optimizer zero_offload optimizer_offload grad_offload",
+        "cpu_offload offload offload_optimizer offload_optimizer_device zero_offload "
+        "optimizer_offload grad_offload",
         "it takes masters, moments, and gradients as they are reduced; --offload-optimizer-states: "
         "updated on the device",
     ),
@@ -252,8 +285,8 @@ FOREIGN = _table(
     ),
     (
         "--param-cpu-offload",
-        "param_offload offload_param offload_params zero_infinity enable_cpu_offload "
-        "offload_policy",
+        "param_offload offload_param offload_params fsdp_offload_params zero_infinity "
+        "zero3_offload enable_cpu_offload offload_policy",
         "with --optimizer-cpu-offload and optim_grads_params; --param-offload-path: on a disk",
     ),
     (
@@ -285,30 +318,46 @@ FOREIGN = _table(
     ("--no-untie-embeddings-and-output-weights", "tie_word_embeddings tie_embeddings", ""),
     ("--add-qkv-bias", "qkv_bias", ""),
     ("--add-qkv-bias", "attention_bias", "Llama's attention_bias gives o_proj one, too"),
-    ("--moe-router-topk", "num_experts_per_tok top_k_experts", ""),
+    ("--moe-router-topk", "num_experts_per_tok top_k_experts top_k topk", ""),
     ("--num-experts", "num_local_experts n_routed_experts moe_num_experts", ""),
     # Data
     (
         "--data-path",
-        "data dataset dataset_name dataset_path data_dir train_file train_data_path",
+        "data dataset dataset_name dataset_path data_dir corpus train_file train_data_path",
         "",
     ),
     ("--tokenizer-model", "tokenizer tokenizer_name tokenizer_path tokenizer_type", ""),
     ("--tokenizer-model", "vocab_file merge_file", "--tokenizer-model is a tokenizer.json"),
     # Runs
-    ("--save", "output_dir out_dir save_dir checkpoint_dir ckpt_dir run_dir", ""),
-    ("--load", "resume resume_from_checkpoint resume_from load_checkpoint", ""),
+    ("--text-key", "text_column text_field", ""),
+    (
+        "--save",
+        "output output_dir out out_dir save_dir checkpoint_dir checkpoint_folder ckpt_dir run_dir "
+        "default_root_dir",
+        "",
+    ),
+    ("--load", "resume resume_from_checkpoint resume_from load_checkpoint checkpoint ckpt", ""),
     ("--save-interval", "save_steps save_every checkpoint_interval ckpt_interval", ""),
     ("--keep-latest-k", "save_total_limit keep_last max_checkpoints", ""),
     ("--finetune", "no_load_optim no_load_rng", ""),
-    ("--log-interval", "logging_steps log_every log_freq print_every", ""),
-    ("--eval-interval", "eval_steps eval_every val_check_interval", ""),
+    (
+        "--log-interval",
+        "logging_steps log_every log_every_n_steps log_freq print_every steps_per_print",
+        "",
+    ),
+    (
+        "--eval-interval",
+        "eval_steps eval_every val_check_interval eval_strategy evaluation_strategy",
+        "",
+    ),
     (
         "--valid-data-path",
         "multiple_validation_sets validation_set_names per_split_data_args_path validation_file "
         "valid_file eval_dataset",
         "each set is NAME=PATH",
     ),
+    ("--eval-iters", "limit_val_batches max_eval_batches", ""),
+    ("--profile", "profiler enable_profiling", ""),
     ("--tensorboard", "tensorboard_dir logging_dir", "events are in the run folder"),
     ("--wandb-project", "wandb use_wandb project report_to", ""),
     ("", "wandb_exp_name run_name", "a run is called as its folder, which --save names"),
@@ -318,7 +367,8 @@ FOREIGN = _table(
     ("", "log_throughput", "the throughput is in every line of the console"),
     (
         "",
-        "use_mcore_models transformer_impl use_flash_attn use_flash_attention attention_backend "
+        "use_mcore_models transformer_impl use_flash_attn use_flash_attention flash_attn "
+        "flash_attention attention_backend "
         "attn_implementation attention_softmax_in_fp32",
         _KERNELS,
     ),
@@ -331,42 +381,14 @@ FOREIGN = _table(
     (
         "",
         "ckpt_format auto_detect_ckpt_format use_dist_ckpt dist_ckpt_strictness num_workers "
-        "dataloader_type distributed_backend",
+        "dataloader_num_workers dataloader_type distributed_backend",
         "there is one way, which needs no choice",
     ),
-    ("", "deepspeed deepspeed_config accelerate_config", "Fivefold reads no other trainer's files"),
+    (
+        "",
+        "deepspeed use_deepspeed deepspeed_config accelerate_config",
+        "Fivefold reads no other trainer's files",
+    ),
+    ("", "config config_file recipe", "the recipe is the first word: fivefold train RECIPE.toml"),
 )
 """Settings of other trainers by name, with underscores."""
-
-MEANT: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {
-        "precision": {
-            **dict.fromkeys(("fp16", "float16", "half", "16", "16_mixed", "bfloat16"), "bf16"),
-            **dict.fromkeys(("float32", "float", "single", "tf32", "32"), "fp32"),
-            **dict.fromkeys(("float64", "double", "64"), "fp64"),
-        },
-        "data_parallel_sharding_strategy": {
-            **dict.fromkeys(("0", "ddp", "none", "zero0"), "no_shard"),
-            **dict.fromkeys(("1", "zero1", "zero_1"), "optim"),
-            **dict.fromkeys(("2", "zero2", "zero_2", "shard_grad_op"), "optim_grads"),
-            **dict.fromkeys(("3", "zero3", "zero_3", "fsdp", "full_shard"), "optim_grads_params"),
-        },
-        "activation_func": {
-            **dict.fromkeys(("swish", "swiglu"), "silu"),
-            **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh"),
-            "geglu": "gelu",
-        },
-        "position_embedding_type": {"rotary": "rope", "learned": "learned_absolute"},
-        "normalization": {"rms": "RMSNorm", "ln": "LayerNorm"},
-        "pipeline_schedule": {
-            "interleaved": "interleaved_1f1b",
-            **dict.fromkeys(("zb", "zero_bubble", "zerobubble"), "zb_h1"),
-            "zbv": "zb_v",
-            "bfs": "looped_bfs",
-        },
-        "cp_comm_type": {"ring": "p2p", "ulysses": "a2a", "hierarchical": "a2a+p2p"},
-        "lr_decay_style": {"cosine_with_restarts": "cosine", "warmup_stable_decay": "WSD"},
-        "recompute_granularity": {"block": "full", "uniform": "full", "modules": "selective"},
-    }
-)
-"""Common misspellings of choices, by setting."""

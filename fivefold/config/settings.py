@@ -133,6 +133,11 @@ class Setting:
             return _quoted(value)
         return str(value).lower() if isinstance(value, bool) else repr(value)
 
+    def is_empty(self, value: object) -> bool:
+        """Whether it is an empty text where that means nothing: a path that is empty would be the
+        current folder."""
+        return value == "" and self.kind is str and self.default != ""
+
     def _checked(self, value: Any) -> Any:
         if self.choices and value not in self.choices:
             value = _SPELLINGS.get(value, value)
@@ -141,6 +146,8 @@ class Setting:
         if type(value) is int and abs(value) >= _MAX_WHOLE:
             raise ValueError(value)
         if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(value)
+        if self.is_empty(value):
             raise ValueError(value)
         if isinstance(value, str):
             value.encode()  # a UnicodeEncodeError is a ValueError: files hold settings as UTF-8

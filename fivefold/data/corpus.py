@@ -77,7 +77,7 @@ def _resolve(spec: str, path: Path, flag: str) -> list[Path]:
     if path.is_dir():
         _refuse_splits(spec, path)
         return _known(spec, _walk(path))
-    if path.exists():
+    if os.path.lexists(path):  # a link to nothing is there, too
         if kind(path) not in SUFFIXES:
             raise DataError(
                 f"{path} cannot be read as text: unknown extension {kind(path) or '(none)'!r}\n"

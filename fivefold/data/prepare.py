@@ -125,10 +125,12 @@ def prepare(
 
         template = ChatTemplate.load(config.tokenizer_model)
         check_conversations([*files, *(file for group in named.values() for file in group.files)])
-    tokenizer = _tokenizer(config, files, cache, progress)
+    with _telling_removed(files):
+        tokenizer = _tokenizer(config, files, cache, progress)
 
     def opened(group: Group) -> Corpus:
-        return _corpus(group, config.text_key, tokenizer, template, cache, progress)
+        with _telling_removed(group.files):
+            return _corpus(group, config.text_key, tokenizer, template, cache, progress)
 
     return PreparedData(
         tokenizer=tokenizer,
@@ -144,6 +146,18 @@ def prepare(
         seed=seed,
         named={name: opened(group) for name, group in named.items()},
     )
+
+
+@contextmanager
+def _telling_removed(files: Sequence[Path]) -> Iterator[None]:
+    """Name the text that somebody removes while it is read, whatever fails for lack of it."""
+    try:
+        yield
+    except (FileNotFoundError, DataError) as error:
+        gone = next((file for file in files if not file.exists()), None)
+        if gone is None:
+            raise
+        raise DataError(f"{gone} was there when the command began, and is gone") from error
 
 
 def _corpus(

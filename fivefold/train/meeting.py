@@ -4,8 +4,11 @@ PyTorch waits for a wrong address, a rank that did not start or a second first r
 is up, longer, or for ever, and then shows where in its C++ that was.
 """
 
+import math
 import socket
+import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -18,6 +21,7 @@ from fivefold.units import human_seconds
 
 RESOLVE_SECONDS = 30.0  # in which a name server may recover, or learn of a pod that has just begun
 LEAST_POLL_SECONDS, MOST_POLL_SECONDS = 0.02, 1.0
+WARNING = timedelta(seconds=30)  # after which it is said who is missing, while others wait on
 SHOWN = 8  # missing ranks that are named
 SIZE, CAME, ALL, REFUSED = "size", "came", "all came", "refused"  # keys in the store
 
@@ -48,16 +52,19 @@ def check_place(env: RankEnv) -> None:
 def meet(env: RankEnv, timeout: timedelta) -> dist.Store:
     """The store that the first rank hosts, once every rank has come.
 
+    The first rank warns of ranks that let it wait, and one of each host of a first that does.
+
     Raises:
         PlaceError: another process has the same rank, the ranks do not agree how many they are, or
             some of them have not come in time.
     """
-    first, deadline = env.rank == 0, time.monotonic() + timeout.total_seconds()
+    first, began = env.rank == 0, time.monotonic()
+    deadline, warned = began + timeout.total_seconds(), began + WARNING.total_seconds()
     while not first and not answers_at(env.master_addr, env.master_port):
         if time.monotonic() > deadline:
-            why = "it did not start, was told another MASTER_ADDR or MASTER_PORT, or has a firewall"
-            what = f"the first rank did not answer at {_place(env)} within {_text(timeout)}"
-            raise PlaceError(Mistake(what, (why,)))
+            raise PlaceError(_unanswered(env, timeout))
+        if env.local_rank == 0 and time.monotonic() > warned:
+            warned = _warn(_unanswered(env, WARNING), timeout)
         time.sleep(MOST_POLL_SECONDS / 10)
     store = _store(env, timeout)
     if first:
@@ -70,12 +77,14 @@ def meet(env: RankEnv, timeout: timedelta) -> dist.Store:
         store.set(key(ALL), "")
     pause = LEAST_POLL_SECONDS
     while not store.check([key(ALL)]):
-        if time.monotonic() > deadline:
-            store.set(key(REFUSED), _missing(store, env, timeout))
+        if time.monotonic() > deadline and (absent := _absent(store, env)):
+            store.set(key(REFUSED), str(_missing(absent, env, timeout)))
         if store.check([key(REFUSED)]):
             if first:
                 time.sleep(2 * MOST_POLL_SECONDS)  # others shall read it, too, in our store
             raise PlaceError(store.get(key(REFUSED)).decode())
+        if first and time.monotonic() > warned and (absent := _absent(store, env)):
+            warned = _warn(_missing(absent, env, WARNING), timeout)
         time.sleep(pause)
         pause = min(2 * pause, MOST_POLL_SECONDS)
     return store
@@ -99,12 +108,29 @@ def _refuse(store: dist.Store, what: str) -> None:
     raise PlaceError(what)
 
 
-def _missing(store: dist.Store, env: RankEnv, timeout: timedelta) -> str:
-    gone = [rank for rank in range(env.world_size) if not store.check([key(CAME, rank)])]
+def _warn(absent: Mistake, timeout: timedelta) -> float:
+    """Say who is missing; return when to say so again: never."""
+    waits = f"waiting for up to {_text(timeout)} (--distributed-timeout-minutes)"
+    print(f"warning: {absent}\n  {waits}", file=sys.stderr, flush=True)
+    return math.inf
+
+
+def _unanswered(env: RankEnv, time_given: timedelta) -> Mistake:
+    why = "it did not start, was told another MASTER_ADDR or MASTER_PORT, or has a firewall"
+    return Mistake(
+        f"the first rank did not answer at {_place(env)} within {_text(time_given)}", (why,)
+    )
+
+
+def _absent(store: dist.Store, env: RankEnv) -> list[int]:
+    return [rank for rank in range(env.world_size) if not store.check([key(CAME, rank)])]
+
+
+def _missing(gone: Sequence[int], env: RankEnv, time_given: timedelta) -> Mistake:
     some = ", ".join(map(str, gone[:SHOWN])) + ", ..." * (len(gone) > SHOWN)
     has = f"ranks {some} have" if len(gone) > 1 else f"rank {some} has"
-    what = f"{has} not come to {_place(env)} within {_text(timeout)}"
-    return str(Mistake(what, (f"{env.world_size - len(gone)} of {env.world_size} have",)))
+    what = f"{has} not come to {_place(env)} within {_text(time_given)}"
+    return Mistake(what, (f"{env.world_size - len(gone)} of {env.world_size} have",))
 
 
 def _place(env: RankEnv) -> str:

@@ -48,7 +48,8 @@ class Vitals:
         if result.tokens == 0:  # nothing was asked, so there is nothing to learn
             return None
         self.dead = self.dead + 1 if result.grad_norm == 0.0 else 0
-        unchanged = result.loss == self._loss and result.lr > 0.0
+        # A loss of 0 is that of a model which knows its text by heart, and learns nothing wrong.
+        unchanged = result.loss == self._loss != 0.0 and result.lr > 0.0
         self._same = self._same + 1 if unchanged else 0
         self._loss = result.loss
         if self.dead in (1, DEAD_STEPS):

@@ -348,7 +348,7 @@ COMMAND_LINES = [
     Case("sample without a run", "sample", ("RUN is missing",)),
     Case("load of nothing", "train debug --load nope", ("there is no checkpoint in nope",)),
     Case("load is empty", "train debug --load ''", ("load is empty",)),
-    Case("save is empty", "train debug --save ''", ("save is empty", "--save runs/NAME")),
+    Case("save is empty", "train debug --save ''", ("--save is empty",)),
     Case("save into a file", "train debug --save f/run", ("f is not a folder",), files={"f": ""}),
     Case("sample of no run", "sample nowhere hello", ("nowhere is not a run folder",)),
     Case("sample below zero", "sample . --temperature -1", ("--temperature must be at least 0",)),

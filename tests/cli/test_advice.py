@@ -74,6 +74,27 @@ def test_what_megatron_calls_otherwise_is_answered_as_the_page_says(tmp_path: Pa
             assert set(told.suggestions) <= set(named), (flag, told)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("training.steps", "--train-iters"),
+        ("optimizer.lr", "--lr"),
+        ("checkpoint.interval", "--save-interval"),
+        ("activation_checkpoint.mode", "--recompute-granularity"),
+        ("parallelism.pipeline_parallel_degree", "--pp"),
+        ("parallelism.context-parallel-degree", "--cp"),
+        ("trainer.devices", "--nproc"),
+        ("model.optim.lr", "--lr"),
+        ("zero_optimization.stage", "--data-parallel-sharding-strategy"),
+    ],
+)
+def test_a_setting_is_known_by_the_section_that_others_keep_it_in(
+    theirs: str, ours: str, tmp_path: Path
+) -> None:
+    _, message = Line(("train", "debug", f"--{theirs}", "2")).answer(tmp_path)
+    assert message.startswith(f"error: unknown flag --{theirs}, did you mean {ours}?")
+
+
 DEGREES = ("--tp", "--pp", "--cp", "--dp-shard", "--dp-replicate", "--vpp")
 SIZES = ("1", "2", "3", "4", "5", "8", "0", "-1")
 RECIPES = (("debug",), ("debug",), ("demo",), ("llama3-8b",), ("--model", "debug-gpt"))

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +13,11 @@ import pytest
 
 from fivefold.cli import doctor
 from fivefold.cli import main as cli
-from fivefold.cli.main import VERBS, main
+from fivefold.cli.main import MEANT_VERBS, VERBS, main
 from fivefold.cli.style import paint
-from fivefold.config.config import SECTIONS
+from fivefold.config.config import SECTIONS, SETTINGS
 from fivefold.config.flags import ALIASES, SWITCHES
+from fivefold.config.settings import settings_of
 from fivefold.config.sources import RECIPES, config_settings, read_config, recipe_names, to_toml
 from fivefold.errors import RanksFailed
 
@@ -100,6 +102,24 @@ def test_help_knows_every_name_of_a_setting_without_a_command(
             assert re.match(rf"  --(no-)?{own}[ ,]", f"{first} ") or topic in SECTIONS, first
     assert main(["help", "trian"]) == 2
     assert "unknown command 'trian', did you mean 'train'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("fit", "train"), ("generate", "sample"), ("Merge_Weights", "convert"), ("run", "train")],
+)
+def test_a_command_of_another_trainer_is_answered_by_ours(
+    theirs: str, ours: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in ([theirs, "debug"], ["help", theirs]):
+        assert main(words) == 2
+        said = f"unknown command {theirs!r}, did you mean {ours!r}?"
+        assert capsys.readouterr().err.startswith(f"error: {said}\n")
+
+
+def test_every_command_that_is_meant_is_one() -> None:
+    assert not {*MEANT_VERBS} & {*VERBS}
+    assert {*MEANT_VERBS.values()} <= {*VERBS, "help", "--version"}
 
 
 def test_help_of_no_topic_says_what_is_meant(capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,6 +254,18 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     assert not done.stderr
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_what_an_encoding_lacks_is_no_traceback(encoding: str, tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONIOENCODING": encoding, "PYTHONPATH": str(ROOT)}
+    words = ["launch", "slurm", "debug", "--output", "jöb→.sbatch"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fivefold", *words], env=env, cwd=tmp_path, capture_output=True
+    )
+    shown = "jöb→.sbatch".encode(encoding, "backslashreplace")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.startswith(shown + b" is written") or b"'" + shown in done.stdout
+
+
 def test_data_counts_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("A short line about nothing.\n" * 400)
     argv = f"data debug --data-path {tmp_path}/a.txt --data-cache-path {tmp_path}/cache --split 1"
@@ -267,10 +299,19 @@ def test_doctor_notes_a_folder_that_cannot_be_written(
 ) -> None:
     monkeypatch.setattr(os, "access", lambda *_: writable)  # root may write anywhere
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
-    line = doctor.disk("disk here", tmp_path, "--save")
-    assert line.verdict == ("ok" if writable else "note")
+    for folder in (tmp_path, tmp_path / "not" / "yet"):
+        line = doctor.disk("disk here", folder, "--save")
+        assert line.verdict == ("ok" if writable else "note")
+        assert f"{tmp_path}" in line.text.split()
     assert ("1.00 TiB free" in line.text) == writable
     assert ("cannot be written: --save names another folder" in line.text) != writable
+
+
+def test_doctor_notes_a_home_that_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for home in (tmp_path / "file", tmp_path / "file" / "home"):
+        line = doctor.disk("disk of cache", home / ".cache", "--data-cache-path")
+        assert (line.verdict, line.text.split()[1:4]) == ("note", ["cannot", "be", "written:"])
 
 
 @pytest.mark.parametrize(
@@ -348,6 +389,22 @@ def test_a_word_that_is_not_utf_8_is_refused(
 ) -> None:
     assert main([*words.split()]) == 2
     assert "must be text in UTF-8, not" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_empty_word_is_no_value(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a shell's variable that is not set; as a path it would be the current folder."""
+    own = [*settings_of(import_module(f"fivefold.cli.{verb}").Options)]
+    texts = [s for s in (*own, *[*SETTINGS.values()] * (verb == "train")) if s.kind is str]
+    for setting in texts:
+        if setting.choices or (verb, setting.name) == ("sample", "prompt"):
+            continue
+        before = [s for s in own if s.positional]
+        place = before.index(setting) if setting.positional else 0
+        words = [*["x"] * place, ""] if setting.positional else [setting.flag, ""]
+        assert main([verb, *words]) == 2
+        name = setting.name.upper() if setting.positional else setting.flag
+        assert f"{name} is empty\n" in capsys.readouterr().err
 
 
 def test_plan_from_no_run_names_the_folder(

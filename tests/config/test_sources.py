@@ -35,8 +35,8 @@ def test_resolved_config_reads_back_as_itself(name: str, tmp_path: Path) -> None
 
 
 @given(
-    st.text(st.characters(exclude_categories=["Cs"])).filter(lambda text: text != "none"),
-    st.lists(st.text(st.characters(exclude_categories=["Cs"]))),
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda t: t != "none"),
+    st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1)),
     st.floats(allow_nan=False, allow_infinity=False),
 )
 @example('\x7f\n\t"\\', ["\r"], 1e-300)

@@ -279,7 +279,7 @@ def test_links_are_followed_once(tmp_path):
 def test_a_link_to_nothing_is_named(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "b.txt").symlink_to(tmp_path / "gone.txt")
-    for spec in (f"{tmp_path}", f"{tmp_path}/*.txt"):
+    for spec in (f"{tmp_path}", f"{tmp_path}/*.txt", f"{tmp_path}/b.txt"):
         with pytest.raises(DataError, match=r"b\.txt is a link to nothing"):
             resolve(spec)
     with pytest.raises(DataError, match="File name too long"):

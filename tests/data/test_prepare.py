@@ -75,6 +75,30 @@ def test_the_second_time_nothing_is_done(config, texts):
     assert changed.train.fingerprint != first.train.fingerprint
 
 
+@pytest.mark.parametrize("name", ["a.txt", "b.jsonl"])
+def test_text_that_is_removed_while_it_is_read_is_named(config, texts, name):
+    """At each line that the work tells; what is half made then is not taken for whole."""
+    path, refused = texts / name, 0
+    content = path.read_bytes()
+    for moment in range(4):
+        settings = config("a.txt", "b.jsonl", data_cache_path=f"{texts}/cache {moment}")
+        said = []
+
+        def tell(line, said=said, moment=moment):
+            said.append(line)
+            if len(said) == moment + 1:
+                path.unlink()
+
+        try:
+            prepare(settings, 16, 1, tell)
+        except DataError as error:
+            assert str(error) == f"{path} was there when the command began, and is gone"
+            refused += 1
+        path.write_bytes(content)
+        assert prepare(settings, 16, 1).train.num_samples
+    assert refused == 3  # but not when all is read
+
+
 def test_a_moved_corpus_is_the_same_data(config, texts):
     before = prepare(config("a.txt"), 16, 1).train.fingerprint
     (texts / "elsewhere").mkdir()

@@ -58,6 +58,31 @@ def test_who_is_missing_or_twice_is_said_by_every_rank(
     ] * len(ranks)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "says"),
+    [
+        ([(0, 3), (1, 3), (2, 3)], []),
+        ([(0, 4), (2, 4)], ["ranks 1, 3 have not come to 127.0.0.1:PORT within 200 ms"]),
+        ([(1, 2)], ["the first rank did not answer at 127.0.0.1:PORT within 200 ms"]),
+    ],
+)
+def test_who_lets_others_wait_is_said_once_before_their_time_is_up(
+    ranks: list[tuple[int, int]],
+    says: list[str],
+    port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(meeting, "MOST_POLL_SECONDS", 0.1)
+    monkeypatch.setattr(meeting, "WARNING", timedelta(seconds=0.2))
+    came(port, ranks)
+    lines = capsys.readouterr().err.splitlines()
+    warnings = [line for line in lines if line.startswith("warning: ")]
+    assert warnings == [f"warning: {said.replace('PORT', str(port))}" for said in says]
+    assert len(lines) == 3 * len(says)
+    assert all("up to 1.0 s" in line for line in lines[2::3])
+
+
 def test_a_taken_port_and_a_host_without_address_are_named_before_anything_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -541,6 +541,7 @@ def test_a_full_disk_stops_the_run_and_keeps_the_last_checkpoint(
     errors = capfd.readouterr().err
     assert f"disk full: saving step 9 to {run}/checkpoints failed" in errors
     assert "bytes needed" in errors and "bytes free" in errors and "200,000 bytes (ulimit" in errors
+    assert "free space there, or a higher limit, then the same command" in errors
     assert "goes on from the checkpoint of step 6" in errors and "Traceback" not in errors
     steps = len((run / "metrics.jsonl").read_text().splitlines())
     assert steps == 9 if flag == "--no-async-save" else 9 <= steps < 400

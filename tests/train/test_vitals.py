@@ -41,6 +41,11 @@ def test_a_loss_that_never_changes_is_suspicious_but_not_fatal() -> None:
     assert {n: s.fatal for n, s in found.items()} == {SAME_STEPS: False}
 
 
+def test_a_text_that_is_known_by_heart_is_no_symptom_until_nothing_is_left_to_learn() -> None:
+    assert not symptoms([step(0.0, 1e-30)] * (2 * SAME_STEPS))
+    assert symptoms([step(0.0, 0.0)])
+
+
 def test_a_batch_without_labels_and_a_learning_rate_of_zero_are_no_symptoms() -> None:
     assert not symptoms([step(0.0, 0.0, tokens=0)] * 20)
     assert not symptoms([step(6.2, 2.0, lr=0.0)] * 20)
