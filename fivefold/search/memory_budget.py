@@ -12,9 +12,9 @@ with what the choice before offloads. Kinds of recomputation that another one be
 the memory of every rank are left out.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import combinations, product
 from math import inf
 from typing import Any, get_args
@@ -36,7 +36,9 @@ from fivefold.search.stage_numbers import Numbers, try_numbers
 MOVED = (*OFFLOAD, "offload_tensors")
 CHOSEN = (*RECOMPUTE, LIMIT, *MOVED)
 """Settings that a budget may choose."""
+NEARLY = 0.1  # of what is needed, that may be missing for other sets to be tried
 Settings = Mapping[str, Any]
+Items = frozenset[str]
 NONE: Settings = {}
 
 
@@ -179,26 +181,31 @@ class MemoryChooser:
     def _beats(self, found: Candidate) -> bool:
         return self.best is None or found.seconds < self.best.seconds
 
-    def _may_fit(self, way: Settings, largest: Iterable[Settings]) -> bool:
-        """Whether a way fits at its smallest: all offloaded, one microbatch in flight.
+    def _may_fit(
+        self, way: Settings, moves: Mapping[Items, Settings], largest: Iterable[Items]
+    ) -> bool:
+        """Whether a way fits at its smallest: one microbatch in flight, and all offloaded.
 
-        Or nothing offloaded: with so few in flight, room for what comes back can be more.
+        Or less: with so few in flight, room for what comes back can be more. So where little is
+        missing, what is offloaded changes item by item as long as that saves memory.
         """
         granularity = way.get(
             "recompute_granularity", self.request.config.memory.recompute_granularity
         )
         limit = {LIMIT: 1} if len(self.limits) and granularity != "full" else {}
-        fits = False
-        for moved in largest:
-            settings = {**way, **moved, **limit}
+
+        @cache
+        def filled(items: Items) -> float:
+            settings = {**way, **moves.get(items, NONE), **limit}
             try:
                 layout = check(self.request.config.with_values(**settings), self.request.world)
             except ConfigError:
-                return True  # less of it may be legal, and fit
+                return 0.0  # less of it may be legal, and fit
             memory = peak_memory(layout, self.request.cluster)
             self.least.append((memory.max_allocated, settings))
-            fits = fits or memory.fits
-        return fits
+            return 0.0 if memory.fits else 1.0 + max(memory.missing, 0.0) / memory.max_allocated
+
+        return any(_falls_below_one(filled, start, moves) for start in (*largest, Items()))
 
     def _more(self, way: Settings, alone: Candidate) -> None:
         """Offer a way together with offloading and with limits.
@@ -206,28 +213,22 @@ class MemoryChooser:
         All that can be offloaded comes first: where copies are hidden it costs nothing, and
         nothing beside this way can then be faster.
         """
-        moves = self.moves(way)
-        sets = [_moved_by(moved) for moved in moves]
-        largest = [
-            moved
-            for moved, items in zip(moves, sets, strict=True)
-            if not any(items < others for others in sets)
-        ]
-        if not self._may_fit(way, (*largest, NONE)):
+        moves = {_moved_by(moved): moved for moved in self.moves(way)}
+        largest = [each for each in moves if not any(each < others for others in moves)]
+        if not self._may_fit(way, moves, largest):
             return
-        slower: list[frozenset[str]] = []
-        for moved in (*largest, *moves):
-            items = _moved_by(moved)
+        slower: list[Items] = []
+        for items in (*largest, *moves):
             if any(known <= items for known in slower):
                 continue
-            found = self.timed({**way, **moved})
+            found = self.timed({**way, **moves[items]})
             if found is None:
                 continue
             if found.memory.fits or not self._beats(found):
                 slower.append(items)
             self._offer(found)
             if not found.memory.fits and self._beats(found):
-                self._limited({**way, **moved})
+                self._limited({**way, **moves[items]})
             if not self._beats(alone):
                 return
 
@@ -294,6 +295,21 @@ def _unbeaten(ways: Sequence[tuple[Candidate, Settings]]) -> list[Settings]:
     return [way for _, way in found]
 
 
+def _falls_below_one(
+    filled: Callable[[Items], float], start: Items, others: Iterable[Items]
+) -> bool:
+    """Whether a function of sets does, changing the set by one item as long as it falls."""
+    best, near = inf, [start]
+    while near:
+        lowest = min(near, key=filled)
+        if filled(lowest) < 1:
+            return True
+        if filled(lowest) >= min(best, 1 + NEARLY):
+            return False
+        best, near = filled(lowest), [each for each in others if len(each ^ lowest) == 1]
+    return False
+
+
 def _subsets(items: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     return (each for size in range(len(items) + 1) for each in combinations(items, size))
 
@@ -307,7 +323,7 @@ def _moving(items: Iterable[str]) -> Settings:
     return dict(zip(MOVED, values, strict=True))
 
 
-def _moved_by(settings: Settings) -> frozenset[str]:
+def _moved_by(settings: Settings) -> Items:
     return frozenset((*settings.get("offload_modules", ()), *settings.get("offload_tensors", ())))
 
 
