@@ -19,6 +19,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.memory.cross_entropy import LinearCrossEntropy, NativeCrossEntropy
 from fivefold.model.transformer import Stage
 from fivefold.pipeline.stages import StageSpec
+from fivefold.tensor.deferred_weight import DeferredWeights
 
 LOSSES = ("torch", "plain", "native", "linear")
 
@@ -33,7 +34,7 @@ def loss_step(kind: str, tokens: int, model: ModelConfig, device: torch.device) 
         stage.cross_entropy = NativeCrossEntropy(None)
     elif kind == "linear":
         split = DEFAULT_VOCAB_SPLIT
-        stage.head_loss = LinearCrossEntropy(None, False, split, split)
+        stage.head_loss = LinearCrossEntropy(None, False, DeferredWeights(), split, split)
     x_TH = torch.randn(tokens, model.hidden_size, device=device, dtype=torch.bfloat16)
     x_TH.requires_grad_()
     labels_T = torch.randint(model.vocab_size, (tokens,), device=device)

@@ -23,6 +23,7 @@ from fivefold.memory.cross_entropy import LinearCrossEntropy, NativeCrossEntropy
 from fivefold.model.init import initialise
 from fivefold.model.transformer import Stage
 from fivefold.pipeline.stages import StageSpec
+from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.units import human_bytes
 
 TOKENS, HIDDEN, VOCABULARY = 1024, 256, 16_384
@@ -37,7 +38,7 @@ def _loss(impl: str) -> Loss:
         stage.cross_entropy = NativeCrossEntropy(None)
     elif impl == "linear":
         split = DEFAULT_VOCAB_SPLIT
-        stage.head_loss = LinearCrossEntropy(None, False, split, split)
+        stage.head_loss = LinearCrossEntropy(None, False, DeferredWeights(), split, split)
     generator = torch.Generator().manual_seed(2)
     x_TH = torch.randn(TOKENS, HIDDEN, generator=generator).requires_grad_()
     labels_T = torch.randint(VOCABULARY, (TOKENS,), generator=generator)

@@ -33,7 +33,7 @@ from fivefold.pipeline.executor import Executor
 from fivefold.pipeline.turns import Turns
 from fivefold.tensor.deferred_weight import DeferredWeights, SumOf
 from fivefold.tensor.exchange import TokensInParts, exchange_of
-from fivefold.tensor.install import install_deferral, install_tensor_parallel
+from fivefold.tensor.install import install_deferral, install_ends, install_tensor_parallel
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,8 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     policy = make_policy(config)
     pp_rank = groups.at["pp"]
     deferred, turns = DeferredWeights(), Turns(device)
+    # PyTorch's linears add nothing to sums, nor do the ends beside them.
+    of_ends = deferred if layout.owns_linears else DeferredWeights()
     with torch.device("meta"):
         stages = {
             index: Stage(
@@ -69,7 +71,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
             narrow = name in on_host or not records[name].trained
             if narrow or policy.master_dtype == policy.compute_dtype:
                 parameter.data = parameter.data.to(policy.compute_dtype)
-    _install_tensor(layout, groups, stages, deferred, records)
+    _install_tensor(layout, groups, stages, deferred, of_ends, records)
     meanwhile = turns.give_way if layout.overlaps_pairs else None
     _install_experts(layout, groups, stages, deferred, records, meanwhile)
     if groups.cp is not None:
@@ -79,7 +81,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     scaling = install_delayed(stages, layers, config, device)
     passes = layout.num_microbatches * config.parallel.num_sequence_slices
     shared = keep_weights(stages, config, passes)
-    _install_memory(layout, groups, stages, device)
+    _install_memory(layout, groups, stages, of_ends, device)
     for stage in stages.values():
         install_fusions(stage, config.training)
     if config.training.compile:
@@ -142,6 +144,7 @@ def _install_tensor(
     groups: Groups,
     stages: dict[int, Stage],
     deferred: DeferredWeights,
+    of_ends: DeferredWeights,
     records: dict[str, ParameterRecord],
 ) -> None:
     parallel = layout.config.parallel
@@ -154,6 +157,8 @@ def _install_tensor(
         elif layout.owns_linears:
             again = layout.memory_of(number).recompute_granularity is not None
             install_deferral(stage, deferred, recomputes=again)
+        else:
+            install_ends(stage, of_ends)
     if groups.tp is not None:
         log.info("tensor parallel over %d%s", layout.grid.tp, " + sequence" if sequence else "")
     if isinstance(exchange, TokensInParts):
@@ -207,7 +212,11 @@ def _install_eight_bit(layout: Layout, policy: Policy, stages: dict[int, Stage])
 
 
 def _install_memory(
-    layout: Layout, groups: Groups, stages: dict[int, Stage], device: torch.device
+    layout: Layout,
+    groups: Groups,
+    stages: dict[int, Stage],
+    of_ends: DeferredWeights,
+    device: torch.device,
 ) -> None:
     """What is made again, or not kept: inside the blocks that data parallelism gathers."""
     memory, sequence = layout.config.memory, layout.config.parallel.sequence_parallel
@@ -220,7 +229,7 @@ def _install_memory(
         if own.fine_grained_activation_offloading:
             install_offload(stage, own, host)
         if memory.cross_entropy_loss_fusion and stage.parts.head:
-            install_cross_entropy(stage, memory, groups.tp, sequence)
+            install_cross_entropy(stage, memory, groups.tp, sequence, of_ends)
     numbers = " ".join(map(str, memory.recompute_num_layers))
     if memory.recomputes_first_layers:
         modules = f", {' '.join(memory.recompute_modules)} of each" * bool(memory.remade_modules)

@@ -185,6 +185,7 @@ def layout_policy(layout: Layout) -> StatePolicy:
             widened=wide * (alone and backwards > 1 and not by_products),
             in_place=by_products and layout.fills_messages,
             sent=0 if alone else wire * (wire != policy.gradient),
+            remade=alone,
         )
     if keeps_weights(config, backwards):
         policy = replace(policy, step_weight=weight_bytes(config.training.fp8_recipe))

@@ -116,7 +116,8 @@ class ReplicatedStage:
         """Where a parameter's next gradient belongs; None: it is not ours, or autograd adds it.
 
         The first of a step is made in its message. Where hooks count gradients, autograd gets the
-        sum as if it were new, once: of a parameter that a backward uses twice, it adds the other.
+        sum as if it were new, once: of a parameter that a backward uses twice, the other is added
+        to it meanwhile.
         """
         if parameter not in self._own:
             return None
@@ -199,10 +200,10 @@ class _GradientBucket:
         self._returning: set[Tensor] = set()
         self._pending: Pending | None = None
 
-    def sum_of(self, parameter: Tensor) -> Sum | None:
-        """The parameter's part of the message, for autograd to return; None: it is on the way."""
+    def sum_of(self, parameter: Tensor) -> Sum:
+        """The parameter's part of the message, for autograd to return once."""
         if parameter in self._returning:
-            return None
+            return Sum(local_tensor(self._grads[parameter]))
         self._returning.add(parameter)
         empty, parameter.grad = parameter.grad is None, None
         return Sum(local_tensor(self._grads[parameter]), empty, returned=True)

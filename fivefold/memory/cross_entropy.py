@@ -23,10 +23,11 @@ from torch.autograd.function import once_differentiable
 from fivefold.config.memory import LOSS_TOKENS, MemoryConfig, vocab_split_sizes
 from fivefold.mesh.collectives import all_gather, start_all_reduce, start_reduce_scatter
 from fivefold.mesh.device import runs_triton
-from fivefold.model.layers import add_product
+from fivefold.model.layers import Linear, add_product
 from fivefold.model.leaves import local
 from fivefold.model.loss import note_z, token_weights
 from fivefold.model.transformer import Stage, trained_z_coeff
+from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.vocabulary import Entries, merge_statistics
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,11 @@ LOGITS_AT_A_TIME = 1 << 24
 
 
 def install_cross_entropy(
-    stage: Stage, memory: MemoryConfig, group: dist.ProcessGroup | None, sequence_parallel: bool
+    stage: Stage,
+    memory: MemoryConfig,
+    group: dist.ProcessGroup | None,
+    sequence_parallel: bool,
+    deferred: DeferredWeights,
 ) -> None:
     """Install the fused loss set in `memory` in a stage that holds the head.
 
@@ -44,7 +49,7 @@ def install_cross_entropy(
     """
     if memory.cross_entropy_fusion_impl == "linear":
         splits = vocab_split_sizes(os.environ)
-        stage.head_loss = LinearCrossEntropy(group, sequence_parallel, *splits)
+        stage.head_loss = LinearCrossEntropy(group, sequence_parallel, deferred, *splits)
         log.info("loss: fused with the output layer, %d entries at a time", splits[0])
         return
     stage.cross_entropy = NativeCrossEntropy(group)
@@ -127,12 +132,14 @@ class LinearCrossEntropy:
     Attributes:
         group: tensor-parallel group, which splits the vocabulary; None: one rank.
         sequence_parallel: whether the states are sharded along the tokens.
+        deferred: knows of gradients that other uses of the weight have made.
         forward_split: vocabulary entries per slice in the forward.
         backward_split: vocabulary entries per slice in the backward.
     """
 
     group: dist.ProcessGroup | None
     sequence_parallel: bool
+    deferred: DeferredWeights
     forward_split: int
     backward_split: int
 
@@ -147,7 +154,7 @@ class LinearCrossEntropy:
         entries = Entries(*shape, stage.label_smoothing, trained_z_coeff(stage))
         weights_T = token_weights(labels_T, weights_T, x_TH.dtype)
         inputs = x_TH, weight_vH, labels_T, weights_T
-        loss: Tensor = _Linear.apply(*inputs, entries, self, stage.z_sums)
+        loss: Tensor = _Linear.apply(*inputs, entries, self, stage.lm_head, stage.z_sums)
         return loss
 
 
@@ -161,6 +168,7 @@ class _Linear(torch.autograd.Function):
         weights_T: Tensor,
         entries: Entries,
         on: LinearCrossEntropy,
+        head: Linear,
         z_sums: list[Tensor],
     ) -> Tensor:
         x_TH = all_gather(x, on.group) if on.sequence_parallel else x
@@ -175,7 +183,7 @@ class _Linear(torch.autograd.Function):
         losses = entries.losses(merge_statistics(torch.stack(parts)), on.group)
         note_z(z_sums, entries.z_coeff, losses.lse_T, weights_T)
         ctx.save_for_backward(x, weight_vH, labels_T, weights_T, losses.lse_T)
-        ctx.entries, ctx.on = entries, on
+        ctx.entries, ctx.on, ctx.parameter = entries, on, head.weight
         return losses.loss_T @ weights_T
 
     @staticmethod
@@ -205,7 +213,9 @@ class _Linear(torch.autograd.Function):
                 grad_weight[rows] = wide_cH
         start = start_reduce_scatter if on.sequence_parallel else start_all_reduce
         grad_x = start(wide_TH.to(x.dtype), on.group).wait()
-        return grad_x, grad_weight, None, None, None, None, None
+        if grad_weight is not None:
+            grad_weight = on.deferred.taken(ctx.parameter, grad_weight)
+        return grad_x, grad_weight, *[None] * 6
 
 
 def runs_kernels(logits: Tensor) -> bool:

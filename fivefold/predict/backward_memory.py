@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.blocks import GatheredBlock
 from fivefold.model.activations import loss_bytes, loss_gradient_bytes, total
 from fivefold.predict.passage import Change, Passage
@@ -65,18 +66,20 @@ class _Walk:
         that is also the embedding's until its other gradient is there."""
         if self.passage.deferred:
             return 0.0
-        return self._of_head if self.route.policy.reduces else self._of_tied
+        if self.route.policy.reduces:
+            return self._of_head
+        return self.route.vocabulary * self.passage.tied(self.route.stage)
 
     @property
-    def _of_tied(self) -> float:
-        """Bytes of the gradient of an output layer that is the embedding of the same stage, which
-        autograd adds to the embedding's, each in the type in which the parameter takes them."""
-        route, policy = self.route, self.route.policy
-        both = route.stage.head and route.stage.embedding and not self.passage.deferred
-        if route.layout.config.model.untie_embeddings_and_output_weights or not both:
-            return 0.0
-        each = self.passage.fresh if policy.reduces else policy.gradient
-        return route.vocabulary * each * bool(self.passage.fresh)
+    def _of_embedding(self) -> float:
+        """Bytes of the embedding's new gradient. To a sum, or to the gradient of an output layer
+        that is the same weight, rows are added as they are if it is as wide as fp32."""
+        route, policy, fresh = self.route, self.route.policy, self.passage.fresh
+        split = route.layout.grid.tp if policy.whole_embedding else 1
+        summed = self.passage.tied(route.stage) if fresh else policy.gradient
+        if summed:
+            fresh = summed * (summed < ELEMENT_BYTES["fp32"])
+        return route.vocabulary * split * fresh
 
     def points(self) -> Iterator[ActPoint]:
         """The points at which memory may peak.
@@ -167,10 +170,8 @@ class _Walk:
     def _in_first(self, point: ActPoint) -> ActPoint:
         """Such a point of the last layer in the first one, which is taken to be like it."""
         route = self.route
-        change = Change(point.gradients - self._waiting, 0.0, 0.0)
-        if route.policy.reduces:
-            change = self.passage.after(route.parts[1][1], *route.other_than(0))
-            change = change._replace(gradients=change.gradients + point.gradients - self._waiting)
+        change = self.passage.after(route.parts[1][1], *route.other_than(0))
+        change = change._replace(gradients=change.gradients + point.gradients - self._waiting)
         where = point.where.replace("last", "first")
         activations, over = point.activations - sum(route.kept[1:]), len(route.numbers) - 1
         first = point._replace(where=where, activations=activations, over=over)
@@ -208,14 +209,10 @@ class _Walk:
         over = ActPoint("the embedding", -sum(route.kept), route.gone, done=True)
         over = over._replace(communication=route.messages[0])
         if route.stage.embedding:
-            split = route.layout.grid.tp if route.policy.whole_embedding else 1
-            table = route.vocabulary * split * self.passage.fresh
+            table = self._of_embedding
             after = Change(0.0, 0.0, 0.0)
-            if blocks and route.policy.reduces:
+            if blocks:
                 after = self.passage.after(route.parts[0][1], *blocks)
-            if tied := self._of_tied:  # autograd adds both into a third, perhaps the kept one
-                alone = route.layout.grid.dp * route.layout.grid.cp == 1
-                table = tied * (1 if alone and not route.policy.reduces else 2)
             made = after._replace(gradients=after.gradients + table)
             yield self._ended(over, made, route.copies.but("ends"))
         if route.policy.sent and self.passage.last:

@@ -54,13 +54,25 @@ class Passage:
 
     @property
     def fresh(self) -> float:
-        """Bytes of a new gradient of a linear layer; 0 if it is made in the sum, or added to it."""
+        """Bytes of a new gradient of a linear layer, and of the wider one that a rank alone keeps;
+        0 if it is made in the sum, or added to it."""
         layout, policy = self.layout, self.policy
-        adds = policy.reduces and not (policy.splits_gradient or self.first)
+        adds = policy.remade and not (policy.splits_gradient or self.first)
         adds = adds and layout.owns_linears and layout.fuses_accumulation
         if adds or policy.in_place:
             return 0.0
-        return policy.fresh + (0.0 if self.deferred else policy.widened)
+        widens = self.first and policy.remade and not policy.copy
+        widened = policy.gradient * (policy.gradient != policy.fresh) if widens else policy.widened
+        return policy.fresh + (widened if widens or not self.deferred else 0.0)
+
+    def tied(self, stage: StageParts) -> float:
+        """Bytes of an element of the gradient of an output layer that is the embedding of the same
+        stage, in the type in which the parameter takes it; 0: there is none."""
+        both = stage.head and stage.embedding and not self.deferred
+        if self.layout.config.model.untie_embeddings_and_output_weights or not both:
+            return 0.0
+        each = self.fresh if self.policy.reduces else self.policy.gradient
+        return each * bool(self.fresh)
 
     @property
     def _message(self) -> float:

@@ -120,8 +120,9 @@ class _State:
         return np.where(several, smallest * (policy.reducing - policy.copy), 0.0)
 
     def _per_parameter(self, kind: str, *, trained: bool) -> tuple[Values, Values]:
-        config, shards = self.space.config, self.shards[kind]
+        config, shards, c = self.space.config, self.shards[kind], self.space.columns
         whole, split = np.zeros((2, 2, len(SHARDINGS)))
+        unsharded = np.zeros(len(SHARDINGS))
         for number, sharding in enumerate(SHARDINGS):
             asked = config.with_values(data_parallel_sharding_strategy=sharding.name)
             policy = engine_policy(asked)
@@ -138,9 +139,12 @@ class _State:
                 split[part, number] += policy.device_gradient
             else:
                 whole[part, number] += policy.gradient
-        strategy = self.space.columns["strategy"]
+            unsharded[number] = policy.gradient * (policy.copy == 0)
+        strategy = c["strategy"]
         at_start, remade = whole[:, strategy] + split[:, strategy] / shards
-        return at_start, remade
+        # A rank alone makes them anew, and has no messages in which they stay.
+        moved = np.where(c["dp"] * c["cp"] == 1, unsharded[strategy], 0.0)
+        return at_start - moved, remade + moved
 
 
 class _KeptBytes:

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from fivefold.model.layers import Kept, Products
 from fivefold.model.leaves import add_to_grad
@@ -93,6 +95,7 @@ class DeferredWeights:
         self.deferring = False
         self.sums: Sequence[SumOf] = ()
         self._works: list[Work] = []
+        self._arriving: dict[Tensor, ref[Tensor]] = {}  # what this backward gave autograd
 
     def put(
         self,
@@ -132,7 +135,10 @@ class DeferredWeights:
         kept: Kept,
         rows: slice | None = None,
     ) -> Tensor | None:
-        """A weight's gradient for autograd to add; None if it was added to the parameter's sum.
+        """A weight's gradient for autograd to add; None if it was added where others are.
+
+        That is the parameter's sum, or the gradient of another use in the same backward, for which
+        autograd waits: where anybody else refers to its memory, it would add both into a third.
 
         Args:
             parameter: the object that the forward used.
@@ -141,18 +147,20 @@ class DeferredWeights:
             kept: what they take of its input.
             rows: rows of the local part that the gradient covers; None: all.
         """
-        for sum_of in self.sums:
-            found = sum_of(parameter, rows is None)
-            if found is None:
-                continue
-            if found.empty:
-                products.write_weight_gradient(grad, kept, found.local)
-            else:
-                products.weight_gradient(
-                    grad, kept, found.local if rows is None else found.local[rows]
-                )
+        other = self._of_other_use(parameter) if rows is None else None
+        found = self._sum_of(parameter, rows is None) if other is None else Sum(other)
+        if found is not None:
+            _add(found, products, grad, kept, rows)
             return found.local.detach() if found.returned else None  # autograd's, nobody else's
-        return products.weight_gradient(grad, kept)
+        made = products.weight_gradient(grad, kept)
+        return self._begun(parameter, made) if rows is None and parameter.is_leaf else made
+
+    def taken(self, parameter: Tensor, made: Tensor) -> Tensor | None:
+        """The same of a gradient that no product of a linear layer makes."""
+        if (other := self._of_other_use(parameter)) is None:
+            return self._begun(parameter, made)
+        other.add_(made)
+        return None
 
     def add(
         self,
@@ -163,6 +171,33 @@ class DeferredWeights:
         rows: slice | None = None,
     ) -> None:
         """Add a weight's gradient to the parameter's sum; arguments as for `made`."""
-        made = self.made(parameter, products, grad, kept, rows)
-        if made is not None:
-            add_to_grad(parameter, made, rows)
+        found = self._sum_of(parameter, rows is None)
+        if found is None:
+            add_to_grad(parameter, products.weight_gradient(grad, kept), rows)
+            return
+        _add(found, products, grad, kept, rows)
+        if found.returned:
+            add_to_grad(parameter, found.local.detach(), rows)
+
+    def _of_other_use(self, parameter: Tensor) -> Tensor | None:
+        """The gradient that autograd has of another use of a parameter in the same backward."""
+        arriving = self._arriving.get(parameter)
+        return None if arriving is None else arriving()
+
+    def _begun(self, parameter: Tensor, made: Tensor) -> Tensor:
+        made = made.to(parameter.grad_dtype or parameter.dtype)  # as autograd would
+        if not self._arriving:
+            Variable._execution_engine.queue_callback(self._arriving.clear)  # when it ends
+        self._arriving[parameter] = ref(made)
+        return made
+
+    def _sum_of(self, parameter: Tensor, whole: bool) -> Sum | None:
+        found = (sum_of(parameter, whole) for sum_of in self.sums)
+        return next((each for each in found if each is not None), None)
+
+
+def _add(found: Sum, products: Products, grad: Kept, kept: Kept, rows: slice | None) -> None:
+    if found.empty:
+        products.write_weight_gradient(grad, kept, found.local)
+    else:
+        products.weight_gradient(grad, kept, found.local if rows is None else found.local[rows])

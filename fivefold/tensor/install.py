@@ -29,11 +29,16 @@ def install_deferral(stage: Stage, deferred: DeferredWeights, *, recomputes: boo
     """
     column = ColumnAlone(deferred)
     row = RowParallel(Exchange(None), deferred) if recomputes else RowAlone(deferred)
-    stage.column = column
+    install_ends(stage, deferred)
     for block in stage.blocks:
         block.column, block.row, block.whole = column, row, column
     for prediction in stage.predictions:
         prediction.column = column
+
+
+def install_ends(stage: Stage, deferred: DeferredWeights) -> None:
+    """Make dW of the embeddings and of the output layer deferrable, and added where others are."""
+    stage.column = ColumnAlone(deferred)
     for embedding in (*stage.embeddings, stage.embed_positions):
         if embedding is not None:
             embedding.lookup = VocabularyLookup(None, False, deferred)

@@ -88,17 +88,24 @@ class _Lookup(Products):
     rows: int
 
     def weight_gradient(self, grad: Kept, kept: Kept, onto_vH: Tensor | None = None) -> Tensor:
-        """[v, H], added to `onto_vH` in place, in its dtype, if there is one: few of its rows."""
+        """[v, H], added to `onto_vH` in place if there is one.
+
+        Rows are added one by one to what is as wide as fp32. In bf16 that would round away all but
+        the first few hundred of a frequent token's, as PyTorch's product does on a CPU.
+        """
         (grad_TH,), (indices_T,) = grad, kept
-        if onto_vH is None:
-            made: Tensor = torch.ops.aten.embedding_dense_backward(
-                grad_TH, indices_T, self.rows, -1, False
-            )
-            return made
-        grad_TH = grad_TH.to(onto_vH.dtype)
-        if uses_gpu_kernels(onto_vH):  # where `index_add_` adds in any order
-            return onto_vH.index_put_((indices_T,), grad_TH, accumulate=True)
-        return onto_vH.index_add_(0, indices_T, grad_TH)
+        wide = torch.promote_types(grad_TH.dtype, torch.float32)
+        on_gpu = uses_gpu_kernels(grad_TH)
+        if onto_vH is not None and onto_vH.dtype == torch.promote_types(onto_vH.dtype, wide):
+            grad_TH = grad_TH.to(onto_vH.dtype)
+            if on_gpu:  # where `index_add_` adds in any order
+                return onto_vH.index_put_((indices_T,), grad_TH, accumulate=True)
+            return onto_vH.index_add_(0, indices_T, grad_TH)
+        summed = grad_TH if on_gpu else grad_TH.to(wide)
+        made: Tensor = torch.ops.aten.embedding_dense_backward(
+            summed, indices_T, self.rows, -1, False
+        )
+        return made.to(grad_TH.dtype) if onto_vH is None else onto_vH.add_(made)
 
     def write_weight_gradient(self, grad: Kept, kept: Kept, out_vH: Tensor) -> None:
         """`weight_gradient` into `out_vH`."""

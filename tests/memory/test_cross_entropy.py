@@ -43,7 +43,7 @@ def _batch(weighted: bool) -> Batch:
 
 def _fuse(stage: Stage, impl: str, group: Any = None, sequence: bool = False) -> Stage:
     if impl == "linear":
-        stage.head_loss = LinearCrossEntropy(group, sequence, *SPLITS)
+        stage.head_loss = LinearCrossEntropy(group, sequence, DeferredWeights(), *SPLITS)
     elif impl == "native":
         stage.cross_entropy = NativeCrossEntropy(group)
     return stage
@@ -191,7 +191,9 @@ def test_gradients_are_those_of_finite_differences() -> None:
 def _most_held(tokens: int) -> int:
     """Most bytes that the linear loss and its backward take, tokens and states not counted."""
     stage, x_TH = build(MODEL).bfloat16(), _hidden().detach().bfloat16()
-    stage.head_loss = LinearCrossEntropy(None, False, MODEL.vocab_size, MODEL.vocab_size)
+    stage.head_loss = LinearCrossEntropy(
+        None, False, DeferredWeights(), MODEL.vocab_size, MODEL.vocab_size
+    )
     assert stage.lm_head is not None
     x_TH = x_TH.repeat(tokens // T, 1).requires_grad_()
     labels_T = torch.arange(tokens) % MODEL.vocab_size

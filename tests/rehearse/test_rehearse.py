@@ -201,7 +201,7 @@ def test_masters_lie_beside_weights_that_are_not_sharded(ranks: int) -> None:
     [
         (2, {"gradient_accumulation_fusion": False, **PIPELINE}),  # autograd widens, then adds
         (2, {"untie_embeddings_and_output_weights": False, **PIPELINE}),  # no copy is summed
-        (1, {"untie_embeddings_and_output_weights": False, "global_batch_size": 1}),  # a third
+        (1, {"untie_embeddings_and_output_weights": False, "global_batch_size": 1}),  # no third
         (4, {"data_parallel_sharding_strategy": "optim", **PIPELINE, "global_batch_size": 8}),
         (
             2,
