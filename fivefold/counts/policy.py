@@ -169,8 +169,8 @@ def layout_policy(layout: Layout) -> StatePolicy:
 
     FSDP2 makes gradients anew in each step. ZeRO-1 then reduces each block at once, as ZeRO-2 does,
     and no whole gradients are kept. Replicated ranks' are made in their messages, unless autograd
-    adds them, which first makes of those in bf16 others as wide as their sum; so it does on a rank
-    alone, of all but the first of a step.
+    adds them, which first makes of those in bf16 others as wide as their sum. So it does on a rank
+    alone, which makes its sums anew, too.
     """
     config, policy = layout.config, engine_policy(layout.config)
     backwards = layout.num_microbatches * config.parallel.num_sequence_slices

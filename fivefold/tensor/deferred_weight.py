@@ -185,6 +185,7 @@ class DeferredWeights:
         return None if arriving is None else arriving()
 
     def _begun(self, parameter: Tensor, made: Tensor) -> Tensor:
+        """The first gradient of a parameter in this backward, to which other uses add theirs."""
         made = made.to(parameter.grad_dtype or parameter.dtype)  # as autograd would
         if not self._arriving:
             Variable._execution_engine.queue_callback(self._arriving.clear)  # when it ends
