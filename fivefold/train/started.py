@@ -31,7 +31,7 @@ from fivefold.train.roll_call import (
 from fivefold.train.signals import leave_at_once
 
 CAUSE = "cause"  # key in the store: a rank failed by itself
-ALL_LEFT = "all left"  # key in the store: every rank has said why it failed
+ALL_LEFT = "all left"  # key in the store: every rank needs it no longer
 LINGER_SECONDS = 5.0  # that a first rank which ends alone stays for others
 TOLD = "told"  # key in the store: a rank has printed which rank the others waited for
 

@@ -80,7 +80,7 @@ def test_no_third_gradient_is_made(model: dict[str, Any], settings: dict[str, An
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_rows_of_a_frequent_token_are_not_rounded_away(precision: str) -> None:
-    """Of 4,096 like ones bf16 keeps an eighth, added one by one."""
+    """Of 4,096 ones bf16 keeps 256, added one by one."""
     wide = torch.float32 if precision == "fp32" else torch.bfloat16
     embedding, deferred = Embedding(3, 8).to(wide), DeferredWeights()
     embedding.lookup = VocabularyLookup(None, False, deferred)
