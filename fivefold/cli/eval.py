@@ -16,7 +16,7 @@ from fivefold.config.parallel import ParallelConfig, option
 from fivefold.config.settings import argument, flag_of, settings_of
 from fivefold.config.sharding import ShardingStrategy
 from fivefold.config.sources import load_options
-from fivefold.config.training import LoggingConfig, OptimizerConfig
+from fivefold.config.training import MOCK, LoggingConfig, OptimizerConfig
 from fivefold.counts.derived import as_table
 from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.files import finite
@@ -225,6 +225,7 @@ def _text(run: str, layout: Layout, found: Sequence["Evaluated"]) -> Iterator[st
         read = "each sample once"
     ranks = "one device" if grid.world_size == 1 else f"{grid.world_size} ranks"
     yield f"step {found[0].metrics.step} in {training.precision} on {ranks}; {read}"
-    after = "PROMPT" if training.full_validation else "--full-validation"
-    verb = "sample" if training.full_validation else "eval"
+    whole = training.full_validation or MOCK in layout.config.data.data_path  # which has no end
+    after = "PROMPT" if whole else "--full-validation"
+    verb = "sample" if whole else "eval"
     yield f"  next: fivefold {verb} {quote(run)} {after}"

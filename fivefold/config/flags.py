@@ -11,6 +11,7 @@ from typing import Any
 from fivefold.config.foreign import FOREIGN, Foreign, name_of, without_section
 from fivefold.config.misspelt import MEANT
 from fivefold.config.settings import NONE, Setting, flag_of
+from fivefold.config.training import MOCK
 from fivefold.errors import Mistakes, shown
 
 ALIASES: Mapping[str, str] = MappingProxyType(
@@ -39,6 +40,7 @@ SWITCHES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "bf16": {"precision": "bf16"},
         "fp32": {"precision": "fp32"},
         "fp64": {"precision": "fp64"},
+        "mock_data": {"data_path": (MOCK,), "tokenizer_model": None},
         "use_distributed_optimizer": {"data_parallel_sharding_strategy": "optim"},
         "swiglu": {"activation_func": "silu", "gated_linear_unit": True},
         "disable_bias_linear": {"add_bias_linear": False},

@@ -4,6 +4,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from fivefold.config.megatron_names import MEGATRON_NAMES
+
 _STEPS = "Fivefold counts optimizer steps"
 _BATCH = "global_batch_size = micro_batch_size x data-parallel ranks x accumulated microbatches"
 _KERNELS = "PyTorch's fused kernels run where they can; there is nothing to choose"
@@ -58,6 +60,7 @@ def _table(*rows: tuple[str, str, str]) -> Mapping[str, Foreign]:
 
 
 FOREIGN = _table(
+    *MEGATRON_NAMES,
     # Degrees and sharding
     ("--tp", "tp_size tp_degree tensor_parallel tensor_parallel_size tensor_parallel_degree", ""),
     (

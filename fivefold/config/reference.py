@@ -252,7 +252,11 @@ def _switch(name: str) -> str:
 def _implied(name: str, implied: Mapping[str, object]) -> str:
     if not implied:
         return _SAID_BY_OTHERS[name]
-    return ", ".join(f"{name} = {str(value).lower()}" for name, value in implied.items())
+    return ", ".join(f"{name} = {_shown(value)}" for name, value in implied.items())
+
+
+def _shown(value: object) -> str:
+    return " ".join(value) if isinstance(value, tuple) else str(value).lower()
 
 
 def _place(setting: Setting) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fivefold.config.config import Config
+from fivefold.config.training import MOCK
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,19 @@ OF_RUNS = (
         lambda c: c.model.mtp_num_layers > 0,
         "weighs the loss of further predictions",
         ("--mtp-num-layers 1",),
+    ),
+    Dependents(
+        ("full_validation",),
+        "data_path",
+        lambda c: c.data.data_path != (MOCK,),
+        "reads each sample once, of which mock has no last",
+    ),
+    Dependents(
+        ("valid_data_path", "sft"),
+        "data_path",
+        lambda c: c.data.data_path != (MOCK,),
+        "is for text",
+        refused=False,
     ),
     Dependents(
         ("tokenizer_vocab_size",),

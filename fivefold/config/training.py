@@ -16,6 +16,8 @@ MasterType = Literal["fp32", "bf16"]
 GradientType = Literal["fp32", "bf16"]
 BLOCK = 32
 """Elements of a row that share a scale in a moment of 8 bits; the scale takes a byte."""
+MOCK = "mock"
+"""The data path of numbers that are made up."""
 NumaBinding = Literal["node", "socket", "exclusive"]
 BadStepAction = Literal["stop", "skip", "rewind"]
 
@@ -168,7 +170,8 @@ class DataConfig:
     data_path: tuple[str, ...] = option(
         ("builtin",),
         "files, folders, globs (.txt .md .py .jsonl .parquet .arrow), Megatron .bin/.idx prefixes, "
-        "or 'builtin' (the Python standard library's sources); alternate with weights to blend",
+        "'builtin' (the Python standard library's sources), or 'mock' (numbers, to measure "
+        "without text); alternate with weights to blend",
     )
     valid_data_path: tuple[str, ...] = option(
         (),

@@ -5,6 +5,7 @@ corpus at each start would take minutes; a block takes as long as a few pages.
 """
 
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -72,7 +73,14 @@ class CheckedTokens:
         self._seen[block] = 1
 
 
-TokenArray = np.ndarray | CheckedTokens
+class TokenArray(Protocol):
+    """Tokens in order, of which slices are arrays."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Some of them."""
 
 
 def write_checksums(path: Path, tokens: Path, index: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fivefold.data.indexed import IndexedTokens
+from fivefold.data.mock import MockTokens
 from fivefold.data.order import Blend, shuffled
 from fivefold.data.packing import IGNORED, Microbatch, Packing, pack
 from fivefold.data.streams import Conversations, Text
@@ -24,14 +25,14 @@ _DECIMAL = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")
 
 @dataclass(frozen=True)
 class Corpus:
-    """Indexed tokens with the name shown to the user and the weight in the blend.
+    """Tokens with the name shown to the user and the weight in the blend.
 
     A weight of None means the number of samples of the corpus. `marks` says of each token of
     conversations what is known of it: `packing.LEARNT`, `packing.BEGINS`.
     """
 
     name: str
-    data: IndexedTokens
+    data: IndexedTokens | MockTokens
     weight: Fraction | None = None
     marks: IndexedTokens | None = None
 
@@ -80,7 +81,7 @@ def sequence_edges(sequences: int, shares: Sequence[float]) -> list[int]:
     return [round(edge * sequences) for edge in (0.0, *accumulate(shares))]
 
 
-def split_bounds(data: IndexedTokens, shares: Sequence[float]) -> list[int]:
+def split_bounds(data: IndexedTokens | MockTokens, shares: Sequence[float]) -> list[int]:
     """The tokens at which the splits begin, and the end: splits + 1 numbers.
 
     Megatron-LM's rule: whole sequences of the index (each a document, unless the preprocessing

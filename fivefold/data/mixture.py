@@ -8,6 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from shlex import quote
 
+from fivefold.config.training import MOCK
 from fivefold.data.corpus import resolve
 from fivefold.data.indexed import is_indexed
 from fivefold.errors import Mistakes
@@ -102,6 +103,8 @@ def parse_named_paths(words: Sequence[str]) -> dict[str, Source]:
             mistakes.add(f"{entry} has a name that is not letters, digits, and _ . - after them")
         elif not path:
             mistakes.add(f"{entry} has no path after {name}=")
+        elif path == MOCK:
+            mistakes.add(f"{entry} names made-up tokens, which evaluate nothing")
         elif name in found:
             mistakes.add(
                 f"two entries of valid_data_path are called {name}: {found[name].path} and {path}",
@@ -122,7 +125,7 @@ def _weight(word: str) -> Fraction | None:
 
 @dataclass(frozen=True)
 class Group:
-    """The files of one corpus: an indexed pair, or text files."""
+    """The files of one corpus: an indexed pair, or text files; none of mock."""
 
     name: str
     weight: Fraction | None
@@ -140,7 +143,9 @@ def grouped(sources: Sequence[Source]) -> list[Group]:
     loose = [source for source in sources if not source.indexed_prefix and source.weight is None]
     for source in sources:
         name = os.path.basename(source.path.rstrip("/"))
-        if prefix := source.indexed_prefix:
+        if source.path == MOCK:
+            groups.append(Group(MOCK, source.weight))
+        elif prefix := source.indexed_prefix:
             groups.append(Group(name, source.weight, prefix=prefix))
         elif source.weight is not None:
             groups.append(Group(name, source.weight, files=tuple(source.files)))

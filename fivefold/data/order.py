@@ -26,13 +26,13 @@ def shuffled(index: int, size: int, key: Sequence[int]) -> int:
     while True:
         left, right = index >> half, index & mask
         for round_key in round_keys:
-            left, right = right, left ^ (_mix(right ^ round_key) & mask)
+            left, right = right, left ^ (mixed(right ^ round_key) & mask)
         index = left << half | right
         if index < size:
             return index
 
 
-def _mix(x: int) -> int:
+def mixed(x: int) -> int:
     """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014)."""
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK

@@ -20,6 +20,7 @@ from fivefold.data.corpus import pieces
 from fivefold.data.dataset import Corpus, Dataset
 from fivefold.data.indexed import CHECKSUMS, IndexedTokens, write_indexed
 from fivefold.data.mixture import Group, grouped, parse_named_paths
+from fivefold.data.mock import MockTokens, number_tokenizer
 from fivefold.data.packing import BEGINS, LEARNT, Packing
 from fivefold.data.rules import DEFAULT_VOCAB_SIZE, checked_sources
 from fivefold.data.tokenizer import Tokenizer
@@ -171,6 +172,8 @@ def _corpus(
     """A corpus from the cache, tokenised if it is not there; with a template, of conversations."""
     if group.prefix is not None:
         return Corpus(group.name, IndexedTokens(group.prefix), group.weight)
+    if not group.files:
+        return Corpus(group.name, MockTokens(tokenizer.vocab_size))
     what = [text_key] if template is None else ["conversations", template.digest]
     prefix = str(cache / _key(group.files, *what, tokenizer.digest))
     marks = f"{prefix}-marks"
@@ -276,6 +279,8 @@ def _tokenizer(
     if config.tokenizer_model is not None:
         return Tokenizer.load(config.tokenizer_model)
     vocab_size = config.tokenizer_vocab_size or DEFAULT_VOCAB_SIZE
+    if not files:  # what is made up is numbers
+        return number_tokenizer(vocab_size)
     path = cache / f"tokenizer-{_key(files, config.text_key, str(vocab_size))}.json"
     with _once(str(path), progress) as missing:
         if missing:

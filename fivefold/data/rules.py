@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fivefold.config.training import MOCK
 from fivefold.data.dataset import parse_split
 from fivefold.data.mixture import Source, parse_data_path, parse_named_paths
 from fivefold.data.tokenizer import SMALLEST_VOCAB_SIZE
@@ -35,10 +36,14 @@ def checked_sources(config: "DataConfig", seed: int) -> list[Source]:
             f"{indexed[0]} holds tokens already, so tokenizer_model has to name their tokenizer",
             "--tokenizer-model takes the path of a tokenizer.json, or of a folder that holds one",
         )
-    if config.sft:
+    made_up = any(source.path == MOCK for source in sources)
+    if made_up:
+        _check_mock(config, mistakes)
+    elif config.sft:
         _check_sft(config, indexed, mistakes)
     size = config.tokenizer_vocab_size
-    if config.tokenizer_model is None and size is not None and size < SMALLEST_VOCAB_SIZE:
+    trained = config.tokenizer_model is None and not made_up
+    if trained and size is not None and size < SMALLEST_VOCAB_SIZE:
         mistakes.add(
             f"tokenizer_vocab_size {size} is too small for a byte-level BPE",
             f"256 bytes + 1 end of document = {SMALLEST_VOCAB_SIZE}",
@@ -51,6 +56,22 @@ def checked_sources(config: "DataConfig", seed: int) -> list[Source]:
         mistakes.add(f"seed {seed} is negative")
     mistakes.raise_if_any()
     return sources
+
+
+def _check_mock(config: "DataConfig", mistakes: Mistakes) -> None:
+    """Collect settings that contradict made-up tokens."""
+    if tuple(config.data_path) != (MOCK,):
+        mistakes.add(
+            f"{MOCK} is no part of a blend: it has more tokens than a run reads",
+            works=[f"--data-path {MOCK}"],
+        )
+    if config.valid_data_path and config.tokenizer_model is None:
+        mistakes.add(
+            f"valid_data_path needs tokenizer_model beside {MOCK}, whose tokens stand for no text",
+            works=["--valid-data-path none"],
+        )
+    if config.sft:
+        mistakes.add(f"{MOCK} holds no conversations, which sft reads", works=["--no-sft"])
 
 
 def _check_sft(config: "DataConfig", indexed: Sequence[str], mistakes: Mistakes) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from fivefold.config.config import Config
-from fivefold.config.training import DataConfig
+from fivefold.config.training import MOCK, DataConfig
 from fivefold.data.corpus import BUILTIN
 from fivefold.data.dataset import check_labels
 from fivefold.data.mixture import grouped, parse_named_paths
@@ -53,7 +53,9 @@ def check_corpora(config: Config) -> None:
         if settings.tokenizer_model in FETCH and not any(s.indexed_prefix for s in sources):
             instead.append("--tokenizer-model none")
     if instead:
-        missing.append(f"  try:   {' '.join(instead)}")
+        made_up = [flags.replace(BUILTIN, MOCK) for flags in instead]
+        ways = dict.fromkeys(map(" ".join, (instead, made_up)))
+        missing.append(f"  try:   {' | '.join(ways)}")
     if missing:
         raise DataError("\n".join(missing))
 

@@ -453,6 +453,23 @@ CORPORA = [
     corpus(
         "corpus typo", "--data-path texd.txt", "did you mean 'text.txt'?", text_dot_txt=DOCUMENT
     ),
+    corpus("a blend of made-up numbers", "--data-path mock builtin", "mock is no part of a blend"),
+    corpus(
+        "text beside made-up numbers",
+        "--mock-data --sft --valid-data-path x=builtin y=mock",
+        "mock holds no conversations",
+        "entry 2 of valid_data_path, 'y=mock', names made-up tokens",
+    ),
+    corpus(
+        "a tokenizer for numbers",
+        "--mock-data --tokenizer-model texts",
+        "--mock-data contradicts --tokenizer-model",
+    ),
+    Case(
+        "all of what has no end",
+        "train debug --mock-data --full-validation --eval-interval 5",
+        ("full_validation = true has no effect: it reads each sample once",),
+    ),
     corpus("odd weights", "--data-path 0.3 a 0.7", "data_path has 3 entries"),
     corpus("weight of nothing", "--data-path 0 a 1 b", "weight 0 in data_path is not positive"),
     corpus("weight for a path", "--data-path 1 2", "entry 2 of data_path is 2, where a path"),
@@ -508,7 +525,8 @@ CORPORA = [
             "get it with: hf download Skylion007/openwebtext",
             "no tokenizer at data/gpt2/tokenizer.json",
             "get it with: hf download openai-community/gpt2 tokenizer.json",
-            "  try:   --data-path builtin --tokenizer-model none",
+            "  try:   --data-path builtin --tokenizer-model none | "
+            "--data-path mock --tokenizer-model none",
         ),
     ),
     Case(

@@ -142,7 +142,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0.1,),
     "label_smoothing": (0.1,),
     "z_loss_coeff": (1e-3,),
-    "data_path": (("other.jsonl",),),
+    "data_path": (("other.jsonl",), ("mock",)),
     "valid_data_path": (("other=other.jsonl",),),
     "tokenizer_model": ("tokenizer.json",),
     "tokenizer_vocab_size": (300,),

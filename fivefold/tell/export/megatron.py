@@ -5,6 +5,7 @@ from math import ceil
 
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
+from fivefold.config.training import MOCK
 from fivefold.layout import Layout
 from fivefold.tell.export.megatron_memory import lost_of_memory, memory_flags
 from fivefold.tell.export.megatron_pipeline import (
@@ -188,6 +189,7 @@ def _gathers_early(layout: Layout, runs: Layout) -> bool:
 def _training(said: Settings) -> Iterator[str]:
     yield from flags(said, "micro_batch_size", "global_batch_size", "seq_length", "train_iters")
     yield from flags(said, "seed", "full_validation")
+    yield from set_flag("mock_data", MOCK in said["data_path"])
     yield from set_flag("bf16", said["precision"] == "bf16")
     if said["fp8_format"] and not said["fp4_format"]:
         yield from flags(said, "fp8_format")
@@ -318,7 +320,8 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
         )
     yield from _connections(layout)
     corpora = " ".join(said["data_path"])
-    tokenizer = said["tokenizer_model"] or "trained on it"
+    made_up = MOCK in said["data_path"]
+    tokenizer = said["tokenizer_model"] or ("NullTokenizer" if made_up else "trained on it")
     yield (
         f"corpus, tokenizer and checkpoints are yours to give: data_path = {corpora}, "
         f"tokenizer_model = {tokenizer}"

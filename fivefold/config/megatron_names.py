@@ -1,0 +1,174 @@
+"""Names of Megatron-LM's flags (August 2026) that Fivefold has otherwise, or not at all."""
+
+_ONE_WAY = "there is one way, which needs no choice"
+_MESSAGES = "messages between stages are always asynchronous, each direction by itself"
+_ADAMW = "AdamW is the only optimizer"
+_NO_FP16 = "fp16 needs loss scaling, which Fivefold does not have; --bf16 needs none"
+_BATCH = "global_batch_size is the same in every step"
+_SIGNALS = "SIGTERM, SIGUSR1 and Ctrl-C end a run, which saves its step before"
+_RATES = "one learning rate and one weight decay, of all weights but biases and norms"
+_RECORDER = "NCCL's last 2,000 calls are written to the run folder when one times out"
+_STEPS = "Fivefold counts optimizer steps"
+_WHOLE = "checkpoints hold weights, moments and the place in the data; each rank writes its part"
+_LOGGED = "what is measured of a step is in metrics.jsonl, and on request in TensorBoard and W&B"
+_TRACES = "--profile records steps with PyTorch's profiler"
+
+MEGATRON_NAMES: tuple[tuple[str, str, str], ...] = (
+    # Degrees and stages
+    ("--num-layers", "encoder_num_layers decoder_num_layers", ""),
+    ("--seq-length", "decoder_seq_length", ""),
+    ("--decoder-first-pipeline-num-layers", "num_layers_in_first_pipeline_stage", ""),
+    ("--decoder-last-pipeline-num-layers", "num_layers_in_last_pipeline_stage", ""),
+    ("--tp", "model_parallel_size", ""),
+    ("", "use_tp_pp_dp_mapping", "ranks are in the order tp, cp, dp, pp, as there by default"),
+    ("", "no_overlap_p2p_communication overlap_p2p_comm batch_p2p_comm", _MESSAGES),
+    ("", "overlap_p2p_communication_warmup_flush pipeline_model_parallel_comm_backend", _MESSAGES),
+    ("", "deallocate_pipeline_outputs variable_seq_lengths use_ring_exchange_p2p", _MESSAGES),
+    (
+        "--delay-wgrad-compute",
+        "defer_embedding_wgrad_compute wgrad_deferral_limit",
+        "it defers weight gradients of all layers; --no-pipeline-dx-first keeps those of 1F1B",
+    ),
+    # Data parallelism
+    (
+        "--data-parallel-sharding-strategy optim_grads",
+        "torch_fsdp2_no_reshard_after_forward",
+        "ZeRO-2 keeps weights gathered from forward to backward",
+    ),
+    (
+        "--num-distributed-optimizer-instances",
+        "outer_dp_sharding_strategy enable_full_sharding_in_hsdp create_all_gather_group",
+        "replicas of a sharding group; sums of gradients cross them once a step",
+    ),
+    (
+        "",
+        "ddp_average_in_collective ddp_pad_buckets_for_high_nccl_busbw no_align_param_gather "
+        "align_grad_reduce align_param_gather no_gradient_reduce_div_fusion fsdp_double_buffer "
+        "suggested_communication_unit_size fsdp_manual_registration megatron_fsdp_version "
+        "use_nccl_ub disable_symmetric_registration use_sharp sharp_enabled_group "
+        "nccl_communicator_config_path use_gloo_process_groups lazy_mpu_init",
+        _ONE_WAY,
+    ),
+    (
+        "",
+        "high_priority_stream_groups",
+        "groups of tensor, context, pipeline and expert parallelism have it",
+    ),
+    (
+        "",
+        "flight_recorder_dump_path flight_recorder_trace_buffer_size "
+        "flight_recorder_dump_on_timeout flight_recorder_include_stack_trace",
+        _RECORDER,
+    ),
+    # Experts
+    ("--moe-enable-deepep", "moe_flex_dispatcher_backend", "of --moe-token-dispatcher-type flex"),
+    ("--moe-deepep-num-sms", "moe_flex_dispatcher_num_sms", ""),
+    ("--num-experts", "num_moe_experts", ""),
+    ("--recompute-modules moe", "moe_layer_recompute", "with --recompute-granularity selective"),
+    ("", "use_grouped_gemm_for_shared_expert use_grouped_gemm_for_dense_mlp", _ONE_WAY),
+    # Batch and duration
+    ("--global-batch-size", "rampup_batch_size step_batch_size_schedule", _BATCH),
+    ("--global-batch-size", "decrease_batch_size_if_needed", _BATCH),
+    ("", "eval_global_batch_size eval_micro_batch_size", "evaluations have the training's batches"),
+    ("", "exit_signal_handler exit_signal exit_duration_in_mins", _SIGNALS),
+    ("", "skip_train", "fivefold eval RUN evaluates a checkpoint"),
+    ("", "start_eval_at_iter", "evaluations begin after --eval-interval steps"),
+    ("", "iterations_to_skip", "--bad-step-action skip leaves out steps whose loss is a spike"),
+    ("--check-for-spiky-loss", "check_for_large_grads", ""),
+    ("--check-for-nan-in-loss-and-grad", "check_for_nan_in_loss", ""),
+    ("--manual-gc-interval", "manual_gc_eval", "evaluations collect nothing"),
+    ("", "empty_unused_memory_level", _ONE_WAY),
+    # Optimizer
+    ("--lr", "decoupled_lr", _RATES),
+    ("--min-lr", "decoupled_min_lr", _RATES),
+    ("--weight-decay", "start_weight_decay end_weight_decay weight_decay_incr_style", _RATES),
+    ("--weight-decay", "apply_wd_to_qk_layernorm no_weight_decay_cond_type", _RATES),
+    ("--lr-wsd-decay-iters", "lr_wsd_decay_samples wsd_decay_steps", _STEPS),
+    (
+        "",
+        "override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
+        "the schedule is that of the settings, also where a run goes on",
+    ),
+    (
+        "",
+        "sgd_momentum muon_momentum muon_nesterov muon_num_ns_steps muon_scale_mode muon_tp_mode "
+        "muon_extra_scale_factor muon_scalar_optimizer lion_beta1 lion_beta2",
+        _ADAMW,
+    ),
+    (
+        "",
+        "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis "
+        "fp16_lm_cross_entropy",
+        _NO_FP16,
+    ),
+    ("", "init_method_xavier_uniform", "weights are normal, of --init-method-std"),
+    ("", "data_parallel_random_init", "initial weights are the same in every layout"),
+    # Model
+    ("--activation-func gelu_tanh", "openai_gelu", ""),
+    ("--activation-func quick_gelu", "quick_geglu", "gated unless --no-gated-linear-unit"),
+    # Memory
+    (
+        "--fine-grained-activation-offloading",
+        "cpu_offloading cpu_offloading_num_layers cpu_offloading_activations",
+        "--offload-modules says which inputs wait in host memory",
+    ),
+    ("--param-cpu-offload", "cpu_offloading_weights", "with --optimizer-cpu-offload and ZeRO-3"),
+    ("--sequence-parallel", "distribute_saved_activations", "it splits what is kept, too"),
+    # Checkpoints
+    (
+        "",
+        "no_save_optim no_save_rng ckpt_fully_parallel_save no_ckpt_fully_parallel_save "
+        "ckpt_fully_parallel_load ckpt_assume_constant_structure dist_ckpt_format "
+        "dist_ckpt_optim_fully_reshardable dist_ckpt_workers",
+        _WHOLE,
+    ),
+    ("--async-save", "async_strategy use_persistent_ckpt_worker async_ckpt_use_cpu_shm", ""),
+    (
+        "",
+        "use_checkpoint_args use_mp_args_from_checkpoint_args "
+        "use_tokenizer_model_from_checkpoint_args",
+        "config.toml of a run folder is a recipe: fivefold train RUN/config.toml",
+    ),
+    ("--load", "pretrained_checkpoint", "with --finetune, weights alone"),
+    ("", "exit_on_missing_checkpoint", "a --load without a checkpoint is an error"),
+    ("--keep-latest-k", "most_recent_k", ""),
+    ("", "save_retain_interval", "--keep-latest-k says how many checkpoints are kept"),
+    ("--non-persistent-save-interval", "non_persistent_ckpt_type", "its states are local"),
+    ("--replication-jump", "replication replication_factor", ""),
+    # Data
+    (
+        "",
+        "tokenizer_hf_no_use_fast trust_remote_code tiktoken_pattern",
+        "--tokenizer-model is a tokenizer.json, which needs no code",
+    ),
+    ("--vocab-size", "pad_vocab_size vocab_extra_ids", "--make-vocab-size-divisible-by pads it"),
+    ("--data-path", "data_args_path", "it takes the words themselves"),
+    ("", "test_data_path", "--split takes the test samples from the corpus"),
+    ("", "sft_tokenizer_prompt_format chat_template", "--sft reads that of --tokenizer-model"),
+    (
+        "",
+        "no_mmap_bin_files num_dataset_builder_threads no_create_attention_mask_in_dataloader "
+        "dataloader_fast_cache_load dataloader_defer_npy_index_mmap mid_level_dataset_surplus",
+        "tokens are read through memory maps, sample by sample; masks are made of documents",
+    ),
+    # Logs
+    (
+        "",
+        "log_params_norm log_num_zeros_in_grad log_progress log_memory_to_tensorboard "
+        "log_timers_to_tensorboard log_loss_scale_to_tensorboard log_validation_ppl_to_tensorboard "
+        "log_world_size_to_tensorboard tensorboard_log_interval tensorboard_queue_size "
+        "log_memory_interval log_device_memory_used log_energy timing_log_level timing_log_option "
+        "barrier_with_L1_time wandb_save_dir wandb_entity logging_level",
+        _LOGGED,
+    ),
+    ("--profile", "use_nsys_profiler nvtx_ranges", _TRACES),
+    ("--profile", "memory_snapshot_path", "fivefold audit RUN compares memory with theory"),
+    ("--log-straggler", "disable_straggler_on_startup straggler_minmax_count", ""),
+    ("", "straggler_ctrlr_port no_one_logger one_logger_project one_logger_run_name", _ONE_WAY),
+    (
+        "--max-restarts",
+        "inprocess_restart enable_ft_package inprocess_max_iterations",
+        "ranks that live keep their processes, and meet new ones",
+    ),
+)
+"""Flags that are equivalent, names, and what differs; as `foreign.FOREIGN` has them."""

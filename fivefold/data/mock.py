@@ -1,0 +1,57 @@
+"""Tokens that are made up, for runs that measure and need no text (Megatron-LM's --mock-data)."""
+
+import numpy as np
+
+from fivefold.data.order import mixed
+from fivefold.data.tokenizer import END_OF_DOCUMENT, Tokenizer
+
+NUM_TOKENS = 1 << 40
+_RUN = 1 << 10
+
+
+class CountedTokens:
+    """Numbers that count up through a vocabulary, and go on elsewhere every 1,024 tokens.
+
+    So they are soon learnt, and a run that measures also shows that it trains. The last token of
+    the vocabulary, which ends documents, is not among them.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._numbers = vocab_size - 1
+
+    def __len__(self) -> int:
+        return NUM_TOKENS
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Some tokens, int64."""
+        runs, places = np.divmod(np.arange(*part.indices(NUM_TOKENS)), _RUN)
+        distinct, which = np.unique(runs, return_inverse=True)
+        starts = np.array([mixed(int(run)) % self._numbers for run in distinct], dtype=np.int64)
+        return (starts[which] + places) % self._numbers
+
+
+class MockTokens:
+    """One document without an end, of more tokens than a run reads, in the form of `IndexedTokens`.
+
+    Every sample is a part of it, and attends to all of itself.
+    """
+
+    num_documents = num_sequences = 1
+
+    def __init__(self, vocab_size: int) -> None:
+        self.tokens = self.checked = CountedTokens(vocab_size)
+        self.sequence_starts = self.document_starts = np.array([0, NUM_TOKENS], dtype=np.int64)
+
+
+def number_tokenizer(vocab_size: int) -> Tokenizer:
+    """Tokens whose text is their number, the last of which ends documents.
+
+    Megatron-LM's NullTokenizer, which has that one beside the others.
+    """
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models, pre_tokenizers
+
+    names = [*map(str, range(vocab_size - 1)), END_OF_DOCUMENT]
+    backend = Backend(models.WordLevel({name: token for token, name in enumerate(names)}))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return Tokenizer(backend.to_str(), "the tokenizer of numbers")
