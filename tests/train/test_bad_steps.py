@@ -5,6 +5,7 @@ import random
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,10 +13,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from fivefold.check import check
 from fivefold.cli.main import main
 from fivefold.config.training import TrainingConfig
 from fivefold.train.bad_steps import LEAST, MOST, BadSteps
 from fivefold.train.engine import DeviceResult, Engine, StepResult
+from fivefold.verify.batches import global_batch, microbatches
+from tests.pool import run
+from tests.verify.cases import LLAMA, config, shared_groups
 
 
 def result(loss: float, norm: float = 1.0) -> StepResult:
@@ -64,6 +69,35 @@ def test_only_numbers_are_remembered() -> None:
     for step, loss in enumerate((float("nan"), float("inf"), 1.0)):
         assert steps.look(step, result(loss)) == ""
     assert steps.losses == (1.0,)
+
+
+@shared_groups()
+def _judge(rank: int, world: int, checks: dict[str, bool]) -> list[str]:
+    """Results that the engine takes and the judge calls bad, or the other way round."""
+    settings = config(LLAMA, world, **checks)
+    engine = Engine(check(settings, world), rank, torch.device("cpu"))
+    batch = microbatches(settings, global_batch(settings, 0), slice(0, 2))
+    numbers, found = (1.0, 1e6, float("nan"), float("inf")), []
+    for losses, loss, norm in product(([], [1.0] * LEAST), numbers, numbers):
+        steps, before = BadSteps(settings.training), engine.steps
+        steps.remember(losses)
+        made = engine.gradients(batch)
+        for name, value in (("loss", loss), ("grad_norm", norm)):
+            object.__setattr__(made, name, torch.full_like(made.loss, value))
+        bad = steps.look(1, engine.apply(made, steps.limit)) != ""
+        taken = [engine.steps == before + 1] + [p.grad is None for p in engine.trained.values()]
+        if {*taken} != {not bad}:
+            found.append(f"loss {loss}, norm {norm} after {losses}: bad is {bad}")
+        engine.optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("spikes", [True, False])
+def test_a_step_is_taken_unless_it_is_bad(finite: bool, spikes: bool) -> None:
+    """Or the run goes on as if it had been, and adds the next gradients to those of this one."""
+    checks = {"check_for_nan_in_loss_and_grad": finite, "check_for_spiky_loss": spikes}
+    assert run(1, _judge, checks) == [[]]
 
 
 def test_leaving_out_ends() -> None:
