@@ -333,6 +333,12 @@ COMMAND_LINES = [
     ),
     layout("pasted dash", "\u2013\u2013tp 2", "did you mean --tp?"),
     layout("single dash", "-tp 2", "unknown flag -tp, did you mean --tp?"),
+    layout(
+        "a flag of three numbers",
+        "--rampup-batch-size 16 16 1000",
+        "unknown flag --rampup-batch-size, did you mean --global-batch-size?",
+        "each start has one batch size",
+    ),
     layout("another argument", "more", "unexpected argument 'more'"),
     layout("choice typo", "--precision fp23", "cannot be 'fp23', did you mean 'fp32'?", "bf16 |"),
     layout("none where it cannot be", "--tp none", "--tp must be a whole number, not 'none'"),
