@@ -472,6 +472,15 @@ CORPORA = [
         "--mock-data contradicts --tokenizer-model",
     ),
     Case(
+        "no number beside the end of a document",
+        "train debug --mock-data --vocab-size 1",
+        (
+            "tokenizer_vocab_size 1 is too small for numbers",
+            "  1 number + 1 end of document = 2",
+            "  works: --tokenizer-vocab-size 2 | --tokenizer-vocab-size 8192",
+        ),
+    ),
+    Case(
         "all of what has no end",
         "train debug --mock-data --full-validation --eval-interval 5",
         ("full_validation = true has no effect: it reads each sample once",),
