@@ -215,7 +215,7 @@ class _Scanner:
             self._skip_value(meant[0] if meant else "", alone)
 
     def _skip_value(self, meant: str, alone: Collection[str]) -> None:
-        """Treat the word after an unknown flag as its value, not as an argument.
+        """Treat the word after an unknown flag, and numbers after it, as its values.
 
         Args:
             meant: flag that was meant, if it is known.
@@ -224,12 +224,13 @@ class _Scanner:
         name = name_of(meant) if meant else ""
         switch = " " in meant or name in alone
         setting = self._settings.get(ALIASES.get(name, name))
+        one = setting is None or not setting.many
+        full = switch
         while self._words and not _is_flag(self._words[0]):
-            if switch and not _SWITCHED.fullmatch(self._words[0]):
+            if full and not _SWITCHED.fullmatch(self._words[0]):
                 return
             self._words.popleft()
-            if setting is None or not setting.many:
-                return
+            full |= one
 
 
 def _is_flag(word: str) -> bool:

@@ -4,14 +4,13 @@ _ONE_WAY = "there is one way, which needs no choice"
 _MESSAGES = "messages between stages are always asynchronous, each direction by itself"
 _ADAMW = "AdamW is the only optimizer"
 _NO_FP16 = "fp16 needs loss scaling, which Fivefold does not have; --bf16 needs none"
-_BATCH = "global_batch_size is the same in every step"
+_BATCH = "each start has one batch size, and may go on from a checkpoint with a larger one"
 _SIGNALS = "SIGTERM, SIGUSR1 and Ctrl-C end a run, which saves its step before"
-_RATES = "one learning rate and one weight decay, of all weights but biases and norms"
+_RATES = "all weights have one learning rate, and all but biases and norms one weight decay"
 _RECORDER = "NCCL's last 2,000 calls are written to the run folder when one times out"
 _STEPS = "Fivefold counts optimizer steps"
 _WHOLE = "checkpoints hold weights, moments and the place in the data; each rank writes its part"
 _LOGGED = "what is measured of a step is in metrics.jsonl, and on request in TensorBoard and W&B"
-_TRACES = "--profile records steps with PyTorch's profiler"
 
 MEGATRON_NAMES: tuple[tuple[str, str, str], ...] = (
     # Degrees and stages
@@ -25,9 +24,9 @@ MEGATRON_NAMES: tuple[tuple[str, str, str], ...] = (
     ("", "overlap_p2p_communication_warmup_flush pipeline_model_parallel_comm_backend", _MESSAGES),
     ("", "deallocate_pipeline_outputs variable_seq_lengths use_ring_exchange_p2p", _MESSAGES),
     (
-        "--delay-wgrad-compute",
+        "--pipeline-schedule zb_h1",
         "defer_embedding_wgrad_compute wgrad_deferral_limit",
-        "it defers weight gradients of all layers; --no-pipeline-dx-first keeps those of 1F1B",
+        "it computes weight gradients of all layers where a rank would wait",
     ),
     # Data parallelism
     (
@@ -43,10 +42,10 @@ MEGATRON_NAMES: tuple[tuple[str, str, str], ...] = (
     (
         "",
         "ddp_average_in_collective ddp_pad_buckets_for_high_nccl_busbw no_align_param_gather "
-        "align_grad_reduce align_param_gather no_gradient_reduce_div_fusion fsdp_double_buffer "
-        "suggested_communication_unit_size fsdp_manual_registration megatron_fsdp_version "
-        "use_nccl_ub disable_symmetric_registration use_sharp sharp_enabled_group "
-        "nccl_communicator_config_path use_gloo_process_groups lazy_mpu_init",
+        "align_grad_reduce no_align_grad_reduce align_param_gather no_gradient_reduce_div_fusion "
+        "fsdp_double_buffer suggested_communication_unit_size fsdp_manual_registration "
+        "megatron_fsdp_version use_nccl_ub disable_symmetric_registration use_sharp "
+        "sharp_enabled_group nccl_communicator_config_path use_gloo_process_groups lazy_mpu_init",
         _ONE_WAY,
     ),
     (
@@ -73,10 +72,14 @@ MEGATRON_NAMES: tuple[tuple[str, str, str], ...] = (
     ("", "exit_signal_handler exit_signal exit_duration_in_mins", _SIGNALS),
     ("", "skip_train", "fivefold eval RUN evaluates a checkpoint"),
     ("", "start_eval_at_iter", "evaluations begin after --eval-interval steps"),
-    ("", "iterations_to_skip", "--bad-step-action skip leaves out steps whose loss is a spike"),
+    (
+        "",
+        "iterations_to_skip",
+        "--check-for-spiky-loss --bad-step-action skip leaves out steps whose loss is a spike",
+    ),
     ("--check-for-spiky-loss", "check_for_large_grads", ""),
     ("--check-for-nan-in-loss-and-grad", "check_for_nan_in_loss", ""),
-    ("--manual-gc-interval", "manual_gc_eval", "evaluations collect nothing"),
+    ("--manual-gc-interval", "manual_gc_eval no_manual_gc_eval", "evaluations collect nothing"),
     ("", "empty_unused_memory_level", _ONE_WAY),
     # Optimizer
     ("--lr", "decoupled_lr", _RATES),
@@ -155,20 +158,29 @@ MEGATRON_NAMES: tuple[tuple[str, str, str], ...] = (
     (
         "",
         "log_params_norm log_num_zeros_in_grad log_progress log_memory_to_tensorboard "
-        "log_timers_to_tensorboard log_loss_scale_to_tensorboard log_validation_ppl_to_tensorboard "
-        "log_world_size_to_tensorboard tensorboard_log_interval tensorboard_queue_size "
-        "log_memory_interval log_device_memory_used log_energy timing_log_level timing_log_option "
+        "log_timers_to_tensorboard no_log_loss_scale_to_tensorboard "
+        "log_validation_ppl_to_tensorboard log_world_size_to_tensorboard "
+        "tensorboard_log_interval tensorboard_queue_size log_memory_interval "
+        "log_device_memory_used log_energy timing_log_level timing_log_option "
         "barrier_with_L1_time wandb_save_dir wandb_entity logging_level",
         _LOGGED,
     ),
-    ("--profile", "use_nsys_profiler nvtx_ranges", _TRACES),
-    ("--profile", "memory_snapshot_path", "fivefold audit RUN compares memory with theory"),
+    (
+        "--use-pytorch-profiler",
+        "use_nsys_profiler nvtx_ranges",
+        "with --profile: traces name pipeline actions and messages",
+    ),
+    (
+        "--record-memory-history",
+        "memory_snapshot_path",
+        "with --profile; the snapshot is in the run folder",
+    ),
     ("--log-straggler", "disable_straggler_on_startup straggler_minmax_count", ""),
     ("", "straggler_ctrlr_port no_one_logger one_logger_project one_logger_run_name", _ONE_WAY),
     (
         "--max-restarts",
         "inprocess_restart enable_ft_package inprocess_max_iterations",
-        "ranks that live keep their processes, and meet new ones",
+        "with --non-persistent-save-interval 20 ranks that live stay, and meet new ones",
     ),
 )
 """Flags that are equivalent, names, and what differs; as `foreign.FOREIGN` has them."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from shlex import quote
 
 from fivefold.config.training import MOCK
-from fivefold.data.corpus import resolve
+from fivefold.data.corpus import BUILTIN, resolve
 from fivefold.data.indexed import is_indexed
 from fivefold.errors import Mistakes
 
@@ -38,6 +38,8 @@ class Source:
     @property
     def indexed_prefix(self) -> str | None:
         """The prefix of a .bin/.idx pair, if the path names one; else None."""
+        if self.path in (BUILTIN, MOCK):  # whatever files have these names
+            return None
         prefix = os.path.expanduser(self.path)
         if prefix.endswith((".bin", ".idx")):
             prefix = prefix[:-4]

@@ -12,12 +12,12 @@ _RUN = 1 << 10
 class CountedTokens:
     """Numbers that count up through a vocabulary, and go on elsewhere every 1,024 tokens.
 
-    So they are soon learnt, and a run that measures also shows that it trains. The last token of
-    the vocabulary, which ends documents, is not among them.
+    So they are soon learnt, and a run that measures also shows that it trains. The token that ends
+    documents, which is in the midst of many a vocabulary, is not among them.
     """
 
-    def __init__(self, vocab_size: int) -> None:
-        self._numbers = vocab_size - 1
+    def __init__(self, vocab_size: int, eod_id: int) -> None:
+        self._numbers, self._eod_id = vocab_size - 1, eod_id
 
     def __len__(self) -> int:
         return NUM_TOKENS
@@ -27,7 +27,8 @@ class CountedTokens:
         runs, places = np.divmod(np.arange(*part.indices(NUM_TOKENS)), _RUN)
         distinct, which = np.unique(runs, return_inverse=True)
         starts = np.array([mixed(int(run)) % self._numbers for run in distinct], dtype=np.int64)
-        return (starts[which] + places) % self._numbers
+        numbers = (starts[which] + places) % self._numbers
+        return numbers + (numbers >= self._eod_id)
 
 
 class MockTokens:
@@ -38,8 +39,8 @@ class MockTokens:
 
     num_documents = num_sequences = 1
 
-    def __init__(self, vocab_size: int) -> None:
-        self.tokens = self.checked = CountedTokens(vocab_size)
+    def __init__(self, vocab_size: int, eod_id: int) -> None:
+        self.tokens = self.checked = CountedTokens(vocab_size, eod_id)
         self.sequence_starts = self.document_starts = np.array([0, NUM_TOKENS], dtype=np.int64)
 
 

@@ -109,23 +109,19 @@ def prepare(
     """
     sources = checked_sources(config, seed)
     cache = Path(config.data_cache_path or DEFAULT_CACHE).expanduser()
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"cannot make the cache folder {cache}: {error.strerror}\n"
-            "  data_cache_path has to be a folder that can be written"
-        ) from error
     groups = [] if named_only else grouped(sources)
     named = {n: grouped([s])[0] for n, s in parse_named_paths(config.valid_data_path).items()}
     files = [file for group in groups for file in group.files]
+    beside = [file for group in named.values() for file in group.files]
+    if files or beside:  # tokens that are there already need no cache
+        _make_folder(cache)
     template = None
     if config.sft and config.tokenizer_model is not None:
         from fivefold.data.conversations import check_conversations
         from fivefold.data.template import ChatTemplate
 
         template = ChatTemplate.load(config.tokenizer_model)
-        check_conversations([*files, *(file for group in named.values() for file in group.files)])
+        check_conversations([*files, *beside])
     with _telling_removed(files):
         tokenizer = _tokenizer(config, files, cache, progress)
 
@@ -147,6 +143,16 @@ def prepare(
         seed=seed,
         named={name: opened(group) for name, group in named.items()},
     )
+
+
+def _make_folder(cache: Path) -> None:
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"cannot make the cache folder {cache}: {error.strerror}\n"
+            "  data_cache_path has to be a folder that can be written"
+        ) from error
 
 
 @contextmanager
@@ -173,7 +179,7 @@ def _corpus(
     if group.prefix is not None:
         return Corpus(group.name, IndexedTokens(group.prefix), group.weight)
     if not group.files:
-        return Corpus(group.name, MockTokens(tokenizer.vocab_size))
+        return Corpus(group.name, MockTokens(tokenizer.vocab_size, tokenizer.eod_id))
     what = [text_key] if template is None else ["conversations", template.digest]
     prefix = str(cache / _key(group.files, *what, tokenizer.digest))
     marks = f"{prefix}-marks"

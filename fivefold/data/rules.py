@@ -41,16 +41,15 @@ def checked_sources(config: "DataConfig", seed: int) -> list[Source]:
         _check_mock(config, mistakes)
     elif config.sft:
         _check_sft(config, indexed, mistakes)
-    size = config.tokenizer_vocab_size
-    trained = config.tokenizer_model is None and not made_up
-    if trained and size is not None and size < SMALLEST_VOCAB_SIZE:
+    size, least = config.tokenizer_vocab_size, SMALLEST_VOCAB_SIZE
+    what, why = "a byte-level BPE", "256 bytes + 1 end of document"
+    if made_up:
+        what, why, least = "numbers", "1 number + 1 end of document", 2
+    if config.tokenizer_model is None and size is not None and size < least:
         mistakes.add(
-            f"tokenizer_vocab_size {size} is too small for a byte-level BPE",
-            f"256 bytes + 1 end of document = {SMALLEST_VOCAB_SIZE}",
-            works=[
-                f"--tokenizer-vocab-size {size}"
-                for size in (SMALLEST_VOCAB_SIZE, DEFAULT_VOCAB_SIZE)
-            ],
+            f"tokenizer_vocab_size {size} is too small for {what}",
+            f"{why} = {least}",
+            works=[f"--tokenizer-vocab-size {enough}" for enough in (least, DEFAULT_VOCAB_SIZE)],
         )
     if seed < 0:
         mistakes.add(f"seed {seed} is negative")

@@ -333,6 +333,12 @@ COMMAND_LINES = [
     ),
     layout("pasted dash", "\u2013\u2013tp 2", "did you mean --tp?"),
     layout("single dash", "-tp 2", "unknown flag -tp, did you mean --tp?"),
+    layout(
+        "a flag of three numbers",
+        "--rampup-batch-size 16 16 1000",
+        "unknown flag --rampup-batch-size, did you mean --global-batch-size?",
+        "each start has one batch size",
+    ),
     layout("another argument", "more", "unexpected argument 'more'"),
     layout("choice typo", "--precision fp23", "cannot be 'fp23', did you mean 'fp32'?", "bf16 |"),
     layout("none where it cannot be", "--tp none", "--tp must be a whole number, not 'none'"),
@@ -464,6 +470,15 @@ CORPORA = [
         "a tokenizer for numbers",
         "--mock-data --tokenizer-model texts",
         "--mock-data contradicts --tokenizer-model",
+    ),
+    Case(
+        "no number beside the end of a document",
+        "train debug --mock-data --vocab-size 1",
+        (
+            "tokenizer_vocab_size 1 is too small for numbers",
+            "  1 number + 1 end of document = 2",
+            "  works: --tokenizer-vocab-size 2 | --tokenizer-vocab-size 8192",
+        ),
     ),
     Case(
         "all of what has no end",

@@ -3,15 +3,18 @@
 import os
 import re
 import shlex
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from random import Random
 
 import pytest
 
+from fivefold.cli.train import Options
 from fivefold.config.config import SECTIONS, SETTINGS
-from fivefold.config.foreign import FOREIGN
-from fivefold.config.settings import Setting
+from fivefold.config.flags import ALIASES, SWITCHES
+from fivefold.config.foreign import FOREIGN, name_of
+from fivefold.config.megatron_names import MEGATRON_NAMES
+from fivefold.config.settings import Setting, settings_of
 from fivefold.pipeline.schedules.registry import SCHEDULES
 from tests.cli.advice import Line, read_message, type_suggestion
 from tests.cli.bad_cases import CASES, Case
@@ -93,6 +96,34 @@ def test_a_setting_is_known_by_the_section_that_others_keep_it_in(
 ) -> None:
     _, message = Line(("train", "debug", f"--{theirs}", "2")).answer(tmp_path)
     assert message.startswith(f"error: unknown flag --{theirs}, did you mean {ours}?")
+
+
+FLAGS = re.compile(r"--[\w-]+(?: (?!and\b)[a-z\d_]+)?")  # with a value
+SWITCHED = {name for name, setting in SETTINGS.items() if setting.kind is bool}
+KNOWN = {*SETTINGS, *SWITCHES, *ALIASES, *(setting.name for setting in settings_of(Options))}
+SAID = sorted({(flags, note) for flags, _, note in MEGATRON_NAMES})
+
+
+@pytest.mark.parametrize(("flag", "note"), SAID)
+def test_what_is_said_of_a_flag_of_megatron_can_be_had(
+    flag: str, note: str, tmp_path: Path
+) -> None:
+    """Flags that are named exist. A switch, or a flag with its value, is taken beside what goes
+    with it, after at most two mistakes that say what is missing."""
+    beside = FLAGS.findall(note)
+    assert {name_of(each) for each in [*beside, *([flag] if flag else [])]} <= KNOWN
+    if not flag or (" " not in flag and name_of(flag) not in SWITCHED):
+        return
+    words = " ".join([flag, *(beside if note.startswith("with ") else [])]).split()
+    recipe = "demo-moe" if "moe" in flag else "debug"
+    line = Line(("train", recipe, "--nproc", "8", "--tp", "2", "--pp", "2", *words))
+    for _ in range(3):
+        status, message = line.answer(tmp_path)
+        for told in [*read_message(message)][: status and 1]:
+            missing = [each for each in told.suggestions if not each.startswith("--no-")]
+            assert missing, message
+            line = replace(line, argv=(*line.argv, *shlex.split(missing[0])))
+    assert status == 0, message
 
 
 DEGREES = ("--tp", "--pp", "--cp", "--dp-shard", "--dp-replicate", "--vpp")

@@ -119,8 +119,9 @@ def test_indexed_data_is_used_where_it_is(config, texts):
     with write_indexed(texts / "mine", np.int32) as writer:
         writer.add(np.arange(1, 200))
         writer.end_document()
+    needless = {"tokenizer_model": f"{texts}/tokenizer.json", "data_cache_path": f"{texts}/a.txt"}
     for name in ("mine", "mine.bin", "mine.idx"):
-        prepared = prepare(config(name, tokenizer_model=f"{texts}/tokenizer.json"), 16, 1)
+        prepared = prepare(config(name, **needless), 16, 1)  # a folder that cannot be made
         assert prepared.corpora[0].data.prefix == f"{texts}/mine"
         assert prepared.corpora[0].data.tokens.tolist() == list(range(1, 200))
 

@@ -54,8 +54,10 @@ def test_all_that_is_missing_is_told_at_once_and_what_is_offered_works(name, tmp
     for path in (*data.data_path, data.tokenizer_model):
         assert FETCH[path] in str(error.value)
     assert f"looked for: {tmp_path / data.data_path[0]}" in str(error.value)
-    attempt = str(error.value).rpartition("\n  try:   ")[2]
-    check(f"{name} {attempt}")
+    attempts = str(error.value).rpartition("\n  try:   ")[2].split(" | ")
+    assert len(attempts) == 2
+    for attempt in attempts:
+        check(f"{name} {attempt}")
 
 
 def test_every_validation_set_that_is_missing_is_told(tmp_path):
@@ -81,7 +83,7 @@ def test_a_part_that_is_there_is_not_replaced(tmp_path, monkeypatch):
     check("gpt2 --data-path mine")
     with pytest.raises(DataError, match="data/openwebtext") as error:
         check("gpt2")
-    assert str(error.value).endswith("\n  try:   --data-path builtin")
+    assert str(error.value).endswith("\n  try:   --data-path builtin | --data-path mock")
 
 
 def test_a_path_of_ones_own_is_not_replaced(tmp_path, monkeypatch):
