@@ -161,7 +161,7 @@ class Trainer:
         every, agree = config.checkpoint.save_interval, self.checkpointer.agree
         interval = SaveInterval(every, self.step, self.engine.layout.grid.world_size, agree)
         with (
-            StopRequest() as request,
+            StopRequest(config.training.exit_duration_in_mins) as request,
             collecting(config.training) as collect_garbage,
         ):
             stopping = False
@@ -172,7 +172,7 @@ class Trainer:
                 with self._measuring(), self._profiling():
                     result = self.engine.step(
                         batch,
-                        vote=lambda: request.signum is not None or self.checkpointer.failed,
+                        vote=lambda: request.made or self.checkpointer.failed,
                         limit=self._bad.limit,
                     )
                 stopping = result.votes > 0
@@ -198,8 +198,8 @@ class Trainer:
             self.checkpointer.wait()
             if self.local is not None:
                 self.local.remove()
-            if stopping and self.console is not None:
-                self.console.note(f"asked to stop ({request.reason}): saved step {self.step}")
+            if stopping:
+                self._say(f"asked to stop ({request.reason}): saved step {self.step}")
             self._see_folder()
 
     def _see_folder(self) -> None:
