@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fivefold.check import check
 from fivefold.cli.main import main
@@ -39,6 +42,20 @@ def test_a_spike_is_far_above_the_median() -> None:
     again = BadSteps(TrainingConfig(check_for_spiky_loss=True, spiky_loss_factor=3.0))
     again.remember(steps.losses)
     assert again.limit == steps.limit
+
+
+LOSSES = st.sampled_from([0.0, 5e-324, 1e-8, 1.0, 1e300])
+
+
+@given(LOSSES, st.lists(LOSSES, max_size=LEAST))
+def test_any_losses_can_be_judged(first: float, losses: list[float]) -> None:
+    """Also those of a text that is known by heart: no loss is a multiple of 0."""
+    steps = BadSteps(TrainingConfig(check_for_spiky_loss=True))
+    steps.remember([first] * LEAST)
+    for step, loss in enumerate(losses, 1):
+        usual, limit = median(steps.losses), steps.limit
+        bad = steps.look(step, result(loss))
+        assert (bad != "") == (loss > limit) == (usual > 0 and loss > 2.0 * usual)
 
 
 def test_after_a_rewind_steps_are_judged_as_after_a_new_start() -> None:

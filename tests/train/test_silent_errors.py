@@ -4,6 +4,7 @@ otherwise, is found in every layout, and nothing is found where nothing is wrong
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.data.packing import Microbatch
+from fivefold.errors import ConfigError
+from fivefold.mesh.grid import EXPERT_AXES
 from fivefold.mesh.slices import local_tensor
 from fivefold.optim.rounding import MOMENTS
 from fivefold.train.engine import Engine
@@ -159,6 +162,49 @@ def test_a_loss_that_one_replica_computes_otherwise_is_found(
     replicas = grid.group_of(wrong, ("dp_replicate", "dp_shard"))
     others = [r for r in replicas if r != wrong and f"rank {r} " in line]
     assert others == ([] if len(replicas) > 2 else [r for r in replicas if r != wrong])
+
+
+ALONE = {
+    "experts": (2, named()),
+    "divided within tp": (4, named(tp=2, ep=2)),
+    "split within cp": (4, named(cp=2, etp=2)),
+}
+
+
+def compare_experts(rank: int, world: int, values: dict[str, Any]) -> list[str]:
+    with shared_groups():
+        settings = config(MODELS["oss"], world, **values)
+        settings = settings.with_values(check_loss_across_dp_replicas_interval=1)
+        engine = Engine(check(settings, world), rank, torch.device("cpu"))
+        batches = Batches(engine.layout.config, engine.layout.grid.dp)
+        engine.step(batches.batch_of(engine.layout.grid.dp_rank(rank)))
+        return SilentErrors(engine, batches).look(1, saving=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", chosen(ALONE, "divided within tp"))
+def test_experts_that_each_replica_has_are_compared(case: str) -> None:
+    world, values = ALONE[case]
+    assert run(world, compare_experts, values) == [[]] * world
+
+
+@pytest.mark.parametrize(("tp", "cp"), product((1, 2), repeat=2))
+@pytest.mark.parametrize(("ep", "etp"), product((1, 2, 4), (1, 2)))
+def test_replicas_that_compute_experts_together_are_not_compared(
+    tp: int, cp: int, ep: int, etp: int
+) -> None:
+    """Each has other tokens of its own in the same message, so that healthy ones would differ."""
+    world, losses = 2 * tp * cp, {"check_loss_across_dp_replicas_interval": 1}
+    if world % (ep * etp):
+        pytest.skip("no such layout")
+    settings = config(MODELS["oss"], world, **named(tp=tp, cp=cp, ep=ep, etp=etp))
+    grid = check(settings, world).grid
+    together = grid.groups(("ep", "etp"), EXPERT_AXES)
+    if all(len({grid.dp_rank(rank) for rank in ranks}) == 1 for ranks in together):
+        check(settings.with_values(**losses), world)
+        return
+    with pytest.raises(ConfigError, match="experts are divided among them"):
+        check(settings.with_values(**losses), world)
 
 
 def compare_gradients(rank: int, world: int, values: dict[str, Any], wrong: int) -> list[str]:
