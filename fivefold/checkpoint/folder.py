@@ -1,7 +1,9 @@
 """The folder of a run's checkpoints: names, what counts as a checkpoint, which are removed."""
 
+import errno
 import os
 import re
+import secrets
 import shutil
 from pathlib import Path
 from shlex import quote
@@ -115,13 +117,21 @@ def _written(checkpoint: Path) -> int:
 
 def _remove(checkpoint: Path) -> None:
     """Remove a checkpoint; rename it first, so that a partly removed one is never used."""
-    name = checkpoint.name.removesuffix(_REPLACED)
-    _delete(checkpoint.rename(checkpoint.with_name(f"{name}{_REPLACED}{_UNFINISHED}")))
+    name = f"{checkpoint.name}-{secrets.token_hex(4)}"  # where an earlier one may still be
+    _delete(checkpoint.rename(checkpoint.with_name(f"{name}{_UNFINISHED}")))
 
 
 def _delete(path: Path) -> None:
-    """Remove what is at a path: of a link only itself, as what it leads to is on another disk."""
+    """Remove what is at a path: of a link only itself, as what it leads to is on another disk.
+
+    NFS keeps files that somebody on this machine reads: then the folder stays, under a temporary
+    name that later saves remove.
+    """
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
-    else:
+        return
+    try:
         shutil.rmtree(path)
+    except OSError as error:
+        if error.errno not in (errno.EBUSY, errno.ENOTEMPTY):
+            raise

@@ -1,5 +1,6 @@
 """`fivefold convert`: weights from Hugging Face into a run, or from a run to Hugging Face."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,18 +76,12 @@ def run(argv: Sequence[str]) -> int:
         most_bytes=options.max_shard_size or MOST_BYTES,
         adapter=options.adapter,
     )
+    what, class_ = "a Hugging Face folder with {} of weights", "transformers import AutoModel"
     if options.adapter:
-        print(f"{target}: adapters for PEFT, {human_bytes(size)}")
-        print(
-            f"  next: python -c 'from peft import AutoPeftModelForCausalLM as Model; "
-            f'Model.from_pretrained("{target}")\''
-        )
-        return 0
-    print(f"{target}: a Hugging Face folder with {human_bytes(size)} of weights")
-    print(
-        f"  next: python -c 'from transformers import AutoModelForCausalLM as Model; "
-        f'Model.from_pretrained("{target}")\''
-    )
+        what, class_ = "adapters for PEFT, {}", "peft import AutoPeftModel"
+    opened = f"Model.from_pretrained({json.dumps(str(target), ensure_ascii=False)})"
+    print(f"{target}: {what.format(human_bytes(size))}")
+    print(f"  next: python -c {quote(f'from {class_}ForCausalLM as Model; {opened}')}")
     return 0
 
 

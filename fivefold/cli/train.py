@@ -22,7 +22,7 @@ from fivefold.pipeline.draw import draw
 from fivefold.pipeline.stages import stage_table
 from fivefold.tell.columns import listed
 from fivefold.train.devices import Asked
-from fivefold.train.preflight import check_restarts, check_start
+from fivefold.train.preflight import check_restarts, check_start, with_home
 from fivefold.train.rank_env import read_rank_env
 
 PICTURE_WIDTH = 160  # characters; wider pictures wrap and become useless
@@ -74,7 +74,7 @@ class Options:
 def run(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name."""
     loaded = load_consistent(argv, Options, note)
-    options, config = loaded.options, loaded.config
+    options, config = loaded.options, with_home(loaded.config)
     world = ranks(options.nproc, dry_run=options.dry_run)
     check_restarts(options.max_restarts, read_rank_env().launcher, config.checkpoint.save)
     plans, budget = options.layout == "auto", options.memory_budget

@@ -1,5 +1,6 @@
 """Model architectures by name: presets, hub names, or the path of a Hugging Face model."""
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -400,8 +401,8 @@ def resolve_model(name_or_path: str | Path) -> ModelConfig:
     if preset is not None:
         return preset
     with suppress(OSError):  # a name that is too long for a path
-        if Path(name).exists():
-            return from_hf_config(Path(name))
+        if (path := Path(os.path.expanduser(name))).exists():
+            return from_hf_config(path)
     raise ConfigError(
         Mistake(
             f"unknown model {shown(name)}{did_you_mean(name, [*PRESETS, *HUB_NAMES])}",

@@ -20,8 +20,10 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1 without its sign (OCP Mi
 
 
 def is_hub_folder(path: Path) -> bool:
-    """Whether a folder holds a model as Hugging Face does: config.json, and weights."""
-    return (path / CONFIG).is_file() and any(path.glob("*.safetensors"))
+    """Whether a folder holds a model as Hugging Face does: config.json, and weights, which may be
+    older ones that are refused."""
+    weights = any(any(path.glob(f"*.{kind}")) for kind in ("safetensors", "bin"))
+    return (path / CONFIG).is_file() and weights
 
 
 @dataclass

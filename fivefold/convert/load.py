@@ -25,6 +25,7 @@ from fivefold.convert.stored import (
     harmless,
     has_predictions,
     stored_tensors,
+    their_name,
 )
 from fivefold.errors import CheckpointError, Mistake
 from fivefold.mesh.slices import Piece
@@ -50,10 +51,14 @@ def places_in(hub: HubFolder, model: ModelConfig) -> dict[str, Stored]:
         CheckpointError: tensors are missing, of another shape or left over.
     """
     places = stored_tensors(hub.kind, model, neighbours=stores_neighbours(hub.fields))
+    embedding, head = places["embed_tokens.weight"], their_name(hub.kind, model, "lm_head.weight")
+    tied, names = not model.untie_embeddings_and_output_weights, hub.names
+    if tied and head in names and embedding.names[0] not in names:  # safetensors' save_model
+        places["embed_tokens.weight"] = replace(embedding, names=(head,))
     asked = {name: place.their_shape for place in places.values() for name in place.names}
     saved = {
         name: hub.shape(name)
-        for name in hub.names
+        for name in names
         if name in asked or not (harmless(hub.kind, model, name) or 0 in hub.shape(name))
     }
     if wrong := mismatches(asked, saved, ()):

@@ -1,11 +1,9 @@
 """Turns data paths into datasets: tokenises once, and shares the cached result by processes."""
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
-import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,16 +14,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from fivefold.data.cache import cached, once, open_cached
 from fivefold.data.corpus import pieces
 from fivefold.data.dataset import Corpus, Dataset
-from fivefold.data.indexed import CHECKSUMS, IndexedTokens, write_indexed
+from fivefold.data.indexed import IndexedTokens, write_indexed
 from fivefold.data.mixture import Group, grouped, parse_named_paths
 from fivefold.data.mock import MockTokens, number_tokenizer
 from fivefold.data.packing import BEGINS, LEARNT, Packing
 from fivefold.data.rules import DEFAULT_VOCAB_SIZE, checked_sources
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import DataError
-from fivefold.files import temporary_paths
 from fivefold.units import human_bytes, human_count, human_seconds, several
 
 if TYPE_CHECKING:
@@ -183,16 +181,16 @@ def _corpus(
     what = [text_key] if template is None else ["conversations", template.digest]
     prefix = str(cache / _key(group.files, *what, tokenizer.digest))
     marks = f"{prefix}-marks"
-    with _once(f"{prefix}.idx", progress) as missing:
+    with once(f"{prefix}.idx", progress) as missing:
         if missing and template is None:
             build_index(group.files, tokenizer, prefix, text_key, progress)
         elif missing and template is not None:
             build_conversations(group.files, tokenizer, template, prefix, marks, progress)
-    data = _open_cached(prefix)
+    data = open_cached(prefix)
     if template is None:
         return Corpus(group.name, data, group.weight)
     # Without the index of the tokens both are made again.
-    return Corpus(group.name, data, group.weight, _open_cached(marks, f"{prefix}.idx"))
+    return Corpus(group.name, data, group.weight, open_cached(marks, f"{prefix}.idx"))
 
 
 def build_conversations(
@@ -288,14 +286,14 @@ def _tokenizer(
     if not files:  # what is made up is numbers
         return number_tokenizer(vocab_size)
     path = cache / f"tokenizer-{_key(files, config.text_key, str(vocab_size))}.json"
-    with _once(str(path), progress) as missing:
+    with once(str(path), progress) as missing:
         if missing:
             began = time.perf_counter()
             progress(f"training a byte-level BPE of {vocab_size} tokens")
             tokenizer = Tokenizer.train(_sample(files, config.text_key), vocab_size)
             tokenizer.save(path)
             progress(f"trained it in {human_seconds(time.perf_counter() - began)}")
-    with _cached(str(path)):
+    with cached(str(path)):
         return Tokenizer.load(path)
 
 
@@ -334,57 +332,3 @@ def _key(files: Sequence[Path], *settings: str) -> str:
         described.append([str(file.resolve()), stat.st_size, stat.st_mtime_ns])
     content = json.dumps([_CACHE_VERSION, described, settings])
     return hashlib.sha256(content.encode()).hexdigest()[:32]
-
-
-def _open_cached(prefix: str, *others: str) -> IndexedTokens:
-    """Tokens in the cache; `others` have to be removed, too, for them to be made again."""
-    paths = [*others, *(f"{prefix}{end}" for end in (".bin", ".idx", CHECKSUMS))]
-    with _cached(*paths):
-        return IndexedTokens(prefix, _remedy(*paths))
-
-
-@contextmanager
-def _cached(*paths: str) -> Iterator[None]:
-    """Add to errors in reading cached files that the files can be created again."""
-    try:
-        yield
-    except DataError as error:
-        raise DataError(f"{error}{_remedy(*paths)}") from error
-
-
-def _remedy(*paths: str) -> str:
-    what = "it is in the cache, and is made again when it is not there"
-    return f"\n  {what}\n  try:   rm -rf {shlex.join(paths)}"
-
-
-def _remove_left(path: Path) -> None:
-    """Remove what a process left that was killed while it made `path` and the files beside it."""
-    for temporary in temporary_paths(path.parent, f"{path.stem}*"):
-        temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def _once(path: str, progress: Progress) -> Iterator[bool]:
-    """Yield whether this process must create `path`; others wait until it is there."""
-    if os.path.exists(path):
-        yield False
-        return
-    try:
-        with open(f"{path}.lock", "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                progress("waiting for another process that prepares the same data")
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            except OSError as error:
-                # Some network file systems have no locks. Then several do the same work; what they
-                # make is equal and appears whole, so nothing is lost but time.
-                _log.debug("no lock on %s: %s", path, error)
-            else:
-                _remove_left(Path(path))
-            yield not os.path.exists(path)
-    except OSError as error:  # those of reading are DataErrors already
-        raise DataError(
-            f"cannot write {path}: {error.strerror or error}\n"
-            "  works: --data-cache-path with a folder that can be written and has room"
-        ) from error

@@ -216,7 +216,7 @@ def load_cluster(name_or_path: str | Path, num_gpus: int | None = None) -> Clust
     Raises:
         ConfigError: the name is not known, or the file has mistakes.
     """
-    path = Path(name_or_path)
+    path = Path(os.path.expanduser(name_or_path))
     if path.suffix != ".toml" and not os.path.isfile(path):
         return preset(str(name_or_path), num_gpus)
     table = parse_toml(read_text(path, ConfigError), str(path), ConfigError)

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import reduce
 from glob import escape
 from pathlib import Path
 from types import MappingProxyType
@@ -80,7 +81,8 @@ def to_run(
     with _finished(target) as folder:
         pieces = {}
         for name, (held, place) in sources.items():
-            dtype = STORED[held.dtype(place.names[0])]
+            types = (STORED[held.dtype(stored)] for stored in place.names)  # of each expert
+            dtype = reduce(torch.promote_types, types)
             shape = torch.Size(place.shape)
             whole = tuple(slice(0, size) for size in shape)
             pieces[name] = Piece(torch.empty(shape, dtype=dtype), shape, whole)

@@ -10,6 +10,20 @@ from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean
 from fivefold.train.metrics import check_installed
 from fivefold.train.run_folder import CHECKPOINTS
 
+_FOLDERS = (
+    *("save", "load", "load_adapter", "non_persistent_local_ckpt_dir"),
+    *("optimizer_offload_path", "param_offload_path"),
+)
+
+
+def with_home(config: Config) -> Config:
+    """The configuration with `~` in front of folders replaced: no shell does it in a recipe, or
+    after `--save=`."""
+    sections = config.checkpoint, config.memory
+    values = {name: value for section in sections for name, value in vars(section).items()}
+    given = {name: values[name] for name in _FOLDERS if values[name] is not None}
+    return config.with_values(**{name: os.path.expanduser(path) for name, path in given.items()})
+
 
 def check_start(config: Config) -> None:
     """Check that the run folder can be written, --load exists, and trackers are installed.

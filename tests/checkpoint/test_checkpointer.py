@@ -73,6 +73,31 @@ def test_the_k_written_last_are_kept(tmp_path: Path) -> None:
     assert (checkpointer.steps(), checkpointer.latest()) == ([10, 20], 20)
 
 
+def test_a_checkpoint_that_is_read_over_nfs_fails_no_save(tmp_path: Path, monkeypatch) -> None:
+    """There a removed file has another name until the last reader of this machine closes it."""
+    read, unlink = {"__0_0.distcp"}, os.unlink
+
+    def unlink_over_nfs(path, *, dir_fd=None):
+        if str(path) in read:
+            os.rename(path, ".nfs0001", src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        elif read and str(path) == ".nfs0001":
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        else:
+            unlink(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", unlink_over_nfs)
+    checkpointer = Checkpointer(tmp_path, keep_latest=1)
+    for step in (1, 2, 1, 3):
+        checkpointer.save(step, tensors(float(step)), {"step": step})
+        held = tensors()
+        assert checkpointer.load(None, held) == {"step": step}
+        assert (held["a.weight"] == step).all()
+        assert checkpointer.steps() == [step]
+    read.clear()
+    checkpointer.save(4, tensors(), {})
+    assert names(tmp_path) == ["latest", "step-00000004"]
+
+
 @pytest.mark.parametrize("kept", [1, None])
 def test_links_and_files_in_the_way_of_checkpoints_fail_no_save(
     tmp_path: Path, kept: int | None

@@ -247,6 +247,9 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     file.rename(tmp_path / "good" / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"save_pretrained"):
         HubFolder(tmp_path / "good")
+    config = Config(from_hf_config(tmp_path / "good")).with_values(load=str(tmp_path / "good"))
+    with pytest.raises(CheckpointError, match=r"save_pretrained"):
+        find_origin(config, tmp_path / "run")
 
 
 def test_a_damaged_file_of_several_is_named(tmp_path: Path) -> None:

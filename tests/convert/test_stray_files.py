@@ -1,6 +1,8 @@
 """Folders of others' weights that say two things, or one in an odd way: understood or refused."""
 
+import ast
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -283,3 +285,41 @@ def test_sample_says_what_weights_without_a_tokenizer_need(
     said = capsys.readouterr().err
     assert f"copied to {tmp_path / 'run' / 'tokenizer.json'}" in said
     assert "--tokenizer-model" not in said  # which is no flag of it
+
+
+def test_the_one_matrix_of_a_tied_model_may_have_the_name_of_its_head(tmp_path: Path) -> None:
+    """safetensors' save_model keeps that of the two names which comes first."""
+    written("gpt2", tmp_path)
+    tensors = tensors_of(tmp_path)
+    tensors["lm_head.weight"] = tensors.pop("transformer.wte.weight")
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert agree(tmp_path)
+    checked_sources(tmp_path, model_in(HubFolder(tmp_path)))
+
+
+def test_experts_of_several_types_lose_nothing(tmp_path: Path) -> None:
+    written("mixtral", tmp_path / "hub", torch.float32)
+    types = {".experts.0.": torch.bfloat16, ".experts.1.": torch.float16}
+    tensors = {
+        name: tensor.to(next((t for of, t in types.items() if of in name), torch.float32))
+        for name, tensor in tensors_of(tmp_path / "hub").items()
+    }
+    save_file(tensors, tmp_path / "hub" / "model.safetensors")
+    to_run(tmp_path / "hub", tmp_path / "run")
+    to_hub(tmp_path / "run", tmp_path / "out", dtype="fp32")
+    for name, found in tensors_of(tmp_path / "out").items():
+        assert torch.equal(found, tensors[name].float()), name
+
+
+@pytest.mark.parametrize("name", ["out", "my out", "it's", 'a "b" $HOME', "größe\\n", "line\nend"])
+def test_the_command_that_comes_next_can_be_typed(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written("llama", tmp_path / "hub", torch.float32)
+    to_run(tmp_path / "hub", tmp_path / "run")
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / name)]) == 0
+    typed = shlex.split(capsys.readouterr().out.partition("  next: ")[2])
+    assert typed[:2] == ["python", "-c"]
+    named = [each.value for each in ast.walk(ast.parse(typed[2])) if isinstance(each, ast.Constant)]
+    assert named == [str(tmp_path / name)]

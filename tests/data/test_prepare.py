@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -156,6 +157,53 @@ def test_many_at_once_tokenise_once(config):
         runs = list(pool.map(lambda _: prepare(config("a.txt"), 16, 1, said.append), range(4)))
     assert sum("tokenised" in line for line in said) == 1
     assert all(run.train.fingerprint == runs[0].train.fingerprint for run in runs)
+
+
+@pytest.fixture
+def locks_of_each_host(monkeypatch):
+    """Locks that other machines do not see, as of BeeGFS and some mounts of NFS and Lustre."""
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+
+    def moved_to(host):
+        monkeypatch.setattr("socket.gethostname", lambda: host)
+
+    moved_to("one")
+    return moved_to
+
+
+@pytest.mark.parametrize("work", ["training", "tokenising"])
+def test_machines_that_do_not_see_each_others_locks_prepare_at_once(
+    work, config, locks_of_each_host, monkeypatch
+):
+    works, others, read = ["training", "tokenising"], [], module.pieces
+
+    def pieces(*arguments, **options):
+        begun = works.pop(0) if works else ""
+        for piece in read(*arguments, **options):
+            if begun == work and not others:
+                locks_of_each_host("two")
+                others.append(prepare(config("a.txt"), 16, 1))
+            yield piece
+
+    monkeypatch.setattr(module, "pieces", pieces)
+    mine = prepare(config("a.txt"), 16, 1)
+    (other,) = others
+    assert other.train.fingerprint == mine.train.fingerprint
+
+
+@pytest.mark.parametrize(("host", "gone"), [("one", True), ("two", False)])
+def test_what_a_killed_process_left_is_removed(host, gone, config, texts, locks_of_each_host):
+    prepare(config("a.txt"), 16, 1)
+    (made,) = (texts / "cache").glob("*.bin")
+    left = made.with_name(f".tmp-0123abcd-{made.name}")
+    locks_of_each_host(host)
+    for is_old in (False, True):
+        left.touch()
+        if is_old:
+            os.utime(left, (0, 0))
+        made.with_suffix(".idx").unlink()
+        prepare(config("a.txt"), 16, 1)
+        assert left.exists() != (is_old or gone)
 
 
 @pytest.mark.parametrize(

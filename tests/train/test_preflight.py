@@ -1,0 +1,43 @@
+"""What is checked and settled before anything starts."""
+
+import json
+
+import pytest
+
+from fivefold.cli.main import main
+from fivefold.config.config import SETTINGS, Config
+from fivefold.config.huggingface.write import to_hf_config
+from fivefold.config.presets import PRESETS
+from fivefold.train.preflight import with_home
+
+OPENED_BY_DATA = ("data_path", "data_cache_path")
+FOLDERS = [name for name, each in SETTINGS.items() if each.kind is str and "folder" in each.help]
+
+
+@pytest.mark.parametrize("name", sorted({*FOLDERS} - {*OPENED_BY_DATA}))
+def test_a_folder_may_begin_at_home(name, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    for given, found in (
+        ("~/x y", "/home/ada/x y"),
+        ("~", "/home/ada"),
+        ("x/~/y", "x/~/y"),
+        ("~nobody-of-this-name/x", "~nobody-of-this-name/x"),
+    ):
+        config = with_home(Config(PRESETS["debug-llama"]).with_values(**{name: given}))
+        settled = vars(config.checkpoint) | vars(config.memory)
+        assert settled[name] == found
+
+
+def test_a_recipe_may_name_home(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hf").mkdir()
+    fields = to_hf_config(PRESETS["debug-llama"])
+    (tmp_path / "hf/config.json").write_text(json.dumps(fields))
+    text = '[model]\npreset = "~/hf"\n[checkpoint]\nsave = "~/runs/mine"\nload = "~/hf"\n'
+    (tmp_path / "mine.toml").write_text(text)
+    for argv in (["~/mine.toml"], ["mine.toml", "--save=~/runs/mine"]):
+        assert main(["train", *argv, "--dry-run"]) == 0
+        said = capsys.readouterr().out
+        assert f'save = "{tmp_path}/runs/mine"' in said
+        assert f'load = "{tmp_path}/hf"' in said
