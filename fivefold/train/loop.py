@@ -282,14 +282,14 @@ class Trainer:
             self._tell(metrics)
 
     def _record(self, result: StepResult, seconds: float) -> None:
-        training = self.engine.layout.config.training
-        tokens = training.step_tokens
+        config = self.engine.layout.config
+        training, tokens = config.training, config.training.step_tokens
         extra = dict(result.extra)
         if self.stragglers is not None:
             found = self.stragglers.look(self.step, self.activity.compute_seconds)
             extra |= found.numbers
             self._say(found.text)
-        per_token = training_flops(self.engine.layout.config.model, training.seq_length).total
+        per_token = training_flops(config.model, config.attended_length).total
         self._tell(
             StepMetrics(
                 step=self.step,
