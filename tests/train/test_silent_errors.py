@@ -19,7 +19,8 @@ from fivefold.data.packing import Microbatch
 from fivefold.errors import ConfigError
 from fivefold.mesh.grid import EXPERT_AXES
 from fivefold.mesh.slices import local_tensor
-from fivefold.optim.rounding import MOMENTS
+from fivefold.optim.adamw import STATES, state_name
+from fivefold.optim.rounding import MASTER, REMAINDER
 from fivefold.train.engine import Engine
 from fivefold.train.silent_errors import SilentErrors, fingerprint, odd_ones
 from fivefold.verify.batches import global_batch, microbatches
@@ -27,9 +28,20 @@ from tests.pool import run
 from tests.verify.cases import LLAMA, MODELS, chosen, config, named, shared_groups
 
 STAGES = {"pipeline_model_parallel_layout": "Ett|tttL"}
+AWARE = {"use_precision_aware_optimizer": True}
 TWO = {"num_distributed_optimizer_instances": 2}
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "bf16": (2, "llama", named(precision="bf16")),
+    "bf16 and remainders": (
+        2,
+        "llama",
+        named(precision="bf16", store_param_remainders=True, **AWARE),
+    ),
+    "moments in 8 bits": (
+        2,
+        "llama",
+        named(exp_avg_dtype="fp8", exp_avg_sq_dtype="fp8", **AWARE),
+    ),
     "tp": (4, "llama", named(tp=2)),
     "sp, cp": (8, "llama", named(tp=2, cp=2, sequence_parallel=True)),
     "pp, tied": (4, "llama tied", named(pp=2, **STAGES)),
@@ -73,16 +85,19 @@ def compare_weights(rank: int, world: int, model: str, values: dict[str, Any]) -
         for step, wrong in zip(range(2, 5 * world, 5), range(world), strict=False):
             names = [n for n, p in engine.parameters.items() if local_tensor(p).numel()]
             name = names[step % len(names)]
-            master = engine.optimizer.device.master(name) if step % 2 else None
-            changed = local_tensor(engine.parameters[name]) if master is None else master
+            changed, state = local_tensor(engine.parameters[name]), engine.optimizer.device._state
+            if step % 2:
+                changed = state[name].get(MASTER, state[name].get(REMAINDER, changed))
             bits = changed.view(torch.int16).flatten()
             if rank == wrong:
                 bits[-1] ^= 1
             found.append((name, errors.look(step, saving=bool(step % 2))))
             if rank == wrong:
                 bits[-1] ^= 1
-            moment = f"optim.{MOMENTS[step % 2]}.{name}"
-            bits = engine.optimizer.state_tensors()[moment].local.view(torch.int16).flatten()
+            kept = engine.optimizer.state_tensors()
+            moments = [moment for kind in STATES if (moment := state_name(kind, name)) in kept]
+            moment = moments[step % len(moments)]
+            bits = kept[moment].local.view(torch.uint8).flatten()
             if rank == wrong:
                 bits[0] ^= 1
             found.append((moment, errors.look(step + 1, saving=True)))
@@ -94,7 +109,11 @@ def compare_weights(rank: int, world: int, model: str, values: dict[str, Any]) -
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    chosen(LAYOUTS, "bf16", "tp", "pp, tied", "replicas of shards", "two copies", "experts"),
+    chosen(
+        LAYOUTS,
+        *("bf16", "bf16 and remainders", "moments in 8 bits", "tp", "pp, tied"),
+        *("replicas of shards", "two copies", "experts"),
+    ),
 )
 def test_a_changed_bit_is_found_and_named(layout: str) -> None:
     world, model, values = LAYOUTS[layout]
