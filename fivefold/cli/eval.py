@@ -183,10 +183,15 @@ def _config(options: Options) -> Config:
     ).with_values(**{"eval_interval": 1, "label_smoothing": 0.0, "fp8_param_gather": False} | given)
     config = without_orphans(config, [*given])[0]
     if not config.training.evaluates:
-        works = ("--eval-iters 4", "--full-validation")
+        works = ("--eval-iters 4", *(() if _is_endless(config) else ("--full-validation",)))
         what = f"eval_iters = {config.training.eval_iters} evaluates nothing"
         raise ConfigError(Mistake(what, works=works))
     return config
+
+
+def _is_endless(config: Config) -> bool:
+    """Whether a pass over the validation split would have no end."""
+    return MOCK in config.data.data_path
 
 
 def _as_json(run: str, found: Sequence["Evaluated"]) -> dict[str, Any]:
@@ -225,7 +230,7 @@ def _text(run: str, layout: Layout, found: Sequence["Evaluated"]) -> Iterator[st
         read = "each sample once"
     ranks = "one device" if grid.world_size == 1 else f"{grid.world_size} ranks"
     yield f"step {found[0].metrics.step} in {training.precision} on {ranks}; {read}"
-    whole = training.full_validation or MOCK in layout.config.data.data_path  # which has no end
+    whole = training.full_validation or _is_endless(layout.config)
     after = "PROMPT" if whole else "--full-validation"
     verb = "sample" if whole else "eval"
     yield f"  next: fivefold {verb} {quote(run)} {after}"

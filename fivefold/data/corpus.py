@@ -44,6 +44,7 @@ PIECE_BYTES = 1 << 20
 _NOT_BUILTIN = frozenset({"site-packages", "dist-packages", "_bundled", "__pycache__", "lib2to3"})
 # Hidden files, and what the library `datasets` caches beside the data of a folder.
 _NOT_DATA = re.compile(r"\.|cache-.*\.arrow$")
+_STRINGS = frozenset({"string", "large_string", "string_view"})  # types of Arrow
 _NOT_BUILTIN |= {"test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
@@ -304,8 +305,9 @@ def _rows(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
                 f"{path} has no column {text_key!r}{did_you_mean(text_key, columns)}\n"
                 f"  its columns: {', '.join(columns)}{_text_keys(columns)}"
             )
-        kind_of_column = str(schema.field(text_key).type)
-        if kind_of_column not in ("string", "large_string"):
+        kind_of_column = schema.field(text_key).type
+        once = _pyarrow(path).types.is_dictionary(kind_of_column)  # which holds each value once
+        if str(kind_of_column.value_type if once else kind_of_column) not in _STRINGS:
             raise DataError(f"{path}: column {text_key!r} is {kind_of_column}, not a string")
         for batch in batches([text_key]):
             for text in batch.column(0).to_pylist():

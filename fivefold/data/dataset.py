@@ -245,7 +245,9 @@ def _too_short(corpus: Corpus, tokens: int, seq_length: int, part: str, split: s
         f"{seq_length + 1} (seq_length {seq_length} + 1 to predict)\n"
         f"  split {split} of {total} tokens in {several(corpus.data.num_documents, 'document')}"
     )
+    works = f"--seq-length {tokens - 1}" if tokens > 1 else ""
     if total > seq_length:
         message += f"\n  a share of at least {(seq_length + 1) / total:.2%} would do for {part}"
-    works = f"--seq-length {tokens - 1}" if tokens > 1 else ""
-    return DataError(f"{message}\n  works: {works}" if works else f"{message}; more text is needed")
+    elif not works:
+        message += "; more text is needed"
+    return DataError(f"{message}\n  works: {works}" if works else message)

@@ -2,8 +2,10 @@
 
 import os
 from pathlib import Path
+from shlex import quote
 
 from fivefold.config.config import Config
+from fivefold.config.megatron import is_megatron
 from fivefold.config.settings import flag_of
 from fivefold.config.training import CheckpointConfig
 from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean
@@ -73,6 +75,8 @@ def _check_folder(
 def _check_load(checkpoint: CheckpointConfig, mistakes: Mistakes) -> None:
     load = checkpoint.load
     continues = checkpoint.save is not None and (Path(checkpoint.save) / CHECKPOINTS).is_dir()
+    if continues:
+        _check_step(checkpoint, mistakes)
     if load is None or continues or (load.strip() and Path(load).is_dir()):
         return
     if not load.strip():
@@ -82,6 +86,20 @@ def _check_load(checkpoint: CheckpointConfig, mistakes: Mistakes) -> None:
     near = [p.name for p in path.parent.glob("*") if p.is_dir()]
     meant = did_you_mean(path.name, near)
     mistakes.add(f"there is no checkpoint in {load}: no such folder{meant}")
+
+
+def _check_step(checkpoint: CheckpointConfig, mistakes: Mistakes) -> None:
+    """Add that a run, which goes on from its latest checkpoint, is asked to go back to another."""
+    save, load, step = checkpoint.save, checkpoint.load, checkpoint.ckpt_step
+    if save is None or load is None or step is None or is_megatron(Path(load)):
+        return
+    own, other = Path(save).resolve(), Path(f"{Path(save)}-step-{step}")
+    if Path(load).resolve() in (own, own / CHECKPOINTS):
+        mistakes.add(
+            f"ckpt_step {step} has no effect: {save} goes on from its own latest checkpoint",
+            "from an earlier one another run starts, in a folder of its own",
+            works=(f"--save {quote(str(other))}", "--ckpt-step none"),
+        )
 
 
 def check_restarts(most: int, launcher: str, save: str | None) -> None:

@@ -209,7 +209,7 @@ def new_run_path(name: str, root: Path = Path("runs")) -> Path:
 
     The clocks and file systems of machines differ, so one rank must choose it for all.
     """
-    stem = f"{Path(name).stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     path, attempt = root / stem, 1
     while path.exists():
         attempt += 1

@@ -164,6 +164,7 @@ def test_the_byte_is_counted_from_the_start_of_the_file(tmp_path, monkeypatch):
     [
         ({"texts": ["x"], "n": [1]}, "no column 'text', did you mean 'texts'(.|\n)*: texts, n"),
         ({"text": [1]}, "column 'text' is int64, not a string"),
+        ({"text": [["x"]]}, "column 'text' is list<.*>, not a string"),
     ],
 )
 def test_bad_columns_are_named(columns, message, tmp_path):
@@ -186,6 +187,20 @@ def test_a_column_is_one_that_has_the_whole_name(suffix, tmp_path):
     for read in (documents, lambda path: list(records(path, ["text"]))):
         with pytest.raises(DataError, match=r"a\..* has several columns of one name: text"):
             read(path)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
+def test_a_column_of_texts_may_be_stored_in_any_way(kind, suffix, tmp_path):
+    """Polars writes views, and pandas makes dictionaries of categories."""
+    pyarrow = pytest.importorskip("pyarrow")
+    text = pyarrow.array(["one", None, "two", "one"])
+    if kind == "dictionary":
+        text = text.dictionary_encode()
+    elif kind != "string":
+        text = text.cast(getattr(pyarrow, kind)())
+    write_table(tmp_path / f"a{suffix}", pyarrow.table({"text": text}))
+    assert documents(tmp_path / f"a{suffix}") == ["one", "two", "one"]
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])

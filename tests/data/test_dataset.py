@@ -210,6 +210,13 @@ def test_a_split_too_short_says_what_it_has_and_needs(make):
         "  a share of at least 17.00% would do for valid\n"
         "  works: --seq-length 8"
     )
+    for split, count, last in (
+        ("1", 100, "  a share of at least 17.00% would do for valid"),
+        ("1", 16, "  split 1 of 16 tokens in 1 document; more text is needed"),
+    ):
+        with pytest.raises(DataError) as error:
+            make([counting(1, count)], split=split, part="valid", seq_length=16)
+        assert str(error.value).splitlines()[-1] == last
     assert make([counting(1, 100)], split="90,9,1", part="valid", seq_length=8).num_samples == 1
     with pytest.raises(DataError, match="9 tokens, and one sample needs 10"):
         make([counting(1, 100)], split="90,9,1", part="valid", seq_length=9)

@@ -256,6 +256,18 @@ def test_what_cannot_be_evaluated_is_told_before_a_process_starts(
     assert said in capsys.readouterr().err
 
 
+def test_numbers_without_an_end_are_not_to_be_read_whole(
+    trained: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (trained[0] / "config.toml").read_text()
+    for name in ("data_path", "valid_data_path"):
+        text = re.sub(rf"^{name} = .*$", "", text, flags=re.M)
+    text = text.replace("[data]", '[data]\ndata_path = ["mock"]')
+    (tmp_path / "config.toml").write_text(text.replace("full_validation = true", ""))
+    assert main(["eval", str(tmp_path), "--eval-iters", "0"]) == 2
+    assert capsys.readouterr().err.endswith("works: --eval-iters 4\n")
+
+
 def test_a_run_without_a_tokenizer_says_what_it_lacks(
     trained: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fivefold.cli.train import recipe_name
 from fivefold.errors import FivefoldError
 from fivefold.files import read_json_lines
 from fivefold.train.metrics import EvalMetrics, LayerRouting
@@ -58,11 +59,20 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         RunFolder(tmp_path / "file" / "run").open("")
 
 
-def test_new_paths_never_collide(tmp_path):
-    first = new_run_path("recipes/llama3-8b.toml", tmp_path)
-    assert first.name.startswith("llama3-8b-20") and not first.exists()
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        ("llama3-8b", "llama3-8b"),
+        ("recipes/llama3.1-8b.toml", "llama3.1-8b"),
+        ("~/my own.v2.toml", "my own.v2"),
+        (None, "run"),
+    ],
+)
+def test_new_paths_have_the_name_of_their_recipe_and_never_collide(recipe, name, tmp_path):
+    first = new_run_path(recipe_name(recipe), tmp_path)
+    assert first.name.startswith(f"{name}-20") and not first.exists()
     first.mkdir()
-    assert new_run_path("llama3-8b.toml", tmp_path) != first
+    assert new_run_path(recipe_name(recipe), tmp_path) != first
 
 
 def test_each_record_is_on_disk_at_once(tmp_path):
