@@ -73,14 +73,8 @@ class ReduceScatter(_Buffers):
         async_op: bool = False,
     ) -> _Waitable | None:
         """[P*n] -> [n] into `output_tensor`; `op` is a sum, as set in `fsdp.py`."""
-        if self._sum_dtype == input_tensor.dtype:
-            pending = start_reduce_scatter(input_tensor, group, output_tensor, self._wire_dtype)
-        else:
-            summed = start_reduce_scatter(
-                input_tensor.to(self._sum_dtype), group, wire_dtype=self._wire_dtype
-            )
-            pending = Pending(summed.works, lambda: output_tensor.copy_(summed.finish()))
-        return _finish(pending, async_op)
+        types = self._wire_dtype, self._sum_dtype
+        return _finish(start_reduce_scatter(input_tensor, group, output_tensor, *types), async_op)
 
 
 class NodeGather(_Buffers):

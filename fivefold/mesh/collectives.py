@@ -102,39 +102,45 @@ def start_reduce_scatter(
     group: dist.ProcessGroup | None,
     out: Tensor | None = None,
     wire_dtype: torch.dtype | None = None,
+    sum_dtype: torch.dtype | None = None,
 ) -> Pending:
     """Sum over the group and keep this rank's part of dim 0. Sends (P-1)/P of `x`'s bytes.
 
     Args:
         x: [P*n, ...].
         group: group whose ranks contribute; the sum runs in their order.
-        out: [n, ...], contiguous; allocated when None.
-        wire_dtype: narrower type to send, summed in `x`'s own type (all-to-all and a local sum).
+        out: [n, ...], contiguous, of `x`'s type; allocated when None.
+        wire_dtype: type to send; None: `x`'s own.
+        sum_dtype: type of the sum, `x`'s own when None. If it is not the wire's, ranks send each
+            other their parts (all-to-all) and sum them themselves.
     """
     if group is None:
         return Pending([], lambda: x if out is None else out.copy_(x))
     x = x.contiguous()
     size, rank = group.size(), group.rank()
+    wire_dtype, sum_dtype = wire_dtype or x.dtype, sum_dtype or x.dtype
     part = (x.size(0) // size, *x.shape[1:])
     result = x.new_empty(part) if out is None else out
-    wire_dtype = wire_dtype or x.dtype
-    in_pairs = exchanges_in_pairs(x, group)
-    if not in_pairs and wire_dtype == x.dtype:
-        work = dist.reduce_scatter_tensor(result, x, group=group, async_op=True)
-        return Pending([work], lambda: result)
-    sent = x.to(wire_dtype).view(size, *part)
-    received = torch.empty_like(sent)
+    sent, in_pairs = x.to(wire_dtype), exchanges_in_pairs(x, group)
+    if not in_pairs and wire_dtype == sum_dtype:
+        total = result if sum_dtype == x.dtype else sent.new_empty(part)
+        work = dist.reduce_scatter_tensor(total, sent, group=group, async_op=True)
+        return Pending([work], lambda: result if total is result else result.copy_(total))
+    rows = sent.view(size, *part)
+    received = torch.empty_like(rows)
     if in_pairs:
-        works = _exchange(group, lambda peer: sent[peer], lambda peer: received[peer])
+        works = _exchange(group, lambda peer: rows[peer], lambda peer: received[peer])
     else:
-        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+        work = dist.all_to_all_single(received, rows, group=group, async_op=True)
         works = [work] if work is not None else []
 
     def finish() -> Tensor:
-        if not in_pairs:
-            return torch.sum(received, 0, dtype=x.dtype, out=result)
-        rows = [sent[r] if r == rank else received[r] for r in range(size)]
-        return sum_in_order(rows, result)
+        total = result if sum_dtype == x.dtype else x.new_empty(part, dtype=sum_dtype)
+        if in_pairs:
+            sum_in_order([rows[r] if r == rank else received[r] for r in range(size)], total)
+        else:
+            torch.sum(received, 0, dtype=sum_dtype, out=total)
+        return result if total is result else result.copy_(total)
 
     return Pending(works, finish)
 

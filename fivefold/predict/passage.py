@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.blocks import GatheredBlock, layer_block, stage_blocks
 from fivefold.counts.policy import StatePolicy
 from fivefold.counts.state import (
@@ -119,13 +120,16 @@ class Passage:
 
     def _narrowed(self, size: int, shard: int) -> float:
         """Bytes of a message of so many gradients in a narrower type, in which it is sent, and of
-        what comes of it."""
+        what comes of it, in that type or summed in a wider one."""
         config = self.layout.config
-        each, parallel = config.sent_gradient_bytes, config.parallel
-        if each == self.policy.gradient or parallel.zero_quantized_gradients or shard == size:
+        each, kept, parallel = config.sent_gradient_bytes, self.policy.gradient, config.parallel
+        if parallel.zero_quantized_gradients or shard == size:
             return 0.0
-        wide = parallel.ddp_reduce_scatter_with_fp32_accumulation  # sums are made here
-        return each * (size + (size if wide else shard))
+        sent = each * size * (each != kept)
+        if parallel.ddp_reduce_scatter_with_fp32_accumulation:  # sums are made here
+            wide = ELEMENT_BYTES["fp32"]
+            return sent + each * size + wide * shard * (wide > kept)
+        return sent + each * shard * (each != kept)
 
     def after(self, sent: GatheredBlock, *done: GatheredBlock) -> Change:
         """While a backward computes after blocks are `done`, of which one was `sent` last."""

@@ -1,6 +1,7 @@
 """Our collectives against torch's own, and what they promise beyond: order, repeats, buckets."""
 
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -121,19 +122,42 @@ def test_rows_reach_the_ranks_that_they_are_for(world: int, in_pairs: bool) -> N
     run(world, _rows, in_pairs)
 
 
-def _narrow_wire(rank: int, world: int) -> None:
-    group, shape = dist.group.WORLD, (2 * world, 7)
-    x = _values(rank, *shape, dtype=torch.float32)
-    ours = start_reduce_scatter(x, group, wire_dtype=torch.bfloat16).wait()
-    sent = [part.bfloat16().float() for part in _of_all(world, *shape, dtype=torch.float32)]
-    assert ours.dtype == torch.float32
-    assert torch.equal(ours, _in_rank_order(sent).chunk(world)[rank])
-    in_bf16 = _in_rank_order([part.bfloat16() for part in sent]).float().chunk(world)[rank]
-    assert not torch.equal(ours, in_bf16), "a bf16 sum would be another"
+def _types_of_a_sum(rank: int, world: int, in_pairs: bool, types: Any) -> None:
+    group, shape, (kept, wire, summed) = dist.group.WORLD, (2 * world, 7), types
+    x, given = _values(rank, *shape, dtype=kept), torch.empty(2, 7, dtype=kept)
+    with patch.object(collectives, "exchanges_in_pairs", lambda x, group: in_pairs):
+        outs = [start_reduce_scatter(x, group, out, wire, summed).wait() for out in (None, given)]
+    assert torch.equal(x, _values(rank, *shape, dtype=kept)) and outs[1] is given
+    sent = [part.to(wire or kept) for part in _of_all(world, *shape, dtype=kept)]
+    exact = _in_rank_order([part.to(summed or kept) for part in sent]).chunk(world)[rank].to(kept)
+    for out in outs:
+        assert out.dtype == kept
+        if in_pairs or (wire or kept) != (summed or kept):
+            assert torch.equal(out, exact)
+        else:  # gloo's own collective, which adds in another order
+            torch.testing.assert_close(out, exact, rtol=2e-2, atol=2e-2)
+    if (wire, summed) == (torch.bfloat16, torch.float32):
+        narrow = _in_rank_order([part.bfloat16() for part in sent]).chunk(world)[rank]
+        assert not torch.equal(outs[0], narrow.to(kept)), "a bf16 sum would be another"
 
 
-def test_bf16_on_the_wire_is_summed_in_fp32_in_rank_order() -> None:
-    run(4, _narrow_wire)
+TYPES = [
+    (torch.float32, None, None),
+    (torch.float32, torch.bfloat16, None),
+    (torch.float32, torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.bfloat16, torch.float32),
+    (torch.bfloat16, None, None),
+    (torch.bfloat16, torch.bfloat16, torch.float32),
+    (torch.float64, torch.bfloat16, torch.float64),
+    (torch.float64, torch.bfloat16, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("in_pairs", [False, True], ids=["one collective", "pairs"])
+@pytest.mark.parametrize("types", TYPES, ids=str)
+def test_types_of_gradients_of_messages_and_of_sums(types: Any, in_pairs: bool) -> None:
+    """Where ranks sum themselves, in rank order: what is sent is rounded once, and no sum."""
+    run(4, _types_of_a_sum, in_pairs, types)
 
 
 def _repeats(rank: int, world: int) -> list[bytes]:
