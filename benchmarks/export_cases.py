@@ -389,6 +389,7 @@ CHANGES: Mapping[str, Change] = {
     "watchdog_timeout_seconds": Change(30.0),
     "numa_binding": Change("node"),
     "manual_gc": Change(True),
+    "exit_duration_in_mins": Change(230),
     "manual_gc_interval": Change(200, {"manual_gc": True}),
     "deterministic_mode": Change(True),
     # data

@@ -147,9 +147,9 @@ def _record(
 
         told["guide"] = advised(result)
     if other is not None:
-        from fivefold.search.search import search
+        from fivefold.tell.explain import best_with
 
-        found = search(other)
+        found = best_with(result, other)
         told["why"] = {"with": options.why, **compared(result, found.best if found.found else None)}
     return told
 
@@ -164,14 +164,12 @@ def _report(
 ) -> Iterator[str]:
     """The answer, the reasons, what else was asked for, and the next commands."""
     from fivefold.tell.answer import answer, next_commands, reasons, title, why
-    from fivefold.tell.explain import sensitivities
+    from fivefold.tell.explain import best_with, sensitivities
     from fivefold.tell.report import NUMBERS, cost_lines, ranked
 
     options, name = loaded.options, _name(loaded)
     if other is not None:
-        from fivefold.search.search import search
-
-        yield from why(result, search(other), str(options.why))
+        yield from why(result, best_with(result, other), str(options.why))
         yield from _questions(result, options)
         return
     changes = sensitivities(result)

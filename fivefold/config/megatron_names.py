@@ -69,7 +69,7 @@ MEGATRON_NAMES: tuple[tuple[str, str, str], ...] = (
     ("--global-batch-size", "rampup_batch_size step_batch_size_schedule", _BATCH),
     ("--global-batch-size", "decrease_batch_size_if_needed", _BATCH),
     ("", "eval_global_batch_size eval_micro_batch_size", "evaluations have the training's batches"),
-    ("", "exit_signal_handler exit_signal exit_duration_in_mins", _SIGNALS),
+    ("", "exit_signal_handler exit_signal", _SIGNALS),
     ("", "skip_train", "fivefold eval RUN evaluates a checkpoint"),
     ("", "start_eval_at_iter", "evaluations begin after --eval-interval steps"),
     (

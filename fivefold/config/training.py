@@ -137,6 +137,9 @@ class TrainingConfig:
         "bind each rank to CPUs near its GPU, or near its memory: those of its NUMA node, of its "
         "socket, or cores of its own",
     )
+    exit_duration_in_mins: float | None = option(
+        None, "minutes after which a start saves the step then under way, and ends, as by SIGTERM"
+    )
     manual_gc: bool = option(
         False, "collect Python's garbage on all ranks at the same steps, not whenever each likes"
     )

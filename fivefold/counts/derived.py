@@ -141,10 +141,9 @@ def _layers(model: ModelConfig) -> str:
 
 
 def _flops(layout: Layout) -> list[Row]:
-    model, training = layout.config.model, layout.config.training
-    flops = training_flops(model, training.seq_length)
-    forward = forward_flops(model, training.seq_length)
-    tokens = training.step_tokens
+    model, tokens = layout.config.model, layout.config.training.step_tokens
+    flops = training_flops(model, layout.config.attended_length)
+    forward = forward_flops(model, layout.config.attended_length)
     times = "3 x forward"
     if model.lora_rank is not None:
         times += ", but 2 x for frozen weights"

@@ -347,7 +347,7 @@ def _set_communication(
         reduction = HierarchicalReduceScatter(format, nodes.qgz_inner, nodes.qgz_outer)
         module.set_custom_reduce_scatter(reduction)
         yield reduction
-    elif on_cpu or policy.wire_dtype != policy.gradient_dtype:
+    elif on_cpu or {policy.wire_dtype, policy.sum_dtype} != {policy.gradient_dtype}:
         module.set_custom_reduce_scatter(ReduceScatter(policy.wire_dtype, policy.sum_dtype))
 
 

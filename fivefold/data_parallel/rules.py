@@ -244,12 +244,21 @@ def check_replicas(config: Config, parallel: ParallelConfig, mistakes: Mistakes)
     if training.check_loss_across_dp_replicas_interval:
         if replicas == 1:
             mistakes.add(f"{losses} compares replicas, and there is one", works=[_off(losses)])
-        elif parallel.expert_model_parallel_size > 1:
-            mistakes.add(
-                f"{losses} needs replicas that compute alone, and experts are divided among them",
-                f"expert_model_parallel_size = {parallel.expert_model_parallel_size}",
-                works=[_off(losses)],
-            )
+        else:
+            _check_alone(losses, parallel, mistakes)
+
+
+def _check_alone(losses: str, parallel: ParallelConfig, mistakes: Mistakes) -> None:
+    """Report experts that several replicas compute together: each would see the others' tokens."""
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    if cp * tp % (ep * etp):
+        mistakes.add(
+            f"{losses} needs replicas that compute alone, and experts are divided among them",
+            f"ep {ep} x etp {etp} = {ep * etp}, and a replica has cp {cp} x tp {tp} = {cp * tp} "
+            "ranks of a stage",
+            works=[_off(losses)],
+        )
 
 
 def _off(setting: str) -> str:

@@ -187,9 +187,10 @@ class AdamW:
                 found[name] = found[name].like(state[MASTER])
         return found
 
-    def master(self, name: str) -> Tensor | None:
-        """The master that is kept beside a weight in bf16, if there is one."""
-        return self._state.get(name, {}).get(MASTER)
+    def beside(self, name: str) -> Tensor | None:
+        """What is kept beside a weight in bf16, if anything: its master, or what that has more."""
+        state = self._state.get(name, {})
+        return state.get(MASTER, state.get(REMAINDER))
 
     @torch.no_grad()
     def take(self, weights: Mapping[str, Piece]) -> None:

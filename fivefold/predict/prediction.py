@@ -44,7 +44,7 @@ class Prediction:
         high: upper end of the 80 % interval of the step time, in seconds.
         parts: parts of the step time, in seconds, which add up to `step_time`.
         model_flops: model FLOPs of a step, forward and backward: causal attention counts half,
-            nothing is added for recomputation (`model.shape`).
+            of documents where their length is given, and recomputation not at all (`model.shape`).
         notes: ways in which the layout lies outside of what the planner was fitted on.
     """
 

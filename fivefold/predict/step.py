@@ -343,11 +343,8 @@ class _Predictor:
         repeated = self.clock.repeated(self.costs) / grid.pp
         busy = each.total.total - paired + repeated
         tokens = training.step_tokens
-        flops, attended = (
-            tokens * training_flops(layout.config.model, length).total
-            for length in (training.seq_length, layout.config.attended_length)
-        )
-        ideal = attended / grid.world_size / self.cluster.gpu.peak.of(precision_of(layout))
+        flops = tokens * training_flops(layout.config.model, layout.config.attended_length).total
+        ideal = flops / grid.world_size / self.cluster.gpu.peak.of(precision_of(layout))
         around, (optimizer, on_host) = self._around(), self._optimizer()
         jitter = self.cluster.jitter * sqrt(2 * log(grid.world_size)) * whole
         parts = (

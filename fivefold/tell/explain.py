@@ -15,7 +15,7 @@ from fivefold.predict.prediction import Prediction, precision_of
 from fivefold.predict.step import predict_all
 from fivefold.search.candidate import Candidate, evaluate
 from fivefold.search.request import FIXABLE, Request
-from fivefold.search.search import LESS_MEMORY, NOISE, SearchResult
+from fivefold.search.search import LESS_MEMORY, NOISE, SearchResult, search
 from fivefold.tell.describe import summary
 from fivefold.tell.export.targets import export
 from fivefold.units import human_bytes, human_seconds
@@ -278,6 +278,14 @@ def changed(request: Request, text: str) -> Request:
         mistakes.add("--why takes settings such as tp=4 pp=8, and there are none")
     mistakes.raise_if_any()
     return request.but(**given.values)
+
+
+def best_with(result: SearchResult, other: Request) -> SearchResult:
+    """What a search with some more settings finds: what was found, if its best layout has these."""
+    config, known = result.best.layout.config, result.request.fixed().items()
+    if all(each in known or config.value(each[0]) == each[1] for each in other.fixed().items()):
+        return result
+    return search(other)
 
 
 def _names_a_setting(flag: str) -> bool:

@@ -37,10 +37,11 @@ class BadSteps:
 
     @property
     def limit(self) -> float:
-        """The loss above which the next step is a spike."""
+        """The loss above which the next step is a spike: none is so many times a median of 0, that
+        of a text known by heart."""
         if not self._training.check_for_spiky_loss or len(self._losses) < LEAST:
             return math.inf
-        return self._training.spiky_loss_factor * median(self._losses)
+        return self._training.spiky_loss_factor * median(self._losses) or math.inf
 
     def look(self, step: int, result: StepResult) -> str:
         """What is bad about a step that was not taken; empty if it is good."""

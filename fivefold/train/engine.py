@@ -63,6 +63,11 @@ class StepResult:
         """Whether loss and gradient norm are numbers."""
         return isfinite(self.loss) and isfinite(self.grad_norm)
 
+    def is_refused(self, limit: float, *, finite: bool) -> bool:
+        """Whether the step is not taken: its loss is above `limit`, or where they have to be
+        `finite`, its loss or gradient norm is no number."""
+        return self.loss > limit or (finite and not self.finite)
+
 
 @dataclass(frozen=True)
 class DeviceResult:
@@ -86,11 +91,12 @@ class DeviceResult:
     extra: Mapping[str, Tensor]
     routing: Tensor
 
-    def found_inf(self, limit: float = inf) -> Tensor:
-        """1 if the loss or the gradient norm is no number, or the loss above `limit`, else 0; fp32
-        scalar."""
-        good = self.loss.isfinite() & self.grad_norm.isfinite()
-        return 1.0 - (good & (self.loss <= limit)).float()
+    def found_inf(self, limit: float, *, finite: bool) -> Tensor:
+        """As `StepResult.is_refused`: 1 or 0, fp32 scalar."""
+        refused = self.loss > limit
+        if finite:
+            refused |= ~(self.loss.isfinite() & self.grad_norm.isfinite())
+        return refused.float()
 
     def read(self, layers: Sequence[int] = ()) -> StepResult:
         """The numbers, once the device has them.
@@ -204,15 +210,14 @@ class Engine:
         leaves weights, moments and gradients as they are: the host learns of it only afterwards.
         """
         config = self.layout.config
-        checks, clip = config.training.check_for_nan_in_loss_and_grad, config.optimizer.clip_grad
-        checks |= limit < inf
-        found_inf = found.found_inf(limit) if checks else None
+        finite, clip = config.training.check_for_nan_in_loss_and_grad, config.optimizer.clip_grad
+        found_inf = found.found_inf(limit, finite=finite) if finite or limit < inf else None
         if clip > 0:
             grads = [p.grad for p in self.parameters.values() if p.grad is not None]
             clip_(grads, found.grad_norm, clip, found_inf)
         self.optimizer.device.step(found.lr, found_inf)
         result = self.read(found)
-        if checks and not (result.finite and result.loss <= limit):
+        if result.is_refused(limit, finite=finite):
             self.optimizer.steps -= 1
         else:
             self.optimizer.host.step(found.lr, result.grad_norm, clip)

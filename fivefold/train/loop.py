@@ -161,7 +161,7 @@ class Trainer:
         every, agree = config.checkpoint.save_interval, self.checkpointer.agree
         interval = SaveInterval(every, self.step, self.engine.layout.grid.world_size, agree)
         with (
-            StopRequest() as request,
+            StopRequest(config.training.exit_duration_in_mins) as request,
             collecting(config.training) as collect_garbage,
         ):
             stopping = False
@@ -172,7 +172,7 @@ class Trainer:
                 with self._measuring(), self._profiling():
                     result = self.engine.step(
                         batch,
-                        vote=lambda: request.signum is not None or self.checkpointer.failed,
+                        vote=lambda: request.made or self.checkpointer.failed,
                         limit=self._bad.limit,
                     )
                 stopping = result.votes > 0
@@ -198,8 +198,8 @@ class Trainer:
             self.checkpointer.wait()
             if self.local is not None:
                 self.local.remove()
-            if stopping and self.console is not None:
-                self.console.note(f"asked to stop ({request.reason}): saved step {self.step}")
+            if stopping:
+                self._say(f"asked to stop ({request.reason}): saved step {self.step}")
             self._see_folder()
 
     def _see_folder(self) -> None:
@@ -282,14 +282,14 @@ class Trainer:
             self._tell(metrics)
 
     def _record(self, result: StepResult, seconds: float) -> None:
-        training = self.engine.layout.config.training
-        tokens = training.step_tokens
+        config = self.engine.layout.config
+        training, tokens = config.training, config.training.step_tokens
         extra = dict(result.extra)
         if self.stragglers is not None:
             found = self.stragglers.look(self.step, self.activity.compute_seconds)
             extra |= found.numbers
             self._say(found.text)
-        per_token = training_flops(self.engine.layout.config.model, training.seq_length).total
+        per_token = training_flops(config.model, config.attended_length).total
         self._tell(
             StepMetrics(
                 step=self.step,

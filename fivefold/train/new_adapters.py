@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from fivefold.checkpoint.checkpointer import Checkpointer
-from fivefold.mesh.slices import Piece, as_piece
+from fivefold.mesh.slices import Piece
 from fivefold.model.init import load_lengths
 from fivefold.model.lora import MAGNITUDE
 from fivefold.train.engine import Engine
@@ -28,11 +28,13 @@ def measure_rows(
         CheckpointError: on every rank, if one could not read.
     """
     weights, records = engine.optimizer.weights(), engine.model.records
+    magnitudes = {name: kept for name, kept in weights.items() if name.endswith(MAGNITUDE)}
 
     def measure(_: Mapping[str, Piece]) -> None:
-        for name in [name for name in weights if name.endswith(MAGNITUDE)]:
+        for name, kept in magnitudes.items():
             of = weights[f"{name.removesuffix(MAGNITUDE)}.weight"]
-            load_lengths(records[name].stored, as_piece(weights[name]), of, fill)
+            load_lengths(records[name].stored, kept, of, fill)
 
     if new:
         source.load_by("measuring rows", {}, measure)
+        engine.optimizer.take(magnitudes)

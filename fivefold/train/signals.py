@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: Ctrl-C, a scheduler before its time limit, the launcher."""
+"""What asks a run to stop: Ctrl-C, a scheduler before its time limit, the launcher, a duration."""
 
 import signal
 import time
@@ -10,6 +10,7 @@ from typing import Self
 INTERRUPT = signal.SIGUSR2  # Ctrl-C as a launcher passes it on: ranks ignore the terminal's SIGINT
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, INTERRUPT)
 LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+BEGAN = time.monotonic()  # before a launcher forks ranks, each of which goes on counting
 SAME_PRESS_SECONDS = 0.5  # terminals and wrappers often deliver one Ctrl-C twice
 
 
@@ -48,21 +49,36 @@ class StopRequest:
     `signum` is the first signal, or None. A second Ctrl-C raises KeyboardInterrupt, to stop at
     once. A signal that this process ignores stays ignored.
 
-    The ranks of a run receive signals at different moments: before they act on `signum` they must
+    The ranks of a run receive signals at different moments: before they act on one they must
     agree, for example by a maximum over all ranks at the end of a step.
+
+    Args:
+        minutes: duration of this start, after which it asks to stop, too; None: no limit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, minutes: float | None = None) -> None:
         self.signum: int | None = None
+        self._minutes = minutes
         self._when = 0.0
         self._previous: dict[int, object] = {}
 
     @property
-    def reason(self) -> str | None:
-        """A description of the signal, or None."""
+    def made(self) -> bool:
+        """Whether a signal has come, or the duration is over."""
+        return self.signum is not None or self._is_over
+
+    @property
+    def reason(self) -> str:
+        """What has asked: a signal, the duration, or else another rank."""
         if self.signum in (signal.SIGINT, INTERRUPT):
             return "interrupt"
-        return None if self.signum is None else signal.Signals(self.signum).name
+        if self.signum is not None:
+            return signal.Signals(self.signum).name
+        return f"{self._minutes:g} minutes are over" if self._is_over else "another rank was"
+
+    @property
+    def _is_over(self) -> bool:
+        return self._minutes is not None and time.monotonic() - BEGAN >= 60 * self._minutes
 
     def __enter__(self) -> Self:
         for signum in STOP_SIGNALS:

@@ -20,8 +20,7 @@ from fivefold.data.packing import Microbatch
 from fivefold.data_parallel.watched import watching_gradients
 from fivefold.mesh.collectives import all_gather, all_reduce, gather_objects
 from fivefold.mesh.slices import local_slices, local_tensor
-from fivefold.optim.adamw import state_name
-from fivefold.optim.rounding import MOMENTS
+from fivefold.optim.adamw import STATES, state_name
 from fivefold.train.engine import Engine
 
 SHOWN = 8  # ranks
@@ -30,7 +29,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 _FACTOR = 0x5851F42D4C957F2D  # odd, of Knuth's MMIX generator
 
 
-_WEIGHT = ""  # beside the names of moments
+_WEIGHT = ""  # beside the names of moments and of their scales
 
 _REPLICAS = ("dp_replicate", "dp_shard")
 
@@ -43,7 +42,7 @@ class _Hashed:
     """A weight or a moment of this rank.
 
     Attributes:
-        kind: `_WEIGHT`, or the name of the moment.
+        kind: `_WEIGHT`, or the name of the moment, or of its scales.
         record: record of the parameter.
         where: slices of the whole that this rank holds.
         hash: int64 scalar.
@@ -99,7 +98,7 @@ class SilentErrors:
         """
         parts: list[_Hashed] = []
         differ: list[Tensor] = []
-        for kind in (_WEIGHT, *MOMENTS) if moments else (_WEIGHT,):
+        for kind in (_WEIGHT, *STATES) if moments else (_WEIGHT,):
             found = self._parts(kind)
             parts += found
             differ.append(self._differ(found))
@@ -123,8 +122,8 @@ class SilentErrors:
             where = str(local_slices(parameter))
             if kind == _WEIGHT:
                 value = fingerprint(local_tensor(parameter))
-                master = engine.optimizer.device.master(name)
-                value = value if master is None else 31 * value + fingerprint(master)
+                beside = engine.optimizer.device.beside(name)
+                value = value if beside is None else 31 * value + fingerprint(beside)
                 found.append(_Hashed(kind, records[name], where, value))
             elif moment is not None:
                 value = fingerprint(moment.local).to(engine.device)

@@ -275,7 +275,7 @@ VALUES = [
     layout("seed beyond 63 bits", "--seed 9223372036854775808", "seed must be in 0 .. 2^63 - 1"),
     layout("no steps", "--train-iters 0", "train_iters must be at least 1"),
     layout("no length", "--seq-length 0", "seq_length must be at least 1"),
-    layout("tiny tokenizer", "--tokenizer-vocab-size 10", "256 bytes and an end mark"),
+    layout("tiny tokenizer", "--tokenizer-vocab-size 10", "256 bytes + 1 end of document = 257"),
     layout("all smoothed", "--label-smoothing 1", "label_smoothing must be in [0, 1)"),
     layout("no timeout", "--distributed-timeout-minutes 0", "must be positive"),
     layout("one replica", "--log-straggler", "and there is one"),

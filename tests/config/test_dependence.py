@@ -149,6 +149,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "data_cache_path": ("elsewhere",),
     "split": ("1",),
     "text_key": ("title",),
+    "exit_duration_in_mins": (1e-6,),
     "lr_decay_iters": (5,),
     "adam_beta1": (0.5,),
     "adam_beta2": (0.5,),

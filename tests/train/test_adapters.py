@@ -2,10 +2,21 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from fivefold.check import check
+from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.cli.main import main
+from fivefold.mesh.slices import local_tensor
+from fivefold.model.lora import MAGNITUDE
+from fivefold.optim.adamw import OPTIMIZER
+from fivefold.train.engine import Engine
+from fivefold.train.new_adapters import measure_rows
+from tests.pool import run
+from tests.verify.cases import LLAMA, config, named, shared_groups
 
 SPLIT = "--nproc 2 --tp 2 --sequence-parallel"
 SHARDED = "--nproc 2 --data-parallel-sharding-strategy optim_grads_params"
@@ -61,6 +72,44 @@ def test_adapters_of_a_run_without_any_start_afresh(
     assert "of a run without adapters" in capfd.readouterr().err
     assert train(base, tmp_path / "second", steps=4) != 0
     assert "lora_rank: was 3, is None" in capfd.readouterr().err
+
+
+AWARE = {"use_precision_aware_optimizer": True}
+MASTERS: dict[str, tuple[int, dict[str, Any]]] = {
+    "apart": (1, {}),
+    "weights and remainders": (2, {**AWARE, "store_param_remainders": True}),
+    "the weights": (1, {**AWARE, "main_params_dtype": "bf16"}),
+    "sharded": (2, named(strategy="optim_grads_params")),
+}
+
+
+@shared_groups()
+def _magnitudes(rank: int, world: int, masters: dict[str, Any], folder: Path) -> None:
+    device, wide = torch.device("cpu"), torch.float32
+    settings = config(LLAMA, world, precision="bf16", **masters)
+    longer = settings.with_values(init_method_std=0.3)  # than those that adapters begin with
+    checkpoints = Checkpointer(folder)
+    checkpoints.save(0, Engine(check(longer, world), rank, device).written_tensors(), {})
+    adapted = settings.with_values(lora_rank=2, use_dora=True)
+    engine = Engine(check(adapted, world), rank, device, initialises=False)
+    loaded = engine.weights_to_load(new_adapters=True)
+    checkpoints.load(0, loaded, skip=(OPTIMIZER,))
+    measure_rows(engine, checkpoints, checkpoints.filling(0), new=True)
+    engine.after_load(0, loaded)
+    weights = engine.optimizer.weights()
+    measured = [name for name in weights if name.endswith(MAGNITUDE)]
+    assert measured
+    for name in measured:
+        of = weights[f"{name.removesuffix(MAGNITUDE)}.weight"].local.to(wide)
+        for found in (weights[name].local, local_tensor(engine.parameters[name])):
+            torch.testing.assert_close(found.to(wide), of.norm(dim=1), rtol=2**-7, atol=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("masters", MASTERS)
+def test_new_magnitudes_are_lengths_however_masters_are_kept(masters: str, tmp_path: Path) -> None:
+    world, settings = MASTERS[masters]
+    run(world, _magnitudes, settings, tmp_path)
 
 
 @pytest.mark.slow

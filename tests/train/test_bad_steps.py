@@ -5,17 +5,25 @@ import random
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from fivefold.check import check
 from fivefold.cli.main import main
 from fivefold.config.training import TrainingConfig
 from fivefold.train.bad_steps import LEAST, MOST, BadSteps
 from fivefold.train.engine import DeviceResult, Engine, StepResult
+from fivefold.verify.batches import global_batch, microbatches
+from tests.pool import run
+from tests.verify.cases import LLAMA, config, shared_groups
 
 
 def result(loss: float, norm: float = 1.0) -> StepResult:
@@ -34,6 +42,20 @@ def test_a_spike_is_far_above_the_median() -> None:
     again = BadSteps(TrainingConfig(check_for_spiky_loss=True, spiky_loss_factor=3.0))
     again.remember(steps.losses)
     assert again.limit == steps.limit
+
+
+LOSSES = st.sampled_from([0.0, 5e-324, 1e-8, 1.0, 1e300])
+
+
+@given(LOSSES, st.lists(LOSSES, max_size=LEAST))
+def test_any_losses_can_be_judged(first: float, losses: list[float]) -> None:
+    """Also those of a text that is known by heart: no loss is a multiple of 0."""
+    steps = BadSteps(TrainingConfig(check_for_spiky_loss=True))
+    steps.remember([first] * LEAST)
+    for step, loss in enumerate(losses, 1):
+        usual, limit = median(steps.losses), steps.limit
+        bad = steps.look(step, result(loss))
+        assert (bad != "") == (loss > limit) == (usual > 0 and loss > 2.0 * usual)
 
 
 def test_after_a_rewind_steps_are_judged_as_after_a_new_start() -> None:
@@ -64,6 +86,35 @@ def test_only_numbers_are_remembered() -> None:
     for step, loss in enumerate((float("nan"), float("inf"), 1.0)):
         assert steps.look(step, result(loss)) == ""
     assert steps.losses == (1.0,)
+
+
+@shared_groups()
+def _judge(rank: int, world: int, checks: dict[str, bool]) -> list[str]:
+    """Results that the engine takes and the judge calls bad, or the other way round."""
+    settings = config(LLAMA, world, **checks)
+    engine = Engine(check(settings, world), rank, torch.device("cpu"))
+    batch = microbatches(settings, global_batch(settings, 0), slice(0, 2))
+    numbers, found = (1.0, 1e6, float("nan"), float("inf")), []
+    for losses, loss, norm in product(([], [1.0] * LEAST), numbers, numbers):
+        steps, before = BadSteps(settings.training), engine.steps
+        steps.remember(losses)
+        made = engine.gradients(batch)
+        for name, value in (("loss", loss), ("grad_norm", norm)):
+            object.__setattr__(made, name, torch.full_like(made.loss, value))
+        bad = steps.look(1, engine.apply(made, steps.limit)) != ""
+        taken = [engine.steps == before + 1] + [p.grad is None for p in engine.trained.values()]
+        if {*taken} != {not bad}:
+            found.append(f"loss {loss}, norm {norm} after {losses}: bad is {bad}")
+        engine.optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("spikes", [True, False])
+def test_a_step_is_taken_unless_it_is_bad(finite: bool, spikes: bool) -> None:
+    """Or the run goes on as if it had been, and adds the next gradients to those of this one."""
+    checks = {"check_for_nan_in_loss_and_grad": finite, "check_for_spiky_loss": spikes}
+    assert run(1, _judge, checks) == [[]]
 
 
 def test_leaving_out_ends() -> None:

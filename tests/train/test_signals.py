@@ -1,9 +1,12 @@
+import json
 import os
 import signal
 import time
 
 import pytest
 
+from fivefold.cli.main import main
+from fivefold.train import signals
 from fivefold.train.signals import SAME_PRESS_SECONDS, StopRequest, leaving_in_order, passed_on
 
 
@@ -21,10 +24,28 @@ from fivefold.train.signals import SAME_PRESS_SECONDS, StopRequest, leaving_in_o
 def test_a_signal_is_noted_and_the_handler_put_back(signum, reason):
     before = signal.getsignal(signum)
     with StopRequest() as stop:
-        assert (stop.signum, stop.reason) == (None, None)
+        assert (stop.signum, stop.made) == (None, False)
         os.kill(os.getpid(), signum)
-        assert (stop.signum, stop.reason) == (signum, reason)
+        assert (stop.signum, stop.made, stop.reason) == (signum, True, reason)
     assert signal.getsignal(signum) == before
+
+
+def test_a_duration_counts_from_where_the_process_began(monkeypatch):
+    stop = StopRequest(minutes=2)
+    monkeypatch.setattr(signals, "BEGAN", time.monotonic())
+    assert (stop.made, stop.reason) == (False, "another rank was")
+    monkeypatch.setattr(signals, "BEGAN", time.monotonic() - 121)
+    assert (stop.made, stop.reason) == (True, "2 minutes are over")
+    assert not StopRequest().made
+
+
+def test_a_start_that_is_over_saves_its_step_and_the_next_one_goes_on(tmp_path, capsys):
+    line = ["train", "debug", "--train-iters", "3", "--save", f"{tmp_path}/run"]
+    assert main([*line, "--exit-duration-in-mins", "1e-9"]) == 0
+    assert "asked to stop (1e-09 minutes are over): saved step 1" in capsys.readouterr().out
+    assert main(line) == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(each)["step"] for each in lines] == [1, 2, 3]
 
 
 def test_one_ctrl_c_delivered_twice_is_one_and_a_later_one_interrupts():

@@ -4,6 +4,7 @@ otherwise, is found in every layout, and nothing is found where nothing is wrong
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -15,8 +16,11 @@ from hypothesis import strategies as st
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.data.packing import Microbatch
+from fivefold.errors import ConfigError
+from fivefold.mesh.grid import EXPERT_AXES
 from fivefold.mesh.slices import local_tensor
-from fivefold.optim.rounding import MOMENTS
+from fivefold.optim.adamw import STATES, state_name
+from fivefold.optim.rounding import MASTER, REMAINDER
 from fivefold.train.engine import Engine
 from fivefold.train.silent_errors import SilentErrors, fingerprint, odd_ones
 from fivefold.verify.batches import global_batch, microbatches
@@ -24,9 +28,20 @@ from tests.pool import run
 from tests.verify.cases import LLAMA, MODELS, chosen, config, named, shared_groups
 
 STAGES = {"pipeline_model_parallel_layout": "Ett|tttL"}
+AWARE = {"use_precision_aware_optimizer": True}
 TWO = {"num_distributed_optimizer_instances": 2}
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "bf16": (2, "llama", named(precision="bf16")),
+    "bf16 and remainders": (
+        2,
+        "llama",
+        named(precision="bf16", store_param_remainders=True, **AWARE),
+    ),
+    "moments in 8 bits": (
+        2,
+        "llama",
+        named(exp_avg_dtype="fp8", exp_avg_sq_dtype="fp8", **AWARE),
+    ),
     "tp": (4, "llama", named(tp=2)),
     "sp, cp": (8, "llama", named(tp=2, cp=2, sequence_parallel=True)),
     "pp, tied": (4, "llama tied", named(pp=2, **STAGES)),
@@ -70,16 +85,19 @@ def compare_weights(rank: int, world: int, model: str, values: dict[str, Any]) -
         for step, wrong in zip(range(2, 5 * world, 5), range(world), strict=False):
             names = [n for n, p in engine.parameters.items() if local_tensor(p).numel()]
             name = names[step % len(names)]
-            master = engine.optimizer.device.master(name) if step % 2 else None
-            changed = local_tensor(engine.parameters[name]) if master is None else master
+            changed, state = local_tensor(engine.parameters[name]), engine.optimizer.device._state
+            if step % 2:
+                changed = state[name].get(MASTER, state[name].get(REMAINDER, changed))
             bits = changed.view(torch.int16).flatten()
             if rank == wrong:
                 bits[-1] ^= 1
             found.append((name, errors.look(step, saving=bool(step % 2))))
             if rank == wrong:
                 bits[-1] ^= 1
-            moment = f"optim.{MOMENTS[step % 2]}.{name}"
-            bits = engine.optimizer.state_tensors()[moment].local.view(torch.int16).flatten()
+            kept = engine.optimizer.state_tensors()
+            moments = [moment for kind in STATES if (moment := state_name(kind, name)) in kept]
+            moment = moments[step % len(moments)]
+            bits = kept[moment].local.view(torch.uint8).flatten()
             if rank == wrong:
                 bits[0] ^= 1
             found.append((moment, errors.look(step + 1, saving=True)))
@@ -91,7 +109,11 @@ def compare_weights(rank: int, world: int, model: str, values: dict[str, Any]) -
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    chosen(LAYOUTS, "bf16", "tp", "pp, tied", "replicas of shards", "two copies", "experts"),
+    chosen(
+        LAYOUTS,
+        *("bf16", "bf16 and remainders", "moments in 8 bits", "tp", "pp, tied"),
+        *("replicas of shards", "two copies", "experts"),
+    ),
 )
 def test_a_changed_bit_is_found_and_named(layout: str) -> None:
     world, model, values = LAYOUTS[layout]
@@ -159,6 +181,49 @@ def test_a_loss_that_one_replica_computes_otherwise_is_found(
     replicas = grid.group_of(wrong, ("dp_replicate", "dp_shard"))
     others = [r for r in replicas if r != wrong and f"rank {r} " in line]
     assert others == ([] if len(replicas) > 2 else [r for r in replicas if r != wrong])
+
+
+ALONE = {
+    "experts": (2, named()),
+    "divided within tp": (4, named(tp=2, ep=2)),
+    "split within cp": (4, named(cp=2, etp=2)),
+}
+
+
+def compare_experts(rank: int, world: int, values: dict[str, Any]) -> list[str]:
+    with shared_groups():
+        settings = config(MODELS["oss"], world, **values)
+        settings = settings.with_values(check_loss_across_dp_replicas_interval=1)
+        engine = Engine(check(settings, world), rank, torch.device("cpu"))
+        batches = Batches(engine.layout.config, engine.layout.grid.dp)
+        engine.step(batches.batch_of(engine.layout.grid.dp_rank(rank)))
+        return SilentErrors(engine, batches).look(1, saving=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", chosen(ALONE, "divided within tp"))
+def test_experts_that_each_replica_has_are_compared(case: str) -> None:
+    world, values = ALONE[case]
+    assert run(world, compare_experts, values) == [[]] * world
+
+
+@pytest.mark.parametrize(("tp", "cp"), product((1, 2), repeat=2))
+@pytest.mark.parametrize(("ep", "etp"), product((1, 2, 4), (1, 2)))
+def test_replicas_that_compute_experts_together_are_not_compared(
+    tp: int, cp: int, ep: int, etp: int
+) -> None:
+    """Each has other tokens of its own in the same message, so that healthy ones would differ."""
+    world, losses = 2 * tp * cp, {"check_loss_across_dp_replicas_interval": 1}
+    if world % (ep * etp):
+        pytest.skip("no such layout")
+    settings = config(MODELS["oss"], world, **named(tp=tp, cp=cp, ep=ep, etp=etp))
+    grid = check(settings, world).grid
+    together = grid.groups(("ep", "etp"), EXPERT_AXES)
+    if all(len({grid.dp_rank(rank) for rank in ranks}) == 1 for ranks in together):
+        check(settings.with_values(**losses), world)
+        return
+    with pytest.raises(ConfigError, match="experts are divided among them"):
+        check(settings.with_values(**losses), world)
 
 
 def compare_gradients(rank: int, world: int, values: dict[str, Any], wrong: int) -> list[str]:

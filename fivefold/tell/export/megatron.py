@@ -221,6 +221,8 @@ def _training(said: Settings) -> Iterator[str]:
     for name in ("rope_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion"):
         yield from set_flag(f"no_{name}", not said[name])
     yield from flags(said, "manual_gc", "manual_gc_interval", "deterministic_mode", "log_straggler")
+    if (minutes := said["exit_duration_in_mins"]) is not None:
+        yield from flag("exit-duration-in-mins", max(int(minutes), 1))
     yield from flags(said, "split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
 

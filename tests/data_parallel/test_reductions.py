@@ -1,0 +1,60 @@
+"""In which types sharded gradients are sent and summed."""
+
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from fivefold.check import check
+from fivefold.data_parallel import fsdp
+from fivefold.data_parallel.policy import Policy, make_policy
+from fivefold.errors import ConfigError
+from tests.verify.cases import LLAMA, config, named
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "precision": ("bf16", "fp32", "fp64"),
+    "grad_reduce_in_bf16": (False, True),
+    "ddp_reduce_scatter_with_fp32_accumulation": (False, True),
+    "main_grads_dtype": ("fp32", "bf16"),
+}
+
+
+class _Unit:
+    """A unit of FSDP2 without parameters; `reduction` is what it is given to reduce with."""
+
+    reduction: Any = None
+
+    def set_custom_all_gather(self, gather: Any) -> None:
+        pass
+
+    def set_custom_reduce_scatter(self, reduction: Any) -> None:
+        self.reduction = reduction
+
+
+def _types(policy: Policy, device: str) -> tuple[torch.dtype, torch.dtype]:
+    """That on the wire and that of sums; FSDP2's own reduction has that of gradients for both."""
+    unit, mesh = _Unit(), SimpleNamespace(device_type=device, size=lambda axis: 2)
+    with patch.object(fsdp, "_parameter_groups", lambda _: []):
+        assert not [*fsdp._set_communication(unit, mesh, policy, SimpleNamespace(hpz=None))]  # type: ignore[arg-type]
+    if unit.reduction is None:
+        return policy.gradient_dtype, policy.gradient_dtype
+    return unit.reduction._wire_dtype, unit.reduction._sum_dtype
+
+
+@pytest.mark.parametrize("values", product(*CHOICES.values()))
+def test_gpus_send_and_sum_in_the_types_that_are_asked_for(values: tuple[Any, ...]) -> None:
+    """As CPUs do, on which `verify` proves them: there every reduction is ours."""
+    settings = dict(zip(CHOICES, values, strict=True))
+    aware = settings["main_grads_dtype"] == "bf16"
+    asked = config(
+        LLAMA, 2, **named(strategy="optim"), **settings, use_precision_aware_optimizer=aware
+    )
+    try:
+        check(asked, 2)
+    except ConfigError:
+        pytest.skip("no such run")
+    policy = make_policy(asked)
+    assert _types(policy, "cuda") == _types(policy, "cpu") == (policy.wire_dtype, policy.sum_dtype)
