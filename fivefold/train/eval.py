@@ -80,6 +80,9 @@ def evaluate_run(
     state = read_state(source, step)
     same_model(state.model, layout.config.model, source.folder)
     data = _data(run, state, layout.config, progress)
+    if _differs(data, state):
+        changed = "the text is not what it was when the run was trained"
+        progress(f"{changed}, so that samples which were trained on may be among those read here")
     sets = validation_sets(layout.config.training, data)
     found = _on_ranks(layout, (source.folder, state.step), sets, device)
     return [
@@ -99,6 +102,14 @@ def _data(run: Path, state: SavedState, config: Config, progress: Progress) -> P
         return prepare(data, training.seq_length, training.seed, progress, named_only=not splits)
     except DataError as error:
         raise _told(run, data, error) from error
+
+
+def _differs(data: PreparedData, state: SavedState) -> bool:
+    """Whether corpora have other tokens than those of which the run had its own split."""
+    then = state.loader["fingerprint"].get("data", [])
+    now = [corpus.identity() for corpus in data.corpora]
+    what, was = ([text.partition(": ")[2] for text in texts] for texts in (now, then))
+    return bool(what) and bool(was) and what != was
 
 
 def _told(run: Path, data: DataConfig, error: DataError) -> DataError:

@@ -280,7 +280,12 @@ def test_text_that_is_where_the_run_was_started_is_found_from_there(
     there, again = said.partition("  try:   cd ")[2].split(" && ")
     monkeypatch.chdir(shlex.split(there)[0])
     assert main(shlex.split(again)[1:]) == 0
-    assert "next: fivefold" in capsys.readouterr().out
+    out, said = capsys.readouterr()
+    assert "next: fivefold" in out and "the text is not" not in said
+    with (folder / "text.jsonl").open("a") as file:
+        file.write('{"text": "one more"}\n')
+    assert main(shlex.split(again)[1:]) == 0
+    assert "the text is not what it was when the run was trained" in capsys.readouterr().err
     (folder / "text.jsonl").unlink()
     assert main(shlex.split(again)[1:]) == 2
     assert "try:" not in capsys.readouterr().err
