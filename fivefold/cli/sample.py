@@ -85,8 +85,9 @@ def _continue(sampler: "Sampler", how: "Sampling", prompts: list[str]) -> None:
 def _show(sampler: "Sampler", begin: str, news: Iterator[str]) -> str:
     """Print a text while it is written, and return what is new."""
     out = sys.stdout if sampler.speaks else StringIO()
-    out.write(begin)
-    written = ""
+    written = next(news, "")  # what is wrong with a prompt is told without it
+    out.write(begin + written)
+    out.flush()
     for new in news:
         written += new
         out.write(new)

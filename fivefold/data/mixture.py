@@ -54,7 +54,8 @@ def parse_data_path(data_path: Sequence[str]) -> list[Source]:
             once.
     """
     words = list(data_path)
-    if len(words) == 1 and _weight(words[0].split(" ")[0]) is not None:
+    there = {word for word in words if os.path.lexists(word) or is_indexed(word)}
+    if len(words) == 1 and not there and _weight(words[0].split(" ")[0]) is not None:
         words = words[0].split()
     mistakes = Mistakes()
     if not words:
@@ -81,6 +82,12 @@ def parse_data_path(data_path: Sequence[str]) -> list[Source]:
                 f"weight {word} in data_path is not positive",
                 works=[f"--data-path {' '.join(map(quote, kept))}"] if kept else [],
             )
+    if mistakes.found and (called := sorted(there - {*paths})):
+        typed = [f"./{word}" if word in called else word for word in words]
+        mistakes.add(
+            f"a number in data_path is a weight; files or folders are called {', '.join(called)}",
+            works=[f"--data-path {' '.join(map(quote, typed))}"],
+        )
     mistakes.raise_if_any()
     return [Source(path, weight) for path, weight in zip(words[1::2], weights[::2], strict=True)]
 

@@ -3,13 +3,18 @@
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from shlex import quote
 
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.config import Config
+from fivefold.config.training import DataConfig
+from fivefold.data.indexed import is_indexed
 from fivefold.data.prepare import PreparedData, Progress, prepare
 from fivefold.data.validation import ValidationSet, has_split, validation_sets
+from fivefold.errors import DataError
 from fivefold.files import write_atomic
 from fivefold.layout import Layout
 from fivefold.optim.adamw import OPTIMIZER
@@ -75,6 +80,9 @@ def evaluate_run(
     state = read_state(source, step)
     same_model(state.model, layout.config.model, source.folder)
     data = _data(run, state, layout.config, progress)
+    if _differs(data, state):
+        changed = "the text is not what it was when the run was trained"
+        progress(f"{changed}, so that samples which were trained on may be among those read here")
     sets = validation_sets(layout.config.training, data)
     found = _on_ranks(layout, (source.folder, state.step), sets, device)
     return [
@@ -90,7 +98,36 @@ def _data(run: Path, state: SavedState, config: Config, progress: Progress) -> P
         run_tokenizer(run, state)
         data = replace(data, tokenizer_model=str(RunFolder(run).tokenizer))
     splits = has_split(data.split, data.valid_data_path)
-    return prepare(data, training.seq_length, training.seed, progress, named_only=not splits)
+    try:
+        return prepare(data, training.seq_length, training.seed, progress, named_only=not splits)
+    except DataError as error:
+        raise _told(run, data, error) from error
+
+
+def _differs(data: PreparedData, state: SavedState) -> bool:
+    """Whether corpora have other tokens than those of which the run had its own split."""
+    then = state.loader["fingerprint"].get("data", [])
+    now = [corpus.identity() for corpus in data.corpora]
+    what, was = ([text.partition(": ")[2] for text in texts] for texts in (now, then))
+    return bool(what) and bool(was) and what != was
+
+
+def _told(run: Path, data: DataConfig, error: DataError) -> DataError:
+    """An error of the text without a flag that training alone has, and if the text is where the run
+    was started, with that folder: its paths may count from there."""
+    lines = [line for line in str(error).splitlines() if "works: --data-path" not in line]
+    with suppress(DataError):
+        starts = RunFolder(run).starts() or [{}]
+        folder = Path(starts[-1].get("folder", ""))
+        paths = [*data.data_path, *(path.partition("=")[2] for path in data.valid_data_path)]
+        if any(_is_there(folder / path) and not _is_there(Path(path)) for path in paths):
+            again = f"cd {quote(str(folder))} && fivefold eval {quote(str(run.resolve()))}"
+            lines.append(f"  try:   {again}")
+    return DataError("\n".join(lines))
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() or is_indexed(str(path))
 
 
 def evaluate_rank(

@@ -489,6 +489,19 @@ CORPORA = [
     corpus("weight of nothing", "--data-path 0 a 1 b", "weight 0 in data_path is not positive"),
     corpus("weight for a path", "--data-path 1 2", "entry 2 of data_path is 2, where a path"),
     corpus(
+        "folders called by years",
+        "--data-path 2023 2024",
+        "a number in data_path is a weight; files or folders are called 2023, 2024",
+        "works: --data-path ./2023 ./2024",
+        **{"2023__a_dot_txt": DOCUMENT, "2024__a_dot_txt": DOCUMENT},
+    ),
+    corpus(
+        "a folder called by its year",
+        "--data-path 2024",
+        "works: --data-path ./2024",
+        **{"2024__a_dot_txt": DOCUMENT},
+    ),
+    corpus(
         "validation sets without names",
         "--valid-data-path a b=c b=d --eval-interval 5",
         "entry 1 of valid_data_path, 'a', has no name",

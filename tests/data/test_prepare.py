@@ -220,6 +220,12 @@ def test_data_paths_are_parsed(words, expected):
     assert [(s.path, s.weight and float(s.weight)) for s in sources] == expected
 
 
+def test_a_file_whose_name_begins_with_a_number_is_that_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "2024 texts.txt").touch()
+    assert [s.path for s in parse_data_path(["2024 texts.txt"])] == ["2024 texts.txt"]
+
+
 def test_every_mistake_is_told_at_once():
     config = DataConfig(
         data_path=("0.3", "a", "-1", "0.5", "b"), split="1,2,3,4", tokenizer_vocab_size=100

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 import shutil
 import subprocess
 from contextlib import redirect_stdout
@@ -254,6 +255,40 @@ def test_what_cannot_be_evaluated_is_told_before_a_process_starts(
 ) -> None:
     assert main(["eval", str(trained[0]), *flags.split()]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_text_that_is_where_the_run_was_started_is_found_from_there(
+    trained: tuple[Path, str],
+    corpora: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (text,), folder = corpora["data_path"], tmp_path / "where it began"
+    shutil.copytree(trained[0], folder / "run")
+    shutil.copy(text, folder)
+    config, starts = folder / "run/config.toml", folder / "run/environment.json"
+    config.write_text(config.read_text().replace(f'"{text}"', f'"{Path(text).name}"'))
+    starts.write_text(
+        json.dumps([entry | {"folder": str(folder)} for entry in json.loads(starts.read_text())])
+    )
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main(["eval", "../where it began/run"]) == 2
+    said = capsys.readouterr().err
+    assert "no such file or folder: text.jsonl" in said and "--data-path" not in said
+    there, again = said.partition("  try:   cd ")[2].split(" && ")
+    monkeypatch.chdir(shlex.split(there)[0])
+    assert main(shlex.split(again)[1:]) == 0
+    out, said = capsys.readouterr()
+    assert "next: fivefold" in out and "the text is not" not in said
+    with (folder / "text.jsonl").open("a") as file:
+        file.write('{"text": "one more"}\n')
+    assert main(shlex.split(again)[1:]) == 0
+    assert "the text is not what it was when the run was trained" in capsys.readouterr().err
+    (folder / "text.jsonl").unlink()
+    assert main(shlex.split(again)[1:]) == 2
+    assert "try:" not in capsys.readouterr().err
 
 
 def test_numbers_without_an_end_are_not_to_be_read_whole(

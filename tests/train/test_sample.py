@@ -1,9 +1,11 @@
 """Texts are written token by token at the cost of one, and as if each were alone."""
 
 import io
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,9 +16,11 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from fivefold.check import check
 from fivefold.cli.main import main
+from fivefold.cli.sample import _show
 from fivefold.config.model import ModelConfig
 from fivefold.data.prompts import encode_prompt
 from fivefold.data.tokenizer import Tokenizer
+from fivefold.errors import DataError
 from fivefold.mesh.slices import piece_of
 from fivefold.model.batch import Batch
 from fivefold.model.init import initialise
@@ -208,3 +212,16 @@ def test_what_is_new_goes_on_with_the_space_before_it(scheme: str) -> None:
         text = _Text(tokenizer, (), ids[cut - 1 : cut])
         new = "".join(text.add(token) for token in ids[cut:])
         assert tokenizer.decode(ids[:cut]) + new == said
+
+
+def test_a_prompt_that_cannot_be_tokenised_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    def write() -> Iterator[str]:
+        raise DataError("no token for it")
+        yield ""
+
+    with pytest.raises(DataError):
+        _show(Mock(speaks=True), "a prompt", write())
+    assert capsys.readouterr().out == ""
+    assert _show(Mock(speaks=True), "a prompt", iter(())) == ""
+    assert _show(Mock(speaks=True), "a prompt", iter(["one", "two"])) == "onetwo"
+    assert capsys.readouterr().out == "a prompt\na promptonetwo\n"
