@@ -72,7 +72,7 @@ class ShardedStage:
         self._in_hooks, self._every = reduces_in_hooks, policy.reduces_every_microbatch
         self._stage = stage
         types = MixedPrecisionPolicy(cast_forward_inputs=False)
-        if policy.compute_dtype != policy.master_dtype:
+        if {policy.master_dtype, policy.gradient_dtype} != {policy.compute_dtype}:
             types = MixedPrecisionPolicy(
                 param_dtype=policy.compute_dtype,
                 reduce_dtype=policy.gradient_dtype,

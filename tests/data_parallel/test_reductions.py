@@ -12,7 +12,11 @@ from fivefold.check import check
 from fivefold.data_parallel import fsdp
 from fivefold.data_parallel.policy import Policy, make_policy
 from fivefold.errors import ConfigError
-from tests.verify.cases import LLAMA, config, named
+from fivefold.mesh.slices import local_tensor
+from fivefold.train.engine import Engine
+from fivefold.verify.batches import global_batch, microbatches, rows_of
+from tests.pool import run
+from tests.verify.cases import LLAMA, STRATEGIES, config, named, shared_groups
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("bf16", "fp32", "fp64"),
@@ -42,6 +46,34 @@ def _types(policy: Policy, device: str) -> tuple[torch.dtype, torch.dtype]:
     if unit.reduction is None:
         return policy.gradient_dtype, policy.gradient_dtype
     return unit.reduction._wire_dtype, unit.reduction._sum_dtype
+
+
+@shared_groups()
+def _differ(rank: int, world: int, strategy: str, kept: str) -> list[str]:
+    """Gradients that are others where weights are their own masters."""
+    grads = []
+    for masters in ("fp32", "bf16"):
+        settings = config(
+            LLAMA,
+            precision="bf16",
+            use_precision_aware_optimizer=True,
+            main_params_dtype=masters,
+            main_grads_dtype=kept,
+            **named(strategy=strategy),
+        )
+        engine = Engine(check(settings, world), rank, torch.device("cpu"))
+        rows = rows_of(settings, rank, world)
+        engine.gradients(microbatches(settings, global_batch(settings, 0), rows))
+        grads.append({name: local_tensor(p.grad) for name, p in engine.parameters.items()})
+    wide, narrow = grads
+    return [name for name in wide if not torch.equal(wide[name], narrow[name])]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kept", ["fp32", "bf16"])
+def test_gradients_do_not_depend_on_how_masters_are_kept(strategy: str, kept: str) -> None:
+    """The same weights are computed with, and the same sums made, of several microbatches."""
+    assert run(2, _differ, strategy, kept) == [[], []]
 
 
 @pytest.mark.parametrize("values", product(*CHOICES.values()))
