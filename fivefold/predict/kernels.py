@@ -10,10 +10,8 @@ from fivefold.model.expert_operations import ExpertsIn, ExpertsOut
 from fivefold.model.lora_operations import Adapters
 from fivefold.model.operations import CoreAttention, Operation, Weight
 from fivefold.model.shape import training_flops
-from fivefold.predict.cluster import Cluster
 from fivefold.predict.layer import LayerTimes
-from fivefold.predict.prediction import precision_of
-from fivefold.predict.software import Software
+from fivefold.predict.prediction import Prediction, precision_of
 
 MEMORY_BOUND = "norms, sums, activations"
 HOST = "waiting for the host"
@@ -47,16 +45,13 @@ class KernelKind:
         return self.ideal / self.seconds if self.seconds else 0.0
 
 
-def kernels(layout: Layout, cluster: Cluster, software: Software) -> list[KernelKind]:
+def kernels(prediction: Prediction) -> list[KernelKind]:
     """The kernels of a step, those with the most seconds beyond their ideal first.
 
-    Their ideals sum up to the part "ideal" of a prediction, their excess to "kernel efficiency".
-
-    Args:
-        layout: checked layout.
-        cluster: the hardware.
-        software: the framework's kernels and habits.
+    Their ideals sum up to the part "ideal" of the prediction, their excess to "kernel efficiency":
+    what this has beyond all kernels is waiting for the host.
     """
+    layout, cluster, software = prediction.layout, prediction.cluster, prediction.software
     config = layout.config
     tokens = config.training.step_tokens
     peak = cluster.gpu.peak.of(precision_of(layout)) * layout.grid.world_size
@@ -68,6 +63,9 @@ def kernels(layout: Layout, cluster: Cluster, software: Software) -> list[Kernel
         seconds[name] += each * share
         ideals[name] += flops * tokens / peak
         shapes[name] = shape
+    parts = {part.name: part.seconds for part in prediction.parts}
+    seconds[HOST] = parts["ideal"] + parts["kernel efficiency"] - sum(seconds.values())
+    shapes[HOST] = ""
     found = [KernelKind(name, shapes[name], seconds[name], ideals[name]) for name in seconds]
     shown = (kernel for kernel in found if kernel.name != HOST or kernel.seconds > _NEXT_TO_NOTHING)
     return sorted(shown, key=lambda kernel: -kernel.excess)
@@ -97,11 +95,10 @@ def _all(layout: Layout, times: LayerTimes) -> Iterator[_Row]:
 
 
 def _of_layers(times: LayerTimes, kind: LayerKind, count: int) -> Iterator[_Row]:
-    """The operations of `count` layers of a kind, and their waiting for the host."""
-    each, whole = times.operations(kind), 0.0
+    """The operations of `count` layers of a kind."""
+    each = times.operations(kind)
     for op in describe(times.model, kind).operations:
         seconds = each[op.name].compute.total
-        whole += seconds
         if isinstance(op, CoreAttention):
             yield op.name, _attention_shape(times), seconds * count, 0.0
         elif weights := [weight for weight in op.weights if weight.multiplies]:
@@ -109,8 +106,6 @@ def _of_layers(times: LayerTimes, kind: LayerKind, count: int) -> Iterator[_Row]
             yield op.name, _shape(times, op), seconds * count, flops * count
         else:
             yield MEMORY_BOUND, "", seconds * count, 0.0
-    waited = times.layer(kind, times.memory.remade_modules).compute.total - whole
-    yield HOST, "", waited * count, 0.0
 
 
 def _flops(times: LayerTimes, weight: Weight) -> float:

@@ -60,6 +60,15 @@ def _divided(model: ModelConfig, kind: LayerKind) -> tuple[tuple[Operation, ...]
     return tuple(op for op in operations if not on_rows(op)), tuple(filter(on_rows, operations))
 
 
+def dw_operations(layout: Layout, kind: LayerKind, software: Software) -> int:
+    """Operations of a layer's backward that are its dW: a product for each trained matrix."""
+    model, each = layout.config.model, 1
+    if software.loops_experts:
+        each = (model.num_experts or 0) // layout.grid.ep
+    weights = (w for w in describe(model, kind).weights if w.multiplies and w.trained)
+    return sum(each if weight.of_experts else 1 for weight in weights)
+
+
 class LayerTimes(OperationTimes):
     """The times of a layout's layers, embedding and head on a cluster; each is computed once.
 
@@ -173,18 +182,27 @@ class LayerTimes(OperationTimes):
     def _issued(self, times: Times, kind: LayerKind, again: Again) -> Times:
         """The times, with each phase at least as long as the host needs to issue it.
 
-        A backward that runs the layer again issues its forward, too. A host that waits for every
+        A backward that runs the layer again issues its forward, too. Where dW is computed apart
+        from dX, neither hides what the host needs for the other. A host that waits for every
         kernel issues nothing meanwhile, so that both times add up.
         """
         host, total = self.host(kind), times.total
         backward = host * (3 if again is None else 2)
         if self.software.blocks_launches:
-            return times + Times(compute=Phases(host, backward))
-        wait = Phases(
-            max(0.0, host - total.forward),
-            max(0.0, backward - total.dx - total.dw),
-        )
-        return times + Times(compute=wait)
+            return times + Times(host=Phases(host, backward))
+        forward = max(0.0, host - total.forward)
+        if not self.defers:
+            wait = Phases(forward, max(0.0, backward - total.dx - total.dw))
+            return times + Times(host=wait)
+        operations = forward_operations(self.layout, kind, self.software)
+        later = host * dw_operations(self.layout, kind, self.software) / operations
+        dx, dw = max(0.0, backward - later - total.dx), max(0.0, later - total.dw)
+        return times + Times(host=Phases(forward, dx, dw))
+
+    def beside_dx(self, times: Phases) -> float:
+        """Seconds of a backward beside which what its dX needs can arrive: those of dX alone where
+        dW is computed apart from it."""
+        return times.dx if self.defers else times.dx + times.dw
 
     def _copied(self, times: Times, kind: LayerKind, again: Again) -> Times:
         """The times, plus the part of offloading that does not overlap with the layer's work."""
@@ -196,7 +214,8 @@ class LayerTimes(OperationTimes):
         saved = saved_activations(self.model, layer, running)
         seconds = self.tokens * total(saved).offloaded / self.cluster.host_bandwidth
         whole = times.total
-        wait = Phases(max(0.0, seconds - whole.forward), max(0.0, seconds - whole.dx - whole.dw))
+        backward = self.beside_dx(whole)
+        wait = Phases(max(0.0, seconds - whole.forward), max(0.0, seconds - backward))
         return times + Times(offload=wait)
 
     def operations(self, kind: LayerKind) -> dict[str, Times]:

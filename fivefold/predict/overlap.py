@@ -65,8 +65,9 @@ def pair_seconds(
 def hidden(gpu: Gpu, forward: Paired, backward: Paired, *, delays: bool) -> float:
     """Seconds that a pair saves compared with its halves in turn.
 
-    A pair cannot take less time than the host needs to issue both halves. A dW that is not delayed
-    runs with its dX, so that only the forward's messages can travel in parallel to it.
+    A pair cannot take less time than the host needs to issue both halves; what each half alone
+    waits for it is part of that. A dW that is not delayed runs with its dX, so that only the
+    forward's messages can travel in parallel to it.
     """
     ahead, back = forward.layers, backward.layers
     dx, dw = back.work.dx, back.work.dw
@@ -74,8 +75,9 @@ def hidden(gpu: Gpu, forward: Paired, backward: Paired, *, delays: bool) -> floa
         dx, dw = dx + dw, 0.0
     beside = min(cuts(ahead.work.forward, dx, dw, ahead.ep.forward, back.ep.dx))
     alone = ahead.total.forward + back.total.dx + back.total.dw
+    waited = ahead.host.forward + back.host.dx + back.host.dw
     host = forward.host + 2 * backward.host
-    return max(0.0, min((1 - gpu.overlap_slowdown) * beside, alone - host))
+    return max(0.0, min((1 - gpu.overlap_slowdown) * beside + waited, alone - host))
 
 
 def cuts(forward: V, dx: V, dw: V, sent: V, returned: V) -> tuple[V, V, V, V]:

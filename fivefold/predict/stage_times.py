@@ -20,7 +20,8 @@ def _plus(a: Phases, b: Phases) -> Phases:
 class Times:
     """Seconds by cause: computation, recomputation, and exposed communication.
 
-    `offload` is the exposed part of copies to host memory and back.
+    `offload` is the exposed part of copies to host memory and back, `host` what is left of the time
+    in which the host issues it all.
     """
 
     compute: Phases = _NOTHING
@@ -30,6 +31,7 @@ class Times:
     ep: Phases = _NOTHING
     dp: Phases = _NOTHING
     offload: Phases = _NOTHING
+    host: Phases = _NOTHING
 
     def __add__(self, other: "Times") -> "Times":
         # Written out for speed: a search adds some hundred thousand of these, mostly zeros.
@@ -41,6 +43,7 @@ class Times:
             _plus(self.ep, other.ep),
             _plus(self.dp, other.dp),
             _plus(self.offload, other.offload),
+            _plus(self.host, other.host),
         )
 
     def __mul__(self, count: float) -> "Times":
@@ -61,7 +64,7 @@ class Times:
         found = _NOTHING
         for cause in (self.compute, self.recompute, self.tp, self.cp, self.ep, self.dp):
             found = _plus(found, cause)
-        return _plus(found, self.offload)
+        return _plus(_plus(found, self.offload), self.host)
 
 
 _CAUSES = tuple(cause.name for cause in fields(Times))

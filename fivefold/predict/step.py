@@ -162,7 +162,7 @@ class _Predictor:
             for block in stage_blocks(self.layout, spec)
         )
         once = bringing_seconds(self.cluster, self.policy, parameters)
-        backward = work.dx + work.dw
+        backward = self.times.beside_dx(work)
         return Phases(max(0.0, once - work.forward), max(0.0, once - backward))
 
     def _moves(self, kind: StageKind, spec: StageParts) -> Moves:
@@ -186,15 +186,21 @@ class _Predictor:
         moved = self._moves(kind, spec)
         gathered, reduced = moved.gathered - moved.first, moved.reduced - moved.last
         work = times.total
+        if self.layout.overlaps_pairs:  # beside messages that a pair hides nothing else can hide
+            work = work + times.ep * -1
         gpu = self.cluster.gpu
         if not sharding.splits_parameters:
-            return Phases(0.0, overlapped(gpu, work.dx + work.dw, reduced) + moved.last)
+            whole = overlapped(gpu, work.dx + work.dw, reduced) + moved.last
+            return Phases(0.0, 0.0, whole) if self.times.defers else Phases(0.0, whole)
         alone = self.software.gather_rate is not None
         forward = gathered if alone else overlapped(gpu, work.forward, gathered)
         recomputed = self.layout.config.memory.recompute_granularity == "full"
         again = 2 if recomputed and self.software.gathers_to_recompute else 1
         backward, arriving = work.dx + work.dw, again * gathered
         whole = overlapped(gpu, backward, arriving + reduced) + moved.last
+        if self.times.defers:  # no dX waits for the sums of a dW that is computed later
+            dx = overlapped(gpu, work.dx, arriving)
+            return Phases(forward + moved.first, dx, max(0.0, whole - dx))
         if self.software.reduces_last:  # on average over the microbatches
             first = overlapped(gpu, backward, arriving)
             whole = first + (whole - first) / self.layout.num_microbatches
@@ -340,6 +346,7 @@ class _Predictor:
         count = layout.num_microbatches
         each = sum(self.stages, Times()) * (count / grid.pp)
         paired = self.clock.hidden(self.costs) / grid.pp
+        unwaited = max(0.0, paired - each.ep.total)  # for the host, as pairs hide messages first
         repeated = self.clock.repeated(self.costs) / grid.pp
         busy = each.total.total - paired + repeated
         tokens = training.step_tokens
@@ -349,13 +356,13 @@ class _Predictor:
         jitter = self.cluster.jitter * sqrt(2 * log(grid.world_size)) * whole
         parts = (
             TimePart("ideal", ideal),
-            TimePart("kernel efficiency", each.compute.total - ideal),
+            TimePart("kernel efficiency", each.compute.total + each.host.total - unwaited - ideal),
             TimePart("recompute", each.recompute.total + repeated),
             TimePart("offloading", each.offload.total + on_host),
             TimePart("bubble", still - busy),
             TimePart("TP communication", each.tp.total),
             TimePart("CP communication", each.cp.total),
-            TimePart("EP communication", each.ep.total - paired),
+            TimePart("EP communication", each.ep.total - (paired - unwaited)),
             TimePart("PP communication", whole - still),
             TimePart("DP communication", each.dp.total + around),
             TimePart("optimizer", optimizer + self._summing()),

@@ -33,6 +33,7 @@ from fivefold.model.description import (
 from fivefold.model.operations import Weight
 from fivefold.model.shape import StageParts
 from fivefold.pipeline.layout import split_layers
+from fivefold.pipeline.schedules.registry import known_of
 from fivefold.search.columns import Column
 from fivefold.search.partitions import Partition
 from fivefold.search.space import Space
@@ -295,7 +296,8 @@ def module_parameters(config: Config, *, trained: bool = False) -> list[float]:
 
 def one_stage(config: Config) -> Layout:
     """A layout of the ranks that share one microbatch: a layer's cost depends on no others, but
-    for whether there are any in a pipeline, which the configuration tells."""
+    for whether there are any in a pipeline and whether its schedule computes dW apart from dX,
+    which the configuration tells."""
     model, parallel = config.model, config.parallel
     split = split_layers(model.num_layers, 1, mtp_num_layers=model.mtp_num_layers)
     experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
@@ -306,4 +308,5 @@ def one_stage(config: Config) -> Layout:
         ep=parallel.expert_model_parallel_size,
         etp=parallel.expert_tensor_parallel_size,
     )
-    return Layout(config, grid, split, "1f1b", 1)
+    schedule = "1f1b" if known_of(parallel.pipeline_schedule).fused else "zb_h1"
+    return Layout(config, grid, split, schedule, 1)

@@ -28,6 +28,7 @@ from fivefold.search.bound_tables import (
     one_stage,
     sample_layers,
 )
+from fivefold.search.columns import Column
 from fivefold.search.data_parallel_bound import DataParallelBound
 from fivefold.search.space import Space
 
@@ -78,7 +79,11 @@ def time_bound(
         moves = gathered, reduced
         every, once = _exposed(space, work_times, moves, np.maximum(layers, 1), cluster)
         best = np.maximum(best, kept[of_run])
-        best = np.maximum(best, work[of_run] + microbatches * every)
+        whole, through = work
+        best = np.maximum(best, whole[of_run] + microbatches * every)
+        # Sums of gradients may run beside the last dX, as the dW do that they are of.
+        before = np.maximum(0, microbatches - 1 - ranks.deferred[space.columns["partition"], which])
+        best = np.maximum(best, through[of_run] + before * every)
         around = np.maximum(around, once)
     once = data.optimizer(ranks)[of_sharded]
     if software.accumulates_apart == "grouped":
@@ -104,7 +109,7 @@ def quick_time_bound(
     best = _path(run, ranks, cells)
     for which in FOR_TIME:
         work, kept, *_ = _pipeline(run, ranks, cells, cluster, which)
-        best = np.maximum(best, np.maximum(work, kept))
+        best = np.maximum.reduce([best, *work, kept])
     found: Values = (best * waits(space, cluster))[of_run]
     return found
 
@@ -120,11 +125,11 @@ TIMING = ("partition", "tp", "sp", "cp", "dp", "ep", "etp", "mbs", "memory", "pa
 
 def _pipeline(
     space: Space, ranks: Ranks, cells: Cells, cluster: Cluster, which: int
-) -> tuple[Values, Values, Values, Values]:
-    """Two lower bounds on the program's seconds, and the rank's forward and backward seconds.
+) -> tuple[tuple[Values, Values], Values, Values, Values]:
+    """Lower bounds on the program's seconds, and the rank's forward and backward seconds.
 
-    The first bound follows from the work of one rank, the second from the number of chunks that it
-    can keep at once.
+    The first two follow from the work of one rank, and from that and the way of its last dX; the
+    other from the number of chunks that it can keep at once.
     """
     partition, microbatches = space.columns["partition"], _share(space, ranks)
     held, before = ranks.held[partition, which], ranks.before[partition, which]
@@ -134,8 +139,9 @@ def _pipeline(
     slices = space.config.parallel.num_sequence_slices  # the first comes soon, the last goes alone
     head, tail = (cells.weighted(before, phase * KINDS) / slices + hops for phase in range(2))
     paired = space.columns["pairs"] * _hidden(cells, held, cluster)
-    # No pair hides more than all messages of two stages.
-    most = (cells.weighted(ranks.largest[partition, which], number * KINDS) for number in (3, 4))
+    # No pair hides more than all messages of two stages, and what these wait for the host.
+    largest = ranks.largest[partition, which]
+    most = (cells.weighted(largest, number * KINDS) for number in (3, 4, 9, 10))
     pairs = np.maximum(0, microbatches * ranks.stages[partition] - ranks.alone[partition, which])
     paired = np.minimum(microbatches * paired, pairs * sum(most))
     work = microbatches * (forward + dx + dw) - paired
@@ -146,7 +152,7 @@ def _pipeline(
     first = cells.weighted(ranks.first[partition], 2 * KINDS) / slices
     through = work - np.minimum(microbatches * dw, later) + tail + first
     kept = head + _kept(space, ranks, cells, hop, which) + tail
-    return head + np.maximum(work, through), kept, forward, dx + dw
+    return (head + work, head + through), kept, forward, dx + dw
 
 
 def _kept(space: Space, ranks: Ranks, cells: Cells, hop: Values, which: int) -> Values:
@@ -174,11 +180,12 @@ def _kept(space: Space, ranks: Ranks, cells: Cells, hop: Values, which: int) -> 
 def _hidden(cells: Cells, held: Values, cluster: Cluster) -> Values:
     """Most seconds per microbatch that pairing can hide, as `overlap.hidden` computes them."""
     layers = held[:, :EMBEDDING]
-    forward, dx, dw, sent, returned, ahead, back, weights, host = (
+    forward, dx, dw, sent, returned, ahead, back, weights, host, *waits = (
         cells.weighted(layers, number * KINDS) for number in range(len(_NUMBERS))
     )
     beside = np.minimum.reduce(cuts(ahead, back, weights, sent, returned))
     beside *= 1 - cluster.gpu.overlap_slowdown
+    beside += sum(waits)
     found: Values = np.maximum(0, np.minimum(beside, forward + dx + dw - 3 * host))
     return found
 
@@ -241,8 +248,8 @@ def _path(space: Space, ranks: Ranks, cells: Cells) -> Values:
     final = ranks.final[partition]
     before = whole - final
     there_and_back = sum(cells.weighted(before, phase * KINDS) for phase in range(2))
-    forward, dx, _, sent, returned = (cells.weighted(final, n * KINDS) for n in range(5))
-    through = forward + dx - space.columns["pairs"] * (sent + returned)
+    forward, dx, *hidden = (cells.weighted(final, n * KINDS) for n in (0, 1, 3, 4, 9, 10))
+    through = forward + dx - space.columns["pairs"] * sum(hidden)
     update = cells.weighted(ranks.first[partition], 2 * KINDS)
     alone = (there_and_back + update) / space.config.parallel.num_sequence_slices
     found: Values = alone + _share(space, ranks) * through
@@ -285,13 +292,21 @@ def _cells(
         found = {EMBEDDING: _numbers(of.embedding()), HEAD: _numbers(of.head())}
         return _in_order(found, of.hidden_bytes / of.parts / config.parallel.num_sequence_slices)
 
-    deferred = {"pipelined": (space.columns["pp"] > 1).astype(np.int32)}
-    space = replace(space, columns=space.columns | deferred)
-    columns = ("tp", "sp", "cp", "mbs", "memory", "pipelined")
+    space = replace(space, columns=space.columns | {"defers": _defers(space)})
+    columns = ("tp", "sp", "cp", "mbs", "memory", "defers")
     parts: list[Summand] = [(columns, ends), (columns, layers(False))]
     if model.num_experts is not None:
         parts.append(((*columns, "ep", "etp"), layers(True)))
     return Cells(space, len(_NUMBERS) * KINDS + 1, *parts)
+
+
+def _defers(space: Space) -> Column:
+    """0 without a pipeline, else 1, and 2 where dW is computed apart from dX in some schedules."""
+    c, pipelined = space.columns, (space.columns["pp"] > 1).astype(np.int32)
+    if space.config.parallel.pipeline_dx_first:
+        return pipelined
+    apart = np.array([not partition.known.fused for partition in space.partitions], bool)
+    return pipelined * (1 + (apart[c["partition"]] | (c["pairs"] * space.delays_weights > 0)))
 
 
 _NUMBERS = (
@@ -299,6 +314,7 @@ _NUMBERS = (
     *("experts' messages in the forward", "in the backward"),
     *("computation of the forward", "of dX", "of dW"),
     "issuing the forward",
+    *("waiting for that in the forward", "in the backward"),
 )
 """Times of a module, in seconds per microbatch, that the bounds sum."""
 
@@ -307,7 +323,8 @@ def _numbers(times: Times, host: float = 0.0) -> tuple[float, ...]:
     total, work = times.total, times.work
     messages = times.ep.forward, times.ep.dx
     computation = work.forward, work.dx, work.dw
-    return (total.forward, total.dx, total.dw, *messages, *computation, host)
+    waits = times.host.forward, times.host.dx + times.host.dw
+    return (total.forward, total.dx, total.dw, *messages, *computation, host, *waits)
 
 
 def _in_order(numbers: Mapping[int, Sequence[float]], message: float) -> list[float]:

@@ -13,7 +13,7 @@ SHOWN = 0.005  # share of the step from which a kind of kernels has a row of its
 def opened(prediction: Prediction) -> Iterator[str]:
     """A table of the kernels that a step computes with, those that lose most first."""
     whole = prediction.step_time
-    found = kernels(prediction.layout, prediction.cluster, prediction.software)
+    found = kernels(prediction)
     head = ("", "rows x outputs x inputs", "seconds", "of peak", "lost", "of the step")
     rows: list[tuple[str, ...]] = [head]
     large = [each for each in found if each.excess >= SHOWN * whole]

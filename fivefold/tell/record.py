@@ -73,7 +73,7 @@ def compared(result: SearchResult, other: Candidate | None) -> dict[str, Any]:
 
 def _kernels_of(best: Candidate) -> list[KernelKind]:
     made = best.prediction
-    return [] if made is None else kernels(made.layout, made.cluster, made.software)
+    return [] if made is None else kernels(made)
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
