@@ -19,8 +19,9 @@ from fivefold.data.loader import Loader
 from fivefold.data.packing import Microbatch
 from fivefold.data_parallel.watched import watching_gradients
 from fivefold.mesh.collectives import all_gather, all_reduce, gather_objects
-from fivefold.mesh.slices import local_slices, local_tensor
+from fivefold.mesh.slices import Piece, local_slices, local_tensor
 from fivefold.optim.adamw import STATES, state_name
+from fivefold.optim.rounding import MASTER
 from fivefold.train.engine import Engine
 
 SHOWN = 8  # ranks
@@ -42,7 +43,7 @@ class _Hashed:
     """A weight or a moment of this rank.
 
     Attributes:
-        kind: `_WEIGHT`, or the name of the moment, or of its scales.
+        kind: `_WEIGHT`, or the name of the moment, of its scales, or of a master on the host.
         record: record of the parameter.
         where: slices of the whole that this rank holds.
         hash: int64 scalar.
@@ -98,7 +99,7 @@ class SilentErrors:
         """
         parts: list[_Hashed] = []
         differ: list[Tensor] = []
-        for kind in (_WEIGHT, *STATES) if moments else (_WEIGHT,):
+        for kind in (_WEIGHT, *STATES, MASTER) if moments else (_WEIGHT,):
             found = self._parts(kind)
             parts += found
             differ.append(self._differ(found))
@@ -116,7 +117,11 @@ class SilentErrors:
         """The weights of this rank, or one moment of each, in an order that is the same on ranks
         which hold the same; copies of a model and of an embedding go by one name."""
         engine, records, found = self._engine, self._engine.model.records, []
-        moments = {} if kind == _WEIGHT else engine.optimizer.state_tensors()
+        moments: dict[str, Piece] = {}
+        if kind == MASTER:  # those in host memory: others are hashed with their weights
+            moments = {state_name(kind, n): p for n, p in engine.optimizer.host.masters().items()}
+        elif kind != _WEIGHT:
+            moments = engine.optimizer.state_tensors()
         for name in sorted(engine.parameters, key=lambda name: (records[name].stored, name)):
             parameter, moment = engine.parameters[name], moments.get(state_name(kind, name))
             where = str(local_slices(parameter))

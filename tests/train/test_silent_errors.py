@@ -37,6 +37,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
         "llama",
         named(precision="bf16", store_param_remainders=True, **AWARE),
     ),
+    "masters on the host": (2, "llama", named(precision="bf16", optimizer_cpu_offload=True)),
     "moments in 8 bits": (
         2,
         "llama",
@@ -85,13 +86,16 @@ def compare_weights(rank: int, world: int, model: str, values: dict[str, Any]) -
         for step, wrong in zip(range(2, 5 * world, 5), range(world), strict=False):
             names = [n for n, p in engine.parameters.items() if local_tensor(p).numel()]
             name = names[step % len(names)]
-            changed, state = local_tensor(engine.parameters[name]), engine.optimizer.device._state
-            if step % 2:
-                changed = state[name].get(MASTER, state[name].get(REMAINDER, changed))
+            told, changed = name, local_tensor(engine.parameters[name])
+            if step % 2 and name in engine.optimizer.host:
+                told, changed = f"{MASTER}.{name}", engine.optimizer.host.masters()[name].local
+            elif step % 2:
+                state = engine.optimizer.device._state[name]
+                changed = state.get(MASTER, state.get(REMAINDER, changed))
             bits = changed.view(torch.int16).flatten()
             if rank == wrong:
                 bits[-1] ^= 1
-            found.append((name, errors.look(step, saving=bool(step % 2))))
+            found.append((told, errors.look(step, saving=bool(step % 2))))
             if rank == wrong:
                 bits[-1] ^= 1
             kept = engine.optimizer.state_tensors()
@@ -111,8 +115,8 @@ def compare_weights(rank: int, world: int, model: str, values: dict[str, Any]) -
     "layout",
     chosen(
         LAYOUTS,
-        *("bf16", "bf16 and remainders", "moments in 8 bits", "tp", "pp, tied"),
-        *("replicas of shards", "two copies", "experts"),
+        *("bf16", "bf16 and remainders", "masters on the host", "moments in 8 bits", "tp"),
+        *("pp, tied", "replicas of shards", "two copies", "experts"),
     ),
 )
 def test_a_changed_bit_is_found_and_named(layout: str) -> None:
