@@ -57,16 +57,12 @@ EXEMPT = {
         "on by default, and off where no parameters are sharded, of which there is nothing to hide",
         {"data_parallel_sharding_strategy": "optim", "hidden_size": 1024},
     ),
-    "document_length": Exempt(
-        "only predictions read it, and a small model waits for its host", {"seq_length": 65_536}
-    ),
     **dict.fromkeys(
         (
             "bias_swiglu_fusion",
             "bias_gelu_fusion",
             "rope_fusion",
             "bias_dropout_fusion",
-            "fused_residual_rmsnorm",
         ),
         Exempt("the same numbers by kernels of a GPU: tests/model/test_fusions.py", NOWHERE),
     ),

@@ -25,7 +25,7 @@ from tests.search.test_any_question import asked, line_of
 
 pytestmark = pytest.mark.slow
 
-SEEDS = (7, 16, 38, 44, 62, 74, 90)
+SEEDS = (7, 38, 62, 90)
 MESH = {
     "tensor_model_parallel_size": "tp",
     "context_parallel_size": "cp",

@@ -117,11 +117,9 @@ EVERY = {f"{case}, {kind}": (case, kind) for case, kind in product(CASES, KINDS)
     "name",
     chosen(
         EVERY,
-        "few key/value heads, plain",
         "few key/value heads, magnitudes",
         "whole tokens, both",
         "ZeRO-3, recomputed, tied, magnitudes",
-        "deferred, plain",
         "deferred, both",
         "embedding alone in its stage, plain",
         "fused loss, tiles, both",
