@@ -195,11 +195,11 @@ CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", chosen(CASES, *[*CASES][::2]))
+@pytest.mark.parametrize("case", chosen(CASES, *[*CASES][::3]))
 def test_every_layout_trains_to_the_same_bits(pool: Pool, case: str, tmp_path: Path) -> None:
     ranks, model, values = CASES[case]
     settings = config(model, ranks, **({"precision": "bf16"} | named(**values) | AWAY))
-    on_disk = [*CASES].index(case) % 4 == 0  # every second of the gate's
+    on_disk = [*CASES].index(case) % 4 == 0  # some of the gate's
     settings = settings.with_values(optimizer_offload_path=str(tmp_path) if on_disk else None)
     if settings.memory.param_cpu_offload and [*CASES].index(case) % 4 < 2:
         settings = settings.with_values(param_offload_path=str(tmp_path))

@@ -14,6 +14,7 @@ from fivefold.rehearse.script import Script
 from fivefold.rehearse.shadow import Shadow
 from fivefold.rehearse.shapes import ShapesOnly
 from tests.rehearse.test_rehearse import LAYOUTS, small
+from tests.verify.cases import chosen
 
 
 @torch.library.custom_op("fivefold_tests::inner", mutates_args=())
@@ -95,7 +96,18 @@ def rehearsed(name: str) -> list[Script]:
     return [replace(script, seconds=0.0) for script in scripts]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    chosen(
+        LAYOUTS,
+        "replicated pipeline",
+        "tensor in parts",
+        "experts",
+        "padding alone on a rank",
+        "optimizer on the host",
+        "weights off the device",
+    ),
+)
 def test_a_rehearsal_remembers_nothing_wrong(name: str) -> None:
     found = rehearsed(name)
     with patch.object(ShapesOnly, "run", by_rules):

@@ -122,7 +122,6 @@ EVERY = {f"{case}, {kind}": (case, kind) for case, kind in product(CASES, KINDS)
         "ZeRO-3, recomputed, tied, magnitudes",
         "deferred, both",
         "embedding alone in its stage, plain",
-        "fused loss, tiles, both",
         "experts, dropped",
         "one expert a token, plain",
     ),

@@ -87,7 +87,6 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "case",
     chosen(
         CASES,
-        "hpZ, recomputed, no overlap",
         "hpZ, stages kept gathered",
         "hpZ of a ring, tp",
         "qwZ, experts",
