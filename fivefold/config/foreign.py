@@ -4,9 +4,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from fivefold.config.megatron_names import MEGATRON_NAMES
+from fivefold.config.megatron_names import MEGATRON_NAMES, STEPS
 
-_STEPS = "Fivefold counts optimizer steps"
 _BATCH = "global_batch_size = micro_batch_size x data-parallel ranks x accumulated microbatches"
 _KERNELS = "PyTorch's fused kernels run where they can; there is nothing to choose"
 _ZERO = "no_shard, optim (ZeRO-1), optim_grads (ZeRO-2) or optim_grads_params (ZeRO-3, FSDP)"
@@ -158,16 +157,16 @@ FOREIGN = _table(
         "steps max_steps num_steps n_steps total_steps iters max_iters iterations",
         "",
     ),
-    ("--train-iters", "epochs num_epochs num_train_epochs max_epochs", f"{_STEPS}, not epochs"),
-    ("--train-iters", "train_samples exit_interval train_tokens max_tokens", _STEPS),
+    ("--train-iters", "epochs num_epochs num_train_epochs max_epochs", f"{STEPS}, not epochs"),
+    ("--train-iters", "train_samples exit_interval train_tokens max_tokens", STEPS),
     ("--max-tokens", "max_new_tokens num_tokens length n_tokens", ""),
     ("--step", "ckpt_step checkpoint_step", ""),
     # Optimizer
     ("--lr", "learning_rate peak_lr max_lr base_lr", ""),
     ("--min-lr", "lr_min eta_min final_lr end_lr min_learning_rate", ""),
     ("--lr-warmup-iters", "warmup warmup_steps num_warmup_steps warmup_iters lr_warmup_steps", ""),
-    ("--lr-warmup-iters", "warmup_ratio lr_warmup_fraction lr_warmup_samples", _STEPS),
-    ("--lr-decay-iters", "lr_decay_samples decay_steps lr_decay_steps", _STEPS),
+    ("--lr-warmup-iters", "warmup_ratio lr_warmup_fraction lr_warmup_samples", STEPS),
+    ("--lr-decay-iters", "lr_decay_samples decay_steps lr_decay_steps", STEPS),
     ("--lr-decay-style", "scheduler lr_scheduler lr_scheduler_type lr_schedule", ""),
     ("--weight-decay", "wd decay l2", ""),
     ("--adam-beta1", "beta1 beta_1 adam_beta_1", ""),

@@ -8,7 +8,7 @@ _BATCH = "each start has one batch size, and may go on from a checkpoint with a 
 _SIGNALS = "SIGTERM, SIGUSR1 and Ctrl-C end a run, which saves its step before"
 _RATES = "all weights have one learning rate, and all but biases and norms one weight decay"
 _RECORDER = "NCCL's last 2,000 calls are written to the run folder when one times out"
-_STEPS = "Fivefold counts optimizer steps"
+STEPS = "Fivefold counts optimizer steps"
 _WHOLE = "checkpoints hold weights, moments and the place in the data; each rank writes its part"
 _LOGGED = "what is measured of a step is in metrics.jsonl, and on request in TensorBoard and W&B"
 
@@ -86,7 +86,7 @@ MEGATRON_NAMES: tuple[tuple[str, str, str], ...] = (
     ("--min-lr", "decoupled_min_lr", _RATES),
     ("--weight-decay", "start_weight_decay end_weight_decay weight_decay_incr_style", _RATES),
     ("--weight-decay", "apply_wd_to_qk_layernorm no_weight_decay_cond_type", _RATES),
-    ("--lr-wsd-decay-iters", "lr_wsd_decay_samples wsd_decay_steps", _STEPS),
+    ("--lr-wsd-decay-iters", "lr_wsd_decay_samples wsd_decay_steps", STEPS),
     (
         "",
         "override_opt_param_scheduler use_checkpoint_opt_param_scheduler",

@@ -21,7 +21,7 @@ from tests.search.test_search import asked
 
 LINE = (
     "debug --cluster H100 --gpus 4 --gbs 16 --mbs 1 --seq-length 2048 --tp 1 --cp 1 "
-    "--ffn-hidden-size 1408 --max-position-embeddings 2048 --hidden-size 512 --num-layers 8 "
+    "--ffn-hidden-size 1792 --max-position-embeddings 2048 --hidden-size 640 --num-layers 8 "
     "--pipeline-schedule 1f1b --data-parallel-sharding-strategy optim "
     "--cross-entropy-loss-fusion --offload-modules none"
 )
@@ -77,13 +77,13 @@ def by_stage() -> tuple[Request, float]:
     return within_bytes(request, room), room
 
 
-def test_numbers_by_stage_save_a_thirtieth_of_the_step() -> None:
+def test_numbers_by_stage_save_a_twentieth_of_the_step() -> None:
     request, _ = by_stage()
     best = search(request).best
     memory = best.layout.config.memory
     assert len(set(memory.recompute_num_layers)) > 1
     alike = search(request.among({"recompute_method": frozenset({"uniform"})})).best
-    assert best.seconds < 29 / 30 * alike.seconds
+    assert best.seconds < 0.95 * alike.seconds
 
 
 def test_megatron_gets_one_number_for_all_stages() -> None:
