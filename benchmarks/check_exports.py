@@ -72,8 +72,10 @@ ITS_NAMES = {
 ITS_OWN = {
     "use_precision_aware_optimizer": "optimizer_cpu_offload",
     "bias_swiglu_fusion": "glu_linear_offset",
+    "train_iters": "train_samples",
 }
-"""What it sets itself where something else is set: the same numbers by other code."""
+"""What it sets itself where something else is set: the same numbers by other code, or steps by
+the samples that they take."""
 NOT_COMPARED = (
     *("pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank"),
     *("num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers"),
@@ -238,6 +240,7 @@ def _compare_activation(core: Any, layout: Layout, named: str) -> None:
 
 
 def _rates_of_megatron(args: Any) -> Iterator[float]:
+    from megatron.core import num_microbatches_calculator as calculator
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     group: dict[str, Any] = {"params": []}
@@ -246,27 +249,38 @@ def _rates_of_megatron(args: Any) -> Iterator[float]:
         init_lr=args.lr_warmup_init,
         max_lr=args.lr,
         min_lr=args.min_lr,
-        lr_warmup_steps=args.lr_warmup_iters,
-        lr_decay_steps=args.lr_decay_iters or args.train_iters,
+        lr_warmup_steps=args.lr_warmup_samples or args.lr_warmup_iters,
+        lr_decay_steps=_durations(args, "lr_decay") or _durations(args, "train"),
         lr_decay_style=args.lr_decay_style,
         start_wd=args.weight_decay,
         end_wd=args.weight_decay,
-        wd_incr_steps=args.train_iters,
+        wd_incr_steps=_durations(args, "train"),
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
-        wsd_decay_steps=args.lr_wsd_decay_iters,
+        wsd_decay_steps=_durations(args, "lr_wsd_decay"),
         lr_wsd_decay_style=args.lr_wsd_decay_style,
     )
+    sizes = calculator._build_num_microbatches_calculator(
+        *(1, args.rampup_batch_size, args.global_batch_size, args.micro_batch_size),
+        *(args.data_parallel_size, False),
+    )
     while True:
+        sizes.update(scheduler.num_steps, True)
         yield scheduler.get_lr(group)
-        scheduler.num_steps += 1
+        scheduler.num_steps += sizes.current_running_global_batch_size if args.train_samples else 1
+
+
+def _durations(args: Any, what: str) -> int | None:
+    """In steps, or with --train-samples in samples."""
+    found: int | None = getattr(args, f"{what}_{'samples' if args.train_samples else 'iters'}")
+    return found
 
 
 def _compare_rates(theirs: Iterator[float], layout: Layout, *, first: int = 0) -> None:
     """Of each step from `first` on."""
-    optimizer, steps = layout.config.optimizer, layout.config.training.train_iters
-    for step, rate in zip(range(steps), theirs, strict=False):
-        ours = learning_rate(step, optimizer, steps)
+    optimizer, training = layout.config.optimizer, layout.config.training
+    for step, rate in zip(range(training.num_steps), theirs, strict=False):
+        ours = learning_rate(step, optimizer, training)
         if step >= first and abs(rate - ours) > 1e-9 * optimizer.lr:
             raise ValueError(f"the learning rate of step {step} is {ours} here and {rate} there")
 

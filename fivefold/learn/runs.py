@@ -32,7 +32,9 @@ def observed(folder: Path) -> tuple[Observation, Story]:
         ConfigError: its layout does not fit its ranks.
     """
     story = read_story(folder)
-    own = story.latest_steps  # others may have been taken in another layout
+    whole_batch = story.config.training.step_tokens
+    # Others may have been taken in another layout, or be of smaller batches.
+    own = [record for record in story.latest_steps if record.get("tokens") == whole_batch]
     whole, each = (story.values(f"tokens_per_second{per}", own) for per in ("", "_per_rank"))
     ratios = {step: whole[step] / each[step] for step in whole if each.get(step)}
     worlds = {step: round(ratio) for step, ratio in ratios.items() if 0.5 < ratio < MOST_RANKS}
@@ -43,7 +45,8 @@ def observed(folder: Path) -> tuple[Observation, Story]:
         raise DataError(
             str(
                 Mistake(
-                    f"{folder} has no times of steps after the first one of its latest start",
+                    f"{folder} has no times of steps of the whole batch after the first one of "
+                    "its latest start",
                     attempt="a run of at least three steps: --train-iters 3",
                 )
             )

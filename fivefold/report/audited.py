@@ -36,8 +36,9 @@ def audited(folder: Path, cluster: str | None = None) -> AuditReport:
     records = read_records(run.audit)
     if RunFolder(run.audit).config_file.is_file():  # later starts may have another layout
         config = run_config(run.audit)
+    step, sizes = records[0].step, config.training.batch_sizes
+    config = config.with_batch(sizes.at(sizes.samples(step - 1)))
     layout = check(config, len(records), planned=True)
-    step = records[0].step
     return audit(
         f"{folder}, step {step}; {describe(layout)}",
         layout,

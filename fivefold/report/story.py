@@ -112,7 +112,7 @@ class Story:
     @property
     def is_finished(self) -> bool:
         """Whether no step is left to do."""
-        return self.done >= self.config.training.train_iters
+        return self.done >= self.config.training.num_steps
 
     @property
     def step_seconds(self) -> float:

@@ -45,10 +45,11 @@ def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
     well-conditioned steps: with AdamW's usual epsilon, a gradient that is zero up to rounding would
     move its weight by a visible, meaningless amount.
     """
-    config = layout.config
+    config, changes = layout.config.with_batch(), list[str]()
     world_size = layout.grid.world_size
     _refuse_last_bits(config)
-    changes = []
+    if config != layout.config:
+        changes.append("a step of the whole batch, to which rampup_batch_size grows")
     size = count_parameters(config.model).total
     if size > LARGEST_MODEL:
         config = _narrower(layout, _shallower(layout, config))
@@ -75,6 +76,7 @@ def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
         "lr": LEARNING_RATE,
         "lr_decay_style": "constant",
         "lr_warmup_iters": 0,
+        "train_samples": None,
     }
     config, _ = without_orphans(config.with_values(**constant, adam_eps=ADAM_EPS), constant)
     if config.memory.fine_grained_activation_offloading:

@@ -5,7 +5,7 @@ from math import ceil
 
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
-from fivefold.config.training import MOCK
+from fivefold.config.training import MOCK, TrainingConfig
 from fivefold.layout import Layout
 from fivefold.tell.export.megatron_memory import lost_of_memory, memory_flags
 from fivefold.tell.export.megatron_pipeline import (
@@ -41,7 +41,7 @@ def megatron(layout: Layout) -> Export:
         *pipeline_flags(said, layout, runs),
         *_parallel(said, layout, runs),
         *memory_flags(said, runs),
-        *_training(said),
+        *_training(said, layout.config.training),
     ]
     missing = [
         *_lost_of_the_model(said, layout),
@@ -186,9 +186,10 @@ def _gathers_early(layout: Layout, runs: Layout) -> bool:
     return reduces and layout.grid.pp > 1 and runs.split.num_virtual > 1
 
 
-def _training(said: Settings) -> Iterator[str]:
-    yield from flags(said, "micro_batch_size", "global_batch_size", "seq_length", "train_iters")
-    yield from flags(said, "seed", "full_validation")
+def _training(said: Settings, training: TrainingConfig) -> Iterator[str]:
+    counted = training.counted_in
+    yield from flags(said, "micro_batch_size", "global_batch_size", "rampup_batch_size")
+    yield from flags(said, "seq_length", f"train_{counted}", "seed", "full_validation")
     yield from set_flag("mock_data", MOCK in said["data_path"])
     yield from set_flag("bf16", said["precision"] == "bf16")
     if said["fp8_format"] and not said["fp4_format"]:
@@ -199,16 +200,17 @@ def _training(said: Settings) -> Iterator[str]:
             yield from flags(said, *DELAYED)
         yield from set_flag("fp8_param_gather", said["fp8_param_gather"])
     yield from flags(said, "fp4_format")
-    yield from flags(said, "lr", "min_lr", "lr_decay_style", "lr_decay_iters")
-    if said["lr_decay_style"] == "constant" and said["lr_warmup_iters"] >= said["train_iters"]:
+    yield from flags(said, "lr", "min_lr", "lr_decay_style", f"lr_decay_{counted}")
+    warmup = said[f"lr_warmup_{counted}"]
+    if said["lr_decay_style"] == "constant" and warmup >= said[f"train_{counted}"]:
         # It wants the warm-up to end before a decay, also where there is none.
-        yield from flag("lr-decay-iters", said["lr_warmup_iters"] + 1)
-    yield from flags(said, "lr_warmup_iters", "lr_warmup_init")
+        yield from flag(f"lr-decay-{counted}", warmup + 1)
+    yield from flags(said, f"lr_warmup_{counted}", "lr_warmup_init")
     if said["lr_decay_style"] == "WSD":
-        yield from flags(said, "lr_wsd_decay_iters", "lr_wsd_decay_style")
+        yield from flags(said, f"lr_wsd_decay_{counted}", "lr_wsd_decay_style")
     yield from flags(said, "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
     # Without an interval it counts its evaluations in vain; without iterations there are none.
-    yield from flag("eval-interval", said["eval_interval"] or said["train_iters"])
+    yield from flag("eval-interval", said["eval_interval"] or training.num_steps)
     yield from flag("eval-iters", said["eval_iters"] if said["eval_interval"] else 0)
     graphs = said["cuda_graph_impl"] is not None
     if graphs:
