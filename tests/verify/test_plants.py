@@ -142,7 +142,7 @@ CASES: list[tuple[str, int, str, dict[str, Any], str]] = [
 ]
 
 
-FIRST = {(case[0], case[4]): case for case in reversed(CASES)}  # of each error and diagnosis
+FIRST = {case[0]: case for case in reversed(CASES)}  # of each error
 
 
 @pytest.mark.slow
