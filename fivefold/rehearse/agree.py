@@ -70,13 +70,15 @@ def _collectives(one: Script, other: Script, group: str, who: tuple[str, str]) -
 
 
 def _messages(source: Script, target: Script, group: str, who: tuple[str, str]) -> Iterator[str]:
-    """Sends without a receive, receives without a send, and those of other sizes."""
-    ranks = source.groups[group]
-    sent = _by_tag(source, "send", group, ranks.index(target.rank))
-    got = _by_tag(target, "receive", group, ranks.index(source.rank))
-    for tag in dict.fromkeys((*sent, *got)):
-        for leaves, comes in zip_longest(sent.get(tag, ()), got.get(tag, ())):
-            what = f"message {tag} of the {source.axes.get(group, group)} group"
+    """Sends without a receive, receives without a send, those of other sizes, and those that are
+    received in another order, by which NCCL pairs them."""
+    ranks, axis = source.groups[group], source.axes.get(group, group)
+    sent = _to_peer(source, "send", group, ranks.index(target.rank))
+    got = _to_peer(target, "receive", group, ranks.index(source.rank))
+    leaving, coming = _by_tag(sent), _by_tag(got)
+    for tag in dict.fromkeys((*leaving, *coming)):
+        for leaves, comes in zip_longest(leaving.get(tag, ()), coming.get(tag, ())):
+            what = f"message {tag} of the {axis} group"
             if comes is None:
                 yield f"{who[0]} sends {what} to {who[1]}, which never receives it"
             elif leaves is None:
@@ -85,13 +87,23 @@ def _messages(source: Script, target: Script, group: str, who: tuple[str, str]) 
                 yield (
                     f"{what}: {who[0]} sends {_sized(leaves)}, and {who[1]} expects {_sized(comes)}"
                 )
+    for leaves, comes in zip(sent, got, strict=False):
+        if leaves.tag != comes.tag:
+            yield (
+                f"{who[0]} sends message {leaves.tag} of the {axis} group to {who[1]}, which "
+                f"receives message {comes.tag} in its place"
+            )
 
 
-def _by_tag(script: Script, op: str, group: str, peer: int) -> dict[int, list[Issued]]:
+def _to_peer(script: Script, op: str, group: str, peer: int) -> list[Issued]:
+    """What a rank sends to another one of a group, or receives from it, in order."""
+    return [c for c in script.issued if c.op == op and c.group == group and c.peer == peer]
+
+
+def _by_tag(calls: Sequence[Issued]) -> dict[int, list[Issued]]:
     found: defaultdict[int, list[Issued]] = defaultdict(list)
-    for call in script.issued:
-        if call.op == op and call.group == group and call.peer == peer:
-            found[call.tag].append(call)
+    for call in calls:
+        found[call.tag].append(call)
     return found
 
 
