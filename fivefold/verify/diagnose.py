@@ -114,6 +114,8 @@ def _factors(engine: Engine, experts: bool) -> dict[float, str]:
 
 def _sums(engine: Engine, own: Tensors) -> Iterator[tuple[str, Tensors]]:
     """(hypothesis, gradients after one more sum)."""
+    if not own:  # an empty stage, on all ranks of the sum
+        return
     groups, device = engine.groups, engine.device
 
     def summed(tensors: Tensors, group: dist.ProcessGroup) -> Tensors:
