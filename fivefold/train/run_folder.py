@@ -68,6 +68,7 @@ class _Entry(TypedDict, total=False):
     devices: list[str]
     variables: dict[str, str]
     step: _Step
+    settings: str
     after: str
 
 
@@ -146,8 +147,7 @@ class RunFolder:
         starts = self.starts()
         if not starts:
             return None
-        text = f"{self.path.resolve()} {json.dumps(starts[0], sort_keys=True)}"
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return _short_hash(f"{self.path.resolve()} {json.dumps(starts[0], sort_keys=True)}")
 
     def last_step(self) -> int:
         """The last step in `metrics.jsonl`; 0 if there is none."""
@@ -174,7 +174,8 @@ class RunFolder:
             DataError: the list of earlier starts is damaged.
             FivefoldError: the folder cannot be written.
         """
-        here = {"step": step} | ({"after": after} if after else {})
+        here = {"step": step, "settings": _short_hash(config_toml)}
+        here |= {"after": after} if after else {}
         starts = [*self.starts(), describe_environment(device_names) | here]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -314,6 +315,10 @@ def git_state(folder: Path) -> dict[str, Any] | None:
         }
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _interesting(variables: Mapping[str, str]) -> dict[str, str]:
