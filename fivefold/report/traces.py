@@ -27,7 +27,7 @@ class RankTrace:
         rank: the rank.
         events: the trace's events.
         seconds: from the first event to the end of the last.
-        acts: seconds on the host in pipeline actions, by kind.
+        acts: seconds on the host in pipeline actions, by kind; F&B: in overlapped pairs.
         messages: number and bytes sent, by axis and operation.
         operations: seconds of each operation itself, without those inside it: of GPUs their
             kernels, else on the host.
@@ -103,7 +103,8 @@ def _summed(rank: int, events: list[dict[str, Any]]) -> RankTrace:
             count, size = trace.messages.get(key, (0, 0))
             trace.messages[key] = count + 1, size + int(match["bytes"])
         elif event.get("cat") == "user_annotation" and (match := _ACT.fullmatch(name)):
-            trace.acts[match["kind"]] += event["dur"] / 1e6
+            kind = "F&B" if "&" in name else match["kind"]
+            trace.acts[kind] += event["dur"] / 1e6
     kernels = [event for event in spans if event.get("cat") in _KERNELS]
     if kernels:
         for event in kernels:

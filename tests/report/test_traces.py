@@ -15,6 +15,7 @@ from fivefold.cli.main import main
 from fivefold.cli.profile import shown
 from fivefold.config.sources import to_toml
 from fivefold.errors import ConfigError, DataError
+from fivefold.pipeline.ir import COMPUTE, Act, Kind, pair
 from fivefold.report.traces import FOLDER, merged, read_traces
 from fivefold.train.engine import Engine
 from fivefold.train.profile import _forget, _is_whole, check_profiler, profiled
@@ -59,6 +60,17 @@ def test_a_trace_names_actions_and_messages(
     assert {event["pid"] for event in whole["traceEvents"]} == {0, 1}
     names = {event["args"]["name"] for event in whole["traceEvents"] if event["ph"] == "M"}
     assert names == {"rank 0", "rank 1"}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind in COMPUTE])
+def test_each_kind_of_action_counts_as_itself(kind: Kind, tmp_path: Path) -> None:
+    """Pairs, too, which are named by both of their halves."""
+    act = pair(Act(Kind.F, 1, 2), Act(Kind.BW, 0, 1)) if kind is Kind.FB else Act(kind, 3, 1, 1)
+    event = {"ph": "X", "cat": "user_annotation", "name": str(act), "ts": 0.0, "dur": 2e6}
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "rank-0.json").write_text(json.dumps({"traceEvents": [event]}))
+    (trace,) = read_traces(tmp_path)
+    assert trace.acts == {"F&B" if kind is Kind.FB else str(kind): 2.0}
 
 
 def test_what_has_no_trace_says_how_to_get_one(tmp_path: Path) -> None:
