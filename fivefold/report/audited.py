@@ -37,10 +37,8 @@ def audited(folder: Path, cluster: str | None = None) -> AuditReport:
         DataError: the folder is none of a run, or holds no audit.
         ConfigError: there is no such cluster.
     """
-    config, run = run_config(folder), RunFolder(folder)
-    records = read_records(run.audit)
-    if RunFolder(run.audit).config_file.is_file():  # later starts may have another layout
-        config = run_config(run.audit)
+    run = RunFolder(folder)
+    config, records = run_config(folder, run.audit), read_records(run.audit)
     layout = check(config, len(records), planned=True)
     step = records[0].step
     return audit(

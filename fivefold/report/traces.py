@@ -9,8 +9,8 @@ from typing import Any, TypeGuard
 
 from fivefold.errors import DataError
 from fivefold.files import read_json
+from fivefold.train.run_folder import RunFolder
 
-FOLDER = "profile"
 _MESSAGE = re.compile(r"(?P<axis>[\w ]+): (?P<op>\w+), (?P<bytes>\d{1,18}) B sent")
 _ACT = re.compile(r"(?P<kind>[A-Z]+)(?: of stage \d+.*)?")
 _NAME = re.compile(r"rank-(\d+)\.json")
@@ -49,7 +49,7 @@ def read_traces(folder: Path) -> list[RankTrace]:
     """
     found = {
         int(match[1]): path
-        for path in (folder / FOLDER).glob("rank-*.json")
+        for path in RunFolder(folder).profile.glob("rank-*.json")
         if (match := _NAME.fullmatch(path.name))
     }
     if not found:

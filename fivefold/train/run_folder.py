@@ -8,7 +8,8 @@ runs/llama3-8b-20261121-104500/
   errors/            tracebacks of ranks that failed
   hangs/             stacks of every rank while the run waited for one of them
   pipeline.jsonl     with --profile: when each pipeline action ran in one step
-  profile/           with --use-pytorch-profiler: torch's trace of each profiled rank
+  profile/           with --profile: the settings of that step's start, and with
+                     --use-pytorch-profiler torch's trace of each profiled rank
   audit/             with --audit: what each rank sent, held and computed in one step
 runs/latest -> llama3-8b-20261121-104500
 """
@@ -102,6 +103,11 @@ class RunFolder:
     def audit(self) -> Path:
         """The folder with each rank's measurements of one step."""
         return self.path / "audit"
+
+    @property
+    def profile(self) -> Path:
+        """The folder with what a profiled step's ranks recorded."""
+        return self.path / "profile"
 
     @property
     def errors(self) -> Path:
