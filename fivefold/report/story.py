@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from fivefold.audit.record import audited_step
 from fivefold.audit.report import AuditReport
 from fivefold.config.config import Config
 from fivefold.errors import ConfigError, DataError
@@ -105,10 +106,14 @@ class Story:
 
     @cached_property
     def usual_steps(self) -> list[Record]:
-        """Records of the steps that were taken as the latest start takes them, but for the first
-        one of each start: a layout's times are theirs."""
+        """Records of the steps that were taken as the latest start takes them: a layout's times are
+        theirs. The first one of each start is left out and, if there are others, those that were
+        audited or profiled."""
         usual = Alike(self.starts).usual([record["step"] for record in self.steps])
-        return [record for record in self.steps if record["step"] in usual]
+        logging, audited = self.config.logging, audited_step(RunFolder(self.folder).audit)
+        ends = (logging.profile_step_start, logging.profile_step_end) if logging.profile else (0, 0)
+        unwatched = {step for step in usual if step != audited and step not in range(*ends)}
+        return [record for record in self.steps if record["step"] in (unwatched or usual)]
 
     @property
     def done(self) -> int:

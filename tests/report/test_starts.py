@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fivefold.audit.record import RankRecord, write_record
 from fivefold.cli.watch import view
 from fivefold.errors import DataError
 from fivefold.learn.runs import observed
@@ -80,6 +81,21 @@ def test_the_first_step_of_each_start_is_not_usual(each: int, tmp_path: Path) ->
         seen, _ = observed(folder)
         assert told == seen.seconds == pytest.approx(1, rel=0.02)
         assert seen.noise < 0.02
+
+
+@pytest.mark.parametrize("steps", [3, 9])
+def test_a_step_that_was_looked_into_is_not_usual(steps: int, tmp_path: Path) -> None:
+    watched = {"profile": True, "profile_step_start": 4, "profile_step_end": 6}
+    folder = a_run(tmp_path / "run", steps=steps, **watched)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    for line in lines:
+        line["seconds"] = float(line["step"])
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_record(folder / "audit", RankRecord(0, 2, {}, 1, 1, 1, {}, 1))
+    counted = [record["step"] for record in read_story(folder).usual_steps]
+    assert counted == [step for step in range(3, steps + 1) if step not in (4, 5)]
+    (folder / "audit" / "rank-0.json").write_text("cut sho")
+    assert read_story(folder).usual_steps[0]["step"] == 2
 
 
 def test_what_is_left_and_what_is_learnt_is_of_the_latest_layout(tmp_path: Path) -> None:
