@@ -44,7 +44,7 @@ def observed(folder: Path) -> tuple[Observation, Story]:
             str(
                 Mistake(
                     f"{folder} has no times of steps after the first one of its latest start",
-                    attempt="a run of at least three steps: --train-iters 3",
+                    attempt=f"two more steps at least: --train-iters {story.done + 2}",
                 )
             )
         )
