@@ -1,8 +1,9 @@
 """Holds the scripts of ranks against each other: would the job hang? Imports no torch."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations, zip_longest
+from graphlib import CycleError, TopologicalSorter
+from itertools import combinations, pairwise, zip_longest
 
 from fivefold.rehearse.script import Issued, Script
 from fivefold.units import human_bytes
@@ -14,17 +15,19 @@ def disagreements(scripts: Sequence[Script], name: Callable[[int], str]) -> list
     """Why these ranks would wait for each other for ever, or get what was not sent to them.
 
     Of each pair of ranks only the first difference is told: what follows it may be its consequence.
+    Where no pair differs, one circular wait is told, if there is any.
 
     Args:
         scripts: of some ranks of a job; those of other ranks are taken to be like them.
         name: coordinates of a rank, as text.
     """
-    return [
+    found = [
         what
         for one, other in combinations(scripts, 2)
         for what in [next(_between(one, other, name), None)]
         if what is not None
     ]
+    return found or list(_circular_wait(scripts, name))
 
 
 def _between(one: Script, other: Script, name: Callable[[int], str]) -> Iterator[str]:
@@ -67,6 +70,33 @@ def _collectives(one: Script, other: Script, group: str, who: tuple[str, str]) -
         elif not same or mine.size != theirs.size:
             yield f"{what} is {_told(mine)} on {who[0]}, and {_told(theirs)} on {who[1]}"
             return
+
+
+def _circular_wait(scripts: Sequence[Script], name: Callable[[int], str]) -> Iterator[str]:
+    """Collectives of several groups that ranks enter in different orders: each waits in one for
+    another that waits in the next. NCCL may then hang, too, although its groups have streams of
+    their own."""
+    order: TopologicalSorter[tuple[str, int]] = TopologicalSorter()
+    first: dict[tuple[tuple[str, int], tuple[str, int]], Script] = {}
+    for script in scripts:
+        count: Counter[str] = Counter()
+        before: tuple[str, int] | None = None
+        for group in (call.group for call in script.issued if call.op not in MESSAGES):
+            count[group] += 1
+            here = group, count[group]
+            if before is not None:
+                order.add(here, before)
+                first.setdefault((before, here), script)
+            before = here
+    try:
+        order.prepare()
+    except CycleError as error:
+        told = []
+        for step in pairwise(error.args[1]):
+            script = first[step]
+            one, other = (f"collective {n} of its {script.axes.get(g, g)} group" for g, n in step)
+            told.append(f"rank {script.rank} {name(script.rank)} enters {one} before {other}")
+        yield f"a circular wait: {'; '.join(told)}"
 
 
 def _messages(source: Script, target: Script, group: str, who: tuple[str, str]) -> Iterator[str]:
