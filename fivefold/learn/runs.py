@@ -33,8 +33,8 @@ def observed(folder: Path) -> tuple[Observation, Story]:
     """
     story = read_story(folder)
     # Others may have been taken in another layout, or be of smaller batches.
-    training = story.config.training
-    own = [each for each in story.usual_steps if each.get("tokens") == training.step_tokens]
+    training, whole_batch = story.config.training, story.config.training.step_tokens
+    own = [r for r in story.usual_steps if r.get("tokens", whole_batch) == whole_batch]
     whole, each = (story.values(f"tokens_per_second{per}", own) for per in ("", "_per_rank"))
     ratios = {step: whole[step] / each[step] for step in whole if each.get(step)}
     worlds = {step: round(ratio) for step, ratio in ratios.items() if 0.5 < ratio < MOST_RANKS}
