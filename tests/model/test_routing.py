@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fivefold.config.experts import ExpertsConfig, LoadBalancing
 from fivefold.config.model import ModelConfig
+from fivefold.model.capacity import with_ties
 from fivefold.model.context import Context
 from fivefold.model.routing import Router
 from tests.verify.cases import MIXTURE
@@ -139,6 +140,24 @@ def test_experts_keep_the_tokens_with_the_highest_weights(
     for kept_T, weights_T in zip(kept_TE.T, weights_TE.T, strict=True):
         best = weights_T.topk(room).indices
         assert torch.equal(kept_T, torch.zeros_like(weights_T).index_copy(0, best, weights_T[best]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("experts", [8, 256, 4096])
+def test_scores_are_compared_alike_however_small_many_experts_make_them(
+    experts: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(experts)
+    logits_TE = torch.randn(64, experts, generator=generator, dtype=torch.float64) / 8
+    scores_S = logits_TE.softmax(1).flatten().sort().values.to(dtype)
+    compared_S = with_ties(scores_S)
+    assert bool((compared_S.diff() >= 0).all())
+    apart = scores_S[1:] > scores_S[:-1] * (1 + 2.0**-10)
+    assert bool((compared_S.diff()[apart] > 0).all())
+    epsilon = torch.finfo(dtype).eps
+    equal = with_ties(scores_S * (1 + epsilon)) == with_ties(scores_S * (1 - epsilon))
+    assert float(equal.double().mean()) > 0.99
+    assert float((compared_S / compared_S[0] / (scores_S / scores_S[0]) - 1).abs().max()) < 2**-10
 
 
 def _all_weigh_one(model: ModelConfig) -> bool:
