@@ -6,7 +6,7 @@ Shapes: E groups, T rows sorted by group, H input features, F output features.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from fivefold.model.leaves import local
 
 GROUPING = (9, 10)
 """Compute capabilities of GPUs with a grouped kernel, by their first number (torch 2.11)."""
+COLUMNS = 512
+"""Features of a bias whose gradient is made at a time, from a wide copy of the rows' gradients."""
 
 
 class GroupedLinear(nn.Module):
@@ -68,11 +70,35 @@ class GroupedLinear(nn.Module):
         """[T, out] with the biases of the rows, if there are any; arguments as in `forward`."""
         if self.bias is None:
             return y_TF
-        bias_TF = local(self.bias).repeat_interleave(rows_E, 0, output_size=len(y_TF))
+        bias_TF: Tensor = _OfRows.apply(local(self.bias), rows_E, len(y_TF))
         if weights_T is not None:
             weights_T = weights_T if adds_bias else weights_T.detach()
             bias_TF = (bias_TF * weights_T[:, None]).to(y_TF.dtype)
         return y_TF + (bias_TF if adds_bias else bias_TF - bias_TF.detach())
+
+
+class _OfRows(torch.autograd.Function):
+    """The bias of each row's group: [E, F] -> [T, F].
+
+    Its gradient is summed in at least fp32, in the order of the rows. Autograd's own would keep the
+    group of each row, and a GPU would add rows of bf16 one by one in any order, which rounds away
+    all but the first few hundred.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, bias_EF: Tensor, rows_E: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(rows_E)
+        return bias_EF.repeat_interleave(rows_E, 0, output_size=rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TF: Tensor) -> tuple[Tensor, None, None]:
+        (rows_E,) = ctx.saved_tensors
+        wide = torch.promote_types(grad_TF.dtype, torch.float32)
+        sums = [
+            torch.segment_reduce(part.to(wide), "sum", lengths=rows_E, unsafe=True)
+            for part in grad_TF.split(COLUMNS, 1)
+        ]
+        return torch.cat(sums, 1).to(grad_TF.dtype), None, None
 
 
 GroupedMultiplication = Callable[..., tuple[Tensor, ...]]
