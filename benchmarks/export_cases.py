@@ -130,10 +130,11 @@ def layouts() -> Iterator[tuple[str, Layout]]:
     """The layouts, by name."""
     for name, (preset, world, settings) in LAYOUTS.items():
         values = {"global_batch_size": 8 * world, "seq_length": 4096, **settings}
-        yield name, _planned(preset, world, values)
+        yield name, planned(preset, world, values)
 
 
-def _planned(preset: str, world: int, values: Mapping[str, Any]) -> Layout:
+def planned(preset: str, world: int, values: Mapping[str, Any]) -> Layout:
+    """The layout of a preset with other settings."""
     return check(Config(PRESETS[preset]).with_values(**values), world, planned=True)
 
 
@@ -466,4 +467,4 @@ def changed(name: str) -> tuple[Layout, Layout]:
     needs = {"global_batch_size": 64, "seq_length": 4096, **change.needs}
     preset = needs.pop("preset", "llama3-8b")
     after = {**needs, **change.along, name: change.value}
-    return _planned(preset, 8, needs), _planned(preset, 8, after)
+    return planned(preset, 8, needs), planned(preset, 8, after)
