@@ -23,14 +23,34 @@ def disagreements(scripts: Sequence[Script], name: Callable[[int], str]) -> list
     """
     found = [
         what
-        for one, other in combinations(scripts, 2)
+        for one, other in combinations(map(_Sorted, scripts), 2)
         for what in [next(_between(one, other, name), None)]
         if what is not None
     ]
     return found or list(_circular_wait(scripts, name))
 
 
-def _between(one: Script, other: Script, name: Callable[[int], str]) -> Iterator[str]:
+class _Sorted:
+    """A script whose operations are found by their group: each pair of ranks asks for them.
+
+    Attributes:
+        rank: as of the script, and so are `groups` and `axes`.
+        collectives: those of each group, in order.
+        messages: those of each kind, group and peer, in order.
+    """
+
+    def __init__(self, script: Script) -> None:
+        self.rank, self.groups, self.axes = script.rank, script.groups, script.axes
+        self.collectives: defaultdict[str, list[Issued]] = defaultdict(list)
+        self.messages: defaultdict[tuple[str, str, int | None], list[Issued]] = defaultdict(list)
+        for call in script.issued:
+            if call.op in MESSAGES:
+                self.messages[call.op, call.group, call.peer].append(call)
+            else:
+                self.collectives[call.group].append(call)
+
+
+def _between(one: _Sorted, other: _Sorted, name: Callable[[int], str]) -> Iterator[str]:
     """Differences between two ranks, the first one first."""
     here, there = f"rank {one.rank} {name(one.rank)}", f"rank {other.rank} {name(other.rank)}"
     shared = []
@@ -48,12 +68,10 @@ def _between(one: Script, other: Script, name: Callable[[int], str]) -> Iterator
         yield from _messages(other, one, group, (there, here))
 
 
-def _collectives(one: Script, other: Script, group: str, who: tuple[str, str]) -> Iterator[str]:
+def _collectives(one: _Sorted, other: _Sorted, group: str, who: tuple[str, str]) -> Iterator[str]:
     ranks, axis = one.groups[group], one.axes.get(group, group)
     at, opposite = ranks.index(one.rank), ranks.index(other.rank)
-    both = (
-        [c for c in s.issued if c.group == group and c.op not in MESSAGES] for s in (one, other)
-    )
+    both = (script.collectives[group] for script in (one, other))
     for number, (mine, theirs) in enumerate(zip_longest(*both), 1):
         what = f"collective {number} of the {axis} group"
         if mine is None or theirs is None:
@@ -76,12 +94,15 @@ def _circular_wait(scripts: Sequence[Script], name: Callable[[int], str]) -> Ite
     """Collectives of several groups that ranks enter in different orders: each waits in one for
     another that waits in the next. NCCL may then hang, too, although its groups have streams of
     their own."""
+    users = Counter(g for script in scripts for g in {call.group for call in script.issued})
     order: TopologicalSorter[tuple[str, int]] = TopologicalSorter()
     first: dict[tuple[tuple[str, int], tuple[str, int]], Script] = {}
     for script in scripts:
         count: Counter[str] = Counter()
         before: tuple[str, int] | None = None
         for group in (call.group for call in script.issued if call.op not in MESSAGES):
+            if users[group] == 1:  # nobody here waits in it for another one
+                continue
             count[group] += 1
             here = group, count[group]
             if before is not None:
@@ -99,12 +120,12 @@ def _circular_wait(scripts: Sequence[Script], name: Callable[[int], str]) -> Ite
         yield f"a circular wait: {'; '.join(told)}"
 
 
-def _messages(source: Script, target: Script, group: str, who: tuple[str, str]) -> Iterator[str]:
+def _messages(source: _Sorted, target: _Sorted, group: str, who: tuple[str, str]) -> Iterator[str]:
     """Sends without a receive, receives without a send, those of other sizes, and those that are
     received in another order, by which NCCL pairs them."""
     ranks, axis = source.groups[group], source.axes.get(group, group)
-    sent = _to_peer(source, "send", group, ranks.index(target.rank))
-    got = _to_peer(target, "receive", group, ranks.index(source.rank))
+    sent = source.messages["send", group, ranks.index(target.rank)]
+    got = target.messages["receive", group, ranks.index(source.rank)]
     leaving, coming = _by_tag(sent), _by_tag(got)
     for tag in dict.fromkeys((*leaving, *coming)):
         for leaves, comes in zip_longest(leaving.get(tag, ()), coming.get(tag, ())):
@@ -123,11 +144,6 @@ def _messages(source: Script, target: Script, group: str, who: tuple[str, str]) 
                 f"{who[0]} sends message {leaves.tag} of the {axis} group to {who[1]}, which "
                 f"receives message {comes.tag} in its place"
             )
-
-
-def _to_peer(script: Script, op: str, group: str, peer: int) -> list[Issued]:
-    """What a rank sends to another one of a group, or receives from it, in order."""
-    return [c for c in script.issued if c.op == op and c.group == group and c.peer == peer]
 
 
 def _by_tag(calls: Sequence[Issued]) -> dict[int, list[Issued]]:
