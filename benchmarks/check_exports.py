@@ -5,9 +5,10 @@
     PYTHONPATH=Megatron-LM python -m benchmarks.check_exports --record
 
 Each trainer that is there reads the settings of many layouts, which together use every setting that
-can be exported, and a change of each single one. Then everything that it has under one of our names
-has our value, or the export has named the setting; its learning rates are ours; and what it builds
-is our model. `--record` notes the accepted names, with the release, for tests/tell/test_export.py.
+can be exported, a change of each single one, and `--random` combinations. Then everything that it
+has under one of our names has our value, or the export has named the setting; its learning rates
+are ours; and what it builds is our model. `--record` notes the accepted names, with the release,
+for tests/tell/test_export.py.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from importlib.metadata import version
 from io import StringIO
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +31,7 @@ import torch
 from packaging.version import Version
 
 from benchmarks.export_cases import CHANGES, changed, layouts
+from benchmarks.export_combinations import combinations
 from fivefold.config.layer_pattern import expert_layers
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
@@ -72,8 +75,10 @@ ITS_NAMES = {
 ITS_OWN = {
     "use_precision_aware_optimizer": "optimizer_cpu_offload",
     "bias_swiglu_fusion": "glu_linear_offset",
+    "train_iters": "train_samples",
 }
-"""What it sets itself where something else is set: the same numbers by other code."""
+"""What it sets itself where something else is set: the same numbers by other code, or steps by
+the samples that they take."""
 NOT_COMPARED = (
     *("pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank"),
     *("num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers"),
@@ -112,6 +117,8 @@ _FULL = ("recompute_method", "recompute_num_layers")
 
 def read_by_megatron(found: Export, layout: Layout) -> None:
     """Its parser and its validation; then its values, stages, activation and learning rates."""
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer import transformer_config
     from megatron.training import arguments
 
     sharded = layout.config.parallel.data_parallel_sharding_strategy in ("no_shard", "optim")
@@ -124,20 +131,17 @@ def read_by_megatron(found: Export, layout: Layout) -> None:
     # It asks whether the device is of Hopper's kind, and how new Transformer Engine is.
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     arguments.get_device_arch_version = lambda: 9
-    arguments.is_te_min_version = lambda least, **_: Version(least) <= Version("2.8.0")
+    for module in (arguments, transformer_config):
+        module.is_te_min_version = lambda least, **_: Version(least) <= Version("2.8.0")
+    rope_utils.fused_apply_rotary_pos_emb = rope_utils.fused_apply_rotary_pos_emb or object()
     sys.argv = ["pretrain_gpt.py", *_words(found.text)]
     told = StringIO()
     try:
         with redirect_stderr(told), redirect_stdout(told):
             args = arguments.validate_args(arguments.parse_args())
-            narrow = args.fp8, args.fp4, args.fp8_param_gather
-            # These, and fusion, ask for Transformer Engine.
-            args.fp8, args.fp4, args.fp8_param_gather = None, None, False
-            args.apply_rope_fusion = False
             core = arguments.core_transformer_config_from_args(args)
     except SystemExit:
         raise ValueError(told.getvalue().strip().splitlines()[-1]) from None
-    args.fp8, args.fp4, args.fp8_param_gather = narrow
     named = "\n".join(found.missing)
     for name, value in _values(layout):
         theirs = getattr(args, ITS_NAMES.get(name, name), value)
@@ -173,6 +177,8 @@ def _values(layout: Layout) -> Iterator[tuple[str, Any]]:
         del values["gated_linear_unit"]  # its switch says both
     if model.num_experts:
         values["moe_ffn_hidden_size"] = model.expert_ffn_size
+        losses, factors = values["moe_router_load_balancing_type"], values["moe_aux_loss_coeff"]
+        values["moe_aux_loss_coeff"] = factors * (len(losses) // len(factors))
     if model.position_embedding_type != "rope":
         del values["rope_type"]
     values["add_qkv_bias"] = model.qkv_bias
@@ -199,6 +205,8 @@ def _same(ours: Any, theirs: Any) -> bool:
         return _same(ours[0], theirs)
     if isinstance(theirs, list | tuple) and isinstance(ours, int):
         return tuple(theirs) == (ours, 0)  # a window, and how far it looks ahead
+    if isinstance(theirs, list) and isinstance(ours, tuple) and isinstance(ours[0], float):
+        return list(ours) == theirs
     if isinstance(theirs, list):
         moved = ["moe" if module == "routed_experts" else module for module in ours]
         return isinstance(ours, str) or list(dict.fromkeys(moved)) == theirs
@@ -238,6 +246,7 @@ def _compare_activation(core: Any, layout: Layout, named: str) -> None:
 
 
 def _rates_of_megatron(args: Any) -> Iterator[float]:
+    from megatron.core import num_microbatches_calculator as calculator
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     group: dict[str, Any] = {"params": []}
@@ -246,29 +255,43 @@ def _rates_of_megatron(args: Any) -> Iterator[float]:
         init_lr=args.lr_warmup_init,
         max_lr=args.lr,
         min_lr=args.min_lr,
-        lr_warmup_steps=args.lr_warmup_iters,
-        lr_decay_steps=args.lr_decay_iters or args.train_iters,
+        lr_warmup_steps=args.lr_warmup_samples or args.lr_warmup_iters,
+        lr_decay_steps=_durations(args, "lr_decay") or _durations(args, "train"),
         lr_decay_style=args.lr_decay_style,
         start_wd=args.weight_decay,
         end_wd=args.weight_decay,
-        wd_incr_steps=args.train_iters,
+        wd_incr_steps=_durations(args, "train"),
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
-        wsd_decay_steps=args.lr_wsd_decay_iters,
+        wsd_decay_steps=_durations(args, "lr_wsd_decay"),
         lr_wsd_decay_style=args.lr_wsd_decay_style,
     )
+    sizes = calculator._build_num_microbatches_calculator(
+        *(1, args.rampup_batch_size, args.global_batch_size, args.micro_batch_size),
+        *(args.data_parallel_size, False),
+    )
     while True:
+        sizes.update(scheduler.num_steps, True)
         yield scheduler.get_lr(group)
-        scheduler.num_steps += 1
+        scheduler.num_steps += sizes.current_running_global_batch_size if args.train_samples else 1
+
+
+def _durations(args: Any, what: str) -> int | None:
+    """In steps, or with --train-samples in samples."""
+    found: int | None = getattr(args, f"{what}_{'samples' if args.train_samples else 'iters'}")
+    return found
 
 
 def _compare_rates(theirs: Iterator[float], layout: Layout, *, first: int = 0) -> None:
     """Of each step from `first` on."""
-    optimizer, steps = layout.config.optimizer, layout.config.training.train_iters
-    for step, rate in zip(range(steps), theirs, strict=False):
-        ours = learning_rate(step, optimizer, steps)
+    optimizer, training = layout.config.optimizer, layout.config.training
+    for step, rate in zip(range(training.num_steps), theirs, strict=False):
+        ours = learning_rate(step, optimizer, training)
         if step >= first and abs(rate - ours) > 1e-9 * optimizer.lr:
             raise ValueError(f"the learning rate of step {step} is {ours} here and {rate} there")
+
+
+_NO_SAMPLES = "it counts no samples"  # so that its rates are those of whole steps
 
 
 def read_by_torchtitan(found: Export, layout: Layout) -> None:
@@ -306,7 +329,7 @@ def read_by_torchtitan(found: Export, layout: Layout) -> None:
         optimizers=[torch.optim.SGD([torch.zeros(1)], lr=optimizer.lr)],
         training_steps=config.training.steps,
     ).schedulers[0]
-    if not any(word in named for word in ("lr_wsd_decay_", "lr_decay_iters")):
+    if not any(word in named for word in ("lr_wsd_decay_", "lr_decay_iters", _NO_SAMPLES)):
         rates = (optimizer.lr * scheduler.lr_lambdas[0](n) for n in range(config.training.steps))
         warmed_up = optimizer.lr_warmup_iters if "lr_warmup_init" in named else 0
         _compare_rates(rates, layout, first=warmed_up)
@@ -408,7 +431,7 @@ def read_by_deepspeed(found: Export, layout: Layout) -> None:
                 rates.step()
 
     named = "\n".join(found.missing)
-    if "WSD" not in named:
+    if "WSD" not in named and _NO_SAMPLES not in named:
         inexact = "lr_warmup_i" in named
         _compare_rates(
             told(), layout, first=layout.config.optimizer.lr_warmup_iters + 1 if inexact else 0
@@ -443,7 +466,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
     parser.add_argument("--only", choices=TRAINERS, help="this trainer alone")
+    parser.add_argument("--random", type=int, default=0, help="so many combinations, too")
+    parser.add_argument("--seed", type=int, default=0, help="of the combinations")
     options = parser.parse_args()
+    if options.record and options.random:
+        parser.error("what is recorded are the names of the layouts that are always read")
     logging.disable(logging.WARNING)
     known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     for target, (module, read) in TRAINERS.items():
@@ -458,12 +485,14 @@ def main() -> None:
             check_its_models()
         used: set[str] = set()
         number = wrong = 0
-        for name, layout in cases():
+        for name, layout in chain(cases(), combinations(options.random, options.seed)):
             found = export(layout, target)
             number += 1
             try:
                 read(found, layout)
             except Exception as error:  # whatever it raises is its opinion of our settings
+                if "it refuses" in "\n".join(found.missing):
+                    continue
                 wrong += 1
                 print(f"{target} does not take {name!r}: {error!r}")
             used |= names(target, found.text)

@@ -130,10 +130,11 @@ def layouts() -> Iterator[tuple[str, Layout]]:
     """The layouts, by name."""
     for name, (preset, world, settings) in LAYOUTS.items():
         values = {"global_batch_size": 8 * world, "seq_length": 4096, **settings}
-        yield name, _planned(preset, world, values)
+        yield name, planned(preset, world, values)
 
 
-def _planned(preset: str, world: int, values: Mapping[str, Any]) -> Layout:
+def planned(preset: str, world: int, values: Mapping[str, Any]) -> Layout:
+    """The layout of a preset with other settings."""
     return check(Config(PRESETS[preset]).with_values(**values), world, planned=True)
 
 
@@ -166,6 +167,7 @@ _MLA = {"preset": "deepseek-v2-lite"}
 _GROUPS = {"preset": "mixtral-8x7b", "moe_router_num_groups": 2, "moe_router_group_topk": 2}
 _ZERO1 = {"data_parallel_sharding_strategy": "optim"}
 _ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
+_SAMPLES = {"train_samples": 9000}
 _WARM_UP = {"lr_warmup_iters": 10}
 _WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 20}
 _FUSED = {"cross_entropy_loss_fusion": True}
@@ -352,7 +354,9 @@ CHANGES: Mapping[str, Change] = {
     "micro_batch_size": Change(2),
     "global_batch_size": Change(128),
     "seq_length": Change(2048),
+    "rampup_batch_size": Change((32, 16, 1000), _SAMPLES),
     "train_iters": Change(1000),
+    "train_samples": Change(9000),
     "seed": Change(77),
     "precision": Change("fp32"),
     "fp8_format": Change("hybrid"),
@@ -410,9 +414,14 @@ CHANGES: Mapping[str, Change] = {
     "min_lr": Change(1.25e-5),
     "lr_decay_style": Change("linear"),
     "lr_decay_iters": Change(130),
+    "lr_decay_samples": Change(7000, _SAMPLES),
     "lr_warmup_iters": Change(10),
+    "lr_warmup_samples": Change(300, _SAMPLES),
     "lr_warmup_init": Change(1.5e-5, _WARM_UP),
     "lr_wsd_decay_iters": Change(25, _WSD),
+    "lr_wsd_decay_samples": Change(
+        1500, _SAMPLES | {"lr_decay_style": "WSD", "lr_wsd_decay_samples": 900}
+    ),
     "lr_wsd_decay_style": Change("minus_sqrt", _WSD),
     "weight_decay": Change(0.05),
     "adam_beta1": Change(0.875),
@@ -458,4 +467,4 @@ def changed(name: str) -> tuple[Layout, Layout]:
     needs = {"global_batch_size": 64, "seq_length": 4096, **change.needs}
     preset = needs.pop("preset", "llama3-8b")
     after = {**needs, **change.along, name: change.value}
-    return _planned(preset, 8, needs), _planned(preset, 8, after)
+    return planned(preset, 8, needs), planned(preset, 8, after)

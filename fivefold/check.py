@@ -10,6 +10,7 @@ from math import prod
 from shlex import quote
 from typing import Any
 
+from fivefold.batch_rules import check_smaller_batches, count_microbatches
 from fivefold.config.config import SETTINGS, Config
 from fivefold.config.dependence import check_dependents
 from fivefold.config.experts import check_routing
@@ -60,8 +61,6 @@ from fivefold.pipeline.schedules.registry import (
 from fivefold.pipeline.simulate import peak_in_flight
 from fivefold.pipeline.stages import Split
 from fivefold.units import several
-
-MAX_MICROBATCHES = 1 << 16  # per step; a program lists every one of them
 
 
 def check(config: Config, world_size: int, *, planned: bool = False) -> Layout:
@@ -140,13 +139,14 @@ def _check(
         check_groups_used(parallel, split.num_virtual, mistakes)
     if split is not None:
         check_recomputed_layers(config.memory, split, mistakes)
-    microbatches = _microbatches(config, parallel, mistakes)
+    microbatches = count_microbatches(config, parallel, mistakes)
     mistakes.raise_if_any()
     assert split is not None
     schedule = resolved_schedule(parallel, split.num_virtual)
     layout = Layout(
         replace(config, parallel=parallel), _grid(parallel), split, schedule, microbatches
     )
+    check_smaller_batches(layout, mistakes)
     try:
         layout.order().program()
     except ConfigError as error:
@@ -298,14 +298,15 @@ NOT_BUILT: tuple[tuple[str, str, Any], ...] = (("fp4_format", "4-bit multiplicat
 
 
 def _check_profile(config: Config, world_size: int, mistakes: Mistakes) -> None:
-    logging, steps = config.logging, config.training.train_iters
+    logging, steps = config.logging, config.training.num_steps
+    count = f"train_{config.training.counted_in}"
     start, end = logging.profile_step_start, logging.profile_step_end
     if not logging.profile:
         return
     if not 1 <= start < end or start > steps:
         mistakes.add(
             f"profile_step_start {start} and profile_step_end {end} name no step of 1 to {steps}",
-            f"1 <= start < end, and start <= {steps} (train_iters), must hold",
+            f"1 <= start < end, and start <= {steps} ({count}), must hold",
             works=[f"--profile-step-start {steps} --profile-step-end {steps + 1}"],
         )
     for rank in logging.profile_ranks:
@@ -326,24 +327,3 @@ def _check_sequence(config: Config, mistakes: Mistakes) -> None:
                 f"--max-position-embeddings {length}",
             ],
         )
-
-
-def _microbatches(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> int:
-    size, each = config.training.global_batch_size, config.training.micro_batch_size
-    dp = parallel.data_parallel_size
-    unit = each * dp
-    if size % unit:
-        near = (size // unit, size // unit + 1)
-        mistakes.add(
-            f"global_batch_size {size} is not a whole number of microbatches per rank",
-            f"micro_batch_size {each} x dp {dp} = {unit}, and {size} / {unit} = {size / unit:.4g}",
-            works=[f"--global-batch-size {n * unit}" for n in near if n],
-        )
-    if size // unit > MAX_MICROBATCHES:
-        mistakes.add(
-            f"{size // unit:,} microbatches a step are more than {MAX_MICROBATCHES:,}",
-            f"global_batch_size {size} / (micro_batch_size {each} x dp {dp})",
-            works=[f"--global-batch-size {MAX_MICROBATCHES * unit}"],
-        )
-        return 1
-    return max(size // unit, 1)

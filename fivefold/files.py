@@ -199,13 +199,13 @@ def finite(value: Any) -> Any:
 
 
 def read_text(path: str | os.PathLike[str], error: type[FivefoldError] = FivefoldError) -> str:
-    """The contents of a UTF-8 file.
+    """The contents of a UTF-8 file, without the mark that some editors put before it.
 
     Raises:
         FivefoldError: of the class `error`; the file cannot be read, or is not text.
     """
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except OSError as problem:
         raise error(f"cannot read {path}: {problem.strerror or problem}") from None
     except UnicodeDecodeError as problem:

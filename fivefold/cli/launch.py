@@ -13,7 +13,7 @@ from fivefold.check import check
 from fivefold.cli.style import note
 from fivefold.cli.train import recipe_name
 from fivefold.config.parallel import option
-from fivefold.config.settings import argument
+from fivefold.config.settings import argument, settings_of
 from fivefold.config.sources import load
 from fivefold.errors import ConfigError, FivefoldError, Mistake, Mistakes
 from fivefold.files import telling_unwritable, write_atomic
@@ -31,24 +31,39 @@ class Target(NamedTuple):
         text: writes the job file.
         suffix: how its name ends.
         submit: the command that submits it, before the file's name.
+        takes: options that its job file says something of.
         needs: options that it cannot do without.
     """
 
     text: Callable[[ClusterJob], str]
     suffix: str
     submit: tuple[str, ...]
+    takes: tuple[str, ...]
     needs: tuple[str, ...] = ()
 
 
 TARGETS: Mapping[str, Target] = MappingProxyType(
     {
-        "slurm": Target(sbatch_file, ".sbatch", ("sbatch",)),
-        "kubernetes": Target(train_job, ".yaml", ("kubectl", "apply", "-f"), ("image", "volume")),
-        "skypilot": Target(sky_task, ".yaml", ("sky", "launch", "--yes"), ("image", "volume")),
+        "slurm": Target(sbatch_file, ".sbatch", ("sbatch",), ("time",)),
+        "kubernetes": Target(
+            train_job,
+            ".yaml",
+            ("kubectl", "apply", "-f"),
+            ("time", "image", "volume"),
+            ("image", "volume"),
+        ),
+        "skypilot": Target(
+            sky_task,
+            ".yaml",
+            ("sky", "launch", "--yes"),
+            ("gpu", "image", "volume"),
+            ("image", "volume"),
+        ),
         "ray": Target(
             ray_script,
             ".py",
             ("ray", "job", "submit", "--working-dir", ".", "--", "python"),
+            ("gpu",),
             ("save",),
         ),
     }
@@ -67,6 +82,15 @@ _WHY = MappingProxyType(
         "save": "workers have other folders, and all write one: name it from the root",
     }
 )
+_IDLE = MappingProxyType(
+    {
+        "gpu": "it asks for a number of GPUs, not for a kind",
+        "time": "it has no time limit; --exit-duration-in-mins ends a start in time",
+        "image": "its machines have Fivefold themselves",
+        "volume": "its machines see the folder of --save themselves",
+    }
+)
+"""Why a job file says nothing of an option."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +122,15 @@ def run(argv: Sequence[str]) -> int:
     for flag, value in (("nodes", options.nodes), ("ranks-per-node", options.ranks_per_node)):
         if value < 1:
             mistakes.add(f"--{flag} must be at least 1, not {value}")
+    for setting in settings_of(Options):
+        value = getattr(options, setting.name)
+        idle = setting.name in _IDLE and setting.name not in target.takes
+        if idle and value not in (setting.default, None):
+            mistakes.add(
+                f"{setting.flag} has no effect on a job for {options.target}: "
+                f"{_IDLE[setting.name]}",
+                works=[setting.typed(setting.default)],
+            )
     limit = None
     with mistakes.collecting():
         limit = read_limit(options.time)

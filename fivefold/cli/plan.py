@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fivefold.cli.plan_options import Options, check_alone, none_proven, planned_request
-from fivefold.cli.style import paint
-from fivefold.config.sources import Loaded, load_with_origins
+from fivefold.cli.style import note, paint
+from fivefold.config.sources import Loaded, load_consistent
 from fivefold.files import finite, telling_unwritable, write_atomic
 from fivefold.tell.columns import listed, prose
 
@@ -28,7 +28,9 @@ def run(argv: Sequence[str]) -> int:
         return _calibrate(argv)
     if any(word.partition("=")[0] == "--score" for word in argv):
         return _score(argv)
-    loaded = load_with_origins(_with_model(argv), Options, models=True)
+    from fivefold.search.request import LAYOUT
+
+    loaded = load_consistent(_with_model(argv), Options, note, models=True, ignored=LAYOUT)
     options, tokens = loaded.options, _tokens(loaded.options.train_tokens)
     asked, known = planned_request(loaded, tokens)
     from fivefold.search.search import search
@@ -118,8 +120,8 @@ def _emit(result: "SearchResult", target: str, notes: Sequence[str]) -> None:
 
     found = export(result.best.layout, target)
     sys.stdout.write(found.text)
-    for note in (*notes, *found.missing):
-        print(f"{paint('note:', 'yellow', sys.stderr)} {note}", file=sys.stderr)
+    for text in (*notes, *found.missing):
+        note(text)
 
 
 def _record(

@@ -43,6 +43,7 @@ from fivefold.pipeline.study import (
     timed,
 )
 from fivefold.report.settings import run_config
+from fivefold.train.run_folder import RunFolder
 from fivefold.units import wrapped
 
 if TYPE_CHECKING:
@@ -262,11 +263,14 @@ def _measured(options: Options) -> "MeasuredPieces | None":
     from fivefold.pipeline.measured_parts import check_same_pieces, measured_pieces
 
     folder = Path(options.measured)
-    config = run_config(folder)
+    config = run_config(folder, RunFolder(folder).profile)
     world = prod(getattr(config.parallel, name) for name in DEGREES.values())
     layout = check(config, world, planned=True)
     check_same_pieces(config.model, resolve_model(options.balance))
     program, simulation = measured_program(read_measured(folder))
+    if program.placement != layout.order().program().placement:
+        what = f"{folder} was profiled with other stages than those of its settings"
+        raise ConfigError(Mistake(what, attempt="a profiled run: fivefold train --profile"))
     stages = layout.split.stages
     return measured_pieces(config.model, stages, median_costs(program, simulation))
 

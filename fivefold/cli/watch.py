@@ -92,11 +92,11 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def _state(story: Story) -> str:
     if story.is_finished:
         return "finished"
-    usual = story.usual("seconds", story.latest_steps) or story.usual("seconds")
+    usual = story.usual("seconds")
     if story.seen is None or usual is None:
         return "no step has ended yet"
     silent = max(0.0, (datetime.now().astimezone() - story.seen).total_seconds())
-    left = human_seconds(usual * (story.config.training.train_iters - story.done))
+    left = human_seconds(usual * (story.config.training.num_steps - story.done))
     if silent > max(AT_LEAST, SILENT * usual):
         return f"no step for {human_seconds(silent)}, a step takes {human_seconds(usual)}"
     return f"{left} left; last step {human_seconds(silent)} ago"

@@ -48,6 +48,11 @@ class Config:
             **{name: replace(getattr(self, name), **values) for name, values in changes.items()},
         )
 
+    def with_batch(self, size: int | None = None) -> "Config":
+        """A copy of which every step takes `size` sequences; None: those of the whole batch."""
+        size = size or self.training.global_batch_size
+        return self.with_values(global_batch_size=size, rampup_batch_size=())
+
     def value(self, name: str) -> Any:
         """The value of a setting in any section.
 

@@ -4,7 +4,7 @@ _ONE_WAY = "there is one way, which needs no choice"
 _MESSAGES = "messages between stages are always asynchronous, each direction by itself"
 _ADAMW = "AdamW is the only optimizer"
 _NO_FP16 = "fp16 needs loss scaling, which Fivefold does not have; --bf16 needs none"
-_BATCH = "each start has one batch size, and may go on from a checkpoint with a larger one"
+_BATCH = "a batch is whole microbatches on every rank, or refused"
 _SIGNALS = "SIGTERM, SIGUSR1 and Ctrl-C end a run, which saves its step before"
 _RATES = "all weights have one learning rate, and all but biases and norms one weight decay"
 _RECORDER = "NCCL's last 2,000 calls are written to the run folder when one times out"
@@ -66,7 +66,7 @@ MEGATRON_NAMES: tuple[tuple[str, str, str], ...] = (
     ("--recompute-modules moe", "moe_layer_recompute", "with --recompute-granularity selective"),
     ("", "use_grouped_gemm_for_shared_expert use_grouped_gemm_for_dense_mlp", _ONE_WAY),
     # Batch and duration
-    ("--global-batch-size", "rampup_batch_size step_batch_size_schedule", _BATCH),
+    ("--rampup-batch-size", "step_batch_size_schedule", "it grows by equal parts"),
     ("--global-batch-size", "decrease_batch_size_if_needed", _BATCH),
     ("", "eval_global_batch_size eval_micro_batch_size", "evaluations have the training's batches"),
     ("", "exit_signal_handler exit_signal", _SIGNALS),
@@ -86,7 +86,7 @@ MEGATRON_NAMES: tuple[tuple[str, str, str], ...] = (
     ("--min-lr", "decoupled_min_lr", _RATES),
     ("--weight-decay", "start_weight_decay end_weight_decay weight_decay_incr_style", _RATES),
     ("--weight-decay", "apply_wd_to_qk_layernorm no_weight_decay_cond_type", _RATES),
-    ("--lr-wsd-decay-iters", "lr_wsd_decay_samples wsd_decay_steps", STEPS),
+    ("--lr-wsd-decay-iters", "wsd_decay_steps", STEPS),
     (
         "",
         "override_opt_param_scheduler use_checkpoint_opt_param_scheduler",

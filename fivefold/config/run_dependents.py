@@ -109,14 +109,33 @@ OF_RUNS = (
         ("--tokenizer-model none",),
     ),
     Dependents(
-        ("min_lr", "lr_decay_iters"),
+        ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"),
+        "train_samples",
+        lambda c: c.training.train_samples is None,
+        "counts the steps of a run that does not count samples",
+        ("--train-samples none",),
+    ),
+    Dependents(
+        (
+            "rampup_batch_size",
+            "lr_decay_samples",
+            "lr_warmup_samples",
+            "lr_wsd_decay_samples",
+        ),
+        "train_samples",
+        lambda c: c.training.train_samples is not None,
+        "is for a run that counts samples",
+        ("--train-samples 1000000",),
+    ),
+    Dependents(
+        ("min_lr", "lr_decay_iters", "lr_decay_samples"),
         "lr_decay_style",
         lambda c: c.optimizer.lr_decay_style != "constant",
         "is for a learning rate that decays",
         ("--lr-decay-style cosine",),
     ),
     Dependents(
-        ("lr_wsd_decay_iters", "lr_wsd_decay_style"),
+        ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style"),
         "lr_decay_style",
         lambda c: c.optimizer.lr_decay_style == "WSD",
         "is for the final decay of WSD",
@@ -125,9 +144,16 @@ OF_RUNS = (
     Dependents(
         ("lr_warmup_init",),
         "lr_warmup_iters",
-        lambda c: c.optimizer.lr_warmup_iters > 0,
+        lambda c: c.training.train_samples is not None or c.optimizer.lr_warmup_iters > 0,
         "starts a warm-up",
         ("--lr-warmup-iters 1",),
+    ),
+    Dependents(
+        ("lr_warmup_init",),
+        "lr_warmup_samples",
+        lambda c: c.training.train_samples is None or c.optimizer.lr_warmup_samples > 0,
+        "starts a warm-up",
+        ("--lr-warmup-samples 1",),
     ),
     Dependents(
         (

@@ -107,11 +107,12 @@ class Setting:
         """Convert a TOML value to a value.
 
         Raises:
-            ValueError: it has another type, or is not among the choices.
+            ValueError: it has another type, is not among the choices, or is an empty list where no
+                flag gives one either.
         """
         if self.optional and value == self.none:
             return None
-        if self.many:
+        if self.many and (value != [] or self.default == ()):
             return tuple(map(self._one, value if isinstance(value, list) else [value]))
         return self._one(value)
 

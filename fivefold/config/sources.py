@@ -1,7 +1,7 @@
 """Builds a Config from defaults, a recipe (TOML) and flags, each overriding the one before."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -104,12 +104,26 @@ def load(
 
 
 def load_consistent(
-    argv: Sequence[str], options: type[T], note: Callable[[str], None]
+    argv: Sequence[str],
+    options: type[T],
+    note: Callable[[str], None],
+    *,
+    models: bool = False,
+    ignored: Collection[str] = (),
 ) -> Loaded[T]:
-    """The same as `load`, with the origin of each setting."""
-    loaded = load_with_origins(argv, options)
+    """The same as `load`, with the origin of each setting.
+
+    Args:
+        argv: as `load`.
+        options: as `load`.
+        note: as `load`.
+        models: as `load_with_origins`.
+        ignored: names of the settings that the command does not take from recipes, of which there
+            is nothing to say.
+    """
+    loaded = load_with_origins(argv, options, models=models)
     config, left_out = without_orphans(loaded.config, loaded.by_flag)
-    for orphan in left_out:
+    for orphan in (each for each in left_out if each.name not in ignored):
         note(f"{orphan.shown} of the recipe is left out: {orphan.why}")
     return replace(loaded, config=config)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from fivefold.config.batch_sizes import BatchSizes
 from fivefold.config.parallel import option
 
 ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp32": 4, "fp64": 8})
@@ -29,7 +30,15 @@ class TrainingConfig:
     micro_batch_size: int = option(1, "sequences per microbatch and data-parallel rank")
     global_batch_size: int = option(8, "sequences per optimizer step over all ranks")
     seq_length: int = option(1024, "tokens per sequence")
+    rampup_batch_size: tuple[int, ...] = option(
+        (),
+        "three numbers: sequences of the first step, how many are added again and again until "
+        "they are global_batch_size, and the samples that this takes",
+    )
     train_iters: int = option(100, "optimizer steps")
+    train_samples: int | None = option(
+        None, "sequences of the whole run, in place of train_iters: rates count samples, too"
+    )
     seed: int = option(1234, "seed of initial weights, data order and dropout, whatever the layout")
     precision: Literal["bf16", "fp32", "fp64"] = option(
         "bf16", "compute type; bf16 keeps fp32 master weights and reduces in fp32"
@@ -151,8 +160,35 @@ class TrainingConfig:
     )
 
     @property
+    def batch_sizes(self) -> BatchSizes:
+        """Sequences of each step of the run."""
+        return BatchSizes(self.global_batch_size, *self.rampup_batch_size)
+
+    @property
+    def counted_in(self) -> str:
+        """What durations count, as settings' names end: iters or samples."""
+        return "iters" if self.train_samples is None else "samples"
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the run: `train_iters`, or as many as `train_samples` suffice for."""
+        if self.train_samples is None:
+            return self.train_iters
+        return self.batch_sizes.steps(self.train_samples)
+
+    @property
+    def samples(self) -> int:
+        """Sequences of all steps of the run."""
+        return self.batch_sizes.samples(self.num_steps)
+
+    def lasting(self, steps: int) -> str:
+        """The flag with which a run has so many steps."""
+        count = steps if self.train_samples is None else self.batch_sizes.samples(steps)
+        return f"--train-{self.counted_in} {count}"
+
+    @property
     def step_tokens(self) -> int:
-        """Tokens of a training step, on all ranks."""
+        """Tokens of a training step of the whole batch, on all ranks."""
         return self.global_batch_size * self.seq_length
 
     @property
@@ -218,9 +254,16 @@ class OptimizerConfig:
         "cosine", "shape of the decay after the warm-up"
     )
     lr_decay_iters: int | None = option(None, "step at which the decay ends (default: train_iters)")
+    lr_decay_samples: int | None = option(
+        None, "with train_samples: sample at which the decay ends (default: train_samples)"
+    )
     lr_warmup_iters: int = option(0, "steps of linear warm-up")
+    lr_warmup_samples: int = option(0, "with train_samples: samples of linear warm-up")
     lr_warmup_init: float = option(0.0, "learning rate that the warm-up starts from")
     lr_wsd_decay_iters: int | None = option(None, "length of WSD's final decay, in steps")
+    lr_wsd_decay_samples: int | None = option(
+        None, "with train_samples: length of WSD's final decay, in samples"
+    )
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = option(
         "exponential", "shape of WSD's final decay"
     )
@@ -247,6 +290,15 @@ class OptimizerConfig:
     exp_avg_sq_dtype: MomentType = option(
         "fp32", "type of the second moment between steps; fewer bits are rounded stochastically"
     )
+
+    def durations(self, training: TrainingConfig) -> tuple[int, int, int | None]:
+        """The end of the warm-up, that of the decay, and the length of WSD's final decay; in what
+        the run counts (`TrainingConfig.counted_in`)."""
+        if training.train_samples is None:
+            end = self.lr_decay_iters or training.train_iters
+            return self.lr_warmup_iters, end, self.lr_wsd_decay_iters
+        end = self.lr_decay_samples or training.train_samples
+        return self.lr_warmup_samples, end, self.lr_wsd_decay_samples
 
     @property
     def narrow_parameters(self) -> bool:

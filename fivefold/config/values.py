@@ -1,9 +1,11 @@
 """Checks the ranges of single settings."""
 
 from collections.abc import Callable
+from math import gcd
 from types import MappingProxyType
 
 from fivefold.config.config import Config
+from fivefold.config.training import TrainingConfig
 from fivefold.errors import Mistakes
 
 _Rule = tuple[Callable[[float], bool], str]
@@ -55,6 +57,7 @@ _RULES = MappingProxyType(
         "global_batch_size": _AT_LEAST_ONE,
         "seq_length": _AT_LEAST_ONE,
         "train_iters": _AT_LEAST_ONE,
+        "train_samples": _AT_LEAST_ONE,
         "fp8_amax_history_len": _AT_LEAST_ONE,
         "label_smoothing": _SHARE,
         "z_loss_coeff": _NOT_NEGATIVE,
@@ -74,9 +77,12 @@ _RULES = MappingProxyType(
         "lr": _POSITIVE,
         "min_lr": _NOT_NEGATIVE,
         "lr_decay_iters": _AT_LEAST_ONE,
+        "lr_decay_samples": _AT_LEAST_ONE,
         "lr_warmup_iters": _NOT_NEGATIVE,
+        "lr_warmup_samples": _NOT_NEGATIVE,
         "lr_warmup_init": _NOT_NEGATIVE,
         "lr_wsd_decay_iters": _AT_LEAST_ONE,
+        "lr_wsd_decay_samples": _AT_LEAST_ONE,
         "weight_decay": _NOT_NEGATIVE,
         "adam_beta1": _SHARE,
         "adam_beta2": _SHARE,
@@ -91,7 +97,17 @@ _RULES = MappingProxyType(
     }
 )
 _OF_THE_RATE = frozenset(
-    ("train_iters", "lr", "min_lr", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_init")
+    (
+        "train_iters",
+        "train_samples",
+        "lr",
+        "min_lr",
+        "lr_decay_iters",
+        "lr_decay_samples",
+        "lr_warmup_iters",
+        "lr_warmup_samples",
+        "lr_warmup_init",
+    )
 )
 
 
@@ -105,6 +121,8 @@ def check_values(config: Config, mistakes: Mistakes) -> None:
             out_of_range.add(name)
     if not out_of_range & _OF_THE_RATE:
         _check_rate(config, mistakes)
+    if "global_batch_size" not in out_of_range:
+        _check_ramp(config.training, mistakes)
     if config.checkpoint.load is None:
         if config.checkpoint.load_adapter is not None:
             mistakes.add(
@@ -123,9 +141,40 @@ def check_values(config: Config, mistakes: Mistakes) -> None:
             )
 
 
+def _check_ramp(training: TrainingConfig, mistakes: Mistakes) -> None:
+    """Collect what is wrong with a batch that grows, by itself."""
+    ramp, full, off = training.rampup_batch_size, training.global_batch_size, "--rampup-batch-size"
+    if not ramp:
+        return
+    if len(ramp) != 3 or min(ramp) < 1:
+        mistakes.add(
+            f"rampup_batch_size has three numbers from 1 up, not {' '.join(map(str, ramp))}",
+            "the first batch, what is added to it again and again, and the samples that this takes",
+            works=[f"{off} none"],
+        )
+        return
+    start, increment, samples = ramp
+    if start >= full:
+        mistakes.add(
+            f"rampup_batch_size begins with {start}, which is not below global_batch_size {full}",
+            works=[f"{off} none", f"--global-batch-size {start + increment}"],
+        )
+    elif (full - start) % increment:
+        growth = full - start
+        mistakes.add(
+            f"rampup_batch_size does not reach global_batch_size {full} from {start} by "
+            f"{increment} at a time",
+            f"({full} - {start}) / {increment} = {growth / increment:.4g}",
+            works=[
+                f"{off} {start} {gcd(growth, increment)} {samples}",
+                f"--global-batch-size {start + -(-growth // increment) * increment}",
+            ],
+        )
+
+
 def _check_rate(config: Config, mistakes: Mistakes) -> None:
     """Collect settings of the learning rate that contradict each other."""
-    optimizer, iters = config.optimizer, config.training.train_iters
+    optimizer, training = config.optimizer, config.training
     if optimizer.min_lr > optimizer.lr:
         mistakes.add(
             f"min_lr {optimizer.min_lr} exceeds lr {optimizer.lr}",
@@ -136,17 +185,19 @@ def _check_rate(config: Config, mistakes: Mistakes) -> None:
             f"lr_warmup_init {optimizer.lr_warmup_init} exceeds lr {optimizer.lr}",
             works=[f"--lr-warmup-init {optimizer.lr}"],
         )
-    end = optimizer.lr_decay_iters or iters
-    warmup = optimizer.lr_warmup_iters
+    kind = training.counted_in
+    warmup, end, last = optimizer.durations(training)
     if optimizer.lr_decay_style != "constant" and warmup >= end:
+        own = config.value(f"lr_decay_{kind}") is not None
         mistakes.add(
-            f"lr_warmup_iters {warmup} leaves nothing to decay before step {end}, which is "
-            f"{'lr_decay_iters' if optimizer.lr_decay_iters else 'train_iters'}",
+            f"lr_warmup_{kind} {warmup} leaves nothing to decay before "
+            f"{'step' if kind == 'iters' else 'sample'} {end}, which is "
+            f"{'lr_decay' if own else 'train'}_{kind}",
             "a short run has a shorter warm-up, or is the beginning of a longer decay",
-            works=[f"--lr-warmup-iters {end // 10}", f"--lr-decay-iters {10 * warmup}"],
+            works=[f"--lr-warmup-{kind} {end // 10}", f"--lr-decay-{kind} {10 * warmup}"],
         )
-    if optimizer.lr_decay_style == "WSD" and optimizer.lr_wsd_decay_iters is None:
+    if optimizer.lr_decay_style == "WSD" and last is None:
         mistakes.add(
-            "lr_decay_style WSD needs lr_wsd_decay_iters, the length of the final decay",
-            works=[f"--lr-wsd-decay-iters {max(end // 10, 1)}"],
+            f"lr_decay_style WSD needs lr_wsd_decay_{kind}, the length of the final decay",
+            works=[f"--lr-wsd-decay-{kind} {max(end // 10, 1)}"],
         )

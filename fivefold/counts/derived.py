@@ -1,11 +1,12 @@
 """Every number that a layout implies, with the product or sum it comes from."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate, product
 
 from fivefold.config.model import ModelConfig
+from fivefold.config.training import TrainingConfig
 from fivefold.counts.state import model_state
 from fivefold.counts.volumes import by_axis, step_volumes
 from fivefold.layout import Layout
@@ -14,7 +15,7 @@ from fivefold.model.description import LayerKind, layer_kind
 from fivefold.model.running import Running
 from fivefold.model.shape import WholeModel, count_parameters, forward_flops, training_flops
 from fivefold.pipeline.ir import Kind
-from fivefold.units import human_bytes, human_count, human_flops
+from fivefold.units import human_bytes, human_count, human_flops, several
 
 Row = tuple[str, str, str]
 SHOWN = 3  # parts of a sum that are named
@@ -78,12 +79,24 @@ def _batch(layout: Layout) -> list[Row]:
             f"global batch {size:,} / (micro batch {each} x dp {dp})",
         ),
         ("tokens per step", f"{tokens:,}", f"global batch {size:,} x sequence {length:,}"),
-        (
-            "tokens in all",
-            human_count(tokens * training.train_iters),
-            f"{tokens:,} x {training.train_iters:,} steps",
-        ),
+        *_growing_batch(training),
+        ("tokens in all", human_count(training.samples * length), _all_tokens(training)),
     ]
+
+
+def _growing_batch(training: TrainingConfig) -> Iterator[Row]:
+    """From which batch on, and by when it is whole."""
+    if before := training.batch_sizes.smaller_steps:
+        start, increment, samples = training.rampup_batch_size
+        why = f"from {start:,} by {increment:,} at a time, over {samples:,} samples"
+        yield "smaller batches", several(before, "step"), why
+
+
+def _all_tokens(training: TrainingConfig) -> str:
+    steps, length = training.num_steps, training.seq_length
+    if training.rampup_batch_size:
+        return f"{training.samples:,} samples of {steps:,} steps x sequence {length:,}"
+    return f"{training.step_tokens:,} x {steps:,} steps"
 
 
 def _parameters(layout: Layout) -> list[Row]:

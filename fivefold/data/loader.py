@@ -5,6 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypedDict
 
+from fivefold.config.batch_sizes import BatchSizes
 from fivefold.data.dataset import Dataset
 from fivefold.data.packing import IGNORED, Microbatch
 from fivefold.errors import ConfigError, DataError
@@ -25,13 +26,14 @@ class LoaderState(TypedDict):
 class Loader:
     """Steps through a dataset, one global batch per step.
 
-    A step takes the next `global_batch_size` samples; data-parallel rank r gets the r-th of dp_size
-    equal consecutive parts. So the samples of a batch do not depend on the layout, and the number
-    of consumed samples is enough to resume, also with another layout or batch size. For a fixed
-    validation set, use an unshuffled dataset and `seek(0)` before each pass.
+    A step takes the next samples, as many as `batch_sizes` says; data-parallel rank r gets the
+    r-th of dp_size equal consecutive parts. So the samples of a batch do not depend on the layout,
+    and the number of consumed samples is enough to resume, also with another layout or batch size.
+    For a fixed validation set, use an unshuffled dataset and `seek(0)` before each pass.
 
     Attributes:
         consumed_samples: number of samples of all ranks handed out so far.
+        batch_samples: number of samples of all ranks in the latest batch.
         data_wait_s: seconds that the last `next_batch` waited for data.
     """
 
@@ -39,7 +41,7 @@ class Loader:
         self,
         dataset: Dataset,
         *,
-        global_batch_size: int,
+        batch_sizes: BatchSizes,
         micro_batch_size: int,
         dp_rank: int,
         dp_size: int,
@@ -51,33 +53,35 @@ class Loader:
         Global samples from `end` on have no labels: they fill the last batch of a whole pass.
 
         Raises:
-            ConfigError: the global batch is not a multiple of micro_batch_size * dp_size.
+            ConfigError: a global batch is not a multiple of micro_batch_size * dp_size.
         """
-        if global_batch_size < 1 or global_batch_size % (micro_batch_size * dp_size):
-            raise ConfigError(
-                f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size "
-                f"{micro_batch_size} x dp {dp_size} = {micro_batch_size * dp_size}"
-            )
+        unit = micro_batch_size * dp_size
+        for size in batch_sizes.sizes():
+            if size < 1 or size % unit:
+                raise ConfigError(
+                    f"a global batch of {size} is not a multiple of micro_batch_size "
+                    f"{micro_batch_size} x dp {dp_size} = {unit}"
+                )
         self._dataset = dataset
-        self._global_batch_size = global_batch_size
+        self._batch_sizes = batch_sizes
         self._micro_batch_size = micro_batch_size
-        self._run = global_batch_size // dp_size
-        self._dp_rank = dp_rank
+        self._dp_rank, self._dp_size = dp_rank, dp_size
         self._prefetch = prefetch
         self._end = end
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: Future[list[Microbatch]] | None = None
-        self.consumed_samples = 0
+        self.consumed_samples = self.batch_samples = 0
         self.data_wait_s = 0.0
 
     def next_batch(self) -> list[Microbatch]:
-        """This rank's microbatches of the next step: GBS / (dp_size * micro_batch_size) of them."""
+        """This rank's microbatches of the next step: its samples / (dp_size * micro_batch_size)."""
         began = time.perf_counter()
         if self._ahead is None:
             batch = self._read(self.consumed_samples, self._dp_rank)
         else:
             batch, self._ahead = self._ahead.result(), None
-        self.consumed_samples += self._global_batch_size
+        self.batch_samples = self._batch_sizes.at(self.consumed_samples)
+        self.consumed_samples += self.batch_samples
         if self._prefetch:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="fivefold-data")
@@ -87,11 +91,12 @@ class Loader:
 
     def batch_of(self, dp_rank: int) -> list[Microbatch]:
         """The microbatches that another data-parallel rank got when this one got its latest."""
-        return self._read(self.consumed_samples - self._global_batch_size, dp_rank)
+        return self._read(self.consumed_samples - self.batch_samples, dp_rank)
 
     def _read(self, consumed_samples: int, dp_rank: int) -> list[Microbatch]:
-        first = consumed_samples + dp_rank * self._run
-        starts = range(first, first + self._run, self._micro_batch_size)
+        each = self._batch_sizes.at(consumed_samples) // self._dp_size
+        first = consumed_samples + dp_rank * each
+        starts = range(first, first + each, self._micro_batch_size)
         return [self._microbatch(start) for start in starts]
 
     def _microbatch(self, start: int) -> Microbatch:

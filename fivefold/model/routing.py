@@ -168,8 +168,12 @@ class Router(nn.Module):
             settings.rank_capacity(tokens, self.model, self.surroundings.expert_ranks),
         )
 
-    def begin_step(self) -> None:
-        """Forget what was counted in a step of the same number: one may not have been taken."""
+    def begin_step(self, global_batch_size: int) -> None:
+        """Begin a step of so many rows over all ranks.
+
+        Forget what was counted in a step of the same number: one may not have been taken.
+        """
+        self.global_batch_size = global_batch_size
         self.batch_counts = NOTHING_YET
 
     def update_bias(self, counts_E: Tensor) -> None:

@@ -2,44 +2,44 @@
 
 import math
 
-from fivefold.config.training import OptimizerConfig
+from fivefold.config.training import OptimizerConfig, TrainingConfig
 from fivefold.errors import ConfigError, Mistake
 
 
-def learning_rate(step: int, optimizer: OptimizerConfig, train_iters: int) -> float:
+def learning_rate(step: int, optimizer: OptimizerConfig, training: TrainingConfig) -> float:
     """Learning rate of the optimizer step that follows `step` completed ones.
 
     Linear warm-up from `lr_warmup_init` to `lr` over `lr_warmup_iters`, then decay to `min_lr`
-    until `lr_decay_iters` (default: `train_iters`), then `min_lr`. As in Megatron-LM
-    (`OptimizerParamScheduler.get_lr`), the first step of a warm-up runs at `lr_warmup_init`, and
-    a constant rate never falls to `min_lr`.
+    until `lr_decay_iters` (default: `train_iters`), then `min_lr`; with `train_samples` all of
+    these are counted in samples. As in Megatron-LM (`OptimizerParamScheduler.get_lr`), the first
+    step of a warm-up runs at `lr_warmup_init`, and a constant rate never falls to `min_lr`.
 
     Raises:
         ConfigError: WSD decay without lr_wsd_decay_iters.
     """
     peak, floor = optimizer.lr, optimizer.min_lr
-    warmup = optimizer.lr_warmup_iters
-    if warmup > 0 and step <= warmup:
-        return optimizer.lr_warmup_init + (peak - optimizer.lr_warmup_init) * step / warmup
+    warmup, end, last = optimizer.durations(training)
+    done = step if training.train_samples is None else training.batch_sizes.samples(step)
+    if warmup > 0 and done <= warmup:
+        return optimizer.lr_warmup_init + (peak - optimizer.lr_warmup_init) * done / warmup
     if optimizer.lr_decay_style == "constant":
         return peak
-    end = optimizer.lr_decay_iters if optimizer.lr_decay_iters is not None else train_iters
-    if step >= end:
+    if done >= end:
         return floor
     if optimizer.lr_decay_style == "WSD":
-        if optimizer.lr_wsd_decay_iters is None:
+        if last is None:
             raise ConfigError(
                 Mistake(
                     "lr_decay_style WSD needs the length of its final decay",
-                    attempt=f"--lr-wsd-decay-iters {max(1, end // 10)}",
+                    attempt=f"--lr-wsd-decay-{training.counted_in} {max(1, end // 10)}",
                 )
             )
-        start, style = end - optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_style
+        start, style = end - last, optimizer.lr_wsd_decay_style
     else:
         start, style = warmup, optimizer.lr_decay_style
-    if step <= start:
+    if done <= start:
         return peak
-    return floor + (peak - floor) * _remaining((step - start) / (end - start), style)
+    return floor + (peak - floor) * _remaining((done - start) / (end - start), style)
 
 
 def _remaining(progress: float, style: str) -> float:

@@ -143,7 +143,7 @@ def read_rows(path: Path) -> list[PublishedRow]:
         DataError: the file cannot be read, its columns are not those of `COLUMNS`, or a cell is not
             valid in its column.
     """
-    text = read_text(path, DataError).removeprefix("\ufeff")
+    text = read_text(path, DataError)
     if "\0" in text:
         raise DataError(f"{path} is no table: it has a zero byte in line {_line(text)}")
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)

@@ -23,8 +23,7 @@ def rehearsed_layout(layout: Layout) -> Layout:
     training = layout.config.training
     count = enough_to_hold_all(layout)
     each = training.micro_batch_size * layout.grid.dp
-    config = layout.config.with_values(
-        global_batch_size=count * each,
+    config = layout.config.with_batch(count * each).with_values(
         compile=False,
         optimizer_offload_path=None,
         param_offload_path=None,

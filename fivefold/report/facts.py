@@ -15,7 +15,7 @@ def facts(stories: Sequence[Story]) -> list[tuple[str, ...]]:
     every: list[tuple[str, Callable[[Story], str]]] = [
         ("model", _model),
         ("layout", lambda story: _layout(story.config)),
-        ("steps", lambda story: f"{story.done:,} of {story.config.training.train_iters:,}"),
+        ("steps", lambda story: f"{story.done:,} of {story.config.training.num_steps:,}"),
         ("tokens", lambda story: _told(_last(story, "tokens_total"), human_count)),
         (f"loss, mean of the last {averaged} steps", lambda s: _told(s.latest("loss"), _short)),
         *((_set(name), _best(name)) for name in evaluated(evaluations)),

@@ -7,12 +7,14 @@ checks again every layout that is recommended.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from math import gcd
 from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.check import MAX_MICROBATCHES, check
+from fivefold.batch_rules import MAX_MICROBATCHES
+from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.dependence import leaves_idle
 from fivefold.config.divisors import divisors
@@ -24,13 +26,16 @@ from fivefold.errors import ConfigError, Mistakes
 from fivefold.mesh.grid import Grid
 from fivefold.mesh.rules import check_experts
 from fivefold.model.fp8_rules import gathers_as_multiplied
-from fivefold.pipeline.ir import Kind
-from fivefold.pipeline.order import Order
-from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.predict.context import legal_ways
 from fivefold.search.columns import Columns, join, table, where
 from fivefold.search.memory_choices import MemoryChoice, memory_choices
-from fivefold.search.partitions import ALL_SCHEDULES, Partition, enumerate_partitions
+from fivefold.search.partitions import (
+    ALL_SCHEDULES,
+    Partition,
+    enumerate_partitions,
+    recomputing,
+    runnable,
+)
 from fivefold.search.request import Only, permits
 from fivefold.search.space import FIELDS, SHARDINGS, Space
 
@@ -70,7 +75,7 @@ def enumerate_space(
         columns, {"partition": range(len(found)), "_pp": [partition.pp for partition in found]}
     )
     columns = where(columns, columns["pp"] == columns.pop("_pp"))
-    columns = _recomputing(_runnable(columns, config, found), config, found)
+    columns = recomputing(runnable(columns, config, found), config, found)
     columns = join(columns, axes.experts(set(columns["tp"].tolist())))
     if FIELDS["etp"] not in given:
         columns = where(columns, (columns["etp"] == 1) | (columns["etp"] == columns["tp"]))
@@ -89,9 +94,8 @@ def enumerate_space(
         dispatcher = None
     # A delayed dW hides more messages, and costs nothing.
     delays = config.parallel.delay_wgrad_compute or "delay_wgrad_compute" not in given
-    return Space(
-        config, world, found, choices, columns, dispatcher=dispatcher, delays_weights=delays
-    )
+    every = config, world, found, choices, columns
+    return Space(*every, dispatcher=dispatcher, delays_weights=delays)
 
 
 class _Axes:
@@ -127,12 +131,11 @@ class _Axes:
         def passes(size: int) -> bool:
             alone = {
                 FIELDS["tp"]: size,
-                "global_batch_size": size,
                 "micro_batch_size": size,
                 "sequence_parallel": experts and size > 1,
             }
             try:
-                check(_plain(self.config).with_values(**alone), size, planned=True)
+                check(_plain(self.config).with_batch(size).with_values(**alone), size, planned=True)
             except ConfigError:
                 return False
             return True
@@ -271,10 +274,13 @@ class _Axes:
 
     def micro_batches(self) -> list[int]:
         """Micro-batch sizes to try, in sequences."""
-        sizes = [1 << n for n in range(MAX_MICRO_BATCH.bit_length())]
+        training, sizes = (
+            self.config.training,
+            [1 << n for n in range(MAX_MICRO_BATCH.bit_length())],
+        )
         if FIELDS["mbs"] in self.given:
-            sizes = [self.config.training.micro_batch_size]
-        return [n for n in sizes if self.config.training.global_batch_size % n == 0]
+            sizes = [training.micro_batch_size]
+        return [n for n in sizes if training.global_batch_size % n == 0]
 
 
 def _plain(config: Config) -> Config:
@@ -294,11 +300,11 @@ def _meshes(axes: _Axes) -> Columns:
     columns = where(columns, world % used == 0)
     columns["dp"] = world // (columns["tp"] * columns["cp"] * columns["pp"])
     columns = join(columns, {"mbs": axes.micro_batches()})
-    batch, unit = config.training.global_batch_size, columns["mbs"].astype(np.int64) * columns["dp"]
-    columns["microbatches"] = np.where(batch % unit, 0, batch // unit)
-    count = columns["microbatches"]
+    training, unit = config.training, columns["mbs"].astype(np.int64) * columns["dp"]
+    batch = training.global_batch_size
+    smaller = gcd(batch, *training.rampup_batch_size[:2])  # divides each of the batches
+    count = columns["microbatches"] = np.where(smaller % unit, 0, batch // unit).astype(np.int32)
     columns = where(columns, (count > 0) & (count <= MAX_MICROBATCHES))
-    columns["microbatches"] = columns["microbatches"].astype(np.int32)
     return _with_sequence_parallel(columns, config, axes.given)
 
 
@@ -323,46 +329,6 @@ def _with_sequence_parallel(columns: Columns, config: Config, given: frozenset[s
     chosen = can if "sequence_parallel" not in given else np.full_like(wide, asked)
     columns["sp"] = chosen.astype(np.int32)
     return where(columns, np.where(chosen, can, without))
-
-
-def _runnable(columns: Columns, config: Config, found: Sequence[Partition]) -> Columns:
-    """The rows whose schedule accepts their number of microbatches."""
-    partition, microbatches = columns["partition"], columns["microbatches"]
-    group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-    if not len(partition):
-        return columns
-    takes = np.zeros((len(found), int(microbatches.max()) + 1), bool)
-    for number in set(microbatches.tolist()):
-        takes[:, number] = [w.known.takes(w.pp, number, group) for w in found]
-    return where(columns, takes[partition, microbatches])
-
-
-def _recomputing(columns: Columns, config: Config, found: Sequence[Partition]) -> Columns:
-    """The rows with more microbatches in flight than the given recomputation limit allows."""
-    limit = config.memory.recompute_in_flight_limit
-    if limit is None:
-        return columns
-    group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-    slices = config.parallel.num_sequence_slices
-    known: dict[Order, bool] = {}
-
-    def exceeds(partition: Partition, count: int) -> bool:
-        if partition.schedule == SYNTHESISED:
-            return True  # it has a limit of its own; `check` has the last word
-        count = partition.known.enough(partition.pp, count, group)
-        order = Order(
-            partition.schedule, partition.split.placement, count, group, slices, None, limit
-        )
-        if order not in known:
-            program = order.executed(pairs=False, eager=True)
-            known[order] = any(act.kind is Kind.R for acts in program.ranks for act in acts)
-        return known[order]
-
-    pairs = list(zip(columns["partition"].tolist(), columns["microbatches"].tolist(), strict=True))
-    holds = {
-        (partition, count): exceeds(found[partition], count) for partition, count in set(pairs)
-    }
-    return where(columns, np.array([holds[pair] for pair in pairs], bool))
 
 
 def _paired(

@@ -6,13 +6,17 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from fivefold.config.config import Config
 from fivefold.config.dependence import leaves_idle
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.pipeline.balance import even_stages
+from fivefold.pipeline.ir import Kind
 from fivefold.pipeline.layout import split_layers
 from fivefold.pipeline.modelled import modelled_problem
+from fivefold.pipeline.order import Order
 from fivefold.pipeline.parts import joined, modelled_parts
 from fivefold.pipeline.rules import (
     AUTO,
@@ -23,6 +27,7 @@ from fivefold.pipeline.rules import (
 from fivefold.pipeline.schedules.limits import Place
 from fivefold.pipeline.schedules.registry import SCHEDULES, Schedule, Shape, known_of
 from fivefold.pipeline.stages import Split, layout_string
+from fivefold.search.columns import Columns, where
 
 PP = "pipeline_model_parallel_size"
 MAX_VIRTUAL = 16  # most stages per rank to try; beyond, messages cost more than the bubble saves
@@ -295,3 +300,45 @@ def _balanced(model: ModelConfig, length: int, stages: int) -> str:
     end = joined((*parts.prediction, parts.head))
     *before, last = even_stages(replace(parts, prediction=(), head=end), stages)
     return layout_string([*before, replace(last, mtp=model.mtp_num_layers)])
+
+
+def runnable(columns: Columns, config: Config, found: Sequence[Partition]) -> Columns:
+    """The rows whose schedule accepts their number of microbatches."""
+    partition, microbatches = columns["partition"], columns["microbatches"]
+    group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+    if not len(partition):
+        return columns
+    takes = np.zeros((len(found), int(microbatches.max()) + 1), bool)
+    batch, sizes = config.training.global_batch_size, config.training.batch_sizes.sizes()
+    for number in set(microbatches.tolist()):
+        smaller = {size * number // batch for size in sizes}
+        takes[:, number] = [all(w.known.takes(w.pp, n, group) for n in smaller) for w in found]
+    return where(columns, takes[partition, microbatches])
+
+
+def recomputing(columns: Columns, config: Config, found: Sequence[Partition]) -> Columns:
+    """The rows with more microbatches in flight than the given recomputation limit allows."""
+    limit = config.memory.recompute_in_flight_limit
+    if limit is None:
+        return columns
+    group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+    slices = config.parallel.num_sequence_slices
+    known: dict[Order, bool] = {}
+
+    def exceeds(partition: Partition, count: int) -> bool:
+        if partition.schedule == SYNTHESISED:
+            return True  # it has a limit of its own; `check` has the last word
+        count = partition.known.enough(partition.pp, count, group)
+        order = Order(
+            partition.schedule, partition.split.placement, count, group, slices, None, limit
+        )
+        if order not in known:
+            program = order.executed(pairs=False, eager=True)
+            known[order] = any(act.kind is Kind.R for acts in program.ranks for act in acts)
+        return known[order]
+
+    pairs = list(zip(columns["partition"].tolist(), columns["microbatches"].tolist(), strict=True))
+    holds = {
+        (partition, count): exceeds(found[partition], count) for partition, count in set(pairs)
+    }
+    return where(columns, np.array([holds[pair] for pair in pairs], bool))

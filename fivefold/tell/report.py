@@ -144,12 +144,16 @@ class Cost:
 
 
 def cost(result: SearchResult, tokens: float | None) -> Cost:
-    """The cost of training on this many tokens; None: the tokens of `train_iters` steps."""
+    """The cost of training on this many tokens; None: the tokens of the run.
+
+    Smaller batches, with which a run may begin, are taken to be as fast, token by token.
+    """
     candidate, cluster = result.best, result.request.cluster
     config = candidate.layout.config
-    batch = config.training.step_tokens
-    steps = ceil(tokens / batch) if tokens else config.training.train_iters
-    seconds = steps * candidate.seconds
+    training, batch = config.training, config.training.step_tokens
+    steps = ceil(tokens / batch) if tokens else training.num_steps
+    tokens = steps * batch if tokens else training.samples * training.seq_length
+    seconds = tokens / batch * candidate.seconds
     world = result.request.world
     kept = None
     if cluster.interruptions_per_gpu_day:
@@ -159,7 +163,7 @@ def cost(result: SearchResult, tokens: float | None) -> Cost:
             device_mtbf=DAYS / cluster.interruptions_per_gpu_day,
         )
     return Cost(
-        tokens=steps * batch,
+        tokens=tokens,
         steps=steps,
         seconds=seconds,
         gpu_hours=seconds * world / HOURS,

@@ -14,7 +14,7 @@ from fivefold.train.engine import Engine
 from fivefold.train.evaluation import rank_loader
 from fivefold.train.job import Job
 from fivefold.train.loop import Trainer
-from fivefold.train.origin import restore
+from fivefold.train.origin import restore, samples_counted
 from fivefold.train.rank_env import RankEnv
 from fivefold.train.run_folder import CHECKPOINTS, RunFolder
 from fivefold.train.stragglers import Stragglers
@@ -43,7 +43,7 @@ def make_trainer(
     )
     trainer = Trainer(
         engine,
-        rank_loader(job.layout, env.rank, data.train),
+        rank_loader(job.layout, env.rank, data.train, config.training.batch_sizes),
         validation_sets(config.training, data) if config.training.evaluates else (),
         own,
         console,
@@ -56,8 +56,11 @@ def make_trainer(
     trainer.local = open_local(job, folder, trainer)
     engine.model.executor.enter = env.activity.enter
     damage = restore(trainer, job.origin)
-    if damage and console is not None:
-        console.warning(damage)
+    if console is not None:
+        if damage:
+            console.warning(damage)
+        if other := samples_counted(trainer):
+            console.note(other)
     return trainer
 
 

@@ -177,7 +177,7 @@ class Engine:
         """Leave the global batch's complete gradient on the parameters."""
         depths = self.layout.config.model.mtp_num_layers
         self.model.scaling.begin()
-        self._routers.begin()
+        self._routers.begin(sum(len(m.tokens_BS) for m in microbatches) * self.layout.grid.dp)
         batches = self._batches(microbatches, depths)
         tokens = self._count(batches)
         scale = tokens.clamp_min(1).double().reciprocal()
@@ -191,7 +191,7 @@ class Engine:
             self.device,
             vouches=self._weights() if training.check_for_nan_in_loss_and_grad else None,
         )
-        lr = learning_rate(self.steps, optimizer, training.train_iters)
+        lr = learning_rate(self.steps, optimizer, training)
         losses = local.loss.reshape(-1)
         if training.z_loss_coeff:
             losses = torch.cat([losses, local.z_loss.to(losses).reshape(1)])

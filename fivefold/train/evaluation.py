@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable, Iterator
 
+from fivefold.config.batch_sizes import BatchSizes
 from fivefold.data.dataset import Dataset
 from fivefold.data.loader import Loader
 from fivefold.data.validation import ValidationSet
@@ -12,13 +13,19 @@ from fivefold.train.metrics import EvalMetrics
 
 
 def rank_loader(
-    layout: Layout, rank: int, dataset: Dataset, *, prefetch: bool = True, end: int | None = None
+    layout: Layout,
+    rank: int,
+    dataset: Dataset,
+    sizes: BatchSizes | None = None,
+    *,
+    prefetch: bool = True,
+    end: int | None = None,
 ) -> Loader:
-    """The batches of a rank; `prefetch` and `end` as in `Loader`."""
+    """The batches of a rank, of `sizes` or all whole; `prefetch` and `end` as in `Loader`."""
     training = layout.config.training
     return Loader(
         dataset,
-        global_batch_size=training.global_batch_size,
+        batch_sizes=sizes or BatchSizes(training.global_batch_size),
         micro_batch_size=training.micro_batch_size,
         dp_rank=layout.grid.dp_rank(rank),
         dp_size=layout.grid.dp,

@@ -150,7 +150,7 @@ class Trainer:
         self.engine.after_load(0, weights)
 
     def run(self) -> None:
-        """Train until `train_iters` steps are done or a signal asks to stop, then save.
+        """Train until all steps are done or a signal asks to stop, then save.
 
         Raises:
             TrainingError: a loss or gradient is not finite, and nothing was updated; or all
@@ -165,7 +165,7 @@ class Trainer:
             collecting(config.training) as collect_garbage,
         ):
             stopping = False
-            while self.step < config.training.train_iters and not stopping:
+            while self.step < config.training.num_steps and not stopping:
                 began = time.perf_counter()
                 self.activity.begin(self.step + 1)
                 batch = self.loader.next_batch()
@@ -208,7 +208,7 @@ class Trainer:
 
     def _measuring(self) -> AbstractContextManager[None]:
         """Audits the second step since this start, or the first if there is no second."""
-        is_only = self.step == self.engine.layout.config.training.train_iters - 1
+        is_only = self.step == self.engine.layout.config.training.num_steps - 1
         wanted = self._steps_here == 1 or (self._steps_here == 0 and is_only)
         if self.audit is None or not wanted:
             return nullcontext()
@@ -283,7 +283,7 @@ class Trainer:
 
     def _record(self, result: StepResult, seconds: float) -> None:
         config = self.engine.layout.config
-        training, tokens = config.training, config.training.step_tokens
+        training, tokens = config.training, self.loader.batch_samples * config.training.seq_length
         extra = dict(result.extra)
         if self.stragglers is not None:
             found = self.stragglers.look(self.step, self.activity.compute_seconds)

@@ -9,6 +9,7 @@ from fivefold.config.config import Config
 from fivefold.config.huggingface import from_hf_config, refuse_adapter
 from fivefold.config.huggingface.write import differences
 from fivefold.config.megatron import is_megatron, megatron_checkpoint
+from fivefold.config.training import TrainingConfig
 from fivefold.convert.hub import HubFolder, is_hub_folder
 from fivefold.convert.load import checked_sources, model_in
 from fivefold.errors import CheckpointError, ConfigError, DamagedCheckpoint, DataError, Mistake
@@ -16,6 +17,7 @@ from fivefold.train.loop import Trainer
 from fivefold.train.run_folder import CHECKPOINTS
 from fivefold.train.saved_state import read_state, same_model, without_adapters
 from fivefold.train.side_files import SIDE
+from fivefold.units import several
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def _from_run(source: Checkpointer, folder: Path, config: Config, *, continues: 
     origin = Origin(source.folder, state.step, weights_only, damage=damage)
     if not weights_only:
         earlier = [] if continues else source.steps()
-        _check_steps(origin, config.training.train_iters, earlier, continues=continues)
+        _check_steps(origin, config.training, earlier, continues=continues)
     return origin
 
 
@@ -174,11 +176,21 @@ def restore(trainer: Trainer, origin: Origin | None) -> str:
     return origin.damage
 
 
+def samples_counted(trainer: Trainer) -> str:
+    """What to say where rates that count samples count others than were taken; or nothing."""
+    training, taken = trainer.engine.layout.config.training, trainer.loader.consumed_samples
+    counted = training.batch_sizes.samples(trainer.step)
+    if training.train_samples is None or taken == counted:
+        return ""
+    why = "earlier steps had other sizes, or were left out"
+    return f"{taken:,} samples were taken, and {counted:,} count for the learning rate: {why}"
+
+
 def is_finished(origin: Origin | None, config: Config) -> bool:
     """Whether a run from this checkpoint has no step left to do."""
     if origin is None or origin.weights_only:
         return False
-    return origin.step == config.training.train_iters
+    return origin.step == config.training.num_steps
 
 
 def checkpoints_of(path: Path) -> Path:
@@ -186,17 +198,23 @@ def checkpoints_of(path: Path) -> Path:
     return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
 
 
-def _check_steps(origin: Origin, train_iters: int, earlier: list[int], *, continues: bool) -> None:
+def _check_steps(
+    origin: Origin, training: TrainingConfig, earlier: list[int], *, continues: bool
+) -> None:
     """Check that the steps asked for go beyond those of the checkpoint, or equal the run's own."""
-    step = origin.step
-    if step < train_iters or (continues and step == train_iters):
+    step, last = origin.step, training.num_steps
+    if step < last or (continues and step == last):
         return
-    works = [f"--train-iters {2 * step}"]
+    works = [training.lasting(2 * step)]
     if not continues:
-        works += [*(f"--ckpt-step {s}" for s in earlier if s < train_iters), "--finetune"]
+        works += [*(f"--ckpt-step {s}" for s in earlier if s < last), "--finetune"]
+    asked = str(training.train_iters)
+    if training.train_samples is not None:
+        asked = f"{training.train_samples}, which are {several(last, 'step')}"
     whose = "" if continues else "--load "
     what = (
-        f"nothing is left to do: {whose}{origin.checkpoints} is at step {step}, and train_iters is "
+        f"nothing is left to do: {whose}{origin.checkpoints} is at step {step}, and "
+        f"train_{training.counted_in} is {asked}"
     )
     attempt = "another --save" if continues else None
-    raise ConfigError(Mistake(f"{what}{train_iters}", works=tuple(works), attempt=attempt))
+    raise ConfigError(Mistake(what, works=tuple(works), attempt=attempt))

@@ -29,10 +29,10 @@ class Routers:
         self._routers = [moe.router for stage in stages.values() for moe in stage.mixtures]
         self._copies = layout.grid.ranks_per_stage * layout.num_copies
 
-    def begin(self) -> None:
-        """Begin a step, or another attempt at it."""
+    def begin(self, global_batch_size: int) -> None:
+        """Begin a step of so many rows over all ranks, or another attempt at it."""
         for router in self._routers:
-            router.begin_step()
+            router.begin_step(global_batch_size)
 
     def sums(self, routing: Mapping[int, Tensor], device: torch.device) -> Tensor:
         """This rank's part of [layers, E + 4] fp64, which add up over all ranks: tokens of each

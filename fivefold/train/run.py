@@ -306,10 +306,11 @@ def _find_origin(config: Config, lock: RunLock, *, again: bool) -> Origin | None
 
 
 def _nothing_to_do(job: Job) -> str:
-    steps = job.layout.config.training.train_iters
+    training = job.layout.config.training
+    steps = training.num_steps
     return (
         f"{job.path} has done its {several(steps, 'step')}: nothing is left to do\n"
-        f"  try:   --train-iters {2 * steps} to go on, or another --save to train anew"
+        f"  try:   {training.lasting(2 * steps)} to go on, or another --save to train anew"
     )
 
 
@@ -348,7 +349,7 @@ def _begin(
 def _open_console(job: Job, device: torch.device) -> Console:
     config = job.layout.config
     console = Console(
-        config.training.train_iters,
+        config.training.num_steps,
         device="gpu" if device.type == "cuda" else "rank",
         peak_known=device_peak(device, config.training.precision) is not None,
         experts=config.model.num_experts is not None,

@@ -275,7 +275,7 @@ def _update(
     for name, weight in weights.items():
         weight.grad = (grads[name] * factor).to(weight.dtype)
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(step, config.optimizer, config.training.train_iters)
+        group["lr"] = learning_rate(step, config.optimizer, config.training)
     optimizer.step()
 
 

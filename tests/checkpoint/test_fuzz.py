@@ -19,6 +19,7 @@ from fivefold.checkpoint.folder import CheckpointFolder
 from fivefold.checkpoint.index import read_index
 from fivefold.checkpoint.integrity import INDEX, MANIFEST, META, read_manifest
 from fivefold.checkpoint.reader import fill
+from fivefold.config.batch_sizes import BatchSizes
 from fivefold.config.sources import read_config
 from fivefold.data.loader import Loader
 from fivefold.errors import CheckpointError, FivefoldError
@@ -75,7 +76,7 @@ def resume(root: Path) -> SavedState:
     state = read_state(Checkpointer(root), STEP)
     same_model(state.model, MODEL, root)
     dataset: Any = SimpleNamespace(fingerprint=STATE.loader["fingerprint"])
-    sizes = {"global_batch_size": 8, "micro_batch_size": 1, "dp_rank": 0, "dp_size": 1}
+    sizes: Any = {"batch_sizes": BatchSizes(8), "micro_batch_size": 1, "dp_rank": 0, "dp_size": 1}
     Loader(dataset, **sizes).load_state_dict(state.loader)
     return state
 

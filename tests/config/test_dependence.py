@@ -147,6 +147,11 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "text_key": ("title",),
     "exit_duration_in_mins": (1e-6,),
     "lr_decay_iters": (5,),
+    "lr_decay_samples": (50,),
+    "lr_warmup_samples": (20,),
+    "lr_wsd_decay_samples": (20,),
+    "rampup_batch_size": ((2, 2, 30),),
+    "train_samples": (96,),
     "adam_beta1": (0.5,),
     "adam_beta2": (0.5,),
     "adam_eps": (1e-3,),
@@ -193,10 +198,7 @@ def numbers(layout: Layout) -> list[Any]:
             (rank.peak, rank.device_total if hasattr(rank, "device_total") else 0)
             for rank in memory.ranks
         ],
-        [
-            learning_rate(n, optimizer, training.train_iters)
-            for n in range(training.train_iters + 1)
-        ],
+        [learning_rate(n, optimizer, training) for n in range(training.num_steps + 1)],
     ]
 
 
@@ -412,26 +414,28 @@ def test_what_hangs_on_a_degree_goes_with_it_unless_it_was_given_by_hand(
 
 def test_other_settings_of_a_recipe_go_with_what_they_are_for() -> None:
     """A flag that turns a part off leaves out what the recipe says of it, and only that."""
+    steps = BASE.with_values(train_iters=SETTINGS["train_iters"].default)
     for of in DEPENDENTS:
         if of.on in WORLD or of.on == "tokenizer_model":
             continue
-        alive, dead = two_values(of)
+        base = steps.with_values(train_samples=64) if of.on == "lr_warmup_samples" else steps
+        alive, dead = two_values(of, base)
         name = of.names[0]
-        config = BASE.with_values(**{of.on: dead, name: values_of(SETTINGS[name])[0]})
+        config = base.with_values(**{of.on: dead, name: values_of(SETTINGS[name])[0]})
         kept, left_out = without_orphans(config, {of.on})
         assert [orphan.name for orphan in left_out] == [name]
-        assert kept == BASE.with_values(**{of.on: dead})
+        assert kept == base.with_values(**{of.on: dead})
         assert without_orphans(config, {of.on, name}) == (config, [])
         assert without_orphans(config, set()) == (config, [])
         assert without_orphans(config.with_values(**{of.on: alive}), {of.on})[1] == []
 
 
-def two_values(of: Dependents) -> tuple[Any, Any]:
+def two_values(of: Dependents, base: Config = BASE) -> tuple[Any, Any]:
     """A value of the setting that others hang on with which they live, and one without."""
     setting = SETTINGS[of.on]
     tried = [*values_of(setting), setting.default, *setting.choices, 1, 0, True, None, 4]
     fitting = [v for v in tried if v is not None or setting.optional]
-    living = [of.alive(BASE.with_values(**{of.on: value})) for value in fitting]
+    living = [of.alive(base.with_values(**{of.on: value})) for value in fitting]
     return fitting[living.index(True)], fitting[living.index(False)]
 
 

@@ -1,3 +1,4 @@
+import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -7,11 +8,17 @@ from hypothesis import strategies as st
 
 from fivefold.config.config import SECTIONS, Config
 from fivefold.config.flags import ALIASES, SWITCHES
+from fivefold.config.huggingface import from_hf_config
 from fivefold.config.parallel import option
 from fivefold.config.presets import PRESETS
 from fivefold.config.settings import argument, settings_of
 from fivefold.config.sources import load, load_options, read_config, recipe_names, to_toml
 from fivefold.errors import ConfigError
+
+GPT2 = {
+    **{"model_type": "gpt2", "n_embd": 32, "n_head": 4},
+    **{"n_layer": 2, "n_positions": 32, "vocab_size": 100},
+}
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ def test_resolved_config_reads_back_as_itself(name: str, tmp_path: Path) -> None
 
 @given(
     st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda t: t != "none"),
-    st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1)),
+    st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1),
     st.floats(allow_nan=False, allow_infinity=False),
 )
 @example('\x7f\n\t"\\', ["\r"], 1e-300)
@@ -48,6 +55,27 @@ def test_any_value_reads_back_as_itself(
     path = tmp_path_factory.mktemp("toml") / "config.toml"
     path.write_text(to_toml(config), encoding="utf-8", newline="")
     assert read_config(path) == config
+
+
+def test_a_list_is_empty_only_where_a_flag_can_say_so(tmp_path: Path) -> None:
+    lists = [(of, s) for of, cls in SECTIONS.items() for s in settings_of(cls) if s.many]
+    assert len(lists) > 10
+    path = tmp_path / "recipe.toml"
+    for section, setting in lists:
+        path.write_text(f"[{section}]\n{setting.name} = []\n")
+        if setting.default == ():
+            assert read_config(path, model="gpt2").value(setting.name) == ()
+            assert config(f"--model gpt2 {setting.flag} none").value(setting.name) == ()
+        else:
+            with pytest.raises(ConfigError, match=rf"\[{section}\] {setting.name} .* \[\]"):
+                read_config(path, model="gpt2")
+
+
+def test_a_mark_of_utf_8_before_a_file_is_no_part_of_it(tmp_path: Path) -> None:
+    recipe, model = tmp_path / "recipe.toml", tmp_path / "config.json"
+    recipe.write_text(f'[model]\npreset = "{model}"\n', encoding="utf-8-sig")
+    model.write_text(json.dumps(GPT2), encoding="utf-8-sig")
+    assert read_config(recipe).model == from_hf_config(GPT2)
 
 
 def test_flags_count_more_than_the_recipe_and_the_recipe_more_than_defaults(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fivefold.config.batch_sizes import BatchSizes
 from fivefold.data.dataset import Corpus, Dataset
 from fivefold.data.loader import Loader
 from fivefold.data.packing import Packing
@@ -27,10 +28,13 @@ def build(tokenizer, write_documents, seed=7, seq_length=8):
     return Dataset(corpora, tokenizer, packing, split="1", part="train", seed=seed, shuffle=True)
 
 
-def loader(dataset, gbs=12, mbs=1, rank=0, dp=1, *, after=0, **options):
+GROWING = BatchSizes(full=36, start=12, increment=12, ramp=60)
+
+
+def loader(dataset, gbs=12, mbs=1, rank=0, dp=1, *, sizes=None, after=0, **options):
     made = Loader(
         dataset,
-        global_batch_size=gbs,
+        batch_sizes=sizes or BatchSizes(gbs),
         micro_batch_size=mbs,
         dp_rank=rank,
         dp_size=dp,
@@ -59,27 +63,36 @@ def assert_same(left, right):
 @given(
     layout=st.sampled_from([(1, 1), (1, 12), (2, 3), (3, 2), (4, 3), (12, 1), (6, 1)]),
     step=st.integers(0, 9),
+    sizes=st.sampled_from([BatchSizes(12), GROWING]),
 )
-def test_the_global_batch_does_not_depend_on_the_layout(dataset, layout, step):
+def test_the_global_batch_does_not_depend_on_the_layout(dataset, layout, step, sizes):
     dp, mbs = layout
-    after = 12 * step
-    whole = loader(dataset, after=after).next_batch()
-    ranks = [loader(dataset, mbs=mbs, rank=r, dp=dp, after=after).next_batch() for r in range(dp)]
-    assert all(len(batches) == 12 // dp // mbs for batches in ranks)
+    same = {"sizes": sizes, "after": 12 * step}
+    whole = loader(dataset, **same).next_batch()
+    loaders = [loader(dataset, mbs=mbs, rank=r, dp=dp, **same) for r in range(dp)]
+    ranks = [each.next_batch() for each in loaders]
+    size = sizes.at(12 * step)
+    assert len(whole) == size == loaders[0].consumed_samples - 12 * step
+    assert all(len(batches) == size // dp // mbs for batches in ranks)
+    assert_same(loaders[0].batch_of(dp - 1), ranks[-1])
     assert all(batch.tokens_BS.shape == (mbs, 8) for batches in ranks for batch in batches)
     assert_same(whole, [batch for batches in ranks for batch in batches])
 
 
 @settings(max_examples=20)
-@given(stop=st.integers(0, 8), prefetch=st.booleans())
-def test_resuming_anywhere_gives_the_batches_that_would_have_come(dataset, stop, prefetch):
-    whole = loader(dataset)
+@given(
+    stop=st.integers(0, 8),
+    prefetch=st.booleans(),
+    sizes=st.sampled_from([BatchSizes(12), GROWING]),
+)
+def test_resuming_anywhere_gives_the_batches_that_would_have_come(dataset, stop, prefetch, sizes):
+    whole = loader(dataset, sizes=sizes)
     expected = [whole.next_batch() for _ in range(9)]
-    with loader(dataset, prefetch=prefetch) as first:
+    with loader(dataset, sizes=sizes, prefetch=prefetch) as first:
         for step in range(stop):
             assert_same(first.next_batch(), expected[step])
         state = json.loads(json.dumps(first.state_dict()))
-    with loader(dataset, dp=1, prefetch=prefetch) as second:
+    with loader(dataset, sizes=sizes, prefetch=prefetch) as second:
         second.next_batch()
         second.load_state_dict(state)
         for step in range(stop, 9):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fivefold.config.batch_sizes import BatchSizes
 from fivefold.config.training import DataConfig, TrainingConfig
 from fivefold.data.dataset import Corpus, Dataset
 from fivefold.data.loader import Loader
@@ -91,7 +92,7 @@ def test_a_whole_pass_reads_each_sample_once(
     for rank in range(dp):
         loader = Loader(
             found.dataset,
-            global_batch_size=size,
+            batch_sizes=BatchSizes(size),
             micro_batch_size=mbs,
             dp_rank=rank,
             dp_size=dp,

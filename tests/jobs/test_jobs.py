@@ -200,12 +200,37 @@ def test_what_a_job_lacks_is_said_at_once(capsys: pytest.CaptureFixture[str]) ->
     assert "TARGET cannot be 'slrum', did you mean 'slurm'?" in capsys.readouterr().err
 
 
+_PLACE = ["--image", "a/b:1", "--volume", "v:/shared"]
+_NEEDED = {"kubernetes": _PLACE, "skypilot": _PLACE}
+
+
+@pytest.mark.parametrize("target", ["slurm", "kubernetes", "skypilot", "ray"])
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("gpu", "B200"), ("time", "7:08:09"), ("image", "other/image:2"), ("volume", "w:/else")],
+)
+def test_an_option_is_in_the_job_file_or_refused(
+    target: str, flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["launch", target, "debug", "--save", "/shared/run", *_NEEDED.get(target, [])]
+    assert main(words) == 0
+    before = capsys.readouterr().out
+    status = main([*words, f"--{flag}", value])
+    after, said = capsys.readouterr()
+    if status == 0:
+        assert after != before
+    else:
+        assert f"--{flag} has no effect on a job for {target}" in said
+        default = said.partition("works: ")[2].split()
+        assert main([*words, f"--{flag}", value, *default]) == 0
+
+
 @pytest.mark.parametrize("target", ["slurm", "kubernetes", "skypilot", "ray"])
 def test_the_command_that_submits_a_job_can_be_typed(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a job's file"
-    words = ["--image", "a/b:1", "--volume", "v:/shared", "--save", "/shared/run"]
+    words = ["--save", "/shared/run", *_NEEDED.get(target, [])]
     assert main(["launch", target, "debug", *words, "--output", str(path)]) == 0
     told, _, command = capsys.readouterr().out.partition("; submit it: ")
     assert told == f"{path} is written" and shlex.split(command)[-1] == str(path)

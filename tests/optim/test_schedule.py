@@ -4,14 +4,14 @@ import sys
 
 import pytest
 
-from fivefold.config.training import OptimizerConfig
+from fivefold.config.training import OptimizerConfig, TrainingConfig
 from fivefold.errors import ConfigError
 from fivefold.optim.schedule import learning_rate
 
 
 def rates(steps: list[int], **settings: object) -> list[float]:
     optimizer = OptimizerConfig(lr=1.0, min_lr=0.1, **settings)  # type: ignore[arg-type]
-    return [learning_rate(step, optimizer, train_iters=110) for step in steps]
+    return [learning_rate(step, optimizer, TrainingConfig(train_iters=110)) for step in steps]
 
 
 def test_warm_up_is_linear_from_its_first_rate_and_reaches_the_peak() -> None:

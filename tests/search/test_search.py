@@ -15,7 +15,7 @@ from fivefold.cli.main import main
 from fivefold.cli.plan_options import USUAL_CLUSTER, Options
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
-from fivefold.config.sources import load_with_origins, read_config
+from fivefold.config.sources import load_consistent, load_with_origins, read_config
 from fivefold.errors import ConfigError
 from fivefold.pages import MEMORY, STEP
 from fivefold.predict.cluster import load_cluster
@@ -69,6 +69,19 @@ def test_the_best_fits_and_is_the_best_of_what_was_seen(line: str) -> None:
     parts = sum(part.seconds for part in best.prediction.parts)
     assert parts == pytest.approx(best.prediction.step_time)
     assert 0.2 < best.prediction.mfu < 0.7
+
+
+@pytest.mark.parametrize("schedule", ["", " --pipeline-schedule dualpipe_v"])
+def test_layouts_take_every_batch_of_a_run_whose_batch_grows(schedule: str) -> None:
+    line = f"gpt2 --cluster H100 --gpus 8 --gbs 96 --train-samples 4000{schedule}"
+    for ramp in ("", " --rampup-batch-size 24 12 500"):
+        loaded = load_consistent(shlex.split(line + ramp), Options, print, models=True)
+        cluster = load_cluster("H100", loaded.options.gpus)
+        found = search(request(loaded.config, cluster, by_flag=loaded.by_flag)).found
+        sizes = [c.layout.config.training.micro_batch_size * c.layout.grid.dp for c in found]
+        assert found and all(12 % size == 0 for size in sizes) == bool(ramp)
+        for candidate in found:
+            check(candidate.layout.config, 8, planned=True)
 
 
 @pytest.mark.slow

@@ -5,9 +5,13 @@ import shlex
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import settings as checked
+from hypothesis import strategies as st
 
 from benchmarks.check_exports import RECORD, cases, names
 from benchmarks.export_cases import LAYOUTS, layouts
+from benchmarks.export_combinations import combinations
 from fivefold.layout import Layout
 from fivefold.tell.export.targets import export
 from tests.predict.layouts import planned
@@ -123,9 +127,91 @@ def test_megatron_weakens_auxiliary_losses_where_ranks_share_a_microbatch(
     layout = planned("mixtral-8x7b", 8, **losses, **sizes)
     told, ranks = missing(layout, "megatron"), layout.grid.tp * layout.grid.cp
     names = {"moe_aux_loss_coeff": loss != "none", "moe_z_loss_coeff": z_loss is not None}
-    for name, given in names.items():
-        assert (name in told) == (given and ranks > 1), told
+    for name, is_given in names.items():
+        assert (name in told) == (is_given and ranks > 1), told
     assert (f"1/{ranks} has an effect" in told) == (any(names.values()) and ranks > 1)
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings", "flag", "words"),
+    [
+        (
+            "mixtral-8x7b",
+            {
+                "ep": 2,
+                "moe_token_dispatcher_type": "flex",
+                "moe_shared_expert_intermediate_size": 64,
+                "moe_shared_expert_overlap": True,
+            },
+            "moe-shared-expert-overlap",
+            "it needs moe_token_dispatcher_type alltoall",
+        ),
+        (
+            "mixtral-8x7b",
+            {
+                "ep": 2,
+                "moe_shared_expert_intermediate_size": 64,
+                "moe_shared_expert_overlap": True,
+                "overlap_moe_expert_parallel_comm": True,
+            },
+            "moe-shared-expert-overlap",
+            "hides the same messages",
+        ),
+        (
+            "llama2-7b",
+            {"multi_latent_attention": True, "num_query_groups": None},
+            None,
+            "rope_fusion was left out: with latent attention it needs rope_type yarn",
+        ),
+        (
+            "llama3-8b",
+            {
+                "fp8_format": "hybrid",
+                "recompute_granularity": "selective",
+                "recompute_modules": ("layernorm",),
+            },
+            None,
+            "it refuses recompute_modules layernorm with fp8_recipe delayed",
+        ),
+        (
+            "mixtral-8x7b",
+            {
+                "moe_router_load_balancing_type": ("sinkhorn",),
+                "moe_expert_capacity_factor": 1.5,
+            },
+            None,
+            "it refuses moe_expert_capacity_factor",
+        ),
+        ("mixtral-8x7b", {"moe_router_topk": 1}, None, "it refuses moe_router_topk = 1"),
+    ],
+)
+def test_megatron_gets_no_flag_that_it_refuses_beside_others_unless_it_is_said(
+    preset: str, settings: dict[str, Any], flag: str | None, words: str
+) -> None:
+    """`python -m benchmarks.check_exports --random 1000` asks Megatron-LM itself."""
+    layout = planned(preset, 8, **settings)
+    assert words in missing(layout, "megatron") and flag not in flags(layout, "megatron")
+    assert words not in missing(planned(preset, 8), "megatron")
+
+
+def test_megatron_is_told_gelu_by_its_fusion() -> None:
+    assert "activation_func" not in missing(planned("gpt2", 8, seq=1024), "megatron")
+
+
+def test_megatron_gets_a_coefficient_for_each_balancing_loss() -> None:
+    losses = ("aux_loss", "seq_aux_loss")
+    for factors, wanted in (((0.01,), ["0.01", "0.01"]), ((0.01, 0.02), ["0.01", "0.02"])):
+        balance = {"moe_router_load_balancing_type": losses, "moe_aux_loss_coeff": factors}
+        said = flags(planned("mixtral-8x7b", 8, **balance), "megatron")
+        assert said["moe-aux-loss-coeff"] == wanted
+
+
+@given(seed=st.integers(0, 1 << 20))
+@checked(max_examples=10)
+def test_any_combination_has_names_that_the_release_has_read(seed: int) -> None:
+    for _, layout in combinations(1, seed):
+        for target, known in KNOWN.items():
+            assert names(target, text(layout, target)) <= set(known["names"])
 
 
 def test_deepspeed_batches_add_up_over_its_data_parallel_ranks() -> None:

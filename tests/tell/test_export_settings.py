@@ -215,8 +215,8 @@ def test_deepspeed_has_our_learning_rates(settings: dict[str, Any]) -> None:
         found.get("scheduler", {}).get("params", {}),
         found.get("scheduler", {}).get("type"),
     )
-    optimizer = layout.config.optimizer
-    assert found["optimizer"]["params"]["lr"] == learning_rate(0, optimizer, 100)
+    optimizer, training = layout.config.optimizer, layout.config.training
+    assert found["optimizer"]["params"]["lr"] == learning_rate(0, optimizer, training)
     if kind is None:
         assert optimizer.lr_decay_style == "constant"
         return
@@ -232,7 +232,7 @@ def test_deepspeed_has_our_learning_rates(settings: dict[str, Any]) -> None:
             total = params["total_num_steps"]
             share = max(0.0, (total - count) / (total - warm))
         rate = params["warmup_min_lr"] + share * (params["warmup_max_lr"] - params["warmup_min_lr"])
-        assert rate == pytest.approx(learning_rate(step, optimizer, 100), rel=1e-12)
+        assert rate == pytest.approx(learning_rate(step, optimizer, training), rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,14 @@ from fivefold.config.parallel import ParallelConfig
 from fivefold.config.sharding import SHARDING
 from fivefold.data_parallel.zeropp_rules import techniques
 from fivefold.layout import Layout
-from fivefold.tell.export.settings import Export, Settings, described, formats, state_types
+from fivefold.tell.export.settings import (
+    Export,
+    Settings,
+    described,
+    formats,
+    in_steps,
+    state_types,
+)
 from fivefold.tell.export.stand_in import changes, one_stage_a_rank
 
 ITS_SCHEDULES = ("1f1b",)
@@ -17,6 +24,7 @@ _LEAST_WARM_UP = 2  # steps; its schedulers take no fewer
 
 def deepspeed(layout: Layout) -> Export:
     """The settings file; what DeepSpeed takes only as code is listed as missing."""
+    layout, uncounted = in_steps(layout)
     said, grid = Settings(layout.config), layout.grid
     bf16 = said["precision"] == "bf16"
     narrow = bf16 and said["grad_reduce_in_bf16"]
@@ -48,6 +56,7 @@ def deepspeed(layout: Layout) -> Export:
     if said["context_parallel_size"] > 1:
         settings |= {"sequence_parallel_size": grid.cp, "data_parallel_size": grid.dp}
     missing = [
+        *uncounted,
         *_lost_of_the_code(said, layout),
         *_lost_of_the_rates(said),
         *_lost_of_the_sharding(said, layout),

@@ -5,14 +5,19 @@ from math import ceil
 
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
-from fivefold.config.training import MOCK
+from fivefold.config.training import MOCK, TrainingConfig
 from fivefold.layout import Layout
+from fivefold.tell.export.megatron_experts import (
+    auxiliary,
+    dispatcher_flags,
+    expert_flags,
+    lost_of_experts,
+)
 from fivefold.tell.export.megatron_memory import lost_of_memory, memory_flags
 from fivefold.tell.export.megatron_pipeline import (
     its_pipeline,
     lost_in_the_pipeline,
     pipeline_flags,
-    why_not_hidden,
 )
 from fivefold.tell.export.settings import (
     DELAYED,
@@ -41,11 +46,13 @@ def megatron(layout: Layout) -> Export:
         *pipeline_flags(said, layout, runs),
         *_parallel(said, layout, runs),
         *memory_flags(said, runs),
-        *_training(said),
+        *_training(said, layout.config.training),
+        *_fusions(said, layout.config.model),
     ]
     missing = [
         *_lost_of_the_model(said, layout),
         *lost_in_the_pipeline(said, layout, runs),
+        *(lost_of_experts(said, layout, runs) if layout.config.model.num_experts else ()),
         *_lost(said, layout, runs),
         *_lost_of_the_loss(said, layout),
         *said.unread("no flag there"),
@@ -86,11 +93,7 @@ def _model(said: Settings, layout: Layout) -> Iterator[str]:
         yield from set_flag("padded_vocab_size", model.padded_vocab_size)  # else padded for TP, too
     yield from flags(said, "hidden_dropout", "attention_dropout", "init_method_std")
     if said["num_experts"]:
-        yield from flags(said, "num_experts", "moe_router_topk", "moe_ffn_hidden_size")
-        yield from flags(said, "moe_router_num_groups", "moe_router_group_topk")
-        yield from flags(said, "moe_shared_expert_intermediate_size", "moe_layer_freq")
-        yield from _routing(said)
-        yield "--moe-grouped-gemm"
+        yield from expert_flags(said)
     if said["multi_latent_attention"]:
         yield from flags(said, "multi_latent_attention", "q_lora_rank", "kv_lora_rank")
         yield from flags(said, "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
@@ -101,22 +104,6 @@ def _model(said: Settings, layout: Layout) -> Iterator[str]:
         yield from flags(said, "mtp_loss_scaling_factor")
 
 
-def _routing(said: Settings) -> Iterator[str]:
-    yield from flags(said, "moe_router_score_function", "moe_router_pre_softmax")
-    yield from flags(said, "moe_router_topk_scaling_factor", "moe_shared_expert_gate")
-    yield from flags(said, "moe_router_enable_expert_bias")
-    if said["moe_router_enable_expert_bias"]:
-        yield from flags(said, "moe_router_bias_update_rate")
-    yield from flags(said, "moe_router_load_balancing_type")
-    if said["moe_router_load_balancing_type"] != ("none",):
-        yield from flags(said, "moe_aux_loss_coeff")
-    yield from flags(said, "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_router_dtype")
-    yield from flags(said, "moe_router_force_load_balancing")
-    if said["moe_expert_capacity_factor"] is not None:
-        yield from flags(said, "moe_expert_capacity_factor", "moe_token_drop_policy")
-        yield from flags(said, "moe_pad_expert_input_to_capacity")
-
-
 def _activation(said: Settings, model: ModelConfig) -> Iterator[str]:
     """Flags of the activation; Megatron-LM's GELU uses tanh if fused with a bias, else erf."""
     if said["gated_linear_unit"] and said["activation_func"] == "silu":
@@ -124,6 +111,8 @@ def _activation(said: Settings, model: ModelConfig) -> Iterator[str]:
     elif model.gated_linear_unit and model.activation_func == "quick_gelu":
         yield "--quick-geglu"
     exact = model.activation_func == "gelu" and model.add_bias_linear
+    if exact or _has_tanh(model):  # as its fusion is on or off
+        said.mention("activation_func")
     unfused = not said["bias_gelu_fusion"] and not _has_tanh(model)
     yield from set_flag("no_bias_gelu_fusion", exact or unfused)
     fuses = said["bias_swiglu_fusion"]
@@ -143,15 +132,7 @@ def _parallel(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
         yield from flags(said, "context_parallel_size", "cp_comm_type")
         yield from flags(said, "hierarchical_context_parallel_sizes")
     if layout.config.model.num_experts:
-        yield from flags(said, "expert_model_parallel_size", "expert_tensor_parallel_size")
-        yield from flags(said, "moe_token_dispatcher_type", "moe_shared_expert_overlap")
-        hides = said["overlap_moe_expert_parallel_comm"] and not why_not_hidden(layout, runs)
-        yield from set_flag("overlap_moe_expert_parallel_comm", hides)
-        yield from set_flag("delay_wgrad_compute", hides and said["delay_wgrad_compute"])
-        if parallel.moe_token_dispatcher_type == "flex":
-            yield from flag("moe-flex-dispatcher-backend", "deepep")
-        if said["moe_enable_deepep"]:
-            yield from flags(said, "moe_enable_deepep", "moe_deepep_num_sms")
+        yield from dispatcher_flags(said, layout, runs)
     strategy, sharding = said["data_parallel_sharding_strategy"], parallel.sharding
     if sharding.zero_stage == 1:
         yield "--use-distributed-optimizer"
@@ -186,9 +167,10 @@ def _gathers_early(layout: Layout, runs: Layout) -> bool:
     return reduces and layout.grid.pp > 1 and runs.split.num_virtual > 1
 
 
-def _training(said: Settings) -> Iterator[str]:
-    yield from flags(said, "micro_batch_size", "global_batch_size", "seq_length", "train_iters")
-    yield from flags(said, "seed", "full_validation")
+def _training(said: Settings, training: TrainingConfig) -> Iterator[str]:
+    counted = training.counted_in
+    yield from flags(said, "micro_batch_size", "global_batch_size", "rampup_batch_size")
+    yield from flags(said, "seq_length", f"train_{counted}", "seed", "full_validation")
     yield from set_flag("mock_data", MOCK in said["data_path"])
     yield from set_flag("bf16", said["precision"] == "bf16")
     if said["fp8_format"] and not said["fp4_format"]:
@@ -199,16 +181,17 @@ def _training(said: Settings) -> Iterator[str]:
             yield from flags(said, *DELAYED)
         yield from set_flag("fp8_param_gather", said["fp8_param_gather"])
     yield from flags(said, "fp4_format")
-    yield from flags(said, "lr", "min_lr", "lr_decay_style", "lr_decay_iters")
-    if said["lr_decay_style"] == "constant" and said["lr_warmup_iters"] >= said["train_iters"]:
+    yield from flags(said, "lr", "min_lr", "lr_decay_style", f"lr_decay_{counted}")
+    warmup = said[f"lr_warmup_{counted}"]
+    if said["lr_decay_style"] == "constant" and warmup >= said[f"train_{counted}"]:
         # It wants the warm-up to end before a decay, also where there is none.
-        yield from flag("lr-decay-iters", said["lr_warmup_iters"] + 1)
-    yield from flags(said, "lr_warmup_iters", "lr_warmup_init")
+        yield from flag(f"lr-decay-{counted}", warmup + 1)
+    yield from flags(said, f"lr_warmup_{counted}", "lr_warmup_init")
     if said["lr_decay_style"] == "WSD":
-        yield from flags(said, "lr_wsd_decay_iters", "lr_wsd_decay_style")
+        yield from flags(said, f"lr_wsd_decay_{counted}", "lr_wsd_decay_style")
     yield from flags(said, "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
     # Without an interval it counts its evaluations in vain; without iterations there are none.
-    yield from flag("eval-interval", said["eval_interval"] or said["train_iters"])
+    yield from flag("eval-interval", said["eval_interval"] or training.num_steps)
     yield from flag("eval-iters", said["eval_iters"] if said["eval_interval"] else 0)
     graphs = said["cuda_graph_impl"] is not None
     if graphs:
@@ -218,12 +201,21 @@ def _training(said: Settings) -> Iterator[str]:
     yield from set_flag("no_check_for_nan_in_loss_and_grad", unchecked)
     yield from set_flag("calculate_per_token_loss", not graphs)
     yield from flag("distributed-timeout-minutes", ceil(said["distributed_timeout_minutes"]))
-    for name in ("rope_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion"):
-        yield from set_flag(f"no_{name}", not said[name])
     yield from flags(said, "manual_gc", "manual_gc_interval", "deterministic_mode", "log_straggler")
     if (minutes := said["exit_duration_in_mins"]) is not None:
         yield from flag("exit-duration-in-mins", max(int(minutes), 1))
     yield from flags(said, "split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+
+
+def _fusions(said: Settings, model: ModelConfig) -> Iterator[str]:
+    for name in ("rope_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion"):
+        on = said[name] and not (name == "rope_fusion" and _has_plain_latents(model))
+        yield from set_flag(f"no_{name}", not on)
+
+
+def _has_plain_latents(model: ModelConfig) -> bool:
+    """Whether its heads are of latent attention without YaRN, which it has in no fusion."""
+    return model.multi_latent_attention and model.rope_type != "yarn"
 
 
 def _has_tanh(model: ModelConfig) -> bool:
@@ -258,8 +250,8 @@ def _lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
         yield "it has GELU by tanh only fused: bias_gelu_fusion stays on"
     if model.mtp_num_layers and model.position_embedding_type != "rope":
         yield "it refuses mtp_num_layers with learned positions (position_embedding_type)"
-    if model.num_experts and model.add_bias_linear and layout.grid.etp > 1:
-        yield "it refuses experts with add_bias_linear where expert_tensor_parallel_size > 1"
+    if said["rope_fusion"] and _has_plain_latents(model):
+        yield "rope_fusion was left out: with latent attention it needs rope_type yarn"
     if said["parallel_residual"]:
         yield "it has no parallel_residual: attention and MLP run one after the other there"
     if said["rope_type"] == "yarn" and not said["multi_latent_attention"]:
@@ -275,13 +267,6 @@ def _lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
             f"fields of its configuration, without flags: {given}, "
             f"yarn_correction_range_round_to_int = {str(rounds).lower()}"
         )
-    if said["moe_router_group_scores"] is not None:
-        yield (
-            "it scores a group by its best experts, as many as go to each group on average, not by "
-            f"moe_router_group_scores = {model.moe_router_group_scores}"
-        )
-    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
-        yield "it refuses moe_router_enable_expert_bias without sigmoid scores"
     if said["unmodelled"]:
         left_out = ", ".join(model.unmodelled)
         yield f"what this description leaves out (unmodelled) is yours to add: {left_out}"
@@ -334,13 +319,6 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
 
 def _lost_of_parallelism(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
     parallel = layout.config.parallel
-    if parallel.overlap_moe_expert_parallel_comm and (why := why_not_hidden(layout, runs)):
-        yield f"overlap_moe_expert_parallel_comm was left out: {why}"
-    if (factor := said["moe_expert_rank_capacity_factor"]) is not None:
-        yield (
-            f"moe_expert_rank_capacity_factor = {factor:g} needs a release after 0.16 and its "
-            "HybridEP kernels, and there repeats a step without a limit instead of dropping rows"
-        )
     gathers = parallel.sharding.splits_optimizer and parallel.overlap_param_gather
     if gathers and not parallel.overlap_grad_reduce:
         yield "overlap_param_gather was left out: it needs --overlap-grad-reduce"
@@ -362,7 +340,7 @@ def _lost_of_the_loss(said: Settings, layout: Layout) -> Iterator[str]:
             "its graphs of whole iterations (cuda_graph_impl) cannot divide the loss by the tokens "
             "of the global batch (--calculate-per-token-loss): each microbatch is averaged first"
         )
-    elif (ranks := layout.grid.tp * layout.grid.cp) > 1 and (names := _auxiliary(said, layout)):
+    elif (ranks := layout.grid.tp * layout.grid.cp) > 1 and (names := auxiliary(said, layout)):
         yield (
             "with --calculate-per-token-loss it divides losses of experts by the number of ranks "
             f"that share a microbatch (tp x cp), too: of {' and '.join(names)}, 1/{ranks} has an "
@@ -373,14 +351,6 @@ def _lost_of_the_loss(said: Settings, layout: Layout) -> Iterator[str]:
             "it divides the losses of further predictions by the number of tokens that have a next "
             "one, not by that of their depth (mtp_loss_scaling_factor)"
         )
-
-
-def _auxiliary(said: Settings, layout: Layout) -> list[str]:
-    """The coefficients of the auxiliary losses that the layers have."""
-    if not layout.config.model.num_experts:
-        return []
-    balances = ["moe_aux_loss_coeff"] if layout.config.experts.aux_losses else []
-    return [*balances, *(["moe_z_loss_coeff"] if said["moe_z_loss_coeff"] else [])]
 
 
 def _connections(layout: Layout) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Flags of memory techniques for Megatron-LM, and what it lacks of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from fivefold.config.memory import MemoryConfig
 from fivefold.layout import Layout
@@ -13,6 +13,8 @@ _MODULES = {
     "a2a_overlap_mlp": "moe",
 }
 """Modules that it does not recompute alone, and those that are nearest."""
+_WITHOUT_DELAY = ("moe_act", "layernorm")
+"""Modules that it recomputes in 8 bits only where no scale is of an earlier step."""
 
 
 def memory_flags(said: Settings, runs: Layout) -> Iterator[str]:
@@ -26,8 +28,7 @@ def memory_flags(said: Settings, runs: Layout) -> Iterator[str]:
         yield from flag("recompute-num-layers", max(runs.config.memory.recompute_num_layers))
     elif granularity == "selective":
         said.mention("recompute_method", "recompute_num_layers")
-        modules = (_MODULES.get(module, module) for module in said["recompute_modules"])
-        yield from set_flag("recompute_modules", tuple(dict.fromkeys(modules)))
+        yield from set_flag("recompute_modules", _its_modules(said["recompute_modules"]))
     # It moves dispatched tokens as what the experts' first linear layers save.
     dispatched = ("expert_fc1" for name in said["offload_tensors"] if name == "dispatched_input")
     moved = (*said["offload_modules"], *dispatched)
@@ -49,6 +50,11 @@ def memory_flags(said: Settings, runs: Layout) -> Iterator[str]:
         yield from flags(said, "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
+def _its_modules(modules: Iterable[str]) -> tuple[str, ...]:
+    """The modules that it recomputes for these."""
+    return tuple(dict.fromkeys(_MODULES.get(module, module) for module in modules))
+
+
 def one_number(memory: MemoryConfig) -> bool:
     """Whether it recomputes the same layers: if some, whole ones, and as many of every stage."""
     if not memory.recomputes_first_layers:
@@ -66,6 +72,10 @@ def lost_of_memory(memory: MemoryConfig, runs: Layout) -> Iterator[str]:
     asked = memory.recompute_modules if memory.recompute_granularity == "selective" else ()
     for module in (module for module in asked if module in _MODULES):
         yield f"recompute_modules {module} became {_MODULES[module]}: it has nothing nearer"
+    training = runs.config.training
+    late = training.delays_scales and training.fp4_format is None
+    if late and (lost := [name for name in _its_modules(asked) if name in _WITHOUT_DELAY]):
+        yield f"it refuses recompute_modules {' '.join(lost)} with fp8_recipe delayed"
     if memory.makes_logits_again:
         yield (
             "cross_entropy_fusion_impl linear needs a release after 0.16: native fuses the loss "

@@ -1,13 +1,14 @@
 """Exported settings, and the list of what an export leaves out."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from fivefold.config.config import Config
+from fivefold.config.config import SETTINGS, Config
 from fivefold.config.model import ModelConfig
 from fivefold.config.settings import Setting, settings_of
+from fivefold.layout import Layout
 
 OWN = frozenset(
     {
@@ -141,6 +142,31 @@ def flags(said: Settings, *names: str) -> Iterator[str]:
 
 DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
 """What only scales of earlier steps have."""
+
+
+def in_steps(layout: Layout) -> tuple[Layout, list[str]]:
+    """The layout with durations in steps, all of the whole batch, and what that leaves out."""
+    training, optimizer = layout.config.training, layout.config.optimizer
+    if training.train_samples is None:
+        return layout, []
+    steps = training.batch_sizes.steps
+    end, last = optimizer.lr_decay_samples, optimizer.lr_wsd_decay_samples
+    counted = {
+        "train": training.num_steps,
+        "lr_warmup": steps(optimizer.lr_warmup_samples),
+        "lr_decay": end and max(steps(end), 1),
+        "lr_wsd_decay": last and max(last // training.global_batch_size, 1),
+    }
+    lost = ["its first steps are whole batches, too (rampup_batch_size)"]
+    lost = lost if training.rampup_batch_size else []
+    config = layout.config.with_batch()
+    for what, count in counted.items():
+        iters, samples = f"{what}_iters", f"{what}_samples"
+        if asked := config.value(samples):
+            lost.append(f"it counts no samples: {samples} = {asked} is {iters} = {count}")
+        none = SETTINGS[samples].default
+        config = config.with_values(**{iters: count, samples: none})
+    return replace(layout, config=config), lost
 
 
 def formats(said: Settings) -> str:

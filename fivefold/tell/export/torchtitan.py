@@ -15,6 +15,7 @@ from fivefold.tell.export.settings import (
     described,
     flag,
     formats,
+    in_steps,
     state_types,
 )
 from fivefold.tell.export.stand_in import changes, in_a_loop, one_stage_a_rank
@@ -45,6 +46,7 @@ def torchtitan(layout: Layout) -> Export:
 
     Settings to which torchtitan's configurations give values of their own are always included.
     """
+    layout, uncounted = in_steps(layout)
     said = Settings(layout.config)
     name = known(layout.config.model, layout.config.training)
     runs = its_pipeline(layout)
@@ -59,6 +61,7 @@ def torchtitan(layout: Layout) -> Export:
         f"activation-checkpoint:{said['recompute_granularity'] or 'none'}",
     ]
     missing = [
+        *uncounted,
         *_lost_of_the_model(said, layout, name),
         *_lost_of_the_rate(said),
         *_lost_of_the_layout(said, layout, runs),

@@ -1,0 +1,88 @@
+"""How many sequences each optimizer step takes, in a run whose batch grows as it goes on."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BatchLevel:
+    """Consecutive steps of one batch size.
+
+    Attributes:
+        first_sample: samples of the run before them.
+        size: sequences of each.
+        steps: number of steps; None: all that follow.
+    """
+
+    first_sample: int
+    size: int
+    steps: int | None
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """The batch size as a function of the samples that a run has taken.
+
+    As Megatron-LM's `RampupBatchsizeNumMicroBatchesCalculator`: from `start` on it grows by
+    `increment` at equal distances of samples, until after `ramp` samples it is `full`.
+
+    Attributes:
+        full: sequences of a step after the ramp.
+        start: sequences of the first step.
+        increment: sequences by which a batch grows; a divisor of `full - start`.
+        ramp: samples over which it grows; 0: it does not.
+    """
+
+    full: int
+    start: int = 0
+    increment: int = 1
+    ramp: int = 0
+
+    def at(self, samples: int) -> int:
+        """Sequences of the step that follows `samples` samples."""
+        if samples >= self.ramp:
+            return self.full
+        return self.start + samples * self._increments // self.ramp * self.increment
+
+    def levels(self) -> Iterator[BatchLevel]:
+        """All levels in order, of which the last has no end."""
+        samples = 0
+        while samples < self.ramp:
+            grown = samples * self._increments // self.ramp
+            size = self.start + grown * self.increment
+            end = -(-(grown + 1) * self.ramp // self._increments)  # the first of the next level
+            steps = -(-(end - samples) // size)
+            yield BatchLevel(samples, size, steps)
+            samples += steps * size
+        yield BatchLevel(samples, self.full, None)
+
+    def sizes(self) -> list[int]:
+        """Every size, from the first to the whole batch."""
+        return [level.size for level in self.levels()]
+
+    @property
+    def smaller_steps(self) -> int:
+        """Steps before those of the whole batch."""
+        return sum(level.steps or 0 for level in self.levels())
+
+    def samples(self, steps: int) -> int:
+        """Samples of the first `steps` steps."""
+        for level in self.levels():
+            if level.steps is None or steps <= level.steps:
+                return level.first_sample + steps * level.size
+            steps -= level.steps
+        raise AssertionError("the last level has no end")
+
+    def steps(self, samples: int) -> int:
+        """Whole steps within the first `samples` samples."""
+        done = 0
+        for level in self.levels():
+            within = max(samples - level.first_sample, 0) // level.size
+            if level.steps is None or within < level.steps:
+                return done + within
+            done += level.steps
+        raise AssertionError("the last level has no end")
+
+    @property
+    def _increments(self) -> int:
+        return (self.full - self.start) // self.increment
