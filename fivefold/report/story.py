@@ -95,11 +95,13 @@ class Story:
         return fmean(found) if found else None
 
     def usual(self, name: str) -> float | None:
-        """The median of a metric over `usual_steps`; where they have none, over all steps in the
-        layout of the latest start, or else over all."""
-        alike = Alike(self.starts)
+        """The median of a metric over the `usual_steps` of as many tokens as the last one; where
+        they have none, over all of them, all in the layout of the latest start, or else over all.
+        """
+        alike, size = Alike(self.starts), self.steps[-1].get("tokens") if self.steps else None
         latest = [record for record in self.steps if record["step"] in alike]
-        for records in (self.usual_steps, latest, self.steps):
+        of_size = [record for record in self.usual_steps if record.get("tokens") == size]
+        for records in (of_size, self.usual_steps, latest, self.steps):
             if found := self.values(name, records):
                 return median(found.values())
         return None

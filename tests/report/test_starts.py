@@ -98,6 +98,18 @@ def test_a_step_that_was_looked_into_is_not_usual(steps: int, tmp_path: Path) ->
     assert read_story(folder).usual_steps[0]["step"] == 2
 
 
+def test_what_is_usual_is_so_of_the_size_that_a_growing_batch_has_now(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run", steps=9)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    for line in lines:
+        grown = 1 + line["step"] // 6
+        line |= {"seconds": float(grown), "tokens": 64 * grown}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_story(folder).usual("seconds") == 2.0
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:6]))
+    assert read_story(folder).usual("seconds") == 1.0
+
+
 def test_what_is_left_and_what_is_learnt_is_of_the_latest_layout(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run", steps=9)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
