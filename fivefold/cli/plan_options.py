@@ -186,7 +186,7 @@ def _check_output(options: Options, by_flag: frozenset[str], mistakes: Mistakes)
     for name in ("train_tokens", "top"):
         setting, value = usual[name], getattr(options, name)
         alone = "emit" if options.emit is not None else "why"
-        if value != setting.default and (alone == "emit" or options.why and not options.json):
+        if value != setting.default and (alone == "emit" or (options.why and not options.json)):
             mistakes.add(
                 f"--{alone} prints nothing of {setting.flag}",
                 works=(f"--{alone} none", setting.typed(setting.default)),
