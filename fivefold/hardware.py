@@ -148,7 +148,8 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             replace(_A100, name="A100-40", memory_bytes=39.4 * _GIB, memory_bandwidth=1555 * GB),
             _A100,
             _H100,
-            replace(_H100, name="H800"),
+            # Its fp64 is limited, and not known here.
+            replace(_H100, name="H800", peak=replace(_H100.peak, fp64=None)),
             replace(
                 _H100,
                 name="H200",

@@ -182,6 +182,15 @@ def _check_output(options: Options, by_flag: frozenset[str], mistakes: Mistakes)
         mistakes.add("--json and --emit both say what to print", works=("--no-json", "--emit none"))
     if options.emit is not None and options.why is not None:
         mistakes.add("--emit prints settings only, no --why", works=("--emit none", "--why none"))
+    usual = {setting.name: setting for setting in settings_of(Options)}
+    for name in ("train_tokens", "top"):
+        setting, value = usual[name], getattr(options, name)
+        alone = "emit" if options.emit is not None else "why"
+        if value != setting.default and (alone == "emit" or (options.why and not options.json)):
+            mistakes.add(
+                f"--{alone} prints nothing of {setting.flag}",
+                works=(f"--{alone} none", setting.typed(setting.default)),
+            )
     told = {"rules": options.rules, "guide": options.guide, "verbose": options.verbose}
     for name in (name for name, given in told.items() if given):
         if options.emit is not None:

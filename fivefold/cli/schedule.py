@@ -14,7 +14,7 @@ from fivefold.cli.style import paint, shows_styles
 from fivefold.config.flags import choice_meant
 from fivefold.config.parallel import option
 from fivefold.config.presets import resolve_model
-from fivefold.config.settings import argument
+from fivefold.config.settings import argument, settings_of
 from fivefold.config.sources import load_options
 from fivefold.counts.derived import as_table
 from fivefold.errors import ConfigError, Mistake, Mistakes
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 PLAIN_WIDTH = 120  # characters per line of a picture that is not shown on a terminal
 MOST = 1 << 18  # most stages x microbatches x slices
 WIDEST, MOST_GIB, LONGEST_SEQUENCE = 10_000, 1e9, 1 << 40
+_OF_A_MODEL = ("layout", "layer_costs", "measured", "memory_gib", "seq_length")
+_DRAWN = ("svg", "html", "csv", "torch_csv", "trace", "width", "dx_first")
 _MORE = (
     "     fivefold schedule zb_v --stages 8 --microbatches 24 --html zb_v.html",
     "     fivefold schedule --compare --stages 8 --microbatches 24 --costs 1,1.2,0.8 --latency 0.1",
@@ -221,6 +223,7 @@ def _study(options: Options) -> Study:
     if not 1 <= options.seq_length <= LONGEST_SEQUENCE:
         mistakes.add(f"--seq-length must be in 1 .. {LONGEST_SEQUENCE:,}, not {options.seq_length}")
     times = _times(options, mistakes)
+    _check_used(options, mistakes)
     mistakes.raise_if_any()
     return Study(
         options.stages,
@@ -231,6 +234,23 @@ def _study(options: Options) -> Study:
         options.chunks,
         options.slices,
     )
+
+
+def _check_used(options: Options, mistakes: Mistakes) -> None:
+    """Add what is asked for and would not be shown."""
+    if options.name is None and not options.compare:
+        for setting in settings_of(Options):
+            unused = setting.name in _DRAWN or (
+                options.balance is None and setting.name not in _OF_A_MODEL
+            )
+            if unused and getattr(options, setting.name) != setting.default:
+                works = ("1f1b",) if setting.name in ("csv", "torch_csv") else ("1f1b", "--compare")
+                mistakes.add(f"{setting.flag} is of a schedule, and none is named", works=works)
+    if options.compare and options.name is not None and options.balance is None:
+        what = f"--compare shows all schedules, not {options.name} alone"
+        mistakes.add(what, works=("--no-compare",))
+    if options.compare and options.dx_first:
+        mistakes.add("--compare shows both orders of dX and dW", works=("--no-dx-first",))
 
 
 def _times(options: Options, mistakes: Mistakes) -> tuple[float, float, float]:
@@ -282,13 +302,8 @@ def _measured(options: Options) -> "MeasuredPieces | None":
 def _cut(options: Options, study: Study, measured: "MeasuredPieces | None") -> Cut | None:
     """The cut of the model of --balance into stages, if one is given."""
     if options.balance is None:
-        about_a_model = {
-            "--layout": options.layout,
-            "--layer-costs": options.layer_costs,
-            "--measured": options.measured,
-            "--memory-gib": options.memory_gib,
-        }
-        given = [flag for flag, value in about_a_model.items() if value is not None]
+        about_a_model = (s for s in settings_of(Options) if s.name in _OF_A_MODEL)
+        given = [s.flag for s in about_a_model if getattr(options, s.name) != s.default]
         if given:
             what = f"{' and '.join(given)} needs a model, and there is no --balance"
             raise ConfigError(Mistake(what, works=("--balance deepseek-v3",)))

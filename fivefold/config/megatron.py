@@ -135,6 +135,9 @@ def _told(model: ModelConfig) -> Iterator[tuple[str, Any]]:
     yield "quick_geglu", model.gated_linear_unit and model.activation_func == "quick_gelu"
     for name in ("glu_linear_offset", "activation_func_clamp_value"):
         yield name, getattr(model, name)
+    if model.num_experts is None and model.add_bias_linear and not model.gated_linear_unit:
+        # Fused with the bias its GELU is by tanh, else by erf.
+        yield "bias_gelu_fusion", model.activation_func == "gelu_tanh"
     for switch in _NEVER:
         yield switch, False
     yield "softmax_scale", None

@@ -17,8 +17,8 @@ from fivefold.model.leaves import local
 
 GROUPING = (9, 10)
 """Compute capabilities of GPUs with a grouped kernel, by their first number (torch 2.11)."""
-COLUMNS = 512
-"""Features of a bias whose gradient is made at a time, from a wide copy of the rows' gradients."""
+ROWS, COLUMNS = 256, 1024
+"""Rows that a GPU adds up one by one, beside others, and features of which it has wide copies."""
 
 
 class GroupedLinear(nn.Module):
@@ -80,9 +80,9 @@ class GroupedLinear(nn.Module):
 class _OfRows(torch.autograd.Function):
     """The bias of each row's group: [E, F] -> [T, F].
 
-    Its gradient is summed in at least fp32, in the order of the rows. Autograd's own would keep the
-    group of each row, and a GPU would add rows of bf16 one by one in any order, which rounds away
-    all but the first few hundred.
+    Its gradient is summed in at least fp32. Autograd's own would keep the group of each row, and a
+    GPU would add rows of bf16 one by one in any order, which rounds away all but the first few
+    hundred.
     """
 
     @staticmethod
@@ -93,12 +93,25 @@ class _OfRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_TF: Tensor) -> tuple[Tensor, None, None]:
         (rows_E,) = ctx.saved_tensors
-        wide = torch.promote_types(grad_TF.dtype, torch.float32)
-        sums = [
-            torch.segment_reduce(part.to(wide), "sum", lengths=rows_E, unsafe=True)
-            for part in grad_TF.split(COLUMNS, 1)
-        ]
-        return torch.cat(sums, 1).to(grad_TF.dtype), None, None
+        return sums_of_groups(grad_TF, rows_E).to(grad_TF.dtype), None, None
+
+
+def sums_of_groups(x_TF: Tensor, rows_E: Tensor) -> Tensor:
+    """The sum of the rows of each group, [E, F] in at least fp32.
+
+    Groups are cut where `ROWS` divides the number of a row, and their parts added up: so the device
+    has much to do at once, however few groups there are. Nothing waits for it.
+    """
+    wide, ends_E = torch.promote_types(x_TF.dtype, torch.float32), rows_E.cumsum(0)
+    cuts = torch.arange(0, len(x_TF), ROWS, device=x_TF.device)
+    cuts = torch.cat([cuts, ends_E.new_zeros(1), ends_E]).sort().values
+    parts_E = torch.searchsorted(cuts, ends_E, right=True).diff(prepend=ends_E.new_ones(1))
+
+    def added(x: Tensor, lengths: Tensor) -> Tensor:
+        return torch.segment_reduce(x, "sum", lengths=lengths, unsafe=True)
+
+    each = (added(x.to(wide), cuts.diff()) for x in x_TF.split(COLUMNS, 1))
+    return torch.cat([added(sums, parts_E) for sums in each], 1)
 
 
 GroupedMultiplication = Callable[..., tuple[Tensor, ...]]

@@ -29,7 +29,8 @@ from fivefold.units import human_bytes, human_count, human_flops, human_seconds
 LARGEST_HOST, RACK_HOST = 8, 4
 """Most GPUs of a host, and those of a host in a rack that is one NVLink domain (GB200 NVL72)."""
 _GAIN = 0.01  # least share of a step that a change must save to be among the reasons
-_ONLY_HERE = ("--html", "--verbose", "--no-verbose", "--top", "--rules", "--guide")
+_WITH_VALUE = ("--html", "--top", "--train-tokens")
+_ONLY_HERE = ("--verbose", "--no-verbose", "--rules", "--guide", *_WITH_VALUE)
 
 
 def title(result: SearchResult, model: str) -> str:
@@ -211,7 +212,7 @@ def next_commands(result: SearchResult, model: str, argv: Sequence[str]) -> Iter
         run = run if whole else f"fivefold train {recipe} --nproc {world} --dry-run"
     yield f"{asked} --emit fivefold > {recipe}"
     yield run
-    given = {word.partition("=")[0] for word in argv}
+    given = {word.partition("=")[0].replace("_", "-") for word in argv}
     yield from (
         f"{asked} {more}"
         for more in ("--verbose", f"--html {name}.html")
@@ -224,8 +225,9 @@ def _without(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
     kept, skips = [], False
     for word in argv:
         flag, has_value, _ = word.partition("=")
+        flag = flag.replace("_", "-")
         if flag in flags:
-            skips = not has_value and flag in ("--html", "--top")
+            skips = not has_value and flag in _WITH_VALUE
         elif not skips:
             kept.append(word)
         else:

@@ -75,6 +75,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "alltoall, parts": (4, GATED, {"ep": 2, "etp": 2}),
     "alltoall, dropped": (2, {}, {"ep": 2, **DROPS}),
     "alltoall, padded": (2, {}, {"ep": 2, **PADS}),
+    "alltoall, ranks padded": (2, {}, {"ep": 2, "moe_expert_rank_capacity_factor": 0.7}),
     "alltoall, parts, padded": (4, {}, {"ep": 2, "etp": 2, **PADS}),
     "alltoall, overlapped": (2, GATED, {"ep": 2, "moe_shared_expert_overlap": True}),
     "flex": (2, {}, {"ep": 2, "dispatcher": "flex"}),

@@ -181,6 +181,12 @@ def test_a_model_is_cut_by_the_times_of_a_run(capsys, tmp_path):
         ("--balance gpt2 --memory-gib 0.1", ["no cut of the model fits"]),
         ("dualpipe --torch-csv x.csv", ["does not support two copies"]),
         ("--compare --csv x.csv", ["write one schedule"]),
+        ("1f2b --compare", ["shows all schedules, not 1f2b", "--no-compare"]),
+        ("--compare --dx-first", ["both orders", "--no-dx-first"]),
+        ("1f1b --seq-length 128", ["--seq-length needs a model"]),
+        ("--balance gpt2 --svg x.svg", ["--svg is of a schedule", "works: 1f1b | --compare"]),
+        ("--csv x.csv", ["--csv is of a schedule", "works: 1f1b"]),
+        ("--stages 8 --json", ["--stages is of a schedule", "--json is of a schedule"]),
         ("1f1b --svg /proc/none/x.svg", ["cannot write /proc/none/x.svg"]),
     ],
 )

@@ -241,6 +241,12 @@ def test_what_changes_results_alone_is_told_apart(name: str) -> None:
             "rotary_seq_len_interpolation_factor": (None, 8),
             "use_rope_scaling": (False, True),
         }
+    if name == "gpt2":
+        both |= {"bias_gelu_fusion": (False, True)}
+        fused = replace(MODELS[name], activation_func="gelu_tanh")
+        assert unlike(fused, {"bias_gelu_fusion": False}) and not unlike(
+            fused, {"bias_gelu_fusion": True}
+        )
     if name == "mixed":
         both |= {
             "moe_apply_probs_on_input": (False, True),

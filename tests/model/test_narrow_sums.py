@@ -1,6 +1,7 @@
 """No gradient is added up row by row in bf16, which rounds away all but the first few hundred."""
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.config.model import ModelConfig
-from fivefold.model.grouped import COLUMNS, GroupedLinear
+from fivefold.model.grouped import COLUMNS, ROWS, GroupedLinear, sums_of_groups
 from fivefold.model.init import initialise
 from fivefold.model.prediction import with_further
 from fivefold.model.transformer import Stage
@@ -53,9 +54,9 @@ def test_no_rows_are_added_one_by_one_in_bf16(model: ModelConfig) -> None:
 
 
 def test_the_gradient_of_an_experts_bias_counts_every_row() -> None:
-    rows_E, features = torch.tensor([6000, 0, 2193]), COLUMNS + 8
-    linear = GroupedLinear(3, 4, features, bias=True).bfloat16()
-    grad_TF = torch.rand(8193, features, generator=torch.Generator().manual_seed(3)).bfloat16()
+    rows_E = torch.tensor([6000, 0, 2193])
+    linear = GroupedLinear(3, 4, 5, bias=True).bfloat16()
+    grad_TF = torch.rand(8193, 5, generator=torch.Generator().manual_seed(3)).bfloat16()
     with torch.no_grad():
         for parameter in linear.parameters():
             parameter.zero_()
@@ -64,3 +65,14 @@ def test_the_gradient_of_an_experts_bias_counts_every_row() -> None:
     assert linear.bias.grad is not None
     expected = torch.stack([part.double().sum(0) for part in grad_TF.split(rows_E.tolist())])
     torch.testing.assert_close(linear.bias.grad.double(), expected, rtol=2**-8, atol=0.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_groups_of_any_lengths_are_added_up(seed: int) -> None:
+    random = Random(seed)
+    sizes = 0, 1, ROWS - 1, ROWS, ROWS + 1, 2 * ROWS, random.randrange(3 * ROWS)
+    rows = random.choices(sizes, k=random.randint(1, 6))
+    features = random.choice((1, 3, COLUMNS, COLUMNS + 2))
+    x_TF = torch.arange(sum(rows) * features).view(-1, features).double()
+    expected = torch.stack([part.sum(0) for part in x_TF.split(rows)])
+    assert torch.equal(sums_of_groups(x_TF, torch.tensor(rows)), expected)

@@ -19,7 +19,7 @@ QUESTIONS = (
     "debug-mixtral --cluster A100 --gpus 4 --gbs 8 --seq-length 256 --tp 2",
     "gpt2 --cluster H100 --gpus 16 --gbs 64",
     "--model debug-llama --cluster H100 --gpus 9 --gbs 9 --seq-length 256",
-    "gpt2 --cluster GB200 --gpus 16 --gbs 64 --rules --top 2",
+    "gpt2 --cluster GB200 --gpus 16 --gbs 64 --rules --top 2 --train_tokens 1T",
 )
 SETTINGS = ("tp=2", "pp=2 dp_shard=1", "micro_batch_size=2", "tp=4 cp=2")
 
@@ -104,10 +104,14 @@ def test_json_has_what_was_asked(capsys) -> None:
 
 
 @pytest.mark.parametrize("output", ["--emit fivefold", "--json", "--why tp=2"])
-@pytest.mark.parametrize("detail", ["--rules", "--guide", "--verbose", "--why tp=2"])
+@pytest.mark.parametrize(
+    "detail",
+    ["--rules", "--guide", "--verbose", "--why tp=2", "--train-tokens 1T", "--top 9"],
+)
 def test_nothing_is_asked_for_in_vain(output: str, detail: str, capsys) -> None:
     """A question that another flag would silence is refused, and all else is printed."""
-    silent = {("--json", "--verbose"), ("--why tp=2", "--verbose")}
+    silent = {("--json", "--verbose")}
+    silent |= {("--why tp=2", of) for of in ("--verbose", "--train-tokens 1T", "--top 9")}
     if output == detail:
         return
     refused = output.startswith("--emit") or (output, detail) in silent

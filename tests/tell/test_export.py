@@ -182,6 +182,19 @@ def test_megatron_weakens_auxiliary_losses_where_ranks_share_a_microbatch(
             None,
             "it refuses moe_expert_capacity_factor",
         ),
+        ("gpt-oss-20b", {"cp": 2}, None, "refuses windows (window_size) with cp_comm_type p2p"),
+        (
+            "deepseek-v2-lite",
+            {"cp": 2, "cp_comm_type": ("a2a",)},
+            None,
+            "refuses multi_latent_attention with cp_comm_type a2a",
+        ),
+        (
+            "llama3-8b",
+            {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn",)},
+            None,
+            "NVTE_CPU_OFFLOAD_V1=1",
+        ),
         ("mixtral-8x7b", {"moe_router_topk": 1}, None, "it refuses moe_router_topk = 1"),
     ],
 )

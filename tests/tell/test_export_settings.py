@@ -239,7 +239,8 @@ def test_deepspeed_has_our_learning_rates(settings: dict[str, Any]) -> None:
     ("settings", "words"),
     [
         ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 20}, "no scheduler for WSD"),
-        ({"lr_warmup_iters": 9}, "a step late"),
+        ({"lr_warmup_iters": 9}, "warm-up of 9 steps (lr_warmup_iters) is a step late"),
+        ({"lr_warmup_iters": 1}, "its cosine begins later than after 1"),
         (
             {"lr_decay_style": "linear", "lr_warmup_iters": 9, "min_lr": 1e-5},
             "warms up from min_lr",

@@ -133,6 +133,7 @@ def test_every_sink_is_closed_although_one_fails():
         ("NVIDIA H200", "bf16", 989),
         ("NVIDIA H200 NVL", "bf16", 835),
         ("NVIDIA H800", "bf16", 989),
+        ("NVIDIA H800", "fp64", None),
         ("NVIDIA B200", "bf16", 2250),
         ("NVIDIA GB200", "bf16", 2500),
         ("AMD Instinct MI300X", "bf16", 1307),

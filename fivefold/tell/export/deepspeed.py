@@ -114,9 +114,11 @@ def _lost_of_the_rates(said: Settings) -> Iterator[str]:
         )
         yield f"it has no scheduler for WSD: without one of yours the rate stays at lr ({asked})"
     elif warm_up and style == "cosine":
+        least = max(warm_up, _LEAST_WARM_UP)
+        cosine = "is ours" if least == warm_up else f"begins later than after {warm_up}"
         yield (
-            f"WarmupCosineLR's warm-up of {warm_up} steps (lr_warmup_iters) is a step late, its "
-            "first step at a rate of 0; its cosine is ours"
+            f"WarmupCosineLR's warm-up of {least} steps (lr_warmup_iters) is a step late, its "
+            f"first step at a rate of 0; its cosine {cosine}"
         )
     elif warm_up and style == "linear" and start != said["min_lr"]:
         yield (

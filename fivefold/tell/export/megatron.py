@@ -305,6 +305,7 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
             "the causal kernels of Transformer Engine look at no mask: with them tokens attend "
             "beyond their documents, whatever --reset-attention-mask says"
         )
+    yield from _attention_over_ranks(layout)
     yield from _connections(layout)
     corpora = " ".join(said["data_path"])
     made_up = MOCK in said["data_path"]
@@ -351,6 +352,23 @@ def _lost_of_the_loss(said: Settings, layout: Layout) -> Iterator[str]:
             "it divides the losses of further predictions by the number of tokens that have a next "
             "one, not by that of their depth (mtp_loss_scaling_factor)"
         )
+
+
+def _attention_over_ranks(layout: Layout) -> Iterator[str]:
+    """What its attention kernels refuse of context parallelism when they first run."""
+    model, ways = layout.config.model, layout.config.parallel.cp_comm_type
+    if layout.grid.cp == 1:
+        return
+    for what, has, lacks in (
+        ("windows (window_size)", model.window_size is not None, ("p2p", "a2a+p2p")),
+        (
+            "multi_latent_attention",
+            model.query_dim != model.value_dim,
+            ("a2a", "all_gather"),
+        ),
+    ):
+        if has and (lost := [way for way in dict.fromkeys(ways) if way in lacks]):
+            yield f"Transformer Engine refuses {what} with cp_comm_type {' '.join(lost)}"
 
 
 def _connections(layout: Layout) -> Iterator[str]:

@@ -69,6 +69,11 @@ def lost_of_memory(memory: MemoryConfig, runs: Layout) -> Iterator[str]:
         yield f"it does not move {' '.join(others)} (offload_tensors)"
     if memory.fine_grained_activation_offloading and "dispatched_input" in memory.offload_tensors:
         yield "it moves dispatched tokens (offload_tensors) as expert_fc1 of offload_modules"
+    if memory.fine_grained_activation_offloading:
+        yield (
+            "fine_grained_activation_offloading wants NVTE_CPU_OFFLOAD_V1=1 in the environment "
+            "with Transformer Engine 2.10 and later"
+        )
     asked = memory.recompute_modules if memory.recompute_granularity == "selective" else ()
     for module in (module for module in asked if module in _MODULES):
         yield f"recompute_modules {module} became {_MODULES[module]}: it has nothing nearer"
