@@ -122,6 +122,14 @@ def read_records(folder: Path) -> list[RankRecord]:
     return records
 
 
+def audited_step(folder: Path) -> int | None:
+    """The step of which there are records; None if there are none that can be read."""
+    try:
+        return read_json(folder / "rank-0.json", RankRecord, DataError).step
+    except DataError:
+        return None
+
+
 def expected_record(
     layout: Layout, measured: RankRecord, every: Sequence[RankRecord] = ()
 ) -> RankRecord:

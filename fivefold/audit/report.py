@@ -1,18 +1,11 @@
 """The report of an audit: predicted and measured values, and notes; imports no torch."""
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from statistics import median
-from typing import Annotated
-
-from msgspec import UNSET, Meta, UnsetType
 
 from fivefold.audit.record import RankRecord, expected_record
 from fivefold.counts.context import gathers_latents
-from fivefold.errors import DataError
-from fivefold.files import read_json_lines
 from fivefold.layout import Layout
 from fivefold.units import human_bytes, human_flops, human_seconds
 
@@ -186,32 +179,6 @@ def audit(
         _step_time(seconds, outlook),
     ]
     return AuditReport(title, len(records), tuple(findings))
-
-
-def usual_seconds(metrics: Path, audited: int, alike: Container[int]) -> float | None:
-    """The median time of a run's steps, without the first and the measured one.
-
-    Args:
-        metrics: file with the times.
-        audited: the measured step.
-        alike: steps that were taken in the same layout.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
-    lines = read_json_lines(metrics, _Line, DataError)
-    steps = [line for line in lines if line.grad_norm is not UNSET and line.step in alike]
-    usual = [s.seconds for s in steps[1:] if s.seconds is not UNSET and s.step != audited]
-    return median(usual) if usual else None
-
-
-@dataclass(frozen=True)
-class _Line:
-    """The used fields of a line of `metrics.jsonl`; only steps have a gradient norm."""
-
-    step: Annotated[int, Meta(ge=0)]
-    seconds: Annotated[float, Meta(ge=0)] | UnsetType = UNSET
-    grad_norm: float | UnsetType | None = UNSET
 
 
 Pairs = Sequence[tuple[RankRecord, RankRecord]]

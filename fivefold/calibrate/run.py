@@ -32,6 +32,7 @@ class Measured:
     """The measurements of all ranks together.
 
     Attributes:
+        kind: "cuda" or "cpu", by which shapes were chosen.
         device: name of the device.
         precision: precision of training on this device, in which attention was measured.
         memory_bytes: memory of a device in bytes; on a CPU a rank's share of the machine's.
@@ -49,6 +50,7 @@ class Measured:
         ranks_per_node: number of ranks on one machine.
     """
 
+    kind: str
     device: str
     precision: str
     memory_bytes: float
@@ -119,6 +121,7 @@ def _measure(env: RankEnv, device: torch.device) -> Measured:
     dtype = DTYPES[precision]
     sustained, jitter = measure.sustained(device, dtype, world)
     return Measured(
+        kind=device.type,
         device=_device_name(device),
         precision=precision,
         memory_bytes=_memory(env, device),
@@ -176,7 +179,7 @@ def as_cluster(measured: Measured) -> Cluster:
     known = find_gpu(measured.device)
     peak = known.peak if known else Rates(**best)
     forward, backward = measured.attention
-    length = measure.SEQUENCE["cuda" if known else "cpu"]
+    length = measure.SEQUENCE[measured.kind]
     attention_peak = peak.of(measured.precision) * attention_share(length, measure.HEAD_DIM)
     bandwidth = measured.traffic.amount / measured.traffic.seconds
     sheet_bandwidth = known.memory_bandwidth if known else bandwidth

@@ -12,7 +12,8 @@ from fivefold.config.sources import load_options
 from fivefold.errors import ConfigError
 from fivefold.files import telling_unwritable, write_atomic
 from fivefold.report.settings import run_config
-from fivefold.report.traces import FOLDER, RankTrace, longest, merged, read_traces
+from fivefold.report.traces import RankTrace, longest, merged, read_traces
+from fivefold.train.run_folder import RunFolder
 from fivefold.units import human_bytes, human_seconds
 
 WIDTH = 60  # characters of an operation's name
@@ -37,13 +38,14 @@ def run(argv: Sequence[str]) -> int:
     if options.top < 1:
         raise ConfigError(f"--top must be at least 1, not {options.top}")
     folder = Path(options.run)
-    logging, traces = run_config(folder).logging, read_traces(folder)
+    there = RunFolder(folder).profile
+    logging, traces = run_config(folder, there).logging, read_traces(folder)
     wanted = {*logging.profile_ranks} if logging.use_pytorch_profiler else set[int]()
     for rank in sorted(wanted - {trace.rank for trace in traces}):
         note(f"{folder} has no trace of rank {rank}, which profile_ranks names")
     for trace in traces:
         print("\n".join(shown(trace, options.top)), end="\n\n")
-    path = Path(options.trace) if options.trace else folder / FOLDER / "trace.json"
+    path = Path(options.trace) if options.trace else there / "trace.json"
     with telling_unwritable(path):
         write_atomic(path, json.dumps(merged(traces)))
     print(f"wrote {path}, for ui.perfetto.dev")

@@ -43,6 +43,7 @@ from fivefold.pipeline.study import (
     timed,
 )
 from fivefold.report.settings import run_config
+from fivefold.train.run_folder import RunFolder
 from fivefold.units import wrapped
 
 if TYPE_CHECKING:
@@ -84,7 +85,10 @@ class Options:
     )
     chunks: int | None = option(None, "stages per rank (default: what the schedule needs)")
     costs: str = option("1,1,1", "times F,B,W of a rank for a microbatch: forward, dX and dW")
-    latency: float = option(0.0, "time of a message from one rank to the next")
+    latency: float | None = option(
+        None,
+        "time of a message from one rank to the next (default: 0, with --measured that of the run)",
+    )
     memory_cap: float | None = option(
         None, "most microbatches a rank may hold for backward; in one of V stages each counts 1/V"
     )
@@ -149,8 +153,8 @@ def _as_typed(choice: str) -> tuple[str, ...]:
 def _run(options: Options) -> int:
     study = _study(options)
     measured = _measured(options)
-    if measured:
-        study = replace(study, hop=options.latency or measured.hop)
+    if measured and options.latency is None:
+        study = replace(study, hop=measured.hop)
     cut = _cut(options, study, measured)
     if cut:
         placement, stages = cut.balance.split.placement, cut.stages
@@ -225,7 +229,7 @@ def _study(options: Options) -> Study:
         options.stages,
         microbatches,
         times,
-        options.latency,
+        options.latency or 0.0,
         inf if options.memory_cap is None else options.memory_cap,
         options.chunks,
         options.slices,
@@ -251,8 +255,9 @@ def _check_used(options: Options, mistakes: Mistakes) -> None:
 
 def _times(options: Options, mistakes: Mistakes) -> tuple[float, float, float]:
     """The times of --costs, checked together with --latency."""
-    if not options.latency >= 0:
-        mistakes.add(f"--latency must be 0 or more, not {options.latency:g}")
+    latency = options.latency or 0.0
+    if not latency >= 0:
+        mistakes.add(f"--latency must be 0 or more, not {latency:g}")
     works = ("1,1,1", "18.5,18.1,9.3")
     try:
         forward, dx, dw = (float(text) for text in options.costs.split(","))
@@ -267,8 +272,8 @@ def _times(options: Options, mistakes: Mistakes) -> tuple[float, float, float]:
         return 1.0, 1.0, 1.0
     if problem := times_problem((forward, dx, dw)):
         mistakes.add(f"--costs {options.costs}: {problem}", works=works)
-    elif problem := times_problem((forward, dx, dw, abs(options.latency))):
-        mistakes.add(f"--latency {options.latency:g} and --costs {options.costs}: {problem}")
+    elif problem := times_problem((forward, dx, dw, abs(latency))):
+        mistakes.add(f"--latency {latency:g} and --costs {options.costs}: {problem}")
     return forward, dx, dw
 
 
@@ -282,11 +287,14 @@ def _measured(options: Options) -> "MeasuredPieces | None":
     from fivefold.pipeline.measured_parts import check_same_pieces, measured_pieces
 
     folder = Path(options.measured)
-    config = run_config(folder)
+    config = run_config(folder, RunFolder(folder).profile)
     world = prod(getattr(config.parallel, name) for name in DEGREES.values())
     layout = check(config, world, planned=True)
     check_same_pieces(config.model, resolve_model(options.balance))
     program, simulation = measured_program(read_measured(folder))
+    if program.placement != layout.order().program().placement:
+        what = f"{folder} was profiled with other stages than those of its settings"
+        raise ConfigError(Mistake(what, attempt="a profiled run: fivefold train --profile"))
     stages = layout.split.stages
     return measured_pieces(config.model, stages, median_costs(program, simulation))
 

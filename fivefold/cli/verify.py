@@ -33,7 +33,9 @@ class Options:
     device: Asked = option(
         "auto", "where to run; auto: on GPUs if there are enough; cuda: ranks may share one"
     )
-    steps: int = option(3, "optimizer steps to compare")
+    steps: int | None = option(
+        None, "optimizer steps to compare (default: 3, or 4 of which the last replays a graph)"
+    )
     delays: int | None = option(
         None, "hold streams of GPUs up at random, drawn with this seed: shows missing waits"
     )

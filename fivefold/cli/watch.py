@@ -92,7 +92,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def _state(story: Story) -> str:
     if story.is_finished:
         return "finished"
-    usual = story.usual("seconds", story.latest_steps) or story.usual("seconds")
+    usual = story.usual("seconds")
     if story.seen is None or usual is None:
         return "no step has ended yet"
     silent = max(0.0, (datetime.now().astimezone() - story.seen).total_seconds())

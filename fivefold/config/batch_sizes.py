@@ -60,6 +60,11 @@ class BatchSizes:
         """Every size, from the first to the whole batch."""
         return [level.size for level in self.levels()]
 
+    @property
+    def smaller_steps(self) -> int:
+        """Steps before those of the whole batch."""
+        return sum(level.steps or 0 for level in self.levels())
+
     def samples(self, steps: int) -> int:
         """Samples of the first `steps` steps."""
         for level in self.levels():

@@ -245,6 +245,12 @@ def _check_latents(model: ModelConfig, mistakes: Mistakes) -> None:
             f"have qk_head_dim {model.qk_head_dim} and v_head_dim {model.v_head_dim}",
             works=("--kv-channels none",),
         )
+    if model.add_qkv_bias and not model.add_bias_linear:
+        mistakes.add(
+            "add_qkv_bias has no effect on multi_latent_attention, whose projections have a bias "
+            "where all linear layers of a block do",
+            works=("--no-add-qkv-bias", "--add-bias-linear"),
+        )
     if model.position_embedding_type != "rope":
         mistakes.add("multi_latent_attention needs position_embedding_type rope")
 

@@ -86,9 +86,7 @@ def _batch(layout: Layout) -> list[Row]:
 
 def _growing_batch(training: TrainingConfig) -> Iterator[Row]:
     """From which batch on, and by when it is whole."""
-    levels = list(training.batch_sizes.levels())
-    if len(levels) > 1:
-        before = sum(level.steps or 0 for level in levels)
+    if before := training.batch_sizes.smaller_steps:
         start, increment, samples = training.rampup_batch_size
         why = f"from {start:,} by {increment:,} at a time, over {samples:,} samples"
         yield "smaller batches", several(before, "step"), why

@@ -55,7 +55,7 @@ def kept_activations(
     saved = []
     for place, layer in [*enumerate(parts.layers), *((0, layer) for layer in further)]:
         known = running
-        if rows is not None and layer in rows.first and not running.pads_rows:
+        if rows is not None and layer in rows.first and running.routed is None:
             known = replace(running, routed=rows.first[layer])
         saved.append(total(saved_activations(model, layer, known, position=place)))
     saved.append(total(prediction_bytes(model, parts, running)))
@@ -221,7 +221,7 @@ def _reached(
 ) -> tuple[float, float]:
     """Rows that reach a rank's experts of a layer per step, and in recomputed stages."""
     running = Running.of(layout.config)
-    if rows is not None and not running.pads_rows:
+    if rows is not None and running.routed is None:
         return rows.every[layer].reached, rows.again[layer].reached if again else 0.0
     each = running.rows(layout.config.model.moe_router_topk) * running.microbatch_tokens
     slices = layout.config.parallel.num_sequence_slices

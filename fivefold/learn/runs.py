@@ -24,30 +24,31 @@ UNKNOWN_NOISE = 0.3
 def observed(folder: Path) -> tuple[Observation, Story]:
     """What a run says of a step's time in its layout.
 
-    Its first step, which prepares much, is left out, and those of starts by another command or on
-    another number of ranks.
+    The first step of each start, which prepares much, is left out, and so are those of starts by
+    another command, with other settings or on another number of ranks.
 
     Raises:
         DataError: it is not a run folder, or no step of it was timed.
         ConfigError: its layout does not fit its ranks.
     """
     story = read_story(folder)
-    whole_batch = story.config.training.step_tokens
     # Others may have been taken in another layout, or be of smaller batches.
-    own = [record for record in story.latest_steps if record.get("tokens") == whole_batch]
+    training, whole_batch = story.config.training, story.config.training.step_tokens
+    own = [r for r in story.usual_steps if r.get("tokens", whole_batch) == whole_batch]
     whole, each = (story.values(f"tokens_per_second{per}", own) for per in ("", "_per_rank"))
     ratios = {step: whole[step] / each[step] for step in whole if each.get(step)}
     worlds = {step: round(ratio) for step, ratio in ratios.items() if 0.5 < ratio < MOST_RANKS}
     ranks = next(reversed(worlds.values()), 0)
     timed = story.values("seconds", own).items()
-    times = [s for step, s in timed if s > 0 and worlds.get(step) == ranks][1:]
+    times = [s for step, s in timed if s > 0 and worlds.get(step) == ranks]
     if not times:
+        needed = max(story.done, training.batch_sizes.smaller_steps) + 2
         raise DataError(
             str(
                 Mistake(
                     f"{folder} has no times of steps of the whole batch after the first one of "
                     "its latest start",
-                    attempt="a run of at least three steps: --train-iters 3",
+                    attempt=f"two more steps at least: {training.lasting(needed)}",
                 )
             )
         )

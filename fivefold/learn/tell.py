@@ -52,10 +52,10 @@ def constants_table(known: Posterior) -> Iterator[str]:
             untold.append(constant.name)
             continue
         unit, one = constant.shown
-        old, new = constant.of(known.prior) / one, constant.of(known.cluster) / one
+        old, new = (f"{constant.of(c) / one:.4g}" for c in (known.prior, known.cluster))
         wide = half_width(doubt)
-        rows.append((constant.name, f"{old:.4g}", f"{new:.4g}", f"{new / wide:.3g} to "
-                     f"{new * wide:.3g}", unit))  # fmt: skip
+        ends = (constant.of(constant.moved(known.cluster, by)) / one for by in (1 / wide, wide))
+        rows.append((constant.name, old, new, " to ".join(f"{end:.3g}" for end in ends), unit))
     if len(rows) > 1:
         yield from table(rows, right=(1, 2, 3))
     if untold:

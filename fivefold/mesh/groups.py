@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fivefold.mesh.device import REHEARSED_GPUS
 from fivefold.mesh.grid import EXPERT_AXES, Grid
 from fivefold.mesh.nodes import NodeSizes, parts_of
 from fivefold.mesh.shared_gpu import SHARED_GPU
@@ -63,7 +64,8 @@ def uses_nccl() -> bool:
 
 def _as_on_gpus() -> bool:
     """Whether groups are those of GPUs, NCCL's or such that behave alike."""
-    return uses_nccl() or SHARED_GPU in dist.get_backend_config()
+    config = dist.get_backend_config()
+    return uses_nccl() or SHARED_GPU in config or REHEARSED_GPUS in config
 
 
 def lost_connection(error: BaseException) -> bool:

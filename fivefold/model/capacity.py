@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 _SCORE_BITS: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 12, torch.float64: 36})
+"""Leading bits by which scores are compared."""
 
 
 def within(room: int, group: int, chosen_TE: Tensor, scores_TE: Tensor | None) -> Tensor:
@@ -39,9 +40,11 @@ def within(room: int, group: int, chosen_TE: Tensor, scores_TE: Tensor | None) -
 def with_ties(scores_TE: Tensor) -> Tensor:
     """Scores for `within`: those that differ by rounding only, which no layout shares, are equal.
 
-    Equal tokens at the start of documents have such scores.
+    Equal tokens at the start of documents have such scores. What is rounded off is a share of each
+    score: the more experts there are, the smaller are all.
     """
-    return (scores_TE * 2.0 ** _SCORE_BITS[scores_TE.dtype]).round()
+    mantissa, exponent = torch.frexp(scores_TE)
+    return torch.ldexp((mantissa * 2.0 ** _SCORE_BITS[scores_TE.dtype]).round(), exponent)
 
 
 def _columns(x_TE: Tensor, group: int) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.mesh.device import runs_triton
+from fivefold.mesh.device import runs_triton, uses_gpu_kernels
 from fivefold.model.seeds import derive_seed
 from fivefold.model.traced import result
 
@@ -105,7 +105,7 @@ class Mask:
             numbers = threshold(self.p), 1.0 / (1.0 - self.p), (self.first_head, self.all_heads)
             return dropout_kernels.drop(x, onto, *names, *numbers)
         rows, columns = self._ids(x)
-        if torch.compiler.is_compiling() or x.is_cuda or x.numel() <= AT_A_TIME:
+        if torch.compiler.is_compiling() or uses_gpu_kernels(x) or x.numel() <= AT_A_TIME:
             return self._plainly(rows, columns, x, onto)
         y, (q, k) = torch.empty(x.shape, dtype=x.dtype), x.shape[-2:]
         rows, columns = rows.expand(*x.shape[:-1], 1), columns.expand(*x.shape[:-2], 1, k)

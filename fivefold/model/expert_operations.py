@@ -76,7 +76,7 @@ class RouterLinear(Operation):
             numbers += topk + 1 if topk > 1 else 0
         elif not model.moe_router_pre_softmax:
             numbers += topk
-        dropped = topk if running.experts.moe_expert_capacity_factor is not None else 0
+        dropped = topk if running.experts.limits_rows else 0
         return (running.score_bytes * numbers + dropped) / running.token_parts
 
     def _losses(self, running: Running) -> float:
@@ -94,13 +94,12 @@ class RouterLinear(Operation):
     def _decision(self, running: Running) -> float:
         """Bytes of the chosen experts' indices, of which had capacity, and of sums over tokens."""
         settings, topk = running.experts, self.model.moe_router_topk
-        has_room = settings.moe_expert_capacity_factor is not None
         loads = sum(
             running.microbatch_rows if kind == "seq_aux_loss" else 1
             for kind, _ in settings.aux_losses
         )
         sums = _INDEX * (self.experts + 2) + running.score_bytes * loads * self.experts
-        own = topk * (_INDEX + has_room) / running.token_parts
+        own = topk * (_INDEX + settings.limits_rows) / running.token_parts
         return own + running.by_microbatch(sums)
 
     def deferred(self, running: Running) -> float:
@@ -186,17 +185,10 @@ class ExpertsIn(Operation):
     copies: int
 
     def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
-        """The rows dispatched to this rank's experts; each rank that splits an expert has all.
-
-        With biases, also the expert of each row, once per projection.
-        """
+        """The rows dispatched to this rank's experts; each rank that splits an expert has all."""
         rows = running.rows(self.copies)
         size = running.input_size("routed_experts") * self.inputs * (rows + spare_row(running))
-        biases = sum(len(weight.shape) == 2 for weight in self.weights)
-        return (
-            Kept(self.name, (size,), ("moe",)),
-            Kept("expert_fc1_bias", (_INDEX * biases * rows,), ("moe", "routed_experts")),
-        )
+        return (Kept(self.name, (size,), ("moe",)),)
 
     def deferred(self, running: Running) -> float:
         """The rows, and gradients of the outputs."""
@@ -230,24 +222,17 @@ class ExpertsOut(Operation):
     copies: int
 
     def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
-        """Its input, already weighted; with a bias, the expert of each row."""
+        """Its input, already weighted."""
         inner, rows = self.inputs / running.expert_tensor_parallel, running.rows(self.copies)
         size = running.input_size("moe_act") * inner * rows
-        index = _INDEX * self._biased * rows
-        return (
-            Kept(self.name, (size,), ("moe", "moe_act", "routed_experts")),
-            Kept("expert_fc2_index", (index,), ("moe", "routed_experts")),
-        )
+        return (Kept(self.name, (size,), ("moe", "moe_act", "routed_experts")),)
 
     def kept_else(self, running: Running) -> tuple[Kept, ...]:
         """The bias per row, which the gradient of the row's weight reads."""
-        added = self._biased * running.adds_expert_bias
+        biased = any(len(weight.shape) == 2 for weight in self.weights)
+        added = biased * running.adds_expert_bias
         size = running.element_bytes * self.outputs * added * running.rows(self.copies)
         return (Kept("expert_fc2_bias", (size,), ("moe", "routed_experts")),)
-
-    @property
-    def _biased(self) -> bool:
-        return any(len(weight.shape) == 2 for weight in self.weights)
 
     def deferred(self, running: Running) -> float:
         """The input, and gradients of the outputs, of which each rank that splits an expert has

@@ -6,7 +6,7 @@ Shapes: E groups, T rows sorted by group, H input features, F output features.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from fivefold.model.leaves import local
 
 GROUPING = (9, 10)
 """Compute capabilities of GPUs with a grouped kernel, by their first number (torch 2.11)."""
+ROWS, COLUMNS = 256, 1024
+"""Rows that a GPU adds up one by one, beside others, and features of which it has wide copies."""
 
 
 class GroupedLinear(nn.Module):
@@ -68,11 +70,48 @@ class GroupedLinear(nn.Module):
         """[T, out] with the biases of the rows, if there are any; arguments as in `forward`."""
         if self.bias is None:
             return y_TF
-        bias_TF = local(self.bias).repeat_interleave(rows_E, 0, output_size=len(y_TF))
+        bias_TF: Tensor = _OfRows.apply(local(self.bias), rows_E, len(y_TF))
         if weights_T is not None:
             weights_T = weights_T if adds_bias else weights_T.detach()
             bias_TF = (bias_TF * weights_T[:, None]).to(y_TF.dtype)
         return y_TF + (bias_TF if adds_bias else bias_TF - bias_TF.detach())
+
+
+class _OfRows(torch.autograd.Function):
+    """The bias of each row's group: [E, F] -> [T, F].
+
+    Its gradient is summed in at least fp32. Autograd's own would keep the group of each row, and a
+    GPU would add rows of bf16 one by one in any order, which rounds away all but the first few
+    hundred.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, bias_EF: Tensor, rows_E: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(rows_E)
+        return bias_EF.repeat_interleave(rows_E, 0, output_size=rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TF: Tensor) -> tuple[Tensor, None, None]:
+        (rows_E,) = ctx.saved_tensors
+        return sums_of_groups(grad_TF, rows_E).to(grad_TF.dtype), None, None
+
+
+def sums_of_groups(x_TF: Tensor, rows_E: Tensor) -> Tensor:
+    """The sum of the rows of each group, [E, F] in at least fp32.
+
+    Groups are cut where `ROWS` divides the number of a row, and their parts added up: so the device
+    has much to do at once, however few groups there are. Nothing waits for it.
+    """
+    wide, ends_E = torch.promote_types(x_TF.dtype, torch.float32), rows_E.cumsum(0)
+    cuts = torch.arange(0, len(x_TF), ROWS, device=x_TF.device)
+    cuts = torch.cat([cuts, ends_E.new_zeros(1), ends_E]).sort().values
+    parts_E = torch.searchsorted(cuts, ends_E, right=True).diff(prepend=ends_E.new_ones(1))
+
+    def added(x: Tensor, lengths: Tensor) -> Tensor:
+        return torch.segment_reduce(x, "sum", lengths=lengths, unsafe=True)
+
+    each = (added(x.to(wide), cuts.diff()) for x in x_TF.split(COLUMNS, 1))
+    return torch.cat([added(sums, parts_E) for sums in each], 1)
 
 
 GroupedMultiplication = Callable[..., tuple[Tensor, ...]]

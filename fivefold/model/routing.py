@@ -219,13 +219,17 @@ class Router(nn.Module):
         return Decision(experts_TK, kept_TK, loads, sums.double())
 
     def choose(self, logits_TE: Tensor, context: Context) -> Tensor:
-        """The experts [T, K] of each token."""
+        """The experts [T, K] of each token.
+
+        Sinkhorn's assignment is of a batch, in which tokens read later ones: it is of training, and
+        evaluated tokens get their best experts, as in Megatron-LM.
+        """
         topk, experts = self.model.moe_router_topk, logits_TE.shape[1]
         if self.settings.moe_router_force_load_balancing:
             assert context.token_ids_T is not None
             turn_T1 = self.turns(context.token_ids_T)[:, None] * topk
             return (turn_T1 + torch.arange(topk, device=turn_T1.device)) % experts
-        if "sinkhorn" in self.settings.moe_router_load_balancing_type:
+        if self.training and "sinkhorn" in self.settings.moe_router_load_balancing_type:
             ranks = self.surroundings
             every = sinkhorn(ranks.gather(logits_TE))
             return every.chunk(ranks.ranks)[ranks.index].topk(topk).indices

@@ -9,6 +9,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError, Mistake
 from fivefold.model.description import layer_kind
 from fivefold.pipeline.balance import Balance, Room, balance, schedule_clock, weigh
+from fivefold.pipeline.ir import loop_placement
 from fivefold.pipeline.layout import split_layers
 from fivefold.pipeline.parts import ModelPart, Parts, modelled_parts, parts_of_kinds, stated_parts
 from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program
@@ -97,9 +98,11 @@ def cut_model(
             in_a_v=known is not None and known.shape is Shape.V,
         )
         found = weigh(parts, split)
-        room = _room(_order(schedule, split.num_virtual, study), split.placement, study, memory)
+        name = _order(schedule, split.placement, study)
+        room = _room(name, split.placement, study, memory)
     else:
-        name = _order(schedule, study.num_chunks or 1, study)
+        loop = loop_placement(study.num_ranks, study.num_ranks * (study.num_chunks or 1))
+        name = _order(schedule, loop, study)
         placement = study.placement_for(SCHEDULES[name].shape)
         room = _room(name, placement, study, memory)
         clock = schedule_clock(name, placement, study.num_microbatches, study.hop)
@@ -164,17 +167,19 @@ def _with_times(parts: Parts, others: Parts) -> Parts:
     )
 
 
-def _order(schedule: str | None, chunks: int, study: Study) -> str:
-    """The fixed schedule used for memory and timing: the requested one, or a default."""
+def _order(schedule: str | None, placement: tuple[int, ...], study: Study) -> str:
+    """The fixed schedule used for memory and timing: the requested one, or a usual one."""
     if schedule is not None and schedule in SCHEDULES:
         if SCHEDULES[schedule].num_copies > 1:
             what = f"--balance cuts one copy of a model, {schedule} has two"
             raise ConfigError(Mistake(what, works=("dualpipe_v",)))
         return schedule
-    if chunks == 1:
-        return "1f1b"
-    grouped = study.num_microbatches % study.num_ranks == 0
-    return "interleaved_1f1b" if grouped else "looped_bfs"
+    for name in ("1f1b", "interleaved_1f1b", "looped_bfs", "zb_v"):
+        known = SCHEDULES[name]
+        takes = known.takes(study.num_ranks, study.num_microbatches, None)
+        if takes and known.shape.fits(placement):
+            return name
+    return "gpipe"  # any placement
 
 
 def _room(name: str, placement: tuple[int, ...], study: Study, memory: float) -> Room:

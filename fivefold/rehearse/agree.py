@@ -1,8 +1,9 @@
 """Holds the scripts of ranks against each other: would the job hang? Imports no torch."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations, zip_longest
+from graphlib import CycleError, TopologicalSorter
+from itertools import combinations, pairwise, zip_longest
 
 from fivefold.rehearse.script import Issued, Script
 from fivefold.units import human_bytes
@@ -14,17 +15,19 @@ def disagreements(scripts: Sequence[Script], name: Callable[[int], str]) -> list
     """Why these ranks would wait for each other for ever, or get what was not sent to them.
 
     Of each pair of ranks only the first difference is told: what follows it may be its consequence.
+    Where no pair differs, one circular wait is told, if there is any.
 
     Args:
         scripts: of some ranks of a job; those of other ranks are taken to be like them.
         name: coordinates of a rank, as text.
     """
-    return [
+    found = [
         what
         for one, other in combinations(scripts, 2)
         for what in [next(_between(one, other, name), None)]
         if what is not None
     ]
+    return found or list(_circular_wait(scripts, name))
 
 
 def _between(one: Script, other: Script, name: Callable[[int], str]) -> Iterator[str]:
@@ -69,14 +72,43 @@ def _collectives(one: Script, other: Script, group: str, who: tuple[str, str]) -
             return
 
 
+def _circular_wait(scripts: Sequence[Script], name: Callable[[int], str]) -> Iterator[str]:
+    """Collectives of several groups that ranks enter in different orders: each waits in one for
+    another that waits in the next. NCCL may then hang, too, although its groups have streams of
+    their own."""
+    order: TopologicalSorter[tuple[str, int]] = TopologicalSorter()
+    first: dict[tuple[tuple[str, int], tuple[str, int]], Script] = {}
+    for script in scripts:
+        count: Counter[str] = Counter()
+        before: tuple[str, int] | None = None
+        for group in (call.group for call in script.issued if call.op not in MESSAGES):
+            count[group] += 1
+            here = group, count[group]
+            if before is not None:
+                order.add(here, before)
+                first.setdefault((before, here), script)
+            before = here
+    try:
+        order.prepare()
+    except CycleError as error:
+        told = []
+        for step in pairwise(error.args[1]):
+            script = first[step]
+            one, other = (f"collective {n} of its {script.axes.get(g, g)} group" for g, n in step)
+            told.append(f"rank {script.rank} {name(script.rank)} enters {one} before {other}")
+        yield f"a circular wait: {'; '.join(told)}"
+
+
 def _messages(source: Script, target: Script, group: str, who: tuple[str, str]) -> Iterator[str]:
-    """Sends without a receive, receives without a send, and those of other sizes."""
-    ranks = source.groups[group]
-    sent = _by_tag(source, "send", group, ranks.index(target.rank))
-    got = _by_tag(target, "receive", group, ranks.index(source.rank))
-    for tag in dict.fromkeys((*sent, *got)):
-        for leaves, comes in zip_longest(sent.get(tag, ()), got.get(tag, ())):
-            what = f"message {tag} of the {source.axes.get(group, group)} group"
+    """Sends without a receive, receives without a send, those of other sizes, and those that are
+    received in another order, by which NCCL pairs them."""
+    ranks, axis = source.groups[group], source.axes.get(group, group)
+    sent = _to_peer(source, "send", group, ranks.index(target.rank))
+    got = _to_peer(target, "receive", group, ranks.index(source.rank))
+    leaving, coming = _by_tag(sent), _by_tag(got)
+    for tag in dict.fromkeys((*leaving, *coming)):
+        for leaves, comes in zip_longest(leaving.get(tag, ()), coming.get(tag, ())):
+            what = f"message {tag} of the {axis} group"
             if comes is None:
                 yield f"{who[0]} sends {what} to {who[1]}, which never receives it"
             elif leaves is None:
@@ -85,13 +117,23 @@ def _messages(source: Script, target: Script, group: str, who: tuple[str, str]) 
                 yield (
                     f"{what}: {who[0]} sends {_sized(leaves)}, and {who[1]} expects {_sized(comes)}"
                 )
+    for leaves, comes in zip(sent, got, strict=False):
+        if leaves.tag != comes.tag:
+            yield (
+                f"{who[0]} sends message {leaves.tag} of the {axis} group to {who[1]}, which "
+                f"receives message {comes.tag} in its place"
+            )
 
 
-def _by_tag(script: Script, op: str, group: str, peer: int) -> dict[int, list[Issued]]:
+def _to_peer(script: Script, op: str, group: str, peer: int) -> list[Issued]:
+    """What a rank sends to another one of a group, or receives from it, in order."""
+    return [c for c in script.issued if c.op == op and c.group == group and c.peer == peer]
+
+
+def _by_tag(calls: Sequence[Issued]) -> dict[int, list[Issued]]:
     found: defaultdict[int, list[Issued]] = defaultdict(list)
-    for call in script.issued:
-        if call.op == op and call.group == group and call.peer == peer:
-            found[call.tag].append(call)
+    for call in calls:
+        found[call.tag].append(call)
     return found
 
 

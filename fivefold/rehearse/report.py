@@ -25,7 +25,7 @@ class RehearsalReport:
         scripts: what each of them did, in the order of ranks.
         planned: memory of each of them as the planner predicts it.
         capacity: bytes of a device.
-        problems: why the job would hang, one for each pair of ranks.
+        problems: why the job would hang, one for each pair of ranks, or a circular wait of several.
         differing: ranks that send other than theory says, with the axis.
     """
 
@@ -60,8 +60,8 @@ class RehearsalReport:
         if len(self.scripts) == 1:
             verdict = "the one rank sends what theory says"
         if self.problems:
-            pairs = several(len(self.problems), "pair")
-            verdict = f"this job would hang, or mix up messages: {pairs} of ranks"
+            count = several(len(self.problems), "reason")
+            verdict = f"this job would hang, or mix up messages, for {count}"
         elif self.differing:
             verdict = f"other bytes than theory says: {len(self.differing)}"
         return "\n".join([*lines, verdict])

@@ -1,13 +1,18 @@
 """Compares the audited step of a run with theory."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
+from typing import Annotated
+
+from msgspec import UNSET, Meta, UnsetType
 
 from fivefold.audit.record import RankRecord, read_records
-from fivefold.audit.report import AuditReport, Outlook, audit, usual_seconds
+from fivefold.audit.report import AuditReport, Outlook, audit
 from fivefold.check import check
+from fivefold.errors import DataError
+from fivefold.files import read_json_lines
 from fivefold.layout import Layout
 from fivefold.model.description import layer_kind
 from fivefold.predict.cluster import load_cluster
@@ -32,10 +37,8 @@ def audited(folder: Path, cluster: str | None = None) -> AuditReport:
         DataError: the folder is none of a run, or holds no audit.
         ConfigError: there is no such cluster.
     """
-    config, run = run_config(folder), RunFolder(folder)
-    records = read_records(run.audit)
-    if RunFolder(run.audit).config_file.is_file():  # later starts may have another layout
-        config = run_config(run.audit)
+    run = RunFolder(folder)
+    config, records = run_config(folder, run.audit), read_records(run.audit)
     step, sizes = records[0].step, config.training.batch_sizes
     config = config.with_batch(sizes.at(sizes.samples(step - 1)))
     layout = check(config, len(records), planned=True)
@@ -47,6 +50,36 @@ def audited(folder: Path, cluster: str | None = None) -> AuditReport:
         None if cluster is None else outlook(layout, records, cluster),
         layer_operations(layout),
     )
+
+
+def usual_seconds(metrics: Path, audited: int, alike: Alike) -> float | None:
+    """The median time of a run's usual steps of the measured one's size, without itself.
+
+    Args:
+        metrics: file with the times.
+        audited: the measured step.
+        alike: which steps were taken as that one.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    lines = read_json_lines(metrics, _Line, DataError)
+    steps = [line for line in lines if line.grad_norm is not UNSET]
+    usual = alike.usual([line.step for line in steps]) - {audited}
+    sizes = {line.step: line.tokens for line in steps}
+    same = [s for s in steps if s.step in usual and s.tokens == sizes.get(audited, s.tokens)]
+    timed = [s.seconds for s in same if s.seconds is not UNSET]
+    return median(timed) if timed else None
+
+
+@dataclass(frozen=True)
+class _Line:
+    """The used fields of a line of `metrics.jsonl`; only steps have a gradient norm."""
+
+    step: Annotated[int, Meta(ge=0)]
+    tokens: int | UnsetType = UNSET
+    seconds: Annotated[float, Meta(ge=0)] | UnsetType = UNSET
+    grad_norm: float | UnsetType | None = UNSET
 
 
 def _as_packed(layout: Layout, records: Sequence[RankRecord]) -> Layout:

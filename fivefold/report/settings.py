@@ -25,13 +25,20 @@ def run_settings(folder: Path) -> Path:
     return file
 
 
-def run_config(folder: Path) -> Config:
+def run_config(folder: Path, part: Path | None = None) -> Config:
     """The settings with which the run was last started.
+
+    Args:
+        folder: run folder.
+        part: folder in it with what one start measured; its settings count where it holds them,
+            since later starts may have another layout.
 
     Raises:
         DataError: the folder is not a run folder, or its settings are wrong.
     """
     file = run_settings(folder)
+    if part is not None and (own := RunFolder(part).config_file).is_file():
+        file = own
     try:
         config, mistakes = read_config(file), Mistakes()
         check_values(config, mistakes)

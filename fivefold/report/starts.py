@@ -1,4 +1,5 @@
-"""Which steps of a run were taken alike: by starts of the same command on as many ranks."""
+"""Which steps of a run were taken alike: by starts of the same command, with the same settings, on
+as many ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,8 +20,10 @@ class Alike:
 
     def __init__(self, starts: Sequence[Start], step: int | None = None) -> None:
         self._spans = [range(MOST_STEPS)]
+        self._firsts: set[int] | None = None
         if not starts or any("step" not in start for start in starts):
             return
+        self._firsts = {start["step"] + 1 for start in starts}
         every: list[tuple[object, range]] = []
         end = MOST_STEPS
         for start in reversed(starts):  # which may have taken steps again that others had taken
@@ -38,6 +41,13 @@ class Alike:
     def __contains__(self, step: object) -> bool:
         return any(step in span for span in self._spans)
 
+    def usual(self, steps: Sequence[int]) -> set[int]:
+        """Those of a run's steps that count, but for the first one of each start, which prepares
+        much; of unknown starts, the first one of all."""
+        alike = [step for step in steps if step in self]
+        return set(alike[1:]) if self._firsts is None else set(alike) - self._firsts
+
 
 def _what(start: Start) -> object:
-    return start.get("command"), start.get("variables", {}).get("WORLD_SIZE")
+    ranks = start.get("variables", {}).get("WORLD_SIZE")
+    return start.get("command"), start.get("settings"), ranks

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from fivefold.audit.record import audited_step
 from fivefold.audit.report import AuditReport
 from fivefold.config.config import Config
 from fivefold.errors import ConfigError, DataError
@@ -93,16 +94,28 @@ class Story:
         found = [*self.values(name).values()][-LAST:]
         return fmean(found) if found else None
 
-    def usual(self, name: str, records: Iterable[Record] | None = None) -> float | None:
-        """The median of a metric, without the first step."""
-        found = [*self.values(name, records).values()]
-        return median(found[1:] or found) if found else None
+    def usual(self, name: str) -> float | None:
+        """The median of a metric over the `usual_steps` of as many tokens as the last one; where
+        they have none, over all of them, all in the layout of the latest start, or else over all.
+        """
+        alike, size = Alike(self.starts), self.steps[-1].get("tokens") if self.steps else None
+        latest = [record for record in self.steps if record["step"] in alike]
+        of_size = [record for record in self.usual_steps if record.get("tokens") == size]
+        for records in (of_size, self.usual_steps, latest, self.steps):
+            if found := self.values(name, records):
+                return median(found.values())
+        return None
 
     @cached_property
-    def latest_steps(self) -> list[Record]:
-        """Records of steps that were taken as the latest start takes them; a layout is theirs."""
-        alike = Alike(self.starts)
-        return [record for record in self.steps if record["step"] in alike]
+    def usual_steps(self) -> list[Record]:
+        """Records of the steps that were taken as the latest start takes them: a layout's times are
+        theirs. The first one of each start is left out and, if there are others, those that were
+        audited or profiled."""
+        usual = Alike(self.starts).usual([record["step"] for record in self.steps])
+        logging, audited = self.config.logging, audited_step(RunFolder(self.folder).audit)
+        ends = (logging.profile_step_start, logging.profile_step_end) if logging.profile else (0, 0)
+        unwatched = {step for step in usual if step != audited and step not in range(*ends)}
+        return [record for record in self.steps if record["step"] in (unwatched or usual)]
 
     @property
     def done(self) -> int:

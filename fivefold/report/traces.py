@@ -9,8 +9,8 @@ from typing import Any, TypeGuard
 
 from fivefold.errors import DataError
 from fivefold.files import read_json
+from fivefold.train.run_folder import RunFolder
 
-FOLDER = "profile"
 _MESSAGE = re.compile(r"(?P<axis>[\w ]+): (?P<op>\w+), (?P<bytes>\d{1,18}) B sent")
 _ACT = re.compile(r"(?P<kind>[A-Z]+)(?: of stage \d+.*)?")
 _NAME = re.compile(r"rank-(\d+)\.json")
@@ -27,7 +27,7 @@ class RankTrace:
         rank: the rank.
         events: the trace's events.
         seconds: from the first event to the end of the last.
-        acts: seconds on the host in pipeline actions, by kind.
+        acts: seconds on the host in pipeline actions, by kind; F&B: in overlapped pairs.
         messages: number and bytes sent, by axis and operation.
         operations: seconds of each operation itself, without those inside it: of GPUs their
             kernels, else on the host.
@@ -49,7 +49,7 @@ def read_traces(folder: Path) -> list[RankTrace]:
     """
     found = {
         int(match[1]): path
-        for path in (folder / FOLDER).glob("rank-*.json")
+        for path in RunFolder(folder).profile.glob("rank-*.json")
         if (match := _NAME.fullmatch(path.name))
     }
     if not found:
@@ -103,7 +103,8 @@ def _summed(rank: int, events: list[dict[str, Any]]) -> RankTrace:
             count, size = trace.messages.get(key, (0, 0))
             trace.messages[key] = count + 1, size + int(match["bytes"])
         elif event.get("cat") == "user_annotation" and (match := _ACT.fullmatch(name)):
-            trace.acts[match["kind"]] += event["dur"] / 1e6
+            kind = "F&B" if "&" in name else match["kind"]
+            trace.acts[kind] += event["dur"] / 1e6
     kernels = [event for event in spans if event.get("cat") in _KERNELS]
     if kernels:
         for event in kernels:

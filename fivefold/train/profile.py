@@ -12,15 +12,16 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from fivefold.audit.calls import call_of, is_call
 from fivefold.audit.traffic import axes_of
 from fivefold.audit.watch import Watch
+from fivefold.config.sources import to_toml
 from fivefold.config.training import LoggingConfig
 from fivefold.errors import ConfigError, TrainingError
-from fivefold.files import atomic_path
+from fivefold.files import atomic_path, write_atomic
 from fivefold.pipeline.ir import Act
 from fivefold.pipeline.measured import FILE, write_measured
 from fivefold.pipeline.recorder import Recorder
 from fivefold.train.engine import Engine
+from fivefold.train.run_folder import RunFolder
 
-FOLDER = "profile"  # in a run folder: traces and allocations by rank
 MOST_ALLOCATIONS = 1_000_000  # that the allocator's history holds
 
 
@@ -29,23 +30,24 @@ def profiled(engine: Engine, folder: Path) -> Iterator[None]:
     """Record the step in the block, and write what `profile_ranks` did to the run folder.
 
     The pipeline of the first of these ranks is written to `FILE`, others to that name with the
-    number of the rank; traces of each of them to `FOLDER`.
+    number of the rank; traces of each of them to the folder `profile`, with the settings of this
+    start, since later ones may have another layout.
     """
     groups, executor = engine.groups, engine.model.executor
     logging = engine.layout.config.logging
     recorder = Recorder(groups.pp, engine.device)
-    own = groups.rank in logging.profile_ranks
+    own, there = groups.rank in logging.profile_ranks, RunFolder(folder).profile
     if logging.use_pytorch_profiler:
-        _forget(folder / FOLDER, groups.rank, logging.profile_ranks)
+        _forget(there, groups.rank, logging.profile_ranks)
     with ExitStack() as stack:
         stack.enter_context(engine.graphs.eagerly())
         if own and logging.use_pytorch_profiler:
-            stack.enter_context(_traced(engine, folder / FOLDER / f"rank-{groups.rank}.json"))
+            stack.enter_context(_traced(engine, there / f"rank-{groups.rank}.json"))
             executor.observe = lambda act: _both(recorder, act)
         else:
             executor.observe = recorder
         if own and logging.record_memory_history:
-            stack.enter_context(_allocations(folder / FOLDER / f"memory-{groups.rank}.pickle"))
+            stack.enter_context(_allocations(there / f"memory-{groups.rank}.pickle"))
         try:
             yield
         finally:
@@ -59,6 +61,9 @@ def profiled(engine: Engine, folder: Path) -> Iterator[None]:
             name = Path(FILE)
             path = folder / (name if place == 0 else f"{name.stem}-{rank}{name.suffix}")
             write_measured(path, acts)
+            if place == 0:
+                there.mkdir(parents=True, exist_ok=True)
+                write_atomic(RunFolder(there).config_file, to_toml(engine.layout.config))
 
 
 def _forget(folder: Path, rank: int, profiled_ranks: Collection[int]) -> None:

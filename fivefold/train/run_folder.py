@@ -8,7 +8,8 @@ runs/llama3-8b-20261121-104500/
   errors/            tracebacks of ranks that failed
   hangs/             stacks of every rank while the run waited for one of them
   pipeline.jsonl     with --profile: when each pipeline action ran in one step
-  profile/           with --use-pytorch-profiler: torch's trace of each profiled rank
+  profile/           with --profile: the settings of that step's start, and with
+                     --use-pytorch-profiler torch's trace of each profiled rank
   audit/             with --audit: what each rank sent, held and computed in one step
 runs/latest -> llama3-8b-20261121-104500
 """
@@ -68,6 +69,7 @@ class _Entry(TypedDict, total=False):
     devices: list[str]
     variables: dict[str, str]
     step: _Step
+    settings: str
     after: str
 
 
@@ -101,6 +103,11 @@ class RunFolder:
     def audit(self) -> Path:
         """The folder with each rank's measurements of one step."""
         return self.path / "audit"
+
+    @property
+    def profile(self) -> Path:
+        """The folder with what a profiled step's ranks recorded."""
+        return self.path / "profile"
 
     @property
     def errors(self) -> Path:
@@ -146,8 +153,7 @@ class RunFolder:
         starts = self.starts()
         if not starts:
             return None
-        text = f"{self.path.resolve()} {json.dumps(starts[0], sort_keys=True)}"
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return _short_hash(f"{self.path.resolve()} {json.dumps(starts[0], sort_keys=True)}")
 
     def last_step(self) -> int:
         """The last step in `metrics.jsonl`; 0 if there is none."""
@@ -174,7 +180,8 @@ class RunFolder:
             DataError: the list of earlier starts is damaged.
             FivefoldError: the folder cannot be written.
         """
-        here = {"step": step} | ({"after": after} if after else {})
+        here = {"step": step, "settings": _short_hash(config_toml)}
+        here |= {"after": after} if after else {}
         starts = [*self.starts(), describe_environment(device_names) | here]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -314,6 +321,10 @@ def git_state(folder: Path) -> dict[str, Any] | None:
         }
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _interesting(variables: Mapping[str, str]) -> dict[str, str]:

@@ -18,10 +18,16 @@ from fivefold.verify.choices import follow
 from fivefold.verify.diagnose import diagnose
 from fivefold.verify.plant import PLANTS
 from fivefold.verify.reference import ReferenceStep
-from fivefold.verify.report import SCALARS, Difference, VerifyReport, joint_errors, judge
+from fivefold.verify.report import (
+    SCALARS,
+    SMALL,
+    Difference,
+    VerifyReport,
+    errors_alone,
+    joint_errors,
+    judge,
+)
 from fivefold.verify.standing_in import scale_each_element, send_each_element
-
-SMALL = 1e-2  # errors are relative to at least this share of the largest gradient
 
 
 def compare(
@@ -55,7 +61,10 @@ def compare(
         send_each_element(gradients.exchanges)
     if plant is not None:
         PLANTS[plant].install(engine)
-    errors = joint_errors(baseline_differences(trace, baseline)) if baseline else None
+    errors, alone = None, None
+    if baseline:
+        of_one = baseline_differences(trace, baseline)
+        errors, alone = joint_errors(of_one), errors_alone(of_one)
     found: list[Difference] = []
     findings: list[str] = []
     for step, reference in enumerate(trace):
@@ -67,9 +76,14 @@ def compare(
         of_step += _load_differences(engine, step, result, reference)
         found += of_step
         every = _gather(engine, of_step)
-        wrong = rank == 0 and not judge(layout, every, errors).passed
+        strange: set[str] = set()
+        wrong = False
+        if rank == 0:
+            so_far = judge(layout, every, errors, (), alone)
+            wrong = not so_far.passed
+            strange = {name for name, *_ in so_far.strange}
         if all_reduce(torch.tensor(float(wrong), device=device), engine.groups.world):
-            findings = diagnose(engine, step, result, reference)
+            findings = diagnose(engine, step, result, reference, strange)
             break
         engine.apply(sums)
         found += _weight_differences(engine, step, reference)
@@ -78,7 +92,7 @@ def compare(
             found.append(_number("evaluation", step, rank, evaluation, reference.evaluation))
     engine.graphs.release()
     every = _gather(engine, found)
-    return judge(layout, every, errors, findings) if rank == 0 else None
+    return judge(layout, every, errors, findings, alone) if rank == 0 else None
 
 
 def baseline_differences(

@@ -5,7 +5,7 @@ summed over an axis, or be that of a subset of the samples. A hypothesis that ho
 that hold a parameter explains that parameter.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,13 @@ _OF_KEYS = tuple(
 )
 
 
-def diagnose(engine: Engine, step: int, result: StepResult, reference: ReferenceStep) -> list[str]:
+def diagnose(
+    engine: Engine,
+    step: int,
+    result: StepResult,
+    reference: ReferenceStep,
+    strange: Collection[str] = (),
+) -> list[str]:
     """Sentences on what is probably wrong, most significant first; every rank calls this.
 
     Args:
@@ -42,6 +48,7 @@ def diagnose(engine: Engine, step: int, result: StepResult, reference: Reference
         step: step, from 0.
         result: the engine's result of that step.
         reference: the reference's result of that step.
+        strange: stored names of gradients that are wrong, however small; used on rank 0.
 
     Returns:
         The sentences on rank 0, an empty list on other ranks.
@@ -58,6 +65,9 @@ def diagnose(engine: Engine, step: int, result: StepResult, reference: Reference
     if engine.layout.config.training.precision != "bf16":  # in which experts are those of fp64
         found += routing_findings(engine, result, reference)
     held = _shared(every)
+    for name in strange:
+        if RIGHT in held[name] or len(held[name]) > 1:  # too small beside others to tell them apart
+            held[name] = set()
     if found and all(RIGHT in of_one for of_one in held.values()):
         return found
     return found + _gradient_findings(held, list(reference.grads), engine.layout.grid.cp > 1)
@@ -114,6 +124,8 @@ def _factors(engine: Engine, experts: bool) -> dict[float, str]:
 
 def _sums(engine: Engine, own: Tensors) -> Iterator[tuple[str, Tensors]]:
     """(hypothesis, gradients after one more sum)."""
+    if not own:  # an empty stage, on all ranks of the sum
+        return
     groups, device = engine.groups, engine.device
 
     def summed(tensors: Tensors, group: dist.ProcessGroup) -> Tensors:

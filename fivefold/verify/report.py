@@ -1,8 +1,9 @@
 """The report of a verification: errors, limits and verdict, as text and JSON. Imports no torch."""
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from math import isfinite, sqrt
+from math import inf, isfinite, prod, sqrt
 from typing import Any
 
 from fivefold.files import finite
@@ -14,8 +15,14 @@ TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5}
 """Largest relative error that rounding explains. bf16 is compared to one device in bf16."""
 
 BF16_FACTOR = 1.5  # allowed multiple of one bf16 device's distance from fp64
+BF16_ALONE = 16.0  # the same for one gradient: of few elements, chance decides far more
 BF16_FLOOR = 2.0**-9  # half a unit in bf16's last place: one device may be closer by chance
+SMALL = 1e-2  # share of the largest, or usual, gradient below which errors are relative to that
 Errors = dict[str, float | None]
+Alone = dict[str, float]
+"""Errors of single gradients by stored name."""
+Strange = tuple[str, float, float]
+"""A gradient that is too far off by itself: stored name, error, and that on one device."""
 SCALARS = ("loss", "norm", "evaluation")
 
 
@@ -88,6 +95,7 @@ class VerifyReport:
         diagnosis: sentences on what is probably wrong, most significant first.
         diverged: parameters whose replicas are not bitwise equal.
         changes: changes made to the recipe to verify it on one device.
+        strange: gradients that are too far off by themselves, in bf16.
     """
 
     passed: bool
@@ -100,6 +108,7 @@ class VerifyReport:
     diagnosis: tuple[str, ...] = ()
     diverged: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()
+    strange: tuple[Strange, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """JSON-serialisable values; values that are not finite become null."""
@@ -123,6 +132,12 @@ class VerifyReport:
             lines.append(f"{shown:<11}{number:>11}  {limit:>9.2e}{mark}")
         if self.worst is not None:
             lines += ["", f"worst      {worst_line(self.worst)}"]
+        if self.strange:
+            told = [
+                f"{name} ({error:.1e}, on one device {known:.1e})"
+                for name, error, known in self.strange
+            ]
+            lines += ["", f"gradients too far off by themselves: {few(told, 3)}"]
         if self.diverged:
             lines += ["", f"replicas differ in {few(self.diverged, 3)}"]
         lines += ["", *self.diagnosis] if self.diagnosis else []
@@ -145,7 +160,8 @@ _SHOWN = {
 
 
 _BF16_RULE = (
-    f"{'':<11}all elements together; limit: {BF16_FACTOR} x the error of one device in bf16"
+    f"{'':<11}all elements together; limit: {BF16_FACTOR} x the error of one device in bf16, and "
+    f"of one gradient {BF16_ALONE:g} x"
 )
 
 
@@ -164,6 +180,7 @@ def judge(
     differences: Sequence[Difference],
     baseline: Errors | None,
     diagnosis: Sequence[str] = (),
+    alone: Alone | None = None,
 ) -> VerifyReport:
     """The verdict on the differences of all ranks.
 
@@ -173,6 +190,7 @@ def judge(
         baseline: errors of one device in bf16, with the keys of `VerifyReport.max_rel_error`; None
             if the precision is not bf16.
         diagnosis: sentences from `diagnose`.
+        alone: errors of each gradient on one device in bf16; None: none is judged by itself.
     """
     dtype = layout.config.training.precision
     kinds = _kinds(differences)
@@ -187,10 +205,11 @@ def judge(
         limits = {w: BF16_FACTOR * max(baseline.get(w) or 0.0, BF16_FLOOR) for w in kinds}
         # The norm may be as wrong as the gradient; one device's norm may be right by chance.
         limits["norm"] = max(limits["norm"], limits["grad"])
-    diverged = _diverged(differences)
+    diverged, strange = _diverged(differences), _strange(differences, alone, baseline)
     worst = max(differences, key=lambda d: d.relative / limits[d.what], default=None)
     return VerifyReport(
-        passed=not diverged and all((errors[what] or 0.0) <= limits[what] for what in kinds),
+        passed=not (diverged or strange)
+        and all((errors[what] or 0.0) <= limits[what] for what in kinds),
         dtype=dtype,
         layout=describe(layout),
         steps=len({d.step for d in differences}),
@@ -209,15 +228,16 @@ def judge(
         },
         diagnosis=tuple(diagnosis),
         diverged=diverged,
+        strange=strange,
     )
 
 
 def joint_errors(differences: Collection[Difference]) -> Errors:
     """Relative error by kind, of the worst step, over all elements, each counted once."""
-    parts = {(d.what, d.step, d.name, d.part): d for d in differences}
+    parts = _each_part_once(differences)
     errors: Errors = dict.fromkeys(_kinds(differences))
-    for what, step in {key[:2] for key in parts}:
-        here = [d for key, d in parts.items() if key[:2] == (what, step)]
+    for what, step in {(d.what, d.step) for d in parts}:
+        here = [d for d in parts if (d.what, d.step) == (what, step)]
         if what in SCALARS:
             error = max(d.relative for d in here)
         else:
@@ -225,6 +245,54 @@ def joint_errors(differences: Collection[Difference]) -> Errors:
             error = sqrt(sum(d.off for d in here) / true) if true else float("inf")
         errors[what] = max(errors[what] or 0.0, error if isfinite(error) else float("inf"))
     return errors
+
+
+def errors_alone(differences: Collection[Difference]) -> Alone:
+    """Relative error of each gradient, in its worst step, over all of its elements.
+
+    One that is much smaller than others, as a gradient that is zero up to rounding, is compared to
+    a share of what its elements would be on average over all gradients.
+    """
+    found: defaultdict[int, defaultdict[str, list[Difference]]]
+    found = defaultdict(lambda: defaultdict(list))
+    for d in _each_part_once(differences):
+        if d.what == "grad":
+            found[d.step][d.name].append(d)
+    errors: Alone = {}
+    for gradients in found.values():
+        every = [d for parts in gradients.values() for d in parts]
+        usual = sum(d.true for d in every) / max(sum(map(_elements, every)), 1)
+        for name, parts in gradients.items():
+            least = SMALL**2 * usual * sum(map(_elements, parts))
+            scale = max(sum(d.true for d in parts), least)
+            error = sqrt(sum(d.off for d in parts) / scale) if scale else 0.0
+            error = error if isfinite(error) else inf  # of NaN and a number, max gives either
+            errors[name] = max(errors.get(name, 0.0), error)
+    return errors
+
+
+def _strange(
+    differences: Collection[Difference], alone: Alone | None, joint: Errors | None
+) -> tuple[Strange, ...]:
+    """Gradients that are far further off than on one device, than all of them together are there,
+    and than half a unit in the last place."""
+    if alone is None or joint is None:
+        return ()
+    found = []
+    for name, error in errors_alone(differences).items():
+        known = max(alone.get(name, 0.0), joint["grad"] or 0.0, BF16_FLOOR)
+        if error > BF16_ALONE * known:
+            found.append((name, error, known))
+    return tuple(found)
+
+
+def _each_part_once(differences: Iterable[Difference]) -> list[Difference]:
+    return [*{(d.what, d.step, d.name, d.part): d for d in differences}.values()]
+
+
+def _elements(difference: Difference) -> int:
+    edges = difference.part
+    return prod(stop - start for start, stop in zip(edges[::2], edges[1::2], strict=True))
 
 
 def _kinds(differences: Iterable[Difference]) -> list[str]:

@@ -13,6 +13,8 @@ from fivefold.train.devices import DeviceChoice
 from fivefold.train.launch import init_process_group, run_ranks
 from fivefold.train.rank_env import RankEnv
 from fivefold.train.scratch import scratch_folder
+from fivefold.train.step_graph import WARMUP
+from fivefold.units import several
 from fivefold.verify.compare import compare
 from fivefold.verify.delays import Delays
 from fivefold.verify.plant import PLANTS
@@ -21,13 +23,15 @@ from fivefold.verify.report import VerifyReport
 from fivefold.verify.shrink import prepare
 
 STEPS = 3
+REPLAYED_STEPS = WARMUP + 2
+"""Steps of which the last one replays a graph with other tokens than it was recorded with."""
 CPU = DeviceChoice("cpu", "the default")
 
 
 def verify(
     layout: Layout,
     *,
-    steps: int = STEPS,
+    steps: int | None = None,
     plant: str | None = None,
     device: DeviceChoice = CPU,
     delays: int | None = None,
@@ -37,19 +41,18 @@ def verify(
 
     Args:
         layout: checked layout; its `precision` is that of the comparison.
-        steps: optimizer steps to run.
+        steps: optimizer steps to run; None: three, or as many as show that graphs replay right.
         plant: name of an error to plant, see `plant.PLANTS`.
         device: where the ranks compute.
         delays: seed of random delays in the streams of GPUs; None: no delays.
         races: whether accesses of streams that nothing puts in order fail it, on GPUs.
 
     Raises:
-        ConfigError: fewer than 1 step, an error to plant that is unknown or has no effect, or
-            delays or races without a GPU.
+        ConfigError: fewer than 1 step, or too few to replay one, an error to plant that is unknown
+            or has no effect, or delays or races without a GPU.
         RanksFailed: a process failed.
     """
-    if steps < 1:
-        raise ConfigError(f"verification needs at least 1 step, not {steps}")
+    steps = _enough_steps(layout, steps)
     if device.kind != "cuda":
         _need_no_streams(delays, races, "of GPUs only")
     if layout.config.training.cuda_graph_impl is not None:
@@ -93,6 +96,21 @@ def verify(
         end.raise_if_failed("the run of the layout failed")
         report = VerifyReport(**torch.load(result, weights_only=True))
     return replace(report, changes=changes)
+
+
+def _enough_steps(layout: Layout, steps: int | None) -> int:
+    replays = layout.config.training.cuda_graph_impl is not None
+    if steps is None:
+        return REPLAYED_STEPS if replays else STEPS
+    if steps < 1:
+        raise ConfigError(f"verification needs at least 1 step, not {steps}")
+    if replays and steps < REPLAYED_STEPS:
+        what = f"in {several(steps, 'step')} no graph is replayed with other tokens than its own"
+        why = f"{WARMUP} steps are launched, the next one is recorded, and those after it replayed"
+        raise ConfigError(
+            Mistake(what, (why,), (f"--steps {REPLAYED_STEPS}", "--cuda-graph-impl none"))
+        )
+    return steps
 
 
 def _need_no_streams(delays: int | None, races: bool, where: str) -> None:

@@ -9,6 +9,7 @@ from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.dependence import without_orphans
 from fivefold.config.layer_pattern import layer_frequency, window_frequency, window_layers
+from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.counts.state import num_expert_shards
 from fivefold.data_parallel.rules import keeps_blocks
@@ -170,18 +171,19 @@ def _shallower(layout: Layout, config: Config) -> Config:
     """Keep few layers per stage, with the stages' structure.
 
     A stage keeps one layer, or two if it has more than the smallest stage; empty stages stay empty;
-    stages with and without experts keep one more.
+    stages with and without experts keep one more, and so do those that recompute some of theirs.
     """
     model, stages = config.model, layout.split.stages
     counts = [len(stage.layers) for stage in stages]
     if len(counts) == 1:
         few = max(2, len(set(config.parallel.cp_comm_type)))
-        return _with_layers(config, _taken(model, stages[0].layers, few))
+        taken = _taken(model, stages[0].layers, few)
+        return _with_layers(_recomputing_fewer(config, counts, [len(taken)]), taken)
     fewest = min(count for count in counts if count)
     kinds = max(len(set(map(model.is_moe, stage.layers))) for stage in stages)
-    least = min(fewest, kinds)
+    least = min(fewest, max(kinds, 1 + _recomputes_some(config.memory, counts)))
     kept: list[StageSpec] = []
-    taken: list[int] = []
+    taken = []
     for stage, count in zip(stages, counts, strict=True):
         chosen = _taken(model, stage.layers, least if count == fewest else least + 1)
         kept.append(replace(stage, layers=tuple(range(len(taken), len(taken) + len(chosen)))))
@@ -190,16 +192,31 @@ def _shallower(layout: Layout, config: Config) -> Config:
     is_v = placement == v_placement(layout.grid.pp, len(counts)) and len(counts) > layout.grid.pp
     text = ("v:" if is_v else "") + layout_string(kept)
     config = config.with_values(pipeline_model_parallel_layout=text, **SPLIT_FLAGS)
-    numbers = config.memory.recompute_num_layers
-    if len(numbers) == len(counts):
-        left = [len(stage.layers) for stage in kept]
-        fewer = tuple(map(_fewer_recomputed, numbers, counts, left))
-        config = config.with_values(recompute_num_layers=fewer)
+    config = _recomputing_fewer(config, counts, [len(stage.layers) for stage in kept])
     return _with_layers(config, taken)
 
 
+def _recomputes_some(memory: MemoryConfig, counts: Sequence[int]) -> bool:
+    """Whether some stage recomputes some of its layers only, or all in more than one group."""
+    again = memory.recomputes_first_layers or memory.recompute_granularity == "full"
+    numbers = memory.recompute_num_layers
+    each = numbers * len(counts) if len(numbers) == 1 else numbers
+    return again and any(0 < n < count for n, count in zip(each, counts, strict=True))
+
+
+def _recomputing_fewer(config: Config, counts: Sequence[int], left: Sequence[int]) -> Config:
+    """Recompute none, some or all of the layers that are left of each stage, as before."""
+    numbers = config.memory.recompute_num_layers
+    if len(numbers) == 1:  # for every stage, of which the largest has a like after the change
+        counts, left = [max(counts)], [max(left)]
+    if len(numbers) != len(counts):
+        return config
+    fewer = tuple(map(_fewer_recomputed, numbers, counts, left))
+    return config.with_values(recompute_num_layers=fewer)
+
+
 def _fewer_recomputed(number: int, count: int, left: int) -> int:
-    """Recomputed layers of a stage with fewer layers: none, some or all of them, as before."""
+    """Recomputed layers of a stage, or of a group: none, some or all of those that are left."""
     if number >= count:
         return left or number
     return min(number, max(left - 1, 1))

@@ -33,6 +33,7 @@ def test_noise_makes_no_negative_latency_and_no_negative_rate() -> None:
 def measured(device: str, precision: str) -> Measured:
     sends = tuple(Sample("", size, 1e-5 + size / 3e11) for size in (1e4, 1e8))
     return Measured(
+        kind="cpu" if device.startswith("CPU") else "cuda",
         device=device,
         precision=precision,
         memory_bytes=8e10,
@@ -71,6 +72,12 @@ def test_a_known_device_keeps_its_data_sheet() -> None:
     assert cluster.host_operation == pytest.approx(2e-5)
     assert cluster.node_link.rate == pytest.approx(3e11)
     assert cluster.network_link == cluster.node_link and cluster.num_gpus == 8
+
+
+def test_attention_of_an_unknown_gpu_was_measured_on_sequences_of_gpus() -> None:
+    gpu = as_cluster(measured("Some GPU", "bf16")).gpu
+    assert gpu.name == "Some GPU" and gpu.peak == gpu.matmul
+    assert gpu.attention_forward == pytest.approx(5e14 / 8e14 * 8576 / 8192)
 
 
 def test_an_unknown_device_is_its_own_data_sheet(tmp_path: Path) -> None:

@@ -132,9 +132,20 @@ def test_a_model_is_cut_by_the_times_of_a_run(capsys, tmp_path):
     assert layers[0] - layers[1] in (1, 2)
     text = said(capsys, "1f1b", *flags)
     assert "a message 250 ms" in text and "latency 0.25" in text
+    assert "latency 0\n" in said(capsys, "1f1b", *flags, "--latency", "0")
     assert "both give the costs of layers" in refused(capsys, *flags, "--layer-costs", "head=1")
     other = ["--balance", "gpt2", "--stages", "2", "--measured", str(tmp_path)]
     assert "tells nothing about this model's" in refused(capsys, *other)
+    # Later the run has gone on with other stages.
+    (tmp_path / "profile").mkdir()
+    (tmp_path / "config.toml").rename(tmp_path / "profile" / "config.toml")
+    for text in ("E|ttt|tttL", "E|tt|t|tt|tL|"):
+        split = {"pipeline_model_parallel_layout": text, "pipeline_schedule": "gpipe"}
+        later = run.with_values(**split)
+        (tmp_path / "config.toml").write_text(to_toml(check(later, 3).config))
+        assert json.loads(said(capsys, *flags, "--json")) == told
+    (tmp_path / "profile" / "config.toml").unlink()
+    assert "was profiled with other stages" in refused(capsys, *flags)
 
 
 @pytest.mark.parametrize(

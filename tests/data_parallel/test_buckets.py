@@ -1,6 +1,7 @@
 """Buckets of no_shard: how many messages a step sends, and where gradients lie."""
 
 from collections import Counter
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +20,7 @@ from fivefold.mesh.slices import local_tensor
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import global_batch, microbatches, rows_of
 from tests.pool import run
-from tests.verify.cases import MODELS, config, flags, shared_groups
+from tests.verify.cases import MODELS, chosen, config, flags, shared_groups
 
 
 def test_a_bucket_ends_with_what_fills_it() -> None:
@@ -189,9 +190,12 @@ HELD = {
 }
 
 
-@pytest.mark.parametrize("how", HELD)
-@pytest.mark.parametrize("family", MODELS)
-def test_each_gradient_comes_once_before_its_message_leaves(family: str, how: str) -> None:
+ARRIVALS = [*product(MODELS, HELD)]
+
+
+@pytest.mark.parametrize("case", chosen(ARRIVALS, *ARRIVALS[:: len(HELD) + 1]), ids=str)
+def test_each_gradient_comes_once_before_its_message_leaves(case: tuple[str, str]) -> None:
+    family, how = case
     world, settings = HELD[how]
     for came in run(world, _arrivals, family, settings):
         assert set(came.values()) == {1}, [name for name, times in came.items() if times != 1]

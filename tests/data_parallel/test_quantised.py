@@ -88,7 +88,7 @@ UNITS = (
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("place", DEVICES)
 def test_kernels_send_and_add_up_the_same_bits(
     place: Any, seed: int, monkeypatch: pytest.MonkeyPatch

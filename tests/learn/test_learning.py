@@ -1,6 +1,7 @@
 """What runs teach of a machine, against machines whose constants are known."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import exp
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from fivefold.learn.posterior import (
     without_runs,
 )
 from fivefold.learn.runs import noise_of
-from fivefold.learn.tell import gain, mean_error
+from fivefold.learn.tell import constants_table, gain, mean_error
 from fivefold.predict.cluster import Cluster, load_cluster, preset, to_toml
 
 MESHES = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (1, 4), (2, 4), (4, 2), (1, 8))
@@ -93,6 +94,18 @@ def test_what_runs_do_not_use_stays_in_doubt() -> None:
             assert doubt == pytest.approx(constant.doubt(prior))
             assert shift == pytest.approx(0.0, abs=1e-9)
     assert known.doubts[0] < CONSTANTS[0].doubt(prior)
+
+
+def test_an_interval_of_a_share_ends_before_all_is_lost() -> None:
+    """It is moved by its odds: 45 % are odds of 0.82, and 2.16 times those are 64 %."""
+    known = without_runs(preset("H100", 8))
+    place = [constant.name for constant in CONSTANTS].index("computation lost beside messages")
+    shifts = known.shifts.copy()
+    shifts[place] = 2.0
+    found = replace(known, shifts=shifts, covariance=known.covariance * 0.75**2)
+    (row,) = (line for line in constants_table(found) if line.startswith("computation lost"))
+    assert row.split()[-5:] == ["45.09", "27.6", "to", "63.9", "%"]
+    assert any("537 to 650" in line for line in constants_table(found))
 
 
 def test_a_gain_is_that_of_the_learned_times() -> None:

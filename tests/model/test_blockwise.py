@@ -160,19 +160,21 @@ def dropping(device: str, rows: int = 2, fused: bool = True) -> PairDropout:
     return PairDropout(made.heads(0.3, "site", 2, 11), ids, ids)
 
 
-DROPPING = [
-    (torch.float64, 1e-12),
-    (torch.float32, 1e-5),
-    (torch.float16, 4e-3),
-    pytest.param(torch.bfloat16, 3e-2, marks=pytest.mark.gpu),  # not multiplied when interpreted
-]
 SMALL = cut(((0, 100),), ((0, 100),), Sight((0, 30, 100), 25), tile=50)
 """Of every kind, and of several tiles of a kernel."""
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("dtype", "tolerance"), DROPPING)
-@pytest.mark.parametrize(("shared", "features", "values"), [(1, 6, 6), (2, 64, 24), (4, 20, 40)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "shared", "features", "values"),
+    [
+        *[(torch.float64, 1e-12, *shape) for shape in ((1, 6, 6), (2, 64, 24), (4, 20, 40))],
+        (torch.float32, 1e-5, 4, 20, 40),
+        (torch.float16, 4e-3, 2, 64, 24),
+        # Not multiplied when interpreted:
+        pytest.param(torch.bfloat16, 3e-2, 2, 64, 24, marks=pytest.mark.gpu),
+    ],
+)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets
 def test_the_kernel_that_drops_equals_the_plain_one(
     device: str,

@@ -3,14 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from fivefold.config.experts import ExpertsConfig
+from fivefold.config.experts import ExpertsConfig, LoadBalancing
 from fivefold.config.model import ModelConfig
+from fivefold.model.capacity import with_ties
 from fivefold.model.context import Context
 from fivefold.model.routing import Router
 from tests.verify.cases import MIXTURE
@@ -37,19 +38,26 @@ def _cases() -> Iterator[ModelConfig]:
         yield replace(MIXTURE, moe_router_topk=topk, **changes)
 
 
-def _routed(model: ModelConfig, factor: float | None = None) -> tuple[Router, Tensor, Tensor]:
-    """A random router with this capacity factor, its logits, and the weight of each expert for each
-    token; 0: not chosen, or dropped."""
+def _router(model: ModelConfig, settings: ExpertsConfig) -> tuple[Router, Tensor]:
+    """A random router, and tokens."""
     generator = torch.Generator().manual_seed(3)
-    settings = ExpertsConfig(moe_expert_capacity_factor=factor)
     router = Router(model, 1, settings, 1).double().eval()
     router.weight.data.normal_(generator=generator)
     if router.expert_bias is not None:
         router.expert_bias.normal_(std=0.3, generator=generator)
-    x_TH = torch.randn(TOKENS, model.hidden_size, generator=generator).double()
+    return router, torch.randn(TOKENS, model.hidden_size, generator=generator).double()
+
+
+def _context() -> Context:
     rows = torch.zeros(1, dtype=torch.int64)
-    context = Context(1, None, None, None, None, None, {}, None, first_ids_B=rows, step=0)
-    choice = router(x_TH, context)
+    return Context(1, None, None, None, None, None, {}, None, first_ids_B=rows, step=0)
+
+
+def _routed(model: ModelConfig, factor: float | None = None) -> tuple[Router, Tensor, Tensor]:
+    """A random router with this capacity factor, its logits, and the weight of each expert for each
+    token; 0: not chosen, or dropped."""
+    router, x_TH = _router(model, ExpertsConfig(moe_expert_capacity_factor=factor))
+    choice = router(x_TH, _context())
     weights_TE = torch.zeros(TOKENS, EXPERTS).double()
     weights_TE.scatter_(1, choice.experts_TK, choice.weights_TK.detach())
     return router, x_TH @ router.weight.detach().T, weights_TE
@@ -87,6 +95,20 @@ def test_each_token_gets_its_best_experts(model: ModelConfig) -> None:
     torch.testing.assert_close(weights_TE, torch.stack(expected), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", get_args(LoadBalancing))
+@pytest.mark.parametrize("scores", SCORES[:3])
+def test_an_evaluated_token_gets_its_experts_whatever_others_there_are(
+    scores: dict[str, Any], kind: LoadBalancing
+) -> None:
+    settings = ExpertsConfig(moe_router_load_balancing_type=(kind,), moe_aux_loss_coeff=(0.1,))
+    router, x_TH = _router(replace(MIXTURE, moe_router_topk=2, **scores), settings)
+    whole = router(x_TH, _context())
+    for token in range(0, TOKENS, 7):
+        alone = router(x_TH[token : token + 1], _context())
+        assert torch.equal(alone.experts_TK[0], whole.experts_TK[token])
+        torch.testing.assert_close(alone.weights_TK[0], whole.weights_TK[token])
+
+
 def test_megatron_chooses_the_same() -> None:
     moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
     for model in _cases():
@@ -118,6 +140,24 @@ def test_experts_keep_the_tokens_with_the_highest_weights(
     for kept_T, weights_T in zip(kept_TE.T, weights_TE.T, strict=True):
         best = weights_T.topk(room).indices
         assert torch.equal(kept_T, torch.zeros_like(weights_T).index_copy(0, best, weights_T[best]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("experts", [8, 256, 4096])
+def test_scores_are_compared_alike_however_small_many_experts_make_them(
+    experts: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(experts)
+    logits_TE = torch.randn(64, experts, generator=generator, dtype=torch.float64) / 8
+    scores_S = logits_TE.softmax(1).flatten().sort().values.to(dtype)
+    compared_S = with_ties(scores_S)
+    assert bool((compared_S.diff() >= 0).all())
+    apart = scores_S[1:] > scores_S[:-1] * (1 + 2.0**-10)
+    assert bool((compared_S.diff()[apart] > 0).all())
+    epsilon = torch.finfo(dtype).eps
+    equal = with_ties(scores_S * (1 + epsilon)) == with_ties(scores_S * (1 - epsilon))
+    assert float(equal.double().mean()) > 0.99
+    assert float((compared_S / compared_S[0] / (scores_S / scores_S[0]) - 1).abs().max()) < 2**-10
 
 
 def _all_weigh_one(model: ModelConfig) -> bool:

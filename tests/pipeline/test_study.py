@@ -119,6 +119,20 @@ def test_stated_costs_and_a_layout():
     assert cut.stages[0].f == 0.55
 
 
+@pytest.mark.parametrize("microbatches", [2, 8])
+@pytest.mark.parametrize("schedule", [None, AUTO])
+@pytest.mark.parametrize("layout", ["loop:", "v:"])
+@pytest.mark.parametrize("stages", ["Et|ttt|||||L|", "Et|t|t|tL", "E|t||||t|||t|tL||"])
+def test_any_layout_can_be_weighed(
+    layout: str, stages: str, schedule: str | None, microbatches: int
+):
+    """Without a schedule, or for a searched one, which fit every placement."""
+    study = Study(4, microbatches)
+    model, text = PRESETS["debug-llama"], layout + stages
+    found = cut_model(model, study, schedule=schedule, layout=text)
+    assert len(found.balance.split.stages) == stages.count("|") + 1
+
+
 def test_memory_moves_layers_or_is_refused():
     model, study = PRESETS["llama3-8b"], Study(4, 16)
     loose = cut_model(model, study, memory=inf)

@@ -325,6 +325,51 @@ def test_other_sizes_are_named(scripts: tuple[Layout, list[Script]]) -> None:
         assert found and "rank 0" in found[0], found
 
 
+@pytest.mark.parametrize("op", ["send", "receive"])
+def test_messages_in_another_order_are_named(scripts: tuple[Layout, list[Script]], op: str) -> None:
+    """NCCL pairs messages of the same size by their order, whatever their tags."""
+    layout, (first, *others) = scripts
+    issued = list(first.issued)
+    pp = {group for group, axis in first.axes.items() if axis == "pp"}
+    calls = enumerate(issued)
+    one, other = [at for at, call in calls if call.op == op and call.group in pp][:2]
+    assert replace(issued[one], tag=issued[other].tag) == issued[other]
+    issued[one], issued[other] = issued[other], issued[one]
+    found = disagreements([replace(first, issued=tuple(issued)), *others], layout.grid.name)
+    assert found and all("in its place" in what for what in found), found
+
+
+def test_a_rehearsal_makes_the_groups_of_gpus() -> None:
+    """A group for each direction between neighbours of a pipeline, as NCCL wants it."""
+    layout = small("replicated pipeline")
+    (here,) = rehearse_ranks(layout, [0])
+    messages = {call.group for call in here.issued if call.op in ("send", "receive")}
+    pairs = [ranks for ranks in here.groups.values() if len(ranks) == 2]
+    assert len(messages) == 2
+    assert {here.groups[group] for group in messages} == {(0, 2)}
+    assert len(pairs) > len(set(pairs))
+
+
+def test_a_circular_wait_of_three_ranks_is_named() -> None:
+    """Each pair of them has one collective, and nothing that it could differ in."""
+
+    def script(rank: int, *groups: str) -> Script:
+        issued = tuple(Issued("all_reduce", g, 8, "float32", 8.0, None, 0, ()) for g in groups)
+        ranks = {"01": (0, 1), "12": (1, 2), "20": (0, 2)}
+        members = {g: ranks[g] for g in groups}
+        return Script(rank, members, {}, issued, 0, "", {}, 0, 0, {}, 0.0)
+
+    def told(rank: int) -> str:
+        return f"({rank})"
+
+    first, last = script(0, "01", "20"), script(2, "20", "12")
+    (found,) = disagreements([first, script(1, "12", "01"), last], told)
+    assert found.startswith("a circular wait: ") and found.count(" enters ") == 3
+    assert "rank 0 (0) enters collective 1 of its 01 group before collective 1 of its 20" in found
+    assert disagreements([first, script(1, "12", "01")], told) == []
+    assert disagreements([first, script(1, "01", "12"), script(2, "12", "20")], told) == []
+
+
 def test_a_group_that_another_rank_does_not_make_is_named(
     scripts: tuple[Layout, list[Script]],
 ) -> None:

@@ -101,11 +101,9 @@ def rehearsed(name: str) -> list[Script]:
     chosen(
         LAYOUTS,
         "replicated pipeline",
-        "tensor in parts",
         "experts",
         "padding alone on a rank",
         "optimizer on the host",
-        "weights off the device",
     ),
 )
 def test_a_rehearsal_remembers_nothing_wrong(name: str) -> None:

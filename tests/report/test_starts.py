@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fivefold.audit.record import RankRecord, write_record
 from fivefold.cli.watch import view
+from fivefold.errors import DataError
 from fivefold.learn.runs import observed
 from fivefold.report.starts import Alike
 from fivefold.report.story import read_story
@@ -48,6 +50,64 @@ def test_starts_of_which_the_step_is_not_known_count_all() -> None:
     known = start("a", 1, 3)
     for starts in ([], [{"command": ["a"]}], [{"command": ["a"]}, known]):
         assert all(step in Alike(starts) for step in (1, 3, 4, 10**9))
+
+
+def test_other_settings_of_the_same_command_are_another_layout() -> None:
+    """As of a recipe that was edited between two starts."""
+    starts = [start("a", 1, 0) | {"settings": "one"}, start("a", 1, 5) | {"settings": "other"}]
+    assert [step for step in range(1, 9) if step in Alike(starts)] == [6, 7, 8]
+    assert [step for step in range(1, 9) if step in Alike(starts, 3)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("each", [1, 2, 3])
+def test_the_first_step_of_each_start_is_not_usual(each: int, tmp_path: Path) -> None:
+    """As of a run that is stopped after every few steps; of single steps nothing else is known."""
+    folder = a_run(tmp_path / "run", steps=12)
+    slow = range(1, 13, each)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    for line in lines:
+        seconds = 100.0 if line["step"] in slow else 1.0 + line["step"] / 1e3
+        line |= {"seconds": seconds, "tokens_per_second_per_rank": 1024.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    begun = {"time": "2026-11-22T10:00:00+00:00"}
+    starts = [begun | start("a", 1, step - 1) for step in slow]
+    (folder / "environment.json").write_text(json.dumps(starts))
+    told = read_story(folder).usual("seconds")
+    if each == 1:
+        assert told == 100
+        with pytest.raises(DataError, match=r"(?s)after the first one.*--train-iters 14"):
+            observed(folder)
+    else:
+        seen, _ = observed(folder)
+        assert told == seen.seconds == pytest.approx(1, rel=0.02)
+        assert seen.noise < 0.02
+
+
+@pytest.mark.parametrize("steps", [3, 9])
+def test_a_step_that_was_looked_into_is_not_usual(steps: int, tmp_path: Path) -> None:
+    watched = {"profile": True, "profile_step_start": 4, "profile_step_end": 6}
+    folder = a_run(tmp_path / "run", steps=steps, **watched)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    for line in lines:
+        line["seconds"] = float(line["step"])
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_record(folder / "audit", RankRecord(0, 2, {}, 1, 1, 1, {}, 1))
+    counted = [record["step"] for record in read_story(folder).usual_steps]
+    assert counted == [step for step in range(3, steps + 1) if step not in (4, 5)]
+    (folder / "audit" / "rank-0.json").write_text("cut sho")
+    assert read_story(folder).usual_steps[0]["step"] == 2
+
+
+def test_what_is_usual_is_so_of_the_size_that_a_growing_batch_has_now(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run", steps=9)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    for line in lines:
+        grown = 1 + line["step"] // 6
+        line |= {"seconds": float(grown), "tokens": 64 * grown}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_story(folder).usual("seconds") == 2.0
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:6]))
+    assert read_story(folder).usual("seconds") == 1.0
 
 
 def test_what_is_left_and_what_is_learnt_is_of_the_latest_layout(tmp_path: Path) -> None:

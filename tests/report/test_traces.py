@@ -15,9 +15,11 @@ from fivefold.cli.main import main
 from fivefold.cli.profile import shown
 from fivefold.config.sources import to_toml
 from fivefold.errors import ConfigError, DataError
-from fivefold.report.traces import FOLDER, merged, read_traces
+from fivefold.pipeline.ir import COMPUTE, Act, Kind, pair
+from fivefold.report.traces import merged, read_traces
 from fivefold.train.engine import Engine
 from fivefold.train.profile import _forget, _is_whole, check_profiler, profiled
+from fivefold.train.run_folder import RunFolder
 from fivefold.verify.batches import global_batch, microbatches
 from tests.pool import run
 from tests.train.test_profile import settings
@@ -55,10 +57,21 @@ def test_a_trace_names_actions_and_messages(
     assert main(["profile", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert re.search(r"pp +send +4 x +512 KiB sent", out)
-    whole = json.loads((tmp_path / FOLDER / "trace.json").read_text())
+    whole = json.loads((RunFolder(tmp_path).profile / "trace.json").read_text())
     assert {event["pid"] for event in whole["traceEvents"]} == {0, 1}
     names = {event["args"]["name"] for event in whole["traceEvents"] if event["ph"] == "M"}
     assert names == {"rank 0", "rank 1"}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind in COMPUTE])
+def test_each_kind_of_action_counts_as_itself(kind: Kind, tmp_path: Path) -> None:
+    """Pairs, too, which are named by both of their halves."""
+    act = pair(Act(Kind.F, 1, 2), Act(Kind.BW, 0, 1)) if kind is Kind.FB else Act(kind, 3, 1, 1)
+    event = {"ph": "X", "cat": "user_annotation", "name": str(act), "ts": 0.0, "dur": 2e6}
+    (RunFolder(tmp_path).profile).mkdir()
+    (RunFolder(tmp_path).profile / "rank-0.json").write_text(json.dumps({"traceEvents": [event]}))
+    (trace,) = read_traces(tmp_path)
+    assert trace.acts == {"F&B" if kind is Kind.FB else str(kind): 2.0}
 
 
 def test_what_has_no_trace_says_how_to_get_one(tmp_path: Path) -> None:
@@ -92,8 +105,8 @@ def test_any_events_are_read(
     tmp_path_factory: pytest.TempPathFactory, events: list[dict[str, Any]]
 ) -> None:
     folder = tmp_path_factory.mktemp("trace")
-    (folder / FOLDER).mkdir()
-    (folder / FOLDER / "rank-3.json").write_text(json.dumps({"traceEvents": events}))
+    (RunFolder(folder).profile).mkdir()
+    (RunFolder(folder).profile / "rank-3.json").write_text(json.dumps({"traceEvents": events}))
     (trace,) = read_traces(folder)
     assert trace.seconds >= 0 and list(shown(trace, 3))
     assert len(merged([trace])["traceEvents"]) >= 1
@@ -126,8 +139,8 @@ def test_a_rank_without_a_trace_is_named(
     """Unless the latest start recorded nothing, and its settings are not those of the traces."""
     values = {"use_pytorch_profiler": profiles, "profile_ranks": (0, 1)}
     (tmp_path / "config.toml").write_text(to_toml(settings("1f1b").with_values(**values)))
-    (tmp_path / FOLDER).mkdir()
-    (tmp_path / FOLDER / "rank-1.json").write_text('{"traceEvents": []}')
+    (RunFolder(tmp_path).profile).mkdir()
+    (RunFolder(tmp_path).profile / "rank-1.json").write_text('{"traceEvents": []}')
     assert main(["profile", str(tmp_path)]) == 0
     said = capsys.readouterr().err
     assert ("no trace of rank 0, which profile_ranks names" in said) == profiles

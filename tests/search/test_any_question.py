@@ -41,7 +41,7 @@ from fivefold.tell.infeasible import why_nothing
 from fivefold.tell.record import as_json
 from fivefold.tell.report import context, memory_table, others, ranked, traded
 
-QUESTIONS = 20  # of each kind; `-m exhaustive` asks a thousand
+QUESTIONS = 12  # of each kind; `-m exhaustive` asks a thousand
 ROWS = 30  # layouts of each part that are looked at
 MODELS = ("debug-llama", "debug-gpt", "debug", "gpt2", "deepseek-v2-lite", "mixtral-8x7b")
 PYTHON = re.compile(r"\b(None|True|False)\b|\('|',\)")  # values as nobody types them
@@ -160,7 +160,7 @@ def check_suggestions(line: str) -> int:
 
 @pytest.mark.slow
 def test_what_a_no_suggests_works_when_typed() -> None:
-    assert sum(check_suggestions(line_of(seed)) for seed in range(2_000, 2_007)) > 4
+    assert sum(check_suggestions(line_of(seed)) for seed in range(2_000, 2_004)) > 4
 
 
 @pytest.mark.exhaustive

@@ -62,16 +62,26 @@ def test_a_smaller_batch_is_a_whole_step(name: str) -> None:
 GROWS = "--train-samples 50 --rampup-batch-size 2 2 12 --lr-warmup-samples 9 --lr-decay-samples 36"
 
 
+def trained(folder: Path, flags: str) -> Path:
+    words = f"train debug --precision fp64 --save {folder} {GROWS} {flags}"  # the last flag holds
+    done = programs.run(words.split())
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in one layout, stopped, and continued in another; batches of 2 2 4 6 and then 8."""
     folder = tmp_path_factory.mktemp("grown") / "run"
-    words = f"train debug --precision fp64 --save {folder} --audit {GROWS}".split()
-    short = [*words, "--train-samples", "8"]  # the last of two flags holds
-    for layout, line in (("--nproc 2 --pp 2", short), ("--nproc 2 --dp-shard 2", words)):
-        done = programs.run([*line, *layout.split()])
-        assert done.returncode == 0, done.stdout + done.stderr
-    return folder
+    trained(folder, "--audit --train-samples 8 --nproc 2 --pp 2")
+    return trained(folder, "--audit --nproc 2 --dp-shard 2")
+
+
+@pytest.mark.slow
+def test_layouts_train_on_the_same_batches(grown: Path, tmp_path: Path) -> None:
+    alone = trained(tmp_path / "alone", "--nproc 1")
+    found, expected = ([r["loss"] for r in read_story(run).steps] for run in (grown, alone))
+    assert found == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from fivefold.errors import ConfigError
 from fivefold.pipeline.measured import FILE, explained_makespan, measured_program, read_measured
 from fivefold.train.engine import Engine
 from fivefold.train.profile import profiled
+from fivefold.train.run_folder import RunFolder
 from fivefold.verify.batches import global_batch, microbatches
 from tests.pool import run
 from tests.verify.cases import shared_groups
@@ -84,7 +85,9 @@ def _where(rank: int, world: int, folder: Path) -> list[str]:
 
 def test_only_the_pipelines_asked_for_are_written(tmp_path: Path) -> None:
     run(4, _where, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    there = RunFolder(tmp_path).profile
+    assert {*tmp_path.iterdir()} == {tmp_path / FILE, there}
+    assert [*there.iterdir()] == [RunFolder(there).config_file]
     assert {act.rank for act in read_measured(tmp_path)} == {0, 1}
 
 

@@ -110,7 +110,7 @@ CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "gathered keys": (LLAMA, 2, named(cp=2) | {"cp_comm_type": ("all_gather",)}),
     "tp, cp, sharded": (LLAMA, 8, named(tp=2, cp=2, strategy="optim")),
 }
-SHORT = ("one rank", "bf16", "several ranks", "parameters sharded", "tensor parallel")
+SHORT = ("one rank", "bf16", "parameters sharded")
 
 
 def _settings(model: Any, world: int, values: dict[str, Any]) -> Config:

@@ -8,12 +8,15 @@ from subprocess import CompletedProcess
 import pytest
 import torch
 
+from fivefold.check import check
 from fivefold.cli.verify import Options, in_fp64
-from fivefold.config.config import SETTINGS
+from fivefold.config.config import SETTINGS, Config
+from fivefold.config.presets import resolve_model
 from fivefold.config.sources import load
-from fivefold.errors import DataError
+from fivefold.errors import ConfigError, DataError
 from fivefold.files import telling_system_errors
 from fivefold.verify.reference import ReferenceStep, save_trace
+from fivefold.verify.run import _enough_steps
 from tests import programs
 
 pytestmark = pytest.mark.slow
@@ -71,3 +74,14 @@ def test_a_full_disk_is_told_of_a_reference(tmp_path: Path) -> None:
         telling_system_errors(DataError, tmp_path),
     ):
         save_trace(Path("/dev/full"), [step])
+
+
+def test_a_graph_is_proved_by_a_step_that_replays_it_with_other_tokens() -> None:
+    """The one that is recorded replays its own."""
+    plain = Config(resolve_model("debug-llama")).with_values(reset_attention_mask=False)
+    graphs = check(plain.with_values(cuda_graph_impl="local"), 1)
+    assert _enough_steps(check(plain, 1), None) == 3
+    assert _enough_steps(check(plain, 1), 1) == 1
+    assert _enough_steps(graphs, None) == _enough_steps(graphs, 4) == 4
+    with pytest.raises(ConfigError, match="--steps 4"):
+        _enough_steps(graphs, 3)

@@ -67,7 +67,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    chosen(CASES, "dropout, ZeRO-3, recomputed", "deferred weights"),
+    chosen(CASES, "dropout, ZeRO-3, recomputed"),
 )
 def test_compiled_layers_are_exact(case: str) -> None:
     world, model, settings = CASES[case]

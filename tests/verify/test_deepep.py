@@ -81,7 +81,11 @@ def _with_stand_in(rank: int, world: int, *arguments: Any) -> VerifyReport | Non
     return report
 
 
-@pytest.mark.parametrize(("ranks", "values"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "values"),
+    [*CASES[:-1], pytest.param(*CASES[-1], marks=pytest.mark.exhaustive)],
+    ids=str,
+)
 def test_the_kernels_send_what_is_needed(ranks: int, values: dict[str, Any]) -> None:
     settings = config(MODEL, **FLEX, moe_deepep_num_sms=24, **values)
     report = verify_in_pool(ranks, settings, on_rank=_with_stand_in)

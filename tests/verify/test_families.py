@@ -66,7 +66,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", chosen(CASES, *list(CASES)[::2]))
+@pytest.mark.parametrize("case", chosen(CASES, *list(CASES)[::3]))
 def test_layouts(case: str) -> None:
     ranks, family, values = CASES[case]
     report = verify_in_pool(ranks, config(MODELS[family], ranks, **values))
@@ -76,7 +76,7 @@ def test_layouts(case: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [c for c in chosen(CASES, *list(CASES)[::4]) if "experts" not in str(c)]
+    "case", [c for c in chosen(CASES, *list(CASES)[::6]) if "experts" not in str(c)]
 )
 def test_bytes_and_products_are_those_of_theory(case: str, tmp_path: Path) -> None:
     ranks, family, values = CASES[case]

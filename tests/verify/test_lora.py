@@ -118,12 +118,10 @@ EVERY = {f"{case}, {kind}": (case, kind) for case, kind in product(CASES, KINDS)
     chosen(
         EVERY,
         "few key/value heads, magnitudes",
-        "whole tokens, both",
         "ZeRO-3, recomputed, tied, magnitudes",
         "deferred, both",
         "embedding alone in its stage, plain",
         "experts, dropped",
-        "one expert a token, plain",
     ),
 )
 def test_adapters_are_trained_as_on_one_device(name: str) -> None:

@@ -36,6 +36,13 @@ DP = "the sum over data parallelism is missing"
 CASES: list[tuple[str, int, str, dict[str, Any], str]] = [
     ("skip-tp-sum", 2, "llama", flags(tp=2, sequence=True), TP),
     ("skip-tp-sum", 4, "llama", flags(tp=4), TP),
+    (
+        "skip-tp-sum",
+        6,
+        "llama",
+        flags(tp=2, pp=3, sequence=True) | {"pipeline_model_parallel_layout": "Ettt||ttL"},
+        TP,
+    ),
     ("skip-tp-sum", 4, "gpt", flags(tp=2, dp=2, sequence=True, strategy="optim_grads_params"), TP),
     ("skip-dp-sum", 4, "mixture", flags(dp=4, strategy="optim") | LIMITED, DP),
     ("skip-dp-sum", 2, "gpt", flags(dp=2), DP),
@@ -142,7 +149,7 @@ CASES: list[tuple[str, int, str, dict[str, Any], str]] = [
 ]
 
 
-FIRST = {(case[0], case[4]): case for case in reversed(CASES)}  # of each error and diagnosis
+FIRST = {case[0]: case for case in reversed(CASES)}  # of each error
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from fivefold.verify.report import (
     Difference,
     VerifyReport,
     describe,
+    errors_alone,
     joint_errors,
     judge,
 )
@@ -99,6 +100,23 @@ def test_bf16_is_judged_by_one_device_in_bf16() -> None:
     assert judge(LAYOUT, [off], baseline | {"grad": 0.02}).passed
     # every element counts once, however many ranks hold it
     assert _grad(judge(LAYOUT, [off, replace(off, rank=3)], baseline)) == pytest.approx(0.02)
+
+
+def test_a_small_gradient_that_is_wrong_fails_by_itself_in_bf16() -> None:
+    """Of all elements together it is too little."""
+    large = replace(RIGHT, name="large", part=(0, 10_000), true=1e4, own=1e4, off=1.0)
+    small = replace(RIGHT, true=2.0, own=2.0, off=2e-4)
+    alone = errors_alone([large, small])
+    assert alone == {"large": 0.01, "norm.weight": pytest.approx(0.01)}
+    baseline = joint_errors([large, small])
+    for off, passes in ((2e-4 * 15**2, True), (2e-4 * 17**2, False), (float("nan"), False)):
+        report = judge(LAYOUT, [large, replace(small, off=off)], baseline, (), alone)
+        assert report.passed is passes
+        assert [name for name, *_ in report.strange] == ["norm.weight"] * (not passes)
+    assert "by themselves: norm.weight (" in report.text()
+    # What is zero up to rounding is not compared to zero.
+    least = replace(small, true=1e-30, off=1e-14)
+    assert errors_alone([large, least])["norm.weight"] < 1e-4
 
 
 def _grad(report: VerifyReport) -> float | None:

@@ -132,7 +132,6 @@ WITH_OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     chosen(
         WITH_OTHERS,
         "two copies of a tied model on four ranks",
-        "dW with its dX, tensor parallel",
         "one stage gathered at a time",
         "slices, stages gathered once",
         "searched under a limit",

@@ -234,6 +234,25 @@ def test_stages_recompute_none_some_or_all_of_their_layers_as_before(
     assert all(n == count for n, count, old in zip(found, counts, numbers, strict=True) if old == 2)
 
 
+@pytest.mark.parametrize("method", ["uniform", "block"])
+@pytest.mark.parametrize("pp", [1, 4])
+@pytest.mark.parametrize(("number", "groups"), [(3, 2), (8, 1)])
+def test_one_number_leaves_groups_and_layers_of_both_kinds(
+    method: str, pp: int, number: int, groups: int
+) -> None:
+    again = {
+        "recompute_granularity": "full",
+        "recompute_method": method,
+        "recompute_num_layers": (number,),
+    }
+    large = layout_of("llama3-8b", pp, pipeline_model_parallel_size=pp, num_layers=8 * pp, **again)
+    small, _ = prepare(large)
+    for stage in small.split.stages:
+        found = small.config.memory.recomputed_groups(len(stage.layers))
+        is_again = [again for layers, again in found if layers]
+        assert len(set(is_again) if method == "block" else is_again) == groups
+
+
 ZERO3 = "optim_grads_params"
 BY_SCORE = {"moe_expert_capacity_factor": 1.0}
 

@@ -1,0 +1,112 @@
+"""In every family, a setting of the architecture is refused, or changes the model."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fivefold.check import check
+from fivefold.config.config import Config
+from fivefold.config.model import ModelConfig
+from fivefold.config.settings import Setting, settings_of
+from fivefold.errors import ConfigError
+from fivefold.layout import Layout
+from fivefold.model.prediction import with_further
+from tests.model.models import GPT, LATENT, NEOX, PLAIN_QUERIES, SINKS, batch_of, build
+
+EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_router_topk": 2}
+UNSCALED: dict[str, Any] = {"rope_original_max_position_embeddings": 8192}
+STRETCHED: dict[str, Any] = {"original_max_position_embeddings": 64, "beta_fast": 8.0}
+LATENTS = replace(LATENT, **UNSCALED, **STRETCHED, qk_pos_emb_head_dim=16)
+FAMILIES = {
+    "gpt": GPT,
+    "neox": replace(NEOX, use_rope_scaling=True, rope_original_max_position_embeddings=16),
+    "sinks": SINKS,
+    "sinks, experts": replace(SINKS, **EXPERTS, use_rope_scaling=False, **UNSCALED),
+    "latent": LATENTS,
+    "latent, plain queries": replace(PLAIN_QUERIES, **UNSCALED, add_bias_linear=False),
+    "latent experts": replace(LATENTS, **EXPERTS, moe_shared_expert_intermediate_size=24),
+}
+# Numbers to try; of other settings, the other choices or the other switch.
+NUMBERS: dict[str, Any] = {
+    "rotary_base": 90.0,
+    "rotary_percent": 0.5,
+    "rope_scaling_factor": 4.0,
+    "rope_low_freq_factor": 2.0,
+    "rope_high_freq_factor": 8.0,
+    "rotary_scaling_factor": 20.0,
+    "original_max_position_embeddings": 256,
+    "beta_fast": 2.0,
+    "beta_slow": 0.5,
+    "mscale": 0.5,
+    "mscale_all_dim": 0.5,
+    "glu_linear_offset": 0.5,
+    "activation_func_clamp_value": 0.3,
+    "norm_epsilon": 0.01,
+    "window_size": 2,
+    "window_attn_skip_freq": "3",
+    "num_query_groups": 1,
+    "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1,
+    "moe_router_group_scores": 2,
+    "moe_router_topk_scaling_factor": 2.0,
+    "moe_ffn_hidden_size": 24,
+    "kv_channels": 14,
+    "q_lora_rank": 10,
+    "v_head_dim": 8,
+}
+KNOWN = {
+    "add_qkv_bias": ("gpt", "neox", "sinks"),  # with add_bias_linear they have one
+    "qk_layernorm": ("latent",),  # which are normalised in any case, as its help says
+    "use_rope_scaling": ("sinks, experts", "latent"),  # of contexts beyond 8192 tokens
+    "rope_type": ("sinks, experts", "latent"),  # of contexts beyond 4096
+}
+
+
+def _values(setting: Setting) -> tuple[Any, ...]:
+    if setting.name in NUMBERS:
+        return (NUMBERS[setting.name],)
+    return (False, True) if setting.kind is bool else () if setting.many else setting.choices
+
+
+CASES = [(s.name, value) for s in settings_of(ModelConfig) for value in _values(s)]
+
+
+def _made(model: ModelConfig) -> list[Tensor]:
+    """The losses of a model, and all that it holds."""
+    stage = build(model)
+    batch = with_further(batch_of(model, [[12], [12]]), model.mtp_num_layers)
+    with torch.no_grad():
+        return [stage(None, batch), *stage.state_dict().values()]
+
+
+def _layout(model: ModelConfig) -> Layout:
+    return check(Config(model).with_values(seq_length=16), 1)
+
+
+@cache
+def _before(family: str) -> list[Tensor]:
+    return _made(FAMILIES[family])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_setting_of_the_model_is_ignored(family: str) -> None:
+    model, ignored = FAMILIES[family], []
+    _layout(model)
+    for name, value in CASES:
+        if getattr(model, name) == value:
+            continue
+        other = replace(model, **{name: value})
+        try:
+            _layout(other)
+        except ConfigError:
+            continue
+        made, before = _made(other), _before(family)
+        same = [a.shape for a in made] == [b.shape for b in before]
+        if same and all(torch.equal(a, b) for a, b in zip(made, before, strict=True)):
+            ignored.append(name)
+    known = {name for name, families in KNOWN.items() if family.startswith(families)}
+    assert set(ignored) <= known
