@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from fivefold.train.eval import Evaluated
 
 _OF_TASKS = ("num_fewshot", "limit")
+_NO_TRAINING: dict[str, Any] = {
+    **{"eval_interval": 1, "label_smoothing": 0.0},
+    **{"fp8_param_gather": False, "rampup_batch_size": ()},
+}
 _OF_BOTH = ("run", "step", "device", "json", "tasks")
 
 
@@ -164,7 +168,7 @@ def _task_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 def _config(options: Options) -> Config:
     """The settings of the run, with its layout and its evaluations replaced by what is asked for.
 
-    What only trains (recomputation, the optimizer, logs) is left at its defaults.
+    What only trains (recomputation, the optimizer, a growing batch, logs) is left at its defaults.
     """
     config = run_config(Path(options.run))
     if config.training.label_smoothing:
@@ -180,7 +184,7 @@ def _config(options: Options) -> Config:
         ),
         optimizer=OptimizerConfig(),
         logging=LoggingConfig(),
-    ).with_values(**{"eval_interval": 1, "label_smoothing": 0.0, "fp8_param_gather": False} | given)
+    ).with_values(**_NO_TRAINING | given)
     config = without_orphans(config, [*given])[0]
     if not config.training.evaluates:
         works = ("--eval-iters 4", *(() if _is_endless(config) else ("--full-validation",)))

@@ -1,5 +1,6 @@
 """How many sequences each optimizer step takes, in a run whose batch grows as it goes on."""
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -39,18 +40,18 @@ class BatchSizes:
     ramp: int = 0
 
     def at(self, samples: int) -> int:
-        """Sequences of the step that follows `samples` samples."""
-        if samples >= self.ramp:
+        """Sequences of the step that follows `samples` samples, in Megatron-LM's own floats: they
+        may be an increment less where samples are a whole number of increments."""
+        if samples > self.ramp or not self.ramp:
             return self.full
-        return self.start + samples * self._increments // self.ramp * self.increment
+        each = self.ramp / ((self.full - self.start) // self.increment)
+        return self.start + int(samples / each) * self.increment
 
     def levels(self) -> Iterator[BatchLevel]:
         """All levels in order, of which the last has no end."""
-        samples = 0
-        while samples < self.ramp:
-            grown = samples * self._increments // self.ramp
-            size = self.start + grown * self.increment
-            end = -(-(grown + 1) * self.ramp // self._increments)  # the first of the next level
+        samples, counts = 0, range(self.ramp + 2)
+        while (size := self.at(samples)) != self.full:
+            end = bisect_right(counts, size, samples, key=self.at)  # the first of the next level
             steps = -(-(end - samples) // size)
             yield BatchLevel(samples, size, steps)
             samples += steps * size
@@ -82,7 +83,3 @@ class BatchSizes:
                 return done + within
             done += level.steps
         raise AssertionError("the last level has no end")
-
-    @property
-    def _increments(self) -> int:
-        return (self.full - self.start) // self.increment

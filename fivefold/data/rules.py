@@ -15,8 +15,14 @@ if TYPE_CHECKING:
 DEFAULT_VOCAB_SIZE = 8192
 
 
-def checked_sources(config: "DataConfig", seed: int) -> list[Source]:
+def checked_sources(config: "DataConfig", seed: int, model_size: int | None = None) -> list[Source]:
     """Check the settings of the data without opening a file; return the training corpora.
+
+    Args:
+        config: settings of the data.
+        seed: seed of the run.
+        model_size: entries of the model's vocabulary, as many as a tokenizer to train has unless
+            it is told otherwise; None: there is no model.
 
     Raises:
         ConfigError: all mistakes at once.
@@ -41,20 +47,33 @@ def checked_sources(config: "DataConfig", seed: int) -> list[Source]:
         _check_mock(config, mistakes)
     elif config.sft:
         _check_sft(config, indexed, mistakes)
-    size, least = config.tokenizer_vocab_size, SMALLEST_VOCAB_SIZE
-    what, why = "a byte-level BPE", "256 bytes + 1 end of document"
-    if made_up:
-        what, why, least = "numbers", "1 number + 1 end of document", 2
-    if config.tokenizer_model is None and size is not None and size < least:
-        mistakes.add(
-            f"tokenizer_vocab_size {size} is too small for {what}",
-            f"{why} = {least}",
-            works=[f"--tokenizer-vocab-size {enough}" for enough in (least, DEFAULT_VOCAB_SIZE)],
-        )
+    if config.tokenizer_model is None:
+        _check_vocabulary(config.tokenizer_vocab_size, model_size, mistakes, made_up=made_up)
     if seed < 0:
         mistakes.add(f"seed {seed} is negative")
     mistakes.raise_if_any()
     return sources
+
+
+def _check_vocabulary(
+    asked: int | None, model_size: int | None, mistakes: Mistakes, *, made_up: bool
+) -> None:
+    """Collect that a tokenizer to train would have too few entries."""
+    what, why, least = "a byte-level BPE", "256 bytes + 1 end of document", SMALLEST_VOCAB_SIZE
+    if made_up:
+        what, why, least = "numbers", "1 number + 1 end of document", 2
+    size, name = (model_size, "vocab_size") if asked is None else (asked, "tokenizer_vocab_size")
+    if size is None or size >= least:
+        return
+
+    def flags(enough: int) -> str:
+        """Those of a tokenizer of this size, and of a model that has an entry for each token."""
+        of_model = [f"--vocab-size {enough}"] if enough > (model_size or enough) else []
+        of_tokenizer = [f"--tokenizer-vocab-size {enough}"] if asked is not None else []
+        return " ".join(of_model + of_tokenizer)
+
+    works = [flags(enough) for enough in (least, DEFAULT_VOCAB_SIZE)]
+    mistakes.add(f"{name} {size} is too small for {what}", f"{why} = {least}", works=works)
 
 
 def _check_mock(config: "DataConfig", mistakes: Mistakes) -> None:

@@ -6,7 +6,7 @@ from fivefold.config.config import Config
 from fivefold.config.training import MOCK, DataConfig
 from fivefold.data.corpus import BUILTIN
 from fivefold.data.dataset import check_labels
-from fivefold.data.mixture import grouped, parse_named_paths
+from fivefold.data.mixture import Source, grouped, parse_named_paths
 from fivefold.data.prepare import PreparedData, Progress, prepare
 from fivefold.data.rules import checked_sources
 from fivefold.data.tokenizer import Tokenizer
@@ -21,7 +21,7 @@ def check_data_settings(config: Config) -> None:
     Raises:
         ConfigError: all mistakes at once.
     """
-    checked_sources(_settings(config), config.training.seed)
+    _sources(config)
 
 
 def check_corpora(config: Config) -> None:
@@ -31,8 +31,7 @@ def check_corpora(config: Config) -> None:
         ConfigError, DataError: something is missing, or does not fit the model; the error lists
             everything that is missing.
     """
-    settings = _settings(config)
-    sources = checked_sources(settings, config.training.seed)
+    settings, sources = config.data, _sources(config)
     missing, instead = [], []
     try:
         grouped(sources)
@@ -74,6 +73,10 @@ def open_data(config: Config, progress: Progress) -> PreparedData:
     if training.evaluates:
         validation_sets(training, data)
     return data
+
+
+def _sources(config: Config) -> list[Source]:
+    return checked_sources(config.data, config.training.seed, config.model.vocab_size)
 
 
 def _settings(config: Config) -> DataConfig:

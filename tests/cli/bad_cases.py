@@ -475,9 +475,17 @@ CORPORA = [
         "no number beside the end of a document",
         "train debug --mock-data --vocab-size 1",
         (
-            "tokenizer_vocab_size 1 is too small for numbers",
+            "vocab_size 1 is too small for numbers",
             "  1 number + 1 end of document = 2",
-            "  works: --tokenizer-vocab-size 2 | --tokenizer-vocab-size 8192",
+            "  works: --vocab-size 2 | --vocab-size 8192",
+        ),
+    ),
+    Case(
+        "a model with fewer entries than the smallest tokenizer",
+        "train debug --data-path builtin --vocab-size 100 --tokenizer-vocab-size 50",
+        (
+            "tokenizer_vocab_size 50 is too small for a byte-level BPE",
+            "  works: --vocab-size 257 --tokenizer-vocab-size 257 | ",
         ),
     ),
     Case(

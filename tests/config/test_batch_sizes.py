@@ -24,6 +24,7 @@ def by_its_rule(sizes: BatchSizes, samples: int) -> int:
 @given(growing(), st.integers(0, 400))
 @example(BatchSizes(8), 5)
 @example(BatchSizes(1536, 32, 32, 65_536_000), 300)
+@example(BatchSizes(32, 7, 1, 7), 2)  # of which 7 / (7 / 25) is less than 25
 def test_sizes_samples_and_steps_are_those_of_a_run_step_by_step(
     sizes: BatchSizes, steps: int
 ) -> None:

@@ -20,10 +20,11 @@ from fivefold.cli.eval import run as evaluate
 from fivefold.cli.main import main
 from fivefold.config.config import Config
 from fivefold.config.sources import read_config, to_toml
+from fivefold.config.training import TrainingConfig
 from fivefold.data.packing import IGNORED
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.data.validation import validation_sets
-from fivefold.errors import ConfigError
+from fivefold.errors import CheckpointError, ConfigError
 from fivefold.files import parse_json
 from fivefold.model.init import initialise
 from fivefold.report.charts import charts_of
@@ -255,6 +256,18 @@ def test_what_cannot_be_evaluated_is_told_before_a_process_starts(
 ) -> None:
     assert main(["eval", str(trained[0]), *flags.split()]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--global-batch-size", "4"], ["--nproc", "8"]])
+def test_a_batch_that_grew_in_training_is_none_of_an_evaluation(
+    flags: list[str], tmp_path: Path
+) -> None:
+    grown = {"train_samples": 400, "rampup_batch_size": (4, 4, 100), "global_batch_size": 8}
+    grown |= {"train_iters": TrainingConfig.train_iters, "lr_warmup_iters": 0}
+    config = check(read_config("debug", **grown), 1).config
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):  # all else is right
+        evaluate([str(tmp_path), *flags])
 
 
 def test_text_that_is_where_the_run_was_started_is_found_from_there(
