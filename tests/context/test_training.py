@@ -34,7 +34,7 @@ def losses(rank: int, world: int, settings: Config) -> list[float]:
 @pytest.mark.parametrize(
     ("strategy", "kind", "more"),
     [
-        ("optim", "p2p", {}),
+        pytest.param("optim", "p2p", {}, marks=pytest.mark.exhaustive),
         pytest.param("no_shard", "p2p", WHOLE, marks=pytest.mark.exhaustive),
         pytest.param("optim_grads_params", "a2a", {}, marks=pytest.mark.exhaustive),
     ],

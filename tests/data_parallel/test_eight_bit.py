@@ -91,7 +91,7 @@ def _trained(rank: int, world: int, case: str, gathers: bool) -> tuple[list[floa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    chosen(CASES, "experts split between shards", "deferred, kept in a node"),
+    chosen(CASES, "deferred, kept in a node"),
 )
 def test_steps_are_the_same_to_the_bit(case: str) -> None:
     world = CASES[case][0]

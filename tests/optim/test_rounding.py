@@ -17,6 +17,7 @@ from fivefold.optim.adamw import AdamW, state_piece
 from fivefold.optim.eight_bit import FORMATS
 from fivefold.optim.rounding import MOMENTS, NamedElements, divide, exact, rounded, scale_of
 from tests.kernels import DEVICES, run_kernels
+from tests.verify.cases import chosen
 
 SHAPES = {"a.weight": (37, 129), "experts.weight": (4, 9, 21), "a.bias": (70,), "b.weight": (1, 5)}
 
@@ -137,7 +138,9 @@ BITS = {1: torch.uint8, 2: torch.int16}
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", chosen(KINDS, "bf16 and 8 bits, gradients", "fp32", "remainders", "weights")
+)
 @pytest.mark.parametrize("place", DEVICES)
 def test_one_kernel_keeps_the_same_bits(
     place: Any, kind: str, monkeypatch: pytest.MonkeyPatch

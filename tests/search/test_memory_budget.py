@@ -126,7 +126,11 @@ def agree(
         assert fit.best.seconds <= min(times) * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("bandwidth", [50e9, 1e9], ids=["copies hidden", "copies shown"])
+@pytest.mark.parametrize(
+    "bandwidth",
+    [pytest.param(50e9, marks=pytest.mark.exhaustive), 1e9],
+    ids=["copies hidden", "copies shown"],
+)
 @pytest.mark.parametrize(
     "recipe", ["debug", pytest.param("debug-mixtral", marks=pytest.mark.exhaustive)]
 )

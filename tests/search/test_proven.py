@@ -20,6 +20,7 @@ DATA = Path(__file__).parents[2] / "benchmarks/data"
 LONG = "llama3-8b --cluster H100 --gpus 32 --gbs 16 --seq-length 65536"
 
 
+@pytest.mark.exhaustive
 def test_what_is_proven_is_what_published_runs_have() -> None:
     seen: dict[str, set[Any]] = defaultdict(set)
     for path in ("published_runs.csv", "bloom_runs.csv", "mpt_runs.csv"):

@@ -81,7 +81,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     metrics = MetricsFile(folder / "metrics.jsonl")
     for step in range(1, 5):
         routing = (LayerRouting.of(0, (5.0, 3.0, 1, 0.1, 0, 0)),)
-        metrics.record(step_metrics(step, world_size=2, routing=routing))
+        tokens = layout.config.training.step_tokens
+        metrics.record(step_metrics(step, world_size=2, routing=routing, tokens=tokens))
     metrics.close()
     for rank in range(2):
         empty = RankRecord(rank, 2, {}, 0.0, 0.0, 0.0, {}, 0.0)

@@ -145,7 +145,7 @@ class Dense:
         return torch.einsum("ntu,und->tnd", ds, keys), *shared
 
 
-@pytest.mark.parametrize("name", chosen(["llama", "sinks", "latent"], "sinks"))
+@pytest.mark.parametrize("name", chosen(["llama", "sinks", "latent"]))
 def test_attention_in_one_call_is_within_the_graph(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,7 +105,6 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
     chosen(
         CASES,
         "latents, ring, offloaded",
-        "parts",
         "tiles",
         "experts",
         "gathered in 8 bits, deferred, offloaded",
