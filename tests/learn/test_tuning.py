@@ -64,7 +64,7 @@ def tuned(machine: Cluster, every: Sequence[Layout], seed: int, failing: int = 0
     return tuning
 
 
-@pytest.mark.parametrize("failing", [0, 2])
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
 def test_the_best_is_found_in_a_fifth_of_a_sweep(failing: int) -> None:
     every, prior = space(), preset("H100", 16)
     shifts = np.random.default_rng(failing).normal(size=len(CONSTANTS))

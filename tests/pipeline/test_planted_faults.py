@@ -204,7 +204,7 @@ FAULTS = (
     "seeds",
     [
         range(300),
-        pytest.param(range(300, 2_000), marks=pytest.mark.slow),
+        pytest.param(range(300, 2_000), marks=pytest.mark.exhaustive),
         pytest.param(range(2_000, 10_000), marks=pytest.mark.exhaustive),
     ],
     ids=["quick", "many", "all"],

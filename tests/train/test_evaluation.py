@@ -98,7 +98,13 @@ def _expected(config: Config) -> list[tuple[str, float, int]]:
 
 
 @pytest.mark.parametrize(("world", "recipe", "settings"), LAYOUTS)
-@pytest.mark.parametrize("whole", [{"full_validation": True, "eval_iters": 4}, {}])
+@pytest.mark.parametrize(
+    "whole",
+    [
+        {"full_validation": True, "eval_iters": 4},
+        pytest.param({}, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_every_layout_has_the_losses_of_the_plain_model(
     world: int, recipe: str, settings: dict[str, Any], whole: Any, corpora: dict[str, Any]
 ) -> None:

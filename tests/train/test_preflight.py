@@ -43,8 +43,7 @@ def test_a_recipe_may_name_home(tmp_path, monkeypatch, capsys):
         assert f'load = "{tmp_path}/hf"' in said
 
 
-@pytest.mark.parametrize("load", ["run", "run/", "./run/checkpoints", "link", "~/run"])
-def test_a_run_that_goes_on_cannot_go_back(load, tmp_path, monkeypatch, capsys):
+def test_a_run_that_goes_on_cannot_go_back(tmp_path, monkeypatch, capsys):
     """It would go on from its latest checkpoint, as after a failure, whatever is asked for."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -53,11 +52,13 @@ def test_a_run_that_goes_on_cannot_go_back(load, tmp_path, monkeypatch, capsys):
     (tmp_path / "link").symlink_to("run")
     assert main([*again, "--save", "run", "--train-iters", "6"]) == 0
     before = sorted((tmp_path / "run").rglob("*"))
-    back = [*again, f"--load={load}", "--ckpt-step", "3"]
-    assert main([*back, "--save", "run"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ckpt_step 3 has no effect: run goes on from its own latest")
-    assert sorted((tmp_path / "run").rglob("*")) == before
+    for load in ("run", "run/", "./run/checkpoints", "~/run", "link"):
+        back = [*again, f"--load={load}", "--ckpt-step", "3"]
+        capsys.readouterr()
+        assert main([*back, "--save", "run"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ckpt_step 3 has no effect: run goes on from its own latest")
+        assert sorted((tmp_path / "run").rglob("*")) == before
     first, second = said.partition("works: ")[2].strip().split(" | ")
     assert main([*back, "--save", "run", *first.split()]) == 0
     metrics = (tmp_path / "run-step-3" / "metrics.jsonl").read_text()

@@ -95,7 +95,7 @@ def _most(rows: list[Row], share: float) -> list[Row]:
     return taken
 
 
-QUICK = _most([row for row in ROWS if not _proven_elsewhere(row)], 0.75)
+QUICK = _most([row for row in ROWS if not _proven_elsewhere(row)], 0.7)
 RUN = [row if row in QUICK else pytest.param(row, marks=pytest.mark.exhaustive) for row in ROWS]
 
 

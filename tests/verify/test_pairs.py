@@ -76,7 +76,11 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "model", "values"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "model", "values"),
+    [pytest.param(*case, marks=pytest.mark.exhaustive) if case[0] == 8 else case for case in CASES],
+    ids=str,
+)
 def test_pairs(ranks: int, model: dict[str, Any], values: dict[str, Any]) -> None:
     found = config(replace(MIXTURE, **model), ranks, **named(**values))
     report = verify_in_pool(ranks, found, on_rank=measured)

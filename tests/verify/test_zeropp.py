@@ -88,7 +88,6 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     chosen(
         CASES,
         "hpZ, stages kept gathered",
-        "hpZ of a ring, tp",
         "qwZ, experts",
         "all, tied over pp",
         "all, tp, experts split",
