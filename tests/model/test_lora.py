@@ -93,6 +93,7 @@ def test_dropout_is_that_of_peft(magnitudes: bool) -> None:
         torch.testing.assert_close(found, gradients, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_a_compiler_keeps_the_share() -> None:
     """Inductor of torch 2.13 loses `alpha` of a sum of two products."""
     mlp, x_TH = _mlp(replace(MODEL, use_dora=True)), torch.randn(5, 8, dtype=torch.float64)

@@ -104,7 +104,6 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
     "case",
     chosen(
         CASES,
-        "latents, ring, offloaded",
         "tiles",
         "experts",
         "gathered in 8 bits, deferred, offloaded",
