@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,11 @@ class BatchSizes:
         each = self.ramp / ((self.full - self.start) // self.increment)
         return self.start + int(samples / each) * self.increment
 
-    def levels(self) -> Iterator[BatchLevel]:
+    def levels(self) -> tuple[BatchLevel, ...]:
         """All levels in order, of which the last has no end."""
+        return _known(self)
+
+    def _levels(self) -> Iterator[BatchLevel]:
         samples, counts = 0, range(self.ramp + 2)
         while (size := self.at(samples)) != self.full:
             end = bisect_right(counts, size, samples, key=self.at)  # the first of the next level
@@ -83,3 +87,9 @@ class BatchSizes:
                 return done + within
             done += level.steps
         raise AssertionError("the last level has no end")
+
+
+@lru_cache(maxsize=64)
+def _known(sizes: BatchSizes) -> tuple[BatchLevel, ...]:
+    """Every step asks for the levels of the same run, which may be thousands."""
+    return tuple(sizes._levels())
