@@ -58,6 +58,8 @@ def test_a_run_that_goes_on_cannot_go_back(tmp_path, monkeypatch, capsys):
         assert main([*back, "--save", "run"]) == 2
         said = capsys.readouterr().err
         assert said.startswith("error: ckpt_step 3 has no effect: run goes on from its own latest")
+        for offer in said.partition("works: ")[2].strip().split(" | "):
+            assert main([*back, "--save", "run", *offer.split(), "--dry-run"]) == 0
         assert sorted((tmp_path / "run").rglob("*")) == before
     first, second = said.partition("works: ")[2].strip().split(" | ")
     assert main([*back, "--save", "run", *first.split()]) == 0
