@@ -34,11 +34,13 @@ CONNECT_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Suspect:
-    """The rank that the others wait for, the reason, and its stack if it answered."""
+    """The rank that the others wait for, the reason, its stack if it answered, and whether it did
+    something between two looks: one that is late, rather than one that hangs."""
 
     rank: int
     cause: str
     stack: str = ""
+    moves: bool = False
 
 
 class RollCall:
@@ -202,7 +204,8 @@ def find_suspect(
             found.append((1, Suspect(rank, why)))
         elif not answer.waits:
             cause = f"{answer.state}, while others wait for it"
-            found.append((3 if answer.moves else 2, Suspect(rank, cause, answer.stack)))
+            suspect = Suspect(rank, cause, answer.stack, answer.moves)
+            found.append((3 if answer.moves else 2, suspect))
     return min(found, key=lambda pair: (pair[0], pair[1].rank))[1] if found else None
 
 

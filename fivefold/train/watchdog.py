@@ -99,7 +99,8 @@ class Watchdog:
         return f"no progress for {human_seconds(self._activity.idle_seconds)} {step}"
 
     def _alarm(self) -> None:
-        """Ask, if no other rank does already, and tell once; until this rank goes on."""
+        """Ask, if no other rank does already, until this rank goes on; tell once, and once more if
+        the rank that was late then hangs."""
         store = None
         if self._env.launcher != "single":
             store = connect(self._env)
@@ -109,10 +110,10 @@ class Watchdog:
             if store.compare_set(key("alarm"), "", own).decode() != own:
                 self._until_it_moves()
                 return
-        began, told = time.monotonic() - self._activity.idle_seconds, False
+        began, told, moves = time.monotonic() - self._activity.idle_seconds, False, True
         while self._is_stuck and not self._ended.is_set():
-            if not told:
-                told = self._ask(store)
+            if moves:
+                told, moves = self._ask(store, told)
             self._until_it_moves(self._seconds)
         if told and not self._ended.is_set():
             self._say(f"goes on after {human_seconds(time.monotonic() - began)}")
@@ -126,8 +127,12 @@ class Watchdog:
             if self._ended.wait(self._seconds / LOOKS):
                 return
 
-    def _ask(self, store: dist.Store | None) -> bool:
-        """Ask every rank, and say which one the others wait for; False if no rank waits."""
+    def _ask(self, store: dist.Store | None, told: bool) -> tuple[bool, bool]:
+        """Ask every rank, and say which one the others wait for, unless it moves and was told.
+
+        Returns:
+            Whether it has been told by now; whether it may have to be told again.
+        """
         headline, suspect = self._headline, None
         if store is None:
             given = {0: self._witness.look()}
@@ -140,9 +145,11 @@ class Watchdog:
             waits = len(given) < len(ranks) or any(answer.waits for answer in given.values())
             suspect = find_suspect(processes, given)
         if not waits or not self._is_stuck or self._ended.is_set():
-            return False
-        self._say(self._message(headline, given, suspect))
-        return True
+            return told, True
+        moves = suspect is not None and suspect.moves
+        if not (told and moves):
+            self._say(self._message(headline, given, suspect))
+        return True, moves
 
     def _message(self, headline: str, given: Mapping[int, Answer], suspect: Suspect | None) -> str:
         if suspect is not None:

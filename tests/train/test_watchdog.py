@@ -1,6 +1,7 @@
 """A rank that does not go on is named while the run still waits. Ranks that hold up others are in
 test_faults.py."""
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -10,12 +11,14 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
 from fivefold.pipeline.ir import Act, Direction, Kind, Message
 from fivefold.train import watchdog as watchdog_
 from fivefold.train.activity import Activity
 from fivefold.train.rank_env import RankEnv
 from fivefold.train.watchdog import Watchdog
+from fivefold.train.witness import Answer
 
 SECONDS = 0.4
 MESSAGE = Message(5, 0, 1, 2, 3, mb=4, direction=Direction.FORWARD)
@@ -72,6 +75,29 @@ def test_a_process_that_computes_or_goes_on_is_left_alone(
     with watchdog(env, tmp_path, 0.0):  # none is wanted
         time.sleep(2 * SECONDS)
     assert capsys.readouterr().err == ""
+
+
+def test_a_rank_that_was_late_and_then_hangs_is_told_again_and_no_third_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    env = RankEnv(0, 0, 2, 2, "127.0.0.1", 1, "slurm")
+    waits = Answer("all_gather (x.py:1)", True, False, "", "step 1", 9.0)
+    late, hangs = (Answer("work (x.py:2)", False, moves, "", "", 9.0) for moves in (True, False))
+    seen = [late, late, hangs, hangs, late]
+    asked: list[Answer] = []
+
+    def answers(*_: Any) -> dict[int, Answer]:
+        asked.append(seen[len(asked)])
+        return {0: waits, 1: asked[-1]}
+
+    with (
+        patch.object(watchdog_, "connect", lambda env, store=dist.HashStore(): store),
+        patch.object(watchdog_, "await_answers", answers),
+        watchdog(env, tmp_path, SECONDS / 4),
+    ):
+        time.sleep(4 * SECONDS)
+    said = re.findall("no progress for .*: rank 1 (.*) in work", capsys.readouterr().err)
+    assert said == ["is busy", "hangs"] and asked == seen[:3]
 
 
 @pytest.mark.parametrize("rank", [1, 2])
