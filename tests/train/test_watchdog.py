@@ -80,7 +80,7 @@ def test_a_process_that_computes_or_goes_on_is_left_alone(
 def test_a_rank_that_was_late_and_then_hangs_is_told_again_and_no_third_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    env = RankEnv(0, 0, 2, 2, "127.0.0.1", 1, "slurm")
+    env, store = RankEnv(0, 0, 2, 2, "127.0.0.1", 1, "slurm"), dist.HashStore()
     waits = Answer("all_gather (x.py:1)", True, False, "", "step 1", 9.0)
     late, hangs = (Answer("work (x.py:2)", False, moves, "", "", 9.0) for moves in (True, False))
     seen = [late, late, hangs, hangs, late]
@@ -91,7 +91,7 @@ def test_a_rank_that_was_late_and_then_hangs_is_told_again_and_no_third_time(
         return {0: waits, 1: asked[-1]}
 
     with (
-        patch.object(watchdog_, "connect", lambda env, store=dist.HashStore(): store),
+        patch.object(watchdog_, "connect", lambda env: store),
         patch.object(watchdog_, "await_answers", answers),
         watchdog(env, tmp_path, SECONDS / 4),
     ):
