@@ -70,7 +70,7 @@ def on_host(named: dict[str, tuple[int, ...]], folder: Path | None = None) -> Wa
         for name in reversed(list(weights)):
             weights[name].grad = gradients[name]
             host.leave(name)
-        host.step(1e-3, NORM, CONFIG.clip_grad)
+        host.step(1e-3, NORM, CONFIG.clip_grad, None)
         host.state.settle()  # what would go on beside the next step
 
     return step, sum(tensor.nbytes for tensor in host.tensors()), host.disk_bytes()

@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
+from fivefold.data_parallel.policy import DTYPES
 from fivefold.verify.compare import compare
 from fivefold.verify.reference import load_trace, run_reference, save_trace
 from fivefold.verify.report import VerifyReport
@@ -267,8 +268,8 @@ def verify_in_pool(
     if not (prepared.parallel.zero_quantized_weights or experts_depend(prepared)):
         bare = replace(bare, parallel=Config(model=prepared.model).parallel)
     baseline = None
-    if prepared.training.precision == "bf16":
-        baseline = _trace(bare, torch.bfloat16)
+    if prepared.training.in_16_bits:
+        baseline = _trace(bare, DTYPES[prepared.training.precision])
     fn = on_rank or compare_on_rank
     return run(world_size, fn, prepared, _trace(bare, torch.float64), baseline, plant)[0]
 
