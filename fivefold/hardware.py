@@ -277,6 +277,6 @@ def find_gpu(device_name: str) -> Gpu | None:
 
 def _named(device_name: str) -> str | Rates | None:
     for pattern, found in _NAMES:
-        if re.search(rf"\b({pattern})\b", device_name):
+        if re.search(rf"\b({pattern})\b", device_name, re.IGNORECASE):
             return found
     return None
