@@ -233,6 +233,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
 # Of a device's name as the driver says it, the first pattern that occurs counts, so variants come
 # before the plain name. None: sold under a name that says too little, or nothing known.
 _NAMES: tuple[tuple[str, str | Rates | None], ...] = (
+    (r"MIG", None),  # a part of a device
     (r"A100.*40 ?GB", "A100-40"),
     (r"A100", "A100-80"),
     (r"H[18]00 PCIe", _rates(bf16=756)),
