@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fivefold.model.shape import count_parameters
+from fivefold.predict.cluster import LARGEST_HOST
 from fivefold.predict.prediction import Prediction, precision_of
 from fivefold.search.proven import PROVEN
 from fivefold.search.search import NOISE, SearchResult
@@ -26,8 +27,8 @@ from fivefold.tell.export.targets import export
 from fivefold.tell.infeasible import why_nothing
 from fivefold.units import human_bytes, human_count, human_flops, human_seconds
 
-LARGEST_HOST, RACK_HOST = 8, 4
-"""Most GPUs of a host, and those of a host in a rack that is one NVLink domain (GB200 NVL72)."""
+RACK_HOST = 4
+"""GPUs of a host in a rack that is one NVLink domain (GB200 NVL72)."""
 _GAIN = 0.01  # least share of a step that a change must save to be among the reasons
 _WITH_VALUE = ("--html", "--top", "--train-tokens")
 _ONLY_HERE = ("--verbose", "--no-verbose", "--rules", "--guide", *_WITH_VALUE)
@@ -204,8 +205,8 @@ def next_commands(result: SearchResult, model: str, argv: Sequence[str]) -> Iter
     asked = " ".join(["fivefold plan", shlex.join(_without(argv, _ONLY_HERE))])
     run = f"fivefold train {recipe} --nproc {world}"
     each = min(cluster.gpus_per_node, world)
-    if cluster.gpus_per_node > LARGEST_HOST and world > LARGEST_HOST:
-        each = RACK_HOST  # the NVLink domain is a rack of hosts
+    if cluster.is_rack and world > LARGEST_HOST:
+        each = RACK_HOST
     if world > each:
         whole = world % each == 0
         run = f"fivefold launch slurm {recipe} --nodes {world // each} --ranks-per-node {each}"
