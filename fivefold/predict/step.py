@@ -152,7 +152,7 @@ class _Predictor:
         """Seconds by which weights that are not on the device arrive later than `work` ends."""
         if not self.policy.away:
             return Phases()
-        shard, _, expert = data_groups(self.layout, self.cluster)
+        shard, expert = data_groups(self.layout, self.cluster)
         parameters = sum(
             block.count
             * (
@@ -288,7 +288,7 @@ class _Predictor:
 
         Those of the device, and those of the host for what is in its memory.
         """
-        shard, _, expert = data_groups(self.layout, self.cluster)
+        shard, expert = data_groups(self.layout, self.cluster)
         sharded = self.policy.splits_optimizer
         worst, most, backward = (0.0, 0.0), 0, inf
         for own in self._ranks:
