@@ -25,7 +25,7 @@ from fivefold.tell.explain import (
 )
 from fivefold.tell.export.targets import export
 from fivefold.tell.infeasible import why_nothing
-from fivefold.units import human_bytes, human_count, human_flops, human_seconds
+from fivefold.units import human_bytes, human_count, human_flops, human_seconds, several
 
 RACK_HOST = 4
 """GPUs of a host in a rack that is one NVLink domain (GB200 NVL72)."""
@@ -62,7 +62,8 @@ def answer(result: SearchResult) -> list[tuple[str, str]]:
         ("memory", _fits(result)),
         (
             "batch",
-            f"{training.global_batch_size:,} sequences of {training.seq_length:,} tokens = "
+            f"{several(training.global_batch_size, 'sequence')} of "
+            f"{several(training.seq_length, 'token')} = "
             f"{human_count(tokens)} tokens, {training.precision}{fp8}",
         ),
         ("cluster", machines(request.cluster)),
