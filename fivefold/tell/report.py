@@ -7,7 +7,7 @@ from math import ceil, inf
 from fivefold.counts.policy import checkpoint_bytes, saved_bytes
 from fivefold.hardware import GB
 from fivefold.model.shape import count_parameters
-from fivefold.predict.context import configured_way, context_ways
+from fivefold.predict.context import configured_ways, context_ways
 from fivefold.predict.prediction import Prediction
 from fivefold.reliability import (
     DAYS,
@@ -217,16 +217,17 @@ def context(result: SearchResult) -> Iterator[str]:
     config, cluster = result.best.layout.config, result.request.cluster
     if result.best.layout.grid.cp == 1:
         return
-    chosen = configured_way(config, cluster)
-    ways = context_ways(config, cluster)
+    chosen, ways = configured_ways(config, cluster), context_ways(config, cluster)
+    names = [way.name for way, _ in chosen]
+    seconds = sum(way.attention.total * share for way, share in chosen)
     yield (
-        f"context parallelism by {chosen.name}; attention itself takes "
-        f"{human_seconds(chosen.attention.total)} per layer and microbatch, forward and backward:"
+        f"context parallelism by {' and '.join(names)}; attention itself takes "
+        f"{human_seconds(seconds)} per layer and microbatch, forward and backward:"
     )
     rows = [("", "sends", "exposed", "with attention")]
     for way in ways:
         sent = human_bytes(way.sent.forward + way.sent.backward)
-        mark = "*" if way.name == chosen.name else ""
+        mark = "*" if way.name in names else ""
         rows.append(
             (
                 way.name + mark,
