@@ -170,15 +170,11 @@ class OperationTimes:
         read = (keys[1] + op.shared) / hidden
         layers = self.model.num_layers
         share = sum(gathers_latents(self.config, layer) for layer in range(layers)) / layers
-        if share < 1:
-            times += self._column(partial(self._linear, keys), read) * (1 - share)
-        if share:
-            every = self._linear(keys, self.tokens * self.grid.cp)
-            parts = self.parts > 1
-            moved = gather(self.cluster, self.tp, read * self.hidden_bytes) if parts else 0.0
-            again = Phases(0.0, every.forward)
-            times += Times(every, recompute=again, tp=Phases(moved, moved)) * share
-        return times
+        times += self._column(partial(self._linear, keys), read) * (1 - share)
+        every = self._linear(keys, self.tokens * self.grid.cp)
+        moved = gather(self.cluster, self.tp, read * self.hidden_bytes) if self.parts > 1 else 0.0
+        again = Phases(0.0, every.forward)
+        return times + Times(every, recompute=again, tp=Phases(moved, moved)) * share
 
     def _joined(self, rows: list[int], tokens: int) -> Phases:
         """Linear layers of the hidden state with these numbers of output rows, joined or not."""
