@@ -155,7 +155,7 @@ def read_rows(path: Path) -> list[PublishedRow]:
     try:
         names = [name.strip() for name in next(reader, [])]
         _check_columns(path, names)
-        lines = [(reader.line_num, cells) for cells in reader if cells]
+        lines = [(reader.line_num, cells) for cells in reader if any(map(str.strip, cells))]
     except csv.Error as error:
         raise DataError(f"cannot read {path}:{reader.line_num}: {error}") from None
     wrong = list(islice(_wrong(names, lines), MOST_TOLD))
@@ -172,6 +172,8 @@ def _line(text: str) -> int:
 
 
 def _check_columns(path: Path, names: Sequence[str]) -> None:
+    if len(names) == 1 and (other := re.search("[;\t|]", names[0])):
+        raise DataError(f"{path} has columns that {other[0]!r} separates, where commas must")
     missing = [name for name in COLUMNS if name not in names]
     twice = [name for name, times in Counter(names).items() if times > 1]
     others = [name for name in names if name not in (*COLUMNS, *OPTIONAL)]

@@ -148,6 +148,8 @@ def test_a_cell_that_its_column_is_not_for_is_named(column: str, cell: str, tmp_
         (table(CELLS) + "\0", "zero byte in line 3"),
         (table(CELLS).encode() + b"\xff", "UTF-8"),
         ("", "no column src"),
+        (table(CELLS).replace(",", ";"), "columns that ';' separates"),
+        (table(CELLS).replace(",", "\t"), "separates, where commas must"),
     ],
 )
 def test_a_table_of_another_shape_is_refused(text: str | bytes, says: str, tmp_path: Path) -> None:
@@ -156,6 +158,24 @@ def test_a_table_of_another_shape_is_refused(text: str | bytes, says: str, tmp_p
     with pytest.raises(DataError) as raised:
         read_rows(path)
     assert says in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "\ufeff" + table(CELLS),
+        table(CELLS).replace("\n", "\r\n"),
+        table(CELLS).replace(",", ", "),
+        table(CELLS) + "\n" + "," * (len(COLUMNS) - 1) + "\n  \n",
+        '"' + table(CELLS).strip().replace(",", '","').replace("\n", '"\n"') + '"\n',
+    ],
+    ids=["mark", "windows", "padded", "blank lines", "quoted"],
+)
+def test_a_table_is_the_same_however_a_program_writes_it(written: str, tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_bytes(written.encode())
+    (row,) = read_rows(path)
+    assert {name: row.cells[name].strip() for name in CELLS} == CELLS
 
 
 @pytest.mark.parametrize(
