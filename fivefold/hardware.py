@@ -236,6 +236,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
 # Of a device's name as the driver says it, the first pattern that occurs counts, so variants come
 # before the plain name. None: sold under a name that says too little, or nothing known.
 _NAMES: tuple[tuple[str, str | Rates | None], ...] = (
+    (r"MIG", None),  # a part of a device
     (r"A100.*40 ?GB", "A100-40"),
     (r"A100", "A100-80"),
     (r"H[18]00 PCIe", _rates(bf16=756)),
@@ -280,6 +281,6 @@ def find_gpu(device_name: str) -> Gpu | None:
 
 def _named(device_name: str) -> str | Rates | None:
     for pattern, found in _NAMES:
-        if re.search(rf"\b({pattern})\b", device_name):
+        if re.search(rf"\b({pattern})\b", device_name, re.IGNORECASE):
             return found
     return None

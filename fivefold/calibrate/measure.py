@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import log2
 
 import torch
 import torch.distributed as dist
@@ -37,11 +38,19 @@ MESSAGES = tuple(4096 << shift for shift in (0, 4, 8, 12))  # 4 KB to 16 MB
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement: `amount` FLOPs or bytes took `seconds`; `note` describes the operation."""
+    """One measurement.
+
+    Attributes:
+        note: description of the operation.
+        amount: its FLOPs or bytes, or the number of its kernels.
+        seconds: seconds that it took.
+        hops: messages that it sends one after the other, if it is a collective.
+    """
 
     note: str
     amount: float
     seconds: float
+    hops: float = 1.0
 
 
 def clock(call: Callable[[], object], device: torch.device, group: dist.ProcessGroup) -> float:
@@ -177,6 +186,7 @@ def host_copy(device: torch.device, group: dist.ProcessGroup) -> Sample:
 def collectives(device: torch.device, group: dist.ProcessGroup) -> tuple[Sample, ...]:
     """Measure gathers, scatters and all-reduces of several sizes, in bytes sent by a rank."""
     ranks = group.size()
+    ring, tree = ranks - 1, 2 * log2(ranks)  # hops, as `predict.communication` has them
     ways: Mapping[str, Callable[[Tensor], object]] = {
         "all_gather": lambda x: all_gather(x[: x.numel() // ranks], group),
         "reduce_scatter": lambda x: reduce_scatter(x, group),
@@ -188,25 +198,29 @@ def collectives(device: torch.device, group: dist.ProcessGroup) -> tuple[Sample,
             x = torch.zeros(size // 4 // ranks * ranks, device=device)
             seconds = clock(partial(call, x), device, group)
             sent = wire_bytes(name, x.numel() * x.element_size(), ranks)
-            samples.append(Sample(f"{name} over {ranks}", sent, seconds))
+            hops = min(2 * ring, tree) if name == "all_reduce" else ring
+            samples.append(Sample(f"{name} over {ranks}", sent, seconds, hops))
     return tuple(samples)
 
 
 def line(samples: Sequence[Sample]) -> tuple[float, float]:
-    """Fit `seconds = fixed + amount / rate`; return the fixed seconds and the rate.
+    """Fit `seconds = latency x hops + amount / rate`; return the latency of a hop and the rate.
 
     Least squares of the relative error, so that small and large calls count equally; neither result
     is negative.
     """
     weights = [1 / s.seconds for s in samples]
-    w = sum(v * v for v in weights)
-    wx = sum(v * v * s.amount for v, s in zip(weights, samples, strict=True))
-    wxx = sum(v * v * s.amount**2 for v, s in zip(weights, samples, strict=True))
-    wy = sum(weights)
-    wxy = sum(v * s.amount for v, s in zip(weights, samples, strict=True))
+    hops = [v * s.hops for v, s in zip(weights, samples, strict=True)]
+    sizes = [v * s.amount for v, s in zip(weights, samples, strict=True)]
+    w, wx, wxx = _dot(hops, hops), _dot(hops, sizes), _dot(sizes, sizes)
+    wy, wxy = sum(hops), sum(sizes)
     slope = (w * wxy - wx * wy) / (w * wxx - wx * wx)
-    fixed = (wy - slope * wx) / w
+    latency = (wy - slope * wx) / w
     largest = max(samples, key=lambda s: s.amount)
     if slope <= 0:
         return 0.0, largest.amount / largest.seconds
-    return (fixed, 1 / slope) if fixed >= 0 else (0.0, wxx / wxy)
+    return (latency, 1 / slope) if latency >= 0 else (0.0, wxx / wxy)
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))

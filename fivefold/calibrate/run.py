@@ -1,6 +1,8 @@
 """`fivefold plan --calibrate`: measures this machine or cluster, and writes a cluster file."""
 
 import os
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -17,7 +19,7 @@ from fivefold.data_parallel.policy import DTYPES
 from fivefold.errors import ConfigError, Mistake
 from fivefold.files import telling_unwritable, write_atomic
 from fivefold.hardware import Gpu, Rates, find_gpu
-from fivefold.predict.cluster import Cluster, Link, to_toml
+from fivefold.predict.cluster import Cluster, Link, preset, to_toml, within_range
 from fivefold.predict.compute import attention_share
 from fivefold.train.devices import Asked, choose_device, visible_gpus
 from fivefold.train.launch import init_process_group, launch_local
@@ -35,7 +37,10 @@ class Measured:
         kind: "cuda" or "cpu", by which shapes were chosen.
         device: name of the device.
         precision: precision of training on this device, in which attention was measured.
-        memory_bytes: memory of a device in bytes; on a CPU a rank's share of the machine's.
+        memory_bytes: memory of a device in bytes; on a CPU a rank's share of what the machine has
+            free.
+        host_memory_bytes: memory of a node's host in bytes; on CPUs what is left beside theirs.
+        multiprocessors: number of units among which the tiles of a product are distributed.
         matmuls: measurements of products, by precision and shape.
         attention: measurements of attention, forward and backward.
         traffic: measurement of reading and writing device memory.
@@ -54,6 +59,8 @@ class Measured:
     device: str
     precision: str
     memory_bytes: float
+    host_memory_bytes: float
+    multiprocessors: int
     matmuls: Mapping[str, tuple[Sample, ...]]
     attention: tuple[Sample, ...]
     traffic: Sample
@@ -127,6 +134,8 @@ def _measure(env: RankEnv, device: torch.device) -> Measured:
         device=_device_name(device),
         precision=precision,
         memory_bytes=_memory(env, device),
+        host_memory_bytes=_host_memory() if device.type == "cuda" else 0.0,
+        multiprocessors=_multiprocessors(device),
         matmuls={name: measure.matmuls(device, dtype, world) for name, dtype in types.items()},
         attention=measure.attention(device, dtype, world),
         traffic=measure.memory_traffic(device, world),
@@ -164,15 +173,29 @@ def _device_name(device: torch.device) -> str:
 def _memory(env: RankEnv, device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / env.local_world_size
+    lines = Path("/proc/meminfo").read_text() if sys.platform == "linux" else ""
+    free = re.search(r"^MemAvailable: *(\d+) kB$", lines, re.MULTILINE)
+    return (1024.0 * int(free[1]) if free else _host_memory()) / env.local_world_size
+
+
+def _host_memory() -> float:
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cuda":
+        count: int = torch.cuda.get_device_properties(device).multi_processor_count
+        return count
+    return 1  # all threads of a rank work on one product
 
 
 def as_cluster(measured: Measured) -> Cluster:
     """The cluster described by the measurements.
 
     A multiplication takes `flops / rate`; the additional time of small ones is the launch. Peaks
-    and multiprocessors come from the data sheet if the device is known. Otherwise the peak is the
-    best measured rate, and model FLOP utilisation is relative to that.
+    and what is not measured come from the table if it has the device. Otherwise the peak is the
+    best measured rate, and model FLOP utilisation is relative to that. A network that nobody
+    measured is that of usual machines with this device, or else as fast as the links of a node.
     """
     best = {
         name: max(s.amount / s.seconds for s in samples)
@@ -184,33 +207,37 @@ def as_cluster(measured: Measured) -> Cluster:
     length = measure.SEQUENCE[measured.kind]
     attention_peak = peak.of(measured.precision) * attention_share(length, measure.HEAD_DIM)
     bandwidth = measured.traffic.amount / measured.traffic.seconds
-    sheet_bandwidth = known.memory_bandwidth if known else bandwidth
-    gpu = Gpu(
-        name=known.name if known else measured.device,
+    like = known or Gpu(
+        measured.device, measured.memory_bytes, bandwidth, peak, peak, measured.multiprocessors
+    )
+    gpu = replace(
+        like,
         memory_bytes=measured.memory_bytes,
-        memory_bandwidth=sheet_bandwidth,
-        peak=peak,
-        matmul=replace(known.matmul, **best) if known else Rates(**best),
-        multiprocessors=known.multiprocessors if known else 1,
+        matmul=replace(like.matmul, **best),
+        multiprocessors=measured.multiprocessors,
         sustained=measured.sustained,
         attention_forward=forward.amount / forward.seconds / attention_peak,
         attention_backward=backward.amount / backward.seconds / attention_peak,
-        memory_efficiency=bandwidth / sheet_bandwidth,
+        memory_efficiency=bandwidth / like.memory_bandwidth,
         launch=measured.launch.seconds / measured.launch.amount,
     )
     copy = measured.copy.amount / measured.copy.seconds
     node = _link(measured.node) or Link(copy, gpu.launch, 1.0)  # never used by a rank alone
-    return Cluster(
+    usual = preset(known.name).network_link if known else node
+    cluster = Cluster(
         name=f"{measured.ranks} x {measured.device}",
         gpu=gpu,
         num_gpus=measured.ranks,
         gpus_per_node=measured.ranks_per_node,
         node_link=node,
-        network_link=_link(measured.network) or node,
+        network_link=_link(measured.network) or usual,
         host_bandwidth=copy,
-        jitter=measured.jitter,
+        host_memory_bytes=within_range("host_memory_bytes", measured.host_memory_bytes),
+        jitter=within_range("jitter", measured.jitter),
         host_operation=measured.host.seconds / measured.host.amount,
     )
+    # No driver takes anything of what a CPU has free.
+    return replace(cluster, reserved_bytes=0.0) if measured.kind == "cpu" else cluster
 
 
 def _link(samples: Sequence[Sample]) -> Link | None:
@@ -242,6 +269,10 @@ def describe(measured: Measured) -> list[str]:
             _rate(f"{where}: {s.note}, {human_bytes(s.amount)} sent", s, human_bytes)
             for s in samples
         ]
+    if not measured.network:
+        known = find_gpu(measured.device)
+        like = f"usual machines' with {known.name}" if known else "the links of a node"
+        lines.append(f"network: not measured within a node, taken to be like {like}")
     return lines
 
 

@@ -1,13 +1,13 @@
 """Every number that a layout implies, with the product or sum it comes from."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, product
 
 from fivefold.config.model import ModelConfig
 from fivefold.config.training import TrainingConfig
-from fivefold.counts.state import model_state
+from fivefold.counts.state import ModelState, model_state
 from fivefold.counts.volumes import by_axis, step_volumes
 from fivefold.layout import Layout
 from fivefold.model.activations import saved_activations
@@ -55,7 +55,7 @@ def _ranks(layout: Layout) -> list[Row]:
             f"{grid.world_size}",
             f"pp {grid.pp} x dp {grid.dp} x cp {grid.cp} x tp {grid.tp}",
         ),
-        ("data parallel", f"{grid.dp}", f"replicas {grid.dp_replicate} x shards {grid.dp_shard}"),
+        ("data parallel", f"{grid.dp}", _sharing(layout)),
     ]
     if layout.config.model.num_experts:
         stage = f"{grid.ranks_per_stage} ranks of a stage"
@@ -66,6 +66,13 @@ def _ranks(layout: Layout) -> list[Row]:
         why = f"pp {grid.pp} x {split.num_virtual} a rank, {layout.schedule}"
         rows.append(("stages", f"{stages}", why))
     return rows
+
+
+def _sharing(layout: Layout) -> str:
+    """How data-parallel ranks share optimizer state."""
+    if not layout.config.parallel.sharding.splits_optimizer:
+        return "all replicas"
+    return f"replicas {layout.grid.dp_replicate} x shards {layout.grid.dp_shard}"
 
 
 def _batch(layout: Layout) -> list[Row]:
@@ -147,9 +154,10 @@ def _layers(model: ModelConfig) -> str:
     parts = []
     for which, layers in kinds.items():
         size = count_parameters(model, WholeModel((layers[0],), embedding=False, head=False)).layers
-        dense = "dense layers" if len(kinds) > 1 else "layers"
-        kind = "layers with experts" if which.experts else dense
-        parts.append(f"{len(layers)} {kind} x {human_count(size)}")
+        number = several(len(layers), "dense layer" if len(kinds) > 1 else "layer")
+        if which.experts:
+            number = f"{several(len(layers), 'layer')} with experts"
+        parts.append(f"{number} x {human_count(size)}")
     return " + ".join(parts)
 
 
@@ -158,8 +166,8 @@ def _flops(layout: Layout) -> list[Row]:
     flops = training_flops(model, layout.config.attended_length)
     forward = forward_flops(model, layout.config.attended_length)
     times = "3 x forward"
-    if model.lora_rank is not None:
-        times += ", but 2 x for frozen weights"
+    if frozen := 3 * forward.total - flops.total:
+        times += f", but 2 x for {human_flops(frozen)} of frozen weights"
     return [
         (
             "FLOPs per token",
@@ -196,7 +204,20 @@ def _memory(layout: Layout) -> list[Row]:
             f"of {human_count(state.parameters)} parameters after tp {layout.grid.tp}{where}, "
             f"{parallel.data_parallel_sharding_strategy}, {layout.config.training.precision}",
         ),
+        *_off_device(layout, states),
     ]
+
+
+def _off_device(layout: Layout, states: Sequence[ModelState]) -> Iterator[Row]:
+    """What the pipeline rank with most has in host memory and on a disk."""
+    weights = "weights, " if layout.config.memory.param_cpu_offload else ""
+    what, host = f"offloaded {weights}masters and moments", max(state.host for state in states)
+    disk = max(state.disk for state in states)
+    if host:
+        kept = "room for what comes from the disk" if disk else what
+        yield "in host memory a rank", human_bytes(host), f"{kept}, and room for gradients"
+    if disk:
+        yield "on a disk a rank", human_bytes(disk), what
 
 
 def _sent(layout: Layout) -> list[Row]:

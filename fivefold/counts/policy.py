@@ -7,6 +7,7 @@ from fivefold.config.training import BLOCK, ELEMENT_BYTES
 from fivefold.data_parallel.blocks import UNPACKING, reduction_buffers
 from fivefold.layout import Layout
 from fivefold.model.fp8_rules import keeps_weights, weight_bytes
+from fivefold.model.shape import count_parameters
 
 
 @dataclass(frozen=True)
@@ -202,9 +203,17 @@ def alone_in_step(config: Config, policy: StatePolicy) -> StatePolicy:
 
 
 def saved_bytes(config: Config) -> float:
-    """Bytes of a checkpoint per parameter: the master weight and both moments of AdamW."""
+    """Bytes of a checkpoint per trained parameter: the master weight and both moments of AdamW."""
     policy = engine_policy(config)
     return policy.master * (not policy.masters_apart) + policy.moments
+
+
+def checkpoint_bytes(config: Config) -> float:
+    """Bytes of a checkpoint; frozen weights are kept as they compute."""
+    model, policy = config.model, engine_policy(config)
+    whole = count_parameters(model).total
+    frozen = 0 if model.trains_all else count_parameters(model.base).total
+    return (whole - frozen) * saved_bytes(config) + frozen * policy.compute
 
 
 def megatron_policy(splits_optimizer: bool) -> StatePolicy:

@@ -128,6 +128,11 @@ class Cluster:
         return -(-self.num_gpus // self.gpus_per_node)
 
     @property
+    def is_rack(self) -> bool:
+        """Whether a node, in which NVLink connects all GPUs, is a rack of hosts."""
+        return self.gpus_per_node > LARGEST_HOST
+
+    @property
     def host_share(self) -> float:
         """Bytes of host memory for each GPU that takes part; infinite if not known."""
         return inf if self.host_memory_bytes is None else self.host_memory_bytes / self.sharing
@@ -155,6 +160,8 @@ class Cluster:
         return min(self.num_gpus, self.gpus_per_node)
 
 
+LARGEST_HOST = 8
+"""Most GPUs of a host."""
 HOST_EFFICIENCY = 2 / 3
 """Share of the data sheet's host bandwidth that an update is taken to reach; not measured."""
 

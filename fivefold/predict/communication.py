@@ -1,13 +1,17 @@
 """Predicts the times of collectives on the links between the ranks of a group.
 
 Ranks lie on GPUs in order, so a group of `size` ranks that are `stride` apart has
-min(size, gpus_per_node / stride) of them in each node. A ring (or a hierarchy of rings) then passes
-the buffer over every link once: inside the node at NVLink's rate, between nodes at that of as many
-NICs as the group has GPUs in a node; the slower of the two counts, since they are pipelined.
+min(size, gpus_per_node / stride) of them in each node. Where these do not divide each other, groups
+lie across the edges of hosts, and the group that has fewest ranks in a node counts; of a rack's
+hosts, jobs take as many as divide their groups (64 GPUs of an NVL72). A ring (or a hierarchy of
+rings) then passes the buffer over every link once: inside the node at NVLink's rate, between nodes
+at that of as many NICs as the group has GPUs in a node; the slower of the two counts, since they
+are pipelined.
 """
 
 from dataclasses import dataclass
-from math import log2
+from functools import lru_cache
+from math import gcd, log2
 
 from fivefold.config.model import ModelConfig
 from fivefold.model.expert_rows import rows_sent
@@ -20,7 +24,7 @@ class GroupSpan:
 
     Attributes:
         size: number of ranks.
-        inner: number of ranks in each node.
+        inner: number of ranks in each node, or in that of the fewest.
     """
 
     size: int
@@ -34,7 +38,32 @@ class GroupSpan:
 
 def span(cluster: Cluster, size: int, stride: int) -> GroupSpan:
     """The placement of `size` ranks that are `stride` apart."""
-    return GroupSpan(size, max(1, min(size, cluster.gpus_per_node // stride)))
+    each = cluster.gpus_per_node
+    if cluster.is_rack:
+        return GroupSpan(size, max(1, min(size, each // stride)))
+    groups = max(1, cluster.num_gpus // (size * stride))
+    return GroupSpan(size, _fewest(each, size, stride, groups))
+
+
+@lru_cache(maxsize=1 << 16)
+def _fewest(each: int, size: int, stride: int, groups: int) -> int:
+    """Fewest ranks of a group in one of its nodes of `each` GPUs; of `groups` x `stride` groups."""
+    block = size * stride
+    if size == 1 or stride >= each:
+        return 1
+    if each % stride == 0 and (each % block == 0 or block % each == 0):
+        return min(size, each // stride)
+    fewest, length = size, (size - 1) * stride
+    for number in range(min(groups, each // gcd(each, block))):
+        start = number * block % each
+        # Groups that begin a GPU later have fewer ranks in their first node, and more in the last.
+        turns = {0, stride - 1, each - start - 1, each - start, -(start + length) % each}
+        for first in (start + turn for turn in turns if turn < stride):
+            begin, last = first % each, first % each + length
+            if last >= each:
+                ends = -(-(each - begin) // stride), last % each // stride + 1
+                fewest = min(fewest, *ends, each // stride if last >= 2 * each else size)
+    return fewest
 
 
 def _rate(cluster: Cluster, group: GroupSpan) -> float:

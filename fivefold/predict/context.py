@@ -92,11 +92,15 @@ def best_context(
     return fastest.settings | ({"cp_comm_type": kinds} if len(kinds) > 1 else {})
 
 
-def configured_way(config: Config, cluster: Cluster) -> ContextWay:
-    """The kind of communication that the configuration selects for the first layer."""
-    parallel = config.parallel
-    kind, sizes = parallel.cp_comm_type[0], parallel.hierarchical_context_parallel_sizes
-    return context_way(config, cluster, kind, sizes if kind == "a2a+p2p" else ())
+def configured_ways(config: Config, cluster: Cluster) -> list[tuple[ContextWay, float]]:
+    """The kinds of communication of the configuration's layers, each with its share of them."""
+    kinds, sizes = config.parallel.cp_comm_type, config.parallel.hierarchical_context_parallel_sizes
+    layers = config.model.num_layers
+    found = Counter(kinds[layer % len(kinds)] for layer in range(layers))
+    return [
+        (context_way(config, cluster, kind, sizes if kind == "a2a+p2p" else ()), count / layers)
+        for kind, count in found.items()
+    ]
 
 
 def legal_ways(

@@ -36,7 +36,7 @@ from fivefold.predict.compute import (
     overlapped,
     score_matrices,
 )
-from fivefold.predict.context import configured_way
+from fivefold.predict.context import configured_ways
 from fivefold.predict.software import Software
 from fivefold.predict.stage_times import Times
 
@@ -168,12 +168,13 @@ class OperationTimes:
         for weight in queries:
             times += self._column(partial(self._linear, weight), weight[1] / hidden)
         read = (keys[1] + op.shared) / hidden
-        if not gathers_latents(self.config, 0):
-            return times + self._column(partial(self._linear, keys), read)
+        layers = self.model.num_layers
+        share = sum(gathers_latents(self.config, layer) for layer in range(layers)) / layers
+        times += self._column(partial(self._linear, keys), read) * (1 - share)
         every = self._linear(keys, self.tokens * self.grid.cp)
         moved = gather(self.cluster, self.tp, read * self.hidden_bytes) if self.parts > 1 else 0.0
         again = Phases(0.0, every.forward)
-        return times + Times(every, recompute=again, tp=Phases(moved, moved))
+        return times + Times(every, recompute=again, tp=Phases(moved, moved)) * share
 
     def _joined(self, rows: list[int], tokens: int) -> Phases:
         """Linear layers of the hidden state with these numbers of output rows, joined or not."""
@@ -338,8 +339,9 @@ class OperationTimes:
             batch = self.tokens // length * (model.num_attention_heads // tp)
             dims, precision = (model.query_dim, model.value_dim), self.training.precision
             return rotary + Times(score_matrices(self.gpu, batch, length, dims, precision))
-        way = configured_way(self.config, self.cluster)
-        return rotary + Times(way.attention, cp=way.exposed)
+        for way, share in configured_ways(self.config, self.cluster):
+            rotary += Times(way.attention, cp=way.exposed) * share
+        return rotary
 
     @cached_property
     def _own(self) -> int:

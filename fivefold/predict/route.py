@@ -121,9 +121,8 @@ class Route:
         at, activation = next((n, op) for n, op in enumerate(after) if isinstance(op, Activation))
         share = running.share_at_once(inputs.rerun_by)
         working = self.tokens * inputs.working(running) * share
-        point = ActPoint(
+        start = ActPoint(
             "the last layer",
-            activations=-self._freed(place, after),
             loss=self.gone,
             remade=self.tokens * remade_at_once(running, self.layers),
             working=working + tiled_sums(self.layout, layer, running),
@@ -131,12 +130,11 @@ class Route:
             resharded=self.copies.but("ends", "experts", "rest", "beside"),
         )
         around = running.element_bytes * inputs.inputs / running.token_parts
-        activated = point._replace(
+        activated = start._replace(
             where="the activation of the last layer",
-            activations=-self._freed(place, after[at + 1 :]),
             working=self.tokens * (around + activation.working(running) * share),
         )
-        return point, activated
+        return self._without(start, place, after), self._without(activated, place, after[at + 1 :])
 
     @cached_property
     def inward(self) -> float:
@@ -160,22 +158,29 @@ class Route:
             return None
         share = deferred_bytes(layer.mlp, running)
         share /= deferred_bytes(layer.operations, running) or 1.0
-        return self.last_layer[0]._replace(
-            activations=-self._freed(place, (*layer.after_mlp_input, *layer.mlp_inputs)),
+        point = self.last_layer[0]._replace(
+            activations=0.0,
+            remade=self.tokens * remade_at_once(running, self.layers),
             working=self.tokens * layer.mlp_input.of_rows(running),
             over=share,
         )
+        return self._without(point, place, (*layer.after_mlp_input, *layer.mlp_inputs))
 
     def _described(self, place: int) -> Layer:
         """The operations of a layer of the stage."""
         model = self.layout.config.model
         return describe(model, layer_kind(model, self.numbers[place]))
 
-    def _freed(self, place: int, operations: Iterable[Operation]) -> float:
-        """Bytes that a layer of the stage has kept, or has back, for these operations."""
+    def _without(self, point: ActPoint, place: int, operations: Iterable[Operation]) -> ActPoint:
+        """A point at which what a layer of the stage has kept for these operations, has made again
+        or has back from the host, is free."""
         model, number = self.layout.config.model, self.numbers[place]
         position = place if number < model.num_layers else 0
         saved = saved_activations(model, number, self.running, position=position)
         names = {item.name for op in operations for item in op.kept(self.running)}
-        items = (item for name, item in saved.items() if name in names)
-        return self.tokens * sum(item.kept + item.remade + item.offloaded for item in items)
+        freed = total(item for name, item in saved.items() if name in names)
+        return point._replace(
+            activations=point.activations - self.tokens * freed.kept,
+            remade=point.remade - self.tokens * freed.remade,
+            working=point.working - self.tokens * freed.offloaded,
+        )

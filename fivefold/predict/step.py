@@ -152,7 +152,7 @@ class _Predictor:
         """Seconds by which weights that are not on the device arrive later than `work` ends."""
         if not self.policy.away:
             return Phases()
-        shard, _, expert = data_groups(self.layout, self.cluster)
+        shard, expert = data_groups(self.layout, self.cluster)
         parameters = sum(
             block.count
             * (
@@ -288,23 +288,24 @@ class _Predictor:
 
         Those of the device, and those of the host for what is in its memory.
         """
-        shard, _, expert = data_groups(self.layout, self.cluster)
+        shard, expert = data_groups(self.layout, self.cluster)
         sharded = self.policy.splits_optimizer
-        worst, most, backward = 0.0, 0, inf
+        worst, most, backward = (0.0, 0.0), 0, inf
         for own in self._ranks:
             dense, experts, tensors = self._trained(self.layout.split.stages[s] for s in own)
-            share = dense / shard.size + experts / expert.size if sharded else dense + experts
+            share = dense / shard.size, experts / expert.size
             work = sum((self.stages[s].total for s in own), Phases())
             backward = min(backward, work.dx + work.dw)
-            worst, most = max(worst, share), max(most, tensors)
+            worst = max(worst, share if sharded else (dense, experts), key=sum)
+            most = max(most, tensors)
         host = 0.0
         if self.software.by_tensor:
             host = most * _TENSOR_OPERATIONS * self.cluster.host_operation
-        cluster, policy = self.cluster, self.policy
-        here = update_seconds(cluster, policy, worst)
-        times = times_reduced(self.layout)
-        late = leaving_seconds(cluster, policy, worst, backward, times)
-        return max(here, host), late + offload_seconds(cluster, policy, worst)
+        cluster, policy, kept = self.cluster, self.policy, sum(worst)
+        times = [times_reduced(self.layout, experts=of_experts) for of_experts in (False, True)]
+        late = leaving_seconds(cluster, policy, zip(worst, times, strict=True), backward)
+        here = max(update_seconds(cluster, policy, kept), host)
+        return here, late + offload_seconds(cluster, policy, kept)
 
     def _trained(self, stages: Iterable[StageParts]) -> tuple[int, int, int]:
         """Trained weights of a rank's stages but for experts, those of experts, and tensors."""

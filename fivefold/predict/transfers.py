@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from fivefold.counts.blocks import stage_blocks
+from fivefold.counts.state import num_expert_shards
 from fivefold.layout import Layout
 from fivefold.mesh.buckets import buckets_of
 from fivefold.mesh.nodes import NodeSizes
@@ -44,19 +45,30 @@ class Moves:
     last: float = 0.0
 
 
-def data_groups(layout: Layout, cluster: Cluster) -> tuple[GroupSpan, GroupSpan, GroupSpan]:
-    """The groups of dense shards, of their replicas, and of experts' shards."""
+def data_groups(layout: Layout, cluster: Cluster) -> tuple[GroupSpan, GroupSpan]:
+    """The groups of ranks that share dense state, and the state of experts."""
     grid = layout.grid
     shard = span(cluster, grid.dp_shard * grid.cp, grid.tp)
+    return shard, span(cluster, _together_for_experts(layout), grid.ep * grid.etp)
+
+
+def _replicas(layout: Layout, cluster: Cluster) -> tuple[GroupSpan, GroupSpan]:
+    """The groups of ranks that hold replicas of these."""
+    grid, shards = layout.grid, _together_for_experts(layout)
     replica = span(cluster, grid.dp_replicate, grid.tp * grid.cp * grid.dp_shard)
-    expert = span(cluster, grid.edp, grid.ep * grid.etp)
-    return shard, replica, expert
+    return replica, span(cluster, grid.edp // shards, grid.ep * grid.etp * shards)
+
+
+def _together_for_experts(layout: Layout) -> int:
+    """Ranks that share the state of experts, or, if none do, that sum their gradients."""
+    shared = layout.config.parallel.sharding.splits_optimizer
+    return num_expert_shards(layout) if shared else layout.grid.edp
 
 
 def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts) -> Moves:
     """The transfers of a stage's parameters and gradients, block by block or in buckets."""
     parallel = layout.config.parallel
-    shard, replica, expert = data_groups(layout, cluster)
+    shard, expert = data_groups(layout, cluster)
     wire = software.gradient_bytes or layout.config.sent_gradient_bytes
     if not layout.config.gathers_weights() and not software.by_tensor:
         buckets = [*_buckets(layout, spec, shard, expert)]
@@ -64,7 +76,11 @@ def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts
         return Moves(0.0, seconds, len(buckets))
     whole = not parallel.sharding.splits_optimizer
     grid = layout.grid
-    every = span(cluster, grid.dp_shard * grid.cp * grid.dp_replicate, grid.tp)
+    every = (
+        span(cluster, grid.dp_shard * grid.cp * grid.dp_replicate, grid.tp),
+        span(cluster, grid.edp, grid.ep * grid.etp),
+    )
+    replicas = _replicas(layout, cluster)
     in_pairs = parallel.ddp_reduce_scatter_with_fp32_accumulation
     rate = software.gather_rate
 
@@ -81,11 +97,11 @@ def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts
         if rate:
             return sent / rate
         if software.reduces_whole:
-            return all_reduce(cluster, every if each.group is shard else each.group, sent)
+            return all_reduce(cluster, every[each.experts], sent)
         scattered = reduce_scatter(cluster, each.group, sent, in_pairs=in_pairs)
         if parallel.zero_quantized_gradients:
             scattered = reduction_seconds(cluster, each.group, each.stride, each.node, each.shapes)
-        between = all_reduce(cluster, replica, sent / shard.size) if each.group is shard else 0.0
+        between = all_reduce(cluster, replicas[each.experts], sent / each.group.size)
         return scattered + between
 
     ends = spec.embedding and software.waits_for_ends and not whole
@@ -146,6 +162,7 @@ class _Together:
         narrow: elements of those that are gathered in 8 bits.
         count: how often a stage has such.
         ends: whether they are those of the model's ends.
+        experts: whether they are those of experts.
     """
 
     group: GroupSpan
@@ -155,6 +172,7 @@ class _Together:
     narrow: int
     count: int
     ends: bool
+    experts: bool
 
     @property
     def size(self) -> int:
@@ -180,13 +198,15 @@ def _together(
     blocks = stage_blocks(layout, spec, trained=trained, whole_embedding=whole)
     for place, block in enumerate(blocks):
         narrow = block.narrow if narrows else (0, 0)
-        for group, stride, node, shapes, few in (
+        kinds = (
             (groups[0], grid.tp, nodes, block.dense, narrow[0]),
             (groups[1], grid.ep * grid.etp, expert_nodes, block.experts, narrow[1]),
-        ):
+        )
+        for experts, (group, stride, node, shapes, few) in enumerate(kinds):
             for piece in [(shape,) for shape in shapes] if by_tensor else [shapes]:
                 if piece:
-                    yield _Together(group, stride, node, piece, few, block.count, place == 0)
+                    alike = block.count, place == 0, bool(experts)
+                    yield _Together(group, stride, node, piece, few, *alike)
 
 
 def _buckets(

@@ -5,6 +5,7 @@ state on the host it begins when the norm is known, and copies go on meanwhile. 
 during the backward, over the link. All rates are of data sheets; see `predict.cluster`.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from fivefold.counts.policy import StatePolicy
@@ -91,19 +92,26 @@ def bringing_seconds(cluster: Cluster, policy: StatePolicy, parameters: float) -
 
 
 def leaving_seconds(
-    cluster: Cluster, policy: StatePolicy, parameters: float, backward: float, times: int
+    cluster: Cluster, policy: StatePolicy, parts: Iterable[tuple[float, int]], backward: float
 ) -> float:
-    """Seconds by which gradients arrive on the host after the backward that computes them.
+    """Seconds by which gradients arrive on the host after the backwards that compute them.
+
+    From the second time on that they leave, their sum comes back meanwhile.
 
     Args:
         cluster: the hardware.
         policy: the model state per parameter, and where it is kept.
-        parameters: number of parameters whose state the rank keeps.
-        backward: seconds of a backward, during which they leave.
-        times: how often they do; from the second time on, the sum comes back meanwhile.
+        parts: numbers of parameters whose state the rank keeps, with how often their gradients
+            leave in a step.
+        backward: seconds of a backward, during which they do.
     """
-    copied = parameters * policy.offloaded * policy.gradient / cluster.host_bandwidth
-    return times * max(0.0, copied - backward)
+    parts, late, before = list(parts), 0.0, 0
+    for times in sorted({often for _, often in parts}):
+        leaving = sum(parameters for parameters, often in parts if often >= times)
+        copied = leaving * policy.offloaded * policy.gradient / cluster.host_bandwidth
+        late += (times - before) * max(0.0, copied - backward)
+        before = times
+    return late
 
 
 def _rounding(policy: StatePolicy) -> float:

@@ -93,9 +93,13 @@ RANGES: Mapping[str, Range] = MappingProxyType(
     }
 )
 """The range of the numbers in a column."""
+NOT_PUBLISHED = "n/a"
 OUT_OF_MEMORY = "oom"  # given in place of the memory of a run that failed
 _CELL = re.compile(r"(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?: ?\(.*\))?")
-_LINKS = re.compile(r"\b(\d{1,2}) ?x ?(\d{2,3}) ?gb(?:it|ps|it/s|/s)?\b")  # as in "4x100 Gbit/s"
+# As in "4x100 Gbit/s" and "8x50 GB/s", but not in "8x80GB", which is memory.
+_LINKS = re.compile(
+    r"\b(\d{1,2}) ?x ?(\d{2,4}) ?(?:[gG](?:[bB]it(?:/s|ps)?|b/s|bps)|([gG]B(?:/s|ps)))(?!\w)"
+)
 MOST_TOLD = 10  # most mistakes of a file that are reported
 
 
@@ -107,8 +111,9 @@ class PublishedRow:
     cells: Mapping[str, str]
 
     def text(self, column: str) -> str:
-        """The cell, in lower case."""
-        return self.cells.get(column, "").strip().lower()
+        """The cell, in lower case; empty if it was not published."""
+        told = self.cells.get(column, "").strip().lower()
+        return "" if told == NOT_PUBLISHED else told
 
     def number(self, column: str) -> float | None:
         """The first number of a cell, or None."""
@@ -148,9 +153,9 @@ def read_rows(path: Path) -> list[PublishedRow]:
         raise DataError(f"{path} is no table: it has a zero byte in line {_line(text)}")
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
-        names = next(reader, [])
+        names = [name.strip() for name in next(reader, [])]
         _check_columns(path, names)
-        lines = [(reader.line_num, cells) for cells in reader if cells]
+        lines = [(reader.line_num, cells) for cells in reader if any(map(str.strip, cells))]
     except csv.Error as error:
         raise DataError(f"cannot read {path}:{reader.line_num}: {error}") from None
     wrong = list(islice(_wrong(names, lines), MOST_TOLD))
@@ -167,6 +172,8 @@ def _line(text: str) -> int:
 
 
 def _check_columns(path: Path, names: Sequence[str]) -> None:
+    if len(names) == 1 and (other := re.search("[;\t|]", names[0])):
+        raise DataError(f"{path} has columns that {other[0]!r} separates, where commas must")
     missing = [name for name in COLUMNS if name not in names]
     twice = [name for name, times in Counter(names).items() if times > 1]
     others = [name for name in names if name not in (*COLUMNS, *OPTIONAL)]
@@ -175,7 +182,7 @@ def _check_columns(path: Path, names: Sequence[str]) -> None:
     if twice:
         raise DataError(f"{path} has the column {', '.join(map(repr, twice))} more than once")
     if others:
-        close = did_you_mean(others[0], COLUMNS)
+        close = did_you_mean(others[0], (*COLUMNS, *OPTIONAL))
         raise DataError(f"{path} has an unknown column {shortened(others[0])}{close}")
 
 
@@ -194,7 +201,7 @@ def _wrong(names: Sequence[str], lines: Sequence[tuple[int, list[str]]]) -> Iter
 
 def _holds(column: str, text: str) -> bool:
     """Whether a cell, in lower case, is valid in its column."""
-    if text in ("", "n/a") or (column == "mem" and text == OUT_OF_MEMORY):
+    if text in ("", NOT_PUBLISHED) or (column == "mem" and text == OUT_OF_MEMORY):
         return True
     found, range_ = _CELL.fullmatch(text), RANGES[column]
     if found is None:
@@ -204,7 +211,8 @@ def _holds(column: str, text: str) -> bool:
 
 
 def model_of(row: PublishedRow, *, drops_scores: bool = False) -> ModelConfig:
-    """The model of a row: from its shape if the row gives it, else the preset of that name.
+    """The model of a row: the preset of its name, if the row's shape is that or has fewer layers,
+    else a dense model of this shape.
 
     Args:
         row: row of a file.
@@ -212,21 +220,40 @@ def model_of(row: PublishedRow, *, drops_scores: bool = False) -> ModelConfig:
             held in memory.
 
     Raises:
-        DataError: the row has neither a shape nor a known name.
+        DataError: the row has neither a shape nor a known name, or a shape with experts that no
+            preset of that name has.
     """
     base = _preset(row.text("model"))
     layers, hidden, heads = row.whole("L"), row.whole("h"), row.whole("heads")
-    if base is not None:
+    differs = [] if base is None else _differing(row, base)
+    if base is not None and not differs:
         dropout = base.attention_dropout if drops_scores else 0.0  # else inside the kernel
         vocab = row.whole("vocab") or base.vocab_size
         changed = replace(base, vocab_size=vocab, attention_dropout=dropout)
-        if layers in (None, base.num_layers) and hidden in (None, base.hidden_size):
-            return changed
-        if hidden in (None, base.hidden_size):
-            return _cut_down(changed, layers or base.num_layers)
+        return changed if layers in (None, base.num_layers) else _cut_down(changed, layers)
+    if (row.whole("E") or 1) > 1 or (base is not None and base.num_experts):
+        why = "; ".join(differs) or "no preset has this name"
+        raise DataError(f"a model with experts must be a preset: {row.cells['model']!r}, {why}")
     if not (layers and hidden and heads):
         raise DataError(f"neither a shape nor a known model: {row.cells['model']!r}")
     return _from_shape(row, layers, hidden, heads, drops_scores=drops_scores)
+
+
+def _differing(row: PublishedRow, preset: ModelConfig) -> list[str]:
+    """What a row says of the shape of its model, but for its layers, that its preset is not."""
+    shape = {
+        "h": (preset.hidden_size,),
+        "heads": (preset.num_attention_heads,),
+        "kv": (preset.num_kv_heads,),
+        "ffn": (preset.ffn_size, preset.expert_ffn_size),
+        "E": (preset.num_experts or 1,),
+        "topk": (preset.moe_router_topk,) if preset.num_experts else (),
+    }
+    return [
+        f"{column} {row.whole(column)} is not {' or '.join(map(str, dict.fromkeys(own)))}"
+        for column, own in shape.items()
+        if own and row.whole(column) not in (None, *own)
+    ]
 
 
 def _preset(name: str) -> ModelConfig | None:
@@ -254,7 +281,7 @@ def _from_shape(
 ) -> ModelConfig:
     """A dense model of this shape; other settings are chosen to match the size in its name."""
     name = row.text("model")
-    gpt = any(word in name for word in ("gpt", "mt-nlg", "mpt", "opt", "bloom"))
+    gpt = "gpt" in name or re.search(r"\b(?:mt-nlg|mpt|opt|bloom)z?(?![a-z])", name)
     length = row.whole("seq") or 4096
     base = ModelConfig(
         num_layers=layers,
@@ -309,8 +336,8 @@ def cluster_of(row: PublishedRow) -> Cluster:
     if own:
         cluster = replace(cluster, gpus_per_node=own)
     told = row.number("network")
-    if told is None and (links := _LINKS.search(row.text("note"))):
-        told = int(links[1]) * int(links[2]) / 8
+    if told is None and (links := _LINKS.search(row.cells["note"])):
+        told = int(links[1]) * int(links[2]) / (1 if links[3] else 8)
     if not told:
         return cluster
     link = replace(cluster.network_link, bandwidth=told * GB / cluster.gpus_per_node)

@@ -22,7 +22,14 @@ from fivefold.model.shape import training_flops
 from fivefold.predict.software import Attention, Software
 from fivefold.published.frameworks.framework import Framework
 from fivefold.published.frameworks.registry import frameworks_of
-from fivefold.published.row import OUT_OF_MEMORY, PublishedRow, cluster_of, model_of
+from fivefold.published.recomputed import ways_to_recompute
+from fivefold.published.row import (
+    NOT_PUBLISHED,
+    OUT_OF_MEMORY,
+    PublishedRow,
+    cluster_of,
+    model_of,
+)
 from fivefold.search.partitions import balanced_layout
 
 _TERA = 1e12
@@ -71,10 +78,11 @@ def _attention_of(row: PublishedRow, habits: Software) -> Attention:
             raise DataError(f"attention must be one of {', '.join(_KERNELS)}, not {column!r}")
         return _KERNELS[column]
     told = re.search(
-        r"\b(cudnn)|\b(?:flash[ -]?(?:attention|attn)?|fa)[ -]?([12])?\b", row.text("note")
+        r"\b(cudnn)|\b(?:flash[ -]?(?:attention|attn)?|fa)[ -]?v?([1-4])?\b", row.text("note")
     )
     if told:
-        return "best" if told[1] else "flash2" if told[2] == "2" else "flash1"
+        releases: dict[str | None, Attention] = {None: "flash1", "1": "flash1", "2": "flash2"}
+        return "best" if told[1] else releases.get(told[2], "best")
     # cuDNN's kernels are not deterministic.
     return "flash2" if "deterministic" in row.text("note").split() else habits.attention
 
@@ -164,7 +172,7 @@ def row_layouts(row: PublishedRow) -> tuple[Choice, ...]:
 
 def _of_framework(row: PublishedRow, framework: Framework) -> list[Choice]:
     """Every configuration that a row may mean in one framework."""
-    model = model_of(row, drops_scores=_attention_of(row, framework.software) == "scores")
+    model = model_of(row, drops_scores=software_of(row, framework).attention == "scores")
     world, batch, length = row.whole("ngpu"), row.whole("gbs"), row.whole("seq")
     if not (world and batch and length):
         raise DataError("no GPUs, global batch or sequence length")
@@ -228,8 +236,7 @@ def _layout(config: Config, world: int, divides: Callable[[Config, int], str] | 
 def _parallel(row: PublishedRow, model: ModelConfig, framework: Framework) -> dict[str, Any]:
     note = row.text("note")
     tp, pp, cp = (row.whole(axis) or 1 for axis in ("tp", "pp", "cp"))
-    sharded = row.text("sp")
-    sequence = tp > 1 and (sharded == "1" or (not sharded and framework.sequence_parallel))
+    sequence = tp > 1 and _told(row, "sp", framework.sequence_parallel)
     strategy = _strategy(row, framework)
     fused = framework.fused_loss or (framework.compiles_loss and "eager" not in note.split())
     settings: dict[str, Any] = {
@@ -245,10 +252,13 @@ def _parallel(row: PublishedRow, model: ModelConfig, framework: Framework) -> di
     }
     if model.num_experts:
         settings |= _expert_settings(row, framework, pp)
-    replicas = re.fullmatch(r"(?:hsdp|[12])\s*(\d{1,7})x(\d{1,7})", row.text("zero"))
-    if replicas:
+    if replicas := _REPLICAS.fullmatch(row.text("zero")):
         settings["num_distributed_optimizer_instances"] = int(replicas[2])
     return settings
+
+
+# ZeRO-1, -2 or -3 within some ranks, so many times.
+_REPLICAS = re.compile(r"(?:hsdp\s*|(?:fsdp|[123])\s+)(\d{1,7})x(\d{1,7})")
 
 
 def _told(row: PublishedRow, column: str, otherwise: bool) -> bool:
@@ -285,8 +295,10 @@ def _expert_settings(row: PublishedRow, framework: Framework, pp: int) -> dict[s
 
 def _strategy(row: PublishedRow, framework: Framework) -> Sharding:
     zero = row.text("zero").partition(" ")[0]
-    if zero in ("", "n/a"):
+    if not zero:
         zero = str(framework.shards)
+    elif zero == "hsdp" and not _REPLICAS.fullmatch(row.text("zero")):
+        raise DataError("zero: HSDP needs its ranks and their replicas, such as HSDP 8x16")
     elif re.match("fsdp|hsdp", zero):
         zero = "3"
     for sharding in SHARDING.values():
@@ -330,7 +342,7 @@ def _open(
     sizes = [given] if given else [b for b in (1, 2, 4, 8) if each % b == 0]
     for size in sizes:
         for virtual in _virtual(row, config.model.num_layers, pp):
-            for recompute in _recompute(row, config.model, framework):
+            for recompute in ways_to_recompute(row, config.model, framework):
                 yield {
                     "micro_batch_size": size,
                     "num_virtual_stages_per_pipeline_rank": virtual if virtual > 1 else None,
@@ -343,54 +355,9 @@ def _virtual(row: PublishedRow, layers: int, pp: int) -> list[int]:
     given = row.whole("vpp")
     if pp == 1 or given:
         return [given or 1]
-    if row.whole("mbs") or "n/a" in row.text("vpp"):
+    if row.whole("mbs") or NOT_PUBLISHED in row.cells["vpp"].lower():  # there are no more
         return [1]
     if "interleaved" in row.text("note"):
         return [2]
     even = [v for v in range(1, 25) if layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0]
     return even or [1]
-
-
-_MODULES: Mapping[str, str] = MappingProxyType(
-    {
-        "norm": "layernorm",
-        "layernorm": "layernorm",
-        "act": "moe_act",  # of a dense model, see below
-        "moe": "moe",
-        "shared_expert": "shared_experts",
-        "mlp": "mlp",
-        "mla_up_proj": "mla_up_proj",
-    }
-)
-
-
-def _recompute(row: PublishedRow, model: ModelConfig, framework: Framework) -> list[dict[str, Any]]:
-    text = row.text("recomp")
-    if text == "full":
-        return [{"recompute_granularity": "full"}]
-    if some := re.fullmatch(r"full (\d{1,4})", text):
-        layers = {"recompute_method": "block", "recompute_num_layers": (int(some[1]),)}
-        return [{"recompute_granularity": "full", **layers}]
-    if text == "selective":
-        return [_selective("core_attn")]
-    if text == "selective-op":
-        # About what the first half of the MLP is. What it keeps is counted in torchtitan.py,
-        # what it runs again in layer.py.
-        return [_selective("layernorm", "mlp")]
-    if text.startswith("none"):
-        return [_selective(*framework.recomputes) if framework.recomputes else {}]
-    if row.text("flops_conv") == "hfu96":
-        return [{"recompute_granularity": "full"}]  # which the convention counts
-    words = re.findall(r"[a-z_]+", text)
-    if unknown := [word for word in words if word not in _MODULES]:
-        raise DataError(f"recomp: {unknown[0]!r} is none of {', '.join(_MODULES)}")
-    if words:
-        # A dense model's activation is run again within its MLP, of which no part has a name.
-        modules = _MODULES if model.num_experts else {**_MODULES, "act": "mlp"}
-        return [_selective(*(modules[word] for word in words))]
-    light = _selective("layernorm", "moe_act" if model.num_experts else "mlp")
-    return [{}, light, {"recompute_granularity": "full"}]
-
-
-def _selective(*modules: str) -> dict[str, Any]:
-    return {"recompute_granularity": "selective", "recompute_modules": modules}

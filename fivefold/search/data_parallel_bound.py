@@ -41,7 +41,10 @@ class DataParallelBound:
         self.sizes = Cells(space, 2 * KINDS, (degrees, module_parameters))
         self.trained = Cells(space, 2 * KINDS, (degrees, trained_parameters))
         self.shard = c["dp"] // c["instances"] * c["cp"]
-        self.expert = c["dp"] * c["cp"] * c["tp"] // (c["ep"] * c["etp"])
+        copies = c["dp"] * c["cp"] * c["tp"] // (c["ep"] * c["etp"])
+        alone = space.sharded("splits_optimizer") & (self.shard == 1)
+        # As `num_expert_shards` has it.
+        self.expert = np.where(alone, 1, copies // np.gcd(copies, c["instances"]))
         parallel = space.config.parallel
         self.wire = float(space.config.sent_gradient_bytes)
         self.copy, narrow = least_bytes(space.config)
@@ -52,6 +55,8 @@ class DataParallelBound:
         node = parallel.zero_hpz_partition_size
         near = (self.shard, self.expert) if node == 1 else (np.minimum(self.shard, node), ones)
         self.replica_reduce = affine(cluster, all_reduce, c["instances"], c["tp"] * self.shard)
+        further = c["ep"] * c["etp"] * self.expert
+        self.expert_replica_reduce = affine(cluster, all_reduce, copies // self.expert, further)
         wide = parallel.ddp_reduce_scatter_with_fp32_accumulation
         scatter: Collective = partial(reduce_scatter, in_pairs=wide or narrow is not None)
         if parallel.zero_qgz_partition_size > 1:  # two all-to-alls: no bound
@@ -83,6 +88,9 @@ class DataParallelBound:
         empty, slope = self.replica_reduce
         between = layers * empty
         between += self.trained.weighted(held) / self.shard * self.wire * slope
+        empty, slope = self.expert_replica_reduce
+        between += with_experts * empty
+        between += self.trained.weighted(held, KINDS) / self.expert * self.wire * slope
         split = seconds(self._scatter, self.scattered, self.trained) + between
         if not self.space.config.gathers_weights("no_shard"):  # perhaps in a single one
             layers, with_experts = np.minimum(layers, 1), np.minimum(with_experts, 1)

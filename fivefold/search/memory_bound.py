@@ -83,10 +83,10 @@ class _State:
         self.trained = Cells(space, 2 * KINDS, (degrees, trained_parameters))
         c = space.columns
         experts = c["dp"] * c["cp"] * c["tp"] // (c["ep"] * c["etp"])
-        inside = experts // c["instances"]
+        inside = experts // np.gcd(experts, c["instances"])  # as `Grid.expert_shards` has it
         self.shards = {
             "dense": space.shards,
-            "expert": np.where(space.shards == 1, 1, np.maximum(inside, 1)),
+            "expert": np.where(space.shards == 1, 1, inside),
         }
 
     def on(self, ranks: Ranks, which: int) -> tuple[Values, Values]:

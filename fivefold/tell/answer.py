@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fivefold.model.shape import count_parameters
+from fivefold.predict.cluster import LARGEST_HOST
 from fivefold.predict.prediction import Prediction, precision_of
 from fivefold.search.proven import PROVEN
 from fivefold.search.search import NOISE, SearchResult
@@ -24,10 +25,10 @@ from fivefold.tell.explain import (
 )
 from fivefold.tell.export.targets import export
 from fivefold.tell.infeasible import why_nothing
-from fivefold.units import human_bytes, human_count, human_flops, human_seconds
+from fivefold.units import human_bytes, human_count, human_flops, human_seconds, several
 
-LARGEST_HOST, RACK_HOST = 8, 4
-"""Most GPUs of a host, and those of a host in a rack that is one NVLink domain (GB200 NVL72)."""
+RACK_HOST = 4
+"""GPUs of a host in a rack that is one NVLink domain (GB200 NVL72)."""
 _GAIN = 0.01  # least share of a step that a change must save to be among the reasons
 _WITH_VALUE = ("--html", "--top", "--train-tokens")
 _ONLY_HERE = ("--verbose", "--no-verbose", "--rules", "--guide", *_WITH_VALUE)
@@ -61,7 +62,8 @@ def answer(result: SearchResult) -> list[tuple[str, str]]:
         ("memory", _fits(result)),
         (
             "batch",
-            f"{training.global_batch_size:,} sequences of {training.seq_length:,} tokens = "
+            f"{several(training.global_batch_size, 'sequence')} of "
+            f"{several(training.seq_length, 'token')} = "
             f"{human_count(tokens)} tokens, {training.precision}{fp8}",
         ),
         ("cluster", machines(request.cluster)),
@@ -204,8 +206,8 @@ def next_commands(result: SearchResult, model: str, argv: Sequence[str]) -> Iter
     asked = " ".join(["fivefold plan", shlex.join(_without(argv, _ONLY_HERE))])
     run = f"fivefold train {recipe} --nproc {world}"
     each = min(cluster.gpus_per_node, world)
-    if cluster.gpus_per_node > LARGEST_HOST and world > LARGEST_HOST:
-        each = RACK_HOST  # the NVLink domain is a rack of hosts
+    if cluster.is_rack and world > LARGEST_HOST:
+        each = RACK_HOST
     if world > each:
         whole = world % each == 0
         run = f"fivefold launch slurm {recipe} --nodes {world // each} --ranks-per-node {each}"

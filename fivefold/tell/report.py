@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil, inf
 
-from fivefold.counts.policy import saved_bytes
+from fivefold.counts.policy import checkpoint_bytes, saved_bytes
 from fivefold.hardware import GB
 from fivefold.model.shape import count_parameters
-from fivefold.predict.context import configured_way, context_ways
+from fivefold.predict.context import configured_ways, context_ways
 from fivefold.predict.prediction import Prediction
 from fivefold.reliability import (
     DAYS,
@@ -24,7 +24,7 @@ from fivefold.tell.columns import prose, table
 from fivefold.tell.describe import summary
 from fivefold.tell.explain import alternatives, kept_free, percent, slower
 from fivefold.tell.rules import Rule
-from fivefold.units import human_bytes, human_count, human_seconds
+from fivefold.units import human_bytes, human_count, human_seconds, several
 
 CONVENTION = (
     "MFU is model FLOPs (6 per matmul parameter and token with the output layer, causal attention "
@@ -159,7 +159,7 @@ def cost(result: SearchResult, tokens: float | None) -> Cost:
     if cluster.interruptions_per_gpu_day:
         kept = goodput(
             world,
-            checkpoint_seconds(parameters(result) * saved_bytes(config), cluster.nodes),
+            checkpoint_seconds(checkpoint_bytes(config), cluster.nodes),
             device_mtbf=DAYS / cluster.interruptions_per_gpu_day,
         )
     return Cost(
@@ -177,7 +177,7 @@ def cost_lines(result: SearchResult, tokens: float | None) -> Iterator[str]:
     found = cost(result, tokens)
     if tokens:
         yield (
-            f"{human_count(found.tokens)} tokens are {found.steps:,} steps: "
+            f"{human_count(found.tokens)} tokens are {several(found.steps, 'step')}: "
             f"{human_seconds(found.seconds)} of training, {found.gpu_hours:,.0f} GPU hours"
         )
     kept, rate = found.goodput, result.request.cluster.interruptions_per_gpu_day
@@ -187,11 +187,13 @@ def cost_lines(result: SearchResult, tokens: float | None) -> Iterator[str]:
     if rate == INTERRUPTIONS_PER_GPU_DAY:
         whose = "the rate of Llama 3's 54 days (419 on 16,384 GPUs, 78 % of them hardware)"
     yield f"failures: one every {human_seconds(kept.mtbf)} at {whose}"
+    steps, config = max(1, round(kept.interval / result.best.seconds)), result.request.config
+    size = "" if config.model.trains_all else f"{human_bytes(checkpoint_bytes(config))}: "
+    what = "parameter" if config.model.trains_all else "trained parameter"
     yield (
-        f"checkpoints: best every {human_seconds(kept.interval)} "
-        f"({max(1, round(kept.interval / result.best.seconds)):,} steps), if writing one stops "
-        f"training for {human_seconds(kept.checkpoint)} "
-        f"({saved_bytes(result.request.config):g} bytes a parameter, {STORAGE_BANDWIDTH / GB:g} "
+        f"checkpoints: best every {human_seconds(kept.interval)} ({several(steps, 'step')}), if "
+        f"writing one stops training for {human_seconds(kept.checkpoint)} "
+        f"({size}{saved_bytes(config):g} bytes a {what}, {STORAGE_BANDWIDTH / GB:g} "
         f"GB/s a node) and a restart takes {human_seconds(kept.restart)}"
     )
     yield f"goodput: {kept.share:.1%} of the time advances the training"
@@ -201,7 +203,7 @@ def cost_lines(result: SearchResult, tokens: float | None) -> Iterator[str]:
         price = f", {found.price:,.0f} at the cluster's price" if found.price else ""
         yield (
             f"in all: {human_seconds(found.wall)} of wall-clock time, "
-            f"about {found.wall / kept.mtbf:,.0f} interruptions{price}"
+            f"about {several(round(found.wall / kept.mtbf), 'interruption')}{price}"
         )
 
 
@@ -215,16 +217,17 @@ def context(result: SearchResult) -> Iterator[str]:
     config, cluster = result.best.layout.config, result.request.cluster
     if result.best.layout.grid.cp == 1:
         return
-    chosen = configured_way(config, cluster)
-    ways = context_ways(config, cluster)
+    chosen, ways = configured_ways(config, cluster), context_ways(config, cluster)
+    names = [way.name for way, _ in chosen]
+    seconds = sum(way.attention.total * share for way, share in chosen)
     yield (
-        f"context parallelism by {chosen.name}; attention itself takes "
-        f"{human_seconds(chosen.attention.total)} per layer and microbatch, forward and backward:"
+        f"context parallelism by {' and '.join(names)}; attention itself takes "
+        f"{human_seconds(seconds)} per layer and microbatch, forward and backward:"
     )
     rows = [("", "sends", "exposed", "with attention")]
     for way in ways:
         sent = human_bytes(way.sent.forward + way.sent.backward)
-        mark = "*" if way.name == chosen.name else ""
+        mark = "*" if way.name in names else ""
         rows.append(
             (
                 way.name + mark,

@@ -1,17 +1,22 @@
 """What is measured becomes a cluster file that the planner reads back."""
 
+from collections.abc import Callable
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
+import torch
 
 from fivefold.calibrate import measure, run
 from fivefold.calibrate.measure import Sample, line
 from fivefold.calibrate.run import Measured, as_cluster, calibrate
 from fivefold.errors import ConfigError
-from fivefold.predict.cluster import load_cluster
+from fivefold.predict.cluster import Cluster, load_cluster, preset
+from fivefold.predict.communication import GroupSpan, all_reduce, gather
+from fivefold.predict.compute import attention, elementwise, matmul
 from fivefold.train.devices import Asked
 from fivefold.train.rank_env import RankEnv
 from tests.pool import Pool
@@ -37,6 +42,8 @@ def measured(device: str, precision: str) -> Measured:
         device=device,
         precision=precision,
         memory_bytes=8e10,
+        host_memory_bytes=2e12,
+        multiprocessors=132,
         matmuls={
             "bf16": (Sample("", 1e12, 2e-3), Sample("", 8e12, 1e-2)),
             "fp32": (Sample("", 1e12, 2e-2),),
@@ -71,7 +78,94 @@ def test_a_known_device_keeps_its_data_sheet() -> None:
     assert gpu.launch == pytest.approx(4e-6)
     assert cluster.host_operation == pytest.approx(2e-5)
     assert cluster.node_link.rate == pytest.approx(3e11)
-    assert cluster.network_link == cluster.node_link and cluster.num_gpus == 8
+    assert cluster.num_gpus == 8 and cluster.host_memory_bytes == 2e12
+    # What is not measured is that of the table.
+    assert cluster.network_link == preset("H100").network_link
+    usual = preset("H100").gpu
+    assert replace(usual, **{name: getattr(gpu, name) for name in MEASURED}) == gpu
+
+
+MEASURED = (
+    *("memory_bytes", "matmul", "multiprocessors", "sustained", "launch", "memory_efficiency"),
+    *("attention_forward", "attention_backward"),
+)
+
+
+def measured_on(cluster: Cluster, device: str) -> Measured:
+    """What would be measured on a cluster if kernels and messages took the times that are predicted
+    for it."""
+    size, gpu = cluster.gpus_per_node, replace(cluster.gpu, sustained=1.0)
+
+    def messages(ranks: int, inner: int) -> tuple[Sample, ...]:
+        group, clock = MagicMock(), MagicMock(side_effect=lambda call, *rest: call())
+        group.size.return_value = ranks
+        ways: dict[str, Callable[[torch.Tensor, object], float]] = {
+            "all_gather": lambda x, _: gather(cluster, span, ranks * x.numel() * 4.0),
+            "reduce_scatter": lambda x, _: gather(cluster, span, x.numel() * 4.0),
+            "all_reduce": lambda x, _: all_reduce(cluster, span, x.numel() * 4.0),
+        }
+        span = GroupSpan(ranks, inner)
+        with patch.multiple(measure, clock=clock, **ways):
+            return measure.collectives(torch.device("meta"), group) if ranks > 1 else ()
+
+    shapes, length = measure.SHAPES["cuda"], measure.SEQUENCE["cuda"]
+    flops = 2.0 * length * length * measure.HEADS * measure.HEAD_DIM
+    both = attention(gpu, flops, length)
+    return replace(
+        measured(device, "bf16"),
+        matmuls={
+            name: tuple(
+                Sample("", 2.0 * m * n * k, matmul(gpu, m, n, k, name)) for m, n, k in shapes
+            )
+            for name in ("bf16", "fp32", "fp64")
+        },
+        multiprocessors=gpu.multiprocessors,
+        attention=(Sample("", flops, both.forward), Sample("", 2.5 * flops, both.dx)),
+        traffic=Sample("", 1e10, elementwise(gpu, 1e10, 0)),
+        launch=Sample("", 100, 100 * gpu.launch),
+        node=messages(size, size),
+        network=messages(cluster.nodes, 1),
+        sustained=cluster.gpu.sustained,
+        ranks=cluster.num_gpus,
+        ranks_per_node=size,
+    )
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(
+    ("name", "gpus", "each"), [("H100", 32, 8), ("A100-80", 24, 3), ("B200", 8, 2), ("L40S", 4, 4)]
+)
+def test_what_was_measured_is_predicted(name: str, gpus: int, each: int, known: bool) -> None:
+    """On a device that the table has, and on one that it has not."""
+    truth = replace(preset(name, gpus), gpus_per_node=each)
+    found = as_cluster(measured_on(truth, name if known else "Some GPU"))
+    for shape in (*measure.SHAPES["cuda"], (8192, 28672, 8192)):
+        times = [matmul(cluster.gpu, *shape, "bf16") for cluster in (found, truth)]
+        assert times[0] == pytest.approx(times[1], rel=0.12), shape
+    groups = [GroupSpan(each, each), GroupSpan(gpus // each, 1), GroupSpan(gpus, each)]
+    for group in groups:
+        for size in (*measure.MESSAGES, 1 << 30):
+            for way in (gather, all_reduce):
+                times = [way(cluster, group, size) for cluster in (found, truth)]
+                assert times[0] == pytest.approx(times[1], rel=0.25), (way, group, size)
+
+
+def test_what_a_cpu_has_free_is_all_that_there_is(tmp_path: Path) -> None:
+    """However little: what is written can be read, and tensors have room."""
+    path = tmp_path / "cluster.toml"
+    for memory, jitter in ((1e8, 0.0), (2e9, 3.5)):
+        told = replace(measured("CPU", "fp32"), memory_bytes=memory, jitter=jitter)
+        path.write_text(run.to_toml(as_cluster(replace(told, host_memory_bytes=0.0))))
+        cluster = load_cluster(path)
+        assert cluster.room == pytest.approx(0.95 * memory)
+        assert cluster.host_memory_bytes is not None and cluster.host_memory_bytes < memory / 50
+    env = RankEnv(0, 0, 2, 2)
+    assert 0 < 2 * run._memory(env, torch.device("cpu")) <= run._host_memory()
+
+
+@pytest.mark.parametrize("name", ["NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 MIG 3g.40gb"])
+def test_a_part_of_a_gpu_is_no_gpu_of_the_table(name: str) -> None:
+    assert as_cluster(measured(name, "bf16")).gpu.peak.fp8 is None
 
 
 def test_attention_of_an_unknown_gpu_was_measured_on_sequences_of_gpus() -> None:

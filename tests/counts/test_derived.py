@@ -1,6 +1,8 @@
 """Every derived number, and the table of them."""
 
+import re
 from dataclasses import replace
+from math import prod
 
 import pytest
 
@@ -30,6 +32,41 @@ def test_every_number_comes_with_its_product() -> None:
     assert told["padded vocabulary"] == ("512", "512 rounded up to a multiple of 128")
     assert told["parameters"][0] == "263 K"
     assert told["largest stage"] == ("131 K", "of 131 K + 131 K")
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
+@pytest.mark.parametrize("adapters", [None, 4])
+def test_a_product_is_the_number_that_it_stands_beside(strategy: str, adapters: int | None) -> None:
+    """As far as it is one of numbers that are all shown."""
+    sizes = {"tensor_model_parallel_size": 2, "num_distributed_optimizer_instances": 2}
+    asked = config("debug-llama", global_batch_size=16, data_parallel_sharding_strategy=strategy)
+    asked = asked.with_values(**sizes if strategy != "no_shard" else {}, lora_rank=adapters)
+    told = {name: (value, why) for name, value, why in describe(check(asked, 8, planned=True))}
+    value, why = told["data parallel"]
+    factors = [int(number) for number in re.findall(r"\d+", why)]
+    assert prod(factors or [int(value)]) == int(value)
+    assert ("all replicas" in why) == (strategy == "no_shard")
+    value, why = told["FLOPs per token"]
+    numbers = [float(number) for number in re.findall(r"([\d.]+) KFLOP", why)]
+    *frozen, matmul, attention = numbers
+    assert len(frozen) == (adapters is not None)
+    scale = 1e3 if value.endswith("MFLOP") else 1
+    shown = float(value.split()[0]) * scale
+    assert shown == pytest.approx(3 * (matmul + attention) - sum(frozen), rel=0.01)
+
+
+def test_what_is_off_the_device_is_told() -> None:
+    def told(**values: object) -> dict[str, str]:
+        layout = check(config("debug-llama", global_batch_size=8, **values), 2, planned=True)
+        return {name: why for name, _, why in describe(layout)}
+
+    host, disk = "in host memory a rank", "on a disk a rank"
+    assert not {host, disk} & told().keys()
+    away = told(optimizer_cpu_offload=True)
+    assert away[host] == "offloaded masters and moments, and room for gradients"
+    assert disk not in away
+    away = told(offload_optimizer_states=True, optimizer_offload_path="/tmp")
+    assert "from the disk" in away[host] and away[disk] == "offloaded masters and moments"
 
 
 def test_the_forwards_that_run_twice_are_told() -> None:

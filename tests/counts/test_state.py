@@ -1,6 +1,7 @@
 """What ranks really hold, against the count."""
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
@@ -8,6 +9,9 @@ import torch
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
+from fivefold.config.training import ELEMENT_BYTES
+from fivefold.counts.parameters import parameter_records
+from fivefold.counts.policy import checkpoint_bytes
 from fivefold.counts.state import model_state, unit_of, units_on_host
 from fivefold.mesh.slices import local_tensor
 from fivefold.train.engine import Engine
@@ -100,6 +104,22 @@ def test_bytes_per_parameter_with_the_optimizer_on_the_host(
     state = model_state(check(settings, 4), 0)
     assert state.total - state.gathered == per_parameter * state.parameters
     assert state.host == on_host * state.parameters
+
+
+@pytest.mark.parametrize("adapters", [None, 4])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_checkpoint_holds_what_its_ranks_write(adapters: int | None, precision: str) -> None:
+    """Masters and moments of what is trained, and frozen weights as they compute."""
+    settings = {"global_batch_size": 4, "precision": precision, "tensor_model_parallel_size": 2}
+    config = Config(replace(PRESETS["debug-llama"], lora_rank=adapters)).with_values(**settings)
+    layout = check(config, 4, planned=True)
+    written = 0.0
+    for rank in range(2):  # which have all parts, of two replicas
+        for record in parameter_records(layout, rank):
+            split = record.split_dim is not None
+            own = prod(record.shape) * (record.written and (split or rank == 0))
+            written += own * (12 if record.trained else ELEMENT_BYTES[precision])
+    assert checkpoint_bytes(config) == written
 
 
 def test_a_share_is_of_whole_layers_the_last_first_and_the_ends_after_them() -> None:

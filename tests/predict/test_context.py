@@ -10,10 +10,12 @@ from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.pipeline.schedules.registry import SCHEDULES
 from fivefold.predict.cluster import preset
-from fivefold.predict.context import best_context, configured_way, context_way, context_ways
+from fivefold.predict.context import best_context, configured_ways, context_way, context_ways
+from fivefold.predict.step import predict
 from fivefold.search.enumeration import enumerate_space
 from fivefold.search.request import Request
 from fivefold.search.search import with_context
+from tests.predict.layouts import planned
 
 WORLD = 64
 CLUSTER = preset("H100", WORLD)
@@ -81,8 +83,26 @@ def test_the_best_is_the_fastest_legal_one(cp: int, length: int) -> None:
     ways = context_ways(config, CLUSTER)
     chosen = config.with_values(**best_context(config, CLUSTER))
     check(chosen, WORLD, planned=True)
-    assert configured_way(chosen, CLUSTER) == ways[0]
+    assert configured_ways(chosen, CLUSTER) == [(ways[0], 1.0)]
     assert ways[0].seconds == min(way.seconds for way in ways)
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "deepseek-v2-lite"])
+def test_layers_that_communicate_in_turns_take_the_mean_of_their_ways(model: str) -> None:
+    """Whichever comes first: latents that are gathered in some layers, too."""
+
+    def times(*kinds: str) -> dict[str, float]:
+        layout = planned(model, 4, cp=4, gbs=4, seq=8192, cp_comm_type=kinds)
+        return {part.name: part.seconds for part in predict(layout, CLUSTER).parts}
+
+    gathered, ring = times("all_gather"), times("p2p")
+    layers = PRESETS[model].num_layers
+    for turn in (("all_gather", "p2p"), ("p2p", "all_gather"), ("p2p", "p2p", "all_gather")):
+        kinds = (turn * layers)[:layers]
+        mixed, share = times(*kinds), kinds.count("all_gather") / layers
+        for name in ("CP communication", "kernel efficiency", "recompute"):
+            mean = share * gathered[name] + (1 - share) * ring[name]
+            assert mixed[name] == pytest.approx(mean, rel=1e-6), (kinds, name)
 
 
 def test_the_space_takes_the_best_way_unless_one_is_given() -> None:

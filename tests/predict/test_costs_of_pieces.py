@@ -1,5 +1,7 @@
 """Kernels and collectives: limits that hold whatever the constants are."""
 
+import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -8,6 +10,8 @@ from fivefold.hardware import GPUS
 from fivefold.predict.cluster import preset
 from fivefold.predict.communication import GroupSpan, all_reduce, all_to_all, gather, send, span
 from fivefold.predict.compute import Phases, attention, elementwise, matmul, overlapped
+from fivefold.predict.step import predict
+from tests.predict.layouts import planned
 
 GPU = GPUS["H100"]
 CLUSTER = preset("H100", 1024)
@@ -61,6 +65,38 @@ def test_groups_lie_where_their_stride_puts_them():
     assert span(CLUSTER, 64, 2) == GroupSpan(64, 4)
     assert span(CLUSTER, 64, 8) == GroupSpan(64, 1)
     assert span(CLUSTER, 64, 2).nodes == 16
+
+
+def test_a_group_is_as_well_placed_as_the_one_with_fewest_ranks_in_a_node():
+    """Also where GPUs of a node, ranks of a group and their distance do not divide each other."""
+    draw = random.Random(0)
+    for _ in range(400):
+        each, (size, stride, groups) = draw.randint(1, 8), (draw.randint(1, 13) for _ in range(3))
+        cluster = replace(CLUSTER, gpus_per_node=each, num_gpus=size * stride * groups)
+        nodes = (
+            Counter((first + place * stride) // each for place in range(size))
+            for group in range(groups)
+            for first in range(group * size * stride, group * size * stride + stride)
+        )
+        fewest = min(number for counts in nodes for number in counts.values())
+        assert span(cluster, size, stride) == GroupSpan(size, fewest), (each, size, stride, groups)
+    # Of a rack's hosts a job takes as many as divide its groups.
+    assert span(preset("GB200", 256), 64, 1) == GroupSpan(64, 64)
+
+
+@pytest.mark.parametrize(("each", "tp"), [(6, 4), (5, 2), (3, 2), (7, 4)])
+def test_tensor_parallel_ranks_of_two_nodes_talk_over_the_network(each: int, tp: int) -> None:
+    """As slow as if nodes had as many GPUs as the smaller part of such a group."""
+    layout = planned("llama3-8b", 8 * tp, tp=tp, sp=True, gbs=32)
+    cluster = replace(CLUSTER, num_gpus=8 * tp)
+    odd, part, whole = (
+        predict(layout, replace(cluster, gpus_per_node=gpus)).parts for gpus in (each, tp // 2, tp)
+    )
+    sent = [
+        sum(part.seconds for part in parts if part.name == "TP communication")
+        for parts in (odd, part, whole)
+    ]
+    assert sent[0] >= 0.9 * sent[1] > 2 * sent[2]
 
 
 def test_collectives_cost_what_their_bytes_and_links_say():

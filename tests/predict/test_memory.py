@@ -133,6 +133,28 @@ def test_the_parts_add_up_and_the_phases_hold_the_peak() -> None:
     assert predicted.device_total == predicted.max_allocated + H100.reserved_bytes
 
 
+@pytest.mark.parametrize("model", ["debug-llama", "debug-mixtral", "debug-deepseek-v3"])
+@pytest.mark.parametrize("name", ["kept", "full", "block", "selective", "moved"])
+def test_no_part_of_a_peak_is_negative(model: str, name: str) -> None:
+    """What a backward frees is a part of what was kept, made again or brought back."""
+    technique: dict[str, Any] = {
+        "kept": {},
+        "full": {"recompute_granularity": "full"},
+        "block": {
+            "recompute_granularity": "full",
+            "recompute_method": "block",
+            "recompute_num_layers": (1,),
+        },
+        "selective": {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)},
+        "moved": {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn",)},
+    }[name]
+    for pp, sharding in ((1, "optim"), (1, "optim_grads_params"), (2, "optim_grads")):
+        ways = {"pipeline_model_parallel_size": pp, "data_parallel_sharding_strategy": sharding}
+        settings = {"global_batch_size": 8, "seq_length": 32} | ways | technique
+        for rank in _peak(PRESETS[model], 4, **settings).ranks:
+            assert min(rank.parts.values()) >= 0, (rank, settings)
+
+
 def test_the_first_rank_of_1f1b_keeps_most_and_the_last_pays_for_the_loss() -> None:
     long = {"global_batch_size": 32, "seq_length": 16384, "micro_batch_size": 1}
     predicted = _peak(SHORT_LLAMA, 4, pipeline_model_parallel_size=4, **long)

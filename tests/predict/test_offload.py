@@ -1,6 +1,7 @@
 """What the planner knows of an optimizer in host memory."""
 
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 import pytest
@@ -9,7 +10,7 @@ from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.memory import UPDATE_BUCKET, UPDATE_ROOMS
 from fivefold.config.presets import PRESETS
-from fivefold.counts.offload import host_traffic
+from fivefold.counts.offload import host_traffic, times_reduced
 from fivefold.counts.policy import engine_policy
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
@@ -129,8 +130,12 @@ def test_the_update_takes_the_traffic_of_host_memory_and_late_gradients_their_co
     fast = replace(cluster, host_memory_bandwidth=1e15)
     assert offload_seconds(fast, policy, 1e9) == pytest.approx(2e9 / cluster.host_bandwidth)
     copy = 4e9 / cluster.host_bandwidth
-    assert leaving_seconds(cluster, policy, 1e9, copy / 2, 3) == pytest.approx(1.5 * copy)
-    assert leaving_seconds(cluster, policy, 1e9, 2 * copy, 3) == 0
+    late = partial(leaving_seconds, cluster, policy)
+    assert late([(1e9, 3)], copy / 2) == pytest.approx(1.5 * copy)
+    assert late([(1e9, 3)], 2 * copy) == 0
+    # What leaves less often than the rest leaves beside it.
+    assert late([(1e9, 1), (2e9, 3)], copy) == pytest.approx(2 * copy + 2 * copy)
+    assert late([(1e9, 3), (2e9, 3)], copy) == late([(3e9, 3)], copy)
     half = _on_host(cluster, **ZERO3, **AWAY, optimizer_offload_fraction=0.5)
     assert _on_host(cluster, **ZERO3) == 0 < half < _on_host(cluster, **ZERO3, **AWAY)
 
@@ -142,6 +147,20 @@ def test_gradients_leave_as_often_as_they_are_reduced() -> None:
     assert host_traffic(layout(**ZERO3), 0).out == 0
     replicas = {"num_distributed_optimizer_instances": 2, "global_batch_size": 24}
     assert host_traffic(layout(**ZERO3, **AWAY, **replicas), 0).out == 2 * one.out
+
+
+def test_experts_leave_as_often_as_they_are_reduced_also_beside_replicas_of_the_rest() -> None:
+    """With an expert on one rank only, each microbatch's gradients of it are complete."""
+    sizes = {"expert_model_parallel_size": 4, "global_batch_size": 40, "precision": "bf16"}
+    way = {**ZERO3, **AWAY, **sizes, "num_distributed_optimizer_instances": 2}
+    model = replace(PRESETS["debug-mixtral"], num_layers=2)
+    run = check(Config(model).with_values(seq_length=32, **way), 4, planned=True)
+    traffic = host_traffic(run, 0)
+    slow = replace(preset("H100"), host_bandwidth=1e6)  # beside which a backward takes no time
+    seconds = {part.name: part.seconds for part in predict(run, slow).parts}
+    leaving = traffic.out / slow.host_bandwidth
+    assert times_reduced(run) == 1 < times_reduced(run, experts=True)
+    assert leaving <= seconds["offloading"] * 1.01 < 1.3 * leaving
 
 
 def test_nothing_fits_but_with_the_optimizer_on_the_host() -> None:

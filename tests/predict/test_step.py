@@ -1,12 +1,14 @@
 """The time of a step: what must hold between layouts, and how fast it is told."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
+from fivefold.counts.volumes import step_volumes
 from fivefold.pipeline.lowering import executed
 from fivefold.pipeline.simulate import simulate
-from fivefold.predict.cluster import preset
+from fivefold.predict.cluster import Link, preset
 from fivefold.predict.makespan import Clock, leveled_program
 from fivefold.predict.software import Software
 from fivefold.predict.step import predict
@@ -217,6 +219,31 @@ def test_sums_in_fp32_of_what_is_sent_in_bf16_cost_more_between_nodes():
     wide = {"ddp_reduce_scatter_with_fp32_accumulation": True}
     assert seconds(64, **wide) > 2 * seconds(64)
     assert seconds(8, **wide) == pytest.approx(seconds(8), rel=0.05)
+
+
+@pytest.mark.parametrize("zero", ["no_shard", "optim"])
+@pytest.mark.parametrize("model", ["debug-llama", "debug-mixtral"])
+def test_data_parallel_messages_take_what_their_bytes_do(model, zero):
+    """Where links are all the same, have no latency, and nothing hides: as an audit counts bytes,
+    for each way in which ranks share state, experts of few ranks included."""
+    link = Link(1e6, 0.0, 1.0)
+    cluster = replace(CLUSTER, gpus_per_node=1, node_link=link, network_link=link)
+    apart = {"overlap_grad_reduce": False, "overlap_param_gather": False, "precision": "bf16"}
+    moe = model == "debug-mixtral"
+    for instances, ep, tp in product((1, 2, 4, 8), (1, 2, 8) if moe else (1,), (1, 2)):
+        if instances > 1 and (zero == "no_shard" or 8 % (instances * tp)):
+            continue
+        way = {"tp": tp, "sp": tp > 1, "num_distributed_optimizer_instances": instances}
+        way |= {"expert_model_parallel_size": ep} if moe else {}
+        layout = planned(model, 8, zero=zero, seq=64, gbs=8, **way, **apart)
+        sent = sum(
+            flow.size
+            for flow in step_volumes(layout, 0)
+            if flow.purpose.startswith(("gathered", "reduced", "gradients of"))
+            and "replicated" not in flow.purpose
+        )
+        seconds = part(predict(layout, cluster), "DP communication")
+        assert seconds == pytest.approx(sent / link.rate, rel=0.02), way
 
 
 def test_the_update_of_other_layers_hides_the_first_gather():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.errors import ConfigError, DataError, FivefoldError
+from fivefold.errors import ConfigError, DataError
 from fivefold.hardware import Gpu, Rates
 from fivefold.predict.cluster import Cluster, Link, load_cluster, preset, to_toml
 from fivefold.predict.memory import peak_memory
@@ -142,11 +142,14 @@ def test_a_cell_that_its_column_is_not_for_is_named(column: str, cell: str, tmp_
         (table(CELLS).replace("gbs", "tp"), "no column gbs"),
         (table(CELLS).replace("src,", "src,src,"), "more than once"),
         (table(CELLS).replace("note", "note,colour"), "unknown column 'colour'"),
+        (table(CELLS).replace("note", "note,releese"), "did you mean 'release'?"),
         (table(CELLS) + "ours,1\n", ":3: 2 cells, and there are 35 columns"),
         (table(CELLS) + '"', "cannot read"),
         (table(CELLS) + "\0", "zero byte in line 3"),
         (table(CELLS).encode() + b"\xff", "UTF-8"),
         ("", "no column src"),
+        (table(CELLS).replace(",", ";"), "columns that ';' separates"),
+        (table(CELLS).replace(",", "\t"), "separates, where commas must"),
     ],
 )
 def test_a_table_of_another_shape_is_refused(text: str | bytes, says: str, tmp_path: Path) -> None:
@@ -158,6 +161,24 @@ def test_a_table_of_another_shape_is_refused(text: str | bytes, says: str, tmp_p
 
 
 @pytest.mark.parametrize(
+    "written",
+    [
+        "\ufeff" + table(CELLS),
+        table(CELLS).replace("\n", "\r\n"),
+        table(CELLS).replace(",", ", "),
+        table(CELLS) + "\n" + "," * (len(COLUMNS) - 1) + "\n  \n",
+        '"' + table(CELLS).strip().replace(",", '","').replace("\n", '"\n"') + '"\n',
+    ],
+    ids=["mark", "windows", "padded", "blank lines", "quoted"],
+)
+def test_a_table_is_the_same_however_a_program_writes_it(written: str, tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_bytes(written.encode())
+    (row,) = read_rows(path)
+    assert {name: row.cells[name].strip() for name in CELLS} == CELLS
+
+
+@pytest.mark.parametrize(
     ("column", "cell", "says"),
     [
         ("prec", "int3", "prec must be"),
@@ -165,6 +186,11 @@ def test_a_table_of_another_shape_is_refused(text: str | bytes, says: str, tmp_p
         ("recomp", "everything", "recomp: 'everything' is none of"),
         ("mem_unit", "stones", "mem_unit 'stones'"),
         ("gpu", "abacus", "unknown cluster 'abacus'"),
+        ("grads", "int8", "grads must be one of"),
+        ("attention", "fast", "attention must be one of"),
+        ("framework", "torchtitn", "or empty, did you mean 'torchtitan'?"),
+        ("E", "8", "a model with experts must be a preset: 'tiny', no preset"),
+        ("zero", "hsdp", "such as HSDP 8x16"),
     ],
 )
 def test_a_word_that_is_not_understood_is_said_beside_the_row(
@@ -172,11 +198,10 @@ def test_a_word_that_is_not_understood_is_said_beside_the_row(
 ) -> None:
     path = tmp_path / "runs.csv"
     path.write_text(table(CELLS, CELLS | {column: cell}))
-    try:
-        (_, why), *others = report(path).skipped
-    except FivefoldError as error:
-        why, others = str(error), []
-    assert says in why and not others
+    found = report(path)
+    ((told, why),) = found.skipped
+    assert told.line == 3 and says in why
+    assert [scored.row.line for scored in found.rows] == [2]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,14 @@ import pytest
 from fivefold.errors import DataError
 from fivefold.model.shape import count_parameters
 from fivefold.published.frameworks.registry import FRAMEWORKS, frameworks_of
-from fivefold.published.row import COLUMNS, PublishedRow, cluster_of, model_of, read_rows
+from fivefold.published.row import (
+    COLUMNS,
+    OPTIONAL,
+    PublishedRow,
+    cluster_of,
+    model_of,
+    read_rows,
+)
 from fivefold.published.runs import (
     is_graphed,
     measured_bytes,
@@ -98,6 +105,59 @@ def test_cells_give_their_first_number():
     assert dirty.whole("tp") == 1
 
 
+@pytest.mark.parametrize("column", [name for name in (*COLUMNS, *OPTIONAL) if name != "vpp"])
+def test_what_is_not_published_is_an_empty_cell(column):
+    """In `vpp` it means that stages are not interleaved, which says more."""
+    whole = {"zero": "1", "sp": "1", "dp": "1", "framework": "nemo", "release": "24.07"}
+    told = [row(**whole | {column: cell}) for cell in ("", "n/a", " N/A ")]
+    assert len({each.text(column) for each in told}) == 1
+    if column in ("gpu", "model", "src"):
+        return
+    found = []
+    for each in told:
+        try:
+            found.append([(c.layout.config, c.framework) for c in row_layouts(each)])
+        except DataError as error:
+            found.append(str(error))
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_setting_that_is_on_or_off_may_have_an_alternative():
+    for cell, on in (("1 (0)", True), ("1.0", True), ("0 (1)", False), ("0", False)):
+        assert only_layout(sp=cell).config.parallel.sequence_parallel == on
+
+
+def test_a_shape_that_is_not_its_preset_s_is_another_model():
+    shape = {"model": "Llama3-8B", "L": "32", "h": "4096", "heads": "32", "kv": "8"}
+    assert model_of(row(**shape, ffn="14336")) == model_of(row(model="Llama3-8B"))
+    assert model_of(row(**shape, ffn="11008")).ffn_size == 11008
+    assert model_of(row(**shape | {"heads": "64"})).num_attention_heads == 64
+
+
+@pytest.mark.parametrize(
+    ("cells", "why"),
+    [
+        ({"model": "ours", "L": "4", "h": "64", "heads": "4", "E": "8"}, "no preset has this name"),
+        ({"model": "Mixtral-8x7B", "E": "16"}, "E 16 is not 8"),
+        ({"model": "Mixtral-8x7B", "topk": "1"}, "topk 1 is not 2"),
+        ({"model": "DeepSeek-V3", "L": "61", "h": "4096", "heads": "64"}, "h 4096 is not 7168"),
+        ({"model": "Llama3-8B", "E": "8"}, "E 8 is not 1"),
+    ],
+)
+def test_a_model_with_experts_is_never_taken_to_be_dense(cells, why):
+    with pytest.raises(DataError, match=why):
+        model_of(row(**cells))
+    model = {"model": "Mixtral-8x7B", "E": "8", "topk": "2", "ffn": "14336"}
+    assert model_of(row(**model)).num_experts == 8
+
+
+def test_what_is_only_named_after_a_family_is_not_of_it():
+    shape = {"L": "4", "h": "64", "heads": "4"}
+    assert model_of(row(model="Llama-1B (optimised)", **shape)).gated_linear_unit
+    for name in ("OPT-1B", "MPT 1b", "bloomz-1b", "nanoGPT"):
+        assert not model_of(row(model=name, **shape)).gated_linear_unit
+
+
 def test_settings_follow_from_the_columns():
     layout = only_layout(ngpu="512", gbs="512", zero="FSDP64", prec="FP8-CS (FP8-MX)")
     config = layout.config
@@ -160,6 +220,7 @@ def test_clusters_are_of_the_size_of_the_run():
     assert cluster_of(row(gpu="H100-96/500W/2.4TBs")).num_gpus == 64
     assert cluster_of(row(gpu="A100-SXM4-40GB")).gpu.name == "A100-40"
     assert cluster_of(row(gpu="NVIDIA H200")).gpu.name == "H200"
+    assert cluster_of(row(gpu="h100 sxm5 80gb")).gpu.name == "H100"
 
 
 def test_files_without_the_columns_are_refused(tmp_path):
@@ -189,7 +250,7 @@ def test_a_framework_is_found_by_its_own_names_and_release():
         return found.name, found.since
 
     assert entry(src="NeMo 24.07") == entry(framework="nemo", release="24.07") == ("nemo", ())
-    assert entry(src="NeMo 25.02 on DGX") == ("nemo", (25,))
+    assert entry(src="NeMo 25.02 on DGX") == ("nemo", (2025,))
     assert entry(framework="megatron", release="core_r0.12") == ("megatron", (2023, 11))
     assert entry(framework="megatron", release="2022-05") == ("megatron", (2022,))
     assert entry(note="PyTorch FSDP, HSDP")[0] == "fsdp"
@@ -200,6 +261,51 @@ def test_a_framework_is_found_by_its_own_names_and_release():
         assert entries[0].since == () and entries[0].mark
         assert [each.since for each in entries] == sorted(each.since for each in entries)
         assert len({each.name for each in entries}) == 1
+
+
+@pytest.mark.parametrize("entries", FRAMEWORKS, ids=lambda entries: entries[0].name)
+def test_a_release_is_the_same_however_it_is_dated(entries):
+    """And the entry is the last that had begun by then."""
+
+    def found(release):
+        (entry,) = frameworks_of(row(framework=entries[0].name, release=release))
+        return entry
+
+    months = [(2021, 5), (2026, 11)]
+    for entry in entries[1:]:
+        year, month = *entry.since, *(1,) * (2 - len(entry.since))
+        months += [(year, month), (year - (month == 1), (month - 2) % 12 + 1)]
+    for year, month in months:
+        short = year - 2000
+        ways = [f"{year}-{month:02}", f"{year}.{month}", f"{short}.{month:02}", f"v{short}.{month}"]
+        latest = [entry for entry in entries if entry.since <= (year, month)][-1]
+        assert {found(way) for way in (*ways, f"{year}-{month:02}-28")} == {latest}
+    if len(entries) > 1 and entries[0].name != "megatron":
+        with pytest.raises(DataError, match=r"'0\.14\.1' of .* has no date"):
+            found("0.14.1")
+
+
+def test_megatron_core_is_dated_by_its_number():
+    for release in ("core_r0.4", "core_v0.4.0", "v0.12.1", "0.12", "core 0.12"):
+        (entry,) = frameworks_of(row(framework="megatron", release=release))
+        assert entry.since == (2023, 11), release
+
+
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        ("Megatron-LM", "megatron"),
+        ("Megatron-Bridge", "bridge"),
+        ("Megatron-DeepSpeed", "megatron-deepspeed"),
+        ("GPT-NeoX", "megatron-deepspeed"),
+        ("NVIDIA NeMo", "nemo"),
+        ("PyTorch FSDP2", "fsdp"),
+        *((entries[0].name, entries[0].name) for entries in FRAMEWORKS),
+    ],
+)
+def test_a_framework_is_told_by_its_name_as_people_write_it(told, name):
+    (entry,) = frameworks_of(row(framework=told))
+    assert entry.name == name
 
 
 def test_fp16_on_an_a100_may_be_several_frameworks_and_the_interval_says_so():
@@ -227,9 +333,16 @@ def test_columns_count_for_more_than_habits():
 
 def test_shards_of_some_ranks_are_repeated_in_the_others():
     sixteen = {"tp": "1", "pp": "1", "ngpu": "128", "model": "Llama3-8B", "gbs": "128"}
-    layout = only_layout(zero="1 8x16", **sixteen)
-    assert (layout.grid.dp_shard, layout.grid.dp_replicate) == (8, 16)
-    assert layout.config.parallel.data_parallel_sharding_strategy == "optim"
+    for zero, strategy in (
+        *(("1 8x16", "optim"), ("2 8x16", "optim_grads")),
+        *(
+            (name, "optim_grads_params")
+            for name in ("3 8x16", "FSDP 8x16", "HSDP 8x16", "HSDP8x16")
+        ),
+    ):
+        layout = only_layout(zero=zero, framework="megatron", **sixteen)
+        assert (layout.grid.dp_shard, layout.grid.dp_replicate) == (8, 16)
+        assert layout.config.parallel.data_parallel_sharding_strategy == strategy
 
 
 def test_a_node_may_have_fewer_gpus_than_usual():
@@ -241,7 +354,10 @@ def test_a_network_that_is_told_is_that_of_a_node():
     usual = cluster_of(row())
     assert cluster_of(told).network_link.bandwidth == pytest.approx(50e9 / 8)
     assert cluster_of(told).gpu == usual.gpu and usual.network_link.bandwidth == 50e9
-    assert cluster_of(row(note="EFA, 4x100 Gbit/s")) == cluster_of(told)
+    for links in ("4x100 Gbit/s", "8x50Gb/s", "1 x 400 Gbps", "2x25 GB/s"):
+        assert cluster_of(row(note=f"EFA, {links}")) == cluster_of(told), links
+    for memory in ("8x80GB", "8 x 80 GB HBM3", "8x80gb", "2x400 GBit3"):
+        assert cluster_of(row(note=memory)) == usual, memory
     assert cluster_of(row(note="hsdp 4x16")) == usual
 
 
@@ -252,6 +368,8 @@ def test_a_network_that_is_told_is_that_of_a_node():
         ("flash attn", "flash1"),
         ("fa2, 2023", "flash2"),
         ("with cuDNN", "best"),
+        ("FlashAttention-3", "best"),
+        ("flash attn v2.5", "flash2"),
         ("a flashy name", "scores"),
         ("", "scores"),
     ],
@@ -387,3 +505,7 @@ def test_some_layers_may_be_run_again() -> None:
     assert only_layout(recomp="full").config.memory.recompute_method == "uniform"
     with pytest.raises(DataError, match="full"):
         row_layouts(row(recomp="full three"))
+    with pytest.raises(DataError, match="'1' is none of none, full, selective"):
+        row_layouts(row(recomp="1"))
+    assert only_layout(recomp="core_attn") == only_layout(recomp="selective")
+    assert only_layout(recomp="no") == only_layout(recomp="0") == only_layout(recomp="none")

@@ -77,6 +77,23 @@ def test_no_layout_is_faster_or_smaller_than_its_bounds(
     assert rounds or least >= prediction.step_time / 5  # and they say something
 
 
+def test_replicas_that_do_not_divide_those_of_experts_are_bounded() -> None:
+    """Of six copies of an expert, of which four groups have replicas, three share its state."""
+    config = Config(PRESETS["debug-mixtral"]).with_values(global_batch_size=24, seq_length=64)
+    space, cluster = enumerate_space(config, 24), load_cluster("H100", 24)
+    c = space.columns
+    copies = c["dp"] * c["cp"] * c["tp"] // (c["ep"] * c["etp"])
+    uneven = np.flatnonzero((copies % c["instances"] > 0) & (np.gcd(copies, c["instances"]) > 1))
+    assert len(uneven) > 20
+    few = space.take(uneven[:: len(uneven) // 20])
+    ranks = Ranks.of(few.config.model, few.partitions)
+    memory, least = memory_bound(few, ranks), time_bound(few, ranks, cluster, Software()).seconds
+    for row in range(len(few)):
+        layout = check(few.config_of(row), 24, planned=True)
+        assert memory[row] <= peak_memory(layout, cluster).max_allocated * (1 + TIGHT)
+        assert least[row] <= predict(layout, cluster).step_time * (1 + TIGHT)
+
+
 def test_bounds_of_many_are_those_of_each() -> None:
     cluster, space = load_cluster("H100", 32), space_of("llama3-8b")
     few = space.take(np.arange(0, len(space), len(space) // 50))

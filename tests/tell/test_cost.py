@@ -44,6 +44,11 @@ def test_any_rate_of_failures_is_told(rate: float) -> None:
     json.dumps(finite(as_json(result, TOKENS, 1)), allow_nan=False)
 
 
+def test_one_of_a_kind_is_one() -> None:
+    told = "\n".join(cost_lines(failing(None), 1.0))
+    assert "are 1 step: " in told
+
+
 def test_the_rate_of_a_published_run_is_called_so() -> None:
     assert LLAMA in "\n".join(cost_lines(failing(INTERRUPTIONS_PER_GPU_DAY), TOKENS))
     assert not any("failures" in line for line in cost_lines(failing(None), TOKENS))

@@ -30,7 +30,7 @@ class Framework:
         name: name, as the column `framework` gives it.
         mark: regular expression for the framework's own names and those of models whose recipes
             say that it trained them, in lower case.
-        since: first release for which this holds, as numbers: (24, 7), or year and month.
+        since: year and month of the first release for which this holds.
         software: kernels and habits; some are taken only where the row's settings have them.
         overlaps_tp: whether tensor-parallel collectives overlap with multiplications in pieces,
             even if the row does not say so.

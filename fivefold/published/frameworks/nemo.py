@@ -17,11 +17,11 @@ NEMO: tuple[Framework, ...] = (
         whole_attention=True,
     ),
     Framework(
-        "nemo", "", (25,), CORE, overlaps_tp=True, fp8_recipe="delayed", whole_attention=True
+        "nemo", "", (2025,), CORE, overlaps_tp=True, fp8_recipe="delayed", whole_attention=True
     ),
 )
 BRIDGE: tuple[Framework, ...] = (
     Framework("bridge", r"megatron-?bridge", software=CORE, overlaps_tp=True),
     # Its recipes since June 2026 (perf_recipes, `cuda_graph_impl = "full_iteration"`).
-    Framework("bridge", "", (26, 6), replace(CORE, whole_graph=True), overlaps_tp=True),
+    Framework("bridge", "", (2026, 6), replace(CORE, whole_graph=True), overlaps_tp=True),
 )

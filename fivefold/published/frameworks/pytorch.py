@@ -17,7 +17,7 @@ FSDP: tuple[Framework, ...] = (
     # Mixed precision reduces gradients in bf16 in these trainers (`reduce_dtype`).
     Framework(
         "fsdp",
-        r"\bfsdp\b|\bhsdp\b|tinyllama|lit-?gpt|olmo|fairscale",
+        r"\bfsdp2?\b|\bhsdp\b|tinyllama|lit-?gpt|olmo|fairscale",
         software=replace(_EAGER, gradient_bytes=2.0),
         separate_loss=True,
         whole_attention=True,

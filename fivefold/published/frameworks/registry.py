@@ -2,6 +2,7 @@
 
 import re
 
+from fivefold.errors import DataError, did_you_mean
 from fivefold.published.frameworks.deepspeed import DEEPSPEED, MEGATRON_DEEPSPEED, XTUNER
 from fivefold.published.frameworks.framework import Framework
 from fivefold.published.frameworks.megatron import CORE_RELEASES, MEGATRON
@@ -14,7 +15,7 @@ from fivefold.published.frameworks.others import (
     TORCHTITAN,
 )
 from fivefold.published.frameworks.pytorch import AUTOMODEL, FOUNDRY, FSDP, KEMPNER, MAXTEXT
-from fivefold.published.row import PublishedRow
+from fivefold.published.row import PublishedRow, cluster_of
 
 FRAMEWORKS: tuple[tuple[Framework, ...], ...] = (
     NANOTRON,
@@ -35,7 +36,10 @@ FRAMEWORKS: tuple[tuple[Framework, ...], ...] = (
     MEGATRON,
 )
 """Each framework's entries by release, the oldest first; the first whose mark is found counts."""
-_RELEASE = re.compile(r"\b(?:core_r|v)?(\d{1,4})[.-](\d{1,2})\b|\b(20[12]\d)\b")
+_DATE = re.compile(r"(?<![\w.])(?:v|20)?([1-4]\d)[.-](1[0-2]|0?[1-9])\b|\b(20[1-4]\d)\b")
+"""A year and a month, with or without its century, or a year."""
+_CORE = re.compile(r"(?:\b|core_[rv])v?0\.(\d{1,2})\b")
+"""A release of Megatron-core: core_r0.12, core_v0.12.1, v0.12.0."""
 
 
 def frameworks_of(row: PublishedRow) -> tuple[Framework, ...]:
@@ -43,35 +47,43 @@ def frameworks_of(row: PublishedRow) -> tuple[Framework, ...]:
 
     The column `framework` counts, else the name of a framework in what the row says; the entry is
     that of the column `release`, or of a release that stands beside the name, or the latest.
+
+    Raises:
+        DataError: a column names a framework that is not known, or a release that has no date.
     """
     told = row.text("framework")
-    words = " ".join([row.source.lower(), row.text("model"), row.text("note")])
+    words = told or " ".join([row.source.lower(), row.text("model"), row.text("note")])
     for entries in FRAMEWORKS:
-        named = told == entries[0].name if told else re.search(entries[0].mark, words)
-        if named:
-            return (_at(entries, row.text("release") or row.source.lower()),)
+        if told == entries[0].name or re.search(entries[0].mark, words):
+            return (_at(entries, row),)
+    if told:
+        names = [entries[0].name for entries in FRAMEWORKS]
+        close = did_you_mean(told, names)
+        raise DataError(f"framework {told!r} is none of {', '.join(names)}, or empty{close}")
     return _possible(row)
 
 
-def _at(entries: tuple[Framework, ...], text: str) -> Framework:
-    """The entry of a release; the latest if none is told."""
-    release = _release(text)
+def _at(entries: tuple[Framework, ...], row: PublishedRow) -> Framework:
+    """The entry of a row's release; the latest if none is told."""
+    column = row.text("release")
+    release = _released(entries, column or row.source.lower())
+    if release is None and column and len(entries) > 1:
+        what = f"release {column!r} of {entries[0].name} has no date"
+        raise DataError(f"{what}: give its year and month, such as 2025-06")
     if release is None:
         return entries[-1]
     return [entry for entry in entries if entry.since <= release or entry is entries[0]][-1]
 
 
-def _release(text: str) -> tuple[int, ...] | None:
-    found = _RELEASE.search(text)
+def _released(entries: tuple[Framework, ...], text: str) -> tuple[int, ...] | None:
+    """The year of a release, or its year and month; None if the text says neither."""
+    if entries is MEGATRON and (core := _CORE.search(text)):
+        known = [date for minor, date in CORE_RELEASES.items() if minor <= int(core[1])]
+        return known[-1] if known else (2023,)
+    found = _DATE.search(text)
     if found is None:
         return None
-    if found[3]:
-        return (int(found[3]),)
-    first, second = int(found[1]), int(found[2])
-    if text.startswith("core_r"):
-        known = [date for minor, date in CORE_RELEASES.items() if minor <= second]
-        return known[-1] if known else (2023,)
-    return first, second
+    return (int(found[3]),) if found[3] else (2000 + int(found[1]), int(found[2]))
 
 
 def _possible(row: PublishedRow) -> tuple[Framework, ...]:
@@ -83,7 +95,7 @@ def _possible(row: PublishedRow) -> tuple[Framework, ...]:
     if row.text("flops_conv") == "hfu96":
         return (early, sequence)
     if row.text("prec") == "fp16":
-        sharded = row.text("zero") in ("1", "2")
+        sharded = row.text("zero").partition(" ")[0] in ("1", "2")
         return (MEGATRON_DEEPSPEED[-1], flash) if sharded else (sequence, flash)
-    before = row.text("gpu").startswith("a100") and not row.text("ep")
+    before = cluster_of(row).gpu.name.startswith("A100") and not row.text("ep")
     return (flash, latest) if before else (latest,)
