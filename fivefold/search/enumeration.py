@@ -37,7 +37,7 @@ from fivefold.search.partitions import (
     runnable,
 )
 from fivefold.search.request import Only, permits
-from fivefold.search.space import FIELDS, SHARDINGS, Space
+from fivefold.search.space import FIELDS, SHARDINGS, Space, sharing
 
 SHARD = "data_parallel_shard_size"
 MAX_MICRO_BATCH = 16  # largest micro-batch size that is tried, in sequences
@@ -85,6 +85,7 @@ def enumerate_space(
     choices = memory_choices(config, given)
     permitted = [n for n, choice in enumerate(choices) if permits(only, choice.settings)]
     columns = join(columns, {"memory": permitted})
+    columns = where(columns, sharing(columns, choices))
     columns = _paired(columns, config, given, found, choices)
     # The flex dispatcher sends the fewest rows: none twice to the same rank or node.
     # It has no rows for each expert, which could be padded.
