@@ -6,7 +6,7 @@ Records are JSON lines or rows of Parquet, of one of these forms:
     {"conversations": [{"from": "human", "value": "..."}, ...]}      ShareGPT
     {"prompt": "...", "completion": "..."}                           or lists of messages
 
-beside which `tools` (a list, or its JSON as a text) and `system` (a text that comes first) are read.
+beside which `tools` (a list, or its JSON as text) and `system` (a text that comes first) are read.
 """
 
 import json
