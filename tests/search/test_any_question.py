@@ -258,12 +258,16 @@ def test_what_is_enumerated_is_legal_and_has_what_was_given(part: int) -> None:
         "deepseek-v2-lite --gpus 4 --moe-shared-expert-overlap",
         "mixtral-8x7b --gpus 8 --moe-enable-deepep --moe-expert-rank-capacity-factor 2",
         "debug --gpus 4 --microbatch-group-size-per-virtual-pipeline-stage 4",
+        "debug --gpus 4 --check-loss-across-dp-replicas-interval 2",
+        "deepseek-v2-lite --gpus 8 --check-weight-hash-across-dp-replicas-interval 2",
+        "debug --gpus 4 --log-straggler",
     ],
 )
 def test_what_the_trainer_lacks_is_not_chosen(line: str) -> None:
     """Settings that were not given are among those that go together in the trainer, too."""
     here, rng = asked(f"{line} --gbs 32"), np.random.default_rng(1)
     space = legal_space(here)
+    assert len(space)
     further = space.with_memory(further_choices(here.config, here.given))
     for rows in (space, trained(further, like=space)):
         for row in rng.choice(len(rows), min(20, len(rows)), replace=False).tolist():
