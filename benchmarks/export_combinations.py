@@ -21,7 +21,7 @@ _DEGREES: Mapping[str, tuple[Any, ...]] = {
     "num_virtual_stages_per_pipeline_rank": (None, 2),
     "context_parallel_size": (1, 2, 4),
     "expert_model_parallel_size": (1, 2, 4, 8),
-    "precision": ("bf16", "fp32"),
+    "precision": ("bf16", "fp16", "fp32"),
     "micro_batch_size": (1, 2),
 }
 _MORE: Mapping[str, tuple[Any, ...]] = {

@@ -22,6 +22,7 @@ class Rates:
     """FLOP/s by precision; None if the device has no such units, or the rate is not known."""
 
     bf16: float
+    fp16: float | None = None
     fp8: float | None = None
     fp4: float | None = None
     fp32: float | None = None
@@ -29,7 +30,7 @@ class Rates:
 
     def of(self, precision: str) -> float:
         """The rate in a precision, or in the next wider one that the device has."""
-        order = ("fp4", "fp8", "bf16", "fp32", "fp64")
+        order = ("fp4", "fp8", "fp16", "bf16", "fp32", "fp64")
         for name in order[order.index(precision) :]:
             rate: float | None = getattr(self, name)
             if rate is not None:
@@ -84,8 +85,10 @@ class Gpu:
         return None not in (getattr(self.peak, precision), getattr(self.matmul, precision))
 
 
-def _rates(**tflops: float) -> Rates:
-    return Rates(**{name: value * _TERA for name, value in tflops.items()})
+def _rates(bf16: float, **tflops: float) -> Rates:
+    """Of a GPU, whose units multiply fp16 as fast as bf16."""
+    known = {"bf16": bf16, "fp16": bf16, **tflops}
+    return Rates(**{name: value * _TERA for name, value in known.items()})
 
 
 _A100 = Gpu(
@@ -214,16 +217,16 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
                 "TPU v4",
                 32 * GB,
                 1200 * GB,
-                _rates(bf16=275),
-                _rates(bf16=240),
+                Rates(275 * _TERA),
+                Rates(240 * _TERA),
                 8,
             ),
             Gpu(
                 "TPU v5p",
                 95 * GB,
                 2765 * GB,
-                _rates(bf16=459),
-                _rates(bf16=400),
+                Rates(459 * _TERA),
+                Rates(400 * _TERA),
                 8,
             ),
         )
@@ -256,7 +259,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
     Args:
         device_name: name from `torch.cuda.get_device_name`.
-        precision: "bf16", "fp32" (without TF32) or "fp64".
+        precision: "bf16", "fp16", "fp32" (without TF32) or "fp64".
 
     >>> peak_flops("NVIDIA H100 80GB HBM3", "bf16")
     989000000000000.0

@@ -13,10 +13,11 @@ from fivefold.config.config import SETTINGS, Config
 from fivefold.config.dependence import without_orphans
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.parallel import ParallelConfig, option
+from fivefold.config.records import LoggingConfig
 from fivefold.config.settings import argument, flag_of, settings_of
 from fivefold.config.sharding import ShardingStrategy
 from fivefold.config.sources import load_options
-from fivefold.config.training import MOCK, LoggingConfig, OptimizerConfig
+from fivefold.config.training import MOCK, OptimizerConfig
 from fivefold.counts.derived import as_table
 from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.files import finite

@@ -11,11 +11,12 @@ from fivefold.config.graph_rules import check_graph_device
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load
+from fivefold.config.training import ELEMENT_BYTES
 from fivefold.expert.deepep_rules import check_deepep
 from fivefold.train.devices import Asked, choose_device, visible_gpus
 from fivefold.train.rank_env import RankEnv
 
-PRECISIONS = ("--precision", "--bf16", "--fp32", "--fp64")
+PRECISIONS = ("--precision", *(f"--{name}" for name in ELEMENT_BYTES))
 
 
 @dataclass(frozen=True)

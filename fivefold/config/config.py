@@ -9,12 +9,11 @@ from fivefold.config.experts import ExpertsConfig
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
+from fivefold.config.records import CheckpointConfig, LoggingConfig
 from fivefold.config.settings import Setting, settings_of
 from fivefold.config.training import (
     ELEMENT_BYTES,
-    CheckpointConfig,
     DataConfig,
-    LoggingConfig,
     OptimizerConfig,
     TrainingConfig,
 )
@@ -89,18 +88,18 @@ class Config:
 
     @property
     def _has_masters(self) -> bool:
-        """Whether weights in bf16 have masters in fp32."""
-        return self.training.precision == "bf16" and not self.optimizer.narrow_parameters
+        """Whether weights of 16 bits have masters in fp32."""
+        return self.training.in_16_bits and not self.optimizer.narrow_parameters
 
     @property
     def keeps_masters_apart(self) -> bool:
-        """Whether weights lie in bf16, and the optimizer keeps their masters beside them."""
+        """Whether weights lie in 16 bits, and the optimizer keeps their masters beside them."""
         return self._has_masters and not self.gathers_weights()
 
     @property
     def narrow_weights(self) -> bool:
-        """Whether weights lie in bf16 between steps: beside masters, with remainders, or as these
-        themselves."""
+        """Whether weights lie in 16 bits between steps: beside masters, with remainders, or as
+        these themselves."""
         return self.optimizer.narrow_parameters or self.keeps_masters_apart
 
     @property

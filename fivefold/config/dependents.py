@@ -2,6 +2,7 @@
 
 from fivefold.config.config import Config
 from fivefold.config.run_dependents import OF_RUNS, Dependents
+from fivefold.config.training import SCALE_BY_TRIAL
 
 
 def _pipelined(config: Config) -> bool:
@@ -287,6 +288,20 @@ DEPENDENTS = (
         lambda c: c.training.precision == "bf16",
         "is for training in bf16",
         ("--bf16",),
+    ),
+    Dependents(
+        ("loss_scale", *SCALE_BY_TRIAL),
+        "precision",
+        lambda c: c.training.precision == "fp16",
+        "is for gradients in fp16, which would vanish unscaled",
+        ("--fp16",),
+    ),
+    Dependents(
+        SCALE_BY_TRIAL,
+        "loss_scale",
+        lambda c: c.optimizer.loss_scale is None,
+        "is for a scale that is found by trial",
+        ("--loss-scale none",),
     ),
     Dependents(
         (

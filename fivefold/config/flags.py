@@ -38,6 +38,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 SWITCHES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "bf16": {"precision": "bf16"},
+        "fp16": {"precision": "fp16"},
         "fp32": {"precision": "fp32"},
         "fp64": {"precision": "fp64"},
         "mock_data": {"data_path": (MOCK,), "tokenizer_model": None},

@@ -190,8 +190,10 @@ FOREIGN = _table(
     ("", "init_lora_weights", "A is uniform and B zero, as PEFT has them by default"),
     # Precision
     ("--precision", "dtype torch_dtype mixed_precision param_dtype", ""),
-    ("--bf16", "fp16 half float16 amp", "fp16 needs loss scaling, which Fivefold does not have"),
-    ("--bf16", "bfloat16", ""),
+    ("--fp16", "half float16", ""),
+    ("--initial-loss-scale", "initial_scale_power init_scale", "not its power of two"),
+    ("--loss-scale-window", "growth_interval scale_growth_interval", ""),
+    ("--bf16", "bfloat16 amp", ""),
     ("--fp32", "float32 tf32", ""),
     ("--fp64", "float64 double", ""),
     ("--fp8-format", "fp8 fp8_recipe_format", ""),

@@ -3,7 +3,6 @@
 _ONE_WAY = "there is one way, which needs no choice"
 _MESSAGES = "messages between stages are always asynchronous, each direction by itself"
 _ADAMW = "AdamW is the only optimizer"
-_NO_FP16 = "fp16 needs loss scaling, which Fivefold does not have; --bf16 needs none"
 _BATCH = "a batch is whole microbatches on every rank, or refused"
 _SIGNALS = "SIGTERM, SIGUSR1 and Ctrl-C end a run, which saves its step before"
 _RATES = "all weights have one learning rate, and all but biases and norms one weight decay"
@@ -98,12 +97,7 @@ MEGATRON_NAMES: tuple[tuple[str, str, str], ...] = (
         "muon_extra_scale_factor muon_scalar_optimizer lion_beta1 lion_beta2",
         _ADAMW,
     ),
-    (
-        "",
-        "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis "
-        "fp16_lm_cross_entropy",
-        _NO_FP16,
-    ),
+    ("", "fp16_lm_cross_entropy", "losses are summed in fp32 at least"),
     ("", "init_method_xavier_uniform", "weights are normal, of --init-method-std"),
     ("", "data_parallel_random_init", "initial weights are the same in every layout"),
     # Model

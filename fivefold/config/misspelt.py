@@ -6,7 +6,8 @@ from types import MappingProxyType
 MEANT: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "precision": {
-            **dict.fromkeys(("fp16", "float16", "half", "16", "16_mixed", "bfloat16"), "bf16"),
+            **dict.fromkeys(("bfloat16", "bf16_mixed"), "bf16"),
+            **dict.fromkeys(("float16", "half", "16", "16_mixed", "fp16_mixed"), "fp16"),
             **dict.fromkeys(("float32", "float", "single", "tf32", "32"), "fp32"),
             **dict.fromkeys(("float64", "double", "64"), "fp64"),
         },

@@ -185,7 +185,7 @@ OF_RUNS = (
     Dependents(
         ("bad_step_action",),
         "check_for_nan_in_loss_and_grad",
-        lambda c: c.training.check_for_nan_in_loss_and_grad or c.training.check_for_spiky_loss,
+        lambda c: c.training.must_be_finite or c.training.check_for_spiky_loss,
         "says what follows a step that is found to be bad",
         ("--check-for-nan-in-loss-and-grad", "--check-for-spiky-loss"),
     ),

@@ -1,4 +1,4 @@
-"""Settings of training, data, optimizer, checkpoints and logging."""
+"""Settings of training, data and optimizer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,13 +8,16 @@ from typing import Literal
 from fivefold.config.batch_sizes import BatchSizes
 from fivefold.config.parallel import option
 
-ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp32": 4, "fp64": 8})
+ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8})
 """Bytes of an element, by precision."""
-
-
+Precision = Literal["bf16", "fp16", "fp32", "fp64"]
 MomentType = Literal["fp32", "bf16", "fp8"]
 MasterType = Literal["fp32", "bf16"]
 GradientType = Literal["fp32", "bf16"]
+LARGEST_LOSS_SCALE = 2.0**64
+"""Beyond it a scaled loss may be more than fp32 holds."""
+SCALE_BY_TRIAL = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+"""Settings of a loss scale that is not constant."""
 BLOCK = 32
 """Elements of a row that share a scale in a moment of 8 bits; the scale takes a byte."""
 MOCK = "mock"
@@ -40,8 +43,8 @@ class TrainingConfig:
         None, "sequences of the whole run, in place of train_iters: rates count samples, too"
     )
     seed: int = option(1234, "seed of initial weights, data order and dropout, whatever the layout")
-    precision: Literal["bf16", "fp32", "fp64"] = option(
-        "bf16", "compute type; bf16 keeps fp32 master weights and reduces in fp32"
+    precision: Precision = option(
+        "bf16", "compute type; bf16 and fp16 keep fp32 master weights and reduce in fp32"
     )
     fp8_format: Literal["e4m3", "hybrid"] | None = option(
         None, "8-bit format of matrix multiplications on top of bf16; hybrid: e5m2 for gradients"
@@ -192,6 +195,17 @@ class TrainingConfig:
         return self.global_batch_size * self.seq_length
 
     @property
+    def in_16_bits(self) -> bool:
+        """Whether it computes in 16 bits, and updates masters in fp32."""
+        return ELEMENT_BYTES[self.precision] == 2
+
+    @property
+    def must_be_finite(self) -> bool:
+        """Whether a step that is not finite is left out: in fp16 always, whose loss scale is found
+        so."""
+        return self.check_for_nan_in_loss_and_grad or self.precision == "fp16"
+
+    @property
     def delays_scales(self) -> bool:
         """Whether 8-bit tensors are scaled by the largest elements of earlier steps."""
         return self.fp8_format is not None and self.fp8_recipe == "delayed"
@@ -291,6 +305,18 @@ class OptimizerConfig:
         "fp32", "type of the second moment between steps; fewer bits are rounded stochastically"
     )
 
+    loss_scale: float | None = option(
+        None,
+        "factor of the loss in fp16, whose small gradients would vanish without one; none: as "
+        "large a one as they allow",
+    )
+    initial_loss_scale: float = option(2.0**32, "the first of the factors that are found by trial")
+    min_loss_scale: float = option(1.0, "the least of these factors")
+    loss_scale_window: int = option(
+        1000, "steps without a gradient that overflows, after which the factor is doubled"
+    )
+    hysteresis: int = option(2, "gradients that overflow before the factor is halved")
+
     def durations(self, training: TrainingConfig) -> tuple[int, int, int | None]:
         """The end of the warm-up, that of the decay, and the length of WSD's final decay; in what
         the run counts (`TrainingConfig.counted_in`)."""
@@ -299,6 +325,11 @@ class OptimizerConfig:
             return self.lr_warmup_iters, end, self.lr_wsd_decay_iters
         end = self.lr_decay_samples or training.train_samples
         return self.lr_warmup_samples, end, self.lr_wsd_decay_samples
+
+    @property
+    def least_loss_scale(self) -> float:
+        """The scale below which none is tried."""
+        return self.loss_scale or self.min_loss_scale
 
     @property
     def narrow_parameters(self) -> bool:
@@ -320,71 +351,3 @@ class OptimizerConfig:
     def moment_types(self) -> tuple[MomentType, MomentType]:
         """The types of the first and the second moment; fp32 stands for that of the masters."""
         return self.exp_avg_dtype, self.exp_avg_sq_dtype
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """The run folder and its checkpoints."""
-
-    save: str | None = option(
-        None,
-        "run folder (default: runs/RECIPE-TIME); if it holds checkpoints, the run continues from "
-        "the latest",
-    )
-    load: str | None = option(
-        None, "run folder to start from, of any layout; or weights of Hugging Face or Megatron-core"
-    )
-    load_adapter: str | None = option(
-        None, "folder of an adapter that PEFT saved, to go on with beside the weights of --load"
-    )
-    ckpt_step: int | None = option(None, "step of --load to start from (default: its latest)")
-    finetune: bool = option(
-        False, "load only the weights of --load; step, optimizer and data start anew"
-    )
-    save_interval: int | None = option(
-        0,
-        "steps between checkpoints; 0: only the last step; auto: as often as loses the least "
-        "time, by what a checkpoint costs here and how often devices fail",
-        none="auto",
-    )
-    keep_latest_k: int | None = option(3, "number of checkpoints to keep; none: all")
-    async_save: bool = option(True, "write checkpoints while training goes on")
-    non_persistent_save_interval: int = option(
-        0, "steps between copies of each rank's state in the memory of its host; 0: none"
-    )
-    non_persistent_local_ckpt_dir: str = option(
-        "/dev/shm", "folder in the memory of each host for these copies"
-    )
-    replication_jump: int | None = option(
-        None,
-        "ranks between a rank and the one on whose host its second copy is kept; none: so many "
-        "that it is another host",
-    )
-
-
-@dataclass(frozen=True)
-class LoggingConfig:
-    """Console, metrics, profiles and audits; metrics.jsonl is always written."""
-
-    log_interval: int = option(1, "steps between console lines")
-    log_straggler: bool = option(
-        False, "compare the times of replicas at each console line, and name those that are slow"
-    )
-    tensorboard: bool = option(False, "write TensorBoard events (extra: fivefold[tensorboard])")
-    wandb_project: str | None = option(None, "report to this W&B project (extra: fivefold[wandb])")
-    profile: bool = option(
-        False,
-        "record when each pipeline action runs; the run folder keeps the last profiled step",
-    )
-    profile_step_start: int = option(10, "first step that is profiled")
-    profile_step_end: int = option(12, "first step that is no longer profiled")
-    profile_ranks: tuple[int, ...] = option((0,), "ranks whose pipelines are profiled")
-    use_pytorch_profiler: bool = option(
-        False, "also keep torch's trace of these steps and ranks, with actions and messages named"
-    )
-    record_memory_history: bool = option(
-        False, "also keep what the GPU's allocator did in these steps, for pytorch.org/memory_viz"
-    )
-    audit: bool = option(
-        False, "measure what the second step sends, holds and computes, for `fivefold audit`"
-    )

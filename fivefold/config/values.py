@@ -5,7 +5,7 @@ from math import gcd
 from types import MappingProxyType
 
 from fivefold.config.config import Config
-from fivefold.config.training import TrainingConfig
+from fivefold.config.training import LARGEST_LOSS_SCALE, OptimizerConfig, TrainingConfig
 from fivefold.errors import Mistakes
 
 _Rule = tuple[Callable[[float], bool], str]
@@ -13,6 +13,7 @@ _Rule = tuple[Callable[[float], bool], str]
 _AT_LEAST_ONE: _Rule = (lambda v: v >= 1, "at least 1")
 _NOT_NEGATIVE: _Rule = (lambda v: v >= 0, "0 or more")
 _POSITIVE: _Rule = (lambda v: v > 0, "positive")
+_LOSS_SCALE: _Rule = (lambda v: 0 < v <= LARGEST_LOSS_SCALE, "above 0 and at most 2^64")
 _SHARE: _Rule = (lambda v: 0 <= v < 1, "in [0, 1)")
 
 _RULES = MappingProxyType(
@@ -88,6 +89,11 @@ _RULES = MappingProxyType(
         "adam_beta2": _SHARE,
         "adam_eps": _POSITIVE,
         "clip_grad": _NOT_NEGATIVE,
+        "loss_scale": _LOSS_SCALE,
+        "initial_loss_scale": _LOSS_SCALE,
+        "min_loss_scale": _LOSS_SCALE,
+        "loss_scale_window": _AT_LEAST_ONE,
+        "hysteresis": _AT_LEAST_ONE,
         "ckpt_step": _NOT_NEGATIVE,
         "save_interval": _NOT_NEGATIVE,
         "non_persistent_save_interval": _NOT_NEGATIVE,
@@ -121,6 +127,8 @@ def check_values(config: Config, mistakes: Mistakes) -> None:
             out_of_range.add(name)
     if not out_of_range & _OF_THE_RATE:
         _check_rate(config, mistakes)
+    if not out_of_range & {"initial_loss_scale", "min_loss_scale"}:
+        _check_loss_scale(config.optimizer, mistakes)
     if "global_batch_size" not in out_of_range:
         _check_ramp(config.training, mistakes)
     if config.checkpoint.load is None:
@@ -169,6 +177,15 @@ def _check_ramp(training: TrainingConfig, mistakes: Mistakes) -> None:
                 f"{off} {start} {gcd(growth, increment)} {samples}",
                 f"--global-batch-size {start + -(-growth // increment) * increment}",
             ],
+        )
+
+
+def _check_loss_scale(optimizer: OptimizerConfig, mistakes: Mistakes) -> None:
+    first, least = optimizer.initial_loss_scale, optimizer.min_loss_scale
+    if first < least:
+        mistakes.add(
+            f"initial_loss_scale {first:g} is below min_loss_scale {least:g}",
+            works=[f"--initial-loss-scale {least:g}", f"--min-loss-scale {first:g}"],
         )
 
 

@@ -19,7 +19,12 @@ import torch
 from fivefold.config.config import Config
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+    {
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+        "fp32": torch.float32,
+        "fp64": torch.float64,
+    }
 )
 """Types in which a run computes, by their names in settings."""
 
@@ -35,7 +40,7 @@ class Policy:
         reduces_every_microbatch: whether to keep no unsharded gradient (ZeRO-2 and ZeRO-3).
         compute_dtype: dtype of activations and gathered parameters.
         master_dtype: dtype of the parameters between steps, or of the masters that are kept for
-            them on the host. The optimizer may keep wider ones of bf16.
+            them on the host. The optimizer may keep wider ones of 16 bits.
         gradient_dtype: dtype in which gradients are summed and kept.
         wire_dtype: dtype in which gradients are sent.
         sum_dtype: dtype in which sharded gradients are added up.
@@ -71,7 +76,7 @@ def make_policy(config: Config) -> Policy:
     sharding, precision = parallel.sharding, training.precision
     wide = torch.float64 if precision == "fp64" else torch.float32
     gradient = torch.bfloat16 if config.optimizer.narrow_gradients else wide
-    master = torch.bfloat16 if config.narrow_weights else wide
+    master = DTYPES[precision] if config.narrow_weights else wide
     wire = torch.bfloat16 if parallel.grad_reduce_in_bf16 else gradient
     return Policy(
         shards=sharding.splits_optimizer,

@@ -77,19 +77,21 @@ def sinkhorn(logits_TE: Tensor) -> Tensor:
     return of_experts_E * cost_TE * of_tokens_T[:, None]
 
 
-def attach(x: Tensor, loss: Tensor) -> Tensor:
-    """`x` unchanged; its backward also backpropagates `loss` with gradient 1."""
-    y: Tensor = _Attached.apply(x, loss)
+def attach(x: Tensor, loss: Tensor, scale: Tensor | None) -> Tensor:
+    """`x` unchanged; its backward also backpropagates `loss`, with the gradient `scale`, or 1."""
+    y: Tensor = _Attached.apply(x, loss, scale)
     return y
 
 
 class _Attached(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        ctx.kind = loss.dtype, loss.device
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor | None) -> Tensor:
+        ctx.kind, ctx.scale = (loss.dtype, loss.device), scale
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         dtype, device = ctx.kind
-        return grad, torch.ones((), dtype=dtype, device=device)
+        if ctx.scale is not None:
+            return grad, ctx.scale.to(dtype), None
+        return grad, torch.ones((), dtype=dtype, device=device), None

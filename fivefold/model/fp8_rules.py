@@ -115,6 +115,11 @@ def check_eight_bit(config: Config, mistakes: Mistakes) -> None:
     if training.fp8_format is None:
         return
     recipe = training.fp8_recipe
+    if training.precision == "fp16":
+        mistakes.add(
+            "fp8_format multiplies on top of bf16: kernels that scale rows give no fp16",
+            works=["--bf16", "--fp8-format none"],
+        )
     if recipe == "delayed":
         _check_delayed(training, mistakes)
     if recipe in E4M3_ALONE and training.fp8_format == "hybrid":

@@ -118,6 +118,7 @@ class Router(nn.Module):
         limit: seam for dropping tokens beyond an expert's capacity.
         expert_bias: [E], added to the scores for the choice only (Wang et al., Auxiliary-Loss-Free
             Load Balancing, 2024); None without such balancing.
+        loss_scale: factor of the losses in their gradients, scalar; None: 1.
         batch_counts: (step, [E] tokens per expert in the step's microbatches so far, number of
             tokens), for global_aux_loss.
     """
@@ -141,6 +142,7 @@ class Router(nn.Module):
         self.choice: Choice = plain_choice
         self.limit: Limit = plain_limit
         self.turns: Callable[[Tensor], Tensor] = plain_turns
+        self.loss_scale: Tensor | None = None
         self.batch_counts: tuple[int, Tensor | int, int] = NOTHING_YET
 
     def forward(self, x_TH: Tensor, context: Context) -> ExpertChoice:
@@ -156,7 +158,7 @@ class Router(nn.Module):
             loss = self._loss(logits_TE, decided, context)
             if loss is not None:
                 decided.sums[-1] = loss.detach()
-                weights_TK = attach(weights_TK, loss)
+                weights_TK = attach(weights_TK, loss, self.loss_scale)
         settings, tokens = self.settings, len(x_TH)
         pads = settings.moe_pad_expert_input_to_capacity
         return ExpertChoice(

@@ -32,8 +32,8 @@ Block = tuple[Sequence[nn.Parameter], Callable[[], None]]
 class AdamW:
     """`torch.optim.AdamW`, fused, on this rank's shards.
 
-    Of weights in bf16 that have neither remainders nor are their own masters, it keeps masters in
-    fp32, which it updates and rounds into the weights.
+    Of weights in 16 bits that have neither remainders nor are their own masters, it keeps masters
+    in fp32, which it updates and rounds into the weights.
 
     Every parameter that requires a gradient is updated in every step; a missing gradient counts as
     zero. So the updated parameters do not depend on the layout (an expert may get no token).
@@ -60,7 +60,7 @@ class AdamW:
         self._places, rooms = places or {}, rooms or {}
         self._parameters = {n: p for n, p in parameters.items() if p.requires_grad}
         self._leaves = {name: local_tensor(p) for name, p in self._parameters.items()}
-        narrow = {n for n, leaf in self._leaves.items() if leaf.dtype == torch.bfloat16}
+        narrow = {n for n, leaf in self._leaves.items() if leaf.itemsize == 2}
         self._apart = set() if config.narrow_parameters else narrow
         self._leaves |= {name: self._leaves[name].detach().float() for name in self._apart}
         if config.narrow_gradients or narrow:
@@ -177,8 +177,8 @@ class AdamW:
             yield from (tensor for name, tensor in state.items() if name != "step")
 
     def weights(self) -> dict[str, Piece]:
-        """The weights that are updated: masters in fp32 of those that lie in bf16, which are copies
-        where these have remainders."""
+        """The weights that are updated: masters in fp32 of those that lie in 16 bits, which are
+        copies where these have remainders."""
         found = {name: piece_of(parameter) for name, parameter in self._parameters.items()}
         for name, state in self._state.items():
             if REMAINDER in state:
@@ -188,7 +188,7 @@ class AdamW:
         return found
 
     def beside(self, name: str) -> Tensor | None:
-        """What is kept beside a weight in bf16, if anything: its master, or what that has more."""
+        """What is kept beside a weight of 16 bits, if anything: its master, or what it lacks."""
         state = self._state.get(name, {})
         return state.get(MASTER, state.get(REMAINDER))
 

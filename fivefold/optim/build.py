@@ -8,13 +8,14 @@ from fivefold.data_parallel.fsdp import ShardedStage
 from fivefold.data_parallel.policy import make_policy
 from fivefold.memory.host import HostLink
 from fivefold.mesh.slices import piece_of
+from fivefold.optim.loss_scale import LossScaler
 from fivefold.optim.offload import HostAdamW
 from fivefold.optim.optimizer import Optimizer
 from fivefold.optim.rounding import NamedElements
 from fivefold.parallel_model import ParallelModel
 
 
-def build_optimizer(model: ParallelModel, device: torch.device) -> Optimizer:
+def build_optimizer(model: ParallelModel, device: torch.device, scaler: LossScaler) -> Optimizer:
     """The optimizer of a rank's parameters.
 
     A gradient that FSDP2 has reduced leaves for the host at once, unless further sums follow.
@@ -48,4 +49,4 @@ def build_optimizer(model: ParallelModel, device: torch.device) -> Optimizer:
                     host.leave_when_reduced(name, whole=len(model.records[name].sums) == 1)
     early = config.parallel.overlap_param_gather_with_optimizer_step
     blocks = [*model.blocks()] if early else ()
-    return Optimizer(parameters, config.optimizer, host, blocks, places)
+    return Optimizer(parameters, config.optimizer, host, blocks, places, scaler)

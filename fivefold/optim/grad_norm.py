@@ -1,5 +1,6 @@
 """The exact norm of a gradient distributed over all ranks, and gradient clipping."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -112,19 +113,30 @@ def _squares(tensors: list[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def clip_(
-    grads: Sequence[Tensor], norm: Tensor, max_norm: float, found_inf: Tensor | None = None
+    grads: Sequence[Tensor],
+    norm: Tensor,
+    max_norm: float,
+    found_inf: Tensor | None = None,
+    *,
+    loss_scale: float | None = None,
 ) -> None:
     """Scale gradients in place by min(1, max_norm / (norm + 1e-6)), as Megatron-LM does.
+
+    And undo the scale of the loss that they are of.
 
     Does not synchronise with the device.
 
     Args:
         grads: plain tensors or DTensors.
-        norm: global norm of all gradients.
-        max_norm: norm above which gradients are scaled.
+        norm: global norm of all gradients, of a loss without scale.
+        max_norm: norm above which gradients are scaled; 0: none is.
         found_inf: where it is 1, gradients stay unchanged; None: 0.
+        loss_scale: factor of the loss; None: 1.
     """
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if max_norm == 0 and loss_scale is None:
+        return
+    limit = max_norm or math.inf
+    scale = (limit / (norm + 1e-6)).clamp(max=1.0) / (loss_scale or 1.0)
     if found_inf is not None:
         scale = scale.masked_fill(found_inf > 0, 1.0)
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}

@@ -146,13 +146,13 @@ class HostAdamW:
         self.link.arrive(self._left[name][1])
         return self.state.gradient(name)
 
-    def step(self, lr: float, norm: float, max_norm: float) -> None:
+    def step(self, lr: float, norm: float, max_norm: float, loss_scale: float | None) -> None:
         """Clip and update, bucket by bucket, and send weights back; no gradient is left afterwards.
 
         Args:
             lr: learning rate.
-            norm: global norm of all gradients.
-            max_norm: norm above which gradients are scaled; 0: never.
+            norm: global norm of all gradients, of a loss without scale.
+            max_norm, loss_scale: as for `clip_`.
         """
         order = {name: place for place, name in enumerate(self._left)}
 
@@ -162,10 +162,10 @@ class HostAdamW:
             return self._left[last][1]
 
         def update(bucket: Bucket, lines: Lines) -> None:
-            if max_norm > 0:
-                gradients = [part.of(GRADIENT, lines) for part in bucket.parts]
-                # Filled on their device: a copy from the host would wait for it.
-                clip_(gradients, gradients[0].new_full((), norm, dtype=torch.float64), max_norm)
+            gradients = [part.of(GRADIENT, lines) for part in bucket.parts]
+            # Filled on their device: a copy from the host would wait for it.
+            whole = gradients[0].new_full((), norm, dtype=torch.float64)
+            clip_(gradients, whole, max_norm, loss_scale=loss_scale)
             self._updates[bucket.number].step(lr)
 
         if self._rooms is None:

@@ -8,6 +8,7 @@ from fivefold.config.training import OptimizerConfig
 from fivefold.mesh.slices import Piece, local_tensor, piece_of
 from fivefold.optim.adamw import AdamW, Block
 from fivefold.optim.grad_norm import Departed
+from fivefold.optim.loss_scale import LossScaler
 from fivefold.optim.offload import HostAdamW
 from fivefold.optim.rounding import NamedElements
 
@@ -21,6 +22,7 @@ class Optimizer:
         host: those whose state is in host memory.
         blocks: as for `AdamW`, of the device's parameters.
         places: as for `AdamW`, of all parameters.
+        scaler: scale of the loss that gradients are of.
     """
 
     def __init__(
@@ -30,8 +32,9 @@ class Optimizer:
         host: HostAdamW,
         blocks: Sequence[Block],
         places: Mapping[str, NamedElements] | None,
+        scaler: LossScaler,
     ) -> None:
-        self._parameters, self.host = parameters, host
+        self._parameters, self.host, self._scaler = parameters, host, scaler
         here = {n: p for n, p in parameters.items() if n not in host}
         self.device = AdamW(here, config, blocks, places)
 
@@ -65,7 +68,12 @@ class Optimizer:
         self.host.publish()
 
     def gradient(self, name: str) -> Tensor:
-        """This rank's part of a reduced gradient, wherever it is."""
+        """This rank's part of a reduced gradient of the loss, wherever it is."""
+        grad, scale = self._scaled(name), self._scaler.scale
+        return grad if scale is None else grad / scale
+
+    def _scaled(self, name: str) -> Tensor:
+        """The same, of the loss times its scale."""
         if name in self.host:
             return self.host.gradient(name)
         grad = self._parameters[name].grad
@@ -73,8 +81,8 @@ class Optimizer:
         return local_tensor(grad)
 
     def measurable(self, name: str) -> Tensor | Departed:
-        """What the norm needs of a reduced gradient."""
-        return self.host.departed(name) if name in self.host else self.gradient(name)
+        """What the norm needs of a reduced gradient of the loss times its scale."""
+        return self.host.departed(name) if name in self.host else self._scaled(name)
 
     def state_tensors(self) -> dict[str, Piece]:
         """The moments, wherever they are, named as by `AdamW.state_tensors`."""

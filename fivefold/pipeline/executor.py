@@ -87,6 +87,7 @@ class Executor:
             end (None).
         states_into: hidden states of a token that enter a stage, by its index, where further tokens
             are predicted; None: always one.
+        loss_scale: factor of the loss in its gradients, scalar; None: 1.
         lines: groups of two ranks by sender and receiver, for messages between them; other messages
             use `group`.
     """
@@ -102,6 +103,7 @@ class Executor:
     delays_weights: bool = False
     observe: Observer = field(default=nullcontext)
     enter: Callable[[Act | None], None] = field(default=lambda act: None)
+    loss_scale: Tensor | None = None
     states_into: Callable[[int], int] | None = None
     lines: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
 
@@ -330,7 +332,7 @@ class _Step:
         forward = self._forwards.pop(piece)
         assert forward.edge is not None
         edges: list[GradientEdge] = [forward.edge]
-        grads: list[Tensor | None] = [None]
+        grads: list[Tensor | None] = [self._on.loss_scale]
         if not module.parts.head:
             grads = [self._mail.take((Direction.BACKWARD, *piece))]
         if self._program.num_slices > 1:

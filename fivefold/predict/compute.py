@@ -17,7 +17,7 @@ _EXPONENTIAL = 32  # features of a head whose products take as long as a score's
 _ALIGNED = 16  # bytes that tensor cores read at once
 _PADDED_HEAD = 32  # of whose multiples fused attention has kernels, as in FlashAttention's source
 _FILL = 2.8e-6  # seconds in which a tile's pipeline fills and drains, whatever the rate between
-ELEMENT = {"bf16": 2.0, "fp32": 4.0, "fp64": 8.0, "fp8": 1.0, "fp4": 0.5}
+ELEMENT = {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0, "fp64": 8.0, "fp8": 1.0, "fp4": 0.5}
 RECIPE_RATE = {
     "delayed": 1.0,
     "tensorwise": 1.0,
@@ -71,7 +71,7 @@ def matmul(
         m: rows of the result.
         n: columns of the result.
         k: depth.
-        precision: precision of the operands: bf16, fp8, fp4, fp32, fp64.
+        precision: precision of the operands: bf16, fp16, fp8, fp4, fp32, fp64.
         batch: number of equal multiplications (of experts, for example).
         result: bytes read and written for each element of the result.
     """
@@ -127,7 +127,7 @@ def attention(
         gpu: the GPU.
         flops: FLOPs of the forward; causal attention counts half.
         length: length of the queries that a kernel sees, in tokens.
-        precision: precision of the operands: bf16, fp32 or fp64; bf16 in 8- and 4-bit training.
+        precision: precision of the operands, in 16 bits at least; bf16 where others have fewer.
         head: features of a head, the mean of queries' and values'; smaller ones are padded.
     """
     flops *= ceil(head / _PADDED_HEAD) * _PADDED_HEAD / head

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from statistics import median
 
 from fivefold.config.training import TrainingConfig
-from fivefold.train.engine import StepResult
+from fivefold.train.step_result import StepResult
 
 REMEMBERED = 100  # losses
 LEAST = 20  # losses, before one of them can be a spike
@@ -18,10 +18,11 @@ class BadSteps:
 
     Args:
         training: what is checked, and what becomes of a bad step.
+        least_scale: the loss scale in fp16 below which none is tried.
     """
 
-    def __init__(self, training: TrainingConfig) -> None:
-        self._training = training
+    def __init__(self, training: TrainingConfig, least_scale: float = 1.0) -> None:
+        self._training, self._least_scale = training, least_scale
         self._losses: deque[float] = deque(maxlen=REMEMBERED)
         self._in_a_row = self._reached = 0
 
@@ -43,10 +44,19 @@ class BadSteps:
             return math.inf
         return self._training.spiky_loss_factor * median(self._losses) or math.inf
 
+    def is_trial(self, result: StepResult) -> bool:
+        """Whether a step was not taken that only showed that a lower loss scale has to be tried."""
+        return result.overflowed and (result.loss_scale or 0.0) > self._least_scale
+
     def look(self, step: int, result: StepResult) -> str:
         """What is bad about a step that was not taken; empty if it is good."""
         wrong = ""
-        if not result.finite and self._training.check_for_nan_in_loss_and_grad:
+        if result.overflowed:
+            wrong = (
+                f"the gradients of step {step} overflow in fp16, with the least loss scale, "
+                f"{result.loss_scale:g}"
+            )
+        elif not result.finite and self._training.must_be_finite:
             wrong = (
                 f"step {step} is not finite: loss {result.loss:.6g}, "
                 f"gradient norm {result.grad_norm:.6g}"

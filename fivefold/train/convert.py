@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from functools import reduce
 from glob import escape
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from fivefold.convert.stored import stored_tensors
 from fivefold.data.template import FILES as TEMPLATE_FILES
 from fivefold.data.template import TOKENIZER_CONFIG, folder_of
 from fivefold.data.tokenizer import Tokenizer
-from fivefold.data_parallel.policy import DTYPES as COMPUTED
+from fivefold.data_parallel.policy import DTYPES
 from fivefold.errors import CheckpointError, Mistake
 from fivefold.files import (
     as_kind,
@@ -53,8 +52,6 @@ from fivefold.train.run_tokenizer import run_tokenizer
 from fivefold.train.saved_state import SavedState, read_state
 from fivefold.train.scratch import holding
 from fivefold.train.side_files import GENERATION, SIDE, keep_side_files, side_files
-
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType({**COMPUTED, "fp16": torch.float16})
 
 
 def to_run(

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from math import inf, isfinite
+from math import inf
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from fivefold.model.prediction import valid_by_depth
 from fivefold.optim.adamw import OPTIMIZER, STATES, state_name
 from fivefold.optim.build import build_optimizer
 from fivefold.optim.grad_norm import Departed, clip_, global_grad_norm, zero_if_finite
+from fivefold.optim.loss_scale import LossScaler
 from fivefold.optim.schedule import learning_rate
 from fivefold.parallel_model import ParallelModel
 from fivefold.parallelize import parallelize
@@ -29,90 +29,9 @@ from fivefold.pipeline.validate import validate
 from fivefold.train.batches import as_batch
 from fivefold.train.device_limit import device_limit
 from fivefold.train.layout_groups import groups_of
-from fivefold.train.metrics import LayerRouting
 from fivefold.train.routers import Routers
 from fivefold.train.step_graph import CudaRecorder, StepGraphs
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step found, the same on every rank.
-
-    Attributes:
-        loss: mean over the global batch's valid tokens.
-        grad_norm: norm of the global gradient before clipping; NaN, too, if a parameter or a copy
-            of a gradient is not finite on any rank.
-        lr: learning rate that the step was taken with.
-        tokens: valid tokens of the global batch.
-        votes: how many ranks asked to stop after this step.
-        extra: further numbers by name, for the metrics; the losses of further predictions, and
-            the part of `loss` that is z-loss.
-        routing: what routers decided, of each layer with experts.
-    """
-
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens: int
-    votes: int = 0
-    extra: Mapping[str, float] = field(default_factory=dict)
-    routing: tuple[LayerRouting, ...] = ()
-
-    @property
-    def finite(self) -> bool:
-        """Whether loss and gradient norm are numbers."""
-        return isfinite(self.loss) and isfinite(self.grad_norm)
-
-    def is_refused(self, limit: float, *, finite: bool) -> bool:
-        """Whether the step is not taken: its loss is above `limit`, or where they have to be
-        `finite`, its loss or gradient norm is no number."""
-        return self.loss > limit or (finite and not self.finite)
-
-
-@dataclass(frozen=True)
-class DeviceResult:
-    """A `StepResult` of which the device may still be working out every number.
-
-    Attributes:
-        loss: fp64 scalar.
-        grad_norm: fp64 scalar.
-        tokens: int64 scalar.
-        votes: fp64 scalar.
-        lr: learning rate of the step, which the host knows.
-        extra: fp64 scalars by name.
-        routing: fp64, as `Routers.sums` has it.
-    """
-
-    loss: Tensor
-    grad_norm: Tensor
-    tokens: Tensor
-    votes: Tensor
-    lr: float
-    extra: Mapping[str, Tensor]
-    routing: Tensor
-
-    def found_inf(self, limit: float, *, finite: bool) -> Tensor:
-        """As `StepResult.is_refused`: 1 or 0, fp32 scalar."""
-        refused = self.loss > limit
-        if finite:
-            refused |= ~(self.loss.isfinite() & self.grad_norm.isfinite())
-        return refused.float()
-
-    def read(self, layers: Sequence[int] = ()) -> StepResult:
-        """The numbers, once the device has them.
-
-        Args:
-            layers: layers with experts, as many as `routing` has rows.
-        """
-        scalars = [self.loss, self.grad_norm, self.tokens.double(), self.votes]
-        numbers = torch.stack([*scalars, *self.extra.values()])
-        every = torch.cat([numbers, self.routing.flatten()]).tolist()
-        loss, grad_norm, tokens, votes, *further = every[: len(numbers)]
-        width, first = self.routing.shape[1], len(numbers)
-        rows = [every[first + i * width : first + (i + 1) * width] for i in range(len(layers))]
-        routing = tuple(map(LayerRouting.of, layers, rows))
-        extra = dict(zip(self.extra, further, strict=True))
-        return StepResult(loss, grad_norm, self.lr, int(tokens), int(votes), extra, routing)
+from fivefold.train.step_result import DeviceResult, StepResult
 
 
 class Engine:
@@ -135,7 +54,9 @@ class Engine:
         self.groups: Groups = groups_of(layout, rank, device.type)
         self.model: ParallelModel = parallelize(layout, self.groups, device)
         self.parameters: dict[str, nn.Parameter] = self.model.parameters()
-        self.optimizer = build_optimizer(self.model, device)
+        self.scaler = LossScaler(layout.config, device)
+        self.model.executor.loss_scale = self.scaler.factor
+        self.optimizer = build_optimizer(self.model, device, self.scaler)
         if initialises:
             weights = self.optimizer.weights()
             self.model.initialise(weights)
@@ -143,7 +64,7 @@ class Engine:
         self.model.limited = device_limit(
             layout.config.memory, device, self._weights(), self.optimizer
         )
-        self._routers = Routers(layout, self.model.stages)
+        self._routers = Routers(layout, self.model.stages, self.scaler.factor)
         self._programs: dict[tuple[int, bool], Program] = {}
         replays = layout.config.training.cuda_graph_impl is not None and device.type == "cuda"
         self.graphs = StepGraphs(self.model, device, CudaRecorder(device) if replays else None)
@@ -189,8 +110,10 @@ class Engine:
             self._counted_grads(),
             self.groups.world,
             self.device,
-            vouches=self._weights() if training.check_for_nan_in_loss_and_grad else None,
+            vouches=self._weights() if training.must_be_finite else None,
         )
+        loss_scale = self.scaler.scale
+        norm = norm if loss_scale is None else norm / loss_scale
         lr = learning_rate(self.steps, optimizer, training)
         losses = local.loss.reshape(-1)
         if training.z_loss_coeff:
@@ -201,7 +124,8 @@ class Engine:
         routing = self._routers.sums(local.routing, self.device)
         if len(routing):
             routing = all_reduce(routing, self.groups.world)
-        return DeviceResult(loss, norm, tokens.flatten()[0], votes, lr, extra, routing)
+        valid = tokens.flatten()[0]
+        return DeviceResult(loss, norm, valid, votes, lr, extra, routing, loss_scale)
 
     def apply(self, found: DeviceResult, limit: float = inf) -> StepResult:
         """Clip the gradients by their norm and step the optimizer, on the device and then the host.
@@ -210,17 +134,17 @@ class Engine:
         leaves weights, moments and gradients as they are: the host learns of it only afterwards.
         """
         config = self.layout.config
-        finite, clip = config.training.check_for_nan_in_loss_and_grad, config.optimizer.clip_grad
+        finite, clip = config.training.must_be_finite, config.optimizer.clip_grad
         found_inf = found.found_inf(limit, finite=finite) if finite or limit < inf else None
-        if clip > 0:
-            grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-            clip_(grads, found.grad_norm, clip, found_inf)
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        clip_(grads, found.grad_norm, clip, found_inf, loss_scale=found.loss_scale)
         self.optimizer.device.step(found.lr, found_inf)
         result = self.read(found)
+        self.scaler.update(overflowed=result.overflowed)
         if result.is_refused(limit, finite=finite):
             self.optimizer.steps -= 1
         else:
-            self.optimizer.host.step(found.lr, result.grad_norm, clip)
+            self.optimizer.host.step(found.lr, result.grad_norm, clip, found.loss_scale)
             self._routers.update(found.routing)
             self.model.scaling.update()
             self.optimizer.zero_grad()

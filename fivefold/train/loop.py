@@ -3,11 +3,10 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from fivefold.audit.measure import measured
@@ -25,7 +24,7 @@ from fivefold.optim.adamw import OPTIMIZER
 from fivefold.train.activity import Activity
 from fivefold.train.bad_steps import BadSteps
 from fivefold.train.console import Console
-from fivefold.train.engine import Engine, StepResult
+from fivefold.train.engine import Engine
 from fivefold.train.evaluation import evaluations
 from fivefold.train.garbage import collecting
 from fivefold.train.meters import device_peak, peak_memory
@@ -37,6 +36,8 @@ from fivefold.train.save_interval import SaveInterval
 from fivefold.train.saved_state import SavedState, read_state, without_adapters
 from fivefold.train.signals import StopRequest
 from fivefold.train.silent_errors import SilentErrors
+from fivefold.train.step_result import StepResult
+from fivefold.train.stopped import stopped
 from fivefold.train.stragglers import Stragglers
 from fivefold.train.vitals import Vitals
 from fivefold.units import human_seconds
@@ -88,7 +89,7 @@ class Trainer:
         config = self.engine.layout.config
         self._vitals = Vitals(config.model.vocab_size, config.optimizer.lr)
         self._silent = SilentErrors(self.engine, self.loader)
-        self._bad = BadSteps(config.training)
+        self._bad = BadSteps(config.training, config.optimizer.least_loss_scale)
 
     def restore(self, source: Checkpointer, step: int | None, *, weights_only: bool) -> None:
         """Load weights, and unless `weights_only` optimizer, step and place in the data.
@@ -135,6 +136,7 @@ class Trainer:
         self.engine.after_load(state.step, tensors)
         self.step = state.step
         self._bad.remember(state.losses)
+        self.engine.scaler.take(state.loss_scale)
 
     def load_folder(self, folder: Path, adapter: Path | None) -> None:
         """Load weights, and adapters if they are named, as others keep them: each rank its own.
@@ -176,6 +178,9 @@ class Trainer:
                         limit=self._bad.limit,
                     )
                 stopping = result.votes > 0
+                if self._bad.is_trial(result):
+                    self._pass_over(result)
+                    continue
                 if bad := self._bad.look(self.step + 1, result):
                     self._leave_out(bad, result, batch)
                     continue
@@ -270,6 +275,7 @@ class Trainer:
             model=asdict(config.model),
             seq_length=config.training.seq_length,
             losses=self._bad.losses,
+            loss_scale=self.engine.scaler.state,
         )
         return asdict(state)
 
@@ -313,6 +319,12 @@ class Trainer:
         if self.console is not None:
             for sink in (self.console, *self.sinks):
                 sink.record(metrics)
+
+    def _pass_over(self, result: StepResult) -> None:
+        """Go on with other data after gradients that overflowed, as Megatron-LM does."""
+        self.engine.optimizer.zero_grad()
+        overflow = f"step {self.step + 1}: gradients overflow in fp16, so its data is skipped"
+        self._say(f"{overflow}; {self.engine.scaler.changed(result.loss_scale)}")
 
     def _leave_out(self, bad: str, result: StepResult, batch: Sequence[Microbatch]) -> None:
         """Go on after a step that was not taken, as the settings say.
@@ -372,23 +384,8 @@ class Trainer:
     def _stopped(
         self, what: str, why: Sequence[str], then: str = "", *, passing: bool = False
     ) -> TrainingError:
-        """An error for all ranks to raise, after a checkpoint under way has been written.
-
-        Args:
-            what: the failure, as the first line of the message.
-            why: further lines of the message.
-            then: text that goes before the number of the latest checkpoint.
-            passing: whether the failure may not come again, so that no setting is to blame.
-        """
-        with suppress(CheckpointError):  # the failure itself matters more now
-            self.checkpointer.wait()
-        latest = self.checkpointer.latest()
-        kept = "none of this start" if latest is None else f"step {latest}"
-        folder = quote(str(self.checkpointer.folder.parent))
-        again = f"--save {folder}, and another machine if it comes again"
-        attempt = again if passing else self._vitals.attempt
-        why = (*why, f"{then}latest checkpoint: {kept}")
-        return TrainingError(str(Mistake(what, why, attempt=attempt)))
+        attempt = None if passing else self._vitals.attempt
+        return stopped(self.checkpointer, what, why, then, attempt)
 
     @property
     def _dying(self) -> bool:

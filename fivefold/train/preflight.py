@@ -6,8 +6,8 @@ from shlex import quote
 
 from fivefold.config.config import Config
 from fivefold.config.megatron import is_megatron
+from fivefold.config.records import CheckpointConfig
 from fivefold.config.settings import flag_of
-from fivefold.config.training import CheckpointConfig
 from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean
 from fivefold.train.metrics import check_installed
 from fivefold.train.run_folder import CHECKPOINTS

@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from fivefold.audit.calls import call_of, is_call
 from fivefold.audit.traffic import axes_of
 from fivefold.audit.watch import Watch
+from fivefold.config.records import LoggingConfig
 from fivefold.config.sources import to_toml
-from fivefold.config.training import LoggingConfig
 from fivefold.errors import ConfigError, TrainingError
 from fivefold.files import atomic_path, write_atomic
 from fivefold.pipeline.ir import Act

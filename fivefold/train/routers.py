@@ -16,17 +16,22 @@ class Routers:
     Args:
         layout: layout of the run.
         stages: this rank's stages.
+        loss_scale: factor of the loss in its gradients, scalar; None: 1.
 
     Attributes:
         layers: every layer of the model that has experts.
     """
 
-    def __init__(self, layout: Layout, stages: Mapping[int, Stage]) -> None:
+    def __init__(
+        self, layout: Layout, stages: Mapping[int, Stage], loss_scale: Tensor | None
+    ) -> None:
         model = layout.config.model
         every = range(model.num_layers + model.mtp_num_layers)
         self.layers = [layer for layer in every if layer_kind(model, layer).experts]
         self._experts = model.num_experts or 0
         self._routers = [moe.router for stage in stages.values() for moe in stage.mixtures]
+        for router in self._routers:
+            router.loss_scale = loss_scale
         self._copies = layout.grid.ranks_per_stage * layout.num_copies
 
     def begin(self, global_batch_size: int) -> None:

@@ -12,6 +12,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.data.loader import LoaderState
 from fivefold.errors import CheckpointError, Mistake
 from fivefold.files import as_kind
+from fivefold.optim.loss_scale import ScaleState
 
 # What may differ between a checkpoint's model and ours without making it another model.
 _FREE_MODEL_FIELDS = ("hidden_dropout", "attention_dropout", "lora_dropout", "init_method_std")
@@ -30,6 +31,7 @@ class SavedState:
         model: fields of the model's `ModelConfig`.
         seq_length: tokens per sample.
         losses: the latest losses, oldest first, where spikes are looked for.
+        loss_scale: the loss scale that was found by trial, in fp16.
     """
 
     step: _Count
@@ -37,6 +39,7 @@ class SavedState:
     model: dict[str, Any]
     seq_length: _Count
     losses: tuple[float, ...] = ()
+    loss_scale: ScaleState | None = None
 
 
 def read_state(source: Checkpointer, step: int | None) -> SavedState:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from fivefold.train.engine import StepResult
+from fivefold.train.step_result import StepResult
 
 DEAD_STEPS = 5  # steps in a row without any gradient, after which a run is stopped
 SAME_STEPS = 5  # steps in a row with the same loss, after which a run is suspect

@@ -12,9 +12,10 @@ from fivefold.layout import Layout
 from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.slices import Piece, piece_of
 from fivefold.model.fp8_rules import SCALES
-from fivefold.train.engine import Engine, StepResult
+from fivefold.train.engine import Engine
+from fivefold.train.step_result import DeviceResult, StepResult
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches, rows_of
-from fivefold.verify.choices import follow
+from fivefold.verify.choices import Choices, follow
 from fivefold.verify.diagnose import diagnose
 from fivefold.verify.plant import PLANTS
 from fivefold.verify.reference import ReferenceStep
@@ -48,7 +49,7 @@ def compare(
         rank: rank of this process.
         device: device of this rank.
         trace: results of one device in fp64, for each step to run.
-        baseline: results of one device in bf16, if the layout computes in bf16.
+        baseline: results of one device in the same 16 bits, if the layout computes in such.
         plant: name of an error to plant, see `plant.PLANTS`.
 
     Returns:
@@ -68,10 +69,7 @@ def compare(
     found: list[Difference] = []
     findings: list[str] = []
     for step, reference in enumerate(trace):
-        for stage in engine.model.stages.values() if baseline else ():
-            follow(stage, reference.choices, device)
-        sums = engine.gradients(_own_part(engine, step))
-        result = engine.read(sums)
+        sums, result = _gradients(engine, step, reference.choices if baseline else None)
         of_step = list(_gradient_differences(engine, step, result, reference))
         of_step += _load_differences(engine, step, result, reference)
         found += of_step
@@ -112,6 +110,29 @@ def baseline_differences(
                     continue
                 found.append(_tensor(what, step, 0, name, piece_of(of_own[name]), whole))
     return found
+
+
+def _gradients(
+    engine: Engine, step: int, choices: Choices | None
+) -> tuple[DeviceResult, StepResult]:
+    """Leave a step's gradients on the parameters: in fp16 with the first scale that allows it.
+
+    Args:
+        engine: this rank's engine.
+        step: step, from 0.
+        choices: experts that its routers choose; None: by their own scores.
+    """
+    least = engine.layout.config.optimizer.least_loss_scale
+    while True:
+        if choices is not None:
+            for stage in engine.model.stages.values():
+                follow(stage, choices, engine.device)
+        sums = engine.gradients(_own_part(engine, step))
+        result = engine.read(sums)
+        if not result.overflowed or sums.loss_scale == least:
+            return sums, result
+        engine.apply(sums)
+        engine.optimizer.zero_grad()
 
 
 def _own_part(engine: Engine, index: int) -> list[Microbatch]:
@@ -156,7 +177,7 @@ def _weight_differences(
     rank, floor = engine.groups.rank, engine.layout.config.optimizer.lr
     held = {name: piece_of(p).like(engine.weight(name)) for name, p in engine.parameters.items()}
     held |= {name: piece_of(value) for name, value in engine.model.buffers(copies=True).items()}
-    if engine.layout.config.training.precision != "bf16":  # a bit of which moves a scale by more
+    if not engine.layout.config.training.in_16_bits:  # a bit of which moves a scale by more
         held |= engine.model.scaling.stored(copies=True)
     for name, piece in held.items():
         record = engine.model.records.get(name)

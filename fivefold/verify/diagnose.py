@@ -15,7 +15,8 @@ from fivefold.counts.state import num_expert_shards, num_shards
 from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.slices import local_slices
 from fivefold.model.shape import EMBEDDING
-from fivefold.train.engine import Engine, StepResult
+from fivefold.train.engine import Engine
+from fivefold.train.step_result import StepResult
 from fivefold.units import few
 from fivefold.verify.batches import global_batch, microbatches
 from fivefold.verify.diagnose_context import losses_by_mistake
@@ -24,7 +25,7 @@ from fivefold.verify.partial import gradients_of_ranks, plain_before
 from fivefold.verify.reference import ReferenceStep, Tensors, valid_tokens
 
 MATCH = 1e-3  # relative tolerance; distinct hypotheses differ by much more
-MATCH_BF16 = 5e-2
+MATCH_16_BITS = 5e-2
 
 RIGHT = "right"
 _SUM_OVER = "is right once summed over {}: that sum is missing"
@@ -53,7 +54,8 @@ def diagnose(
     Returns:
         The sentences on rank 0, an empty list on other ranks.
     """
-    match = MATCH_BF16 if engine.layout.config.training.precision == "bf16" else MATCH
+    narrow = engine.layout.config.training.in_16_bits
+    match = MATCH_16_BITS if narrow else MATCH
     own = _explanations(engine, step, reference, match)
     every = [own]
     if engine.groups.world is not None:
@@ -62,7 +64,7 @@ def diagnose(
     if engine.groups.rank != 0:
         return []
     found = _loss_findings(engine, step, result, reference, match)
-    if engine.layout.config.training.precision != "bf16":  # in which experts are those of fp64
+    if not narrow:  # in which experts are those of fp64
         found += routing_findings(engine, result, reference)
     held = _shared(every)
     for name in strange:

@@ -8,7 +8,8 @@ from torch import Tensor
 from fivefold.counts.state import num_expert_shards
 from fivefold.mesh.grid import EXPERT_AXES
 from fivefold.model.prediction import valid_by_depth
-from fivefold.train.engine import Engine, StepResult
+from fivefold.train.engine import Engine
+from fivefold.train.step_result import StepResult
 from fivefold.verify.batches import global_batch, microbatches, rows_of
 from fivefold.verify.diagnose_context import without_losses
 from fivefold.verify.partial import gradients_of_ranks, plain_before

@@ -102,10 +102,10 @@ def run_reference(
         config: configuration; its parallel section is used only where a rule of experts depends on
             it.
         steps: optimizer steps.
-        dtype: compute dtype; with bf16, master weights are fp32.
+        dtype: compute dtype; of 16 bits, master weights are fp32, and in fp16 the loss is scaled.
         followed: steps in which routers choose as they did there; empty: by their own scores.
     """
-    master_dtype = torch.float32 if dtype == torch.bfloat16 else dtype
+    master_dtype = torch.float32 if dtype.itemsize == 2 else dtype
     master = plain_model(config, master_dtype)
     initialise(master, config.training.seed)
     for frozen in (p for p in master.parameters() if not p.requires_grad):
@@ -117,20 +117,30 @@ def run_reference(
     scaling = delayed_scaling(model, config)
     round_gathered(model, config)
     recorder = None if followed else ChoiceRecorder(model)
+    scale = config.optimizer.loss_scale or config.optimizer.initial_loss_scale
     found = []
     for step in range(steps):
-        if followed:
-            follow(model, followed[step].choices, torch.device("cpu"))
         before = _state(master, scaling)
         batch = global_batch(config, step)
         samples = microbatches(config, batch)
         scaling.begin()
         tokens = valid_by_depth(as_batch(batch, step, config.model.mtp_num_layers))
-        routing: dict[int, list[Tensor]] = {}
         narrow = config.optimizer.narrow_gradients and dtype == torch.bfloat16
-        losses, grads = gradients(
-            model, batches_of(config, samples, step), tokens, routing, narrow=narrow
-        )
+        while True:
+            if followed:
+                follow(model, followed[step].choices, torch.device("cpu"))
+            routing: dict[int, list[Tensor]] = {}
+            losses, grads = gradients(
+                model,
+                batches_of(config, samples, step),
+                tokens,
+                routing,
+                narrow=narrow,
+                scale=scale if dtype == torch.float16 else 1.0,
+            )
+            if dtype != torch.float16 or all(bool(g.isfinite().all()) for g in grads.values()):
+                break
+            scale /= 2
         norm = torch.stack([g.double().square().sum() for g in grads.values()]).sum().sqrt()
         _update(optimizer, weights, grads, float(norm), config, step)
         _round_state(optimizer, weights, config, step, narrow=dtype == torch.bfloat16)
@@ -175,6 +185,7 @@ def gradients(
     *,
     narrow: bool = False,
     counted: Sequence[bool] | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensors]:
     """Summed losses [microbatches, 1 + D] in fp64, and the gradients of the training objective.
 
@@ -186,10 +197,13 @@ def gradients(
         narrow: whether gradients are summed in their own type, not in fp32 at least.
         counted: the microbatches whose losses and gradients are wanted, where routers see the
             others, too; None: all.
+        scale: factor of the objective while gradients are made, which are then divided by it.
     """
     model.zero_grad()
-    scale = torch.tensor(tokens).clamp_min(1)
-    scale = scale[0] if len(tokens) == 1 else scale
+    for mixture in model.mixtures:
+        mixture.router.loss_scale = torch.tensor(scale)
+    count = torch.tensor(tokens).clamp_min(1)
+    count = count[0] if len(tokens) == 1 else count
     total = {
         name: torch.zeros_like(
             p, dtype=p.dtype if narrow else torch.promote_types(p.dtype, torch.float32)
@@ -207,13 +221,13 @@ def gradients(
                 routing.setdefault(layer, []).append(counts_E)
         if counted is not None and not counted[number]:
             continue
-        model.objective(loss / scale).backward()
+        (scale * model.objective(loss / count)).backward()
         losses.append(loss.detach().double().reshape(-1))
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 total[name] += parameter.grad
         model.zero_grad()
-    return torch.stack(losses), total
+    return torch.stack(losses), {name: grad / scale for name, grad in total.items()}
 
 
 def valid_tokens(batch: Microbatch) -> int:

@@ -12,11 +12,12 @@ from fivefold.pipeline.stages import layout_string
 from fivefold.units import few, several
 
 TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5}
-"""Largest relative error that rounding explains. bf16 is compared to one device in bf16."""
+"""Largest relative error that rounding explains. 16 bits are compared to one device in them."""
 
-BF16_FACTOR = 1.5  # allowed multiple of one bf16 device's distance from fp64
-BF16_ALONE = 16.0  # the same for one gradient: of few elements, chance decides far more
-BF16_FLOOR = 2.0**-9  # half a unit in bf16's last place: one device may be closer by chance
+FACTOR = 1.5  # allowed multiple of one device's distance in 16 bits from fp64
+ALONE = 16.0  # the same for one gradient: of few elements, chance decides far more
+FLOORS = {"bf16": 2.0**-9, "fp16": 2.0**-12}
+"""Half a unit in the last place of 16 bits: one device may be closer by chance."""
 SMALL = 1e-2  # share of the largest, or usual, gradient below which errors are relative to that
 Errors = dict[str, float | None]
 Alone = dict[str, float]
@@ -95,7 +96,7 @@ class VerifyReport:
         diagnosis: sentences on what is probably wrong, most significant first.
         diverged: parameters whose replicas are not bitwise equal.
         changes: changes made to the recipe to verify it on one device.
-        strange: gradients that are too far off by themselves, in bf16.
+        strange: gradients that are too far off by themselves, in 16 bits.
     """
 
     passed: bool
@@ -121,7 +122,7 @@ class VerifyReport:
         lines += [f"{'changed' if i == 0 else '':<11}{c}" for i, c in enumerate(self.changes)]
         lines += [
             f"compared   {several(self.steps, 'step')} in {self.dtype} with one device in fp64",
-            *([_BF16_RULE] if self.dtype == "bf16" else []),
+            *([_rule(self.dtype)] if self.dtype in FLOORS else []),
             "",
             f"{'':<11}{'max error':>11}  {'limit':>9}",
         ]
@@ -159,10 +160,11 @@ _SHOWN = {
 }
 
 
-_BF16_RULE = (
-    f"{'':<11}all elements together; limit: {BF16_FACTOR} x the error of one device in bf16, and "
-    f"of one gradient {BF16_ALONE:g} x"
-)
+def _rule(dtype: str) -> str:
+    return (
+        f"{'':<11}all elements together; limit: {FACTOR} x the error of one device in {dtype}, and "
+        f"of one gradient {ALONE:g} x"
+    )
 
 
 def worst_line(worst: dict[str, Any]) -> str:
@@ -187,10 +189,10 @@ def judge(
     Args:
         layout: the verified layout.
         differences: differences of every rank.
-        baseline: errors of one device in bf16, with the keys of `VerifyReport.max_rel_error`; None
-            if the precision is not bf16.
+        baseline: errors of one device in the same 16 bits, with the keys of
+            `VerifyReport.max_rel_error`; None if the precision has more.
         diagnosis: sentences from `diagnose`.
-        alone: errors of each gradient on one device in bf16; None: none is judged by itself.
+        alone: errors of each gradient on that device; None: none is judged by itself.
     """
     dtype = layout.config.training.precision
     kinds = _kinds(differences)
@@ -202,10 +204,11 @@ def judge(
         limits = dict.fromkeys(kinds, TOLERANCES[dtype])
     else:
         errors = joint_errors(differences)
-        limits = {w: BF16_FACTOR * max(baseline.get(w) or 0.0, BF16_FLOOR) for w in kinds}
+        limits = {w: FACTOR * max(baseline.get(w) or 0.0, FLOORS[dtype]) for w in kinds}
         # The norm may be as wrong as the gradient; one device's norm may be right by chance.
         limits["norm"] = max(limits["norm"], limits["grad"])
-    diverged, strange = _diverged(differences), _strange(differences, alone, baseline)
+    floor = max((baseline or {}).get("grad") or 0.0, FLOORS.get(dtype, 0.0))
+    diverged, strange = _diverged(differences), _strange(differences, alone, floor)
     worst = max(differences, key=lambda d: d.relative / limits[d.what], default=None)
     return VerifyReport(
         passed=not (diverged or strange)
@@ -272,16 +275,16 @@ def errors_alone(differences: Collection[Difference]) -> Alone:
 
 
 def _strange(
-    differences: Collection[Difference], alone: Alone | None, joint: Errors | None
+    differences: Collection[Difference], alone: Alone | None, floor: float
 ) -> tuple[Strange, ...]:
-    """Gradients that are far further off than on one device, than all of them together are there,
-    and than half a unit in the last place."""
-    if alone is None or joint is None:
+    """Gradients that are far further off than on one device, and than `floor`: what all of them
+    together are there, or half a unit in the last place."""
+    if alone is None:
         return ()
     found = []
     for name, error in errors_alone(differences).items():
-        known = max(alone.get(name, 0.0), joint["grad"] or 0.0, BF16_FLOOR)
-        if error > BF16_ALONE * known:
+        known = max(alone.get(name, 0.0), floor)
+        if error > ALONE * known:
             found.append((name, error, known))
     return tuple(found)
 

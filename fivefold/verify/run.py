@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from fivefold.audit.streams import StreamWatch
+from fivefold.data_parallel.policy import DTYPES
 from fivefold.errors import ConfigError, FivefoldError, Mistake, Mistakes
 from fivefold.files import telling_system_errors
 from fivefold.layout import Layout
@@ -61,14 +62,15 @@ def verify(
     layout, changes = prepare(layout)
     config = layout.config
     with scratch_folder("verify") as folder:
-        trace, baseline, result = (folder / n for n in ("fp64", "bf16", "report"))
+        trace, baseline, result = (folder / n for n in ("exact", "rounded", "report"))
 
         def reference(_: RankEnv) -> None:
             with telling_system_errors(FivefoldError, folder):
                 exact = run_reference(config, steps)
                 save_trace(trace, exact)
-                if config.training.precision == "bf16":
-                    save_trace(baseline, run_reference(config, steps, torch.bfloat16, exact))
+                if config.training.in_16_bits:
+                    dtype = DTYPES[config.training.precision]
+                    save_trace(baseline, run_reference(config, steps, dtype, exact))
 
         def rank(env: RankEnv) -> None:
             same_bits = config.training.deterministic_mode

@@ -16,7 +16,7 @@ from fivefold.model.eight_bit import EightBitExperts
 from fivefold.model.grouped import PlainGroups
 from fivefold.model.permutation import Rows
 from fivefold.model.routing import ExpertChoice
-from fivefold.train.engine import DeviceResult, StepResult
+from fivefold.train.step_result import DeviceResult, StepResult
 
 
 @contextmanager

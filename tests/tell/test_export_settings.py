@@ -48,6 +48,7 @@ IN_OTHER_WORDS: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
         "data_parallel_sharding_strategy": "stage",
         "grad_reduce_in_bf16": "communication_data_type",
+        "initial_loss_scale": "initial_scale_power",
         "lr_decay_iters": "total_num_steps",
         "lr_decay_style": "type",
         "lr_warmup_init": "warmup_min_ratio",

@@ -13,7 +13,8 @@ from fivefold.config.batch_sizes import BatchSizes
 from fivefold.config.sources import read_config
 from fivefold.optim.schedule import learning_rate
 from fivefold.report.story import read_story
-from fivefold.train.engine import Engine, StepResult
+from fivefold.train.engine import Engine
+from fivefold.train.step_result import StepResult
 from tests import programs
 from tests.audit.layouts import microbatches_of
 from tests.pool import run

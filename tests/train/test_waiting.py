@@ -18,7 +18,8 @@ from fivefold.mesh.slices import local_tensor
 from fivefold.model.grouped import group_ends
 from fivefold.parallel_model import ParallelModel
 from fivefold.pipeline.ir import Act
-from fivefold.train.engine import Engine, StepResult
+from fivefold.train.engine import Engine
+from fivefold.train.step_result import StepResult
 from fivefold.verify.batches import global_batch, microbatches, rows_of
 from tests.pool import run
 from tests.verify.cases import (

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fivefold.check import check
-from fivefold.train.engine import Engine, StepResult
+from fivefold.train.engine import Engine
+from fivefold.train.step_result import StepResult
 from tests.audit.layouts import microbatches_of
 from tests.pool import run
 from tests.verify.cases import MODELS, config, flags

@@ -6,7 +6,8 @@ from unittest.mock import patch
 import pytest
 
 from fivefold.mesh.slices import local_tensor
-from fivefold.train.engine import Engine, StepResult
+from fivefold.train.engine import Engine
+from fivefold.train.step_result import StepResult
 from fivefold.verify.report import VerifyReport
 from tests.verify.cases import (
     MODELS,

@@ -16,7 +16,8 @@ from fivefold.config.config import Config
 from fivefold.counts.routed import StepChoices, StepRows, rows_of_choices
 from fivefold.counts.volumes import by_axis, step_volumes
 from fivefold.layout import Layout
-from fivefold.train.engine import DeviceResult, Engine, StepResult
+from fivefold.train.engine import Engine
+from fivefold.train.step_result import DeviceResult, StepResult
 from fivefold.verify.report import VerifyReport
 from tests.verify import matrix
 from tests.verify.cases import MODELS, STEPS, compare_on_rank, config, verify_in_pool

@@ -1,6 +1,7 @@
 """Settings for DeepSpeed: the JSON file that `deepspeed.initialize` takes (checked with 0.19.8)."""
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,14 +27,13 @@ def deepspeed(layout: Layout) -> Export:
     """The settings file; what DeepSpeed takes only as code is listed as missing."""
     layout, uncounted = in_steps(layout)
     said, grid = Settings(layout.config), layout.grid
-    bf16 = said["precision"] == "bf16"
-    narrow = bf16 and said["grad_reduce_in_bf16"]
+    narrow = layout.config.training.in_16_bits and said["grad_reduce_in_bf16"]
     settings: dict[str, Any] = {
         "train_batch_size": said["global_batch_size"],
         "train_micro_batch_size_per_gpu": said["micro_batch_size"],
         "gradient_accumulation_steps": layout.num_microbatches,
         "gradient_clipping": said["clip_grad"],
-        "bf16": {"enabled": bf16},
+        "bf16": {"enabled": said["precision"] == "bf16"},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "bf16" if narrow else "fp32",
         "optimizer": {
@@ -47,6 +47,8 @@ def deepspeed(layout: Layout) -> Export:
         },
         "zero_optimization": _sharding(said, layout.config.parallel),
     }
+    if said["precision"] == "fp16":
+        settings["fp16"] = _loss_scale(said)
     rates = _rates(said)
     if rates is not None:
         settings["optimizer"]["params"]["lr"] = rates.pop("first")
@@ -199,6 +201,31 @@ def _lost_of_the_code(said: Settings, layout: Layout) -> Iterator[str]:
         yield f"multiplications in 8 or 4 bits are code there: {formats(said)}"
     if said["precision"] == "fp64":
         yield "precision fp64 is code there: a model in double precision"
+    if said["precision"] == "fp16" and said["loss_scale"] is None:
+        first, least = said["initial_loss_scale"], said["min_loss_scale"]
+        if 2.0 ** _power(first) != first:
+            near = 2.0 ** _power(first)
+            yield f"a loss scale begins as a power of two there: {near:g}, not {first:g}"
+        if max(round(least), 1) != least:
+            yield f"its least loss scale is a whole number: not min_loss_scale = {least:g}"
+
+
+def _loss_scale(said: Settings) -> dict[str, Any]:
+    constant = said["loss_scale"]
+    if constant is not None:
+        return {"enabled": True, "loss_scale": constant}
+    return {
+        "enabled": True,
+        "loss_scale": 0,  # found by trial
+        "initial_scale_power": _power(said["initial_loss_scale"]),
+        "loss_scale_window": said["loss_scale_window"],
+        "hysteresis": said["hysteresis"],
+        "min_loss_scale": max(round(said["min_loss_scale"]), 1),
+    }
+
+
+def _power(scale: float) -> int:
+    return round(math.log2(scale))
 
 
 def _lost_of_the_sharding(said: Settings, layout: Layout) -> Iterator[str]:

@@ -5,7 +5,7 @@ from math import ceil
 
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
-from fivefold.config.training import MOCK, TrainingConfig
+from fivefold.config.training import MOCK, SCALE_BY_TRIAL, TrainingConfig
 from fivefold.layout import Layout
 from fivefold.tell.export.megatron_experts import (
     auxiliary,
@@ -173,6 +173,10 @@ def _training(said: Settings, training: TrainingConfig) -> Iterator[str]:
     yield from flags(said, "seq_length", f"train_{counted}", "seed", "full_validation")
     yield from set_flag("mock_data", MOCK in said["data_path"])
     yield from set_flag("bf16", said["precision"] == "bf16")
+    if said["precision"] == "fp16":
+        yield from set_flag("fp16", True)
+        yield from set_flag("accumulate_allreduce_grads_in_fp32", True)
+        yield from flags(said, "loss_scale", *([] if said["loss_scale"] else SCALE_BY_TRIAL))
     if said["fp8_format"] and not said["fp4_format"]:
         yield from flags(said, "fp8_format")
         recipe = said["fp8_recipe"]
@@ -275,8 +279,16 @@ def _lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
 def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
     memory, training = layout.config.memory, layout.config.training
     yield from _lost_of_parallelism(said, layout, runs)
-    if training.precision != "bf16":
-        yield f"Megatron-LM computes in fp32 without --bf16; precision = {training.precision}"
+    if training.precision == "fp64":
+        yield "Megatron-LM computes in fp32 at most; precision = fp64"
+    if training.precision == "fp16":
+        if said["grad_reduce_in_bf16"]:
+            yield "gradients of fp16 are sent in fp32 there: grad_reduce_in_bf16 was left out"
+        if said["loss_scale"] is None and said["check_for_nan_in_loss_and_grad"]:
+            yield (
+                "it takes a loss that is not finite for gradients that overflow, while it searches "
+                "a loss scale (check_for_nan_in_loss_and_grad)"
+            )
     if training.fp8_format and training.fp4_format:
         recipe = f"fp8_format = {training.fp8_format}, fp8_recipe = {said['fp8_recipe']}"
         yield f"it multiplies in 8 or in 4 bits, not in both: {recipe} was left out"

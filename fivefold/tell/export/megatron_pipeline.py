@@ -83,8 +83,8 @@ def why_not_hidden(layout: Layout, runs: Layout) -> str | None:
         return "it needs expert parallelism, by alltoall or flex"
     if layout.config.memory.recompute_granularity == "full":
         return "it does not go with full recomputation"
-    if layout.config.training.precision != "bf16":
-        return "it needs bf16"
+    if not layout.config.training.in_16_bits:
+        return "it needs bf16 or fp16"
     mtp = layout.config.model.mtp_num_layers
     if mtp > 1 or (mtp and layout.grid.pp == 1):
         return "it takes one prediction layer, in a pipeline"

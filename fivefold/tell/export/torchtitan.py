@@ -327,8 +327,8 @@ def _lost(said: Settings, layout: Layout) -> Iterator[str]:
     if said["use_precision_aware_optimizer"]:
         kinds = f"use_precision_aware_optimizer, {state_types(said)}"
         yield f"its gradients and moments have the type of its masters ({kinds})"
-    if training.precision == "fp64":
-        yield "it computes in fp32 at most, not in precision = fp64"
+    if training.precision in ("fp16", "fp64"):
+        yield f"it computes in bf16 or fp32, not in precision = {training.precision}"
     corpora = " ".join(said["data_path"])
     yield (
         f"corpus, tokenizer and checkpoints are those of its configuration: data_path = {corpora}, "

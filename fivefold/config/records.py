@@ -1,0 +1,73 @@
+"""Settings of what a run keeps and tells: checkpoints, metrics, profiles and audits."""
+
+from dataclasses import dataclass
+
+from fivefold.config.parallel import option
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """The run folder and its checkpoints."""
+
+    save: str | None = option(
+        None,
+        "run folder (default: runs/RECIPE-TIME); if it holds checkpoints, the run continues from "
+        "the latest",
+    )
+    load: str | None = option(
+        None, "run folder to start from, of any layout; or weights of Hugging Face or Megatron-core"
+    )
+    load_adapter: str | None = option(
+        None, "folder of an adapter that PEFT saved, to go on with beside the weights of --load"
+    )
+    ckpt_step: int | None = option(None, "step of --load to start from (default: its latest)")
+    finetune: bool = option(
+        False, "load only the weights of --load; step, optimizer and data start anew"
+    )
+    save_interval: int | None = option(
+        0,
+        "steps between checkpoints; 0: only the last step; auto: as often as loses the least "
+        "time, by what a checkpoint costs here and how often devices fail",
+        none="auto",
+    )
+    keep_latest_k: int | None = option(3, "number of checkpoints to keep; none: all")
+    async_save: bool = option(True, "write checkpoints while training goes on")
+    non_persistent_save_interval: int = option(
+        0, "steps between copies of each rank's state in the memory of its host; 0: none"
+    )
+    non_persistent_local_ckpt_dir: str = option(
+        "/dev/shm", "folder in the memory of each host for these copies"
+    )
+    replication_jump: int | None = option(
+        None,
+        "ranks between a rank and the one on whose host its second copy is kept; none: so many "
+        "that it is another host",
+    )
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """Console, metrics, profiles and audits; metrics.jsonl is always written."""
+
+    log_interval: int = option(1, "steps between console lines")
+    log_straggler: bool = option(
+        False, "compare the times of replicas at each console line, and name those that are slow"
+    )
+    tensorboard: bool = option(False, "write TensorBoard events (extra: fivefold[tensorboard])")
+    wandb_project: str | None = option(None, "report to this W&B project (extra: fivefold[wandb])")
+    profile: bool = option(
+        False,
+        "record when each pipeline action runs; the run folder keeps the last profiled step",
+    )
+    profile_step_start: int = option(10, "first step that is profiled")
+    profile_step_end: int = option(12, "first step that is no longer profiled")
+    profile_ranks: tuple[int, ...] = option((0,), "ranks whose pipelines are profiled")
+    use_pytorch_profiler: bool = option(
+        False, "also keep torch's trace of these steps and ranks, with actions and messages named"
+    )
+    record_memory_history: bool = option(
+        False, "also keep what the GPU's allocator did in these steps, for pytorch.org/memory_viz"
+    )
+    audit: bool = option(
+        False, "measure what the second step sends, holds and computes, for `fivefold audit`"
+    )

@@ -1,0 +1,101 @@
+"""What a step found, on the device and on the host."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from fivefold.train.metrics import LayerRouting
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step found, the same on every rank.
+
+    Attributes:
+        loss: mean over the global batch's valid tokens.
+        grad_norm: norm of the global gradient before clipping; NaN, too, if a parameter or a copy
+            of a gradient is not finite on any rank.
+        lr: learning rate that the step was taken with.
+        tokens: valid tokens of the global batch.
+        votes: how many ranks asked to stop after this step.
+        extra: further numbers by name, for the metrics; the losses of further predictions, and
+            the part of `loss` that is z-loss.
+        routing: what routers decided, of each layer with experts.
+        loss_scale: what gradients were multiplied with while they were made, in fp16.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    votes: int = 0
+    extra: Mapping[str, float] = field(default_factory=dict)
+    routing: tuple[LayerRouting, ...] = ()
+    loss_scale: float | None = None
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradient norm are numbers."""
+        return isfinite(self.loss) and isfinite(self.grad_norm)
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether gradients were too large for fp16, as they were scaled."""
+        return self.loss_scale is not None and isfinite(self.loss) and not self.finite
+
+    def is_refused(self, limit: float, *, finite: bool) -> bool:
+        """Whether the step is not taken: its loss is above `limit`, or where they have to be
+        `finite`, its loss or gradient norm is no number."""
+        return self.loss > limit or (finite and not self.finite)
+
+
+@dataclass(frozen=True)
+class DeviceResult:
+    """A `StepResult` of which the device may still be working out every number.
+
+    Attributes:
+        loss: fp64 scalar.
+        grad_norm: fp64 scalar.
+        tokens: int64 scalar.
+        votes: fp64 scalar.
+        lr: learning rate of the step, which the host knows.
+        extra: fp64 scalars by name.
+        routing: fp64, as `Routers.sums` has it.
+        loss_scale: as in `StepResult`, which the host knows.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    tokens: Tensor
+    votes: Tensor
+    lr: float
+    extra: Mapping[str, Tensor]
+    routing: Tensor
+    loss_scale: float | None = None
+
+    def found_inf(self, limit: float, *, finite: bool) -> Tensor:
+        """As `StepResult.is_refused`: 1 or 0, fp32 scalar."""
+        refused = self.loss > limit
+        if finite:
+            refused |= ~(self.loss.isfinite() & self.grad_norm.isfinite())
+        return refused.float()
+
+    def read(self, layers: Sequence[int] = ()) -> StepResult:
+        """The numbers, once the device has them.
+
+        Args:
+            layers: layers with experts, as many as `routing` has rows.
+        """
+        scalars = [self.loss, self.grad_norm, self.tokens.double(), self.votes]
+        numbers = torch.stack([*scalars, *self.extra.values()])
+        every = torch.cat([numbers, self.routing.flatten()]).tolist()
+        loss, grad_norm, tokens, votes, *further = every[: len(numbers)]
+        width, first = self.routing.shape[1], len(numbers)
+        rows = [every[first + i * width : first + (i + 1) * width] for i in range(len(layers))]
+        routing = tuple(map(LayerRouting.of, layers, rows))
+        extra = dict(zip(self.extra, further, strict=True))
+        counts = int(tokens), int(votes)
+        return StepResult(loss, grad_norm, self.lr, *counts, extra, routing, self.loss_scale)
