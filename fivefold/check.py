@@ -115,9 +115,7 @@ def _check(
     check_dependents(_resolved(config, parallel, world_size), mistakes)
     check_adapted_run(config, mistakes)
     if not planned:
-        _check_built(config, mistakes)
-        check_routers(config, mistakes)
-        check_tensor_overlap(parallel, mistakes)
+        check_trained(config, parallel, mistakes)
     check_step_graph(config, parallel, mistakes)
     check_tensor_parallel(config, parallel, mistakes)
     check_experts(config, parallel, mistakes)
@@ -275,8 +273,21 @@ def _grid(parallel: ParallelConfig) -> Grid:
     )
 
 
-def _check_built(config: Config, mistakes: Mistakes) -> None:
-    """Refuse settings that the planner knows and the trainer cannot run yet."""
+def lacking(config: Config) -> int:
+    """How many settings the trainer lacks, of a configuration with all its degrees."""
+    mistakes = Mistakes()
+    check_trained(config, config.parallel, mistakes)
+    return mistakes.count
+
+
+def check_trained(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
+    """Refuse settings that the planner knows and the trainer cannot run.
+
+    Args:
+        config: configuration that is asked for.
+        parallel: its degrees, with every inferred one filled in.
+        mistakes: collection to which every mistake is added.
+    """
     if config.model.unmodelled:
         mistakes.add(
             f"this description of the model leaves out {', '.join(config.model.unmodelled)}: "
@@ -284,6 +295,8 @@ def _check_built(config: Config, mistakes: Mistakes) -> None:
         )
     check_techniques(config, mistakes)
     check_eight_bit(config, mistakes)
+    check_routers(config, mistakes)
+    check_tensor_overlap(parallel, mistakes)
     for name, what, default in NOT_BUILT:
         value, setting = config.value(name), SETTINGS[name]
         if value != default:

@@ -114,6 +114,11 @@ class Mistakes:
         """Whether anything was recorded."""
         return bool(self._all)
 
+    @property
+    def count(self) -> int:
+        """How many were recorded."""
+        return len(self._all)
+
     def add(
         self,
         what: str,

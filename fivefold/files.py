@@ -261,7 +261,14 @@ def parse_json(
     except RecursionError:
         raise error(f"{source} is nested too deep to be read") from None
     except (msgspec.DecodeError, ValueError) as problem:
-        raise error(f"{source} is not JSON: {problem}") from None
+        raise error(f"{source} is not JSON: {_half_pair(text) or problem}") from None
+
+
+def _half_pair(text: str) -> str | None:
+    """That an escape is half of a surrogate pair, which Python writes and JSON's readers refuse."""
+    pair_or_other = r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\[^u]"
+    half = re.search(r"\\u[dD][89a-fA-F]..", re.sub(pair_or_other, "", text))
+    return half and f"{half[0]} is half of a surrogate pair, which is no character"
 
 
 def parse_toml(text: str, source: str, error: type[FivefoldError]) -> dict[str, Any]:

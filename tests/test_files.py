@@ -99,6 +99,8 @@ def test_json_of_its_type_is_read(tmp_path):
         ("null", "does not hold"),
         ("", "is not JSON"),
         ('{"step": NaN}', "is not JSON"),
+        (r'{"a": "\ud83d\ude00\\\udbff", "b": "\ud800"}', r"JSON: \\udbff is half of a surrogate"),
+        (r'{"a": "\ud83d\ude00\\ud800"', "JSON: Input data was truncated"),
         ('{"a":' * 100_000, "nested too deep"),
     ],
 )

@@ -6,7 +6,7 @@ Records are JSON lines or rows of Parquet, of one of these forms:
     {"conversations": [{"from": "human", "value": "..."}, ...]}      ShareGPT
     {"prompt": "...", "completion": "..."}                           or lists of messages
 
-beside which `tools` (a list) and `system` (a text that comes first) are read.
+beside which `tools` (a list, or its JSON as text) and `system` (a text that comes first) are read.
 """
 
 import json
@@ -19,6 +19,7 @@ from typing import Any
 from fivefold.data.corpus import JSON_SUFFIXES, TABLE_SUFFIXES, kind, records
 from fivefold.data.template import BEGIN, END, ChatTemplate, Message, Span
 from fivefold.errors import DataError, did_you_mean
+from fivefold.files import parse_json
 
 _FORMS = "messages | conversations | prompt and completion"
 _KEYS = frozenset({"messages", "conversations", "prompt", "completion", "tools", "system"})
@@ -32,6 +33,7 @@ _SPEAKERS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
     }
 )
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,8 @@ def conversation(record: Mapping[str, Any], place: str) -> Conversation:
         DataError: it is of none, or has nothing to learn.
     """
     tools = record.get("tools")
+    if isinstance(tools, str):  # columns of tables cannot hold schemas that differ
+        tools = parse_json(tools, Any, f"{place}: 'tools'", DataError)
     if tools is not None and not isinstance(tools, list):
         raise DataError(f"{place}: 'tools' is a {type(tools).__name__}, not a list")
     given = 0
@@ -191,4 +195,8 @@ def _message(each: Any, where: str) -> dict[str, Any]:
     if not isinstance(content, str | list) and not message.get("tool_calls"):
         kind = "missing" if content is None else f"a {type(content).__name__}"
         raise DataError(f"{where}: its content is {kind}; it has to be a text")
+    # As in transformers: templates of later models read one name, those of gpt-oss another.
+    thought = next((message[name] for name in _THOUGHTS if name in message), None)
+    if thought is not None:
+        message = {"thinking": thought, **message, "reasoning_content": thought}
     return message

@@ -22,7 +22,7 @@ from fivefold.recipes import how_to_get
 from fivefold.units import several
 
 if TYPE_CHECKING:
-    from pyarrow import RecordBatch, Schema
+    from pyarrow import DataType, RecordBatch, Schema
 
 BUILTIN = "builtin"
 BYTE_ORDER_MARK = "\ufeff"
@@ -281,9 +281,10 @@ def _open_lines(path: Path) -> Iterator[Iterable[bytes]]:
 
 def _json_text(record: dict[str, Any], place: str, text_key: str) -> str:
     if text_key not in record:
+        texts = [key for key, value in record.items() if isinstance(value, str)]
         raise DataError(
-            f"{place} has no key {text_key!r}{did_you_mean(text_key, record)}\n"
-            f"  its keys: {', '.join(record) or 'none'}{_text_keys(record)}"
+            f"{place} has no key {text_key!r}{did_you_mean(text_key, texts)}\n"
+            f"  its keys: {', '.join(record) or 'none'}{_text_keys(texts)}"
         )
     text = record[text_key]
     if not isinstance(text, str):
@@ -301,18 +302,24 @@ def _rows(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
     with _open_table(path) as (schema, batches):
         columns = schema.names
         if text_key not in columns:
+            texts = [field.name for field in schema if _holds_text(field.type)]
             raise DataError(
-                f"{path} has no column {text_key!r}{did_you_mean(text_key, columns)}\n"
-                f"  its columns: {', '.join(columns)}{_text_keys(columns)}"
+                f"{path} has no column {text_key!r}{did_you_mean(text_key, texts)}\n"
+                f"  its columns: {', '.join(columns)}{_text_keys(texts)}"
             )
-        kind_of_column = schema.field(text_key).type
-        once = _pyarrow(path).types.is_dictionary(kind_of_column)  # which holds each value once
-        if str(kind_of_column.value_type if once else kind_of_column) not in _STRINGS:
+        if not _holds_text(kind_of_column := schema.field(text_key).type):
             raise DataError(f"{path}: column {text_key!r} is {kind_of_column}, not a string")
         for batch in batches([text_key]):
             for text in batch.column(0).to_pylist():
                 if text:
                     yield text, True
+
+
+def _holds_text(column: "DataType") -> bool:
+    from pyarrow.types import is_dictionary
+
+    # A dictionary holds each value once.
+    return str(column.value_type if is_dictionary(column) else column) in _STRINGS
 
 
 def _row_records(path: Path, keys: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:

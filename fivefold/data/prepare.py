@@ -35,7 +35,8 @@ DEFAULT_CACHE = "~/.cache/fivefold/data"
 TRAINING_CHARACTERS = 32 << 20
 # Text is encoded in batches of about this many characters, in parallel.
 _BATCH_CHARACTERS = 8 << 20
-_CACHE_VERSION = 2  # must be increased when the tokens of the same text change
+# These must be increased when the tokens of the same text, or of the same conversation, change.
+_CACHE_VERSION, _CONVERSATIONS_VERSION = 2, 2
 
 Progress = Callable[[str], None]
 T = TypeVar("T")
@@ -178,7 +179,9 @@ def _corpus(
         return Corpus(group.name, IndexedTokens(group.prefix), group.weight)
     if not group.files:
         return Corpus(group.name, MockTokens(tokenizer.vocab_size, tokenizer.eod_id))
-    what = [text_key] if template is None else ["conversations", template.digest]
+    what = [text_key]
+    if template is not None:
+        what = ["conversations", str(_CONVERSATIONS_VERSION), template.digest]
     prefix = str(cache / _key(group.files, *what, tokenizer.digest))
     marks = f"{prefix}-marks"
     with once(f"{prefix}.idx", progress) as missing:

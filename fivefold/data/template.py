@@ -122,7 +122,8 @@ class ChatTemplate:
         return _spans(said)
 
     def _name(self, tools: Sequence[Any] | None) -> str:
-        return _WITH_TOOLS if tools and _WITH_TOOLS in self._templates else _DEFAULT
+        has = tools is not None and _WITH_TOOLS in self._templates
+        return _WITH_TOOLS if has else _DEFAULT
 
 
 def folder_of(tokenizer_model: str) -> Path:

@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations_with_replacement
-from math import comb, inf
+from math import ceil, comb, inf
 from random import Random
 
 from fivefold.errors import ConfigError, Mistake
@@ -87,7 +87,7 @@ def balance(
         clock: computes the step time from the times of the stages; None: compare loads only.
 
     Raises:
-        ConfigError: no split within the memory limit was found.
+        ConfigError: no split within the memory limit was found; it says with which there is one.
     """
     table = _Table(parts, placement, room)
     cuts, several = _even(table), len(placement) > table.num_ranks
@@ -97,8 +97,10 @@ def balance(
     elif room or several:
         cuts = _improved(table, cuts)
         cuts = _searched(table, cuts) if several else cuts
-    if table.score(cuts)[0]:
-        raise ConfigError(_no_room(table, cuts))
+    if room and table.score(cuts)[0]:
+        cuts = _smallest(parts, placement, room.in_flight)
+        if table.score(cuts)[0]:
+            raise ConfigError(_no_room(table, cuts))
     if clock:
         cuts = _timed(table, cuts, clock)
     return weigh(parts, Split(parts.stages(cuts), placement))
@@ -217,6 +219,21 @@ class _Table:
             round(max(loads) / self.grain),
             round(square / max(sum(loads), self.grain) / self.grain),
         )
+
+
+class _MemoryTable(_Table):
+    """Takes what a rank needs for its load, so that splits are evaluated by memory alone."""
+
+    def __init__(
+        self, parts: Parts, placement: tuple[int, ...], in_flight: tuple[float, ...]
+    ) -> None:
+        super().__init__(parts, placement, Room(inf, in_flight))
+        whole = sum(self.load(stage, 0, self.size) for stage in range(len(placement)))
+        self.grain = _GRAIN * whole / self.num_ranks or 1.0
+
+    def load(self, stage: int, low: int, high: int) -> float:
+        """The peak memory of a stage that holds items `low` to `high` - 1."""
+        return self.memory(stage, low, high)
 
 
 def _even(table: _Table) -> _Cuts:
@@ -338,6 +355,13 @@ def _searched(table: _Table, start: _Cuts) -> _Cuts:
     return best
 
 
+def _smallest(parts: Parts, placement: tuple[int, ...], in_flight: tuple[float, ...]) -> _Cuts:
+    """A split whose fullest rank needs little, whatever the limit: what it needs is enough."""
+    table = _MemoryTable(parts, placement, in_flight)
+    start = _even(_Table(parts, placement, None))
+    return _searched(table, _improved(table, start))
+
+
 def _timed(table: _Table, cuts: _Cuts, clock: Clock) -> _Cuts:
     """Move boundaries by one while the simulated step gets shorter and memory fits."""
 
@@ -368,5 +392,6 @@ def _no_room(table: _Table, cuts: _Cuts) -> Mistake:
     return Mistake(
         f"no cut of the model fits: of those tried the best needs {human_bytes(needs[rank])} on "
         f"rank {rank}, and there is room for {human_bytes(table.room.limit)}",
-        works=("more pipeline ranks", "fewer microbatches in flight"),
+        ("more pipeline ranks need less each, and so do fewer microbatches in flight",),
+        works=(f"--memory-gib {ceil(max(needs) / 2**30 * 1e3) / 1e3:.3f}",),
     )

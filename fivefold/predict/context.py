@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from fivefold.check import lacking
 from fivefold.config.config import Config
 from fivefold.config.divisors import divisors
 from fivefold.config.parallel import CpCommType
@@ -86,10 +87,14 @@ def best_context(
     given: frozenset[str] = frozenset(),
     only: Mapping[str, Collection[Any]] = MappingProxyType({}),
 ) -> Mapping[str, Any]:
-    """The settings of the fastest legal kind of communication, with the given settings kept."""
-    fastest = context_ways(config, cluster, given, only)[0]
+    """The settings of the fastest legal kind of communication, with the given settings kept.
+
+    Kinds that the trainer has beside all else come first.
+    """
+    ways = context_ways(config, cluster, given, only)
+    best = min(ways, key=lambda way: lacking(config.with_values(**way.settings)))
     kinds = config.parallel.cp_comm_type
-    return fastest.settings | ({"cp_comm_type": kinds} if len(kinds) > 1 else {})
+    return best.settings | ({"cp_comm_type": kinds} if len(kinds) > 1 else {})
 
 
 def configured_ways(config: Config, cluster: Cluster) -> list[tuple[ContextWay, float]]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import gcd
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from fivefold.config.dependence import leaves_idle
 from fivefold.config.divisors import divisors
 from fivefold.config.parallel import ParallelConfig, TokenDispatcher
 from fivefold.config.sharding import SHARDING
-from fivefold.data_parallel.rules import keeps_blocks
+from fivefold.data_parallel.rules import check_replicas, keeps_blocks
 from fivefold.data_parallel.zeropp_rules import ACTS_ON, part_fits, techniques
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.mesh.grid import Grid
@@ -37,7 +38,7 @@ from fivefold.search.partitions import (
     runnable,
 )
 from fivefold.search.request import Only, permits
-from fivefold.search.space import FIELDS, SHARDINGS, Space
+from fivefold.search.space import FIELDS, SHARDINGS, Space, sharing
 
 SHARD = "data_parallel_shard_size"
 MAX_MICRO_BATCH = 16  # largest micro-batch size that is tried, in sequences
@@ -82,9 +83,11 @@ def enumerate_space(
     stage = columns["dp"] * columns["cp"] * columns["tp"]
     columns = where(columns, stage % (columns["ep"] * columns["etp"]) == 0)
     columns = where(columns, axes.nodes_hold(columns))
+    columns = where(columns, axes.replicas_hold(columns))
     choices = memory_choices(config, given)
     permitted = [n for n, choice in enumerate(choices) if permits(only, choice.settings)]
     columns = join(columns, {"memory": permitted})
+    columns = where(columns, sharing(columns, choices))
     columns = _paired(columns, config, given, found, choices)
     # The flex dispatcher sends the fewest rows: none twice to the same rank or node.
     # It has no rows for each expert, which could be padded.
@@ -256,9 +259,6 @@ class _Axes:
         parallel, narrow = self.config.parallel, self.config.training.fp8_param_gather
         if not narrow and not techniques(parallel):
             return np.ones(len(columns["dp"]), bool)
-        names = ("instances", "dp", "cp", "tp", "ep", "etp")
-        rows = np.stack([columns[name] for name in names], axis=1)
-        distinct, which = np.unique(rows, axis=0, return_inverse=True)
         sizes = (parallel.zero_hpz_partition_size, parallel.zero_qgz_partition_size)
         experts = self.config.model.num_experts is not None
 
@@ -268,24 +268,58 @@ class _Axes:
             fits &= not narrow or gathers_as_multiplied(grid, self.config.model)
             return grid.dp_shard * grid.cp > 1 and fits
 
-        each = np.array([holds(*map(int, row)) for row in distinct], bool)
-        found: NDArray[np.bool_] = each[which.reshape(-1)]
-        return found
+        return _holding(columns, ("instances", "dp", "cp", "tp", "ep", "etp"), holds)
+
+    def replicas_hold(self, columns: Columns) -> NDArray[np.bool_]:
+        """The rows with replicas to compare, if that is asked for."""
+        config, training = self.config, self.config.training
+        if not (
+            config.logging.log_straggler
+            or training.check_weight_hash_across_dp_replicas_interval
+            or training.check_loss_across_dp_replicas_interval
+        ):
+            return np.ones(len(columns["dp"]), bool)
+        sizes = ("instances", "cp", "tp", "ep", "etp")
+
+        def holds(strategy: int, dp: int, *others: int) -> bool:
+            each: dict[str, Any] = {FIELDS[n]: v for n, v in zip(sizes, others, strict=True)}
+            each["data_parallel_sharding_strategy"] = SHARDINGS[strategy].name
+            parallel = config.with_values(**each, **{SHARD: dp // others[0]}).parallel
+            mistakes = Mistakes()
+            check_replicas(config, parallel, mistakes)
+            return not mistakes.found
+
+        return _holding(columns, ("strategy", "dp", *sizes), holds)
 
     def micro_batches(self) -> list[int]:
         """Micro-batch sizes to try, in sequences."""
-        training, sizes = (
-            self.config.training,
-            [1 << n for n in range(MAX_MICRO_BATCH.bit_length())],
-        )
+        training = self.config.training
+        sizes = [1 << n for n in range(MAX_MICRO_BATCH.bit_length())]
         if FIELDS["mbs"] in self.given:
             sizes = [training.micro_batch_size]
         return [n for n in sizes if training.global_batch_size % n == 0]
 
 
+def _holding(
+    columns: Columns, names: Sequence[str], holds: Callable[..., bool]
+) -> NDArray[np.bool_]:
+    """The rows for whose values in these columns a function is true."""
+    rows = np.stack([columns[name] for name in names], axis=1)
+    distinct, which = np.unique(rows, axis=0, return_inverse=True)
+    each = np.array([holds(*map(int, row)) for row in distinct], bool)
+    found: NDArray[np.bool_] = each[which.reshape(-1)]
+    return found
+
+
 def _plain(config: Config) -> Config:
     """The model and its training settings, without parallelism or memory techniques."""
-    training = replace(config.training, fp8_param_gather=False, cuda_graph_impl=None)
+    training = replace(
+        config.training,
+        fp8_param_gather=False,
+        cuda_graph_impl=None,
+        check_weight_hash_across_dp_replicas_interval=0,
+        check_loss_across_dp_replicas_interval=0,
+    )
     return Config(config.model, training=training, optimizer=config.optimizer)
 
 

@@ -29,12 +29,14 @@ class MemoryChoice:
         is_full: whether it recomputes whole layers.
         base: index of the choice that equals this one without offloading, and so is no slower;
             None if there is none.
+        needs_context: whether it is only for sequences that several ranks share.
     """
 
     name: str
     settings: Mapping[str, Any] = field(compare=False)
     is_full: bool = False
     base: int | None = None
+    needs_context: bool = False
 
 
 def memory_choices(config: Config, given: frozenset[str]) -> list[MemoryChoice]:
@@ -44,7 +46,7 @@ def memory_choices(config: Config, given: frozenset[str]) -> list[MemoryChoice]:
         return _legal(config, [MemoryChoice(describe(config.memory), {}, is_full)])
     choices = [
         MemoryChoice("no recompute", _settings(recompute_granularity=None)),
-        *(_selective(modules) for modules in _module_sets(config.model)),
+        *_module_sets(config.model),
         MemoryChoice(
             "full recompute",
             _settings(
@@ -154,21 +156,24 @@ def describe(memory: MemoryConfig) -> str:
     return what
 
 
-def _selective(modules: tuple[str, ...]) -> MemoryChoice:
-    return MemoryChoice(
-        f"recompute {' '.join(modules)}",
-        _settings(recompute_granularity="selective", recompute_modules=modules),
-    )
-
-
-def _module_sets(model: ModelConfig) -> list[tuple[str, ...]]:
+def _module_sets(model: ModelConfig) -> list[MemoryChoice]:
     """Sets of modules to recompute, those with the least cost per byte saved first."""
-    cheap: tuple[str, ...] = ("layernorm",)
+    cheap = [("layernorm",)]
     if model.multi_latent_attention:
-        cheap += ("mla_up_proj",)
-    if model.num_experts is None:
-        return [cheap, (*cheap, "mlp")]
-    return [(*cheap, "moe_act"), (*cheap, "moe")]
+        # Without a latent of their own, queries are made again of what the norm would discard.
+        norm = () if model.q_lora_rank is None else ("layernorm",)
+        cheap = [(*norm, "mla_up_proj"), *cheap]
+    costly = ((), ("mlp",)) if model.num_experts is None else (("moe_act",), ("moe",))
+    return [
+        MemoryChoice(
+            f"recompute {' '.join((*few, *more))}",
+            _settings(recompute_granularity="selective", recompute_modules=(*few, *more)),
+            # Gathered latents leave no keys and values to make again.
+            needs_context=place > 0,
+        )
+        for more in costly
+        for place, few in enumerate(cheap)
+    ]
 
 
 def _together(*choices: MemoryChoice) -> MemoryChoice:
@@ -176,6 +181,7 @@ def _together(*choices: MemoryChoice) -> MemoryChoice:
         ", ".join(choice.name for choice in choices),
         _settings(**{name: value for choice in choices for name, value in choice.settings.items()}),
         any(choice.is_full for choice in choices),
+        needs_context=any(choice.needs_context for choice in choices),
     )
 
 

@@ -32,6 +32,7 @@ from fivefold.search.refine import Refiner, distinct
 from fivefold.search.request import Request
 from fivefold.search.space import Space
 from fivefold.search.time_bound import TimeBound, quick_time_bound, time_bound
+from fivefold.search.trained import trained
 
 WORK = 450_000  # most pipeline actions to build and simulate, or as much other work
 LONG = 15_000  # actions of a program that is evaluated only after all shorter ones
@@ -126,7 +127,7 @@ def legal_space(request: Request) -> Space:
     space = enumerate_space(*question, widest=widest, only=request.only)
     if not len(space):
         space = enumerate_space(*question, widest=request.world, shortest=1, only=request.only)
-    return with_context(space, request)
+    return trained(with_context(space, request))
 
 
 @dataclass
@@ -212,6 +213,7 @@ class _Search:
         if len(faster):
             choices = further_choices(self.request.config, self.request.given)
             more = space.take(faster).with_memory(self.refiner.permitted(choices))
+            more = trained(more, like=space)
             bounds, sizes = self._bounded(more)
             fits = self._fitting(sizes)
             rounds.append(self._open(more, bounds, fits))
@@ -294,7 +296,8 @@ def with_context(space: Space, request: Request) -> Space:
     context = {}
     for row in np.flatnonzero(few.columns["cp"] > 1).tolist():
         tp, cp, mbs = (int(few.columns[name][row]) for name in ("tp", "cp", "mbs"))
-        config = few.config_of(row)
+        # What is recomputed is chosen beside it, not before.
+        config = replace(few.config_of(row), memory=request.config.memory)
         context[tp, cp, mbs] = best_context(config, request.cluster, request.given, request.only)
     return replace(space, context=context)
 

@@ -88,7 +88,7 @@ class Space:
         columns = join(kept, {"memory": range(len(choices))})
         whole = np.array([choice.is_full for choice in choices], bool)[columns["memory"]]
         columns = where(columns, ~(whole & (columns["pairs"] == 1)))
-        return replace(self, memory=choices, columns=columns)
+        return replace(self, memory=choices, columns=where(columns, sharing(columns, choices)))
 
     def distinct(self, names: Sequence[str]) -> tuple["Space", Column]:
         """One candidate for each combination of values in these columns, and an index to them."""
@@ -126,3 +126,10 @@ class Space:
     def config_of(self, row: int) -> Config:
         """The configuration of a candidate."""
         return self.config.with_values(**self.settings(row))
+
+
+def sharing(columns: Columns, choices: Sequence[MemoryChoice]) -> NDArray[np.bool_]:
+    """The rows whose memory choice is not for shared sequences only, or that share theirs."""
+    needs = np.array([choice.needs_context for choice in choices], bool)[columns["memory"]]
+    rows: NDArray[np.bool_] = ~needs | (columns["cp"] > 1)
+    return rows

@@ -147,6 +147,31 @@ def test_an_answer_that_later_ones_change_is_a_document_of_its_own(kept):
     assert learnt == [f"<think></think>{text}<|im_end|>\n" for text in ("hello", "no")]
 
 
+REASONS = """\
+{%- for message in messages %}
+    {{- message.role + message.NAME | default('-') + message.content }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- 'assistant' }}{% endif %}
+"""
+
+
+@pytest.mark.parametrize("read", ["thinking", "reasoning_content"])
+@pytest.mark.parametrize("written", ["thinking", "reasoning_content", "reasoning"])
+def test_thoughts_have_the_name_that_a_template_reads(read, written):
+    answer = {"role": "assistant", "content": "so", written: "hm"}
+    record = {"messages": [{"role": "user", "content": "q"}, answer]}
+    template = ChatTemplate({"default": REASONS.replace("NAME", read)}, {}, "here")
+    ((text, spans),) = documents(conversation(record, "here"), template)
+    assert text == "user-qassistanthmso"
+    assert [text[slice(*span)] for span in spans] == ["hmso"]
+
+
+@pytest.mark.parametrize(("tools", "name"), [(None, "default"), ([], "tool_use")])
+def test_no_tools_are_tools_that_are_asked_for(tools, name):
+    template = ChatTemplate({"default": "default", "tool_use": "tool_use"}, {}, "here")
+    assert template.render([], tools, "here")[0] == name
+
+
 def test_the_forms_of_a_conversation_are_one():
     user, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
     system = {"role": "system", "content": "s"}
@@ -163,12 +188,13 @@ def test_the_forms_of_a_conversation_are_one():
             },
             0,
         ),
-        ({"system": "s", "prompt": "q", "completion": "a"}, 2),
+        ({"system": "s", "prompt": "q", "completion": "a", "tools": '[{"name": "ls"}]'}, 2),
         ({"prompt": [system, user], "completion": [answer]}, 2),
     ):
         found = conversation(record, "here")
         assert found.messages == (system, user, answer)
         assert (found.given, found.answers) == (begins, [2])
+        assert found.tools == ([{"name": "ls"}] if "tools" in record else None)
 
 
 def test_answers_of_a_prompt_are_not_learnt(kept):
@@ -198,7 +224,8 @@ BAD = [
         {"messages": [{"role": "assistant", "content": "x", "weight": 0}]},
         r"messages\[0\] has a weight of 0",
     ),
-    ({"messages": [], "tools": "ls"}, "'tools' is a str, not a list"),
+    ({"messages": [], "tools": "ls"}, "a.jsonl:2: 'tools' is not JSON"),
+    ({"messages": [], "tools": {}}, "'tools' is a dict, not a list"),
     (
         {"messages": [{"role": "assistant", "content": "\ufdd0"}]},
         "a noncharacter of Unicode",

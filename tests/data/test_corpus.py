@@ -139,7 +139,12 @@ def test_builtin_is_the_standard_library_without_its_tests():
         ("a.jsonl", b'{"text": "x"}\n{"text": "\xe9"}', r"a.jsonl:2 is not UTF-8: byte 24 is 0xe9"),
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl:2 is not JSON"),
         ("a.jsonl", b"[1]", "a.jsonl:1 is a JSON list, not an object"),
-        ("a.jsonl", b'{"txt": "x", "id": 1}', r"no key 'text', did you mean 'txt'\?\n.*: txt, id"),
+        (
+            "a.jsonl",
+            b'{"txt": "x", "tex": 1}',
+            r"no key 'text', did you mean 'txt'\?\n.*: txt, tex\n  works: --text-key txt$",
+        ),
+        ("a.jsonl", b'{"meta": {"text": "x"}}', "no key 'text'\n  its keys: meta$"),
         ("a.jsonl", b'{"text": 3}', "a.jsonl:1: 'text' is a int, not a string"),
         ("a.parquet", b"PAR1 nonsense", "a.parquet cannot be read as Parquet"),
     ],
@@ -162,7 +167,11 @@ def test_the_byte_is_counted_from_the_start_of_the_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"texts": ["x"], "n": [1]}, "no column 'text', did you mean 'texts'(.|\n)*: texts, n"),
+        (
+            {"texts": ["x"], "n": [1], "m": [["x"]]},
+            r"did you mean 'texts'\?\n.*: texts, n, m\n  works: --text-key texts$",
+        ),
+        ({"txt": [1]}, "no column 'text'\n  its columns: txt$"),
         ({"text": [1]}, "column 'text' is int64, not a string"),
         ({"text": [["x"]]}, "column 'text' is list<.*>, not a string"),
     ],

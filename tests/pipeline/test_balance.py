@@ -1,5 +1,8 @@
+import contextlib
+from dataclasses import replace
 from itertools import combinations_with_replacement
 from math import inf
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -79,6 +82,32 @@ def test_one_stage_a_rank_is_optimal(embedding, layers, prediction, head, ranks,
     if best == inf:
         with pytest.raises(ConfigError, match="no cut of the model fits"):
             balance(parts, placement, room)
+
+
+@pytest.mark.parametrize("seed", [77, 79, 135, 153])
+def test_the_memory_that_a_refusal_names_is_enough(seed):
+    """Also where single moves from an even cut do not lead to a cut that fits."""
+    random = Random(seed)
+
+    def part():
+        times = (random.random() for _ in range(3))
+        state = random.random() * 2**30 * random.choice((1, 10))
+        return ModelPart(*times, state, random.random() * 2**30 * random.choice((0, 1)))
+
+    layers = [part() for _ in range(random.randint(8, 14))]
+    parts = Parts(part(), tuple(layers), (part(),), part())
+    ranks, virtual = random.randint(2, 5), random.randint(2, 3)
+    placement = loop_placement(ranks, ranks * virtual)
+    room = Room(0.0, tuple(float(random.randint(1, 6)) for _ in placement))
+    for limit in (2.0**20, 2.0**33, 2.0**34):
+        with contextlib.suppress(ConfigError):
+            balance(parts, placement, replace(room, limit=limit))
+            continue
+        with pytest.raises(ConfigError, match="no cut of the model fits") as error:
+            balance(parts, placement, replace(room, limit=limit))
+        flag, value = error.value.mistakes[0].works[0].split()
+        assert flag == "--memory-gib" and float(value) * 2**30 > limit
+        balance(parts, placement, replace(room, limit=float(value) * 2**30))
 
 
 @settings(max_examples=60)

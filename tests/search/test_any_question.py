@@ -14,7 +14,7 @@ from itertools import count
 import numpy as np
 import pytest
 
-from fivefold.check import check
+from fivefold.check import check, lacking
 from fivefold.cli.main import main
 from fivefold.cli.plan_options import Options, planned_request
 from fivefold.config.config import Config
@@ -30,10 +30,12 @@ from fivefold.predict.software import Software
 from fivefold.search.bound_tables import Ranks
 from fivefold.search.enumeration import enumerate_space
 from fivefold.search.memory_bound import memory_bound
+from fivefold.search.memory_choices import further_choices
 from fivefold.search.request import FIXABLE, Request
 from fivefold.search.search import legal_space, search
 from fivefold.search.space import FIELDS
 from fivefold.search.time_bound import quick_time_bound, time_bound
+from fivefold.search.trained import trained
 from fivefold.tell.answer import answer, next_commands, reasons
 from fivefold.tell.effects import effects
 from fivefold.tell.explain import sensitivities
@@ -232,7 +234,7 @@ def test_what_is_enumerated_is_legal_and_has_what_was_given(part: int) -> None:
             config = space.config_of(row)
             if config.parallel.pipeline_schedule == "synthesised":
                 continue  # takes a second to find
-            layout = check(config, here.world, planned=True)
+            layout = check(config, here.world, planned=lacking(config) > 0)
             partition = space.partitions[int(space.columns["partition"][row])]
             assert (layout.split, layout.schedule) == (partition.split, partition.schedule)
             for axis, name in FIELDS.items():
@@ -243,6 +245,33 @@ def test_what_is_enumerated_is_legal_and_has_what_was_given(part: int) -> None:
                     sections = [vars(section) for _, section in config.sections()]
                     assert any(section.get(name, section) == value for section in sections), name
             rows += 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "deepseek-v2-lite --gpus 4",  # queries that are made again of what the norm discards
+        "deepseek-v2-lite --gpus 8 --cp 2 --seq-length 16384 --fp8-format e4m3",
+        "deepseek-v3 --gpus 64 --cp 2 --cp-comm-type all_gather --pp 4",
+        "llama3-8b --gpus 8 --compile",
+        "debug --gpus 4 --tp-comm-overlap",
+        "deepseek-v2-lite --gpus 4 --moe-shared-expert-overlap",
+        "mixtral-8x7b --gpus 8 --moe-enable-deepep --moe-expert-rank-capacity-factor 2",
+        "debug --gpus 4 --microbatch-group-size-per-virtual-pipeline-stage 4",
+        "debug --gpus 4 --check-loss-across-dp-replicas-interval 2",
+        "deepseek-v2-lite --gpus 8 --check-weight-hash-across-dp-replicas-interval 2",
+        "debug --gpus 4 --log-straggler",
+    ],
+)
+def test_what_the_trainer_lacks_is_not_chosen(line: str) -> None:
+    """Settings that were not given are among those that go together in the trainer, too."""
+    here, rng = asked(f"{line} --gbs 32"), np.random.default_rng(1)
+    space = legal_space(here)
+    assert len(space)
+    further = space.with_memory(further_choices(here.config, here.given))
+    for rows in (space, trained(further, like=space)):
+        for row in rng.choice(len(rows), min(20, len(rows)), replace=False).tolist():
+            check(rows.config_of(row), here.world)
 
 
 @pytest.mark.slow
