@@ -24,7 +24,7 @@ _TORCH = Path(torch.__file__).parent
 _MESSAGES = str(_PACKAGE / "pipeline" / "messages.py")
 _SENDING = (str(_PACKAGE / "mesh" / "collectives.py"), _MESSAGES)
 # Where a rank is that waits for another one. On a GPU, it waits where the engine reads a result.
-_WAITING = (*_SENDING, str(_TORCH / "distributed"), str(_PACKAGE / "train" / "engine.py"))
+_WAITING = (*_SENDING, str(_TORCH / "distributed"), str(_PACKAGE / "train" / "step_result.py"))
 
 
 @dataclass(frozen=True)

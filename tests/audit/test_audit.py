@@ -72,7 +72,7 @@ def _check(layout: Layout, documents: int, folder: Path) -> None:
         files: Counter[str] = Counter()
         for line, times in record.waits.items():
             files[line.partition(":")[0]] += round(times)
-        assert files.pop("at train/engine.py") == 1, describe(layout)
+        assert files.pop("at train/step_result.py") == 1, describe(layout)
         assert {*files} <= {*MEASURED_BY_HOST}, describe(layout)
 
 

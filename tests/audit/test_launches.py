@@ -79,4 +79,4 @@ def test_a_report_tells_what_the_planner_takes_and_what_was_counted(tmp_path: Pa
     assert note.endswith("launches for 1.0 s, 50% of the predicted step")
     told = {finding.name: finding for finding in report.findings}
     assert told["waits of the host"].measured == 1
-    assert told["waits of the host"].note.startswith("1 at train/engine.py:")
+    assert told["waits of the host"].note.startswith("1 at train/step_result.py:")

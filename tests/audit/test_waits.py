@@ -98,7 +98,7 @@ def _step(rank: int, world: int, planted: str) -> None:
     for place, times in waits.places.items():
         files[place.partition(":")[0]] += times
     norms = (2 * layout.config.model.num_layers + 1) * layout.num_microbatches
-    assert files == {"at train/engine.py": 1} | ({line: norms} if line else {})
+    assert files == {"at train/step_result.py": 1} | ({line: norms} if line else {})
 
 
 @pytest.mark.parametrize("planted", PLANTS)
