@@ -28,8 +28,8 @@ STEP = re.compile(r"^ *\d+/\d+ ", re.MULTILINE)
 NUMBER = re.compile(r"\d[\d.,]*(e[-+]\d+)?( [mu]?s\b)?")
 SECONDS = 240
 EFFORT = (15_000, 8_000, 1_500)
-"""A small part of the planner's usual work, of which tests/search/ see what it finds: pages show what
-is said and not by which of the layouts it is said, and a search ends in the same ways."""
+"""A small part of the planner's usual work, of which tests/search/ see what it finds: pages show
+what is said and not by which layout it is said, and a search ends in the same ways."""
 
 
 def in_reading_order() -> list[Path]:

@@ -24,7 +24,7 @@ from tests.audit.layouts import FAMILIES, microbatches_of, random_layouts
 from tests.pool import run
 from tests.verify.cases import chosen, shared_groups
 
-FEW, MANY = 4, 50
+FEW, MANY = 3, 50
 MEASURED_BY_HOST = ("at model/grouped.py", "at expert/transfer.py")
 SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 SIZES: dict[str, Any] = {

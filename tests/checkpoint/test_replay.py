@@ -205,7 +205,11 @@ def test_killed_at_every_operation(
 @every
 @pytest.mark.parametrize(
     ("code", "lasting", "async_save"),
-    [(errno.EIO, False, False), (errno.ENOSPC, True, False), (errno.ENOSPC, False, True)],
+    [
+        (errno.EIO, False, False),
+        (errno.ENOSPC, True, False),
+        pytest.param(errno.ENOSPC, False, True, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_an_error_at_every_operation(
     before: list[Path], tmp_path: Path, code: int, lasting: bool, async_save: bool, every: int

@@ -110,6 +110,7 @@ def _copied(rank: int, world: int, settings: dict[str, Any]) -> set[str]:
     return {name for name, grad in grads.items() if _place(local_tensor(grad)) in seen.to}
 
 
+SPLIT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform"}
 
 
@@ -120,8 +121,8 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform"}
         (2, {"micro_batch_size": 1, "overlap_grad_reduce": False}, True),
         (2, {"micro_batch_size": 1, "gradient_accumulation_fusion": False}, True),
         (4, DEFERRED, True),
-        (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, True),
-        (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True} | RECOMPUTED, True),
+        pytest.param(4, SPLIT, True, marks=pytest.mark.exhaustive),
+        (4, SPLIT | RECOMPUTED, True),
         (2, RECOMPUTED, False),
         (2, {"precision": "bf16", "micro_batch_size": 1}, False),  # in fp32, by a CPU
     ],

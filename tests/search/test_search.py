@@ -58,7 +58,9 @@ EXPERTS = "mixtral-8x7b --cluster H100 --gpus 32 --gbs 64 --seq-length 4096"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", [SMALL, TIGHT, EXPERTS])
+@pytest.mark.parametrize(
+    "line", [SMALL, EXPERTS, pytest.param(TIGHT, marks=pytest.mark.exhaustive)]
+)
 def test_the_best_fits_and_is_the_best_of_what_was_seen(line: str) -> None:
     result = result_of(line)
     best = result.best
@@ -99,7 +101,16 @@ def test_no_layout_of_a_small_space_is_faster() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fixed", ["--pipeline-schedule combined_1f1b", "--tp 2", "--mbs 2"])
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        "--tp 2",
+        *(
+            pytest.param(flags, marks=pytest.mark.exhaustive)
+            for flags in ("--pipeline-schedule combined_1f1b", "--mbs 2")
+        ),
+    ],
+)
 def test_no_restricted_search_finds_more(fixed: str) -> None:
     free, restricted = result_of(EXPERTS), search(asked(f"{EXPERTS} {fixed}"))
     assert free.gap == 0.0
@@ -187,7 +198,13 @@ def test_every_mesh_is_explained() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("question", ["qwen3-8b --gpus 16", "llama3-8b --gpus 64", TIGHT])
+@pytest.mark.parametrize(
+    "question",
+    [
+        "qwen3-8b --gpus 16",
+        *(pytest.param(q, marks=pytest.mark.exhaustive) for q in ("llama3-8b --gpus 64", TIGHT)),
+    ],
+)
 def test_a_change_is_not_credited_with_what_another_layout_gains_without_it(question: str) -> None:
     """The best layout may be slower than others by noise; that is nothing that hardware mends."""
     result = result_of(question)

@@ -179,7 +179,7 @@ def _leaves_none(world: int, asked: Config, root: Path, seed: int, shown: str) -
     assert not any(found := run(world, _traces, layout.config, root, seed)), (shown, found)
 
 
-@pytest.mark.parametrize("case", chosen(CASES, *[*CASES][:4], [*CASES][-1]))
+@pytest.mark.parametrize("case", chosen(CASES, *[*CASES][1:3], [*CASES][-1]))
 def test_what_is_no_step_leaves_no_trace(case: str, tmp_path: Path) -> None:
     world, family, settings = CASES[case]
     _leaves_none(world, config(ALL[family], world, **settings), tmp_path, 0, case)

@@ -56,7 +56,8 @@ def _profile(rank: int, world: int, schedule: str, folder: Path) -> None:
                 engine.step(rows)
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.exhaustive), "zb_v"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 def test_a_measured_step_takes_as_long_as_simulated(schedule: str, tmp_path: Path) -> None:
     run(2, _profile, schedule, tmp_path)
     ratios = []

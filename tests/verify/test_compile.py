@@ -224,8 +224,8 @@ def _graphs(rank: int, world_size: int, settings: Config) -> int:
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tp", [1, 2])
 def test_a_layer_is_compiled_once(tp: int, pool: Pool) -> None:
     rates = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
     model = replace(MODELS["llama"], window_size=3)

@@ -105,7 +105,6 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
     chosen(
         CASES,
         "tiles",
-        "experts",
         "gathered in 8 bits, deferred, offloaded",
     ),
 )
@@ -141,7 +140,6 @@ LATE_CASES = CASES | {
     chosen(
         LATE_CASES,
         "deferred weights",
-        "latents, ring, offloaded",
         "experts deferred and recomputed",
     ),
 )
@@ -152,6 +150,7 @@ def test_delayed_scales_are_those_of_one_device(case: str) -> None:
     assert report.passed, report.text()
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_layer_is_one_graph() -> None:
     model, losses, grads = replace(MODELS["llama"], num_layers=1), [], []
     for compiled in (False, True):

@@ -120,7 +120,6 @@ EVERY = {f"{case}, {kind}": (case, kind) for case, kind in product(CASES, KINDS)
         "ZeRO-3, recomputed, tied, magnitudes",
         "deferred, both",
         "embedding alone in its stage, plain",
-        "experts, dropped",
     ),
 )
 def test_adapters_are_trained_as_on_one_device(name: str) -> None:

@@ -236,7 +236,6 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         CASES,
         "weights off the device, tied over stages",
         "every module, deferred weights",
-        "moved and recomputed, tensor parallel, deferred weights",
         "linear loss, vocabulary part of padding only",
         "linear loss, tied over the pipeline, deferred weights, ZeRO-2",
         "the second moment in bf16, two copies of the embedding",
