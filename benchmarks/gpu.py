@@ -6,7 +6,8 @@
 Each part runs in processes of its own, so that one that fails or hangs takes no other with it:
 
     twins      kernels of CUDA against their plain twins (`pytest -m gpu`)
-    verify     `fivefold verify` on one rank, in fp64 and bf16, for one technique after the other
+    verify     `fivefold verify` on one rank, for one technique after the other: in fp64 and bf16,
+               and some in fp16
     ranks      `fivefold verify` on 2 to 8 ranks that share the GPU, in fp64, for every kind of
                parallelism: with streams followed for races, and with random delays in them
     layers     time, MFU, launches, idle share and memory of layers, beside plain PyTorch
@@ -91,6 +92,7 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
         *("debug", *GRAPH, *FP8[:2], "--fp8-recipe", "delayed"),
     ),
 }
+IN_FP16 = ("dropout", "compiled", "experts", "optimizer on the host", "step as one graph")
 SHARDED = ("--data-parallel-sharding-strategy", "optim_grads_params")
 RANKS: dict[str, tuple[str, ...]] = {
     "2: dp, gradients sharded": (
@@ -235,7 +237,7 @@ def verify(dry: bool) -> Iterator[tuple[str, Outcome]]:
             flags += [GRAPH[0], "none"]  # a CPU has none
         words = ("fivefold", "verify", recipe, "--nproc", "1", *ONE_RANK, "--steps", steps, *flags)
         words += ("--device", "cpu" if dry else "cuda")
-        for precision in ("fp64", "bf16"):
+        for precision in ("fp64", "bf16", *(["fp16"] if name in IN_FP16 else [])):
             named[f"{name}, {precision}"] = (*words, "--precision", precision)
     yield from side_by_side(named, limit=150, share=1)
 

@@ -15,7 +15,7 @@ MomentType = Literal["fp32", "bf16", "fp8"]
 MasterType = Literal["fp32", "bf16"]
 GradientType = Literal["fp32", "bf16"]
 LARGEST_LOSS_SCALE = 2.0**64
-"""Beyond it a scaled loss may be more than fp32 holds."""
+"""Beyond it, or below one over it, a scaled gradient may leave the range of fp32."""
 SCALE_BY_TRIAL = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 """Settings of a loss scale that is not constant."""
 BLOCK = 32

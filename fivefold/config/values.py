@@ -13,7 +13,10 @@ _Rule = tuple[Callable[[float], bool], str]
 _AT_LEAST_ONE: _Rule = (lambda v: v >= 1, "at least 1")
 _NOT_NEGATIVE: _Rule = (lambda v: v >= 0, "0 or more")
 _POSITIVE: _Rule = (lambda v: v > 0, "positive")
-_LOSS_SCALE: _Rule = (lambda v: 0 < v <= LARGEST_LOSS_SCALE, "above 0 and at most 2^64")
+_LOSS_SCALE: _Rule = (
+    lambda v: 1 / LARGEST_LOSS_SCALE <= v <= LARGEST_LOSS_SCALE,
+    "in 2^-64 .. 2^64",
+)
 _SHARE: _Rule = (lambda v: 0 <= v < 1, "in [0, 1)")
 
 _RULES = MappingProxyType(

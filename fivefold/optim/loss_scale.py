@@ -11,7 +11,7 @@ from torch import Tensor
 from fivefold.config.config import Config
 from fivefold.config.training import LARGEST_LOSS_SCALE
 
-_Scale = Annotated[float, Meta(gt=0, le=LARGEST_LOSS_SCALE)]
+_Scale = Annotated[float, Meta(ge=1 / LARGEST_LOSS_SCALE, le=LARGEST_LOSS_SCALE)]
 _Count = Annotated[int, Meta(ge=0)]
 
 
@@ -84,7 +84,7 @@ class LossScaler:
             if overflows >= config.hysteresis:
                 scale = max(scale / 2, config.min_loss_scale)
             self._set(ScaleState(scale, 0, overflows))
-        elif state.good_steps + 1 == config.loss_scale_window:
+        elif state.good_steps + 1 >= config.loss_scale_window:
             self._set(ScaleState(min(2 * state.scale, LARGEST_LOSS_SCALE)))
         else:
             self._set(ScaleState(state.scale, state.good_steps + 1, state.overflows))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import inf
+from math import inf, isfinite
 
 import torch
 from torch import Tensor, nn
@@ -140,7 +140,8 @@ class Engine:
         clip_(grads, found.grad_norm, clip, found_inf, loss_scale=found.loss_scale)
         self.optimizer.device.step(found.lr, found_inf)
         result = self.read(found)
-        self.scaler.update(overflowed=result.overflowed)
+        if isfinite(result.loss):
+            self.scaler.update(overflowed=not result.finite)
         if result.is_refused(limit, finite=finite):
             self.optimizer.steps -= 1
         else:

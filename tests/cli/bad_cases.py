@@ -342,7 +342,7 @@ COMMAND_LINES = [
     layout("another argument", "more", "unexpected argument 'more'"),
     layout("choice typo", "--precision fp23", "cannot be 'fp23', did you mean 'fp32'?", "bf16 |"),
     layout("none where it cannot be", "--tp none", "--tp must be a whole number, not 'none'"),
-    layout("none for a choice", "--precision none", "works: bf16 | fp32 | fp64"),
+    layout("none for a choice", "--precision none", "works: bf16 | fp16 | fp32 | fp64"),
     layout("empty value", "--tp=", "--tp must be a whole number, not ''"),
     layout(
         "all mistakes at once",

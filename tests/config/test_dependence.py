@@ -263,7 +263,8 @@ class Runs:
         if self.count > 1:
             shutil.copytree(self.donor / "runs" / "latest", folder / "donor")
             shutil.copy(folder / "donor" / "tokenizer.json", folder)
-        words = {"data_path": ("text.jsonl",), "train_iters": 4, "lr_warmup_iters": 0} | values
+        small = {"num_layers": 2, "global_batch_size": 4, "train_iters": 4, "lr_warmup_iters": 0}
+        words = {"data_path": ("text.jsonl",)} | small | values
         flags = " ".join(SETTINGS[name].typed(value) for name, value in words.items())
         before = Path.cwd(), os.environ["HOME"]
         os.chdir(folder)

@@ -19,7 +19,7 @@ from tests.pool import run
 from tests.verify.cases import LLAMA, STRATEGIES, config, named, shared_groups
 
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "precision": ("bf16", "fp32", "fp64"),
+    "precision": ("bf16", "fp16", "fp32", "fp64"),
     "grad_reduce_in_bf16": (False, True),
     "ddp_reduce_scatter_with_fp32_accumulation": (False, True),
     "main_grads_dtype": ("fp32", "bf16"),

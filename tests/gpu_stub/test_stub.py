@@ -32,6 +32,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
         *("--data-parallel-sharding-strategy", "optim_grads"),
     ),
     "replicated": TWO,
+    "fp16": ("debug-mixtral", "--nproc", "2", "--ep", "2", "--fp16", "--global-batch-size", "2"),
     "zb_v": (*TWO, "--pp", "2", "--pipeline-schedule", "zb_v"),
     "dualpipe_v": (*TWO, "--pp", "2", "--pipeline-schedule", "dualpipe_v"),
     "ring": (*TWO, "--cp", "2"),
@@ -72,7 +73,8 @@ GRAPHED = ("tensor", "sharded", "replicated", "ring", "gathered keys", "ulysses"
 @pytest.mark.parametrize("gpus", [8, 1], ids=["a GPU a rank", "one GPU"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_no_races_one_wait_a_step_and_the_same_calls(name: str, gpus: int, tmp_path: Path) -> None:
-    ranks = steps(tmp_path, *LAYOUTS[name], "--bf16", gpus=gpus)
+    precision = () if "--fp16" in LAYOUTS[name] else ("--bf16",)
+    ranks = steps(tmp_path, *LAYOUTS[name], *precision, gpus=gpus)
     assert len(ranks) == int(LAYOUTS[name][2])
     known = OF_HOST if ON_HOST in LAYOUTS[name] else ()
     known += OF_EXPERTS if "--ep" in LAYOUTS[name] else ()

@@ -32,14 +32,14 @@ def test_it_changes_as_torchs_own(overflows: list[bool], window: int, first: int
     """Which has neither a least scale nor patience."""
     found = scaler(
         initial_loss_scale=2.0**first,
-        min_loss_scale=2.0**-300,
+        min_loss_scale=2.0**-64,
         loss_scale_window=window,
         hysteresis=1,
     )
     scale, good = torch.tensor(2.0**first), torch.tensor(0, dtype=torch.int32)
     for overflowed in overflows:
         torch._amp_update_scale_(scale, good, torch.tensor(float(overflowed)), 2.0, 0.5, window)
-        scale.clamp_(max=LARGEST_LOSS_SCALE)
+        scale.clamp_(1 / LARGEST_LOSS_SCALE, LARGEST_LOSS_SCALE)
         found.update(overflowed=overflowed)
         assert found.scale == float(scale) == float(found.factor)
 

@@ -48,7 +48,7 @@ GATHERED = {
 }
 Steps = tuple[tuple[str, dict[str, Any]], ...]
 WIDE: Steps = (
-    *(("debug-llama", LLAMA | {"precision": precision}) for precision in ("bf16", "fp32")),
+    *(("debug-llama", LLAMA | {"precision": p}) for p in ("bf16", "fp16", "fp32")),
     *(("debug-gpt", GPT | {"precision": precision}) for precision in ("bf16", "fp32")),
     *(("debug-llama", {"precision": "bf16"} | given) for given in (STATES, REMAINDERS, WITHOUT)),
     ("debug-llama", {"precision": "fp64"} | STATES),
