@@ -103,7 +103,7 @@ def _trained(rank: int, world: int, case: str, again: bool) -> Run:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    chosen(CASES, "ZeRO-2, tokens in parts", "experts, by rows"),
+    chosen(CASES, "experts, by rows"),
 )
 def test_each_weight_is_quantised_twice_a_step_and_nothing_else_changes(case: str) -> None:
     ranks = CASES[case][0]

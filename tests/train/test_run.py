@@ -30,6 +30,7 @@ pytestmark = pytest.mark.slow
 FIVEFOLD = [sys.executable, "-m", "fivefold"]
 TWO = ("--nproc", "2", "--tp", "2")
 TINY = ["--train-iters", "6", "--save-interval", "3", "--precision", "fp64", "--seq-length", "32"]
+TINY += ["--global-batch-size", "4"]
 
 
 def command(cache: Path, run: Path, *flags: str) -> list[str]:

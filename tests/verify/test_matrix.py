@@ -96,7 +96,7 @@ def _most(rows: list[Row], share: float) -> list[Row]:
     return taken
 
 
-QUICK = _most([row for row in ROWS if not _proven_elsewhere(row)], 0.6)
+QUICK = _most([row for row in ROWS if not _proven_elsewhere(row)], 0.5)
 RUN = [row if row in QUICK else pytest.param(row, marks=pytest.mark.exhaustive) for row in ROWS]
 
 
