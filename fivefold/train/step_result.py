@@ -21,8 +21,8 @@ class StepResult:
         lr: learning rate that the step was taken with.
         tokens: valid tokens of the global batch.
         votes: how many ranks asked to stop after this step.
-        extra: further numbers by name, for the metrics; the losses of further predictions, and
-            the part of `loss` that is z-loss.
+        extra: further numbers by name, for the metrics; the losses of further predictions, the
+            part of `loss` that is z-loss, and the loss scale.
         routing: what routers decided, of each layer with experts.
         loss_scale: what gradients were multiplied with while they were made, in fp16.
     """
@@ -97,5 +97,7 @@ class DeviceResult:
         rows = [every[first + i * width : first + (i + 1) * width] for i in range(len(layers))]
         routing = tuple(map(LayerRouting.of, layers, rows))
         extra = dict(zip(self.extra, further, strict=True))
+        if self.loss_scale is not None:
+            extra["loss_scale"] = self.loss_scale
         counts = int(tokens), int(votes)
         return StepResult(loss, grad_norm, self.lr, *counts, extra, routing, self.loss_scale)

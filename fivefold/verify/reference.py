@@ -138,7 +138,8 @@ def run_reference(
                 narrow=narrow,
                 scale=scale if dtype == torch.float16 else 1.0,
             )
-            if dtype != torch.float16 or all(bool(g.isfinite().all()) for g in grads.values()):
+            finite = all(bool(grad.isfinite().all()) for grad in grads.values())
+            if dtype != torch.float16 or finite or scale <= config.optimizer.least_loss_scale:
                 break
             scale /= 2
         norm = torch.stack([g.double().square().sum() for g in grads.values()]).sum().sqrt()
@@ -201,6 +202,7 @@ def gradients(
     """
     model.zero_grad()
     for mixture in model.mixtures:
+        mixture.router.begin_step(mixture.router.global_batch_size)
         mixture.router.loss_scale = torch.tensor(scale)
     count = torch.tensor(tokens).clamp_min(1)
     count = count[0] if len(tokens) == 1 else count

@@ -81,9 +81,9 @@ def train(folder: Path, name: str, *more: str) -> int:
     return main([*words, "--save", str(folder / name), *more])
 
 
-def lines(run: Path) -> dict[int, float]:
+def lines(run: Path) -> dict[int, tuple[float, float]]:
     found = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line["loss"] for line in found if "loss" in line}
+    return {line["step"]: (line["loss"], line["loss_scale"]) for line in found if "loss" in line}
 
 
 def test_a_scale_is_searched_and_goes_on_where_it_was(
