@@ -1,11 +1,14 @@
 """Runs a verification: the reference in one process, then the layout's ranks."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from math import isfinite
 
 import torch
 
 from fivefold.audit.streams import StreamWatch
+from fivefold.config.config import Config
 from fivefold.data_parallel.policy import DTYPES
 from fivefold.errors import ConfigError, FivefoldError, Mistake, Mistakes
 from fivefold.files import telling_system_errors
@@ -19,7 +22,7 @@ from fivefold.units import several
 from fivefold.verify.compare import compare
 from fivefold.verify.delays import Delays
 from fivefold.verify.plant import PLANTS
-from fivefold.verify.reference import load_trace, run_reference, save_trace
+from fivefold.verify.reference import ReferenceStep, load_trace, run_reference, save_trace
 from fivefold.verify.report import VerifyReport
 from fivefold.verify.shrink import prepare
 
@@ -69,8 +72,7 @@ def verify(
                 exact = run_reference(config, steps)
                 save_trace(trace, exact)
                 if config.training.in_16_bits:
-                    dtype = DTYPES[config.training.precision]
-                    save_trace(baseline, run_reference(config, steps, dtype, exact))
+                    save_trace(baseline, rounded(config, steps, exact))
 
         def rank(env: RankEnv) -> None:
             same_bits = config.training.deterministic_mode
@@ -98,6 +100,21 @@ def verify(
         end.raise_if_failed("the run of the layout failed")
         report = VerifyReport(**torch.load(result, weights_only=True))
     return replace(report, changes=changes)
+
+
+def rounded(config: Config, steps: int, exact: Sequence[ReferenceStep]) -> list[ReferenceStep]:
+    """The run on one device in 16 bits, whose routers choose as in the exact one.
+
+    Raises:
+        FivefoldError: its gradients are not finite, which would allow every error.
+    """
+    precision = config.training.precision
+    found = run_reference(config, steps, DTYPES[precision], exact)
+    if not all(isfinite(step.norm) for step in found):
+        what = f"the gradients of one device are not finite in {precision}: nothing can be compared"
+        smaller = "a smaller --loss-scale, or none" if precision == "fp16" else "--fp32"
+        raise FivefoldError(str(Mistake(what, attempt=smaller)))
+    return found
 
 
 def _enough_steps(layout: Layout, steps: int | None) -> int:

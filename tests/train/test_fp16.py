@@ -10,8 +10,11 @@ import torch
 
 from fivefold.check import check
 from fivefold.cli.main import main
+from fivefold.errors import FivefoldError
 from fivefold.optim.loss_scale import ScaleState
 from fivefold.train.engine import Engine
+from fivefold.verify.reference import run_reference
+from fivefold.verify.run import rounded
 from tests.audit.layouts import microbatches_of
 from tests.pool import run
 from tests.verify.cases import LLAMA, chosen, config, flags, named, shared_groups
@@ -42,6 +45,12 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 def test_layouts_are_as_close_as_one_device(name: str) -> None:
     world, model, settings = LAYOUTS[name]
     passes(world, model, settings | {"precision": "fp16"})
+
+
+def test_gradients_that_no_device_can_hold_are_not_compared() -> None:
+    settings = config(LLAMA, 1, precision="fp16", loss_scale=LARGE)
+    with pytest.raises(FivefoldError, match="one device are not finite in fp16"):
+        rounded(settings, 1, run_reference(settings, 1))
 
 
 @shared_groups()

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from math import inf
 
 import pytest
 import torch
@@ -110,6 +111,8 @@ def test_16_bits_are_judged_by_one_device_in_them() -> None:
     for name, other in (("bf16", "fp16"), ("fp16", "bf16")):
         fits = {each: judge(NARROW[name], [last[each]], baseline).passed for each in (name, other)}
         assert fits == {name: False, other: name == "bf16"}
+    lost = replace(off, off=inf, error=inf)
+    assert not judge(NARROW["bf16"], [lost], baseline | {"grad": inf}).passed
     # every element counts once, however many ranks hold it
     assert _grad(judge(NARROW["bf16"], [off, replace(off, rank=3)], baseline)) == pytest.approx(
         0.02
