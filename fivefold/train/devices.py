@@ -9,6 +9,7 @@ from typing import Any, Literal
 from fivefold.errors import Mistake, PlaceError
 from fivefold.train.rank_env import RankEnv
 
+AMPERE = (8, 0)
 Asked = Literal["auto", "cpu", "cuda"]
 
 
@@ -41,6 +42,14 @@ def capability() -> tuple[int, int]:
 
     found: tuple[int, int] = _asked_apart(torch.cuda.get_device_capability, (0, 0))
     return found
+
+
+def lacks_units(precision: str, capability: tuple[int, int]) -> str:
+    """A warning where GPUs of this capability have no units for a precision; empty if they have."""
+    if precision != "bf16" or capability >= AMPERE:
+        return ""
+    sm = ".".join(map(str, capability))
+    return f"GPUs of sm {sm} have no units that multiply bf16, but some that multiply fp16: --fp16"
 
 
 def pci_addresses() -> list[str]:

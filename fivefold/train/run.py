@@ -33,6 +33,7 @@ from fivefold.train.devices import (
     DeviceChoice,
     capability,
     choose_device,
+    lacks_units,
     pci_addresses,
     visible_gpus,
 )
@@ -363,4 +364,8 @@ def _open_console(job: Job, device: torch.device) -> Console:
         memory = prefer_memory(job.bindings[0].node)  # as this rank has already done
         rows.append(("NUMA binding", f"{mode}", f"{described(job.bindings)}; {memory}"))
     console.banner(f"fivefold train {job.name}", rows)
+    if device.type == "cuda":
+        found = torch.cuda.get_device_capability(device)
+        if warning := lacks_units(config.training.precision, found):
+            console.warning(warning)
     return console

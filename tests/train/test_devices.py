@@ -3,7 +3,7 @@
 import pytest
 
 from fivefold.errors import ConfigError
-from fivefold.train.devices import Asked, choose_device
+from fivefold.train.devices import Asked, choose_device, lacks_units
 from fivefold.train.rank_env import Launcher, RankEnv
 
 
@@ -65,3 +65,20 @@ def test_too_few(
         choose_device(asked, here, nproc, gpus)
     (mistake,) = refused.value.mistakes
     assert mistake.works == works
+
+
+@pytest.mark.parametrize(
+    ("precision", "capability", "says"),
+    [
+        ("bf16", (7, 5), "GPUs of sm 7.5 have no units that multiply bf16"),
+        ("fp16", (7, 5), ""),
+        ("fp32", (7, 0), ""),
+        ("bf16", (8, 0), ""),
+        ("bf16", (12, 0), ""),
+    ],
+)
+def test_who_has_no_units_for_bf16_is_told(
+    precision: str, capability: tuple[int, int], says: str
+) -> None:
+    assert lacks_units(precision, capability).startswith(says)
+    assert bool(lacks_units(precision, capability)) == bool(says)
