@@ -24,7 +24,8 @@ def check_data_parallel(config: Config, parallel: ParallelConfig, mistakes: Mist
     replicated = not parallel.sharding.splits_optimizer
     if replicated and config.gathers_weights():
         off = _offload(config.memory)
-        why = f"of bf16 with {off}, whose gradients FSDP2 sums block by block"
+        precision = config.training.precision
+        why = f"of {precision} with {off}, whose gradients FSDP2 sums block by block"
         here = flag_of(f"no_{off}")
         if parallel.grad_reduce_in_bf16:
             mistakes.add(
