@@ -53,11 +53,10 @@ def steps_of(page: Path) -> Iterator[Command]:
 
 
 def only_plans(command: Command) -> bool:
-    """Whether no page shows what a plan prints, and none reads what it writes: how searches end,
-    tests/search/ and tests/tell/ see."""
+    """Whether a command is a plan of which no page shows what it prints, and that has to do with no
+    file: how searches end, tests/search/ and tests/tell/ see."""
     argv = command.argv or []
-    writes = any(Path(word).suffix for word in argv if "/" not in word)
-    return argv[:1] == ["plan"] and not command.output and not writes
+    return argv[:1] == ["plan"] and not command.output and not any(Path(w).suffix for w in argv)
 
 
 def prepare(folder: Path) -> None:

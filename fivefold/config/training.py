@@ -327,9 +327,9 @@ class OptimizerConfig:
         return self.lr_warmup_samples, end, self.lr_wsd_decay_samples
 
     @property
-    def least_loss_scale(self) -> float:
-        """The scale below which none is tried."""
-        return self.loss_scale or self.min_loss_scale
+    def loss_scales(self) -> tuple[float, float]:
+        """The first scale in fp16, and that below which none is tried."""
+        return self.loss_scale or self.initial_loss_scale, self.loss_scale or self.min_loss_scale
 
     @property
     def narrow_parameters(self) -> bool:

@@ -49,9 +49,8 @@ class LossScaler:
         self._state: ScaleState | None = None
         self.factor: Tensor | None = None
         if config.training.precision == "fp16":
-            first = self._config.loss_scale or self._config.initial_loss_scale
             self.factor = torch.zeros((), dtype=torch.float32, device=device)
-            self._set(ScaleState(first))
+            self._set(ScaleState(self._config.loss_scales[0]))
 
     @property
     def scale(self) -> float | None:

@@ -41,10 +41,8 @@ class DataParallelBound:
         self.sizes = Cells(space, 2 * KINDS, (degrees, module_parameters))
         self.trained = Cells(space, 2 * KINDS, (degrees, trained_parameters))
         self.shard = c["dp"] // c["instances"] * c["cp"]
-        copies = c["dp"] * c["cp"] * c["tp"] // (c["ep"] * c["etp"])
         alone = space.sharded("splits_optimizer") & (self.shard == 1)
-        # As `num_expert_shards` has it.
-        self.expert = np.where(alone, 1, copies // np.gcd(copies, c["instances"]))
+        self.expert = np.where(alone, 1, space.expert_shards)
         parallel = space.config.parallel
         self.wire = float(space.config.sent_gradient_bytes)
         self.copy, narrow = least_bytes(space.config)
@@ -56,7 +54,7 @@ class DataParallelBound:
         near = (self.shard, self.expert) if node == 1 else (np.minimum(self.shard, node), ones)
         self.replica_reduce = affine(cluster, all_reduce, c["instances"], c["tp"] * self.shard)
         further = c["ep"] * c["etp"] * self.expert
-        self.expert_replica_reduce = affine(cluster, all_reduce, copies // self.expert, further)
+        self.expert_replica_reduce = affine(cluster, all_reduce, space.edp // self.expert, further)
         wide = parallel.ddp_reduce_scatter_with_fp32_accumulation
         scatter: Collective = partial(reduce_scatter, in_pairs=wide or narrow is not None)
         if parallel.zero_qgz_partition_size > 1:  # two all-to-alls: no bound

@@ -81,12 +81,9 @@ class _State:
         degrees = ("tp", "ep", "etp")
         self.sizes = Cells(space, 2 * KINDS, (degrees, module_parameters))
         self.trained = Cells(space, 2 * KINDS, (degrees, trained_parameters))
-        c = space.columns
-        experts = c["dp"] * c["cp"] * c["tp"] // (c["ep"] * c["etp"])
-        inside = experts // np.gcd(experts, c["instances"])  # as `Grid.expert_shards` has it
         self.shards = {
             "dense": space.shards,
-            "expert": np.where(space.shards == 1, 1, inside),
+            "expert": np.where(space.shards == 1, 1, space.expert_shards),
         }
 
     def on(self, ranks: Ranks, which: int) -> tuple[Values, Values]:

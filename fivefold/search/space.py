@@ -71,6 +71,17 @@ class Space:
         shards = c["dp"] // c["instances"] * c["cp"]
         return np.where(self.sharded("splits_optimizer"), shards, 1)
 
+    @cached_property
+    def edp(self) -> Column:
+        """Number of ranks that hold a copy, or a shard, of an expert's parameter."""
+        c = self.columns
+        return c["dp"] * c["cp"] * c["tp"] // (c["ep"] * c["etp"])
+
+    @cached_property
+    def expert_shards(self) -> Column:
+        """Number of these that share its state, where state is shared, as `Grid` has it."""
+        return self.edp // np.gcd(self.edp, self.columns["instances"])
+
     def sharded(self, what: str) -> NDArray[np.bool_]:
         """For each candidate, whether this attribute of its `Sharding` is true."""
         found: NDArray[np.bool_] = np.array([getattr(each, what) for each in SHARDINGS])

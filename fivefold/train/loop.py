@@ -89,7 +89,7 @@ class Trainer:
         config = self.engine.layout.config
         self._vitals = Vitals(config.model.vocab_size, config.optimizer.lr)
         self._silent = SilentErrors(self.engine, self.loader)
-        self._bad = BadSteps(config.training, config.optimizer.least_loss_scale)
+        self._bad = BadSteps(config.training, config.optimizer.loss_scales[1])
 
     def restore(self, source: Checkpointer, step: int | None, *, weights_only: bool) -> None:
         """Load weights, and unless `weights_only` optimizer, step and place in the data.

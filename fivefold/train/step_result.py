@@ -24,7 +24,6 @@ class StepResult:
         extra: further numbers by name, for the metrics; the losses of further predictions, the
             part of `loss` that is z-loss, and the loss scale.
         routing: what routers decided, of each layer with experts.
-        loss_scale: what gradients were multiplied with while they were made, in fp16.
     """
 
     loss: float
@@ -34,7 +33,11 @@ class StepResult:
     votes: int = 0
     extra: Mapping[str, float] = field(default_factory=dict)
     routing: tuple[LayerRouting, ...] = ()
-    loss_scale: float | None = None
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What gradients were multiplied with while they were made; None but in fp16."""
+        return self.extra.get("loss_scale")
 
     @property
     def finite(self) -> bool:
@@ -64,7 +67,7 @@ class DeviceResult:
         lr: learning rate of the step, which the host knows.
         extra: fp64 scalars by name.
         routing: fp64, as `Routers.sums` has it.
-        loss_scale: as in `StepResult`, which the host knows.
+        loss_scale: as in `StepResult`; the host knows it.
     """
 
     loss: Tensor
@@ -99,5 +102,4 @@ class DeviceResult:
         extra = dict(zip(self.extra, further, strict=True))
         if self.loss_scale is not None:
             extra["loss_scale"] = self.loss_scale
-        counts = int(tokens), int(votes)
-        return StepResult(loss, grad_norm, self.lr, *counts, extra, routing, self.loss_scale)
+        return StepResult(loss, grad_norm, self.lr, int(tokens), int(votes), extra, routing)

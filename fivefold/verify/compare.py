@@ -122,7 +122,7 @@ def _gradients(
         step: step, from 0.
         choices: experts that its routers choose; None: by their own scores.
     """
-    least = engine.layout.config.optimizer.least_loss_scale
+    _, least = engine.layout.config.optimizer.loss_scales
     while True:
         if choices is not None:
             for stage in engine.model.stages.values():

@@ -117,8 +117,8 @@ def run_reference(
     scaling = delayed_scaling(model, config)
     round_gathered(model, config)
     recorder = None if followed else ChoiceRecorder(model)
-    scale = config.optimizer.loss_scale or config.optimizer.initial_loss_scale
-    found = []
+    first, least = config.optimizer.loss_scales if dtype == torch.float16 else (1.0, 1.0)
+    scale, found = first, []
     for step in range(steps):
         before = _state(master, scaling)
         batch = global_batch(config, step)
@@ -130,16 +130,9 @@ def run_reference(
             if followed:
                 follow(model, followed[step].choices, torch.device("cpu"))
             routing: dict[int, list[Tensor]] = {}
-            losses, grads = gradients(
-                model,
-                batches_of(config, samples, step),
-                tokens,
-                routing,
-                narrow=narrow,
-                scale=scale if dtype == torch.float16 else 1.0,
-            )
-            finite = all(bool(grad.isfinite().all()) for grad in grads.values())
-            if dtype != torch.float16 or finite or scale <= config.optimizer.least_loss_scale:
+            batches = batches_of(config, samples, step)
+            losses, grads = gradients(model, batches, tokens, routing, narrow=narrow, scale=scale)
+            if scale <= least or all(bool(grad.isfinite().all()) for grad in grads.values()):
                 break
             scale /= 2
         norm = torch.stack([g.double().square().sum() for g in grads.values()]).sum().sqrt()

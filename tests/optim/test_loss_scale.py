@@ -102,7 +102,9 @@ def _gradients(
     layout = check(config(model, world, **settings), world)
 
     class Scaler(LossScaler):
-        factor = property(lambda self: torch.tensor(scale), lambda self, none: None)  # type: ignore
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.factor = torch.tensor(scale)
 
     with patch.object(engine_, "LossScaler", Scaler):
         engine = Engine(layout, rank, CPU)

@@ -202,11 +202,10 @@ def _lost_of_the_code(said: Settings, layout: Layout) -> Iterator[str]:
     if said["precision"] == "fp64":
         yield "precision fp64 is code there: a model in double precision"
     if said["precision"] == "fp16" and said["loss_scale"] is None:
-        first, least = said["initial_loss_scale"], said["min_loss_scale"]
-        if 2.0 ** _power(first) != first:
-            near = 2.0 ** _power(first)
+        theirs, first = _loss_scale(said), said["initial_loss_scale"]
+        if (near := 2.0 ** theirs["initial_scale_power"]) != first:
             yield f"a loss scale begins as a power of two there: {near:g}, not {first:g}"
-        if max(round(least), 1) != least:
+        if (least := said["min_loss_scale"]) != theirs["min_loss_scale"]:
             yield f"its least loss scale is a whole number: not min_loss_scale = {least:g}"
 
 
@@ -217,15 +216,11 @@ def _loss_scale(said: Settings) -> dict[str, Any]:
     return {
         "enabled": True,
         "loss_scale": 0,  # found by trial
-        "initial_scale_power": _power(said["initial_loss_scale"]),
+        "initial_scale_power": round(math.log2(said["initial_loss_scale"])),
         "loss_scale_window": said["loss_scale_window"],
         "hysteresis": said["hysteresis"],
         "min_loss_scale": max(round(said["min_loss_scale"]), 1),
     }
-
-
-def _power(scale: float) -> int:
-    return round(math.log2(scale))
 
 
 def _lost_of_the_sharding(said: Settings, layout: Layout) -> Iterator[str]:
