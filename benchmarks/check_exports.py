@@ -70,6 +70,7 @@ ITS_NAMES = {
     "gated_linear_unit": "swiglu",
     "fp8_format": "fp8",
     "fp4_format": "fp4",
+    "muon_nesterov": "muon_use_nesterov",
 }
 """Under which Megatron-LM keeps what its flags of our names say."""
 ITS_OWN = {
@@ -108,6 +109,10 @@ MEANINGLESS = {
     "fp8_format": ("fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"),
     "eval_interval": ("eval_interval", "eval_iters"),
     "data_parallel_sharding_strategy": ("overlap_param_gather",),
+    "optimizer": (
+        *("muon_momentum", "muon_nesterov", "muon_num_ns_steps"),
+        *("muon_scale_mode", "muon_extra_scale_factor"),
+    ),
 }
 """Setting -> those that mean nothing without it."""
 
@@ -149,6 +154,8 @@ def read_by_megatron(found: Export, layout: Layout) -> None:
             continue  # each trainer's default suits its own messages
         if (cause := ITS_OWN.get(name)) and getattr(args, cause):
             continue
+        if name == "optimizer":
+            theirs = theirs.removeprefix("dist_")  # whose state is shared
         if not _same(value, theirs) and name not in named:
             raise ValueError(f"{name} is {value!r} here, {theirs!r} there, and is not named")
     if "pipeline_schedule" not in named and "Megatron-LM" not in named:
@@ -188,7 +195,7 @@ def _values(layout: Layout) -> Iterator[tuple[str, Any]]:
     if model.multi_latent_attention:
         del values["kv_channels"]
     for name, others in MEANINGLESS.items():
-        if values.get(name) in (None, False, 0, "no_shard", "rope", "learned_absolute"):
+        if values.get(name) in (None, False, 0, "no_shard", "rope", "learned_absolute", "adam"):
             values |= dict.fromkeys(others)
     for name in (*NOT_COMPARED, *OWN, *(n for n, v in values.items() if v in (None, ()))):
         values.pop(name, None)
@@ -417,8 +424,16 @@ def read_by_deepspeed(found: Export, layout: Layout) -> None:
     ranks = SimpleNamespace(get_data_parallel_world_size=lambda: layout.grid.dp)
     settings = json.loads(found.text)
     config = runtime.DeepSpeedConfig(settings, mpu=ranks)
-    weights = torch.zeros(1, requires_grad=True)
-    optimizer = torch.optim.AdamW([weights], **config.optimizer_params)
+    weights: Any = torch.zeros(1, 1, requires_grad=True)
+    if config.optimizer_name == "muon":
+        from deepspeed.runtime.engine import DeepSpeedEngine
+        from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+        weights.use_muon = True
+        groups = DeepSpeedEngine._muon_param_groups([weights], config.optimizer_params)
+        optimizer: torch.optim.Optimizer = MuonWithAuxAdam(groups)
+    else:
+        optimizer = torch.optim.AdamW([weights], **config.optimizer_params)
     rates = None
     if config.scheduler_name:
         kind = getattr(lr_schedules, config.scheduler_name)

@@ -153,6 +153,7 @@ class Change:
     along: Mapping[str, Any] = field(default_factory=dict)
 
 
+_MUON = {"optimizer": "muon"}
 _PP = {"pipeline_model_parallel_size": 2}
 _TP = {"tensor_model_parallel_size": 2}
 _CP = {"context_parallel_size": 4}
@@ -432,6 +433,12 @@ CHANGES: Mapping[str, Change] = {
     "adam_beta1": Change(0.875),
     "adam_beta2": Change(0.9375),
     "adam_eps": Change(2e-8),
+    "optimizer": Change("muon"),
+    "muon_momentum": Change(0.9375, _MUON),
+    "muon_nesterov": Change(True, _MUON),
+    "muon_num_ns_steps": Change(6, _MUON),
+    "muon_scale_mode": Change("unit_rms_norm", _MUON),
+    "muon_extra_scale_factor": Change(0.25, _MUON),
     "clip_grad": Change(0.5),
     "use_precision_aware_optimizer": Change(True),
     "main_params_dtype": Change("bf16", _AWARE),

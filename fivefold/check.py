@@ -20,6 +20,7 @@ from fivefold.config.lora_rules import check_adapted_run
 from fivefold.config.memory_rules import check_memory
 from fivefold.config.model import ModelConfig
 from fivefold.config.model_rules import check_model
+from fivefold.config.optimizer_rules import check_optimizer
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.values import check_values
 from fivefold.data_parallel.rules import (
@@ -114,6 +115,7 @@ def _check(
     parallel = infer_degrees(config, world_size, passes, mistakes)
     check_dependents(_resolved(config, parallel, world_size), mistakes)
     check_adapted_run(config, mistakes)
+    check_optimizer(config, mistakes)
     if not planned:
         check_trained(config, parallel, mistakes)
     check_step_graph(config, parallel, mistakes)

@@ -30,7 +30,12 @@ from fivefold.checkpoint.integrity import (
     read_manifest,
     stamps,
 )
-from fivefold.checkpoint.matching import check_histories, check_types, mismatches
+from fivefold.checkpoint.matching import (
+    check_histories,
+    check_optimizers,
+    check_types,
+    mismatches,
+)
 from fivefold.checkpoint.reader import fill
 from fivefold.checkpoint.staging import Staging
 from fivefold.checkpoint.team import DiskFullError, Team
@@ -164,8 +169,8 @@ class Checkpointer:
         Raises:
             DamagedCheckpoint: on every rank, if files are not what was written.
             CheckpointError: on every rank, if there is no such checkpoint, or it is of another
-                model, or optimizer state here has fewer bits than it has, or delayed scales have
-                histories of another length.
+                model or optimizer, or optimizer state here has fewer bits than it has, or delayed
+                scales have histories of another length.
         """
         folder, index = self.open(step)
         pieces = {
@@ -173,6 +178,7 @@ class Checkpointer:
             for name, tensor in tensors.items()
             if name in index or not name.startswith(SCALES)
         }
+        check_optimizers(pieces, index)
         check_types({name: p.local.dtype for name, p in pieces.items()}, index)
         check_histories({name: p.shape for name, p in pieces.items()}, index)
         self._check_names(folder, index, pieces, (*skip, SCALES))

@@ -1,6 +1,6 @@
 """Compares the tensors of a checkpoint with those of a model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 
 import torch
@@ -9,7 +9,8 @@ from fivefold.checkpoint.index import SavedTensor
 from fivefold.config.settings import flag_of
 from fivefold.errors import CheckpointError, Mistake, did_you_mean
 from fivefold.model.fp8_rules import SCALES
-from fivefold.optim.adamw import OPTIMIZER
+from fivefold.optim.adamw import OPTIMIZER, state_name
+from fivefold.optim.rounding import MOMENTS
 from fivefold.units import human_count
 
 Shapes = Mapping[str, Sequence[int]]
@@ -80,6 +81,23 @@ def check_types(asked: Mapping[str, torch.dtype], saved: Mapping[str, SavedTenso
                 )
             )
         )
+
+
+def check_optimizers(asked: Iterable[str], saved: Collection[str]) -> None:
+    """Check that a checkpoint is of the same optimizer: a matrix has one moment with Muon, and two
+    with AdamW.
+
+    Raises:
+        CheckpointError: it is of the other one.
+    """
+    first, second = (state_name(moment, "") for moment in MOMENTS)
+    here = set(asked)
+    for name in sorted(here & set(saved)):
+        other = second + name.removeprefix(first)
+        if name.startswith(first) and (other in here) != (other in saved):
+            was, now = ("adam", "muon") if other in saved else ("muon", "adam")
+            what = f"the checkpoint was saved with optimizer = {was}, which is {now} here"
+            raise CheckpointError(str(Mistake(what, works=(f"--optimizer {was}", "--finetune"))))
 
 
 def check_histories(asked: Shapes, saved: Mapping[str, SavedTensor]) -> None:

@@ -290,6 +290,16 @@ DEPENDENTS = (
         ("--bf16",),
     ),
     Dependents(
+        (
+            *("muon_momentum", "muon_nesterov", "muon_num_ns_steps"),
+            *("muon_scale_mode", "muon_extra_scale_factor"),
+        ),
+        "optimizer",
+        lambda c: c.optimizer.optimizer == "muon",
+        "is for matrices that Muon updates",
+        ("--optimizer muon",),
+    ),
+    Dependents(
         ("loss_scale", *SCALE_BY_TRIAL),
         "precision",
         lambda c: c.training.precision == "fp16",

@@ -28,6 +28,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "mbs": "micro_batch_size",
         "gbs": "global_batch_size",
         "layernorm_epsilon": "norm_epsilon",
+        "muon_use_nesterov": "muon_nesterov",
         "apply_rope_fusion": "rope_fusion",
         "preset": "model",
         "from": "from_runs",

@@ -178,7 +178,7 @@ FOREIGN = _table(
         "grad_clip max_grad_norm gradient_clip_val gradient_clipping clip max_norm",
         "",
     ),
-    ("", "optimizer optim optimizer_type", "AdamW is the only optimizer"),
+    ("--optimizer", "optim optimizer_type optimizer_name", "AdamW (adam) or Muon (muon)"),
     (
         "--z-loss-coeff",
         "z_loss z_loss_weight z_loss_multiplier z_loss_alpha logits_z_loss lm_head_z_loss",

@@ -2,7 +2,7 @@
 
 _ONE_WAY = "there is one way, which needs no choice"
 _MESSAGES = "messages between stages are always asynchronous, each direction by itself"
-_ADAMW = "AdamW is the only optimizer"
+_OPTIMIZERS = "AdamW and Muon are the optimizers"
 _BATCH = "a batch is whole microbatches on every rank, or refused"
 _SIGNALS = "SIGTERM, SIGUSR1 and Ctrl-C end a run, which saves its step before"
 _RATES = "all weights have one learning rate, and all but biases and norms one weight decay"
@@ -93,10 +93,22 @@ MEGATRON_NAMES: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "",
-        "sgd_momentum muon_momentum muon_nesterov muon_num_ns_steps muon_scale_mode muon_tp_mode "
-        "muon_extra_scale_factor muon_scalar_optimizer lion_beta1 lion_beta2",
-        _ADAMW,
+        "sgd_momentum lion_beta1 lion_beta2",
+        _OPTIMIZERS,
     ),
+    ("--optimizer muon", "muon_scalar_optimizer", "AdamW updates what is no matrix of a layer"),
+    (
+        "--optimizer muon",
+        "muon_tp_mode",
+        "matrices are orthogonalised whole, each on one of the ranks that hold its parts",
+    ),
+    ("--optimizer muon", "muon_no_split_qkv", "Q, K and V are orthogonalised each by itself"),
+    (
+        "--optimizer muon",
+        "muon_fp32_matmul_prec muon_use_syrk",
+        "it multiplies in bf16 where the model computes in 16 bits, else as the model",
+    ),
+    ("--optimizer muon", "muon_coefficient_type", "its coefficients are those called quintic"),
     ("", "fp16_lm_cross_entropy", "losses are summed in fp32 at least"),
     ("", "init_method_xavier_uniform", "weights are normal, of --init-method-std"),
     ("", "data_parallel_random_init", "initial weights are the same in every layout"),

@@ -260,8 +260,11 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, its learning-rate schedule and clipping."""
+    """AdamW or Muon, the learning-rate schedule and clipping."""
 
+    optimizer: Literal["adam", "muon"] = option(
+        "adam", "AdamW for all weights, or Muon for the matrices of the layers and AdamW for others"
+    )
     lr: float = option(3e-4, "peak learning rate")
     min_lr: float = option(0.0, "learning rate that the decay ends at")
     lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = option(
@@ -285,6 +288,19 @@ class OptimizerConfig:
     adam_beta1: float = option(0.9, "decay of the first moment")
     adam_beta2: float = option(0.95, "decay of the second moment")
     adam_eps: float = option(1e-8, "added to the root of the second moment")
+    muon_momentum: float = option(0.95, "decay of Muon's mean of gradients")
+    muon_nesterov: bool = option(
+        False, "orthogonalise the mean with the present gradient once more, as Nesterov's momentum"
+    )
+    muon_num_ns_steps: int = option(5, "Newton-Schulz iterations that orthogonalise a matrix")
+    muon_scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] = option(
+        "spectral",
+        "factor of Muon's updates of [out, in]: sqrt(max(out, in)), sqrt(max(1, out/in)), or "
+        "sqrt(out/in)",
+    )
+    muon_extra_scale_factor: float = option(
+        1.0, "further factor; 0.2 with spectral makes updates about as large as AdamW's"
+    )
     clip_grad: float = option(1.0, "largest global gradient norm; 0: no clipping")
     use_precision_aware_optimizer: bool = option(
         False, "let the types of gradients, masters and moments be chosen, each by its setting"

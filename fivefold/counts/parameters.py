@@ -8,7 +8,13 @@ from fivefold.layout import Layout
 from fivefold.mesh.grid import EXPERT_AXES
 from fivefold.model.fp8_rules import ScaledLayer, delayed_linears, in_eight_bits
 from fivefold.model.operations import Weight
-from fivefold.model.shape import EMBEDDING, canonical_name, embedding_names, stage_weights
+from fivefold.model.shape import (
+    EMBEDDING,
+    canonical_name,
+    embedding_names,
+    is_layer_matrix,
+    stage_weights,
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class ParameterRecord:
         counted: whether this rank counts its elements in the global gradient norm; for every
             element exactly one rank does.
         narrow: whether it is gathered in the 8 bits in which it is multiplied.
+        orthogonal: whether Muon updates it.
     """
 
     name: str
@@ -47,6 +54,7 @@ class ParameterRecord:
     written: bool
     counted: bool
     narrow: bool
+    orthogonal: bool
 
 
 def parameter_records(layout: Layout, rank: int) -> tuple[ParameterRecord, ...]:
@@ -57,7 +65,7 @@ def parameter_records(layout: Layout, rank: int) -> tuple[ParameterRecord, ...]:
     here = [name for named in weights.values() for name in named]
     first = {canonical_name(model, name): name for name in reversed(here)}
     first |= {name: name for name in here if name == canonical_name(model, name)}
-    shared = _shares_embedding(layout)
+    shared, muon = _shares_embedding(layout), layout.config.optimizer.optimizer == "muon"
     places = {kind: _MeshPlace.of(layout, rank, expert=kind) for kind in (False, True)}
     records = []
     for stage, named in weights.items():
@@ -83,6 +91,7 @@ def parameter_records(layout: Layout, rank: int) -> tuple[ParameterRecord, ...]:
                     and place.first_replica
                     and (dim is not None or place.tp == 0),
                     narrow=layout.config.training.fp8_param_gather and in_eight_bits(name, weight),
+                    orthogonal=muon and weight.trained and is_layer_matrix(name, weight),
                 )
             )
     return tuple(records)

@@ -10,7 +10,7 @@ from fivefold.config.memory import WEIGHT_ROOMS, room_for, update_rooms
 from fivefold.config.training import BLOCK, TrainingConfig
 from fivefold.counts.blocks import GatheredBlock, stage_blocks
 from fivefold.counts.policy import StatePolicy, engine_policy, layout_policy
-from fivefold.data_parallel.blocks import UnitSizes
+from fivefold.data_parallel.blocks import UnitSizes, shard_dim
 from fivefold.layout import Layout
 from fivefold.model.description import layer_kind
 from fivefold.model.fp8_rules import OPERANDS, delayed_bytes
@@ -90,9 +90,7 @@ def held(shape: tuple[int, ...], shards: int, shard: int = 0) -> int:
 
 def held_of_experts(shape: tuple[int, ...], shards: int, shard: int = 0) -> int:
     """Like `held` for experts: shards split features if they do not divide the experts."""
-    if len(shape) < 3 or shape[0] % shards == 0 or shape[1] % shards:
-        return held(shape, shards, shard)
-    return prod(shape) // shards
+    return prod(shape) // shards if shard_dim(shape, shards) else held(shape, shards, shard)
 
 
 def model_state(

@@ -5,7 +5,7 @@ elements with a scale of its own. Vectors, such as norms and biases, keep their 
 and what one step of a block's scale changes in them is not.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -15,6 +15,12 @@ BLOCK = 128
 """Elements that share a scale."""
 SCALE_BYTES = 4
 WEIGHT_BITS, GRADIENT_BITS = 8, 4
+
+
+def shard_dim(shape: Sequence[int], shards: int) -> int:
+    """The dim that shards of a parameter split: for fewer experts than shards dim 1, if it divides;
+    else dim 0."""
+    return int(len(shape) > 2 and shape[0] % shards > 0 and shape[1] % shards == 0)
 
 
 def in_few_bits(shape: tuple[int, ...]) -> bool:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from fivefold.data_parallel.away import AwayShards, give_memory
-from fivefold.data_parallel.blocks import GRADIENT_BITS, WEIGHT_BITS
+from fivefold.data_parallel.blocks import GRADIENT_BITS, WEIGHT_BITS, shard_dim
 from fivefold.data_parallel.communication import (
     AllGather,
     HierarchicalReduceScatter,
@@ -359,11 +359,9 @@ def _data_mesh(mesh: DeviceMesh, policy: Policy) -> DeviceMesh:
 
 
 def _split_dim(parameter: nn.Parameter, *, shards: int) -> Shard | None:
-    """The dim that shards split: for fewer experts than shards dim 1, if it divides; else dim 0."""
-    local = local_tensor(parameter)
-    if local.dim() < 3 or local.shape[0] % shards == 0 or local.shape[1] % shards:
-        return None
-    return Shard(1)
+    """The dim that shards split; None: the first, as usual."""
+    dim = shard_dim(local_tensor(parameter).shape, shards)
+    return Shard(dim) if dim else None
 
 
 def _without_hooks(unit: FSDPModule) -> None:

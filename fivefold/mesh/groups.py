@@ -113,6 +113,8 @@ class Groups:
         mesh: [dp_replicate, dp_shard_cp, tp] mesh of this pipeline rank, on which parameters are
             laid out; without sharding all ranks of DP x CP are replicas.
         nodes: groups of ZeRO++ for dense parameters.
+        holders: group of the ranks that hold the parts of the same matrices and of their state, in
+            the order of shards, then of parts; None also if nobody asks for it.
         experts: groups that a model with experts needs in addition; None without experts.
     """
 
@@ -130,6 +132,7 @@ class Groups:
     mirror: dist.ProcessGroup | None
     mesh: DeviceMesh
     nodes: NodeGroups
+    holders: dist.ProcessGroup | None
     experts: "ExpertGroups | None"
 
     @property
@@ -157,6 +160,7 @@ class ExpertGroups:
         mesh: [edp_replicate, edp_shard, ep, etp] mesh of this pipeline rank, on which expert
             parameters are laid out; without sharding all of EDP are replicas.
         nodes: groups of ZeRO++ for experts.
+        holders: as in `Groups`, of this rank's experts.
     """
 
     ep: dist.ProcessGroup | None
@@ -167,6 +171,7 @@ class ExpertGroups:
     stage: dist.ProcessGroup | None
     mesh: DeviceMesh
     nodes: NodeGroups
+    holders: dist.ProcessGroup | None
 
     @cached_property
     def split_mesh(self) -> DeviceMesh | None:
@@ -185,6 +190,7 @@ def build_groups(
     tied_ranks: Sequence[tuple[int, ...]] = (),
     mirrored: bool = False,
     nodes: tuple[NodeSizes, NodeSizes] = (NodeSizes(), NodeSizes()),
+    holders: bool = False,
 ) -> Groups:
     """Create the groups of this rank.
 
@@ -203,6 +209,7 @@ def build_groups(
         tied_ranks: sets of pipeline ranks, each of which holds copies of the embedding.
         mirrored: whether the pipeline holds a second copy of the model, in reverse.
         nodes: how ZeRO++ divides the sharding groups of dense parameters, and of experts.
+        holders: whether matrices are put together from their parts.
     """
     made = _Made()
     tp_ranks = grid.group_of(rank, ("tp",))
@@ -220,6 +227,7 @@ def build_groups(
         # without a tied embedding make one as well, or the next common group would hang.
         new_group((rank,))
     pp = made.unless_alone(pp_ranks, urgent=True)
+    parts = ("dp_shard", "cp", "tp") if sharded else ("tp",)
     pair = sorted((pp_ranks[here], pp_ranks[-1 - here]))
     return Groups(
         grid=grid,
@@ -236,17 +244,24 @@ def build_groups(
         mirror=made.group(tuple(pair)) if mirrored else None,
         mesh=_parameter_mesh(grid, rank, device_type, sharded, made.group),
         nodes=_node_groups(grid.group_of(rank, ("dp_shard", "cp")), rank, nodes[0]),
+        holders=made.unless_alone(grid.group_of(rank, parts)) if holders else None,
         experts=None
         if expert_shards is None
-        else _expert_groups(grid, rank, device_type, expert_shards, made, nodes[1]),
+        else _expert_groups(grid, rank, device_type, expert_shards, made, nodes[1], holders),
     )
 
 
 def _expert_groups(
-    grid: Grid, rank: int, device_type: str, shards: int, made: "_Made", nodes: NodeSizes
+    grid: Grid,
+    rank: int,
+    device_type: str,
+    shards: int,
+    made: "_Made",
+    nodes: NodeSizes,
+    holders: bool,
 ) -> ExpertGroups:
-    def among(*axes: str) -> tuple[int, ...]:
-        return grid.group_of(rank, axes, EXPERT_AXES)
+    def among(*axes: str, of: int = rank) -> tuple[int, ...]:
+        return grid.group_of(of, axes, EXPERT_AXES)
 
     stage = grid.group_of(rank, ("dp_replicate", "dp_shard", "cp", "tp"))
     ep, etp, both, edp = among("ep"), among("etp"), among("ep", "etp"), among("edp")
@@ -271,6 +286,9 @@ def _expert_groups(
             mesh_dim_names=EXPERT_PARAMETER_AXES,
         ),
         nodes=_node_groups(parts[1], rank, nodes),
+        holders=made.unless_alone(tuple(r for e in parts[1] for r in among("etp", of=e)))
+        if holders
+        else None,
     )
 
 

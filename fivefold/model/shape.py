@@ -85,6 +85,12 @@ def embedding_names(model: ModelConfig) -> tuple[str, ...]:
     return EMBEDDING, *output, "mtp_embed_tokens.weight"
 
 
+def is_layer_matrix(name: str, weight: Weight) -> bool:
+    """Whether a parameter is a matrix of the model's layers, and neither an embedding nor the
+    output layer."""
+    return weight.multiplies and name.startswith(("layers.", "mtp."))
+
+
 def has_final_norm(model: ModelConfig, parts: StageParts) -> bool:
     """Whether a stage holds the final norm, which precedes the output layer and all prediction."""
     return parts.mtp > 0 if model.mtp_num_layers else parts.head

@@ -73,7 +73,7 @@ class AdamW:
                 state: rooms[room]
                 if (room := state_name(state, name)) in rooms
                 else torch.zeros_like(like, device=leaf.device)
-                for state, like in moments_like(leaf, config).items()
+                for state, like in self._moments(name, leaf, config).items()
             }
             for name, leaf in self._leaves.items()
         }
@@ -84,7 +84,7 @@ class AdamW:
                 self._state[name][REMAINDER] = torch.zeros_like(leaf, dtype=torch.int16)
         named = {parameter: name for name, parameter in self._parameters.items()}
         self._updates = [
-            (self._optimizer(names, config), names, then)
+            (self._optimizers(names, config), names, then)
             for names, then in (
                 ([named[p] for p in together if p in named], then)
                 for together, then in blocks or ((tuple(named), lambda: None),)
@@ -92,8 +92,12 @@ class AdamW:
         ]
         self._steps = 0
 
-    def _optimizer(self, names: Sequence[str], config: OptimizerConfig) -> Any:
-        """torch's optimizer of the parameters of some names whose shard here is not empty."""
+    def _moments(self, name: str, leaf: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
+        """Tensors on the meta device like the moments of a parameter."""
+        return moments_like(leaf, config)
+
+    def _optimizers(self, names: Sequence[str], config: OptimizerConfig) -> list[Any]:
+        """What updates the parameters of some names: torch's AdamW, of shards with elements."""
         groups: list[dict] = [
             {"params": [], "weight_decay": config.weight_decay},
             {"params": [], "weight_decay": 0.0},
@@ -111,7 +115,7 @@ class AdamW:
             optimizer = torch.optim.AdamW(groups, fused=True, **settings)
         for name in names:
             optimizer.state[self._leaves[name]] = self._state[name]
-        return optimizer
+        return [optimizer]
 
     @property
     def steps(self) -> int:
@@ -142,12 +146,13 @@ class AdamW:
                 leaf.grad = torch.zeros_like(leaf, dtype=leaf.grad_dtype)
             else:
                 leaf.grad = local_tensor(grad)
-        for optimizer, names, then in self._updates:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            optimizer.found_inf = found_inf  # as torch's GradScaler hands it to fused kernels
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        for optimizers, names, then in self._updates:
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+                optimizer.found_inf = found_inf  # as torch's GradScaler hands it to fused kernels
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
             self._publish([name for name in names if name in self._apart])
             then()
         self._steps += 1

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import torch
 
+from fivefold.counts.matrices import layer_matrices
 from fivefold.data_parallel.fsdp import ShardedStage
 from fivefold.data_parallel.policy import make_policy
 from fivefold.memory.host import HostLink
 from fivefold.mesh.slices import piece_of
 from fivefold.optim.loss_scale import LossScaler
+from fivefold.optim.muon import Shared
 from fivefold.optim.offload import HostAdamW
 from fivefold.optim.optimizer import Optimizer
 from fivefold.optim.rounding import NamedElements
@@ -49,4 +51,20 @@ def build_optimizer(model: ParallelModel, device: torch.device, scaler: LossScal
                     host.leave_when_reduced(name, whole=len(model.records[name].sums) == 1)
     early = config.parallel.overlap_param_gather_with_optimizer_step
     blocks = [*model.blocks()] if early else ()
-    return Optimizer(parameters, config.optimizer, host, blocks, places, scaler)
+    shared = _shared_matrices(model)
+    # Singular values need no more bits than what the model computes with, but its range.
+    narrow = config.training.in_16_bits
+    dtype = torch.bfloat16 if narrow else policy.master_dtype
+    return Optimizer(parameters, config.optimizer, host, blocks, places, scaler, shared, dtype)
+
+
+def _shared_matrices(model: ParallelModel) -> list[Shared]:
+    """The matrices that Muon updates, with those who hold their parts."""
+    experts = model.groups.experts
+    groups = {False: model.groups.holders, True: None if experts is None else experts.holders}
+    return [
+        (matrices, ranks, groups[of_experts])
+        for of_experts, (ranks, matrices) in layer_matrices(
+            model.layout, model.records.values()
+        ).items()
+    ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from fivefold.config.training import OptimizerConfig
@@ -9,12 +10,13 @@ from fivefold.mesh.slices import Piece, local_tensor, piece_of
 from fivefold.optim.adamw import AdamW, Block
 from fivefold.optim.grad_norm import Departed
 from fivefold.optim.loss_scale import LossScaler
+from fivefold.optim.muon import MuonAdamW, Shared
 from fivefold.optim.offload import HostAdamW
 from fivefold.optim.rounding import NamedElements
 
 
 class Optimizer:
-    """AdamW, on the device for some parameters and in host memory for the others.
+    """AdamW, or Muon beside it, on the device for some parameters and on the host for the others.
 
     Args:
         parameters: all parameters of this rank by global name.
@@ -23,6 +25,8 @@ class Optimizer:
         blocks: as for `AdamW`, of the device's parameters.
         places: as for `AdamW`, of all parameters.
         scaler: scale of the loss that gradients are of.
+        matrices: as for `MuonAdamW`.
+        dtype: as for `MuonAdamW`.
     """
 
     def __init__(
@@ -33,10 +37,16 @@ class Optimizer:
         blocks: Sequence[Block],
         places: Mapping[str, NamedElements] | None,
         scaler: LossScaler,
+        matrices: Sequence[Shared],
+        dtype: torch.dtype,
     ) -> None:
         self._parameters, self.host, self._scaler = parameters, host, scaler
         here = {n: p for n, p in parameters.items() if n not in host}
-        self.device = AdamW(here, config, blocks, places)
+        self.device = (
+            MuonAdamW(here, config, matrices, dtype, blocks, places)
+            if config.optimizer == "muon"
+            else AdamW(here, config, blocks, places)
+        )
 
     @property
     def steps(self) -> int:

@@ -18,4 +18,5 @@ def groups_of(layout: Layout, rank: int, device_type: str) -> Groups:
         mirrored=layout.num_copies > 1,
         expert_shards=num_expert_shards(layout) if layout.config.model.num_experts else None,
         nodes=layout.node_sizes,
+        holders=layout.config.optimizer.optimizer == "muon",
     )

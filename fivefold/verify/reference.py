@@ -21,8 +21,10 @@ from fivefold.model.fp8_rules import ScaledLayer, delayed_linears
 from fivefold.model.init import initialise
 from fivefold.model.prediction import valid_by_depth
 from fivefold.model.routing import Decisions
+from fivefold.model.shape import is_layer_matrix, stage_weights
 from fivefold.model.transformer import Stage
 from fivefold.optim.eight_bit import FORMATS
+from fivefold.optim.muon import orthogonalised, update_factor
 from fivefold.optim.rounding import MOMENTS, NamedElements, rounded
 from fivefold.optim.schedule import learning_rate
 from fivefold.train.batches import as_batch
@@ -111,7 +113,9 @@ def run_reference(
     for frozen in (p for p in master.parameters() if not p.requires_grad):
         frozen.copy_(frozen.to(dtype))  # which is kept as it computes
     weights = {name: p for name, p in master.named_parameters() if p.requires_grad}
-    optimizer = _optimizer(weights, config.optimizer)
+    means = _means(weights, config)
+    others = {name: weight for name, weight in weights.items() if name not in means}
+    optimizer = _optimizer(others, config.optimizer)
     model = plain_model(config, dtype)
     model.load_state_dict(master.state_dict())
     scaling = delayed_scaling(model, config)
@@ -136,7 +140,7 @@ def run_reference(
                 break
             scale /= 2
         norm = torch.stack([g.double().square().sum() for g in grads.values()]).sum().sqrt()
-        _update(optimizer, weights, grads, float(norm), config, step)
+        _update(optimizer, weights, means, grads, float(norm), config, step)
         _round_state(optimizer, weights, config, step, narrow=dtype == torch.bfloat16)
         for mixture in master.mixtures:
             mixture.router.update_bias(torch.stack(routing[mixture.router.layer]).sum(0))
@@ -253,6 +257,18 @@ def _evaluate(model: Stage, config: Config) -> float:
     return float(torch.stack(losses).sum()) / valid_tokens(batch)
 
 
+def _means(weights: Mapping[str, Tensor], config: Config) -> Tensors:
+    """The means of gradients, still zero, of the matrices that Muon updates."""
+    if config.optimizer.optimizer != "muon":
+        return {}
+    every = stage_weights(config.model)
+    return {
+        name: torch.zeros_like(weight)
+        for name, weight in weights.items()
+        if is_layer_matrix(name, every[name])
+    }
+
+
 def _optimizer(weights: Mapping[str, Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
     def group(decays: bool) -> Iterator[Tensor]:
         return (w for n, w in weights.items() if (w.ndim > 1 and not n.endswith(".bias")) == decays)
@@ -273,19 +289,33 @@ def _optimizer(weights: Mapping[str, Tensor], config: OptimizerConfig) -> torch.
 def _update(
     optimizer: torch.optim.AdamW,
     weights: Mapping[str, Tensor],
+    means: Tensors,
     grads: Tensors,
     norm: float,
     config: Config,
     step: int,
 ) -> None:
     """Clip gradients by their norm, and update the weights."""
-    limit = config.optimizer.clip_grad
+    settings = config.optimizer
+    limit = settings.clip_grad
     factor = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
     for name, weight in weights.items():
         weight.grad = (grads[name] * factor).to(weight.dtype)
+    lr = learning_rate(step, settings, config.training)
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(step, config.optimizer, config.training)
+        group["lr"] = lr
     optimizer.step()
+    momentum, steps = settings.muon_momentum, settings.muon_num_ns_steps
+    for name, mean in means.items():
+        weight = weights[name].data
+        grad = weights[name].grad
+        assert grad is not None
+        mean.mul_(momentum).add_(grad, alpha=1 - momentum)
+        ahead = momentum * mean + (1 - momentum) * grad if settings.muon_nesterov else mean
+        narrow = config.training.in_16_bits and weight.dtype == torch.float32
+        dtype = torch.bfloat16 if narrow else weight.dtype
+        update = orthogonalised(ahead, steps, dtype) * update_factor(weight.shape, settings)
+        weight.mul_(1 - lr * settings.weight_decay).sub_(lr * update)
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from fivefold.layout import Layout
 from fivefold.model.shape import count_parameters
 from fivefold.pipeline.ir import v_placement
 from fivefold.pipeline.stages import StageSpec, layout_string
-from fivefold.units import human_count
+from fivefold.units import human_count, several
 
 LARGEST_MODEL = 2_000_000  # parameters: a few steps in fp64 take seconds
 LARGEST_BATCH = 8_192  # tokens of a global batch
@@ -80,11 +80,29 @@ def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
         "train_samples": None,
     }
     config, _ = without_orphans(config.with_values(**constant, adam_eps=ADAM_EPS), constant)
+    config = _with_few_iterations(config, changes)
     if config.memory.fine_grained_activation_offloading:
         config = config.with_values(min_offloaded_tensor_size=1)
         changes.append("activations of any size are moved")
     changes.append(f"AdamW at a constant rate of {LEARNING_RATE:g} with an epsilon of {ADAM_EPS:g}")
     return check(config, world_size), tuple(changes)
+
+
+def _with_few_iterations(config: Config, changes: list[str]) -> Config:
+    """A configuration in which Muon does not make rounding as large as what it is of.
+
+    An iteration multiplies the smallest singular values, among them rounding, by about four.
+    """
+    most = {"fp64": 5, "fp32": 1}.get(config.training.precision)
+    steps = config.optimizer.muon_num_ns_steps
+    if config.optimizer.optimizer != "muon" or most is None or steps <= most:
+        return config
+    iterations = several(most, "Newton-Schulz iteration")
+    changes.append(
+        f"{steps} -> {iterations}, of which each makes rounding in {config.training.precision} "
+        "four times as large"
+    )
+    return config.with_values(muon_num_ns_steps=most)
 
 
 def _refuse_last_bits(config: Config) -> None:

@@ -36,15 +36,7 @@ def deepspeed(layout: Layout) -> Export:
         "bf16": {"enabled": said["precision"] == "bf16"},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "bf16" if narrow else "fp32",
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "lr": said["lr"],
-                "betas": [said["adam_beta1"], said["adam_beta2"]],
-                "eps": said["adam_eps"],
-                "weight_decay": said["weight_decay"],
-            },
-        },
+        "optimizer": _optimizer(said),
         "zero_optimization": _sharding(said, layout.config.parallel),
     }
     if said["precision"] == "fp16":
@@ -61,11 +53,37 @@ def deepspeed(layout: Layout) -> Export:
         *uncounted,
         *_lost_of_the_code(said, layout),
         *_lost_of_the_rates(said),
+        *_lost_of_muon(said),
         *_lost_of_the_sharding(said, layout),
         *_lost_of_the_memory(said),
         *said.unread("no setting, but code there"),
     ]
     return Export(json.dumps(settings, indent=2) + "\n", tuple(missing))
+
+
+def _optimizer(said: Settings) -> dict[str, Any]:
+    params = {
+        "lr": said["lr"],
+        "betas": [said["adam_beta1"], said["adam_beta2"]],
+        "eps": said["adam_eps"],
+        "weight_decay": said["weight_decay"],
+    }
+    if said["optimizer"] != "muon":
+        return {"type": "AdamW", "params": params}
+    momentum = said["muon_momentum"]
+    return {"type": "Muon", "params": params | {"momentum": momentum, "ns_method": "standard"}}
+
+
+def _lost_of_muon(said: Settings) -> Iterator[str]:
+    if said["optimizer"] != "muon":
+        return
+    yield (
+        "its Muon has the five iterations, the coefficients and the factor sqrt(max(1, out/in)) of "
+        "Jordan's, with Nesterov's momentum: "
+        + said.told(
+            *("muon_num_ns_steps", "muon_scale_mode", "muon_extra_scale_factor", "muon_nesterov")
+        )
+    )
 
 
 def its_pipeline(layout: Layout) -> Layout:

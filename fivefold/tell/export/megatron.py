@@ -14,6 +14,7 @@ from fivefold.tell.export.megatron_experts import (
     lost_of_experts,
 )
 from fivefold.tell.export.megatron_memory import lost_of_memory, memory_flags
+from fivefold.tell.export.megatron_optimizer import its_sharding, lost_of_muon, optimizer_flags
 from fivefold.tell.export.megatron_pipeline import (
     its_pipeline,
     lost_in_the_pipeline,
@@ -46,6 +47,7 @@ def megatron(layout: Layout) -> Export:
         *pipeline_flags(said, layout, runs),
         *_parallel(said, layout, runs),
         *memory_flags(said, runs),
+        *optimizer_flags(said, layout),
         *_training(said, layout.config.training),
         *_fusions(said, layout.config.model),
     ]
@@ -53,6 +55,7 @@ def megatron(layout: Layout) -> Export:
         *_lost_of_the_model(said, layout),
         *lost_in_the_pipeline(said, layout, runs),
         *(lost_of_experts(said, layout, runs) if layout.config.model.num_experts else ()),
+        *lost_of_muon(said, layout),
         *_lost(said, layout, runs),
         *_lost_of_the_loss(said, layout),
         *said.unread("no flag there"),
@@ -133,7 +136,7 @@ def _parallel(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
         yield from flags(said, "hierarchical_context_parallel_sizes")
     if layout.config.model.num_experts:
         yield from dispatcher_flags(said, layout, runs)
-    strategy, sharding = said["data_parallel_sharding_strategy"], parallel.sharding
+    strategy, sharding = said["data_parallel_sharding_strategy"], its_sharding(layout)
     if sharding.zero_stage == 1:
         yield "--use-distributed-optimizer"
     elif sharding.zero_stage > 1:
@@ -141,9 +144,10 @@ def _parallel(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
         yield from flag("data-parallel-sharding-strategy", strategy)
         yield from flag("ckpt-format", "fsdp_dtensor")
     said.mention("data_parallel_shard_size")  # what the replicas leave of the ranks
-    if said["num_distributed_optimizer_instances"] > 1:
+    muon = said["optimizer"] == "muon"
+    if said["num_distributed_optimizer_instances"] > 1 and not muon:
         yield from flags(said, "num_distributed_optimizer_instances")
-    yield from flags(said, "overlap_grad_reduce")
+    yield from set_flag("overlap_grad_reduce", said["overlap_grad_reduce"] and not muon)
     gathers = said["overlap_param_gather"] and sharding.splits_optimizer
     yield from set_flag("overlap_param_gather", gathers and parallel.overlap_grad_reduce)
     early = said["overlap_param_gather_with_optimizer_step"] and _gathers_early(layout, runs)
@@ -152,6 +156,7 @@ def _parallel(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
         yield from flag("ckpt-format", "torch")
     yield from flags(said, "grad_reduce_in_bf16")
     wide = said["ddp_reduce_scatter_with_fp32_accumulation"] and grid.dp_replicate == 1
+    wide = wide and not muon
     yield from set_flag("ddp_reduce_scatter_with_fp32_accumulation", wide)
     if said["ddp_bucket_size"] != ParallelConfig.ddp_bucket_size:
         yield from flags(said, "ddp_bucket_size")
@@ -163,7 +168,7 @@ def _parallel(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
 def _gathers_early(layout: Layout, runs: Layout) -> bool:
     """Whether Megatron-LM can gather stages while it updates the others."""
     parallel = layout.config.parallel
-    reduces = parallel.overlap_grad_reduce and parallel.sharding.zero_stage == 1
+    reduces = parallel.overlap_grad_reduce and its_sharding(layout).zero_stage == 1
     return reduces and layout.grid.pp > 1 and runs.split.num_virtual > 1
 
 
@@ -185,15 +190,6 @@ def _training(said: Settings, training: TrainingConfig) -> Iterator[str]:
             yield from flags(said, *DELAYED)
         yield from set_flag("fp8_param_gather", said["fp8_param_gather"])
     yield from flags(said, "fp4_format")
-    yield from flags(said, "lr", "min_lr", "lr_decay_style", f"lr_decay_{counted}")
-    warmup = said[f"lr_warmup_{counted}"]
-    if said["lr_decay_style"] == "constant" and warmup >= said[f"train_{counted}"]:
-        # It wants the warm-up to end before a decay, also where there is none.
-        yield from flag(f"lr-decay-{counted}", warmup + 1)
-    yield from flags(said, f"lr_warmup_{counted}", "lr_warmup_init")
-    if said["lr_decay_style"] == "WSD":
-        yield from flags(said, f"lr_wsd_decay_{counted}", "lr_wsd_decay_style")
-    yield from flags(said, "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
     # Without an interval it counts its evaluations in vain; without iterations there are none.
     yield from flag("eval-interval", said["eval_interval"] or training.num_steps)
     yield from flag("eval-iters", said["eval_iters"] if said["eval_interval"] else 0)

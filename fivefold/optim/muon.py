@@ -1,0 +1,258 @@
+"""Muon for the matrices of the layers, AdamW for all else (Jordan et al., 2024).
+
+An update is the orthogonal matrix nearest to the momentum, nearly: all of its directions are as
+long. Factors and settings are Megatron-LM's, after Moonlight (Liu et al., 2025).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import cycle, islice
+from math import sqrt
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fivefold.config.training import OptimizerConfig
+from fivefold.counts.matrices import MatrixDeal, Matrix
+from fivefold.mesh.collectives import start_row_exchange
+from fivefold.optim.adamw import AdamW, Block
+from fivefold.optim.rounding import MOMENTS, NamedElements
+
+QUINTIC = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+"""Coefficients of x, x^3 and x^5 of each iteration, found by Jordan et al. for modded-nanogpt: they
+bring singular values from 0.001 on close to 1 in five iterations."""
+LEAST_NORM = 1e-15
+"""Below it a matrix counts as zero, such as that of an expert without tokens."""
+
+
+@torch.no_grad()
+def orthogonalised(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
+    """The matrix with the singular vectors of `x` and singular values close to 1, nearly.
+
+    By Newton-Schulz iterations, which are products alone, on the short side.
+
+    Args:
+        x: [..., rows, columns], each matrix by itself.
+        steps: iterations.
+        dtype: type in which they multiply; the result has that of `x`.
+    """
+    transposed = x.shape[-2] > x.shape[-1]
+    wide = x.mT if transposed else x
+    norm = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True).clamp_min(LEAST_NORM)
+    y = (wide / norm).to(dtype).reshape(-1, *wide.shape[-2:])
+    for a, b, c in islice(cycle(QUINTIC), steps):
+        gram = y @ y.mT
+        y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+    y = y.view(wide.shape).to(x.dtype)
+    return y.mT if transposed else y
+
+
+def update_factor(shape: Sequence[int], config: OptimizerConfig) -> float:
+    """What an orthogonal update of a matrix [..., out, in] is multiplied with."""
+    out, into = shape[-2:]
+    scales = {
+        "spectral": sqrt(max(out, into)),
+        "shape_scaling": sqrt(max(1.0, out / into)),
+        "unit_rms_norm": sqrt(out / into),
+    }
+    return config.muon_extra_scale_factor * scales[config.muon_scale_mode]
+
+
+Shared = tuple[Sequence[Matrix], int, dist.ProcessGroup | None]
+
+
+class Holders:
+    """Ranks that hold the parts of the same matrices, and put each together on one of them.
+
+    Args:
+        matrices: the matrices, the same on all of the ranks, each at least in part.
+        ranks: number of the ranks.
+        group: their group; None: one rank.
+    """
+
+    def __init__(
+        self, matrices: Sequence[Matrix], ranks: int, group: dist.ProcessGroup | None
+    ) -> None:
+        self._matrices, self._group = matrices, group
+        self._deal = MatrixDeal.of(matrices, ranks)
+        self._rank = 0 if group is None else group.rank()
+
+    def each_whole(
+        self, part_of: Callable[[str], Tensor], function: Callable[[Tensor], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """This rank's part of `function` of each whole matrix, in any order.
+
+        Args:
+            part_of: gives this rank's part of the matrix of a name; all are of one type.
+            function: gives a matrix of the same shape, or as many as it gets.
+        """
+        for matrix in self._matrices:
+            if not matrix.is_split and matrix.sizes[self._rank]:
+                yield matrix.name, function(part_of(matrix.name))
+        for dealt in self._deal.rounds:
+            yield from self._round(dealt, part_of, function)
+
+    def _round(
+        self,
+        dealt: Sequence[tuple[Matrix, int]],
+        part_of: Callable[[str], Tensor],
+        function: Callable[[Tensor], Tensor],
+    ) -> Iterator[tuple[str, Tensor]]:
+        ranks, here = range(self._deal.ranks), self._rank
+        own = [matrix for matrix, owner in dealt if owner == here]
+        of = [[matrix for matrix, owner in dealt if owner == rank] for rank in ranks]
+        sent = [[part_of(m.name) for m in of[rank] if here in m.senders] for rank in ranks]
+        like = part_of(dealt[0][0].name)
+        got = [[m for m in own if rank in m.senders] for rank in ranks]
+        whole = {m.name: like.new_empty(m.shape) for m in own}
+        starts = {
+            m.name: [min(s.start for s in axis) for axis in zip(*m.boxes, strict=True)] for m in own
+        }
+        received = self._exchange(like, sent, [[m.sizes[r] for m in got[r]] for r in ranks])
+        for rank, matrices, values in zip(ranks, got, received, strict=True):
+            for matrix, value in zip(matrices, values, strict=True):
+                part = whole[matrix.name][_within(matrix.boxes[rank], starts[matrix.name])]
+                part.copy_(value.view_as(part))
+        done = {name: function(matrix) for name, matrix in whole.items()}
+        back = [
+            [done[m.name][_within(m.boxes[rank], starts[m.name])] for m in own] for rank in ranks
+        ]
+        returned = self._exchange(like, back, [[m.sizes[here] for m in of[r]] for r in ranks])
+        for matrices, values in zip(of, returned, strict=True):
+            for matrix, value in zip(matrices, values, strict=True):
+                if value.numel():
+                    yield matrix.name, value.view([s.stop - s.start for s in matrix.boxes[here]])
+
+    def _exchange(
+        self, like: Tensor, sent: list[list[Tensor]], sizes: list[list[int]]
+    ) -> list[Sequence[Tensor]]:
+        """Send each rank its tensors; those of the given sizes that come from each."""
+        assert self._group is not None, "a rank alone splits nothing"
+        flat = [[tensor.reshape(-1) for tensor in each] for each in sent]
+        out = like.new_empty(sum(map(sum, sizes)))
+        start_row_exchange(
+            torch.cat([like.new_empty(0), *(part for each in flat for part in each)]),
+            out,
+            [sum(part.numel() for part in each) for each in flat],
+            [sum(each) for each in sizes],
+            self._group,
+        ).wait()
+        by_rank = out.split([sum(each) for each in sizes])
+        return [values.split(each) for values, each in zip(by_rank, sizes, strict=True)]
+
+
+def _within(box: Sequence[slice], starts: Sequence[int]) -> tuple[slice, ...]:
+    pairs = zip(box, starts, strict=True)
+    return tuple(slice(part.start - first, part.stop - first) for part, first in pairs)
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalised over whole matrices, whoever holds their parts.
+
+    Args:
+        leaves: this rank's part of each matrix, by name; some may be empty.
+        holders: with whom this rank shares its matrices.
+        state: by name, the mean of gradients under "exp_avg", as AdamW's first moment.
+        config: momentum and scale; weight decay is decoupled.
+        dtype: type in which Newton-Schulz iterations multiply.
+
+    Attributes:
+        found_inf: where it is 1, nothing changes; None: 0.
+    """
+
+    def __init__(
+        self,
+        leaves: Mapping[str, Tensor],
+        holders: Sequence[Holders],
+        config: OptimizerConfig,
+        dtype: torch.dtype,
+    ) -> None:
+        self._leaves, self._holders, self._config, self._dtype = leaves, holders, config, dtype
+        self.found_inf: Tensor | None = None
+        super().__init__([*leaves.values()], {"lr": config.lr, "weight_decay": config.weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all matrices; collective over all holders."""
+        (group,) = self.param_groups
+        for leaf in self._leaves.values():
+            if leaf.numel():
+                assert leaf.grad is not None
+                mean = self.state[leaf][MOMENTS[0]]
+                new = mean.lerp(leaf.grad, 1 - self._config.muon_momentum)
+                mean.copy_(self._unless_found(new, mean))
+        kept = 1 - group["lr"] * group["weight_decay"]
+        for holders in self._holders:
+            for name, update in holders.each_whole(self._direction, self._scaled):
+                leaf = self._leaves[name]
+                new = (leaf * kept).sub_(update, alpha=group["lr"])
+                leaf.copy_(self._unless_found(new, leaf))
+
+    def _direction(self, name: str) -> Tensor:
+        """What is orthogonalised of a matrix."""
+        leaf = self._leaves[name]
+        mean = self.state[leaf][MOMENTS[0]]
+        if not self._config.muon_nesterov or not leaf.numel():
+            return mean
+        assert leaf.grad is not None
+        return leaf.grad.lerp(mean, self._config.muon_momentum)
+
+    def _scaled(self, whole: Tensor) -> Tensor:
+        factor = update_factor(whole.shape, self._config)
+        return orthogonalised(whole, self._config.muon_num_ns_steps, self._dtype) * factor
+
+    def _unless_found(self, new: Tensor, old: Tensor) -> Tensor:
+        return new if self.found_inf is None else torch.where(self.found_inf > 0, old, new)
+
+
+class MuonAdamW(AdamW):
+    """AdamW, but Muon for the matrices of the layers.
+
+    Args:
+        parameters: as for `AdamW`.
+        config: settings of both.
+        matrices: those of which several ranks may hold parts, with the number of these ranks and
+            their group: of experts, and all others.
+        dtype: type in which Newton-Schulz iterations multiply.
+        blocks: as for `AdamW`.
+        places: as for `AdamW`.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: OptimizerConfig,
+        matrices: Sequence[Shared],
+        dtype: torch.dtype,
+        blocks: Sequence[Block] = (),
+        places: Mapping[str, NamedElements] | None = None,
+    ) -> None:
+        self._shared, self._dtype = matrices, dtype
+        self._orthogonal = {matrix.name for each, _, _ in matrices for matrix in each}
+        super().__init__(parameters, config, blocks, places)
+
+    def _moments(self, name: str, leaf: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
+        moments = super()._moments(name, leaf, config)
+        kept = MOMENTS[:1] if name in self._orthogonal else MOMENTS
+        return {state: moments[state] for state in kept}
+
+    def _optimizers(self, names: Sequence[str], config: OptimizerConfig) -> list[Any]:
+        others = [name for name in names if name not in self._orthogonal]
+        leaves = {name: self._leaves[name] for name in names if name in self._orthogonal}
+        if not leaves:
+            return super()._optimizers(others, config)
+        holders = [
+            Holders([matrix for matrix in each if matrix.name in leaves], ranks, group)
+            for each, ranks, group in self._shared
+        ]
+        muon = Muon(leaves, holders, config, self._dtype)
+        for name, leaf in leaves.items():
+            muon.state[leaf] = self._state[name]
+        return [*super()._optimizers(others, config), muon]
