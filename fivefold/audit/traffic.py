@@ -89,5 +89,7 @@ def named_groups(groups: Groups) -> Iterator[tuple[str, dist.ProcessGroup]]:
             ("router", experts.stage),
             *((axis, experts.mesh.get_group(axis)) for axis in EXPERT_PARAMETER_AXES),
             *((f"edp_{axis}", group) for axis, group in vars(experts.nodes).items()),
+            ("edp_holders", experts.holders),
         ]
+    named.append(("holders", groups.holders))
     yield from ((axis, group) for axis, group in named if group is not None)

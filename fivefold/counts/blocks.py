@@ -26,6 +26,7 @@ class GatheredBlock:
         narrow: elements of `dense` and of `experts` that 8-bit linear layers multiply with.
         linears: number of these layers, each expert's counted.
         count: number of such blocks in the stage.
+        ends: whether they are the ends of the model.
     """
 
     dense: tuple[tuple[int, ...], ...]
@@ -33,6 +34,14 @@ class GatheredBlock:
     narrow: tuple[int, int]
     linears: int
     count: int = 1
+    ends: bool = False
+
+    @cached_property
+    def matrices(self) -> "GatheredBlock":
+        """Its matrices, which are those of layers unless it is of the ends."""
+        dense = [shape for shape in self.dense if len(shape) == 2 and not self.ends]
+        experts = [shape for shape in self.experts if len(shape) == 3]
+        return replace(self, dense=tuple(dense), experts=tuple(experts))
 
     @cached_property
     def size(self) -> int:
@@ -144,4 +153,5 @@ def _block(
         if in_eight_bits(name, weight):
             narrow[weight.of_experts] += prod(place[-1])
             linears += place[-1][0] if weight.of_experts else 1
-    return GatheredBlock(tuple(dense), tuple(experts), (narrow[0], narrow[1]), linears)
+    ends = leaves_out is not None
+    return GatheredBlock(tuple(dense), tuple(experts), (narrow[0], narrow[1]), linears, ends=ends)

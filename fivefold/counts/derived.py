@@ -191,12 +191,13 @@ def _memory(layout: Layout) -> list[Row]:
     gathered += f" + 8-bit scales {human_bytes(state.scales)}" if state.scales else ""
     gathered += f" + gathered blocks {human_bytes(state.gathered)}" if state.gathered else ""
     where = f", pipeline rank {worst}" if layout.grid.pp > 1 else ""
+    optimizer = {"adam": "AdamW", "muon": "Muon"}[layout.config.optimizer.optimizer]
     return [
         (
             "model state a rank",
             human_bytes(state.total),
             f"weights {human_bytes(state.weights)} + gradients {human_bytes(state.gradients)} + "
-            f"AdamW {human_bytes(state.optimizer)}{gathered}",
+            f"{optimizer} {human_bytes(state.optimizer)}{gathered}",
         ),
         (
             "",

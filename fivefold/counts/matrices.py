@@ -4,9 +4,8 @@ Muon needs each matrix whole. Where several ranks hold the parts of one (tensor 
 the matrices are dealt out among them: each is put together on one rank and goes back in parts.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 
 from fivefold.counts.parameters import ParameterRecord
@@ -21,37 +20,59 @@ Box = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix of a layer, or the same one of several experts.
+    """A matrix of a layer, or the same one of several experts, and the ranks that hold its parts.
+
+    The ranks are numbered by shard, then by part.
 
     Attributes:
         name: global name.
-        shape: [rows, columns], or [experts of these ranks, rows, columns].
-        boxes: the part of each rank that holds one, in the order of their group.
+        part: shape of what tensor parallelism leaves on a rank: [rows, columns], or [experts of
+            these ranks, rows, columns].
+        split_dim: dim that tensor-parallel ranks split; None: each has the whole.
+        parts: number of these ranks.
+        shards: number of ranks that share what it leaves.
     """
 
     name: str
-    shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    part: tuple[int, ...]
+    split_dim: int | None = None
+    parts: int = 1
+    shards: int = 1
 
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Elements of each rank's part."""
-        return tuple(prod(part.stop - part.start for part in box) for box in self.boxes)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole."""
+        return tuple(
+            size * (self.parts if axis == self.split_dim else 1)
+            for axis, size in enumerate(self.part)
+        )
 
-    @cached_property
-    def senders(self) -> tuple[int, ...]:
-        """The ranks whose parts make it up: of equal parts the first."""
-        parts = zip(self.boxes, self.sizes, strict=True)
-        first = {str(box): rank for rank, (box, size) in reversed([*enumerate(parts)]) if size}
-        return tuple(sorted(first.values()))
+    def box(self, rank: int) -> Box:
+        """What a rank holds: tensor parallelism splits first, and FSDP2 what it leaves."""
+        shard, part = divmod(rank, self.parts)
+        found, sharded = [], shard_dim(self.part, self.shards)
+        for axis, size in enumerate(self.part):
+            first, start, each = part * size * (axis == self.split_dim), 0, size
+            if axis == sharded:
+                each = -(-size // self.shards)
+                start = min(shard * each, size)
+            found.append(slice(first + start, first + min(start + each, size)))
+        return tuple(found)
+
+    def size(self, rank: int) -> int:
+        """Elements that a rank holds."""
+        return prod(part.stop - part.start for part in self.box(rank))
+
+    def sends(self, rank: int) -> bool:
+        """Whether a rank's part is needed for the whole: of ranks with the same, the first's is."""
+        return self.split_dim is not None or rank % self.parts == 0
 
     @property
     def is_split(self) -> bool:
-        """Whether a rank has no whole rows and columns."""
-        whole = tuple(slice(0, size) for size in self.shape[-2:])
-        return any(
-            size and box[-2:] != whole for box, size in zip(self.boxes, self.sizes, strict=True)
-        )
+        """Whether a rank lacks rows or columns."""
+        between_experts = len(self.part) > 2 and shard_dim(self.part, self.shards) == 0
+        tensor_parallel = self.parts > 1 and self.split_dim is not None
+        return tensor_parallel or (self.shards > 1 and not between_experts)
 
     @property
     def work(self) -> int:
@@ -74,7 +95,7 @@ class MatrixDeal:
 
     @classmethod
     def of(cls, matrices: Iterable[Matrix], ranks: int) -> "MatrixDeal":
-        """MatrixDeal out the matrices that are split, those with most work first, to whom has least.
+        """Deal out the matrices that are split, those with most work first, to whom has least.
 
         A round ends where the next matrix would be more than `ROUND` elements for each rank.
         """
@@ -93,23 +114,32 @@ class MatrixDeal:
             total[owner] += matrix.work
         return cls(ranks, tuple(map(tuple, rounds)))
 
-    def gathered(self, rank: int) -> int:
-        """Elements that a rank sends to those who put matrices together."""
-        every = (each for dealt in self.rounds for each in dealt)
-        return sum(m.sizes[rank] for m, owner in every if owner != rank and rank in m.senders)
+    def sent(self, rank: int) -> int:
+        """Elements that a rank sends in a step: its parts of what others put together, and those of
+        the others of what it has put together."""
+        found = 0
+        for matrix, owner in (each for dealt in self.rounds for each in dealt):
+            if owner != rank:
+                found += matrix.size(rank) * matrix.sends(rank)
+            else:
+                copies = matrix.parts if matrix.split_dim is None else 1
+                found += copies * prod(matrix.shape) - matrix.size(rank)
+        return found
 
-    def returned(self, rank: int) -> int:
-        """Elements that it sends back to the others."""
-        own = (m for dealt in self.rounds for m, owner in dealt if owner == rank)
-        return sum(sum(m.sizes) - m.sizes[rank] for m in own)
+    def work(self) -> int:
+        """Multiplications of one iteration on the rank with most of them."""
+        loads = [0] * self.ranks
+        for matrix, owner in (each for dealt in self.rounds for each in dealt):
+            loads[owner] += matrix.work
+        return max(loads)
 
 
 def layer_matrices(
     layout: Layout, records: Iterable[ParameterRecord]
 ) -> dict[bool, tuple[int, list[Matrix]]]:
-    """A rank's matrices of layers: those of experts under True, the rest under False.
+    """A rank's matrices that Muon updates: those of experts under True, all others under False.
 
-    Each with the number of ranks that hold their parts, which are ordered by shard, then by part.
+    Each with the number of ranks that hold their parts.
     """
     grid, found = layout.grid, {}
     every = [record for record in records if record.orthogonal]
@@ -117,32 +147,10 @@ def layer_matrices(
         (False, grid.tp, num_shards(layout)),
         (True, grid.etp, num_expert_shards(layout)),
     ):
-        matrices = [_matrix(each, parts, shards) for each in every if each.experts == experts]
+        matrices = [
+            Matrix(each.name, each.shape, each.split_dim, parts, shards)
+            for each in every
+            if each.experts == experts
+        ]
         found[experts] = parts * shards, matrices
     return found
-
-
-def _matrix(record: ParameterRecord, parts: int, shards: int) -> Matrix:
-    here, dim = record.shape, record.split_dim
-    whole = tuple(size * (parts if axis == dim else 1) for axis, size in enumerate(here))
-    boxes = tuple(
-        tuple(_box(here, dim, part, shards, shard))
-        for shard in range(shards)
-        for part in range(parts)
-    )
-    return Matrix(record.name, whole, boxes)
-
-
-def _box(
-    here: Sequence[int], dim: int | None, part: int, shards: int, shard: int
-) -> Iterator[slice]:
-    """The part of a rank: tensor parallelism splits first, and FSDP2 what it leaves."""
-    sharded = shard_dim(here, shards)
-    for axis, size in enumerate(here):
-        first = part * size if axis == dim else 0
-        if axis == sharded:
-            each = -(-size // shards)
-            start = min(shard * each, size)
-            yield slice(first + start, first + min(start + each, size))
-        else:
-            yield slice(first, first + size)

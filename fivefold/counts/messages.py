@@ -20,7 +20,8 @@ class Flow:
             two factors, if both are more than one), "router", "data" (ranks with different
             tokens), "dp_shard_cp" and "dp_replicate" (its two factors), "hpz", "qgz_inner" and
             "qgz_outer" (parts of the ranks that share state, for ZeRO++; of those with the same
-            experts "edp_hpz", ...), "tied", "mirror", "world".
+            experts "edp_hpz", ...), "holders" and "edp_holders" (those that hold parts of
+            the same matrices, and of those of experts), "tied", "mirror", "world".
         purpose: description.
         size: bytes.
     """

@@ -7,7 +7,7 @@ from fivefold.config.training import BLOCK, ELEMENT_BYTES
 from fivefold.data_parallel.blocks import UNPACKING, reduction_buffers
 from fivefold.layout import Layout
 from fivefold.model.fp8_rules import keeps_weights, weight_bytes
-from fivefold.model.shape import count_parameters
+from fivefold.model.shape import count_parameters, is_layer_matrix, stage_weights
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ class StatePolicy:
             before the first backward.
         step_weight: bytes of a weight that 8-bit linear layers keep for the microbatches of a step,
             once for the results and once for the gradients of inputs; 0 if they do not.
+        muon: whether only what is no matrix of a layer has a second moment, which `moments` leaves
+            out.
         once: whether the only backward of a step ends copies that are not permanent in its course.
     """
 
@@ -90,6 +92,7 @@ class StatePolicy:
     away_on_disk: bool = False
     remade: bool = False
     step_weight: float = 0.0
+    muon: bool = False
     once: bool = False
 
     @property
@@ -131,7 +134,7 @@ def engine_policy(config: Config) -> StatePolicy:
     gradient = config.gradient_bytes
     shared = sharding.splits_optimizer
     offloaded = memory.optimizer_offload_fraction if memory.optimizer_off_device else 0.0
-    types = optimizer.moment_types
+    types, muon = optimizer.moment_types, optimizer.optimizer == "muon"
     each = {"fp32": wide, "bf16": 2, "fp8": 1 + 1 / BLOCK}
     copy = compute if shared or compute != master else 0
     return StatePolicy(
@@ -139,7 +142,7 @@ def engine_policy(config: Config) -> StatePolicy:
         narrow_copy=1 if config.training.fp8_param_gather and shared else copy,
         gradient=gradient,
         master=master,
-        moments=sum(each[kind] for kind in types)
+        moments=sum(each[kind] for kind in types[: 2 - muon])
         + 2 * optimizer.store_param_remainders
         + wide * config.keeps_masters_apart,
         splits_copy=sharding.splits_parameters,
@@ -161,6 +164,7 @@ def engine_policy(config: Config) -> StatePolicy:
         on_disk=memory.optimizer_offload_path is not None,
         away=memory.param_cpu_offload,
         away_on_disk=memory.param_offload_path is not None,
+        muon=muon,
         remade=copy > 0 and not (offloaded and sharding.splits_gradients),
     )
 
@@ -203,7 +207,8 @@ def alone_in_step(config: Config, policy: StatePolicy) -> StatePolicy:
 
 
 def saved_bytes(config: Config) -> float:
-    """Bytes of a checkpoint per trained parameter: the master weight and both moments of AdamW."""
+    """Bytes of a checkpoint per trained parameter: the master weight and both moments of AdamW, or
+    for a matrix the one of Muon."""
     policy = engine_policy(config)
     return policy.master * (not policy.masters_apart) + policy.moments
 
@@ -213,7 +218,9 @@ def checkpoint_bytes(config: Config) -> float:
     model, policy = config.model, engine_policy(config)
     whole = count_parameters(model).total
     frozen = 0 if model.trains_all else count_parameters(model.base).total
-    return (whole - frozen) * saved_bytes(config) + frozen * policy.compute
+    weights = stage_weights(model).items() if policy.muon else ()
+    others = sum(w.size for name, w in weights if w.trained and not is_layer_matrix(name, w))
+    return (whole - frozen) * saved_bytes(config) + others * policy.wide + frozen * policy.compute
 
 
 def megatron_policy(splits_optimizer: bool) -> StatePolicy:

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from fivefold.config.training import ELEMENT_BYTES
+from fivefold.counts.matrices import Matrix, MatrixDeal, layer_matrices
 from fivefold.counts.messages import Flow, wire_bytes
 from fivefold.counts.parameters import parameter_records
 from fivefold.counts.state import (
@@ -59,10 +60,36 @@ class ShardedVolumes:
             return  # a list of many ranks takes minutes
         ranks = self.layout.grid.group_of(self.rank, ("edp",), EXPERT_AXES)
         shards = num_expert_shards(self.layout)
-        block, place = divmod(ranks.index(self.rank), shards)
-        sharing = ranks[block * shards : (block + 1) * shards]
-        axes = self._axis(sharing, "edp_shard"), self._axis(ranks[place::shards], "edp_replicate")
+        sharing = self.layout.grid.expert_shard_ranks(self.rank, shards)
+        replicas = ranks[ranks.index(self.rank) % shards :: shards]
+        axes = self._axis(sharing, "edp_shard"), self._axis(replicas, "edp_replicate")
         yield from self._sharded("edp", "experts", axes, shards, len(ranks) // shards)
+
+    def orthogonalised(self) -> Iterator[Flow]:
+        """Parts of the matrices that other ranks put together for Muon, and of what comes back.
+
+        Where updated blocks are gathered at once, each deals out its own.
+        """
+        layout, grid = self.layout, self.layout.grid
+        early = self.parallel.overlap_param_gather_with_optimizer_step
+        stages = {record.name: record.stage for record in self.records}
+        for experts, (number, matrices) in layer_matrices(layout, self.records).items():
+            together: defaultdict[tuple[int, str] | None, list[Matrix]] = defaultdict(list)
+            for matrix in matrices:
+                unit = (stages[matrix.name], unit_of(matrix.name)) if early else None
+                together[unit].append(matrix)
+            deals = [MatrixDeal.of(each, number) for each in together.values()]
+            if not any(deal.rounds for deal in deals):
+                continue
+            if experts:
+                ranks = grid.expert_holders(self.rank, num_expert_shards(layout))
+                axis = self._axis(ranks, "edp_shard" if grid.etp == 1 else "edp_holders")
+            else:
+                ranks = grid.holders(self.rank, sharded=num_shards(layout) > 1)
+                axis = self._axis(ranks, "holders")
+            place = ranks.index(self.rank)
+            size = sum(deal.sent(place) for deal in deals) * layout.config.master_bytes
+            yield Flow(axis, "parts of experts for Muon" if experts else "parts for Muon", size)
 
     def _axis(self, ranks: tuple[int, ...], name: str) -> str:
         """The first axis whose group has exactly these ranks."""
@@ -76,7 +103,18 @@ class ShardedVolumes:
         for axis, over in named.items():
             if grid.group_of(self.rank, over) == ranks:
                 return axis
-        return "edp" if grid.group_of(self.rank, ("edp",), EXPERT_AXES) == ranks else name
+        if self.layout.config.model.num_experts is None:
+            return name
+        shards = num_expert_shards(self.layout)
+        edp = grid.group_of(self.rank, ("edp",), EXPERT_AXES)
+        of_experts = {
+            "edp": edp,
+            "edp_replicate": edp[edp.index(self.rank) % shards :: shards],
+            "edp_shard": grid.expert_shard_ranks(self.rank, shards),
+            "ep": grid.group_of(self.rank, ("ep",), EXPERT_AXES),
+            "etp": grid.group_of(self.rank, ("etp",), EXPERT_AXES),
+        }
+        return next((axis for axis, those in of_experts.items() if those == ranks), name)
 
     def _sharded(
         self, group: str, what: str, axes: tuple[str, str], shards: int, replicas: int

@@ -278,7 +278,10 @@ class _Shard:
         return _elements(self, block)
 
     def beyond(self, block: GatheredBlock, policy: StatePolicy) -> float:
-        """Bytes of a block's moments in 8 bits that are more than `policy.moments` says."""
+        """Bytes of a block's moments that are more than `policy.moments` says: of some in 8 bits,
+        and with Muon the second ones."""
+        if policy.muon:
+            return policy.wide * (self.held(block) - self.held(block.matrices))
         return sum(beyond(shape, size, policy) for shape, size in self.parts(block))
 
     def beyond_of_room(

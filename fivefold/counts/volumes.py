@@ -41,6 +41,7 @@ def step_volumes(layout: Layout, rank: int, rows: StepRows | None = None) -> tup
         *volumes.tensor_parallel(),
         *volumes.context_parallel(),
         *sharded.experts(),
+        *sharded.orthogonalised(),
         *expert_flows(layout, rank, rows),
         *volumes.pipeline(),
         *volumes.scalars(),

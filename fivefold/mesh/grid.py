@@ -109,6 +109,26 @@ class Grid:
             members.append(self.rank(at, axes))
         return tuple(members)
 
+    def holders(self, rank: int, *, sharded: bool) -> tuple[int, ...]:
+        """The ranks that hold the parts of the same dense matrices and, if that is `sharded`, of
+        their state: by shard, then by part."""
+        return self.group_of(rank, ("dp_shard", "cp", "tp") if sharded else ("tp",))
+
+    def expert_shard_ranks(self, rank: int, shards: int) -> tuple[int, ...]:
+        """The ranks that share the state of a rank's experts."""
+        ranks = self.group_of(rank, ("edp",), EXPERT_AXES)
+        block = ranks.index(rank) // shards
+        return ranks[block * shards : (block + 1) * shards]
+
+    def expert_holders(self, rank: int, shards: int) -> tuple[int, ...]:
+        """The ranks that hold the parts of the same experts and of their state: by shard, then by
+        part."""
+        return tuple(
+            holder
+            for sharing in self.expert_shard_ranks(rank, shards)
+            for holder in self.group_of(sharing, ("etp",), EXPERT_AXES)
+        )
+
     def dp_rank(self, rank: int) -> int:
         """Index among the `dp` ranks that read different samples."""
         at = self.coordinates(rank)

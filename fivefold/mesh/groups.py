@@ -227,7 +227,6 @@ def build_groups(
         # without a tied embedding make one as well, or the next common group would hang.
         new_group((rank,))
     pp = made.unless_alone(pp_ranks, urgent=True)
-    parts = ("dp_shard", "cp", "tp") if sharded else ("tp",)
     pair = sorted((pp_ranks[here], pp_ranks[-1 - here]))
     return Groups(
         grid=grid,
@@ -244,7 +243,7 @@ def build_groups(
         mirror=made.group(tuple(pair)) if mirrored else None,
         mesh=_parameter_mesh(grid, rank, device_type, sharded, made.group),
         nodes=_node_groups(grid.group_of(rank, ("dp_shard", "cp")), rank, nodes[0]),
-        holders=made.unless_alone(grid.group_of(rank, parts)) if holders else None,
+        holders=made.unless_alone(grid.holders(rank, sharded=sharded)) if holders else None,
         experts=None
         if expert_shards is None
         else _expert_groups(grid, rank, device_type, expert_shards, made, nodes[1], holders),
@@ -260,16 +259,16 @@ def _expert_groups(
     nodes: NodeSizes,
     holders: bool,
 ) -> ExpertGroups:
-    def among(*axes: str, of: int = rank) -> tuple[int, ...]:
-        return grid.group_of(of, axes, EXPERT_AXES)
+    def among(*axes: str) -> tuple[int, ...]:
+        return grid.group_of(rank, axes, EXPERT_AXES)
 
     stage = grid.group_of(rank, ("dp_replicate", "dp_shard", "cp", "tp"))
     ep, etp, both, edp = among("ep"), among("etp"), among("ep", "etp"), among("edp")
     ep_group = _apart(ep)  # separate, so that tokens do not wait for gradients
     etp_group = _apart(etp)
     both_group = _apart(both) if len(ep) > 1 and len(etp) > 1 else ep_group or etp_group
-    block, place = divmod(edp.index(rank), shards)
-    parts = (edp[place::shards], edp[block * shards : (block + 1) * shards], ep, etp)
+    place = edp.index(rank) % shards
+    parts = (edp[place::shards], grid.expert_shard_ranks(rank, shards), ep, etp)
     first = grid.coordinates(rank)["pp"] * grid.ranks_per_stage
     ranks = torch.arange(first, first + grid.ranks_per_stage).view([len(part) for part in parts])
     return ExpertGroups(
@@ -286,9 +285,7 @@ def _expert_groups(
             mesh_dim_names=EXPERT_PARAMETER_AXES,
         ),
         nodes=_node_groups(parts[1], rank, nodes),
-        holders=made.unless_alone(tuple(r for e in parts[1] for r in among("etp", of=e)))
-        if holders
-        else None,
+        holders=made.unless_alone(grid.expert_holders(rank, shards)) if holders else None,
     )
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.config.training import OptimizerConfig
-from fivefold.counts.matrices import MatrixDeal, Matrix
+from fivefold.counts.matrices import Matrix, MatrixDeal
 from fivefold.mesh.collectives import start_row_exchange
 from fivefold.optim.adamw import AdamW, Block
 from fivefold.optim.rounding import MOMENTS, NamedElements
@@ -94,7 +94,7 @@ class Holders:
             function: gives a matrix of the same shape, or as many as it gets.
         """
         for matrix in self._matrices:
-            if not matrix.is_split and matrix.sizes[self._rank]:
+            if not matrix.is_split and matrix.size(self._rank):
                 yield matrix.name, function(part_of(matrix.name))
         for dealt in self._deal.rounds:
             yield from self._round(dealt, part_of, function)
@@ -106,29 +106,28 @@ class Holders:
         function: Callable[[Tensor], Tensor],
     ) -> Iterator[tuple[str, Tensor]]:
         ranks, here = range(self._deal.ranks), self._rank
-        own = [matrix for matrix, owner in dealt if owner == here]
-        of = [[matrix for matrix, owner in dealt if owner == rank] for rank in ranks]
-        sent = [[part_of(m.name) for m in of[rank] if here in m.senders] for rank in ranks]
+        of: list[list[Matrix]] = [[] for _ in ranks]
+        for matrix, owner in dealt:
+            of[owner].append(matrix)
+        own = of[here]
+        sent = [[part_of(m.name) for m in each if m.sends(here)] for each in of]
+        got = [[m for m in own if m.sends(rank)] for rank in ranks]
         like = part_of(dealt[0][0].name)
-        got = [[m for m in own if rank in m.senders] for rank in ranks]
+        sizes = [[m.size(rank) for m in got[rank]] for rank in ranks]
+        received = self._exchange(like, sent, sizes)
         whole = {m.name: like.new_empty(m.shape) for m in own}
-        starts = {
-            m.name: [min(s.start for s in axis) for axis in zip(*m.boxes, strict=True)] for m in own
-        }
-        received = self._exchange(like, sent, [[m.sizes[r] for m in got[r]] for r in ranks])
         for rank, matrices, values in zip(ranks, got, received, strict=True):
             for matrix, value in zip(matrices, values, strict=True):
-                part = whole[matrix.name][_within(matrix.boxes[rank], starts[matrix.name])]
+                part = whole[matrix.name][matrix.box(rank)]
                 part.copy_(value.view_as(part))
         done = {name: function(matrix) for name, matrix in whole.items()}
-        back = [
-            [done[m.name][_within(m.boxes[rank], starts[m.name])] for m in own] for rank in ranks
-        ]
-        returned = self._exchange(like, back, [[m.sizes[here] for m in of[r]] for r in ranks])
+        back = [[done[m.name][m.box(rank)] for m in own] for rank in ranks]
+        returned = self._exchange(like, back, [[m.size(here) for m in each] for each in of])
         for matrices, values in zip(of, returned, strict=True):
             for matrix, value in zip(matrices, values, strict=True):
                 if value.numel():
-                    yield matrix.name, value.view([s.stop - s.start for s in matrix.boxes[here]])
+                    shape = [part.stop - part.start for part in matrix.box(here)]
+                    yield matrix.name, value.view(shape)
 
     def _exchange(
         self, like: Tensor, sent: list[list[Tensor]], sizes: list[list[int]]
@@ -146,11 +145,6 @@ class Holders:
         ).wait()
         by_rank = out.split([sum(each) for each in sizes])
         return [values.split(each) for values, each in zip(by_rank, sizes, strict=True)]
-
-
-def _within(box: Sequence[slice], starts: Sequence[int]) -> tuple[slice, ...]:
-    pairs = zip(box, starts, strict=True)
-    return tuple(slice(part.start - first, part.stop - first) for part, first in pairs)
 
 
 class Muon(torch.optim.Optimizer):

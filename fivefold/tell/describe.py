@@ -82,6 +82,8 @@ def memory_words(layout: Layout) -> list[str]:
     if memory.param_cpu_offload:
         words.append(f"weights on the {'disk' if memory.param_offload_path else 'host'}")
     optimizer = layout.config.optimizer
+    if optimizer.optimizer == "muon":
+        words.append("Muon")
     if optimizer.narrow_parameters:
         words.append("remainders of masters" if optimizer.store_param_remainders else "no masters")
     if optimizer.narrow_gradients:

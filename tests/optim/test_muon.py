@@ -14,7 +14,7 @@ from torch import nn
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.training import OptimizerConfig
-from fivefold.counts.matrices import ROUND, MatrixDeal, Matrix, layer_matrices
+from fivefold.counts.matrices import ROUND, Matrix, MatrixDeal, layer_matrices
 from fivefold.counts.parameters import parameter_records
 from fivefold.errors import FivefoldError
 from fivefold.layout import Layout
@@ -76,7 +76,7 @@ def test_steps_are_those_of_torch(
     draw = torch.Generator().manual_seed(1)
     start = torch.randn(shape, generator=draw)
     mine, other = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    whole = Matrix("w", shape, ((slice(0, shape[0]), slice(0, shape[1])),))
+    whole = Matrix("w", shape)
     optimizer = MuonAdamW({"w": mine}, settings, [([whole], 1, None)], torch.bfloat16)
     reference = torch.optim.Muon(
         [other],
@@ -101,7 +101,7 @@ def test_what_is_not_finite_leaves_every_bit() -> None:
     shape = (4, 6)
     weights = {"layers.0.w.weight": shape, "norm.weight": shape[:1]}
     held = {name: nn.Parameter(torch.ones(size)) for name, size in weights.items()}
-    whole = Matrix("layers.0.w.weight", shape, ((slice(0, 4), slice(0, 6)),))
+    whole = Matrix("layers.0.w.weight", shape)
     muon = OptimizerConfig(optimizer="muon", muon_nesterov=True)
     optimizer = MuonAdamW(held, muon, [([whole], 1, None)], torch.bfloat16)
 
@@ -156,25 +156,20 @@ def test_every_matrix_is_put_together_once_from_parts_that_are_all_of_it(
         assert sorted(dealt) == sorted(m.name for m in matrices if m.is_split)
         split += len(dealt)
         for matrix in matrices:
-            assert len(matrix.boxes) == holders
-            seen = torch.zeros(matrix.shape, dtype=torch.int64)
-            for rank in matrix.senders:
-                seen[matrix.boxes[rank]] += 1
-            whole = torch.ones_like(seen)
-            assert torch.equal(seen, whole)
-            sent = [prod(b.stop - b.start for b in box) for box in matrix.boxes]
-            assert sent == list(matrix.sizes)
-        # What is put together has been sent or was there.
-        gathered = sum(deal.gathered(rank) for rank in range(holders))
-        kept = sum(m.sizes[o] for d in deal.rounds for m, o in d if o in m.senders)
-        assert gathered + kept == sum(prod(m.shape) for m in matrices if m.is_split)
+            seen, held = torch.zeros(2, *matrix.shape, dtype=torch.int64)
+            for rank in range(holders):
+                held[matrix.box(rank)] += 1
+                seen[matrix.box(rank)] += matrix.sends(rank)
+                assert held[matrix.box(rank)].numel() == matrix.size(rank)
+            assert torch.equal(seen, torch.ones_like(seen))
+            assert matrix.is_split == (matrix.size(0) < prod(matrix.shape))
+        # What is put together has been sent or was there, and goes back to all who hold it.
+        moved = 0
+        for matrix, owner in (each for dealt in deal.rounds for each in dealt):
+            others = [rank for rank in range(holders) if rank != owner]
+            moved += sum(matrix.size(rank) * (matrix.sends(rank) + 1) for rank in others)
+        assert moved == sum(deal.sent(rank) for rank in range(holders))
     assert split
-
-
-def even(rows: int, columns: int, ranks: int, name: str) -> Matrix:
-    each = rows // ranks
-    boxes = tuple((slice(r * each, (r + 1) * each), slice(0, columns)) for r in range(ranks))
-    return Matrix(name, (rows, columns), boxes)
 
 
 @pytest.mark.parametrize("side", [1 << 3, 1 << 13])
@@ -182,7 +177,7 @@ def even(rows: int, columns: int, ranks: int, name: str) -> Matrix:
 def test_work_is_even_and_little_is_whole_at_once(count: int, side: int) -> None:
     """No rank has more than a matrix more than another, in small and in large ones."""
     ranks = 4
-    deal = MatrixDeal.of([even(side, side, ranks, f"{n}") for n in range(count)], ranks)
+    deal = MatrixDeal.of([Matrix(f"{n}", (side, side), shards=ranks) for n in range(count)], ranks)
     owners = [owner for dealt in deal.rounds for _, owner in dealt]
     loads = [owners.count(rank) for rank in range(ranks)]
     assert max(loads) - min(loads) <= 1
