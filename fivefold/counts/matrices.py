@@ -6,6 +6,7 @@ the matrices are dealt out among them: each is put together on one rank and goes
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from heapq import heapreplace
 from math import prod
 
 from fivefold.counts.parameters import ParameterRecord
@@ -100,18 +101,17 @@ class MatrixDeal:
         A round ends where the next matrix would be more than `ROUND` elements for each rank.
         """
         split = sorted((m for m in matrices if m.is_split), key=lambda m: (-m.work, m.name))
-        total, held = [0] * ranks, [0] * ranks
+        next_ones = [(0, 0, rank) for rank in range(ranks)]  # elements of this round, work, rank
         rounds: list[list[tuple[Matrix, int]]] = []
         for matrix in split:
-            owner = min(range(ranks), key=lambda rank: (held[rank], total[rank]))
+            held, work, owner = next_ones[0]
             size = prod(matrix.shape)
-            if not rounds or (held[owner] and held[owner] + size > ROUND):
+            if not rounds or (held and held + size > ROUND):
                 rounds.append([])
-                held = [0] * ranks
-                owner = min(range(ranks), key=total.__getitem__)
+                next_ones = sorted((0, work, rank) for _, work, rank in next_ones)
+                held, work, owner = next_ones[0]
             rounds[-1].append((matrix, owner))
-            held[owner] += size
-            total[owner] += matrix.work
+            heapreplace(next_ones, (held + size, work + matrix.work, owner))
         return cls(ranks, tuple(map(tuple, rounds)))
 
     def sent(self, rank: int) -> int:
@@ -125,13 +125,6 @@ class MatrixDeal:
                 copies = matrix.parts if matrix.split_dim is None else 1
                 found += copies * prod(matrix.shape) - matrix.size(rank)
         return found
-
-    def work(self) -> int:
-        """Multiplications of one iteration on the rank with most of them."""
-        loads = [0] * self.ranks
-        for matrix, owner in (each for dealt in self.rounds for each in dealt):
-            loads[owner] += matrix.work
-        return max(loads)
 
 
 def layer_matrices(

@@ -23,6 +23,7 @@ from fivefold.predict.communication import gather, send
 from fivefold.predict.compute import Phases, overlapped
 from fivefold.predict.layer import LayerTimes, TimesCache
 from fivefold.predict.makespan import Clock
+from fivefold.predict.muon import orthogonalising_seconds
 from fivefold.predict.overlap import Paired, pair_seconds
 from fivefold.predict.prediction import (
     Prediction,
@@ -284,15 +285,17 @@ class _Predictor:
         return alone + overlapped(self.cluster.gpu, work, move - alone)
 
     def _optimizer(self) -> tuple[float, float]:
-        """Seconds of the gradient norm and of AdamW for the fullest rank's shard.
+        """Seconds of the gradient norm and of the update for the fullest rank's shard.
 
         Those of the device, and those of the host for what is in its memory.
         """
         shard, expert = data_groups(self.layout, self.cluster)
         sharded = self.policy.splits_optimizer
-        worst, most, backward = (0.0, 0.0), 0, inf
+        worst, most, backward, muon = (0.0, 0.0), 0, inf, 0.0
         for own in self._ranks:
-            dense, experts, tensors = self._trained(self.layout.split.stages[s] for s in own)
+            parts = [self.layout.split.stages[s] for s in own]
+            dense, experts, tensors = self._trained(parts)
+            muon = max(muon, orthogonalising_seconds(self.layout, self.cluster, parts))
             share = dense / shard.size, experts / expert.size
             work = sum((self.stages[s].total for s in own), Phases())
             backward = min(backward, work.dx + work.dw)
@@ -304,7 +307,7 @@ class _Predictor:
         cluster, policy, kept = self.cluster, self.policy, sum(worst)
         times = [times_reduced(self.layout, experts=of_experts) for of_experts in (False, True)]
         late = leaving_seconds(cluster, policy, zip(worst, times, strict=True), backward)
-        here = max(update_seconds(cluster, policy, kept), host)
+        here = max(update_seconds(cluster, policy, kept), host) + muon
         return here, late + offload_seconds(cluster, policy, kept)
 
     def _trained(self, stages: Iterable[StageParts]) -> tuple[int, int, int]:
