@@ -114,17 +114,16 @@ class MatrixDeal:
             heapreplace(next_ones, (held + size, work + matrix.work, owner))
         return cls(ranks, tuple(map(tuple, rounds)))
 
-    def sent(self, rank: int) -> int:
-        """Elements that a rank sends in a step: its parts of what others put together, and those of
-        the others of what it has put together."""
-        found = 0
-        for matrix, owner in (each for dealt in self.rounds for each in dealt):
-            if owner != rank:
-                found += matrix.size(rank) * matrix.sends(rank)
-            else:
-                copies = matrix.parts if matrix.split_dim is None else 1
-                found += copies * prod(matrix.shape) - matrix.size(rank)
-        return found
+    def gathered(self, rank: int) -> int:
+        """Elements that a rank sends in a step: its parts of what others put together."""
+        every = (each for dealt in self.rounds for each in dealt)
+        return sum(m.size(rank) * m.sends(rank) for m, owner in every if owner != rank)
+
+    def returned(self, rank: int) -> int:
+        """Elements that it sends back: the others' parts of what it has put together."""
+        own = (m for dealt in self.rounds for m, owner in dealt if owner == rank)
+        copies = ((m, m.parts if m.split_dim is None else 1) for m in own)
+        return sum(each * prod(m.shape) - m.size(rank) for m, each in copies)
 
 
 def layer_matrices(

@@ -88,7 +88,9 @@ class ShardedVolumes:
                 ranks = grid.holders(self.rank, sharded=num_shards(layout) > 1)
                 axis = self._axis(ranks, "holders")
             place = ranks.index(self.rank)
-            size = sum(deal.sent(place) for deal in deals) * layout.config.master_bytes
+            wide = layout.config.master_bytes
+            narrow = min(wide, self.element)  # as they are multiplied
+            size = sum(d.gathered(place) * wide + d.returned(place) * narrow for d in deals)
             yield Flow(axis, "parts of experts for Muon" if experts else "parts for Muon", size)
 
     def _axis(self, ranks: tuple[int, ...], name: str) -> str:

@@ -4,7 +4,7 @@ An update is the orthogonal matrix nearest to the momentum, nearly: all of its d
 long. Factors and settings are Megatron-LM's, after Moonlight (Liu et al., 2025).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, islice
 from math import sqrt
 from typing import Any
@@ -41,16 +41,17 @@ def orthogonalised(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     Args:
         x: [..., rows, columns], each matrix by itself.
         steps: iterations.
-        dtype: type in which they multiply; the result has that of `x`.
+        dtype: type in which they multiply, and of the result.
     """
     transposed = x.shape[-2] > x.shape[-1]
     wide = x.mT if transposed else x
     norm = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True).clamp_min(LEAST_NORM)
-    y = (wide / norm).to(dtype).reshape(-1, *wide.shape[-2:])
+    y = torch.div(wide, norm, out=wide.new_empty(wide.shape, dtype=dtype))
+    y = y.view(-1, *wide.shape[-2:])
     for a, b, c in islice(cycle(QUINTIC), steps):
         gram = y @ y.mT
         y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
-    y = y.view(wide.shape).to(x.dtype)
+    y = y.view(wide.shape)
     return y.mT if transposed else y
 
 
@@ -75,59 +76,78 @@ class Holders:
         matrices: the matrices, the same on all of the ranks, each at least in part.
         ranks: number of the ranks.
         group: their group; None: one rank.
+        returned: type of what is made of the matrices.
     """
 
     def __init__(
-        self, matrices: Sequence[Matrix], ranks: int, group: dist.ProcessGroup | None
+        self,
+        matrices: Sequence[Matrix],
+        ranks: int,
+        group: dist.ProcessGroup | None,
+        returned: torch.dtype,
     ) -> None:
-        self._matrices, self._group = matrices, group
+        self._matrices, self._group, self._returned = matrices, group, returned
         self._deal = MatrixDeal.of(matrices, ranks)
         self._rank = 0 if group is None else group.rank()
 
     def each_whole(
-        self, part_of: Callable[[str], Tensor], function: Callable[[Tensor], Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """This rank's part of `function` of each whole matrix, in any order.
+        self,
+        part_of: Callable[[str], Tensor],
+        function: Callable[[Tensor], Tensor],
+        take: Callable[[Matrix, Tensor], None],
+    ) -> None:
+        """Compute a function of each whole matrix.
 
         Args:
             part_of: gives this rank's part of the matrix of a name; all are of one type.
             function: gives a matrix of the same shape, or as many as it gets.
+            take: gets this rank's part of each result, in any order.
         """
         for matrix in self._matrices:
             if not matrix.is_split and matrix.size(self._rank):
-                yield matrix.name, function(part_of(matrix.name))
+                take(matrix, function(part_of(matrix.name)))
         for dealt in self._deal.rounds:
-            yield from self._round(dealt, part_of, function)
+            self._round(dealt, part_of, function, take)
 
     def _round(
         self,
         dealt: Sequence[tuple[Matrix, int]],
         part_of: Callable[[str], Tensor],
         function: Callable[[Tensor], Tensor],
-    ) -> Iterator[tuple[str, Tensor]]:
+        take: Callable[[Matrix, Tensor], None],
+    ) -> None:
         ranks, here = range(self._deal.ranks), self._rank
         of: list[list[Matrix]] = [[] for _ in ranks]
         for matrix, owner in dealt:
             of[owner].append(matrix)
-        own = of[here]
-        sent = [[part_of(m.name) for m in each if m.sends(here)] for each in of]
-        got = [[m for m in own if m.sends(rank)] for rank in ranks]
         like = part_of(dealt[0][0].name)
-        sizes = [[m.size(rank) for m in got[rank]] for rank in ranks]
-        received = self._exchange(like, sent, sizes)
-        whole = {m.name: like.new_empty(m.shape) for m in own}
-        for rank, matrices, values in zip(ranks, got, received, strict=True):
-            for matrix, value in zip(matrices, values, strict=True):
-                part = whole[matrix.name][matrix.box(rank)]
-                part.copy_(value.view_as(part))
-        done = {name: function(matrix) for name, matrix in whole.items()}
-        back = [[done[m.name][m.box(rank)] for m in own] for rank in ranks]
-        returned = self._exchange(like, back, [[m.size(here) for m in each] for each in of])
+        whole = self._put_together(like, of, part_of)
+        done = {m.name: function(whole.pop(m.name)) for m in of[here]}
+        back = [[done[m.name][m.box(rank)] for m in of[here]] for rank in ranks]
+        sizes = [[m.size(here) for m in each] for each in of]
+        returned = self._exchange(like.new_empty(0, dtype=self._returned), back, sizes)
+        del done, back
         for matrices, values in zip(of, returned, strict=True):
             for matrix, value in zip(matrices, values, strict=True):
                 if value.numel():
                     shape = [part.stop - part.start for part in matrix.box(here)]
-                    yield matrix.name, value.view(shape)
+                    take(matrix, value.view(shape))
+
+    def _put_together(
+        self, like: Tensor, of: Sequence[Sequence[Matrix]], part_of: Callable[[str], Tensor]
+    ) -> dict[str, Tensor]:
+        """The whole matrices of this rank, of those dealt out to each."""
+        here = self._rank
+        sent = [[part_of(m.name) for m in each if m.sends(here)] for each in of]
+        got = [[m for m in of[here] if m.sends(rank)] for rank in range(len(of))]
+        sizes = [[m.size(rank) for m in each] for rank, each in enumerate(got)]
+        received = self._exchange(like, sent, sizes)
+        whole = {m.name: like.new_empty(m.shape) for m in of[here]}
+        for rank, (matrices, values) in enumerate(zip(got, received, strict=True)):
+            for matrix, value in zip(matrices, values, strict=True):
+                part = whole[matrix.name][matrix.box(rank)]
+                part.copy_(value.view_as(part))
+        return whole
 
     def _exchange(
         self, like: Tensor, sent: list[list[Tensor]], sizes: list[list[int]]
@@ -175,19 +195,22 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all matrices; collective over all holders."""
-        (group,) = self.param_groups
         for leaf in self._leaves.values():
             if leaf.numel():
                 assert leaf.grad is not None
                 mean = self.state[leaf][MOMENTS[0]]
                 new = mean.lerp(leaf.grad, 1 - self._config.muon_momentum)
                 mean.copy_(self._unless_found(new, mean))
-        kept = 1 - group["lr"] * group["weight_decay"]
         for holders in self._holders:
-            for name, update in holders.each_whole(self._direction, self._scaled):
-                leaf = self._leaves[name]
-                new = (leaf * kept).sub_(update, alpha=group["lr"])
-                leaf.copy_(self._unless_found(new, leaf))
+            holders.each_whole(self._direction, self._orthogonalised, self._move)
+
+    def _move(self, matrix: Matrix, update: Tensor) -> None:
+        """Move this rank's part of a matrix by its part of an orthogonal one."""
+        (group,) = self.param_groups
+        leaf, lr = self._leaves[matrix.name], group["lr"]
+        new = leaf * (1 - lr * group["weight_decay"])
+        new.sub_(update, alpha=lr * update_factor(matrix.shape, self._config))
+        leaf.copy_(self._unless_found(new, leaf))
 
     def _direction(self, name: str) -> Tensor:
         """What is orthogonalised of a matrix."""
@@ -198,9 +221,8 @@ class Muon(torch.optim.Optimizer):
         assert leaf.grad is not None
         return leaf.grad.lerp(mean, self._config.muon_momentum)
 
-    def _scaled(self, whole: Tensor) -> Tensor:
-        factor = update_factor(whole.shape, self._config)
-        return orthogonalised(whole, self._config.muon_num_ns_steps, self._dtype) * factor
+    def _orthogonalised(self, whole: Tensor) -> Tensor:
+        return orthogonalised(whole, self._config.muon_num_ns_steps, self._dtype)
 
     def _unless_found(self, new: Tensor, old: Tensor) -> Tensor:
         return new if self.found_inf is None else torch.where(self.found_inf > 0, old, new)
@@ -243,7 +265,7 @@ class MuonAdamW(AdamW):
         if not leaves:
             return super()._optimizers(others, config)
         holders = [
-            Holders([matrix for matrix in each if matrix.name in leaves], ranks, group)
+            Holders([m for m in each if m.name in leaves], ranks, group, self._dtype)
             for each, ranks, group in self._shared
         ]
         muon = Muon(leaves, holders, config, self._dtype)

@@ -22,6 +22,7 @@ from fivefold.model.description import layer_kind
 from fivefold.pipeline.ir import Kind
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.liveness import Acts, Moments, moments
+from fivefold.predict.muon import orthogonalising_bytes
 from fivefold.predict.points import ActPoint
 from fivefold.predict.software import Software
 from fivefold.predict.stage_memory import StageBytes, stage_bytes
@@ -221,6 +222,11 @@ def _rank_peak(
     here = np.array([sum(each) for each in zip(gathered, worst, strict=True)])
     peaks = start + around + sum(held.values()) + here[found.which]
     update = always if copies else always | {"weights": state.masters}
+    orthogonalising = orthogonalising_bytes(
+        layout, [layout.split.stages[stage] for stage in stages_held(layout, pp_rank)]
+    )
+    if orthogonalising:
+        update = update | {"working set": orthogonalising}
     phases = {OPTIMIZER: sum(update.values())}
     phases |= {phase: float(peaks[at].max()) for phase, at in found.phases()}
     moment = int(peaks.argmax())

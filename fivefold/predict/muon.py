@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
@@ -16,9 +17,9 @@ from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import all_to_all, span
 from fivefold.predict.compute import ELEMENT, elementwise, matmul
 
-TOUCHED = 32.0
-"""Bytes read and written for each element besides the products: its norm, its division, to the type
-of the products and back, its factor."""
+TOUCHED = 10.0
+"""Bytes read and written for each element besides the products: for its norm, and its division,
+which writes 16 bits."""
 
 
 def orthogonalising_seconds(
@@ -28,40 +29,87 @@ def orthogonalising_seconds(
 
     Work is dealt out evenly, but no matrix to several ranks; parts come and go in one round.
     """
-    config, grid = layout.config, layout.grid
-    if config.optimizer.optimizer != "muon":
+    if layout.config.optimizer.optimizer != "muon":
         return 0.0
-    narrow, steps = config.training.in_16_bits, config.optimizer.muon_num_ns_steps
-    precision = "bf16" if narrow else config.training.precision
+    grid, steps = layout.grid, layout.config.optimizer.muon_num_ns_steps
+    wide, precision = layout.config.master_bytes, _precision(layout)
     shards, of_experts = num_shards(layout), num_expert_shards(layout)
-    holders = (
-        (grid.tp, shards, span(cluster, grid.tp * shards, 1)),
-        (grid.etp, of_experts, span(cluster, grid.etp * of_experts, grid.ep)),
+    groups = (
+        span(cluster, grid.tp * shards, 1),
+        span(cluster, grid.etp * of_experts, grid.ep),
     )
-    held = [WholeModel(each.layers, False, False, each.mtp) for each in stages]
-    found, every = 0.0, [_matrices(config.model, each) for each in held]
-    for experts, (parts, shared, group) in enumerate(holders):
-        alone = dealt = longest = elements = 0.0
-        for matrix, count in (each for stage in every for each in stage):
-            if matrix.of_experts != experts:
+    found, held = 0.0, [*_held(layout, stages)]
+    for experts, group in enumerate(groups):
+        dealt = longest = elements = 0.0
+        for each in held:
+            if each.of_experts != experts:
                 continue
-            shape = matrix.shape
-            if experts:
-                shape = (shape[0] // grid.ep, *shape[1:])
-            between = len(shape) > 2 and shape[0] % shared == 0  # whole experts
-            cut = parts > 1 and matrix.placed(parts) is not None
-            if not cut and (shared == 1 or between):
-                here = (shape[0] // shared, *shape[1:]) if between else shape
-                alone += count * _seconds(cluster.gpu, here, precision, steps)
-                continue
-            seconds = _seconds(cluster.gpu, shape, precision, steps)
-            dealt, longest = dealt + count * seconds, max(longest, seconds)
-            elements += count * prod(shape)
-        found += alone + max(dealt / group.size, longest)
-        each = 2 * elements * ELEMENT["fp64" if precision == "fp64" else "fp32"] / group.size**2
-        inside, across = each * (group.inner - 1), each * (group.size - group.inner)
+            seconds = _seconds(cluster.gpu, each.shape, precision, steps)
+            if each.is_split:
+                dealt, longest = dealt + each.count * seconds, max(longest, seconds)
+                elements += each.count * prod(each.shape)
+            else:
+                found += each.count * seconds
+        found += max(dealt / group.size, longest)
+        sent = elements * (wide + ELEMENT[precision]) / group.size**2
+        inside, across = sent * (group.inner - 1), sent * (group.size - group.inner)
         found += all_to_all(cluster, group, inside, across) if elements else 0.0
     return found
+
+
+def orthogonalising_bytes(layout: Layout, stages: Iterable[StageParts]) -> float:
+    """Bytes that a rank needs meanwhile, beside its state: a matrix as it is put together, before
+    and after an iteration, and two squares of its short side."""
+    if layout.config.optimizer.optimizer != "muon":
+        return 0.0
+    wide, most = layout.config.master_bytes, 0.0
+    narrow, ahead = ELEMENT[_precision(layout)], layout.config.optimizer.muon_nesterov
+    for each in _held(layout, stages):
+        size, short = prod(each.shape), min(each.shape[-2:])
+        squares = prod(each.shape[:-2]) * short * short
+        whole = wide * size * (each.is_split or ahead)
+        most = max(most, whole + 2 * narrow * (size + squares))
+    return most
+
+
+def _precision(layout: Layout) -> str:
+    training = layout.config.training
+    return "bf16" if training.in_16_bits else training.precision
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Equal matrices that a rank may have to orthogonalise.
+
+    Attributes:
+        shape: shape of the whole, or of the experts that the rank has whole.
+        count: their number.
+        of_experts: whether they are of experts.
+        is_split: whether ranks hold parts of each.
+    """
+
+    shape: tuple[int, ...]
+    count: int
+    of_experts: bool
+    is_split: bool
+
+
+def _held(layout: Layout, stages: Iterable[StageParts]) -> Iterator[_Held]:
+    """The matrices of some stages' layers."""
+    grid = layout.grid
+    ways = ((grid.tp, num_shards(layout)), (grid.etp, num_expert_shards(layout)))
+    for stage in stages:
+        layers = WholeModel(stage.layers, False, False, stage.mtp)
+        for weight, count in _matrices(layout.config.model, layers):
+            parts, shards = ways[weight.of_experts]
+            shape = weight.shape
+            if weight.of_experts:
+                shape = (shape[0] // grid.ep, *shape[1:])
+            cut = parts > 1 and weight.placed(parts) is not None
+            if weight.of_experts and not cut and shape[0] % shards == 0:
+                yield _Held((shape[0] // shards, *shape[1:]), count, True, False)
+            else:
+                yield _Held(shape, count, weight.of_experts, cut or shards > 1)
 
 
 @lru_cache(maxsize=4096)

@@ -314,8 +314,9 @@ def _update(
         ahead = momentum * mean + (1 - momentum) * grad if settings.muon_nesterov else mean
         narrow = config.training.in_16_bits and weight.dtype == torch.float32
         dtype = torch.bfloat16 if narrow else weight.dtype
-        update = orthogonalised(ahead, steps, dtype) * update_factor(weight.shape, settings)
-        weight.mul_(1 - lr * settings.weight_decay).sub_(lr * update)
+        update = orthogonalised(ahead, steps, dtype).to(weight.dtype)
+        length = lr * update_factor(weight.shape, settings)
+        weight.mul_(1 - lr * settings.weight_decay).sub_(update, alpha=length)
 
 
 @torch.no_grad()
