@@ -164,11 +164,13 @@ def test_every_matrix_is_put_together_once_from_parts_that_are_all_of_it(
             assert torch.equal(seen, torch.ones_like(seen))
             assert matrix.is_split == (matrix.size(0) < prod(matrix.shape))
         # What is put together has been sent or was there, and goes back to all who hold it.
-        moved = 0
+        gathered = returned = 0
         for matrix, owner in (each for dealt in deal.rounds for each in dealt):
             others = [rank for rank in range(holders) if rank != owner]
-            moved += sum(matrix.size(rank) * (matrix.sends(rank) + 1) for rank in others)
-        assert moved == sum(deal.sent(rank) for rank in range(holders))
+            gathered += sum(matrix.size(rank) * matrix.sends(rank) for rank in others)
+            returned += sum(map(matrix.size, others))
+        assert gathered == sum(map(deal.gathered, range(holders)))
+        assert returned == sum(map(deal.returned, range(holders)))
     assert split
 
 

@@ -29,7 +29,7 @@ SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "gpipe", "dualpipe_v")
 RECOMPUTED = ("core_attn", "mlp", "layernorm")
 
 
-def drawn(seed: int, models: Sequence[str] = DENSE) -> Layout:
+def drawn(seed: int, models: Sequence[str] = DENSE, **more: Any) -> Layout:
     """A legal layout of up to 256 ranks, with eight layers of one of the models."""
     draw = random.Random(seed)
     while True:
@@ -40,7 +40,7 @@ def drawn(seed: int, models: Sequence[str] = DENSE) -> Layout:
             ranks *= settings.setdefault("context_parallel_size", draw.choice((1, 1, 1, 2, 4)))
             settings |= dict(_of_experts(draw, model, ranks, settings))
         try:
-            config = Config(model).with_values(**settings)
+            config = Config(model).with_values(**settings | more)
             return rehearsed_layout(check(config, ranks))
         except ConfigError:
             continue
@@ -112,6 +112,15 @@ def test_a_rank_needs_what_is_planned(seed: int) -> None:
 @pytest.mark.parametrize("seed", chosen(range(100), 0))
 def test_a_rank_with_experts_needs_what_is_planned(seed: int) -> None:
     _needs_what_is_planned(drawn(seed, EXPERTS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("models", [DENSE, EXPERTS])
+@pytest.mark.parametrize("seed", chosen(range(30), 1))
+def test_a_rank_with_muon_needs_what_is_planned(seed: int, models: Sequence[str]) -> None:
+    """In rows so short that the update may need most."""
+    muon = {"optimizer": "muon", "muon_nesterov": seed % 2 == 0, "seq_length": 256}
+    _needs_what_is_planned(drawn(seed, models, **muon))
 
 
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
