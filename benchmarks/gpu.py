@@ -14,7 +14,7 @@ Each part runs in processes of its own, so that one that fails or hangs takes no
     losses     time and memory of output layer and loss
     eight_bit  time of 8-bit operands and products
     messages   time to round ZeRO++'s messages
-    updates    time of AdamW, with states of few bits
+    updates    time of AdamW, with states of few bits, and of Muon
     host       the host's time of a layer and microbatch
     train      `fivefold train` for a few steps, with and without offloaded activations
     runs       training of models of real size, held against what theory and the planner say

@@ -1,11 +1,11 @@
-"""What an update of AdamW takes on one device, by the type of its state: by a kernel, by PyTorch.
+"""What an update takes on one device: AdamW's by the type of its state, and Muon's.
 
     python -m benchmarks.gpu_updates [--dry]
 
 A matrix of as many weights as a layer of Llama-3 8B has: seconds of an update with masters and
 moments in fp32 (torch's fused AdamW), and with states of few bits, which are rounded
-stochastically: by the kernel of a GPU, and by PyTorch's operations, which CPUs take. Prints a line
-of JSON for each. `--dry` is small, on a CPU, where PyTorch's operations do it all.
+stochastically: by the kernel of a GPU, and by PyTorch's operations, which CPUs take. And Muon's of
+the largest matrix of such a layer, orthogonalised in bf16. Prints a line of JSON for each. `--dry` is small, on a CPU, where PyTorch's operations do it all.
 """
 
 from collections.abc import Iterator
@@ -19,10 +19,13 @@ from torch import nn
 from benchmarks.gpu_eight_bit import usual
 from benchmarks.gpu_layers import tell
 from fivefold.config.training import OptimizerConfig
+from fivefold.counts.matrices import Matrix
 from fivefold.optim.adamw import AdamW
+from fivefold.optim.muon import MuonAdamW
 from fivefold.optim.rounding import NamedElements
 
 SHAPES = {False: (53_248, 4096), True: (64, 64)}
+MATRICES = {False: (14_336, 4096), True: (64, 32)}
 PLAIN = OptimizerConfig()
 FEW = replace(PLAIN, use_precision_aware_optimizer=True, exp_avg_dtype="bf16")
 FEW = replace(FEW, exp_avg_sq_dtype="bf16")
@@ -55,6 +58,23 @@ def rows(dry: bool) -> Iterator[dict[str, Any]]:
             with patch("fivefold.optim.rounding.runs_triton", lambda _: False):
                 found["PyTorch"] = usual(step, device)
         yield found
+    yield _muon(device, MATRICES[dry])
+
+
+def _muon(device: torch.device, shape: tuple[int, int]) -> dict[str, Any]:
+    """The row of Muon."""
+    weight = nn.Parameter(torch.randn(shape, device=device))
+    config = OptimizerConfig(optimizer="muon")
+    whole = [Matrix("w.weight", shape)]
+    optimizer = MuonAdamW({"w.weight": weight}, config, [(whole, 1, None)], torch.bfloat16)
+    grad = torch.randn(shape, device=device)
+
+    def step() -> None:
+        weight.grad = grad
+        optimizer.step(lr=1e-4)
+
+    what = f"Muon, a matrix of {shape[0]:,} x {shape[1]:,}"
+    return {"what": what, "seconds": usual(step, device)}
 
 
 if __name__ == "__main__":

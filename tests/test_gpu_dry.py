@@ -15,7 +15,7 @@ ROWS = {
     "gpu_losses": 4,
     "gpu_eight_bit": 5,
     "gpu_messages": 2,
-    "gpu_updates": 4,
+    "gpu_updates": 5,
 }
 
 
