@@ -5,7 +5,8 @@
 A matrix of as many weights as a layer of Llama-3 8B has: seconds of an update with masters and
 moments in fp32 (torch's fused AdamW), and with states of few bits, which are rounded
 stochastically: by the kernel of a GPU, and by PyTorch's operations, which CPUs take. And Muon's of
-the largest matrix of such a layer, orthogonalised in bf16. Prints a line of JSON for each. `--dry` is small, on a CPU, where PyTorch's operations do it all.
+the largest matrix of such a layer, orthogonalised in bf16. Prints a line of JSON for each. `--dry`
+is small, on a CPU, where PyTorch's operations do it all.
 """
 
 from collections.abc import Iterator

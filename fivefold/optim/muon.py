@@ -76,7 +76,8 @@ class Holders:
         matrices: the matrices, the same on all of the ranks, each at least in part.
         ranks: number of the ranks.
         group: their group; None: one rank.
-        returned: type of what is made of the matrices.
+        like: an empty tensor of the type and on the device of their parts.
+        returned: type of what is made of them.
     """
 
     def __init__(
@@ -84,9 +85,11 @@ class Holders:
         matrices: Sequence[Matrix],
         ranks: int,
         group: dist.ProcessGroup | None,
+        like: Tensor,
         returned: torch.dtype,
     ) -> None:
-        self._matrices, self._group, self._returned = matrices, group, returned
+        self._matrices, self._group = matrices, group
+        self._like, self._returned = like, returned
         self._deal = MatrixDeal.of(matrices, ranks)
         self._rank = 0 if group is None else group.rank()
 
@@ -120,12 +123,11 @@ class Holders:
         of: list[list[Matrix]] = [[] for _ in ranks]
         for matrix, owner in dealt:
             of[owner].append(matrix)
-        like = part_of(dealt[0][0].name)
-        whole = self._put_together(like, of, part_of)
+        whole = self._put_together(of, part_of)
         done = {m.name: function(whole.pop(m.name)) for m in of[here]}
         back = [[done[m.name][m.box(rank)] for m in of[here]] for rank in ranks]
         sizes = [[m.size(here) for m in each] for each in of]
-        returned = self._exchange(like.new_empty(0, dtype=self._returned), back, sizes)
+        returned = self._exchange(self._like.to(self._returned), back, sizes)
         del done, back
         for matrices, values in zip(of, returned, strict=True):
             for matrix, value in zip(matrices, values, strict=True):
@@ -134,15 +136,15 @@ class Holders:
                     take(matrix, value.view(shape))
 
     def _put_together(
-        self, like: Tensor, of: Sequence[Sequence[Matrix]], part_of: Callable[[str], Tensor]
+        self, of: Sequence[Sequence[Matrix]], part_of: Callable[[str], Tensor]
     ) -> dict[str, Tensor]:
         """The whole matrices of this rank, of those dealt out to each."""
         here = self._rank
         sent = [[part_of(m.name) for m in each if m.sends(here)] for each in of]
         got = [[m for m in of[here] if m.sends(rank)] for rank in range(len(of))]
         sizes = [[m.size(rank) for m in each] for rank, each in enumerate(got)]
-        received = self._exchange(like, sent, sizes)
-        whole = {m.name: like.new_empty(m.shape) for m in of[here]}
+        received = self._exchange(self._like, sent, sizes)
+        whole = {m.name: self._like.new_empty(m.shape) for m in of[here]}
         for rank, (matrices, values) in enumerate(zip(got, received, strict=True)):
             for matrix, value in zip(matrices, values, strict=True):
                 part = whole[matrix.name][matrix.box(rank)]
@@ -157,7 +159,7 @@ class Holders:
         flat = [[tensor.reshape(-1) for tensor in each] for each in sent]
         out = like.new_empty(sum(map(sum, sizes)))
         start_row_exchange(
-            torch.cat([like.new_empty(0), *(part for each in flat for part in each)]),
+            torch.cat([like, *(part for each in flat for part in each)]),
             out,
             [sum(part.numel() for part in each) for each in flat],
             [sum(each) for each in sizes],
@@ -264,8 +266,9 @@ class MuonAdamW(AdamW):
         leaves = {name: self._leaves[name] for name in names if name in self._orthogonal}
         if not leaves:
             return super()._optimizers(others, config)
+        like = next(iter(leaves.values())).detach().new_empty(0)
         holders = [
-            Holders([m for m in each if m.name in leaves], ranks, group, self._dtype)
+            Holders([m for m in each if m.name in leaves], ranks, group, like, self._dtype)
             for each, ranks, group in self._shared
         ]
         muon = Muon(leaves, holders, config, self._dtype)

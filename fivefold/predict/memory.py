@@ -160,7 +160,8 @@ def peak_memory(
     if software is not None:
         whole, narrow = software.whole_logits, software.narrow_loss
         running = replace(running, whole_logits=whole, narrow_loss=narrow)
-    splits = policy is None and layout.sends_dx_first
+    ours = policy is None
+    splits = ours and layout.sends_dx_first
     policy = policy or layout_policy(layout)
     kinds: list[tuple[object, ...]] = []
     known = {} if known is None else known
@@ -181,7 +182,13 @@ def peak_memory(
         held = tuple(kinds[stage] for stage in stages_held(layout, pp_rank))
         if held not in states:
             states[held] = model_state(layout, pp_rank, policy=policy)
-        ranks.append(_rank_peak(layout, pp_rank, found, states[held], sizes, copies=copies))
+        state = states[held]
+        # FSDP2 frees whole gradients as it reduces them.
+        gradients = state.gradients
+        if ours and policy.splits_optimizer:
+            gradients = min(gradients, state.updated * policy.gradient)
+        updating = {"weights": state.weights if copies else state.masters, "gradients": gradients}
+        ranks.append(_rank_peak(layout, pp_rank, found, state, sizes, updating))
     disks = inf if cluster.disk_bytes is None else cluster.disk_bytes / cluster.sharing
     return MemoryPrediction(
         tuple(ranks),
@@ -199,10 +206,9 @@ def _rank_peak(
     found: Moments,
     state: ModelState,
     sizes: list[StageBytes],
-    *,
-    copies: bool,
+    updating: dict[str, float],
 ) -> RankMemory:
-    """`copies`: whether permanent copies of weights are there while the optimizer updates."""
+    """`updating`: bytes of weights and gradients while the optimizer updates."""
     own = [sizes[stage] for stage in stages_held(layout, pp_rank)]
     always = {
         "weights": state.weights,
@@ -221,7 +227,7 @@ def _rank_peak(
     gathered = [sum(sizes[do.stage % len(sizes)].gathered for do in each) for each in found.running]
     here = np.array([sum(each) for each in zip(gathered, worst, strict=True)])
     peaks = start + around + sum(held.values()) + here[found.which]
-    update = always if copies else always | {"weights": state.masters}
+    update = always | updating
     orthogonalising = orthogonalising_bytes(
         layout, [layout.split.stages[stage] for stage in stages_held(layout, pp_rank)]
     )

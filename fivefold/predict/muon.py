@@ -58,8 +58,11 @@ def orthogonalising_seconds(
 
 
 def orthogonalising_bytes(layout: Layout, stages: Iterable[StageParts]) -> float:
-    """Bytes that a rank needs meanwhile, beside its state: a matrix as it is put together, before
-    and after an iteration, and two squares of its short side."""
+    """Bytes that a rank needs meanwhile, beside its state.
+
+    A matrix as it is put together, before and after an iteration, and two squares of its short
+    side; or, before, the parts that it sends, their message, and the one that it gets.
+    """
     if layout.config.optimizer.optimizer != "muon":
         return 0.0
     wide, most = layout.config.master_bytes, 0.0
@@ -68,7 +71,8 @@ def orthogonalising_bytes(layout: Layout, stages: Iterable[StageParts]) -> float
         size, short = prod(each.shape), min(each.shape[-2:])
         squares = prod(each.shape[:-2]) * short * short
         whole = wide * size * (each.is_split or ahead)
-        most = max(most, whole + 2 * narrow * (size + squares))
+        messages = (2 + ahead) * wide * size * each.is_split
+        most = max(most, messages, whole + 2 * narrow * (size + squares))
     return most
 
 
