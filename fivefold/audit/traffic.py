@@ -89,7 +89,8 @@ def named_groups(groups: Groups) -> Iterator[tuple[str, dist.ProcessGroup]]:
             ("router", experts.stage),
             *((axis, experts.mesh.get_group(axis)) for axis in EXPERT_PARAMETER_AXES),
             *((f"edp_{axis}", group) for axis, group in vars(experts.nodes).items()),
-            ("edp_holders", experts.holders),
         ]
     named.append(("holders", groups.holders))
+    if groups.experts is not None:
+        named.append(("edp_holders", groups.experts.holders))
     yield from ((axis, group) for axis, group in named if group is not None)

@@ -115,6 +115,7 @@ class ShardedVolumes:
             "edp_shard": grid.expert_shard_ranks(self.rank, shards),
             "ep": grid.group_of(self.rank, ("ep",), EXPERT_AXES),
             "etp": grid.group_of(self.rank, ("etp",), EXPERT_AXES),
+            "holders": grid.holders(self.rank, sharded=num_shards(self.layout) > 1),
         }
         return next((axis for axis, those in of_experts.items() if those == ranks), name)
 

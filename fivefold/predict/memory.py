@@ -176,7 +176,8 @@ def peak_memory(
             )
     sizes = [known[kind] for kind in kinds]
     states: dict[tuple[object, ...], ModelState] = {}
-    copies = not policy.once or layout.config.parallel.overlap_param_gather_with_optimizer_step
+    early = layout.config.parallel.overlap_param_gather_with_optimizer_step
+    copies = early if ours else not policy.once
     ranks = []
     for pp_rank, found in enumerate(moments(layout, splits_backward=splits)):
         held = tuple(kinds[stage] for stage in stages_held(layout, pp_rank))
