@@ -33,6 +33,10 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     ),
     "replicated": TWO,
     "fp16": ("debug-mixtral", "--nproc", "2", "--ep", "2", "--fp16", "--global-batch-size", "2"),
+    "muon": (
+        *("debug", "--nproc", "4", "--tp", "2", "--sequence-parallel", "--optimizer", "muon"),
+        *("--data-parallel-sharding-strategy", "optim_grads", "--precision", "bf16"),
+    ),
     "zb_v": (*TWO, "--pp", "2", "--pipeline-schedule", "zb_v"),
     "dualpipe_v": (*TWO, "--pp", "2", "--pipeline-schedule", "dualpipe_v"),
     "ring": (*TWO, "--cp", "2"),
