@@ -27,7 +27,7 @@ QUINTIC = (
     (2.8366, -3.0525, 1.2012),
 )
 """Coefficients of x, x^3 and x^5 of each iteration, found by Jordan et al. for modded-nanogpt: they
-bring singular values from 0.001 on close to 1 in five iterations."""
+bring singular values from 0.002 on between 0.85 and 1.15 in five iterations."""
 LEAST_NORM = 1e-15
 """Below it a matrix counts as zero, such as that of an expert without tokens."""
 
@@ -172,10 +172,11 @@ class Holders:
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalised over whole matrices, whoever holds their parts.
 
+    Its state is the mean of gradients, under the name of AdamW's first moment.
+
     Args:
         leaves: this rank's part of each matrix, by name; some may be empty.
         holders: with whom this rank shares its matrices.
-        state: by name, the mean of gradients under "exp_avg", as AdamW's first moment.
         config: momentum and scale; weight decay is decoupled.
         dtype: type in which Newton-Schulz iterations multiply.
 

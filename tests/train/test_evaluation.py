@@ -15,10 +15,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from benchmarks.export_cases import changed
 from fivefold.check import check
+from fivefold.cli import eval as command
 from fivefold.cli.eval import run as evaluate
 from fivefold.cli.main import main
 from fivefold.config.config import Config
+from fivefold.config.settings import settings_of
 from fivefold.config.sources import read_config, to_toml
 from fivefold.config.training import TrainingConfig
 from fivefold.data.packing import IGNORED
@@ -274,6 +277,14 @@ def test_a_batch_that_grew_in_training_is_none_of_an_evaluation(
     (tmp_path / "config.toml").write_text(to_toml(config))
     with pytest.raises(CheckpointError, match="there is no checkpoint"):  # all else is right
         evaluate([str(tmp_path), *flags])
+
+
+@pytest.mark.parametrize("name", ["optimizer", *(s.name for s in settings_of(TrainingConfig))])
+def test_one_device_evaluates_what_was_trained_with_any_setting(name: str, tmp_path: Path) -> None:
+    trained = changed(name)[1].config
+    with patch("fivefold.cli.eval.run_config", lambda _: trained):
+        evaluated = command._config(command.Options(run=str(tmp_path)))
+    assert check(evaluated, 1, planned=True).config.model == trained.model
 
 
 def test_text_that_is_where_the_run_was_started_is_found_from_there(
