@@ -52,7 +52,7 @@ def build_optimizer(model: ParallelModel, device: torch.device, scaler: LossScal
     early = config.parallel.overlap_param_gather_with_optimizer_step
     blocks = [*model.blocks()] if early else ()
     shared = _shared_matrices(model)
-    # Singular values need no more bits than what the model computes with, but its range.
+    # As few bits as the model computes with are enough, but fp16 has not the range.
     narrow = config.training.in_16_bits
     dtype = torch.bfloat16 if narrow else policy.master_dtype
     return Optimizer(parameters, config.optimizer, host, blocks, places, scaler, shared, dtype)

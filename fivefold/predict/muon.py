@@ -8,6 +8,7 @@ from math import prod
 
 from fivefold.config.model import ModelConfig
 from fivefold.counts.state import num_expert_shards, num_shards
+from fivefold.data_parallel.blocks import shard_dim
 from fivefold.hardware import Gpu
 from fivefold.layout import Layout
 from fivefold.model.description import layer_kind
@@ -110,8 +111,8 @@ def _held(layout: Layout, stages: Iterable[StageParts]) -> Iterator[_Held]:
             if weight.of_experts:
                 shape = (shape[0] // grid.ep, *shape[1:])
             cut = parts > 1 and weight.placed(parts) is not None
-            if weight.of_experts and not cut and shape[0] % shards == 0:
-                yield _Held((shape[0] // shards, *shape[1:]), count, True, False)
+            if weight.of_experts and not cut and shard_dim(shape, shards) == 0:
+                yield _Held((-(-shape[0] // shards), *shape[1:]), count, True, False)
             else:
                 yield _Held(shape, count, weight.of_experts, cut or shards > 1)
 
