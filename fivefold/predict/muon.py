@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.counts.state import num_expert_shards, num_shards
 from fivefold.data_parallel.blocks import shard_dim
@@ -33,7 +34,7 @@ def orthogonalising_seconds(
     if layout.config.optimizer.optimizer != "muon":
         return 0.0
     grid, steps = layout.grid, layout.config.optimizer.muon_num_ns_steps
-    wide, precision = layout.config.master_bytes, _precision(layout)
+    wide, precision = layout.config.master_bytes, _precision(layout.config)
     shards, of_experts = num_shards(layout), num_expert_shards(layout)
     groups = (
         span(cluster, grid.tp * shards, 1),
@@ -58,6 +59,22 @@ def orthogonalising_seconds(
     return found
 
 
+def least_orthogonalising(config: Config, gpu: Gpu, ep: int) -> tuple[float, float]:
+    """Seconds of all dense matrices of the model, and of those of a rank's experts of each layer:
+    no less than what the ranks that share them take together."""
+    if config.optimizer.optimizer != "muon":
+        return 0.0, 0.0
+    model, steps = config.model, config.optimizer.muon_num_ns_steps
+    layers, found = tuple(range(model.num_layers)), [0.0, 0.0]
+    whole = WholeModel(layers, False, False, model.mtp_num_layers)
+    for weight, count in _matrices(model, whole):
+        shape = weight.shape
+        if weight.of_experts:
+            shape = (shape[0] // ep, *shape[1:])
+        found[weight.of_experts] += count * _seconds(gpu, shape, _precision(config), steps)
+    return found[0], found[1]
+
+
 def orthogonalising_bytes(layout: Layout, stages: Iterable[StageParts]) -> float:
     """Bytes that a rank needs meanwhile, beside its state.
 
@@ -67,7 +84,7 @@ def orthogonalising_bytes(layout: Layout, stages: Iterable[StageParts]) -> float
     if layout.config.optimizer.optimizer != "muon":
         return 0.0
     wide, most = layout.config.master_bytes, 0.0
-    narrow, ahead = ELEMENT[_precision(layout)], layout.config.optimizer.muon_nesterov
+    narrow, ahead = ELEMENT[_precision(layout.config)], layout.config.optimizer.muon_nesterov
     for each in _held(layout, stages):
         size, short = prod(each.shape), min(each.shape[-2:])
         squares = prod(each.shape[:-2]) * short * short
@@ -77,8 +94,8 @@ def orthogonalising_bytes(layout: Layout, stages: Iterable[StageParts]) -> float
     return most
 
 
-def _precision(layout: Layout) -> str:
-    training = layout.config.training
+def _precision(config: Config) -> str:
+    training = config.training
     return "bf16" if training.in_16_bits else training.precision
 
 

@@ -9,6 +9,7 @@ from fivefold.counts.policy import engine_policy
 from fivefold.model.description import layer_kind
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import all_reduce, gather, reduce_scatter
+from fivefold.predict.muon import least_orthogonalising
 from fivefold.predict.update import offload_seconds, summing_seconds, update_seconds
 from fivefold.predict.zeropp import least_bytes
 from fivefold.search.bound_tables import (
@@ -104,10 +105,20 @@ class DataParallelBound:
             own = np.where(sharded, dense / self.shard + expert / self.expert, dense + expert)
             most = np.maximum(most, own)
         policy = engine_policy(self.space.config)
-        return most * (
-            update_seconds(self.cluster, policy, 1.0, kernels=0)
-            + offload_seconds(self.cluster, policy, 1.0)
-        )
+        each = update_seconds(self.cluster, policy, 1.0, kernels=0)
+        each += offload_seconds(self.cluster, policy, 1.0)
+        return most * each + self._orthogonalising()
+
+    def _orthogonalising(self) -> Values:
+        """Seconds in which Muon orthogonalises matrices, on average over the ranks."""
+        c, sharded = self.space.columns, self.space.columns["strategy"] > 0
+        found: Values = np.zeros(len(self.space))
+        for ep in np.unique(c["ep"]):
+            dense, experts = least_orthogonalising(self.space.config, self.cluster.gpu, int(ep))
+            each = dense / (c["tp"] * np.where(sharded, self.shard, 1))
+            each = each + experts / (c["etp"] * np.where(sharded, self.expert, 1))
+            found = np.where(c["ep"] == ep, each / c["pp"], found)
+        return found
 
     def sums(self, ranks: Ranks) -> Values:
         """Seconds in which kernels of their own add a microbatch's gradients of experts to those of

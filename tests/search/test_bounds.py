@@ -32,6 +32,7 @@ OTHERWISE = (
     {"precision": "fp32", "ddp_bucket_size": 10_000_000},
     {"grad_reduce_in_bf16": True, "ddp_reduce_scatter_with_fp32_accumulation": True},
     {"overlap_param_gather_with_optimizer_step": True},
+    {"optimizer": "muon", "muon_nesterov": True},
     {"zero_quantized_weights": True, "zero_quantized_gradients": True},
     {"fp8_format": "e4m3", "fp8_recipe": "blockwise", "fp8_param_gather": True},
     {
