@@ -36,6 +36,7 @@ from fivefold.config.layer_pattern import expert_layers
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.settings import settings_of
+from fivefold.config.training import OF_MUON
 from fivefold.files import write_atomic
 from fivefold.layout import Layout
 from fivefold.optim.schedule import learning_rate
@@ -109,10 +110,7 @@ MEANINGLESS = {
     "fp8_format": ("fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"),
     "eval_interval": ("eval_interval", "eval_iters"),
     "data_parallel_sharding_strategy": ("overlap_param_gather",),
-    "optimizer": (
-        *("muon_momentum", "muon_nesterov", "muon_num_ns_steps"),
-        *("muon_scale_mode", "muon_extra_scale_factor"),
-    ),
+    "optimizer": OF_MUON,
 }
 """Setting -> those that mean nothing without it."""
 

@@ -2,7 +2,7 @@
 
 from fivefold.config.config import Config
 from fivefold.config.run_dependents import OF_RUNS, Dependents
-from fivefold.config.training import SCALE_BY_TRIAL
+from fivefold.config.training import OF_MUON, SCALE_BY_TRIAL
 
 
 def _pipelined(config: Config) -> bool:
@@ -290,10 +290,7 @@ DEPENDENTS = (
         ("--bf16",),
     ),
     Dependents(
-        (
-            *("muon_momentum", "muon_nesterov", "muon_num_ns_steps"),
-            *("muon_scale_mode", "muon_extra_scale_factor"),
-        ),
+        OF_MUON,
         "optimizer",
         lambda c: c.optimizer.optimizer == "muon",
         "is for matrices that Muon updates",

@@ -16,6 +16,11 @@ MasterType = Literal["fp32", "bf16"]
 GradientType = Literal["fp32", "bf16"]
 LARGEST_LOSS_SCALE = 2.0**64
 """Beyond it, or below one over it, a scaled gradient may leave the range of fp32."""
+OF_MUON = (
+    *("muon_momentum", "muon_nesterov", "muon_num_ns_steps"),
+    *("muon_scale_mode", "muon_extra_scale_factor"),
+)
+"""Settings of Muon alone."""
 SCALE_BY_TRIAL = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 """Settings of a loss scale that is not constant."""
 BLOCK = 32
@@ -198,6 +203,12 @@ class TrainingConfig:
     def in_16_bits(self) -> bool:
         """Whether it computes in 16 bits, and updates masters in fp32."""
         return ELEMENT_BYTES[self.precision] == 2
+
+    @property
+    def muon_precision(self) -> Precision:
+        """The type in which Muon's iterations multiply: as few bits as the model computes with are
+        enough, but fp16 has not the range."""
+        return "bf16" if self.in_16_bits else self.precision
 
     @property
     def must_be_finite(self) -> bool:

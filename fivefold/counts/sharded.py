@@ -89,7 +89,7 @@ class ShardedVolumes:
                 axis = self._axis(ranks, "holders")
             place = ranks.index(self.rank)
             wide = layout.config.master_bytes
-            narrow = min(wide, self.element)  # as they are multiplied
+            narrow = ELEMENT_BYTES[layout.config.training.muon_precision]
             size = sum(d.gathered(place) * wide + d.returned(place) * narrow for d in deals)
             yield Flow(axis, "parts of experts for Muon" if experts else "parts for Muon", size)
 

@@ -6,7 +6,7 @@ import torch
 
 from fivefold.counts.matrices import layer_matrices
 from fivefold.data_parallel.fsdp import ShardedStage
-from fivefold.data_parallel.policy import make_policy
+from fivefold.data_parallel.policy import DTYPES, make_policy
 from fivefold.memory.host import HostLink
 from fivefold.mesh.slices import piece_of
 from fivefold.optim.loss_scale import LossScaler
@@ -52,9 +52,7 @@ def build_optimizer(model: ParallelModel, device: torch.device, scaler: LossScal
     early = config.parallel.overlap_param_gather_with_optimizer_step
     blocks = [*model.blocks()] if early else ()
     shared = _shared_matrices(model)
-    # As few bits as the model computes with are enough, but fp16 has not the range.
-    narrow = config.training.in_16_bits
-    dtype = torch.bfloat16 if narrow else policy.master_dtype
+    dtype = DTYPES[config.training.muon_precision]
     return Optimizer(parameters, config.optimizer, host, blocks, places, scaler, shared, dtype)
 
 

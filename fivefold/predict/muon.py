@@ -2,14 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
+from fivefold.counts.matrices import Matrix
 from fivefold.counts.state import num_expert_shards, num_shards
-from fivefold.data_parallel.blocks import shard_dim
 from fivefold.hardware import Gpu
 from fivefold.layout import Layout
 from fivefold.model.description import layer_kind
@@ -34,7 +33,7 @@ def orthogonalising_seconds(
     if layout.config.optimizer.optimizer != "muon":
         return 0.0
     grid, steps = layout.grid, layout.config.optimizer.muon_num_ns_steps
-    wide, precision = layout.config.master_bytes, _precision(layout.config)
+    wide, precision = layout.config.master_bytes, layout.config.training.muon_precision
     shards, of_experts = num_shards(layout), num_expert_shards(layout)
     groups = (
         span(cluster, grid.tp * shards, 1),
@@ -43,15 +42,15 @@ def orthogonalising_seconds(
     found, held = 0.0, [*_held(layout, stages)]
     for experts, group in enumerate(groups):
         dealt = longest = elements = 0.0
-        for each in held:
-            if each.of_experts != experts:
+        for matrix, whole, theirs, count in held:
+            if theirs != experts:
                 continue
-            seconds = _seconds(cluster.gpu, each.shape, precision, steps)
-            if each.is_split:
-                dealt, longest = dealt + each.count * seconds, max(longest, seconds)
-                elements += each.count * prod(each.shape)
+            seconds = _seconds(cluster.gpu, whole, precision, steps)
+            if matrix.is_split:
+                dealt, longest = dealt + count * seconds, max(longest, seconds)
+                elements += count * prod(whole)
             else:
-                found += each.count * seconds
+                found += count * seconds
         found += max(dealt / group.size, longest)
         sent = elements * (wide + ELEMENT[precision]) / group.size**2
         inside, across = sent * (group.inner - 1), sent * (group.size - group.inner)
@@ -71,7 +70,9 @@ def least_orthogonalising(config: Config, gpu: Gpu, ep: int) -> tuple[float, flo
         shape = weight.shape
         if weight.of_experts:
             shape = (shape[0] // ep, *shape[1:])
-        found[weight.of_experts] += count * _seconds(gpu, shape, _precision(config), steps)
+        found[weight.of_experts] += count * _seconds(
+            gpu, shape, config.training.muon_precision, steps
+        )
     return found[0], found[1]
 
 
@@ -84,54 +85,35 @@ def orthogonalising_bytes(layout: Layout, stages: Iterable[StageParts]) -> float
     if layout.config.optimizer.optimizer != "muon":
         return 0.0
     wide, most = layout.config.master_bytes, 0.0
-    narrow, ahead = ELEMENT[_precision(layout.config)], layout.config.optimizer.muon_nesterov
-    for each in _held(layout, stages):
-        size, short = prod(each.shape), min(each.shape[-2:])
-        squares = prod(each.shape[:-2]) * short * short
-        whole = wide * size * (each.is_split or ahead)
-        messages = (2 + ahead) * wide * size * each.is_split
+    narrow, ahead = (
+        ELEMENT[layout.config.training.muon_precision],
+        layout.config.optimizer.muon_nesterov,
+    )
+    for matrix, shape, _, _ in _held(layout, stages):
+        size, short = prod(shape), min(shape[-2:])
+        squares = prod(shape[:-2]) * short * short
+        whole = wide * size * (matrix.is_split or ahead)
+        messages = (2 + ahead) * wide * size * matrix.is_split
         most = max(most, messages, whole + 2 * narrow * (size + squares))
     return most
 
 
-def _precision(config: Config) -> str:
-    training = config.training
-    return "bf16" if training.in_16_bits else training.precision
-
-
-@dataclass(frozen=True)
-class _Held:
-    """Equal matrices that a rank may have to orthogonalise.
-
-    Attributes:
-        shape: shape of the whole, or of the experts that the rank has whole.
-        count: their number.
-        of_experts: whether they are of experts.
-        is_split: whether ranks hold parts of each.
-    """
-
-    shape: tuple[int, ...]
-    count: int
-    of_experts: bool
-    is_split: bool
-
-
-def _held(layout: Layout, stages: Iterable[StageParts]) -> Iterator[_Held]:
-    """The matrices of some stages' layers."""
+def _held(
+    layout: Layout, stages: Iterable[StageParts]
+) -> Iterator[tuple[Matrix, tuple[int, ...], bool, int]]:
+    """The matrices of some stages' layers, what of each a rank orthogonalises at once, whether they
+    are of experts, and how many are equal."""
     grid = layout.grid
     ways = ((grid.tp, num_shards(layout)), (grid.etp, num_expert_shards(layout)))
     for stage in stages:
         layers = WholeModel(stage.layers, False, False, stage.mtp)
         for weight, count in _matrices(layout.config.model, layers):
             parts, shards = ways[weight.of_experts]
-            shape = weight.shape
-            if weight.of_experts:
-                shape = (shape[0] // grid.ep, *shape[1:])
-            cut = parts > 1 and weight.placed(parts) is not None
-            if weight.of_experts and not cut and shard_dim(shape, shards) == 0:
-                yield _Held((-(-shape[0] // shards), *shape[1:]), count, True, False)
-            else:
-                yield _Held(shape, count, weight.of_experts, cut or shards > 1)
+            local = weight.local(grid.tp, grid.ep, grid.etp)
+            matrix = Matrix(weight.name, local, weight.placed(parts), parts, shards)
+            own = tuple(part.stop - part.start for part in matrix.box(0))
+            whole = matrix.shape if matrix.is_split else own
+            yield matrix, whole, weight.of_experts, count
 
 
 @lru_cache(maxsize=4096)
