@@ -62,6 +62,7 @@ TINY: Mapping[str, dict[str, Any]] = {
     "mistral": _SIZES | {"num_key_value_heads": 2},
     "qwen2": _SIZES | {"num_key_value_heads": 2},
     "qwen3": _SIZES | {"num_key_value_heads": 2},
+    "smollm3": _SIZES | {"num_hidden_layers": 5, "pad_token_id": None},
     "phi3": _SIZES | {"num_key_value_heads": 2, "pad_token_id": None},
     "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 100},
     "starcoder2": _SIZES | {"num_key_value_heads": 2},
@@ -147,6 +148,8 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "scale_attn_by_inverse_layer_idx": _SWITCH,
     "reorder_and_upcast_attn": _SWITCH,
     "use_parallel_residual": _SWITCH,
+    "no_rope_layers": [None, [1, 1], [1, 0, 1, 1, 1], [0, 0, 0, 0, 0], [1, 0, 0, 1, 1, 0]],
+    "no_rope_layer_interval": [1, 2, 3, 9],
     "use_bias": _SWITCH,
     "use_qk_norm": _SWITCH,
     "norm_epsilon": [1e-1],
@@ -256,6 +259,15 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
     "v2, groups": ("deepseek_v2", {"topk_method": "group_limited_greedy"}),
     "kimi": ("deepseek_v3", {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1, **_YARN}),
     "qwen3_moe, normalised": ("qwen3_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "smollm3, windows without positions": (
+        "smollm3",
+        {
+            "no_rope_layers": [0, 1, 0, 1, 1],
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "tie_word_embeddings": False,
+        },
+    ),
     "phi3, shares and windows": (
         "phi3",
         {"partial_rotary_factor": 0.75, "sliding_window": 5, "num_key_value_heads": 1},

@@ -8,7 +8,7 @@ from typing import Any
 from fivefold.config.huggingface.generic import read_stored_weights
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.huggingface.rope import Rope, read_rope, whole_head_rope, yarn_settings
-from fivefold.config.layer_pattern import MAX_LAYERS, window_frequency
+from fivefold.config.layer_pattern import MAX_LAYERS, unrotated_frequency, window_frequency
 from fivefold.config.model import ModelConfig
 
 ACTIVATIONS: Mapping[str, Any] = MappingProxyType(
@@ -60,10 +60,13 @@ _DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
         "phi3": _Defaults(None, None, 1e-5, sliding_window=None, rotary_share=1.0),
         "glm4_moe": _Defaults(8, None, 1e-5, rotary_share=0.5),
         "dots1": _Defaults(32),
+        "smollm3": _Defaults(4, rope_theta=2000000.0, sliding_window=None),
     }
 )
 
 
+_NULL_HEADS = "llama", "mistral", "mixtral", "gpt_oss"
+"""Families in which transformers takes a head_dim of null for hidden size / heads."""
 _PHI3_DROPOUTS = "resid_pdrop", "embd_pdrop"
 
 
@@ -77,9 +80,7 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
     if gpt_oss and reader.fields.get("rope_parameters") != {}:  # {} means no scaling
         scaling = yarn_settings(32.0, 4096, whole_pairs=False)
         rope = Rope(defaults.rope_theta, 1.0, "yarn", scaling)
-    # transformers replaces null by hidden size / heads, or fails.
-    whole = kind.startswith("qwen") or kind in ("phi3", "glm4_moe", "dots1")
-    head_dim = reader.size if whole else reader.optional_size
+    head_dim = reader.optional_size if kind in _NULL_HEADS else reader.size
     heads = reader.size if kind in ("qwen2_moe", "glm4_moe") else reader.optional_size
     read_stored_weights(reader, code=gpt_oss or kind == "phi3", rounded=gpt_oss)
     if kind == "llama":
@@ -91,8 +92,10 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
         reader.fixed("lm_head_bias", False)
         reader.fixed("full_attn_mod", 1)
         reader.fixed("interpolate_factor", 1)
+    unrotated = _unrotated(reader, sizes["num_layers"]) if kind == "smollm3" else ()
     return ModelConfig(
         **sizes,
+        no_rope_freq=unrotated_frequency(unrotated),
         ffn_hidden_size=reader.size("intermediate_size"),
         num_query_groups=heads("num_key_value_heads", default=key_value_heads),
         kv_channels=head_dim("head_dim", default=defaults.head_dim),
@@ -101,10 +104,12 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
         add_bias_linear=_biases(reader, kind),
         add_qkv_bias=_qkv_bias(reader, kind),
         qk_layernorm=_normalises_heads(reader, kind),
-        untie_embeddings_and_output_weights=not reader.flag("tie_word_embeddings", False),
+        untie_embeddings_and_output_weights=not reader.flag(
+            "tie_word_embeddings", kind == "smollm3"
+        ),
         attention_dropout=reader.number("attention_dropout", 0.0),
         hidden_dropout=equal_dropouts(reader, _PHI3_DROPOUTS, 0.0) if kind == "phi3" else 0.0,
-        **({} if gpt_oss else _window(reader, kind, sizes["num_layers"])),
+        **({} if gpt_oss else _window(reader, kind, sizes["num_layers"], unrotated)),
         **_rope(reader, kind, rope).settings(),
     )
 
@@ -157,7 +162,10 @@ def _biases(reader: Reader, kind: str) -> bool:
         return True
     if kind == "glm4_moe":
         return False  # attention_bias means queries, keys and values
-    if kind != "llama":  # in Qwen3 it affects attention alone; other families have no such field
+    if kind not in (
+        "llama",
+        "smollm3",
+    ):  # in Qwen3 it affects attention alone; other families have no such field
         reader.fixed("attention_bias", False)
         reader.fixed("mlp_bias", False)
         return False
@@ -202,8 +210,21 @@ def window_settings(width: int | None, slides: Sequence[bool]) -> dict[str, Any]
     return {"window_size": width - 1, "window_attn_skip_freq": skip}
 
 
-def _window(reader: Reader, kind: str, layers: int) -> dict[str, Any]:
-    """The window, and the layers that have it.
+def _unrotated(reader: Reader, layers: int) -> tuple[bool, ...]:
+    """Which layers of SmolLM3 have no RoPE: 0 in a list, or every fourth."""
+    interval = reader.size("no_rope_layer_interval", default=4)
+    listed = reader.sizes("no_rope_layers")
+    if not listed:
+        return tuple((layer + 1) % interval == 0 for layer in range(layers))
+    if len(listed) < layers:
+        sizes = f"{len(listed)} entries, {layers} layers"
+        reader.mistakes.add(f"no_rope_layers must have one entry a layer: {sizes}")
+        return (False,) * layers
+    return tuple(not turns for turns in listed[:layers])
+
+
+def _window(reader: Reader, kind: str, layers: int, unrotated: tuple[bool, ...]) -> dict[str, Any]:
+    """The window, and the layers that have it; in SmolLM3 those without RoPE.
 
     Hugging Face's width includes the token itself, Megatron-LM's does not. A window counts even if
     it is as long as `max_position_embeddings`, which limits no sequence.
@@ -224,17 +245,19 @@ def _window(reader: Reader, kind: str, layers: int) -> dict[str, Any]:
             reader.contradict(
                 {"layer_types": reader.fields["layer_types"], "sliding_window": width}
             )
-    elif kind in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "dots1"):
+    elif kind in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "dots1", "smollm3"):
         if kind == "dots1":
             # transformers has no such field; files that say false have no window
             reader.fixed("use_sliding_window", width is not None)
         elif not reader.flag("use_sliding_window", False):
             width = None
-        slides = _qwen_windows(reader, kind, layers, width)
+        slides = _qwen_windows(reader, kind, layers, width, unrotated)
     return window_settings(width, slides)
 
 
-def _qwen_windows(reader: Reader, kind: str, layers: int, width: int | None) -> tuple[bool, ...]:
+def _qwen_windows(
+    reader: Reader, kind: str, layers: int, width: int | None, unrotated: tuple[bool, ...]
+) -> tuple[bool, ...]:
     """Which layers have a window if the file does not list them.
 
     Layers from `max_window_layers` on do; in Qwen2-MoE also every other layer before.
@@ -244,6 +267,8 @@ def _qwen_windows(reader: Reader, kind: str, layers: int, width: int | None) -> 
         return (width is not None,) * layers
     first = reader.size("max_window_layers", default=62 if kind == "dots1" else 28, least=0)
     listed = layer_types(reader, layers)
+    if listed is None and kind == "smollm3":
+        return tuple(width is not None and without for without in unrotated)
     if listed is None and kind == "qwen2_moe":
         return tuple(
             width is not None and layer < first and not layer % 2 for layer in range(layers)

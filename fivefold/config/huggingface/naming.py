@@ -27,6 +27,7 @@ _THEIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "hidden_dropout": ("hidden_dropout", "resid_pdrop", "residual_dropout"),
         "attention_dropout": ("attention_dropout", "attn_pdrop"),
         "activation_func_clamp_value": ("swiglu_limit",),
+        "no_rope_freq": ("no_rope_layers", "no_rope_layer_interval"),
         "rotary_base": ("rope_theta", *_in_rope("rope_theta"), "rotary_emb_base"),
         "rotary_percent": ("rotary_pct", "partial_rotary_factor"),
         "rotary_scaling_factor": _in_rope("factor"),

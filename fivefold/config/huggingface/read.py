@@ -26,6 +26,7 @@ _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType
         "qwen2": llama_like,
         "qwen3": llama_like,
         "phi3": llama_like,
+        "smollm3": llama_like,
         "qwen2_moe": qwen_moe,
         "qwen3_moe": qwen_moe,
         "deepseek_v2": deepseek,

@@ -199,7 +199,10 @@ def _llama_like(model: ModelConfig, kind: str) -> Fields:
         # Of its own names; its special tokens' defaults are of another vocabulary.
         fields |= {"resid_pdrop": model.hidden_dropout, "embd_pdrop": model.hidden_dropout}
         fields |= {"partial_rotary_factor": model.rotary_percent, "pad_token_id": None}
-    if kind == "llama":
+    if kind == "smollm3":
+        rotates = [int(model.rotates(layer)) for layer in range(model.num_layers)]
+        fields |= {"no_rope_layers": rotates, "pad_token_id": None} | _qwen_windows(model)
+    if kind in ("llama", "smollm3"):
         fields |= {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
     if kind in ("mistral", "mixtral", "phi3"):
         width = model.widest_window
@@ -336,6 +339,7 @@ _FAMILIES: Mapping[str, tuple[str, Callable[[ModelConfig, str], Fields]]] = Mapp
         "qwen2": ("Qwen2ForCausalLM", _llama_like),
         "qwen3": ("Qwen3ForCausalLM", _llama_like),
         "phi3": ("Phi3ForCausalLM", _llama_like),
+        "smollm3": ("SmolLM3ForCausalLM", _llama_like),
         "gpt2": ("GPT2LMHeadModel", _gpt2),
         "starcoder2": ("Starcoder2ForCausalLM", _starcoder2),
         "gpt_neox": ("GPTNeoXForCausalLM", _gpt_neox),
