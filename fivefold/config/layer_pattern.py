@@ -151,6 +151,9 @@ def _value(node: ast.expr) -> int | list[int]:
 
 
 def _wrong(name: str, num_layers: int, what: str, *why: str) -> ConfigError:
-    words = ["1", f"[0]*1+[1]*{num_layers - 1}"][: min(num_layers, 2)]
+    if num_layers == 1:
+        words = ["1" if name == "moe_layer_freq" else "none"]
+    else:  # of windows and RoPE, 1 means no layer
+        words = ["1" if name == "moe_layer_freq" else "2", f"[0]*1+[1]*{num_layers - 1}"]
     flag = flag_of(name)
     return ConfigError(Mistake(what, why, tuple(f"{flag} {word}" for word in words)))
