@@ -143,11 +143,16 @@ class ShardedStage:
         yield from (self._away[u] for u in order if u in self._away and u not in left_out)
 
     def before_run(self, *, trains: bool) -> None:
-        """Agree on the scales of weights that are gathered in 8 bits, if weights may be new."""
+        """Agree on the scales of weights that are gathered in 8 bits, if weights may be new.
+
+        What a step gathers once starts to travel where stages would wait for the first message.
+        """
         if not self._scales_known:
             for shards, held in self._narrow.items():
                 agree_on_scales(held, shards)
         self._scales_known = True
+        if trains and self._policy.gathers_at_start and not (self._by_hand or self._away):
+            self.unshard()
 
     def set_gradient_type(self) -> None:
         """Reduce into the type in which gradients are kept, where parameters have another one.

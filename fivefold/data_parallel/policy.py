@@ -47,6 +47,8 @@ class Policy:
         bucket_size: elements of gradients in a message of replicated parameters.
         overlap_grad_reduce: whether to reduce during the last backward rather than after it.
         overlap_param_gather: whether to prefetch the next block's parameters.
+        gathers_at_start: whether what is gathered once a step is gathered when the step begins, while
+            a pipeline's stages wait for each other, rather than when the first forward needs it.
         quantised_weights: whether weights are gathered as INT8.
         quantised_gradients: whether gradients are reduced as INT4.
         gathers_8_bits: whether weights of 8-bit linear layers are gathered as they are multiplied.
@@ -64,6 +66,7 @@ class Policy:
     bucket_size: int
     overlap_grad_reduce: bool
     overlap_param_gather: bool
+    gathers_at_start: bool
     quantised_weights: bool
     quantised_gradients: bool
     gathers_8_bits: bool
@@ -90,6 +93,10 @@ def make_policy(config: Config) -> Policy:
         bucket_size=parallel.ddp_bucket_size,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
+        gathers_at_start=parallel.overlap_param_gather
+        and sharding.splits_optimizer
+        and not sharding.splits_parameters
+        and parallel.pipeline_model_parallel_size > 1,
         quantised_weights=parallel.zero_quantized_weights,
         quantised_gradients=parallel.zero_quantized_gradients,
         gathers_8_bits=training.fp8_param_gather,

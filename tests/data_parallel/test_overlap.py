@@ -90,6 +90,22 @@ def test_parameters_travel_while_others_are_updated(ranks: int, settings: dict[s
         assert "gather" not in seen[seen.index("update") : seen.index("next step")]
 
 
+PIPELINE = {"pipeline_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+@pytest.mark.parametrize("stages", [PIPELINE, INTERLEAVED])
+def test_a_pipeline_gathers_while_its_stages_wait(strategy: str, stages: dict[str, Any]) -> None:
+    for seen in run(4, _events, {ZERO: strategy} | stages):
+        step = seen[: seen.index("next step")]
+        blocks = step.count("gather")
+        assert blocks > 2
+        assert step[:blocks] == ["gather"] * blocks, "all before the first action, none awaited"
+        assert step.count("gathered") == blocks
+    for seen in run(4, _events, {ZERO: strategy, "overlap_param_gather": False} | stages):
+        assert seen.index("begin F") < seen.index("gather")
+
+
 def test_a_stage_does_not_wait_for_the_reductions_of_another() -> None:
     for seen in run(4, _events, {ZERO: "optim"} | INTERLEAVED):
         step = seen[: seen.index("next step")]
