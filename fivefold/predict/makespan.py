@@ -1,198 +1,26 @@
 """Computes the makespan of a pipeline program for many sets of costs at once.
 
-A search needs some thousand makespans. The dependency graph of a program does not depend on its
-costs, so it is built once and walked once for all of them, level by level: the actions of a level
-do not depend on each other. Only programs of few microbatches are built, since after the warm-up
-every further round of microbatches adds the same time.
+A search needs some thousand makespans. Only programs of few microbatches are built and walked,
+since after the warm-up every further round of microbatches adds the same time.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import accumulate, islice, pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from math import inf
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fivefold.layout import Layout
 from fivefold.pipeline.costs import Costs
-from fivefold.pipeline.graph import dependency_graph
-from fivefold.pipeline.ir import Act, Kind, Program
+from fivefold.pipeline.ir import Program
 from fivefold.pipeline.order import Order
 from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.pipeline.schedules.limits import Place
 from fivefold.pipeline.schedules.registry import known_of
-
-Index = NDArray[np.intp]
-
-_START, _NOTHING = 0, 1
-"""Rows of the table of end times: the start of the step, and a message that is not needed."""
-
-
-@dataclass(frozen=True)
-class Level:
-    """R actions that depend only on actions of earlier levels.
-
-    Attributes:
-        before: [R] row of the action before each action on its rank.
-        messages: [R] row of the action on another rank whose result each action waits for; there
-            is a second array if some paired actions wait for two.
-        kinds: [R] kind of each action.
-    """
-
-    before: Index
-    messages: tuple[Index, ...]
-    kinds: Index
-
-
-@dataclass(frozen=True, eq=False)
-class LeveledProgram:
-    """A program whose actions are grouped into levels, for one walk over all of them.
-
-    The table of end times has a row for each action, in the order of the levels, after the two
-    rows `_START` and `_NOTHING`.
-
-    Attributes:
-        program: the program.
-        kinds: one example of each kind of action; all actions of a kind have the same cost.
-        levels: the levels in order.
-    """
-
-    program: Program
-    kinds: tuple[Act, ...]
-    levels: tuple[Level, ...]
-
-    @classmethod
-    def of(cls, program: Program) -> "LeveledProgram":
-        """The levels of a compute-only program."""
-        acts = [(rank, act) for rank, row in enumerate(program.ranks) for act in row]
-        waits = _waits(program, [act for _, act in acts])
-        before = [
-            node - 1 if node and acts[node - 1][0] == rank else -1
-            for node, (rank, _) in enumerate(acts)
-        ]
-        levels = np.array(_levels(program, before, waits))
-        order = np.argsort(levels, kind="stable")
-        row = np.full(len(acts) + 1, _NOTHING)  # -1 reads the last one: nothing
-        row[order] = np.arange(2, len(acts) + 2)
-        numbers: dict[object, int] = {}
-        examples: list[Act] = []
-        kinds = np.zeros(len(acts), np.intp)
-        for node, (_, act) in enumerate(acts):
-            key = (act.kind, act.stage, act.kids and act.kids[1].stage)
-            if key not in numbers:
-                numbers[key] = len(numbers)
-                examples.append(act)
-            kinds[node] = numbers[key]
-        first = np.array(before)
-        before_rows = np.where(first < 0, _START, row[first])
-        message_rows = [row[column] for column in waits]
-        ends = np.searchsorted(levels[order], np.arange(levels.max(initial=-1) + 2))
-        found = []
-        for start, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
-            here = order[start:end]
-            sent = (rows[here] for rows in message_rows)
-            needed = tuple(rows for rows in sent if (rows != _NOTHING).any())
-            found.append(Level(before_rows[here], needed, kinds[here]))
-        return cls(program, tuple(examples), tuple(found))
-
-    def makespans(self, costs: Sequence[Costs]) -> NDArray[np.float64]:
-        """The makespan for each set of costs, equal to `simulate(program, costs).makespan`."""
-        parts, slices = self.program.num_weight_parts, self.program.num_slices
-        times = np.array([[each.of(act, parts, slices) for each in costs] for act in self.kinds])
-        hops = np.array([each.hop for each in costs])
-        count = sum(len(level.kinds) for level in self.levels)
-        ends = np.zeros((count + 2, len(costs)))
-        ends[_NOTHING] = -np.inf
-        row = 2
-        for level in self.levels:  # `take` into place: there are thousands of small levels
-            found = ends[row : row + len(level.kinds)]
-            ends.take(level.before, 0, found, "clip")
-            for message in level.messages:
-                arrivals = ends.take(message, 0)
-                arrivals += hops
-                np.maximum(found, arrivals, out=found)
-            found += times.take(level.kinds, 0)
-            row += len(found)
-        latest: NDArray[np.float64] = ends.max(axis=0)
-        return latest
-
-    def hidden(self, costs: Costs) -> float:
-        """Seconds that pairing saves compared with running the halves in turn, over all ranks."""
-        slices = self.program.num_slices
-        return sum(
-            count * (sum(costs.of(kid, 1, slices) for kid in act.kids) - costs.of(act, 1, slices))
-            for act, count in self._pairs
-        )
-
-    def repeated(self, costs: Costs) -> float:
-        """Seconds of all ranks in forwards of whole stages that run again."""
-        slices = self.program.num_slices
-        again = (each for each in self._counts if each[0].kind is Kind.R)
-        return sum(count * costs.of(act, 1, slices) for act, count in again)
-
-    @cached_property
-    def _pairs(self) -> list[tuple[Act, int]]:
-        """An example of each kind of paired action, and the number of its actions."""
-        return [(act, count) for act, count in self._counts if act.kids]
-
-    @cached_property
-    def _counts(self) -> list[tuple[Act, int]]:
-        """An example of each kind of action, and the number of its actions."""
-        counts = np.bincount(np.concatenate([level.kinds for level in self.levels])).tolist()
-        return list(zip(self.kinds, counts, strict=True))
-
-
-def _waits(program: Program, acts: Sequence[Act]) -> list[Index]:
-    """For each action, the action on another rank whose forward it waits for, and whose backward.
-
-    -1 means none. Dependencies within a rank need no entry: they follow from its order.
-    """
-    slices, placement = program.num_slices, program.placement
-    length = program.num_stages // program.num_copies
-    forwards: dict[tuple[int, int], int] = {}
-    backwards: dict[tuple[int, int], int] = {}
-    for node, act in enumerate(acts):
-        for kid in act.elementary:
-            made = forwards if kid.kind is Kind.F else backwards
-            if kid.direction:
-                made[kid.stage, kid.mb * slices + kid.slice] = node
-    waits = [np.full(len(acts), -1) for _ in range(2)]
-    for made, column, step, end in (
-        (forwards, waits[0], -1, 0),
-        (backwards, waits[1], 1, length - 1),
-    ):
-        for (stage, piece), node in made.items():
-            if stage % length != end and placement[stage + step] != placement[stage]:
-                column[node] = made[stage + step, piece]
-    return waits
-
-
-def _levels(program: Program, before: Sequence[int], waits: Sequence[Index]) -> list[int]:
-    """The level of each action: the length of the longest chain of actions that it waits for.
-
-    Raises:
-        ProgramError: actions wait for each other in a circle.
-    """
-    one, other = (column.tolist() for column in waits)
-    levels = [-2] * len(before) + [-1]  # -2: not known yet; the last entry is for "none"
-    nodes = iter(range(len(before)))
-    queues = [deque(islice(nodes, len(row))) for row in program.ranks]
-    while any(queues):
-        known = len(levels) - sum(map(len, queues))
-        for queue in queues:
-            while queue:
-                node = queue[0]
-                sent, back = levels[one[node]], levels[other[node]]
-                if sent == -2 or back == -2:
-                    break
-                levels[node] = 1 + max(levels[before[node]], sent, back)
-                queue.popleft()
-        if known == len(levels) - sum(map(len, queues)):
-            dependency_graph(program).order()  # raises, and names the circle
-    return levels[:-1]
+from fivefold.predict.once import Once
+from fivefold.predict.walk import LeveledProgram
 
 
 @lru_cache(maxsize=256)
@@ -262,14 +90,36 @@ class Clock:
 
     def makespans(self, costs: Sequence[Costs]) -> list[float]:
         """Seconds of the program for each set of costs."""
-        told = sum(share * table.makespans(costs) for table, share in self.tables)
-        found: list[float] = np.asarray(told).tolist()
-        program = self.tables[0][0].program
-        if len(self.tables) == 1 or program.num_copies > 1:
-            return found
-        asked = (self.schedule, self.group, program, self.microbatches)
-        least = (_least(*asked, each) for each in costs)
-        return list(map(max, found, least))
+        return self.walk(costs, [])[0]
+
+    def walk(
+        self, costs: Sequence[Costs], sent: Sequence[tuple[int, Once]]
+    ) -> tuple[list[float], list[float]]:
+        """Seconds of the program for each set of costs, and by which what is sent lengthens it.
+
+        A long program becomes as much longer as the longest one that is walked.
+
+        Args:
+            costs: the sets.
+            sent: numbers of sets, and what is sent once a step with them.
+        """
+        *shorter, (longest, share) = self.tables
+        count, program = len(costs), longest.program
+        ready, gathers = np.zeros((2, program.num_stages, count + len(sent)))
+        for column, (_, each) in enumerate(sent, count):
+            ready[:, column], gathers[:, column] = each.ready, each.gathers
+        walked = longest.walk([*costs, *(costs[of] for of, _ in sent)], ready, gathers)
+        told = share * walked.makespans[:count]
+        found = (told + sum(part * each.makespans(costs) for each, part in shorter)).tolist()
+        if shorter and program.num_copies == 1:
+            asked = (self.schedule, self.group, program, self.microbatches)
+            found = list(map(max, found, (_least(*asked, each) for each in costs)))
+        longer = []
+        for column, (of, each) in enumerate(sent, count):
+            starts, ends = walked.starts[:, column].tolist(), walked.ends[:, column].tolist()
+            ended = max(float(walked.makespans[column]), each.arrived(starts, ends))
+            longer.append(ended - float(walked.makespans[of]))
+        return found, longer
 
     def hidden(self, costs: Costs) -> float:
         """Seconds that pairing saves compared with running the halves in turn, over all ranks."""

@@ -7,7 +7,7 @@ of gathering parameters, reducing gradients and the optimizer are added to it.
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice
+from itertools import accumulate, islice
 from math import exp, inf, log, prod, sqrt
 
 from fivefold.config.sharding import SHARDING, Sharding
@@ -18,12 +18,14 @@ from fivefold.counts.state import stages_held
 from fivefold.layout import Layout
 from fivefold.model.shape import StageParts, training_flops
 from fivefold.pipeline.costs import Costs
+from fivefold.pipeline.schedules.registry import with_copies
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import gather, send
 from fivefold.predict.compute import Phases, overlapped
 from fivefold.predict.layer import LayerTimes, TimesCache
 from fivefold.predict.makespan import Clock
 from fivefold.predict.muon import orthogonalising_seconds
+from fivefold.predict.once import Once, sent_once
 from fivefold.predict.overlap import Paired, pair_seconds
 from fivefold.predict.prediction import (
     Prediction,
@@ -75,29 +77,54 @@ def predict_all(
         _Predictor(each, cluster, software or Software(), times_cache) for each in layouts
     ]
     costs = [[each.costs, replace(each.costs, hop=0.0)] for each in predictors]
-    walked = _walk([each.clock for each in predictors], costs)
-    return [each.prediction(*times) for each, times in zip(predictors, walked, strict=True)]
+    walked = _walk([each.clock for each in predictors], costs, [[p.once] for p in predictors])
+    return [
+        each.prediction(whole, still, longer)
+        for each, ((whole, still), (longer,)) in zip(predictors, walked, strict=True)
+    ]
 
 
 def program_times(
-    layouts: Sequence[Layout], cluster: Cluster, software: Software, times_cache: TimesCache
-) -> list[float]:
-    """Predicted seconds of each layout's pipeline program, without the rest of the step."""
+    layouts: Sequence[Layout],
+    sent: Sequence[Sequence[tuple[Sharding, Sequence[Moves]]]],
+    cluster: Cluster,
+    software: Software,
+    times_cache: TimesCache,
+) -> list[tuple[float, list[float]]]:
+    """Predicted seconds of each layout's pipeline program, without the rest of the step.
+
+    Args:
+        layouts: checked layouts; `planned=True` suffices.
+        sent: for each, strategies and transfers of each stage: the other numbers are by how much
+            each of these makes the program longer at least.
+        cluster: the hardware.
+        software: the framework's kernels and habits.
+        times_cache: times to share with other layouts, as `LayerTimes` takes them.
+    """
     predictors = [_Predictor(each, cluster, software, times_cache) for each in layouts]
-    walked = _walk([each.clock for each in predictors], [[each.costs] for each in predictors])
-    return [seconds for (seconds,) in walked]
+    once = [
+        [each.sent(sharding, moves, update=inf) for sharding, moves in others]
+        for each, others in zip(predictors, sent, strict=True)
+    ]
+    walked = _walk([p.clock for p in predictors], [[p.costs] for p in predictors], once)
+    return [(seconds, longer) for (seconds,), longer in walked]
 
 
-def _walk(clocks: Sequence[Clock], costs: Sequence[Sequence[Costs]]) -> list[list[float]]:
-    """Seconds of each layout's program for each set of costs; layouts share one walk if equal."""
+def _walk(
+    clocks: Sequence[Clock], costs: Sequence[Sequence[Costs]], once: Sequence[Sequence[Once]]
+) -> list[tuple[list[float], list[float]]]:
+    """Seconds of each layout's program for each of its costs, and by which each of what may be sent
+    once lengthens it with the first of them; layouts share one walk if their programs are equal."""
     alike: dict[Clock, list[int]] = {}
     for number, clock in enumerate(clocks):
         alike.setdefault(clock, []).append(number)
-    found: list[list[float]] = [[] for _ in clocks]
+    found: list[tuple[list[float], list[float]]] = [([], [])] * len(clocks)
     for clock, numbers in alike.items():
-        times = iter(clock.makespans([each for number in numbers for each in costs[number]]))
-        for number in numbers:
-            found[number] = list(islice(times, len(costs[number])))
+        starts = accumulate((len(costs[number]) for number in numbers), initial=0)
+        sent = [(of, each) for of, n in zip(starts, numbers, strict=False) for each in once[n]]
+        told, more = map(iter, clock.walk([each for n in numbers for each in costs[n]], sent))
+        for n in numbers:
+            found[n] = [*islice(told, len(costs[n]))], [*islice(more, len(once[n]))]
     return found
 
 
@@ -190,18 +217,18 @@ class _Predictor:
         if self.layout.overlaps_pairs:  # beside messages that a pair hides nothing else can hide
             work = work + times.ep * -1
         gpu = self.cluster.gpu
+        apart = overlapped(gpu, work.dw, reduced) + moved.last  # where dW is computed later
         if not sharding.splits_parameters:
             whole = overlapped(gpu, work.dx + work.dw, reduced) + moved.last
-            return Phases(0.0, 0.0, whole) if self.times.defers else Phases(0.0, whole)
+            return Phases(0.0, 0.0, apart) if self.times.defers else Phases(0.0, whole)
         alone = self.software.gather_rate is not None
         forward = gathered if alone else overlapped(gpu, work.forward, gathered)
         recomputed = self.layout.config.memory.recompute_granularity == "full"
         again = 2 if recomputed and self.software.gathers_to_recompute else 1
         backward, arriving = work.dx + work.dw, again * gathered
+        if self.times.defers:
+            return Phases(forward + moved.first, overlapped(gpu, work.dx, arriving), apart)
         whole = overlapped(gpu, backward, arriving + reduced) + moved.last
-        if self.times.defers:  # no dX waits for the sums of a dW that is computed later
-            dx = overlapped(gpu, work.dx, arriving)
-            return Phases(forward + moved.first, dx, max(0.0, whole - dx))
         if self.software.reduces_last:  # on average over the microbatches
             first = overlapped(gpu, backward, arriving)
             whole = first + (whole - first) / self.layout.num_microbatches
@@ -245,45 +272,24 @@ class _Predictor:
         pairs = pair_seconds(self.cluster.gpu, costs, kinds, self._paired, delays=delays)
         return replace(costs, fb=pairs)
 
-    def _around(self) -> float:
-        """Exposed seconds of the transfers made once a step (no sharding, ZeRO-1)."""
-        sharding = self._sharding
-        if sharding.splits_parameters:
-            return 0.0
-        worst = 0.0
-        for own in self._ranks:
-            each = [self._moves(self.kinds[s], self.layout.split.stages[s]) for s in own]
-            gathered = sum(stage.gathered for stage in each)
-            reduced = sum(stage.reduced for stage in each)
-            messages = sum(stage.messages for stage in each) or 1
-            if sharding.splits_gradients:
-                reduced = 0.0
-            total = sum((self.stages[s].total for s in own), Phases())
-            layers = sum(len(self.layout.split.stages[s].layers) for s in own) or 1
-            worst = max(
-                worst,
-                self._gathering(gathered, total.forward, layers)
-                + self._exposed(
-                    reduced, total.dx + total.dw, messages, self.parallel.overlap_grad_reduce
-                ),
-            )
-        return worst
+    @cached_property
+    def once(self) -> Once:
+        """What is sent once a step."""
+        parts = zip(self.kinds, self.layout.split.stages, strict=True)
+        each = [self._moves(kind, spec) for kind, spec in parts]
+        return self.sent(self._sharding, each, self._optimizer[0])
 
-    def _gathering(self, move: float, work: float, pieces: int) -> float:
-        """Exposed seconds of gathering parameters, whose first piece the update may hide."""
-        if not self.parallel.overlap_param_gather_with_optimizer_step:
-            return self._exposed(move, work, pieces, self.parallel.overlap_param_gather)
-        first, gpu = move / pieces, self.cluster.gpu
-        update = self._optimizer()[0] * (1 - 1 / pieces)
-        return overlapped(gpu, update, first) + overlapped(gpu, work, move - first)
+    def sent(self, sharding: Sharding, moves: Sequence[Moves], update: float) -> Once:
+        """What a strategy sends once a step, given each stage's transfers and the update's time."""
+        slices, split = self.parallel.num_sequence_slices, self.layout.split
+        stages = [
+            (move, times.total.forward / slices, len(spec.layers))
+            for move, times, spec in zip(moves, self.stages, split.stages, strict=True)
+        ]
+        placement = with_copies(split.placement, self.layout.num_copies)
+        return sent_once(self.cluster.gpu, self.parallel, sharding, stages, placement, update)
 
-    def _exposed(self, move: float, work: float, pieces: int, overlaps: bool) -> float:
-        """Exposed seconds of a transfer in pieces, of which the first or last is never hidden."""
-        if not overlaps:
-            return move
-        alone = move / pieces
-        return alone + overlapped(self.cluster.gpu, work, move - alone)
-
+    @cached_property
     def _optimizer(self) -> tuple[float, float]:
         """Seconds of the gradient norm and of the update for the fullest rank's shard.
 
@@ -338,12 +344,13 @@ class _Predictor:
         backwards = self.layout.num_microbatches * self.parallel.num_sequence_slices
         return (backwards - 1) * summing_seconds(self.cluster, self.policy, most)
 
-    def prediction(self, whole: float, still: float) -> Prediction:
+    def prediction(self, whole: float, still: float, around: float) -> Prediction:
         """The prediction of a step.
 
         Args:
             whole: seconds of the pipeline program.
             still: seconds of the same program if its messages took no time.
+            around: seconds by which what is sent once a step lengthens the program.
         """
         layout, grid = self.layout, self.grid
         training = layout.config.training
@@ -356,7 +363,7 @@ class _Predictor:
         tokens = training.step_tokens
         flops = tokens * training_flops(layout.config.model, layout.config.attended_length).total
         ideal = flops / grid.world_size / self.cluster.gpu.peak.of(precision_of(layout))
-        around, (optimizer, on_host) = self._around(), self._optimizer()
+        optimizer, on_host = self._optimizer
         jitter = self.cluster.jitter * sqrt(2 * log(grid.world_size)) * whole
         parts = (
             TimePart("ideal", ideal),

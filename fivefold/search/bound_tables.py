@@ -58,6 +58,15 @@ def module_counts(model: ModelConfig, stages: Iterable[StageParts]) -> list[int]
     return counts
 
 
+def stage_kinds(
+    model: ModelConfig, stages: Sequence[StageParts]
+) -> tuple[list[list[int]], list[int]]:
+    """The modules of each kind of stage, the first stage's at first, and the kind of each stage."""
+    each = [tuple(module_counts(model, [stage])) for stage in stages]
+    kinds = {modules: kind for kind, modules in enumerate(dict.fromkeys(each))}
+    return [list(modules) for modules in kinds], [kinds[modules] for modules in each]
+
+
 def _place(kind: LayerKind) -> int:
     return PREDICTION if kind.predicts else EXPERTS if kind.experts else DENSE
 
@@ -83,6 +92,7 @@ class Ranks:
         own: [W, 4, K] modules of the rank's first stage.
         first: [W, K] modules of the first stage of the model.
         final: [W, K] modules of the last stage of the model.
+        kinds: [W, X, K] modules of each kind of stage, the first one at first.
         thinnest: [W, 4] fewest layers in one stage of the rank.
         index: [W, 4] number of the rank, counted from the nearest rank that holds stage 0.
         chunks: [W] stages on a rank, for one copy of the model.
@@ -108,6 +118,7 @@ class Ranks:
     own: Values
     first: Values
     final: Values
+    kinds: Values
     thinnest: Values
     index: Column
     chunks: Column
@@ -147,6 +158,7 @@ class Ranks:
             own=column("own").astype(float),
             first=column("first").astype(float),
             final=column("final").astype(float),
+            kinds=_padded([row["kinds"] for row in rows]),
             thinnest=column("thinnest").astype(float),
             index=column("index"),
             chunks=np.array([partition.split.num_virtual for partition in partitions]),
@@ -196,6 +208,7 @@ def _ranks_of(model: ModelConfig, partition: Partition, chunks: int) -> dict[str
         "own": [module_counts(model, stages[start : start + 1]) for start in starts],
         "first": module_counts(model, stages[:1]),
         "final": module_counts(model, stages[-1:]),
+        "kinds": stage_kinds(model, stages)[0],
         "thinnest": [min(len(s.layers) for s in on[rank]) for rank in chosen],
         "index": nearest,
         "kept": [_filled(limits.kept_at_once(partition.place(rank)), chunks) for rank in chosen],
@@ -212,6 +225,13 @@ def _ranks_of(model: ModelConfig, partition: Partition, chunks: int) -> dict[str
     }
 
 
+def _padded(rows: Sequence[list[list[int]]]) -> Values:
+    """Rows of vectors, the first of each repeated where it has fewer than others."""
+    most = max(map(len, rows), default=1)
+    filled = [row + row[:1] * (most - len(row)) for row in rows]
+    return np.array(filled, float).reshape(-1, most, KINDS)
+
+
 def _filled(found: list[int] | None, count: int) -> list[int]:
     """The numbers, zero-padded to `count`."""
     return [*(found or []), *[0] * (count - len(found or []))]
@@ -224,6 +244,8 @@ these columns only."""
 
 FOR_MEMORY, FOR_TIME = (0, 1, 2), (0, 1, 3)
 """Indices of the four ranks of `Ranks` that bound memory, and of those that bound time."""
+FIRST, LAST = 0, 1
+"""Indices of the first rank and of the last one."""
 
 
 class Cells:

@@ -1,10 +1,10 @@
 """Branch and bound over candidate layouts, lowest time bound first.
 
 The pipeline program of the candidate with the lowest bound is simulated first, together with other
-candidates that run the same program. That time holds for every candidate that differs only in
-sharding, and raises their bounds. If the candidate still has the lowest bound, its memory and its
-whole step are predicted. If it does not fit, neither do the same layouts with less sharding, and
-they are closed too.
+candidates that run the same program, and with what those that differ only in sharding send at least
+once a step. These times raise the bounds of them all. If the candidate still has the lowest bound,
+its memory and its whole step are predicted. If it does not fit, neither do the same layouts with
+less sharding, and they are closed too.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from fivefold.config.sharding import Sharding
 from fivefold.layout import Layout
 from fivefold.mesh.grid import Grid
 from fivefold.pipeline.rules import SYNTHESISED
@@ -19,7 +20,8 @@ from fivefold.pipeline.schedules.registry import Shape
 from fivefold.predict.layer import TimesCache
 from fivefold.predict.software import Software
 from fivefold.predict.step import program_times
-from fivefold.search.bound_tables import Values
+from fivefold.predict.transfers import Moves
+from fivefold.search.bound_tables import stage_kinds
 from fivefold.search.candidate import Candidate, evaluate
 from fivefold.search.columns import Column
 from fivefold.search.request import Request
@@ -33,6 +35,7 @@ UNTIL_ONE = 2_000_000  # further actions allowed until a first layout fits
 TO_IMPROVE = 200_000  # actions allowed after the first layout that fits, at least
 TO_TRADE = 25_000  # actions allowed to find the fastest layout within a memory limit
 SOUGHT = 300_000  # actions that take as long as synthesising one schedule
+MANY = 1_000_000  # messages, of which the last takes no time
 LOOK, TIMED = 500, 200  # actions that take as long as one memory prediction, and one timing
 
 
@@ -74,11 +77,12 @@ class Ledger:
         self.work -= LOOK
         self.looks += 1
 
-    def walked(self, layout: Layout, count: int) -> None:
-        """Account for timing a layout's program with so many sets of costs."""
+    def walked(self, layout: Layout, count: int, sent: int = 0) -> None:
+        """Account for timing a layout's program with so many sets of costs, and so many times more
+        with what is sent once a step."""
         acts = _acts(layout, 5)
         self._charge((_program(layout), "walk"), acts)
-        self.work -= count * (TIMED + acts / 100)
+        self.work -= count * TIMED + (count + sent) * acts / 100
         self.timed += count
 
     def _charge(self, program: tuple[object, ...], acts: float) -> None:
@@ -100,8 +104,8 @@ class OpenCandidates:
 
     def __init__(self, request: Request, space: Space, bounds: TimeBound, ledger: Ledger) -> None:
         self.request, self.space, self.ledger = request, space, ledger
-        self.program, self.around = bounds.program.copy(), bounds.around
-        self.lower: Values = self.program + self.around
+        self.bounds = replace(bounds, program=bounds.program.copy(), sent=bounds.sent.copy())
+        self.lower = self.bounds.seconds
         self._timing = _Groups(space.distinct(TIMING)[1])
         self._programs = _Groups(space.distinct(("partition", "microbatches", "pairs"))[1])
         self._timed: set[int] = set()
@@ -161,9 +165,10 @@ class OpenCandidates:
         }
         _, alike = replace(other.space, columns=columns).distinct(TIMING)
         least = np.zeros(int(alike.max(initial=-1)) + 1)
-        np.maximum.at(least, alike[: len(plain)], other.program[plain])
-        self.program[mine] = np.maximum(self.program[mine], least[alike[len(plain) :]])
-        self.lower = self.program + self.around
+        np.maximum.at(least, alike[: len(plain)], other.bounds.program[plain])
+        program = self.bounds.program
+        program[mine] = np.maximum(program[mine], least[alike[len(plain) :]])
+        self.lower = self.bounds.seconds
 
     def _of_same_program(self, row: int) -> list[int]:
         """The candidate, and untimed ones with the same program that may beat the best."""
@@ -184,15 +189,43 @@ class OpenCandidates:
         """Time one program with the costs of some candidates; raise bounds of all it holds for."""
         ledger, cluster = self.ledger, self.request.cluster
         layouts = [layout_of(self.space, row, sharded=False) for row in rows]
-        ledger.walked(layouts[0], len(rows))
-        times = program_times(layouts, cluster, Software(), ledger.times_cache)
-        slowest = waits(self.space, cluster)
-        for row, seconds in zip(rows, times, strict=True):
+        senders = [self._senders(row) for row in rows]
+        ledger.walked(layouts[0], len(rows), sum(map(len, senders)))
+        sent = [self._sent(others, layouts[0]) for others in senders]
+        times = program_times(layouts, sent, cluster, Software(), ledger.times_cache)
+        slowest, bounds = waits(self.space, cluster), self.bounds
+        for row, others, (seconds, longer) in zip(rows, senders, times, strict=True):
             alike = self._timing.members(row)
             self._timed.add(int(self._timing.of[row]))
-            self.program[alike] = np.maximum(self.program[alike], seconds * slowest)
+            bounds.program[alike] = np.maximum(bounds.program[alike], seconds * slowest)
+            ended = seconds * slowest + np.array(longer)
+            bounds.sent[others] = np.maximum(bounds.sent[others], ended)
             open_ = alike[np.isfinite(self.lower[alike])]
-            self.lower[open_] = self.program[open_] + self.around[open_]
+            self.lower[open_] = bounds.take(open_).seconds
+
+    def _senders(self, row: int) -> Column:
+        """The open candidates with the same program that may beat the best, and send anything."""
+        alike = self._timing.members(row)
+        sends = ~self.space.sharded("splits_parameters")[alike]
+        found: Column = alike[sends & (self.lower[alike] < self.ledger.best)]
+        return found
+
+    def _sent(self, rows: Column, layout: Layout) -> list[tuple[Sharding, list[Moves]]]:
+        """What these candidates, whose stages are those of a layout, send at least."""
+        _, kinds = stage_kinds(layout.config.model, layout.split.stages)
+        layers = [len(stage.layers) for stage in layout.split.stages]
+        buckets = not layout.config.gathers_weights("no_shard")
+        found = []
+        for row in rows.tolist():
+            sharding = SHARDINGS[self.space.columns["strategy"][row]]
+            many = buckets and not sharding.splits_optimizer  # the last may be small
+            each = zip(self.bounds.moved[row][kinds].tolist(), layers, strict=True)
+            moves = [
+                Moves(gathered, reduced, MANY if many else count)
+                for (gathered, reduced), count in each
+            ]
+            found.append((sharding, moves))
+        return found
 
     def look(self, row: int) -> Candidate:
         """Predict the memory of a candidate, and its step time if it fits."""

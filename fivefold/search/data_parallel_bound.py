@@ -13,6 +13,7 @@ from fivefold.predict.muon import least_orthogonalising
 from fivefold.predict.update import offload_seconds, summing_seconds, update_seconds
 from fivefold.predict.zeropp import least_bytes
 from fivefold.search.bound_tables import (
+    EMBEDDING,
     EXPERTS,
     FOR_TIME,
     KINDS,
@@ -67,33 +68,40 @@ class DataParallelBound:
             for move, sizes in ((gather, near), (all_reduce, whole), (scatter, whole))
         )
 
-    def moves(self, ranks: Ranks, which: int) -> tuple[Values, Values]:
-        """Seconds to gather a rank's parameters, and to reduce its gradients."""
-        held = ranks.held[self.space.columns["partition"], which]
-        # Each layer is one transfer, and so is each end of the model.
-        layers = held[:, :PREDICTION].sum(axis=1) + held[:, PREDICTION:].max(axis=1)
-        with_experts = held[:, EXPERTS] + held[:, PREDICTION] * self.further_experts
+    def gathered(self, held: Values) -> Values:
+        """Seconds to gather the parameters of modules, [N, K] of each layout."""
+        shards = self.space.sharded("splits_optimizer")
+        return np.where(shards, self._seconds(held, self._gather, self.copy, self.sizes), 0.0)
 
-        def seconds(moves: Sequence[tuple[Values, Values]], size: float, of: Cells) -> Values:
-            counts, parts = (layers, with_experts), (of.weighted(held), of.weighted(held, KINDS))
-            total: Values = sum(
-                count * empty + parameters * size * slope
-                for count, parameters, (empty, slope) in zip(counts, parts, moves, strict=True)
-            )
-            return total
-
-        whole = ~self.space.sharded("splits_optimizer")
-        gathered = np.where(whole, 0.0, seconds(self._gather, self.copy, self.sizes))
+    def reduced(self, held: Values) -> Values:
+        """Seconds to reduce the gradients of modules, [N, K] of each layout."""
+        layers, with_experts = _messages(held, self.further_experts)
         empty, slope = self.replica_reduce
         between = layers * empty
         between += self.trained.weighted(held) / self.shard * self.wire * slope
         empty, slope = self.expert_replica_reduce
         between += with_experts * empty
         between += self.trained.weighted(held, KINDS) / self.expert * self.wire * slope
-        split = seconds(self._scatter, self.scattered, self.trained) + between
-        if not self.space.config.gathers_weights("no_shard"):  # perhaps in a single one
-            layers, with_experts = np.minimum(layers, 1), np.minimum(with_experts, 1)
-        return gathered, np.where(whole, seconds(self._reduce, self.wire, self.trained), split)
+        split = self._seconds(held, self._scatter, self.scattered, self.trained) + between
+        most = np.inf if self.space.config.gathers_weights("no_shard") else 1  # perhaps in one
+        whole = self._seconds(held, self._reduce, self.wire, self.trained, most)
+        return np.where(self.space.sharded("splits_optimizer"), split, whole)
+
+    def _seconds(
+        self,
+        held: Values,
+        moves: Sequence[tuple[Values, Values]],
+        size: float,
+        of: Cells,
+        most: float = np.inf,
+    ) -> Values:
+        """Seconds of moves of dense parameters and of experts, in at most so many messages each."""
+        counts = _messages(held, self.further_experts)
+        parts = of.weighted(held), of.weighted(held, KINDS)
+        total = np.zeros(len(self.space))
+        for count, parameters, (empty, slope) in zip(counts, parts, moves, strict=True):
+            total += np.minimum(count, most) * empty + parameters * size * slope
+        return total
 
     def optimizer(self, ranks: Ranks) -> Values:
         """Seconds of the optimizer update on the rank with the most parameters."""
@@ -121,11 +129,25 @@ class DataParallelBound:
         return found
 
     def sums(self, ranks: Ranks) -> Values:
-        """Seconds in which kernels of their own add a microbatch's gradients of experts to those of
-        earlier ones, where these are kept whole, on the rank with most of them."""
-        partition = self.space.columns["partition"]
-        held = (ranks.held[partition, which] for which in FOR_TIME)
-        most = np.maximum.reduce([self.trained.weighted(each, KINDS) for each in held])
+        """Seconds in which kernels of their own add a microbatch's gradients to those of earlier
+        ones, where these are kept whole, on the rank with most of them: those of experts, and in 8
+        and 4 bits of all layers."""
+        training, partition = self.space.config.training, self.space.columns["partition"]
+        narrow = bool(training.fp8_format or training.fp4_format)
+        most = np.zeros(len(self.space))
+        for which in FOR_TIME:
+            layers = ranks.held[partition, which] * (np.arange(KINDS) < EMBEDDING)
+            dense, expert = self.trained.weighted(layers), self.trained.weighted(layers, KINDS)
+            most = np.maximum(most, expert + dense * narrow)
         each = summing_seconds(self.cluster, engine_policy(self.space.config), 1.0)
         found: Values = np.where(self.space.sharded("splits_gradients"), 0.0, most * each)
         return found
+
+
+def _messages(held: Values, further_experts: bool) -> tuple[Values, Values]:
+    """Transfers of modules: of dense parameters, one a layer and one of both ends, and of experts.
+
+    `further_experts`: whether the layers of further predictions have experts.
+    """
+    layers = held[:, :PREDICTION].sum(axis=1) + held[:, PREDICTION:].max(axis=1)
+    return layers, held[:, EXPERTS] + held[:, PREDICTION] * further_experts

@@ -252,8 +252,7 @@ class _Search:
         return np.flatnonzero(sizes <= self.request.cluster.room)
 
     def _open(self, space: Space, bounds: TimeBound, fits: Column) -> OpenCandidates:
-        bounds = TimeBound(bounds.program[fits], bounds.around[fits])
-        return OpenCandidates(self.request, space.take(fits), bounds, self.ledger)
+        return OpenCandidates(self.request, space.take(fits), bounds.take(fits), self.ledger)
 
     def _checked(self, found: Sequence[Candidate]) -> list[Candidate]:
         """The layouts from the first one that `check` accepts: those as fast as the fastest but for
@@ -305,7 +304,7 @@ def with_context(space: Space, request: Request) -> Space:
 def _raised(bounds: TimeBound, fits: Column, candidates: OpenCandidates) -> Values:
     """Lower bounds on time: of the layouts that may fit, those that timing programs has raised."""
     least = bounds.seconds
-    least[fits] = candidates.program + candidates.around
+    least[fits] = candidates.bounds.seconds
     return least
 
 

@@ -1,13 +1,15 @@
 """Lower bounds on the step time of a million layouts; `search.bound_tables` has the method."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from math import log, sqrt
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fivefold.config.config import Config
+from fivefold.pipeline.schedules.registry import Shape
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.layer import LayerTimes, TimesCache
 from fivefold.predict.overlap import cuts
@@ -15,11 +17,11 @@ from fivefold.predict.software import Software
 from fivefold.predict.stage_times import Times
 from fivefold.search.bound_tables import (
     EMBEDDING,
+    FIRST,
     FOR_TIME,
     HEAD,
     KINDS,
-    PREDICTION,
-    SHARDING,
+    LAST,
     Cells,
     Ranks,
     Summand,
@@ -29,7 +31,7 @@ from fivefold.search.bound_tables import (
     sample_layers,
 )
 from fivefold.search.columns import Column
-from fivefold.search.data_parallel_bound import DataParallelBound
+from fivefold.search.once_bound import Loads, OnceBound, beside
 from fivefold.search.space import Space
 
 
@@ -39,16 +41,27 @@ class TimeBound:
 
     Attributes:
         program: [N] seconds of the pipeline program, with the wait for the slowest GPU.
-        around: [N] seconds of communication before and after the program, and of the optimizer.
+        around: [N] seconds of what is sent once a step, before its first and after its last end.
+        sent: [N] seconds of the program with what is sent once, wherever that lengthens it.
+        rest: [N] seconds of the optimizer.
+        moved: [N, X, 2] seconds to gather the parameters and to reduce the gradients of each kind
+            of stage.
     """
 
     program: Values
     around: Values
+    sent: Values
+    rest: Values
+    moved: Values
 
     @property
     def seconds(self) -> Values:
         """Lower bounds on the whole step, in seconds."""
-        return self.program + self.around
+        return np.maximum(self.program + self.around, self.sent) + self.rest
+
+    def take(self, rows: Column) -> "TimeBound":
+        """The bounds of these layouts."""
+        return TimeBound(*(getattr(self, each.name)[rows] for each in fields(self)))
 
 
 def time_bound(
@@ -65,31 +78,45 @@ def time_bound(
     schedule defers can run during that time.
     """
     run, of_run = space.distinct(TIMING)
-    sharded, of_sharded = space.distinct(SHARDING)
     cells = _cells(run, cluster, software, times_cache)
-    data = DataParallelBound(sharded, cluster)
-    microbatches = _share(space, ranks)
+    loads = Loads(space, cluster, cells, run, of_run)
+    once = OnceBound(space, ranks, cluster, loads)
+    microbatches, partition = _share(space, ranks), space.columns["partition"]
     best = _path(run, ranks, cells)[of_run]
-    around = np.zeros(len(space))
+    modules = np.array(module_counts(space.config.model, space.partitions[0].split.stages))
+    on_all = once.on_the_way(modules - ranks.first)
+    # With gathers on the way: until stage 0 has its last gradients, or whichever stage has.
+    first, any_stage = best + on_all, np.zeros(len(space))
     for which in FOR_TIME:
-        work, kept, forward, backward = _pipeline(run, ranks, cells, cluster, which)
-        gathered, reduced = (move[of_sharded] for move in data.moves(ranks, which))
-        layers = ranks.held[space.columns["partition"], which][:, :PREDICTION].sum(axis=1)
-        work_times = forward[of_run], backward[of_run]
-        moves = gathered, reduced
-        every, once = _exposed(space, work_times, moves, np.maximum(layers, 1), cluster)
-        best = np.maximum(best, kept[of_run])
-        whole, through = work
-        best = np.maximum(best, whole[of_run] + microbatches * every)
+        (whole, through), kept = _pipeline(run, ranks, cells, cluster, which)
+        held = ranks.held[:, which]
+        every = _exposed(space, loads, held, cluster)
         # Sums of gradients may run beside the last dX, as the dW do that they are of.
-        before = np.maximum(0, microbatches - 1 - ranks.deferred[space.columns["partition"], which])
-        best = np.maximum(best, through[of_run] + before * every)
-        around = np.maximum(around, once)
-    once = data.optimizer(ranks)[of_sharded]
+        before = np.maximum(0, microbatches - 1 - ranks.deferred[partition, which])
+        arrives = through[of_run] + before * every
+        own = whole[of_run] + microbatches * every
+        best = np.maximum.reduce([best, own, kept[of_run], arrives])
+        if which == FIRST:
+            turned = _turned(run, ranks, cells, whole)[of_run]
+            best = np.maximum(best, turned)
+            any_stage = turned + on_all
+        elif which == LAST:
+            behind = once.on_the_way(ranks.before[:, which] + held - ranks.first)
+            first = np.maximum(first, arrives + behind)
+            any_stage = np.maximum(any_stage, own + behind)
+    stages = [*np.swapaxes(ranks.kinds, 0, 1)]
+    moved = np.stack([[m(stage) for m in (loads.gathered, loads.reduced)] for stage in stages]).T
+    sums = [once.summed(stage, moved[:, 1, kind]) for kind, stage in enumerate(stages)]
+    begins, after = once.before_all(), np.minimum.reduce(sums)
+    sent = np.maximum(first + sums[0], any_stage + after) + begins
+    sent += (waits(space, cluster) - 1) * best
+    rest = loads.data.optimizer(ranks)[loads.of_sharded]
     if software.accumulates_apart == "grouped":
         slices = space.config.parallel.num_sequence_slices
-        once += (space.columns["microbatches"] * slices - 1) * data.sums(ranks)[of_sharded]
-    return TimeBound(best * waits(space, cluster), around + once)
+        added = loads.data.sums(ranks)[loads.of_sharded]
+        rest += (space.columns["microbatches"] * slices - 1) * added
+    moved = np.swapaxes(moved, 1, 2)
+    return TimeBound(best * waits(space, cluster), begins + after, sent, rest, moved)
 
 
 def quick_time_bound(
@@ -108,7 +135,7 @@ def quick_time_bound(
     cells = _cells(run, cluster, software, times_cache)
     best = _path(run, ranks, cells)
     for which in FOR_TIME:
-        work, kept, *_ = _pipeline(run, ranks, cells, cluster, which)
+        work, kept = _pipeline(run, ranks, cells, cluster, which)
         best = np.maximum.reduce([best, *work, kept])
     found: Values = (best * waits(space, cluster))[of_run]
     return found
@@ -125,8 +152,8 @@ TIMING = ("partition", "tp", "sp", "cp", "dp", "ep", "etp", "mbs", "memory", "pa
 
 def _pipeline(
     space: Space, ranks: Ranks, cells: Cells, cluster: Cluster, which: int
-) -> tuple[tuple[Values, Values], Values, Values, Values]:
-    """Lower bounds on the program's seconds, and the rank's forward and backward seconds.
+) -> tuple[tuple[Values, Values], Values]:
+    """Lower bounds on the program's seconds.
 
     The first two follow from the work of one rank, and from that and the way of its last dX; the
     other from the number of chunks that it can keep at once.
@@ -152,7 +179,22 @@ def _pipeline(
     first = cells.weighted(ranks.first[partition], 2 * KINDS) / slices
     through = work - np.minimum(microbatches * dw, later) + tail + first
     kept = head + _kept(space, ranks, cells, hop, which) + tail
-    return (head + work, head + through), kept, forward, dx + dw
+    return (head + work, head + through), kept
+
+
+def _turned(space: Space, ranks: Ranks, cells: Cells, work: Values) -> Values:
+    """Seconds of the first rank where it holds the last stage, too: a V; 0 for other schedules.
+
+    A microbatch has to come back to that rank, which meanwhile can only compute as many forwards of
+    its first stage as it may keep, and then still has the rest of its `work` to do.
+    """
+    partition, slices = space.columns["partition"], space.config.parallel.num_sequence_slices
+    in_v = np.array([each.known.shape is Shape.V for each in space.partitions], bool)[partition]
+    whole = np.array(module_counts(space.config.model, space.partitions[0].split.stages), float)
+    there = cells.weighted(whole - ranks.final[partition]) / slices
+    most = np.minimum(ranks.most[partition, FIRST] - 1 / slices, _share(space, ranks))
+    found = work + there - most * cells.weighted(ranks.first[partition])
+    return np.where(in_v, found, 0.0)
 
 
 def _kept(space: Space, ranks: Ranks, cells: Cells, hop: Values, which: int) -> Values:
@@ -190,46 +232,17 @@ def _hidden(cells: Cells, held: Values, cluster: Cluster) -> Values:
     return found
 
 
-def _exposed(
-    space: Space,
-    work: tuple[Values, Values],
-    moves: tuple[Values, Values],
-    layers: Values,
-    cluster: Cluster,
-) -> tuple[Values, Values]:
-    """Exposed seconds of data-parallel communication, per microbatch and once per step.
-
-    Args:
-        space: the candidates.
-        work: seconds of a rank's forwards and of its backwards.
-        moves: seconds to gather the rank's parameters, and to reduce its gradients.
-        layers: number of layers on the rank.
-        cluster: the hardware.
-    """
-    slowdown, parallel = cluster.gpu.overlap_slowdown, space.config.parallel
-    (forward, backward), (gathered, reduced) = work, moves
-
-    def hidden(work: Values, moved: Values) -> Values:
-        """`compute.overlapped` of sums: a lower bound on the sum over parts, as it is convex."""
-        found: Values = np.maximum(0, moved - work) + slowdown * np.minimum(work, moved)
-        return found
-
-    def apart(work: Values, moved: Values, overlaps: bool) -> Values:
-        """Exposed seconds of a transfer by layers, of which the first or last is never hidden."""
-        alone = moved / layers
-        return alone + hidden(work, moved - alone) if overlaps else moved
-
-    both = hidden(forward, gathered) + hidden(backward, gathered + reduced)
+def _exposed(space: Space, loads: Loads, held: Values, cluster: Cluster) -> Values:
+    """Exposed seconds of data-parallel communication per microbatch, of modules [W, K]."""
     gradients, parameters = map(space.sharded, ("splits_gradients", "splits_parameters"))
-    each = np.where(parameters, both, hidden(backward, reduced))
-    often = np.where(gradients, each, 0.0)
-    gathering = apart(forward, gathered, parallel.overlap_param_gather)
-    reducing = apart(backward, reduced, parallel.overlap_grad_reduce)
-    if parallel.overlap_param_gather_with_optimizer_step:  # which may hide the first layer
-        gathering = hidden(forward, gathered - gathered / layers)
-    if not space.config.gathers_weights("no_shard"):  # the last may be small
-        reducing = np.where(space.sharded("splits_optimizer"), reducing, hidden(backward, reduced))
-    return often, np.where(parameters, 0.0, gathering + np.where(gradients, 0.0, reducing))
+    if not gradients.any():
+        return np.zeros(len(space))
+    forward, dx, dw = (loads.work(held, phase) for phase in range(3))
+    arriving, reduced = np.where(parameters, loads.gathered(held), 0.0), loads.reduced(held)
+    joint = beside(cluster, dx + dw, arriving + reduced)
+    apart = beside(cluster, dx, arriving) + beside(cluster, dw, reduced)
+    each = beside(cluster, forward, arriving) + np.where(_splits(space), apart, joint)
+    return np.where(gradients, each, 0.0)
 
 
 def _hop(space: Space, cells: Cells, cluster: Cluster) -> Values:
@@ -307,6 +320,11 @@ def _defers(space: Space) -> Column:
         return pipelined
     apart = np.array([not partition.known.fused for partition in space.partitions], bool)
     return pipelined * (1 + (apart[c["partition"]] | (c["pairs"] * space.delays_weights > 0)))
+
+
+def _splits(space: Space) -> NDArray[np.bool_]:
+    """Whether dW is computed apart from dX."""
+    return _defers(space) == (1 if space.config.parallel.pipeline_dx_first else 2)
 
 
 _NUMBERS = (

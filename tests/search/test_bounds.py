@@ -1,6 +1,7 @@
 """Bounds are bounds: what they exclude could not have won. Held against the real predictions."""
 
 from functools import cache
+from math import inf
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from fivefold.predict.memory import peak_memory
 from fivefold.predict.software import Software
 from fivefold.predict.step import predict
 from fivefold.search.bound_tables import Ranks
+from fivefold.search.branch_and_bound import Ledger, OpenCandidates
 from fivefold.search.enumeration import enumerate_space
 from fivefold.search.memory_bound import memory_bound
+from fivefold.search.request import Request
 from fivefold.search.space import Space
 from fivefold.search.time_bound import time_bound
 
@@ -32,6 +35,7 @@ OTHERWISE = (
     {"precision": "fp32", "ddp_bucket_size": 10_000_000},
     {"grad_reduce_in_bf16": True, "ddp_reduce_scatter_with_fp32_accumulation": True},
     {"overlap_param_gather_with_optimizer_step": True},
+    {"overlap_param_gather": False, "overlap_grad_reduce": False},
     {"optimizer": "muon", "muon_nesterov": True},
     {"zero_quantized_weights": True, "zero_quantized_gradients": True},
     {"fp8_format": "e4m3", "fp8_recipe": "blockwise", "fp8_param_gather": True},
@@ -72,8 +76,13 @@ def test_no_layout_is_faster_or_smaller_than_its_bounds(
     layout = check(row.config_of(0), world, planned=True)
     memory, prediction = peak_memory(layout, cluster), predict(layout, cluster)
     assert memory_bound(row, ranks)[0] <= memory.max_allocated * (1 + TIGHT)
-    least = time_bound(row, ranks, cluster, Software()).seconds[0]
+    bounds = time_bound(row, ranks, cluster, Software())
+    least = bounds.seconds[0]
     assert least <= prediction.step_time * (1 + TIGHT)
+    request = Request(row.config, frozenset(), cluster)
+    candidates = OpenCandidates(request, row, bounds, Ledger(inf))
+    candidates.time([0])
+    assert least <= candidates.unseen <= prediction.step_time * (1 + TIGHT)
     rounds = "zero_quantized_gradients" in OTHERWISE[otherwise]  # by kernels that have no bound
     assert rounds or least >= prediction.step_time / 5  # and they say something
 

@@ -1,0 +1,128 @@
+"""Predicts what data-parallel ranks send once a step: before first forwards, after last backwards.
+
+Both have times of their own in the program, so that they hide only where time passes anyway: what
+makes an action shorter never makes a step longer.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fivefold.config.parallel import ParallelConfig
+from fivefold.config.sharding import Sharding
+from fivefold.hardware import Gpu
+from fivefold.predict.compute import overlapped
+from fivefold.predict.transfers import Moves
+
+
+@dataclass(frozen=True)
+class Once:
+    """What is sent once a step, in seconds for each stage of a program.
+
+    Attributes:
+        placement: rank of each stage.
+        ready: from the start of the step until its first forward can begin.
+        gathers: by which that forward is longer than others.
+        sums: for which the sums of its gradients travel.
+        last: for which the last of these messages does.
+        overlaps: whether sums travel beside the last backward of their stage, which makes them;
+            otherwise when all backwards of the rank have ended.
+        slowdown: share of the overlapped time that this backward loses.
+    """
+
+    placement: tuple[int, ...]
+    ready: tuple[float, ...]
+    gathers: tuple[float, ...]
+    sums: tuple[float, ...]
+    last: tuple[float, ...]
+    overlaps: bool
+    slowdown: float
+
+    def arrived(self, starts: Sequence[float], ends: Sequence[float]) -> float:
+        """When all sums have arrived.
+
+        Those of a rank travel one stage's after the other's, the last message of each after the
+        backward.
+
+        Args:
+            starts: of each stage, when its last computation of weight gradients starts.
+            ends: when it ends.
+        """
+        order = sorted(range(len(self.placement)), key=ends.__getitem__)
+        free = {self.placement[stage]: 0.0 if self.overlaps else ends[stage] for stage in order}
+        for stage in order:
+            rank, moved, alone = self.placement[stage], self.sums[stage], self.last[stage]
+            free[rank] += moved
+            if self.overlaps:
+                lost = self.slowdown * min(ends[stage] - starts[stage], moved - alone)
+                own = max(starts[stage] + moved, ends[stage] + alone) + lost
+                free[rank] = max(free[rank], own)
+        return max(free.values())
+
+
+def sent_once(
+    gpu: Gpu,
+    parallel: ParallelConfig,
+    sharding: Sharding,
+    stages: Sequence[tuple[Moves, float, int]],
+    placement: tuple[int, ...],
+    update: float,
+) -> Once:
+    """What is sent once a step: nothing by ZeRO-3, of ZeRO-2 the weights.
+
+    Args:
+        gpu: the GPU.
+        parallel: the settings of overlap.
+        sharding: the strategy by which the software communicates.
+        stages: of each stage of the model its transfers, the seconds of its first forward, and its
+            number of layers.
+        placement: rank of each stage of the program, those of a second copy of the model last.
+        update: seconds of the optimizer's update; infinite where only a bound is asked for.
+    """
+    copies = len(placement) // len(stages)
+    ready, gathers = [0.0] * len(placement), [0.0] * len(placement)
+    if not sharding.splits_parameters:
+        ready, gathers = _gathered(gpu, parallel, stages, placement, update)
+    sums = [0.0 if sharding.splits_gradients else moves.reduced for moves, *_ in stages]
+    last = [sent / (moves.messages or 1) for sent, (moves, *_) in zip(sums, stages, strict=True)]
+    return Once(
+        placement,
+        tuple(ready),
+        tuple(gathers),
+        tuple(sums * copies),
+        tuple(last * copies),
+        parallel.overlap_grad_reduce,
+        gpu.overlap_slowdown,
+    )
+
+
+def _gathered(
+    gpu: Gpu,
+    parallel: ParallelConfig,
+    stages: Sequence[tuple[Moves, float, int]],
+    placement: Sequence[int],
+    update: float,
+) -> tuple[list[float], list[float]]:
+    """When the first forward of each stage can begin, and by how much gathers lengthen it.
+
+    A rank gathers its stages' parameters one stage's after the other's. Those of a stage's first
+    layer travel from the start of the step on, while it waits for its first microbatch, and those
+    of each other layer beside the layer before, unless the update has begun all of that.
+    """
+    early = parallel.overlap_param_gather_with_optimizer_step
+    ready, gathers = [0.0] * len(placement), [0.0] * len(placement)
+    sent = defaultdict[int, float](float)
+    for stage in sorted(range(len(placement)), key=lambda stage: stage % len(stages)):
+        (moves, forward, layers), rank = stages[stage % len(stages)], placement[stage]
+        first = moves.gathered / (layers or 1)
+        rest = overlapped(gpu, forward, moves.gathered - first)
+        if early:
+            hides = update * (1 - 1 / layers) if layers > 1 else 0.0
+            ready[stage] = sent[rank] + overlapped(gpu, hides, first) + rest
+            sent[rank] += moves.gathered
+        else:
+            ready[stage], gathers[stage] = sent[rank] + first, rest
+            sent[rank] += first if parallel.overlap_param_gather else moves.gathered
+    if parallel.overlap_param_gather or early:
+        return ready, gathers
+    return [sent[rank] for rank in placement], [0.0] * len(placement)  # before anything else
