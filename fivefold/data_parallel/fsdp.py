@@ -151,7 +151,7 @@ class ShardedStage:
             for shards, held in self._narrow.items():
                 agree_on_scales(held, shards)
         self._scales_known = True
-        if trains and self._policy.gathers_at_start and not (self._by_hand or self._away):
+        if trains and self._policy.gathers_at_start and not self._away:
             self.unshard()
 
     def set_gradient_type(self) -> None:

@@ -47,8 +47,8 @@ class Policy:
         bucket_size: elements of gradients in a message of replicated parameters.
         overlap_grad_reduce: whether to reduce during the last backward rather than after it.
         overlap_param_gather: whether to prefetch the next block's parameters.
-        gathers_at_start: whether what is gathered once a step is gathered when the step begins, while
-            a pipeline's stages wait for each other, rather than when the first forward needs it.
+        gathers_at_start: whether what is gathered once a step is asked for when the step begins,
+            while a pipeline's stages wait for each other, not when the first forward needs it.
         quantised_weights: whether weights are gathered as INT8.
         quantised_gradients: whether gradients are reduced as INT4.
         gathers_8_bits: whether weights of 8-bit linear layers are gathered as they are multiplied.

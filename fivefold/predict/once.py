@@ -67,6 +67,7 @@ def sent_once(
     stages: Sequence[tuple[Moves, float, int]],
     placement: tuple[int, ...],
     update: float,
+    by_block: bool,
 ) -> Once:
     """What is sent once a step: nothing by ZeRO-3, of ZeRO-2 the weights.
 
@@ -78,11 +79,12 @@ def sent_once(
             number of layers.
         placement: rank of each stage of the program, those of a second copy of the model last.
         update: seconds of the optimizer's update; infinite where only a bound is asked for.
+        by_block: as in `Software.gathers_by_block`.
     """
     copies = len(placement) // len(stages)
     ready, gathers = [0.0] * len(placement), [0.0] * len(placement)
     if not sharding.splits_parameters:
-        ready, gathers = _gathered(gpu, parallel, stages, placement, update)
+        ready, gathers = _gathered(gpu, parallel, stages, placement, update, by_block)
     sums = [0.0 if sharding.splits_gradients else moves.reduced for moves, *_ in stages]
     last = [sent / (moves.messages or 1) for sent, (moves, *_) in zip(sums, stages, strict=True)]
     return Once(
@@ -102,12 +104,13 @@ def _gathered(
     stages: Sequence[tuple[Moves, float, int]],
     placement: Sequence[int],
     update: float,
+    by_block: bool,
 ) -> tuple[list[float], list[float]]:
     """When the first forward of each stage can begin, and by how much gathers lengthen it.
 
-    A rank gathers its stages' parameters one stage's after the other's. Those of a stage's first
-    layer travel from the start of the step on, while it waits for its first microbatch, and those
-    of each other layer beside the layer before, unless the update has begun all of that.
+    A rank gathers its stages' parameters one stage's after the other's, from the start of the step
+    on, while it waits for its first microbatch, or already beside the update. By block, only those
+    of a stage's first layer travel so early, and those of each other layer beside the layer before.
     """
     early = parallel.overlap_param_gather_with_optimizer_step
     ready, gathers = [0.0] * len(placement), [0.0] * len(placement)
@@ -116,8 +119,8 @@ def _gathered(
         (moves, forward, layers), rank = stages[stage % len(stages)], placement[stage]
         first = moves.gathered / (layers or 1)
         rest = overlapped(gpu, forward, moves.gathered - first)
-        if early:
-            hides = update * (1 - 1 / layers) if layers > 1 else 0.0
+        if early or not by_block:
+            hides = update * (1 - 1 / layers) if early and layers > 1 else 0.0
             ready[stage] = sent[rank] + overlapped(gpu, hides, first) + rest
             sent[rank] += moves.gathered
         else:

@@ -67,6 +67,10 @@ class Software:
         accumulates_apart: which weight gradients kernels of their own add to those of earlier
             microbatches, where the multiplications that compute others do: "never" any, "always"
             all, or those of "grouped" products and of 8 and 4 bits, which PyTorch's do not add.
+        gathers_by_block: whether parameters that are gathered once a step travel beside the forward
+            of the block before, so that each stage of a pipeline adds what it does not hide to the
+            way of the first microbatch; otherwise they travel from the start of the step on, while
+            stages wait.
         gather_rate: bytes/s at which parameters are gathered and gradients reduced, whatever the
             links; the gathers of the forward are then exposed. None: as the links allow.
         waits_for_hops: whether a stage is idle while a message to or from it travels: "never",
@@ -104,6 +108,7 @@ class Software:
     reduces_last: bool = False
     waits_for_ends: bool = False
     accumulates_apart: Literal["never", "grouped", "always"] = "grouped"
+    gathers_by_block: bool = False
     gather_rate: float | None = None
     waits_for_hops: Literal["never", "plain", "always"] = "never"
     scatters_hops: bool = False

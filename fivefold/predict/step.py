@@ -287,7 +287,9 @@ class _Predictor:
             for move, times, spec in zip(moves, self.stages, split.stages, strict=True)
         ]
         placement = with_copies(split.placement, self.layout.num_copies)
-        return sent_once(self.cluster.gpu, self.parallel, sharding, stages, placement, update)
+        by_block = self.software.gathers_by_block
+        gpu, parallel = self.cluster.gpu, self.parallel
+        return sent_once(gpu, parallel, sharding, stages, placement, update, by_block)
 
     @cached_property
     def _optimizer(self) -> tuple[float, float]:

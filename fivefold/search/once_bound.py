@@ -77,15 +77,6 @@ class OnceBound:
             moved = self._by_layer(self.loads.work(first, 0), moved, layers)
         return np.where(self.gathers, moved, 0.0)
 
-    def on_the_way(self, modules: Values) -> Values:
-        """By which gathers lengthen the first forwards of stages with these modules [W, K]."""
-        early = self.parallel.overlap_param_gather_with_optimizer_step
-        if early or not self.parallel.overlap_param_gather:
-            return np.zeros(len(self.space))
-        fewest = np.maximum(self.ranks.kinds[..., :PREDICTION].sum(axis=2).min(axis=1), 1)
-        rest = self.loads.gathered(modules) * (1 - 1 / fewest)[self.partition]
-        return np.where(self.gathers, beside(self.cluster, self.loads.work(modules, 0), rest), 0.0)
-
     def summed(self, stage: Values, reduced: Values) -> Values:
         """From the last backward of a stage until its gradients are summed.
 

@@ -83,10 +83,8 @@ def time_bound(
     once = OnceBound(space, ranks, cluster, loads)
     microbatches, partition = _share(space, ranks), space.columns["partition"]
     best = _path(run, ranks, cells)[of_run]
-    modules = np.array(module_counts(space.config.model, space.partitions[0].split.stages))
-    on_all = once.on_the_way(modules - ranks.first)
-    # With gathers on the way: until stage 0 has its last gradients, or whichever stage has.
-    first, any_stage = best + on_all, np.zeros(len(space))
+    # Until stage 0 has its last gradients, or whichever stage has.
+    first, any_stage = best, np.zeros(len(space))
     for which in FOR_TIME:
         (whole, through), kept = _pipeline(run, ranks, cells, cluster, which)
         held = ranks.held[:, which]
@@ -99,11 +97,10 @@ def time_bound(
         if which == FIRST:
             turned = _turned(run, ranks, cells, whole)[of_run]
             best = np.maximum(best, turned)
-            any_stage = turned + on_all
+            any_stage = turned
         elif which == LAST:
-            behind = once.on_the_way(ranks.before[:, which] + held - ranks.first)
-            first = np.maximum(first, arrives + behind)
-            any_stage = np.maximum(any_stage, own + behind)
+            first = np.maximum(first, arrives)
+            any_stage = np.maximum(any_stage, own)
     stages = [*np.swapaxes(ranks.kinds, 0, 1)]
     moved = np.stack([[m(stage) for m in (loads.gathered, loads.reduced)] for stage in stages]).T
     sums = [once.summed(stage, moved[:, 1, kind]) for kind, stage in enumerate(stages)]

@@ -57,13 +57,16 @@ class Drawn:
         self.parallel = replace(ParallelConfig(), **rng.choice(SETTINGS))
         self.strategy = SHARDING[rng.choice(("no_shard", "optim", "optim_grads"))]
         self.update, self.gpu = rng.random(), GPU
+        self.by_block = rng.choice((True, False))
 
     @property
     def once(self) -> Once:
         f = self.costs.f
         stages = [(each, f[s], self.layers[s]) for s, each in enumerate(self.moves)]
         placement = self.program.placement
-        return sent_once(self.gpu, self.parallel, self.strategy, stages, placement, self.update)
+        parallel, strategy = self.parallel, self.strategy
+        by_block = self.by_block
+        return sent_once(self.gpu, parallel, strategy, stages, placement, self.update, by_block)
 
     @property
     def walked(self) -> Walked:
@@ -176,7 +179,8 @@ def test_one_stage_hides_what_overlaps() -> None:
         f, b, w, gathered, reduced = (0.1 + rng.random() for _ in range(5))
         table = leveled_program(Order("1f1b", (0,), 1), pairs=False, eager=False)
         stages = [(Moves(gathered, reduced, 4), f, 5)]
-        once = sent_once(GPU, ParallelConfig(), SHARDING["optim"], stages, (0,), 0.0)
+        by_block = seed % 2 == 0
+        once = sent_once(GPU, ParallelConfig(), SHARDING["optim"], stages, (0,), 0.0, by_block)
         ready, gathers = np.array([once.ready]).T, np.array([once.gathers]).T
         walked = table.walk([Costs((f,), (b,), (w,))], ready, gathers)
         before = gathered / 5 + overlapped(GPU, f, gathered * 4 / 5)

@@ -16,6 +16,7 @@ OTHERS = Software(
     hidden_tp=HIDDEN_TP,
     eager_dx=False,
     reduces_once=True,
+    gathers_by_block=True,
     accumulates_apart="never",
     loops_experts=True,
 )
