@@ -264,6 +264,17 @@ def parse_json(
         raise error(f"{source} is not JSON: {_half_pair(text) or problem}") from None
 
 
+def json_kind(value: Any) -> str:
+    """What a value that was read from JSON or a table is, for a message.
+
+    >>> json_kind(3), json_kind([1]), json_kind(None)
+    ('a number', 'a list', 'null')
+    """
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
+    kinds |= {int: "a number", float: "a number", type(None): "null"}
+    return kinds.get(type(value), f"of the type {type(value).__name__}")
+
+
 def _half_pair(text: str) -> str | None:
     """That an escape is half of a surrogate pair, which Python writes and JSON's readers refuse."""
     pair_or_other = r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\[^u]"
