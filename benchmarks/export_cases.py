@@ -219,6 +219,7 @@ CHANGES: Mapping[str, Change] = {
     "untie_embeddings_and_output_weights": Change(False),
     "hidden_dropout": Change(0.25),
     "attention_dropout": Change(0.25),
+    "no_rope_freq": Change("4"),
     "window_size": Change(1024),
     "window_attn_skip_freq": Change("2", {"window_size": 1024}),
     "init_method_std": Change(0.0125),

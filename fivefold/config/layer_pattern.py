@@ -1,4 +1,4 @@
-"""Parses moe_layer_freq and window_attn_skip_freq: which layers have experts or a window."""
+"""Parses moe_layer_freq, window_attn_skip_freq, no_rope_freq: which layers have something."""
 
 import ast
 from collections.abc import Sequence
@@ -43,9 +43,7 @@ def window_layers(freq: str, num_layers: int) -> tuple[bool, ...]:
         ConfigError: `freq` is neither, or has a different number of entries.
     """
     value = _read("window_attn_skip_freq", freq, num_layers)
-    if isinstance(value, int):
-        return tuple((layer + 1) % value != 0 for layer in range(num_layers))
-    return value
+    return _all_but_every(value, num_layers) if isinstance(value, int) else value
 
 
 def window_frequency(has_window: Sequence[bool]) -> str:
@@ -55,9 +53,42 @@ def window_frequency(has_window: Sequence[bool]) -> str:
     '2'
     """
     for number in range(2, len(has_window) + 2):
-        if window_layers(str(number), len(has_window)) == tuple(has_window):
+        if _all_but_every(number, len(has_window)) == tuple(has_window):
             return str(number)
-    return _runs(has_window)
+    return runs(has_window)
+
+
+@lru_cache(maxsize=256)
+def unrotated_layers(freq: str, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer's attention is without RoPE.
+
+    Args:
+        freq: whole number N (layers N-1, 2N-1, ...), or list expression as in `expert_layers`.
+        num_layers: number of layers of the model.
+
+    Raises:
+        ConfigError: `freq` is neither, or has a different number of entries.
+    """
+    value = _read("no_rope_freq", freq, num_layers)
+    if isinstance(value, int):
+        return tuple(not turned for turned in _all_but_every(value, num_layers))
+    return value
+
+
+def unrotated_frequency(unrotated: Sequence[bool]) -> str | None:
+    """The inverse of `unrotated_layers`; None if all layers have RoPE.
+
+    >>> unrotated_frequency([False, True, False, False])
+    '[0]*1+[1]*1+[0]*2'
+    """
+    if not any(unrotated):
+        return None
+    number = window_frequency([not without for without in unrotated])
+    return number if number.isdigit() else runs(unrotated)
+
+
+def _all_but_every(number: int, num_layers: int) -> tuple[bool, ...]:
+    return tuple((layer + 1) % number != 0 for layer in range(num_layers))
 
 
 def _read(name: str, freq: str, num_layers: int) -> int | tuple[bool, ...]:
@@ -86,12 +117,13 @@ def layer_frequency(has_experts: Sequence[bool]) -> str:
     """
     if all(has_experts):
         return "1"
-    return _runs(has_experts)
+    return runs(has_experts)
 
 
-def _runs(flags: Sequence[bool]) -> str:
-    runs = ((int(flag), len(list(run))) for flag, run in groupby(flags))
-    return "+".join(f"[{flag}]*{length}" for flag, length in runs)
+def runs(flags: Sequence[bool]) -> str:
+    """A list expression with one entry per layer: "[0]*3+[1]*1"."""
+    counted = ((int(flag), len(list(run))) for flag, run in groupby(flags))
+    return "+".join(f"[{flag}]*{length}" for flag, length in counted)
 
 
 def _value(node: ast.expr) -> int | list[int]:
@@ -119,6 +151,9 @@ def _value(node: ast.expr) -> int | list[int]:
 
 
 def _wrong(name: str, num_layers: int, what: str, *why: str) -> ConfigError:
-    words = ["1", f"[0]*1+[1]*{num_layers - 1}"][: min(num_layers, 2)]
+    if num_layers == 1:
+        words = ["1" if name == "moe_layer_freq" else "none"]
+    else:  # of windows and RoPE, 1 means no layer
+        words = ["1" if name == "moe_layer_freq" else "2", f"[0]*1+[1]*{num_layers - 1}"]
     flag = flag_of(name)
     return ConfigError(Mistake(what, why, tuple(f"{flag} {word}" for word in words)))

@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fivefold.config.layer_pattern import expert_layers, window_layers
+from fivefold.config.layer_pattern import expert_layers, unrotated_layers, window_layers
 from fivefold.config.model import ModelConfig
 from fivefold.errors import CheckpointError, ConfigError, Mistake, shown
 from fivefold.files import read_json, read_text
@@ -89,6 +89,9 @@ def unlike(model: ModelConfig, arguments: Mapping[str, Any]) -> list[str]:
     if model.window_size is not None:
         has = [model.window_of(layer) is not None for layer in range(model.num_layers)]
         lines += _unlike_pattern("window_attn_skip_freq", window_layers, has, theirs)
+    if model.no_rope_freq is not None:
+        has = [not model.rotates(layer) for layer in range(model.num_layers)]
+        lines += _unlike_pattern("no_rope_freq", unrotated_layers, has, theirs)
     return lines
 
 
@@ -142,8 +145,9 @@ def _told(model: ModelConfig) -> Iterator[tuple[str, Any]]:
         yield switch, False
     yield "softmax_scale", None
     if model.position_embedding_type == "rope":
-        for name in ("no_rope_freq", "rotary_seq_len_interpolation_factor"):
-            yield name, None
+        if model.no_rope_freq is None:
+            yield "no_rope_freq", None
+        yield "rotary_seq_len_interpolation_factor", None
         for name in ("rotary_base", "rotary_percent", "use_rope_scaling"):
             yield name, getattr(model, name)
         if model.use_rope_scaling:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from fivefold.config.layer_pattern import expert_layers, window_layers
+from fivefold.config.layer_pattern import expert_layers, unrotated_layers, window_layers
 from fivefold.config.parallel import option
 
 MAX_SIZE = (1 << 31) - 1  # of any dimension, so that products of two fit into 64 bits
@@ -51,6 +51,11 @@ class ModelConfig:
     rotary_base: float = option(10000.0, "base (theta) of RoPE")
     rotary_percent: float = option(
         1.0, "share of a head's features that RoPE rotates, from the first one on"
+    )
+    no_rope_freq: str | None = option(
+        None,
+        "layers without RoPE: every Nth ('4': layers 3, 7, ...), or a list such as '[0]*3+[1]*1'; "
+        "none: no layers",
     )
     use_rope_scaling: bool = option(False, "stretch low RoPE frequencies as Llama 3.1 does")
     rope_scaling_factor: float = option(
@@ -320,6 +325,18 @@ class ModelConfig:
             return self.window_size
         limited = window_layers(self.window_attn_skip_freq, self.num_layers)
         return self.window_size if limited[min(layer, self.num_layers - 1)] else None
+
+    def rotates(self, layer: int) -> bool:
+        """Whether RoPE turns queries and keys of a layer; further predictions are like the last."""
+        if self.no_rope_freq is None:
+            return self.position_embedding_type == "rope"
+        without = unrotated_layers(self.no_rope_freq, self.num_layers)
+        return not without[min(layer, self.num_layers - 1)]
+
+    @property
+    def rotated_share(self) -> float:
+        """Share of the layers in which RoPE turns queries and keys."""
+        return sum(map(self.rotates, range(self.num_layers))) / self.num_layers
 
     @property
     def widest_window(self) -> int | None:

@@ -4,7 +4,12 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from fivefold.config.config import SETTINGS
 from fivefold.config.divisors import divisors, nearest
-from fivefold.config.layer_pattern import MAX_LAYERS, expert_layers, window_layers
+from fivefold.config.layer_pattern import (
+    MAX_LAYERS,
+    expert_layers,
+    unrotated_layers,
+    window_layers,
+)
 from fivefold.config.lora_rules import check_adapters
 from fivefold.config.model import MAX_SIZE, OF_ADAPTERS, ModelConfig
 from fivefold.config.settings import flag_of
@@ -97,6 +102,7 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
         _check_unused(model, OF_ADAPTERS, "--lora-rank", "--lora-rank 16", mistakes)
     check_adapters(model, mistakes)
     _check_rope(model, mistakes)
+    _check_unrotated(model, mistakes)
     _check_gate(model, mistakes)
     if model.window_attn_skip_freq is not None:
         with mistakes.collecting():
@@ -146,6 +152,24 @@ def _check_rope(model: ModelConfig, mistakes: Mistakes) -> None:
         )
     if model.use_rope_scaling and model.position_embedding_type != "rope":
         mistakes.add("use_rope_scaling needs position_embedding_type rope")
+
+
+def _check_unrotated(model: ModelConfig, mistakes: Mistakes) -> None:
+    """Check that some layers have RoPE, if some have none."""
+    if model.no_rope_freq is None:
+        return
+    if model.multi_latent_attention:
+        mistakes.add(
+            f"no_rope_freq {model.no_rope_freq!r} has no effect on multi_latent_attention, whose "
+            "heads have rotary features in all layers",
+            works=("--no-rope-freq none",),
+        )
+    with mistakes.collecting():
+        if all(unrotated_layers(model.no_rope_freq, model.num_layers)):
+            mistakes.add(
+                f"no_rope_freq {model.no_rope_freq!r} leaves all layers without positions",
+                works=("--no-rope-freq none", "--no-rope-freq 2")[: min(model.num_layers, 2)],
+            )
 
 
 def _check_gate(model: ModelConfig, mistakes: Mistakes) -> None:

@@ -41,7 +41,7 @@ OF_RUNS = (
         ("--reset-attention-mask",),
     ),
     Dependents(
-        ("rotary_base", "rotary_percent"),
+        ("rotary_base", "rotary_percent", "no_rope_freq"),
         "position_embedding_type",
         lambda c: c.model.position_embedding_type == "rope",
         "is for rotary positions",

@@ -276,7 +276,7 @@ def _model(
                 f"no model: {', '.join(missing)} missing",
                 f"a recipe has one ({' '.join(recipe_names())}, or the path of a .toml file), and "
                 "so has --model: a preset, a hub name, or the path of a config.json",
-                works=("--model llama3-8b", "--model debug-llama"),
+                works=_models_beside(given.values.get("load")),
             )
         return None
     model = ModelConfig(**values)
@@ -286,6 +286,13 @@ def _model(
         if switch in given.switches and model.num_experts is None:
             mistakes.add(f"{flag_of(switch)} needs a model with --num-experts")
     return model
+
+
+def _models_beside(weights: str | None) -> tuple[str, ...]:
+    """What says which model it is: the config.json of the weights to start from, if it has one."""
+    if weights is not None and (Path(weights) / "config.json").is_file():
+        return (f"--model {quote(weights)}",)
+    return "--model llama3-8b", "--model debug-llama"
 
 
 def _read_recipe(recipe: str) -> dict[str, dict[str, Any]]:

@@ -22,15 +22,13 @@ from fivefold.config.huggingface.adapter import (
 from fivefold.config.lora_rules import linear_names
 from fivefold.config.model import ModelConfig
 from fivefold.convert.save import ReadPart, made_of, theirs
-from fivefold.convert.stored import Stored, has_predictions
+from fivefold.convert.stored import JOINT, Stored, has_predictions
 from fivefold.convert.tensor_files import TensorFiles
 from fivefold.errors import CheckpointError, Mistake
 from fivefold.files import tensor_names, write_atomic
 from fivefold.model.lora import LORA, MAGNITUDE
 from fivefold.model.shape import parameter_shapes, stage_weights
 
-_JOINT = "gpt2", "gpt_neox"
-"""Families whose queries, keys and values are one linear layer in transformers."""
 _OF_EXPERTS = "gate_proj", "up_proj", "down_proj"
 """Names that PEFT 0.21 maps to the joint parameters that experts have in transformers 5."""
 
@@ -138,7 +136,7 @@ def open_adapter(
         CheckpointError: it is another one than the model has, or of another model.
     """
     adapter = read_adapter(folder)
-    if kind in _JOINT:
+    if kind in JOINT:
         raise CheckpointError(f"{folder}: {_why_not(model, kind)}")
     _see_settings(adapter, model)
     if model.mtp_num_layers and not has_predictions(kind, model, adapter.modules):
@@ -196,7 +194,7 @@ def _see_targets(adapter: PeftAdapter, places: Mapping[str, Stored]) -> None:
 
 def _why_not(model: ModelConfig, kind: str) -> str:
     """Why PEFT could not load the adapters; empty if it can."""
-    if kind in _JOINT:
+    if kind in JOINT:
         return f"{kind} has queries, keys and values in one linear layer, which has one adapter"
     taken = [name for name in linear_names(model) if model.adapts(name) and name in _OF_EXPERTS]
     if model.num_experts is not None and taken:

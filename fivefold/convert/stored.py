@@ -115,17 +115,19 @@ def _joint(
     """Rows of queries, keys, values, gate or up in a joint projection, and its size; None for
     other tensors."""
     which = next((i for i, part in enumerate("qkv") if f"self_attn.{part}_proj" in name), None)
-    if kind == "megatron" and model.gated_linear_unit and (".gate_p" in name or ".up_p" in name):
+    gated = kind in ("megatron", "phi3") and model.gated_linear_unit
+    if gated and (".gate_p" in name or ".up_p" in name):
         gate, up = torch.arange(2 * shape[0]).chunk(2)
         return (gate if ".gate_p" in name else up), 2 * shape[0]
-    if which is None or kind not in ("gpt2", "gpt_neox", "megatron"):
+    if which is None or kind not in JOINT:
         return None
+    if kind in ("gpt2", "phi3"):  # one after the other
+        sizes = model.q_size, model.k_size, model.v_size
+        return torch.arange(sum(sizes)).split(sizes)[which], sum(sizes)
     groups = model.num_kv_heads if kind == "megatron" else model.num_attention_heads
     queries = model.num_attention_heads // groups
     size = groups * (queries + 2) * model.head_dim
     rows = torch.arange(size)
-    if kind == "gpt2":  # one after the other
-        return rows.chunk(3)[which], size
     of_group = slice(0, queries) if which == 0 else slice(queries + which - 1, queries + which)
     by_head = rows.view(groups, queries + 2, model.head_dim)
     return by_head[:, of_group].flatten(), size
@@ -168,6 +170,9 @@ def their_name(kind: str, model: ModelConfig, name: str) -> str:
 
 
 HEADS = ("lm_head.", "embed_out.")
+JOINT = ("gpt2", "gpt_neox", "phi3", "megatron")
+"""Kinds whose queries, keys and values are one linear layer."""
+_PREDICTING = ("deepseek_v3", "kimi_k2", "glm4_moe")  # whose files have layers after the last
 _EACH = {".experts.": ".experts.{e}."}
 _DEEPSEEK = {
     ".kv_a_proj.": ".kv_a_proj_with_mqa.",
@@ -240,6 +245,19 @@ _NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "deepseek_v2": _DEEPSEEK,
         "deepseek_v3": _DEEPSEEK,
         "kimi_k2": _DEEPSEEK,
+        "glm4_moe": _DEEPSEEK,
+        "dots1": _DEEPSEEK,
+        "phi3": {
+            ".self_attn.q_proj.": ".self_attn.qkv_proj.",
+            ".self_attn.k_proj.": ".self_attn.qkv_proj.",
+            ".self_attn.v_proj.": ".self_attn.qkv_proj.",
+            ".mlp.gate_proj.": ".mlp.gate_up_proj.",
+            ".mlp.up_proj.": ".mlp.gate_up_proj.",
+        },
+        "starcoder2": {
+            ".mlp.up_proj.": ".mlp.c_fc.",
+            ".mlp.down_proj.": ".mlp.c_proj.",
+        },
         "gpt_oss": {
             ".self_attn.sinks.weight": ".self_attn.sinks",
             ".mlp.experts.gate_proj.weight": ".mlp.experts.gate_up_proj",
@@ -272,7 +290,7 @@ def harmless(kind: str, model: ModelConfig, name: str) -> bool:
     ):
         return True
     depth, _ = _predicting(kind, model, name)
-    return depth >= model.mtp_num_layers and model.multi_latent_attention
+    return depth >= model.mtp_num_layers and kind in _PREDICTING
 
 
 def copied(kind: str, model: ModelConfig, name: str) -> str | None:

@@ -202,6 +202,7 @@ class AttentionBlock(LayerBlock):
         has_latents: whether the module supports a `latent_kernel`.
         layer: index of the layer in the model.
         window: how many tokens before itself a query attends to; None: all.
+        rotates: whether RoPE turns queries and keys.
         head_offset: index of this rank's first query head in the model; keys dropout masks.
     """
 
@@ -212,6 +213,7 @@ class AttentionBlock(LayerBlock):
         super().__init__()
         self.model, self.layer = model, layer
         self.window = model.window_of(layer)
+        self.rotates = model.rotates(layer)
         self.site = f"layers.{layer}.self_attn.probabilities"
         self.kernel: Kernel = attention
         self.latent_kernel: LatentKernel | None = None
@@ -271,7 +273,7 @@ class Attention(AttentionBlock):
         q, k, v = (p.view(context.rows, p.shape[0] // context.rows, -1, D) for p in projected)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if context.rotary is not None:
+        if context.rotary is not None and self.rotates:
             q, k = context.rotary.rotate_both(q, k)
         if context.sequence is not None:
             k, v = context.sequence.join(self.site, k, v)

@@ -19,7 +19,7 @@ class Context:
 
     Attributes:
         rows: B; each row holds T / B tokens.
-        rotary: RoPE tables; None with learned positions.
+        rotary: RoPE tables; None where nothing is rotated.
         packing: document boundaries; None if every row is one document.
         dropout: dropout and router jitter; None in evaluation or if the model uses neither.
         part: the tokens this rank holds, if rows are split over ranks; None if it holds all.

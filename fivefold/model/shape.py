@@ -96,6 +96,11 @@ def has_final_norm(model: ModelConfig, parts: StageParts) -> bool:
     return parts.mtp > 0 if model.mtp_num_layers else parts.head
 
 
+def has_rotation(model: ModelConfig, parts: StageParts) -> bool:
+    """Whether RoPE turns anything in a stage."""
+    return any(map(model.rotates, (*parts.layers, *[model.num_layers] * parts.mtp)))
+
+
 def layer_weights(model: ModelConfig, layer: int) -> Weights:
     """Name within the layer -> parameter, for every parameter of one transformer layer.
 

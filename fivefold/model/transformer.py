@@ -37,7 +37,7 @@ from fivefold.model.prediction import FurtherToken, objective, targets
 from fivefold.model.rope import RotaryTables
 from fivefold.model.routing import Decisions
 from fivefold.model.sequence_slices import KeysAndValues
-from fivefold.model.shape import StageParts, has_final_norm, whole_model
+from fivefold.model.shape import StageParts, has_final_norm, has_rotation, whole_model
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -135,13 +135,6 @@ def _added(sum_TH: Tensor, x_TH: Tensor, drop: HiddenDropout | None, rate: float
 
 def _dropped_at(site: str, x_TH: Tensor, dropout: Dropout | None, rate: float) -> Tensor:
     return x_TH if dropout is None or not rate else dropout.at(site)(x_TH, rate)
-
-
-def _rotary(
-    model: ModelConfig, batch: Batch, dtype: torch.dtype, fused: bool
-) -> RotaryTables | None:
-    rotates = model.position_embedding_type == "rope"
-    return RotaryTables.at(model, batch.positions, dtype, fused) if rotates else None
 
 
 def _make_layer(
@@ -313,14 +306,16 @@ class Stage(nn.Module):
         routing: Decisions | None,
     ) -> tuple[Tensor, Context]:
         """Embedding (if held) and layers: hidden states [T, H] before the final norm."""
-        dropout = self._dropout(batch)
+        dropout, rotary = self._dropout(batch), None
         if self.embed_tokens is not None:
             x_TH = self._embed(batch, dropout)
         assert x_TH is not None, "a stage without the embedding needs the hidden states before it"
+        if has_rotation(self.model, self.parts):
+            rotary = RotaryTables.at(self.model, batch.positions, x_TH.dtype, self.fuses_rope)
         routes = self.model.num_experts is not None
         context = Context(
             len(batch.tokens),
-            _rotary(self.model, batch, x_TH.dtype, self.fuses_rope),
+            rotary,
             batch.packing,
             dropout,
             batch.part,

@@ -333,8 +333,8 @@ class OperationTimes:
         model, tp, length = self.model, self.grid.tp, self.training.seq_length
         mixed = self.tokens * ELEMENT * (model.q_size + model.k_size) / tp
         rotary = Times()
-        if model.position_embedding_type == "rope":
-            rotary = self._elementwise(2 * mixed, 2 * mixed, UNFUSED_ROTATION)
+        if model.rotated_share:
+            rotary = self._elementwise(2 * mixed, 2 * mixed, UNFUSED_ROTATION) * model.rotated_share
         if model.attention_dropout and self.software.attention == "scores":
             batch = self.tokens // length * (model.num_attention_heads // tp)
             dims, precision = (model.query_dim, model.value_dim), self.training.precision

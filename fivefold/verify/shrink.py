@@ -8,7 +8,7 @@ from typing import Any
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.dependence import without_orphans
-from fivefold.config.layer_pattern import layer_frequency, window_frequency, window_layers
+from fivefold.config.layer_pattern import layer_frequency, unrotated_frequency, window_frequency
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.counts.state import num_expert_shards
@@ -253,15 +253,22 @@ def _with_layers(config: Config, layers: Sequence[int]) -> Config:
     if len(kinds) > 1:
         kinds = tuple(kinds[place % len(kinds)] for place in range(len(layers)))
     if model.num_experts is not None:
-        frequency = layer_frequency([model.is_moe(layer) for layer in layers])
-        config = config.with_values(moe_layer_freq=frequency)
+        config = config.with_values(moe_layer_freq=layer_frequency([*map(model.is_moe, layers)]))
     if model.window_attn_skip_freq is not None:
-        limited = window_layers(model.window_attn_skip_freq, model.num_layers)
-        few = [limited[layer] for layer in layers]
-        few[0] |= any(limited) and not any(few)
-        few[-1] &= all(limited) or not all(few)
-        config = config.with_values(window_attn_skip_freq=window_frequency(few))
+        has = _some_of([model.window_of(n) is not None for n in range(model.num_layers)], layers)
+        config = config.with_values(window_attn_skip_freq=window_frequency(has))
+    if model.no_rope_freq is not None:
+        has = _some_of([not model.rotates(n) for n in range(model.num_layers)], layers)
+        config = config.with_values(no_rope_freq=unrotated_frequency(has))
     return config.with_values(num_layers=len(layers), cp_comm_type=kinds)
+
+
+def _some_of(has: Sequence[bool], layers: Sequence[int]) -> list[bool]:
+    """Which of the layers that are kept have something: one with, one without, if there were."""
+    few = [has[layer] for layer in layers]
+    few[0] |= any(has) and not any(few)
+    few[-1] &= all(has) or not all(few)
+    return few
 
 
 def _narrower(layout: Layout, config: Config) -> Config:
@@ -375,10 +382,8 @@ def _fewer_tokens(layout: Layout, config: Config) -> Config:
     cp, window = config.parallel.context_parallel_size, config.model.window_size
     slices = config.parallel.num_sequence_slices
     length = min(training.seq_length, lcm(32, 2 * cp * tp if cp > 1 else tp) * slices)
-    if window is not None:
-        window = max(1, window * length // training.seq_length)
-    each = min(training.micro_batch_size, 2)
-    most = layout.num_microbatches
+    window = window and max(1, window * length // training.seq_length)
+    each, most = min(training.micro_batch_size, 2), layout.num_microbatches
     few = min(most, max(2, 2 * layout.grid.pp))
     for count in range(few, most + 1):
         smaller = config.with_values(

@@ -27,6 +27,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "neox": {
         "normalization": "LayerNorm",
         "rotary_percent": 0.5,
+        "no_rope_freq": "2",
         "parallel_residual": True,
         "add_bias_linear": True,
         "gated_linear_unit": False,

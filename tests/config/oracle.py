@@ -131,6 +131,7 @@ def _is_table(name: str) -> bool:
 
 def renamed(config: ModelConfig, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Their parameters, or gradients of them, under our names and in our order of features."""
+    gpt2 = model.config.model_type == "gpt2"
     second = model.config.model_type == "deepseek_v2"  # which does not read the field
     interleaved = second or getattr(model.config, "rope_interleave", True)
     found: dict[str, Tensor] = {}
@@ -138,7 +139,7 @@ def renamed(config: ModelConfig, model: nn.Module, tensors: dict[str, Tensor]) -
         for theirs, ours in _NAMES.items():
             name = name.replace(theirs, ours)
         kind = name.rpartition(".")[2]
-        if ".c_" in name and kind == "weight":  # GPT-2's linears are transposed
+        if gpt2 and ".c_" in name and kind == "weight":  # its linears are transposed
             value = value.T
         for theirs, ours in _LINEARS.items():
             name = name.replace(theirs, ours)
@@ -146,7 +147,10 @@ def renamed(config: ModelConfig, model: nn.Module, tensors: dict[str, Tensor]) -
             found |= _experts(config, name, value)
         elif config.multi_latent_attention and interleaved and "self_attn." in name:
             found[name] = _in_halves(config, name, value)
-        elif "c_attn" in name or "query_key_value" in name:
+        elif "gate_up_proj" in name:
+            for part, rows in zip(("gate", "up"), value.chunk(2), strict=True):
+                found[name.replace("gate_up", part)] = rows
+        elif any(joint in name for joint in ("c_attn", "query_key_value", "qkv_proj")):
             for letter, part in zip("qkv", _parts(config, name, value), strict=True):
                 found[f"{name.rpartition('self_attn')[0]}self_attn.{letter}_proj.{kind}"] = part
         else:
@@ -158,6 +162,8 @@ def _parts(config: ModelConfig, name: str, value: Tensor) -> tuple[Tensor, ...]:
     """Queries, keys and values of a joint projection: one after the other, or head by head."""
     if "c_attn" in name:
         return value.chunk(3)
+    if "qkv_proj" in name:
+        return value.split((config.q_size, config.k_size, config.v_size))
     heads = value.unflatten(0, (config.num_attention_heads, 3, -1))
     return tuple(heads[:, part].flatten(0, 1) for part in range(3))
 

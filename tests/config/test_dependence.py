@@ -110,6 +110,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "moe_router_load_balancing_type": (("aux_loss",),),
     "moe_aux_loss_coeff": ((0.1,),),
     "window_attn_skip_freq": ("2",),
+    "no_rope_freq": ("2",),
     "moe_expert_rank_capacity_factor": (1.5,),
     "moe_deepep_num_sms": (24,),
     "num_experts": (4,),

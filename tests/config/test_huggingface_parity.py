@@ -39,27 +39,33 @@ _SIZES = {
     "vocab_size": 100,
 }
 _EXPERTS = {"num_key_value_heads": 2, "num_experts_per_tok": 2}
-_LATENTS = {
+_GROUPS = {
     **_SIZES,
     "num_key_value_heads": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_LATENTS = _GROUPS | {
     "kv_lora_rank": 16,
     "q_lora_rank": 24,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
-    "n_routed_experts": 4,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
 }
 TINY: Mapping[str, dict[str, Any]] = {
     "llama": _SIZES,
     "mistral": _SIZES | {"num_key_value_heads": 2},
     "qwen2": _SIZES | {"num_key_value_heads": 2},
     "qwen3": _SIZES | {"num_key_value_heads": 2},
+    "smollm3": _SIZES | {"num_hidden_layers": 5, "pad_token_id": None},
+    "phi3": _SIZES | {"num_key_value_heads": 2, "pad_token_id": None},
     "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 100},
+    "starcoder2": _SIZES | {"num_key_value_heads": 2},
     "gpt_neox": _SIZES | {"rotary_pct": 0.5},
     "mixtral": _SIZES | _EXPERTS | {"num_local_experts": 4},
     "qwen2_moe": _SIZES
@@ -67,6 +73,8 @@ TINY: Mapping[str, dict[str, Any]] = {
     | {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20},
     "qwen3_moe": _SIZES | _EXPERTS | {"num_experts": 4, "moe_intermediate_size": 24},
     "gpt_oss": _SIZES | _EXPERTS | {"num_local_experts": 4, "head_dim": 8},
+    "glm4_moe": _GROUPS | {"num_key_value_heads": 2},
+    "dots1": _GROUPS | {"norm_topk_prob": True},
     "deepseek_v2": _LATENTS,
     "deepseek_v3": _LATENTS,
 }
@@ -140,6 +148,15 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "scale_attn_by_inverse_layer_idx": _SWITCH,
     "reorder_and_upcast_attn": _SWITCH,
     "use_parallel_residual": _SWITCH,
+    "no_rope_layers": [None, [1, 1], [1, 0, 1, 1, 1], [0, 0, 0, 0, 0], [1, 0, 0, 1, 1, 0]],
+    "no_rope_layer_interval": [1, 2, 3, 9],
+    "use_bias": _SWITCH,
+    "use_qk_norm": _SWITCH,
+    "norm_epsilon": [1e-1],
+    "original_max_position_embeddings": [8],
+    "embedding_dropout": [0.1],
+    "residual_dropout": [0.0, 0.1],
+    "embd_pdrop": [0.0, 0.1],
     "rope_interleaved": _SWITCH,
     "pretraining_tp": [2],
     "pruned_heads": [{}, {"0": [1]}],
@@ -242,6 +259,30 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
     "v2, groups": ("deepseek_v2", {"topk_method": "group_limited_greedy"}),
     "kimi": ("deepseek_v3", {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1, **_YARN}),
     "qwen3_moe, normalised": ("qwen3_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "smollm3, windows without positions": (
+        "smollm3",
+        {
+            "no_rope_layers": [0, 1, 0, 1, 1],
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "phi3, shares and windows": (
+        "phi3",
+        {"partial_rotary_factor": 0.75, "sliding_window": 5, "num_key_value_heads": 1},
+    ),
+    "starcoder2, windows": ("starcoder2", {"sliding_window": 5, "tie_word_embeddings": False}),
+    "starcoder2, without biases": ("starcoder2", {"use_bias": False, "head_dim": 16}),
+    "glm4_moe, normalised heads": (
+        "glm4_moe",
+        {"use_qk_norm": True, "attention_bias": True, "head_dim": 16, "n_shared_experts": 2},
+    ),
+    "glm4_moe, one group": (
+        "glm4_moe",
+        {"n_group": 1, "topk_group": 1, "partial_rotary_factor": 1.0, **_YARN},
+    ),
+    "dots1, some windows": ("dots1", {"sliding_window": 5, "max_window_layers": 1}),
     "gpt_oss, small numbers": ("gpt_oss", {"swiglu_limit": 0.3, "sliding_window": 4}),
 }
 

@@ -8,6 +8,7 @@ from fivefold.config.layer_pattern import expert_layers, layer_frequency
 from fivefold.config.model import ModelConfig
 from fivefold.config.model_rules import check_model
 from fivefold.config.presets import HUB_NAMES, PRESETS, resolve_model
+from fivefold.config.settings import flag_of
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.model.shape import count_parameters
 
@@ -235,6 +236,34 @@ def test_all_mistakes_are_told_at_once() -> None:
 )
 def test_single_mistakes(change: dict, part: str) -> None:
     assert part in mistakes_of(replace(PRESETS["debug-llama"], **change))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("pattern", ["x", "0", "[0]*5", "[2]*3", "1", "[1]*3", "[0]*2"])
+@pytest.mark.parametrize(
+    ("name", "beside"),
+    [
+        ("moe_layer_freq", {"num_experts": 4}),
+        ("window_attn_skip_freq", {"window_size": 8}),
+        ("no_rope_freq", {}),
+    ],
+)
+def test_patterns_that_errors_offer_are_taken(
+    name: str, beside: dict, pattern: str, layers: int
+) -> None:
+    model = replace(PRESETS["debug-llama"], num_layers=layers, **beside)
+    mistakes = Mistakes()
+    check_model(replace(model, **{name: pattern}), mistakes)
+    try:
+        mistakes.raise_if_any()
+    except ConfigError as error:
+        (mistake,) = error.mistakes
+        offered = [text.split() for text in mistake.works if text.startswith(flag_of(name))]
+        assert offered
+        for _, value in offered:
+            mended = Mistakes()
+            check_model(replace(model, **{name: None if value == "none" else value}), mended)
+            mended.raise_if_any()
 
 
 @pytest.mark.parametrize("groups", range(1, 9))

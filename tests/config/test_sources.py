@@ -99,6 +99,16 @@ def test_model_flag_replaces_the_whole_section(tmp_path: Path) -> None:
     assert read.model == replace(PRESETS["debug-gpt"], vocab_size=300)
 
 
+def test_weights_to_start_from_say_which_model_is_missing(tmp_path: Path) -> None:
+    folder = tmp_path / "a model"
+    folder.mkdir()
+    with pytest.raises(ConfigError, match="works: --model llama3-8b"):
+        load(["--load", str(folder)], Options)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=f"works: --model '{folder}'$"):
+        load(["--load", str(folder)], Options)
+
+
 def test_a_model_can_be_written_out_without_a_preset() -> None:
     read = config("--num-layers 2 --hidden-size 8 --num-attention-heads 2 --vocab-size 9")
     assert (read.model.num_layers, read.model.hidden_size, read.model.vocab_size) == (2, 8, 9)

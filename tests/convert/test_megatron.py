@@ -236,7 +236,7 @@ def test_what_changes_results_alone_is_told_apart(name: str) -> None:
     }
     if name != "gpt2":
         both |= {
-            "no_rope_freq": (None, 4),
+            "no_rope_freq": (None, 2),
             "rotary_percent": (1.0, 0.5),
             "rotary_seq_len_interpolation_factor": (None, 8),
             "use_rope_scaling": (False, True),

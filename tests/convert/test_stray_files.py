@@ -136,13 +136,16 @@ def test_a_head_of_its_own_is_not_taken_for_a_copy_of_the_embedding(tmp_path: Pa
     assert agree(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
 @pytest.mark.parametrize("copy", ["embed_tokens.weight", "shared_head.head.weight"])
-def test_a_prediction_with_an_embedding_of_its_own_is_refused(copy: str, tmp_path: Path) -> None:
-    written("deepseek_v3", tmp_path / "hub")
+def test_a_prediction_with_an_embedding_of_its_own_is_refused(
+    copy: str, kind: str, tmp_path: Path
+) -> None:
+    written(kind, tmp_path / "hub")
     layers = json.loads((tmp_path / "hub" / "config.json").read_text())["num_hidden_layers"]
     model = replace(from_hf_config(tmp_path / "hub"), mtp_num_layers=1)
     tensors = tensors_of(tmp_path / "hub")
-    for place in stored_tensors("deepseek_v3", model).values():
+    for place in stored_tensors(kind, model).values():
         tensors |= {n: torch.ones(place.their_shape) for n in place.names if n not in tensors}
     original = "lm_head.weight" if "head" in copy else "model.embed_tokens.weight"
     tensors[f"model.layers.{layers}.{copy}"] = tensors[original].clone()

@@ -77,6 +77,7 @@ NEOX = replace(
     GPT,
     position_embedding_type="rope",
     rotary_percent=0.5,
+    no_rope_freq="2",
     parallel_residual=True,
     activation_func="quick_gelu",
 )

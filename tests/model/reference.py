@@ -3,6 +3,7 @@
 import cmath
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,7 +20,9 @@ def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Ten
         prefix = f"layers.{layer}."
         own = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
         window = model.window_of(layer)
-        y = x + _attention(model, own, _norm(model, own, "input_layernorm", x), window)
+        turns = model.no_rope_freq is None or (layer + 1) % int(model.no_rope_freq)
+        seen = model if turns else replace(model, position_embedding_type="learned_absolute")
+        y = x + _attention(seen, own, _norm(model, own, "input_layernorm", x), window)
         read = x if model.parallel_residual else y
         x = y + _mlp(model, own, _norm(model, own, "post_attention_layernorm", read))
     x = _norm(model, weights, "norm", x)

@@ -48,6 +48,7 @@ NUMBERS: dict[str, Any] = {
     "norm_epsilon": 0.01,
     "window_size": 2,
     "window_attn_skip_freq": "3",
+    "no_rope_freq": "3",
     "num_query_groups": 1,
     "moe_router_num_groups": 2,
     "moe_router_group_topk": 1,

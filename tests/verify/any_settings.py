@@ -64,6 +64,7 @@ SOME: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0.1,),
     "window_size": (3,),
     "window_attn_skip_freq": ("2",),
+    "no_rope_freq": ("2", "3"),
     "num_query_groups": (1, 2),
     "moe_router_topk": (1, 5),
     "moe_router_num_groups": (4,),

@@ -109,6 +109,7 @@ NEOX = replace(
     GPT,
     position_embedding_type="rope",
     rotary_percent=0.34,
+    no_rope_freq="2",
     parallel_residual=True,
     activation_func="gelu",
     untie_embeddings_and_output_weights=True,

@@ -17,7 +17,11 @@ from fivefold.files import read_json, tensor_names
 ADAPTER, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
 """Of the names of all tensors that PEFT saves."""
-_TARGETS = {name: name for name in get_args(LoraTarget)[1:]} | {"kv_a_proj_with_mqa": "kv_a_proj"}
+_TARGETS = {name: name for name in get_args(LoraTarget)[1:]} | {
+    "kv_a_proj_with_mqa": "kv_a_proj",
+    "c_fc": "up_proj",  # of StarCoder2's MLPs
+    "c_proj": "down_proj",
+}
 """Our name of a linear layer, by the last part of that of transformers."""
 _UNTOUCHED = True, False, None, "gaussian", "eva", "orthogonal"
 """Ways to initialise an adapter that leave the base model's weights as they are."""

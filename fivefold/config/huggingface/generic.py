@@ -15,24 +15,30 @@ def read_generic(reader: Reader) -> None:
     reader.fixed("pruned_heads", {}, None)
 
 
-def read_stored_weights(reader: Reader, *, published: bool) -> None:
-    """Read fields about the weights and code stored next to config.json.
+def read_stored_weights(reader: Reader, *, code: bool = False, rounded: bool = False) -> None:
+    """Read fields about the code and weights stored next to config.json.
 
     Args:
         reader: reader of the file.
-        published: whether the family itself was published with such fields, so that its config.json
+        code: whether the family itself was published with code of its own, so that its config.json
             describes the architecture known by its name.
+        rounded: whether it was published with rounded weights, which are widened as they are read.
     """
-    if published:
-        reader.without_effect("auto_map", "quantization_config")
-        return
-    reader.fixed("auto_map", None, {}, why="it names code of its own, which may compute otherwise")
-    reader.fixed(
-        "quantization_config",
-        None,
-        {},
-        why="it rounds weights and activations; without it the model is described unrounded",
-    )
+    if code:
+        reader.without_effect("auto_map")
+    else:
+        why = "it names code of its own, which may compute otherwise"
+        reader.fixed("auto_map", None, {}, why=why)
+    if rounded:
+        reader.without_effect("quantization_config")
+    else:
+        why = "it rounds weights and activations; without it the model is described unrounded"
+        reader.fixed("quantization_config", None, {}, why=why)
+
+
+def read_balancing(reader: Reader) -> None:
+    """Read coefficients of balancing losses, which affect training only."""
+    reader.without_effect("output_router_logits", "router_aux_loss_coef")
 
 
 _OF_FILES = (

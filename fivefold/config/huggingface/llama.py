@@ -7,8 +7,8 @@ from typing import Any
 
 from fivefold.config.huggingface.generic import read_stored_weights
 from fivefold.config.huggingface.reader import Reader
-from fivefold.config.huggingface.rope import Rope, whole_head_rope, yarn_settings
-from fivefold.config.layer_pattern import MAX_LAYERS, window_frequency
+from fivefold.config.huggingface.rope import Rope, read_rope, whole_head_rope, yarn_settings
+from fivefold.config.layer_pattern import MAX_LAYERS, unrotated_frequency, window_frequency
 from fivefold.config.model import ModelConfig
 
 ACTIVATIONS: Mapping[str, Any] = MappingProxyType(
@@ -35,6 +35,8 @@ class _Defaults:
         rms_norm_eps: epsilon of RMSNorm.
         rope_theta: base of RoPE.
         sliding_window: sliding window in tokens, if a window is used.
+        rotary_share: share of a head's features that RoPE rotates; None: the family has no such
+            field, and rotates all.
     """
 
     num_key_value_heads: int | None = None
@@ -42,6 +44,7 @@ class _Defaults:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     sliding_window: int | None = 4096
+    rotary_share: float | None = None
 
 
 _DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
@@ -54,8 +57,17 @@ _DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
         "qwen2_moe": _Defaults(16),
         "qwen3_moe": _Defaults(4),
         "gpt_oss": _Defaults(8, 64, 1e-5, 150000.0),
+        "phi3": _Defaults(None, None, 1e-5, sliding_window=None, rotary_share=1.0),
+        "glm4_moe": _Defaults(8, None, 1e-5, rotary_share=0.5),
+        "dots1": _Defaults(32),
+        "smollm3": _Defaults(4, rope_theta=2000000.0, sliding_window=None),
     }
 )
+
+
+_NULL_HEADS = "llama", "mistral", "mixtral", "gpt_oss"
+"""Families in which transformers takes a head_dim of null for hidden size / heads."""
+_PHI3_DROPOUTS = "resid_pdrop", "embd_pdrop"
 
 
 def llama_like(reader: Reader, kind: str) -> ModelConfig:
@@ -63,35 +75,53 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
     defaults = _DEFAULTS[kind]
     sizes = transformer_sizes(reader)
     key_value_heads = defaults.num_key_value_heads
-    rope = Rope(defaults.rope_theta, 1.0, "default")
+    rope = Rope(defaults.rope_theta, defaults.rotary_share or 1.0, "default")
     gpt_oss = kind == "gpt_oss"
     if gpt_oss and reader.fields.get("rope_parameters") != {}:  # {} means no scaling
         scaling = yarn_settings(32.0, 4096, whole_pairs=False)
         rope = Rope(defaults.rope_theta, 1.0, "yarn", scaling)
-    # transformers replaces null by hidden size / heads.
-    head_dim = reader.size if kind.startswith("qwen") else reader.optional_size
-    heads = reader.size if kind == "qwen2_moe" else reader.optional_size
-    read_stored_weights(reader, published=gpt_oss)
+    head_dim = reader.optional_size if kind in _NULL_HEADS else reader.size
+    heads = reader.size if kind in ("qwen2_moe", "glm4_moe") else reader.optional_size
+    read_stored_weights(reader, code=gpt_oss or kind == "phi3", rounded=gpt_oss)
     if kind == "llama":
         reader.without_effect("max_sequence_length", "is_llama_config")
         reader.fixed("rope_interleaved", False)
     if kind == "qwen2":
         reader.fixed("use_mrope", False)
+    if kind == "phi3":  # fields of Phi-4-mini's file, which transformers has no use for
+        reader.fixed("lm_head_bias", False)
+        reader.fixed("full_attn_mod", 1)
+        reader.fixed("interpolate_factor", 1)
+    unrotated = _unrotated(reader, sizes["num_layers"]) if kind == "smollm3" else ()
     return ModelConfig(
         **sizes,
+        no_rope_freq=unrotated_frequency(unrotated),
         ffn_hidden_size=reader.size("intermediate_size"),
         num_query_groups=heads("num_key_value_heads", default=key_value_heads),
         kv_channels=head_dim("head_dim", default=defaults.head_dim),
         norm_epsilon=reader.number("rms_norm_eps", defaults.rms_norm_eps),
         activation_func=activation(reader, "hidden_act", "silu"),
         add_bias_linear=_biases(reader, kind),
-        add_qkv_bias=kind == "qwen2" or (kind == "qwen2_moe" and reader.flag("qkv_bias", True)),
-        qk_layernorm=kind in ("qwen3", "qwen3_moe"),
-        untie_embeddings_and_output_weights=not reader.flag("tie_word_embeddings", False),
+        add_qkv_bias=_qkv_bias(reader, kind),
+        qk_layernorm=_normalises_heads(reader, kind),
+        untie_embeddings_and_output_weights=not reader.flag(
+            "tie_word_embeddings", kind == "smollm3"
+        ),
         attention_dropout=reader.number("attention_dropout", 0.0),
-        **({} if gpt_oss else _window(reader, kind, sizes["num_layers"])),
-        **whole_head_rope(reader, rope).settings(),
+        hidden_dropout=equal_dropouts(reader, _PHI3_DROPOUTS, 0.0) if kind == "phi3" else 0.0,
+        **({} if gpt_oss else _window(reader, kind, sizes["num_layers"], unrotated)),
+        **_rope(reader, kind, rope).settings(),
     )
+
+
+def _rope(reader: Reader, kind: str, default: Rope) -> Rope:
+    if _DEFAULTS[kind].rotary_share is None:
+        return whole_head_rope(reader, default)
+    if kind != "phi3":
+        return read_rope(reader, default)
+    # The length before LongRoPE, which a file without it has, too. Others are read as LongRoPE.
+    reader.without_effect("original_max_position_embeddings")
+    return read_rope(reader, default, scalings=("default",))
 
 
 def transformer_sizes(reader: Reader) -> dict[str, Any]:
@@ -130,7 +160,12 @@ def _biases(reader: Reader, kind: str) -> bool:
     if kind == "gpt_oss":  # biases in attention, router and experts
         reader.fixed("attention_bias", True)
         return True
-    if kind != "llama":  # in Qwen3 it affects attention alone; other families have no such field
+    if kind == "glm4_moe":
+        return False  # attention_bias means queries, keys and values
+    if kind not in (
+        "llama",
+        "smollm3",
+    ):  # in Qwen3 it affects attention alone; other families have no such field
         reader.fixed("attention_bias", False)
         reader.fixed("mlp_bias", False)
         return False
@@ -138,6 +173,28 @@ def _biases(reader: Reader, kind: str) -> bool:
     if attention != mlp:
         reader.unsupported("mlp_bias", mlp, [attention], "attention_bias has to be the same")
     return attention and mlp
+
+
+def _qkv_bias(reader: Reader, kind: str) -> bool:
+    """Whether the projections of queries, keys and values have biases, and no others."""
+    if kind == "glm4_moe":
+        return reader.flag("attention_bias", False)
+    return kind == "qwen2" or (kind == "qwen2_moe" and reader.flag("qkv_bias", True))
+
+
+def _normalises_heads(reader: Reader, kind: str) -> bool:
+    if kind == "glm4_moe":
+        return reader.flag("use_qk_norm", False)
+    return kind in ("qwen3", "qwen3_moe", "dots1")
+
+
+def equal_dropouts(reader: Reader, names: tuple[str, str], default: float) -> float:
+    """Dropout of residual branches and of embeddings, by their names, which must be the same."""
+    dropout, embedded = (reader.number(name, default) for name in names)
+    if embedded != dropout:
+        branches, embeddings = names
+        reader.unsupported(embeddings, embedded, [dropout], f"{branches} has to be the same")
+    return dropout
 
 
 def window_settings(width: int | None, slides: Sequence[bool]) -> dict[str, Any]:
@@ -153,13 +210,26 @@ def window_settings(width: int | None, slides: Sequence[bool]) -> dict[str, Any]
     return {"window_size": width - 1, "window_attn_skip_freq": skip}
 
 
-def _window(reader: Reader, kind: str, layers: int) -> dict[str, Any]:
-    """The window, and the layers that have it.
+def _unrotated(reader: Reader, layers: int) -> tuple[bool, ...]:
+    """Which layers of SmolLM3 have no RoPE: 0 in a list, or every fourth."""
+    interval = reader.size("no_rope_layer_interval", default=4)
+    listed = reader.sizes("no_rope_layers")
+    if not listed:
+        return tuple((layer + 1) % interval == 0 for layer in range(layers))
+    if len(listed) < layers:
+        sizes = f"{len(listed)} entries, {layers} layers"
+        reader.mistakes.add(f"no_rope_layers must have one entry a layer: {sizes}")
+        return (False,) * layers
+    return tuple(not turns for turns in listed[:layers])
+
+
+def _window(reader: Reader, kind: str, layers: int, unrotated: tuple[bool, ...]) -> dict[str, Any]:
+    """The window, and the layers that have it; in SmolLM3 those without RoPE.
 
     Hugging Face's width includes the token itself, Megatron-LM's does not. A window counts even if
     it is as long as `max_position_embeddings`, which limits no sequence.
     """
-    if kind == "llama":
+    if kind in ("llama", "glm4_moe"):
         reader.fixed("sliding_window", None)
         return {}
     default = _DEFAULTS[kind].sliding_window
@@ -175,14 +245,19 @@ def _window(reader: Reader, kind: str, layers: int) -> dict[str, Any]:
             reader.contradict(
                 {"layer_types": reader.fields["layer_types"], "sliding_window": width}
             )
-    elif kind in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"):
-        if not reader.flag("use_sliding_window", False):
+    elif kind in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "dots1", "smollm3"):
+        if kind == "dots1":
+            # transformers has no such field; files that say false have no window
+            reader.fixed("use_sliding_window", width is not None)
+        elif not reader.flag("use_sliding_window", False):
             width = None
-        slides = _qwen_windows(reader, kind, layers, width)
+        slides = _qwen_windows(reader, kind, layers, width, unrotated)
     return window_settings(width, slides)
 
 
-def _qwen_windows(reader: Reader, kind: str, layers: int, width: int | None) -> tuple[bool, ...]:
+def _qwen_windows(
+    reader: Reader, kind: str, layers: int, width: int | None, unrotated: tuple[bool, ...]
+) -> tuple[bool, ...]:
     """Which layers have a window if the file does not list them.
 
     Layers from `max_window_layers` on do; in Qwen2-MoE also every other layer before.
@@ -190,8 +265,10 @@ def _qwen_windows(reader: Reader, kind: str, layers: int, width: int | None) -> 
     if kind == "qwen3_moe":
         reader.without_effect("max_window_layers")
         return (width is not None,) * layers
-    first = reader.size("max_window_layers", default=28, least=0)
+    first = reader.size("max_window_layers", default=62 if kind == "dots1" else 28, least=0)
     listed = layer_types(reader, layers)
+    if listed is None and kind == "smollm3":
+        return tuple(width is not None and without for without in unrotated)
     if listed is None and kind == "qwen2_moe":
         return tuple(
             width is not None and layer < first and not layer % 2 for layer in range(layers)

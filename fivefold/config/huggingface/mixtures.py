@@ -1,8 +1,10 @@
-"""Llama-like mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss."""
+"""Llama-like mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss, GLM-4.5, dots.llm1."""
 
 from dataclasses import replace
 from typing import Any
 
+from fivefold.config.huggingface.generic import read_balancing
+from fivefold.config.huggingface.grouped_experts import grouped_experts, predictions
 from fivefold.config.huggingface.llama import layer_types, llama_like, window_settings
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.layer_pattern import layer_frequency
@@ -73,6 +75,14 @@ def gpt_oss(reader: Reader, kind: str) -> ModelConfig:
     )
 
 
-def read_balancing(reader: Reader) -> None:
-    """Read coefficients of balancing losses, which affect training only."""
-    reader.without_effect("output_router_logits", "router_aux_loss_coef")
+def glm4_moe(reader: Reader, kind: str) -> ModelConfig:
+    """GLM-4.5 to 4.7: DeepSeek-V3's experts and predictions, RoPE in a half of each head."""
+    model = llama_like(reader, kind)
+    experts = grouped_experts(reader, kind, model.num_layers)
+    return replace(model, mtp_num_layers=predictions(reader), **experts)
+
+
+def dots1(reader: Reader, kind: str) -> ModelConfig:
+    """dots.llm1: Qwen3's attention, DeepSeek-V3's experts."""
+    model = llama_like(reader, kind)
+    return replace(model, **grouped_experts(reader, kind, model.num_layers))

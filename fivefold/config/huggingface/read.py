@@ -8,9 +8,9 @@ from typing import Any
 
 from fivefold.config.huggingface.deepseek import deepseek
 from fivefold.config.huggingface.generic import read_generic
-from fivefold.config.huggingface.gpt import gpt2, gpt_neox
+from fivefold.config.huggingface.gpt import gpt2, gpt_neox, starcoder2
 from fivefold.config.huggingface.llama import llama_like
-from fivefold.config.huggingface.mixtures import gpt_oss, mixtral, qwen_moe
+from fivefold.config.huggingface.mixtures import dots1, glm4_moe, gpt_oss, mixtral, qwen_moe
 from fivefold.config.huggingface.naming import in_words_of
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.model import ModelConfig
@@ -25,14 +25,19 @@ _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType
         "mixtral": mixtral,
         "qwen2": llama_like,
         "qwen3": llama_like,
+        "phi3": llama_like,
+        "smollm3": llama_like,
         "qwen2_moe": qwen_moe,
         "qwen3_moe": qwen_moe,
         "deepseek_v2": deepseek,
         "deepseek_v3": deepseek,
         "kimi_k2": deepseek,
+        "glm4_moe": glm4_moe,
+        "dots1": dots1,
         "gpt_oss": gpt_oss,
         "gpt_neox": gpt_neox,
         "gpt2": gpt2,
+        "starcoder2": starcoder2,
     }
 )
 

@@ -60,6 +60,7 @@ def read_rope(
     *,
     theta: str = "rope_theta",
     share: str = "partial_rotary_factor",
+    scalings: tuple[str, ...] = _SUPPORTED,
     leave_out: bool = False,
     latents: bool = False,
 ) -> Rope:
@@ -73,6 +74,7 @@ def read_rope(
         default: the family's default.
         theta: name of theta outside the tables.
         share: name of the share outside the tables.
+        scalings: kinds of scaling that the family has and a ModelConfig expresses.
         leave_out: whether an unsupported scaling is left out rather than refused.
         latents: whether YaRN also scales the scores, as in latent attention.
     """
@@ -84,7 +86,7 @@ def read_rope(
             found[name] = Rope(
                 _agreed(table, "rope_theta", theta, beside[theta], default.theta),
                 _agreed(table, "partial_rotary_factor", share, beside[share], default.share),
-                *_scaling(table, leave_out, latents, reader),
+                *_scaling(table, scalings, leave_out, latents, reader),
             )
     untabled = Rope(
         _or_default(beside[theta], default.theta),
@@ -113,14 +115,14 @@ def _or_default(value: float | None, default: float) -> float:
 
 
 def _scaling(
-    table: Reader, leave_out: bool, latents: bool, whole: Reader
+    table: Reader, scalings: tuple[str, ...], leave_out: bool, latents: bool, whole: Reader
 ) -> tuple[str, tuple[tuple[str, Any], ...]]:
     """The kind of scaling and its settings."""
     by_layer = [name for name, value in table.fields.items() if isinstance(value, Mapping)]
     if by_layer:
         table.unsupported("parameters by layer type", sorted(by_layer), ["the same for all layers"])
         return "default", ()
-    choices = (*_SUPPORTED, *_OTHERS) if leave_out else _SUPPORTED
+    choices = (*scalings, *_OTHERS) if leave_out else scalings
     kind = table.text("rope_type", "type", default="default", choices=choices)
     if kind is None:
         return "default", ()

@@ -146,6 +146,24 @@ def _gpt2(model: ModelConfig, kind: str) -> Fields:
     }
 
 
+def _starcoder2(model: ModelConfig, kind: str) -> Fields:
+    width = model.widest_window
+    return {
+        **_sizes(model),
+        **_rope(model),
+        "intermediate_size": model.ffn_size,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "norm_epsilon": model.norm_epsilon,
+        "hidden_act": _ACTIVATIONS.get(model.activation_func, model.activation_func),
+        "use_bias": model.add_bias_linear,
+        "residual_dropout": model.hidden_dropout,
+        "embedding_dropout": model.hidden_dropout,
+        "attention_dropout": model.attention_dropout,
+        "sliding_window": None if width is None else width + 1,
+    }
+
+
 def _gpt_neox(model: ModelConfig, kind: str) -> Fields:
     names = {"gelu_tanh": "gelu_new"}
     rope = _rope(model)
@@ -177,9 +195,16 @@ def _llama_like(model: ModelConfig, kind: str) -> Fields:
         "attention_dropout": model.attention_dropout,
         **_rope(model),
     }
-    if kind == "llama":
+    if kind == "phi3":
+        # Of its own names; its special tokens' defaults are of another vocabulary.
+        fields |= {"resid_pdrop": model.hidden_dropout, "embd_pdrop": model.hidden_dropout}
+        fields |= {"partial_rotary_factor": model.rotary_percent, "pad_token_id": None}
+    if kind == "smollm3":
+        rotates = [int(model.rotates(layer)) for layer in range(model.num_layers)]
+        fields |= {"no_rope_layers": rotates, "pad_token_id": None} | _qwen_windows(model)
+    if kind in ("llama", "smollm3"):
         fields |= {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
-    if kind in ("mistral", "mixtral"):
+    if kind in ("mistral", "mixtral", "phi3"):
         width = model.widest_window
         fields["sliding_window"] = None if width is None else width + 1
     if kind.startswith("qwen"):
@@ -243,11 +268,10 @@ def _gpt_oss(model: ModelConfig, kind: str) -> Fields:
 
 def _deepseek(model: ModelConfig, kind: str) -> Fields:
     second = kind == "deepseek_v2"
-    grouped = model.moe_router_num_groups is not None
-    dense = [layer for layer in range(model.num_layers) if not model.is_moe(layer)]
     fields = {
         **_sizes(model),
         **_rope(model),
+        **_grouped_experts(model, second),
         "intermediate_size": model.ffn_size,
         "num_key_value_heads": model.num_attention_heads,
         "hidden_act": _ACTIVATIONS.get(model.activation_func, model.activation_func),
@@ -259,6 +283,22 @@ def _deepseek(model: ModelConfig, kind: str) -> Fields:
         "qk_nope_head_dim": model.qk_head_dim,
         "qk_rope_head_dim": model.qk_pos_emb_head_dim,
         "v_head_dim": model.v_head_dim,
+    }
+    if second:
+        grouped = model.moe_router_num_groups is not None
+        fields["topk_method"] = "group_limited_greedy" if grouped else "greedy"
+        return fields
+    return fields | {
+        "topk_method": "noaux_tc",
+        "num_nextn_predict_layers": model.mtp_num_layers,
+        "rope_interleave": True,
+    }
+
+
+def _grouped_experts(model: ModelConfig, second: bool = False) -> Fields:
+    """Fields of experts as DeepSeek-V3 has them, or V2."""
+    dense = [layer for layer in range(model.num_layers) if not model.is_moe(layer)]
+    return {
         "n_routed_experts": model.num_experts or 1,  # of no layer, but transformers wants a number
         "num_experts_per_tok": model.moe_router_topk,
         "moe_intermediate_size": model.expert_ffn_size,
@@ -271,14 +311,25 @@ def _deepseek(model: ModelConfig, kind: str) -> Fields:
         "norm_topk_prob": not second,
         "moe_layer_freq": 1,
     }
-    if second:
-        fields["topk_method"] = "group_limited_greedy" if grouped else "greedy"
-        return fields
-    return fields | {
-        "topk_method": "noaux_tc",
-        "num_nextn_predict_layers": model.mtp_num_layers,
-        "rope_interleave": True,
-    }
+
+
+def _glm4_moe(model: ModelConfig, kind: str) -> Fields:
+    return (
+        _llama_like(model, kind)
+        | _grouped_experts(model)
+        | {
+            "partial_rotary_factor": model.rotary_percent,
+            "attention_bias": model.add_qkv_bias,
+            "use_qk_norm": model.qk_layernorm,
+            "num_nextn_predict_layers": model.mtp_num_layers,
+        }
+    )
+
+
+def _dots1(model: ModelConfig, kind: str) -> Fields:
+    window = None if model.window_size is None else model.window_size + 1
+    windows = {"sliding_window": window, "layer_types": _layer_types(model)}
+    return _llama_like(model, kind) | _grouped_experts(model) | windows
 
 
 _FAMILIES: Mapping[str, tuple[str, Callable[[ModelConfig, str], Fields]]] = MappingProxyType(
@@ -287,12 +338,17 @@ _FAMILIES: Mapping[str, tuple[str, Callable[[ModelConfig, str], Fields]]] = Mapp
         "mistral": ("MistralForCausalLM", _llama_like),
         "qwen2": ("Qwen2ForCausalLM", _llama_like),
         "qwen3": ("Qwen3ForCausalLM", _llama_like),
+        "phi3": ("Phi3ForCausalLM", _llama_like),
+        "smollm3": ("SmolLM3ForCausalLM", _llama_like),
         "gpt2": ("GPT2LMHeadModel", _gpt2),
+        "starcoder2": ("Starcoder2ForCausalLM", _starcoder2),
         "gpt_neox": ("GPTNeoXForCausalLM", _gpt_neox),
         "mixtral": ("MixtralForCausalLM", _mixtral),
         "qwen2_moe": ("Qwen2MoeForCausalLM", _qwen_moe),
         "qwen3_moe": ("Qwen3MoeForCausalLM", _qwen_moe),
         "gpt_oss": ("GptOssForCausalLM", _gpt_oss),
+        "glm4_moe": ("Glm4MoeForCausalLM", _glm4_moe),
+        "dots1": ("Dots1ForCausalLM", _dots1),
         "deepseek_v2": ("DeepseekV2ForCausalLM", _deepseek),
         "deepseek_v3": ("DeepseekV3ForCausalLM", _deepseek),
     }

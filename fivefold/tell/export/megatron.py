@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from math import ceil
 
+from fivefold.config.layer_pattern import runs
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.training import MOCK, SCALE_BY_TRIAL, TrainingConfig
@@ -87,6 +88,9 @@ def _model(said: Settings, layout: Layout) -> Iterator[str]:
         yield from flag("rope-type", said["rope_type"] if latent else "rope")
         if said["rotary_percent"] != 1.0:
             yield from flags(said, "rotary_percent")
+        if said["no_rope_freq"] is not None:  # a number must divide the layers there
+            without = [not model.rotates(layer) for layer in range(model.num_layers)]
+            yield from flag("no-rope-freq", runs(without))
         if model.use_rope_scaling:
             yield from flags(said, "use_rope_scaling", "rope_scaling_factor")
     yield from _activation(said, model)
