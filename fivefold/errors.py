@@ -71,6 +71,18 @@ class CheckpointError(FivefoldError):
     """A checkpoint that is missing, truncated, corrupted or of another model."""
 
 
+class OtherSettings(CheckpointError):
+    """A checkpoint whose optimizer's state these settings cannot go on with.
+
+    Attributes:
+        mistake: what differs; of what works, `--finetune` takes the weights alone.
+    """
+
+    def __init__(self, mistake: Mistake) -> None:
+        super().__init__(str(mistake))
+        self.mistake = mistake
+
+
 class DamagedCheckpoint(CheckpointError):
     """The files of a checkpoint are not what was written.
 

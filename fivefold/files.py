@@ -11,7 +11,7 @@ import resource
 import secrets
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import isfinite
 from pathlib import Path
 from shlex import quote
@@ -30,6 +30,7 @@ _REFUSED = (  # by the system, whatever the program does
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE),
     *(errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.ELOOP),
 )
+_POINTER = b"version https://git-lfs.github.com/"
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, a quota, a limit (ulimit -f)
 
 
@@ -264,6 +265,17 @@ def parse_json(
         raise error(f"{source} is not JSON: {_half_pair(text) or problem}") from None
 
 
+def json_kind(value: Any) -> str:
+    """What a value that was read from JSON or a table is, for a message.
+
+    >>> json_kind(3), json_kind([1]), json_kind(None)
+    ('a number', 'a list', 'null')
+    """
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
+    kinds |= {int: "a number", float: "a number", type(None): "null"}
+    return kinds.get(type(value), f"of the type {type(value).__name__}")
+
+
 def _half_pair(text: str) -> str | None:
     """That an escape is half of a surrogate pair, which Python writes and JSON's readers refuse."""
     pair_or_other = r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\[^u]"
@@ -327,7 +339,17 @@ def tensor_names(path: str | os.PathLike[str], error: type[FivefoldError]) -> li
         with safe_open(path, framework="numpy") as opened:
             return list(opened.keys())
     except (SafetensorError, OSError) as problem:
-        raise error(f"{path} is no safetensors file: {problem}") from None
+        raise error(unread_tensors(path, problem)) from None
+
+
+def unread_tensors(path: str | os.PathLike[str], problem: Exception) -> str:
+    """What to say of a .safetensors file that cannot be read."""
+    with suppress(OSError), open(path, "rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            folder = quote(os.path.dirname(path) or ".")
+            pull = f"git -C {folder} lfs pull"
+            return f"{path} is Git LFS's pointer to a file, not that file\n  try:   {pull}"
+    return f"{path} cannot be read: {problem}"
 
 
 def _fsync(path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from fivefold.checkpoint.index import SavedTensor
 from fivefold.config.settings import flag_of
-from fivefold.errors import CheckpointError, Mistake, did_you_mean
+from fivefold.errors import Mistake, OtherSettings, did_you_mean
 from fivefold.model.fp8_rules import SCALES
 from fivefold.optim.adamw import OPTIMIZER, state_name
 from fivefold.optim.rounding import MOMENTS
@@ -57,7 +57,7 @@ def check_types(asked: Mapping[str, torch.dtype], saved: Mapping[str, SavedTenso
     """Check that optimizer state fits its type here, where the checkpoint has it.
 
     Raises:
-        CheckpointError: state of 16 bits here was saved in more, of which each load would round
+        OtherSettings: state of 16 bits here was saved in more, of which each load would round
             some off, or only one of both is in 8 bits, which mean something with scales alone.
     """
     narrow = {
@@ -66,19 +66,17 @@ def check_types(asked: Mapping[str, torch.dtype], saved: Mapping[str, SavedTenso
         if name.startswith(OPTIMIZER) and name in saved and _differ(saved[name].dtype, dtype)
     }
     if narrow:
-        raise CheckpointError(
-            str(
-                Mistake(
-                    "the checkpoint has optimizer state of other types than these settings keep",
-                    tuple(f"{m}: {was}, here {now}" for m, (was, now) in narrow.items()),
-                    works=(
-                        " ".join(
-                            f"{flag_of(m)}-dtype {_FLAGS[was.itemsize]}"
-                            for m, (was, _) in narrow.items()
-                        ),
-                        "--finetune",
+        raise OtherSettings(
+            Mistake(
+                "the checkpoint has optimizer state of other types than these settings keep",
+                tuple(f"{m}: {was}, here {now}" for m, (was, now) in narrow.items()),
+                works=(
+                    " ".join(
+                        f"{flag_of(m)}-dtype {_FLAGS[was.itemsize]}"
+                        for m, (was, _) in narrow.items()
                     ),
-                )
+                    "--finetune",
+                ),
             )
         )
 
@@ -88,7 +86,7 @@ def check_optimizers(asked: Iterable[str], saved: Collection[str]) -> None:
     with AdamW.
 
     Raises:
-        CheckpointError: it is of the other one.
+        OtherSettings: it is of the other one.
     """
     first, second = (state_name(moment, "") for moment in MOMENTS)
     here = set(asked)
@@ -97,20 +95,20 @@ def check_optimizers(asked: Iterable[str], saved: Collection[str]) -> None:
         if name.startswith(first) and (other in here) != (other in saved):
             was, now = ("adam", "muon") if other in saved else ("muon", "adam")
             what = f"the checkpoint was saved with optimizer = {was}, which is {now} here"
-            raise CheckpointError(str(Mistake(what, works=(f"--optimizer {was}", "--finetune"))))
+            raise OtherSettings(Mistake(what, works=(f"--optimizer {was}", "--finetune")))
 
 
 def check_histories(asked: Shapes, saved: Mapping[str, SavedTensor]) -> None:
     """Check that histories of delayed scales are as long as the checkpoint's.
 
     Raises:
-        CheckpointError: they are longer or shorter here.
+        OtherSettings: they are longer or shorter here.
     """
     for name, shape in asked.items():
         if name.startswith(SCALES) and name in saved and (was := saved[name].shape) != tuple(shape):
             what = f"the checkpoint has {name} of {_shape(was)}, these settings {_shape(shape)}"
             works = (f"--fp8-amax-history-len {was[-1]}", "--fp8-recipe tensorwise")
-            raise CheckpointError(str(Mistake(what, works=works)))
+            raise OtherSettings(Mistake(what, works=works))
 
 
 _FLAGS = {1: "fp8", 2: "bf16", 4: "fp32", 8: "fp32"}  # fp32 stands for the masters' type

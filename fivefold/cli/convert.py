@@ -66,7 +66,9 @@ def run(argv: Sequence[str]) -> int:
     if inward:
         size = to_run(base, target, adapter, model)
         print(f"{target}: a run folder with {human_bytes(size)} of weights at step 0")
-        print(f"  next: fivefold sample {quote(str(target))} PROMPT")
+        file, after = target / "tokenizer.json", f"fivefold sample {quote(str(target))} PROMPT"
+        missing = "" if file.is_file() else f"the model's tokenizer, copied to {file}, then "
+        print(f"  next: {missing}{after}")
         return 0
     size = to_hub(
         source,

@@ -19,6 +19,7 @@ from fivefold.errors import (
     FivefoldError,
     PlaceError,
     RanksFailed,
+    TrainingError,
     did_you_mean,
 )
 from fivefold.files import telling_system_errors
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _tells(error):
             # In one piece, so that ranks that fail at the same time do not mix their lines.
             sys.stderr.write(f"{paint('error:', 'red', sys.stderr)} {error}\n")
-        return 2
+        return 1 if isinstance(error, TrainingError) else 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -136,9 +136,10 @@ def _template_of(sampler: "Sampler", run: Path) -> str:
 def _prompts(options: Options) -> list[str]:
     prompts = [options.prompt]
     if options.prompts is not None:
-        prompts = read_text(options.prompts, DataError).splitlines()
-        if not prompts:
+        text = read_text(options.prompts, DataError)
+        if not text:
             raise DataError(f"{options.prompts} has no line")
+        prompts = text.removesuffix("\n").split("\n")  # splitlines: at U+2028 and form feeds, too
     return [prompt for prompt in prompts for _ in range(options.num_samples)]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fivefold.convert.stored import Shape
 from fivefold.errors import CheckpointError
+from fivefold.files import unread_tensors
 
 
 @dataclass
@@ -60,4 +61,5 @@ class TensorFiles:
         try:
             yield
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self.folder} does not give {name}: {error}") from None
+            told = unread_tensors(self.files[name], error)
+            raise CheckpointError(f"{self.folder} does not give {name}\n  {told}") from None

@@ -19,7 +19,7 @@ from typing import Any
 from fivefold.data.corpus import JSON_SUFFIXES, TABLE_SUFFIXES, kind, records
 from fivefold.data.template import BEGIN, END, ChatTemplate, Message, Span
 from fivefold.errors import DataError, did_you_mean
-from fivefold.files import parse_json
+from fivefold.files import json_kind, parse_json
 
 _FORMS = "messages | conversations | prompt and completion"
 _KEYS = frozenset({"messages", "conversations", "prompt", "completion", "tools", "system"})
@@ -128,7 +128,7 @@ def conversation(record: Mapping[str, Any], place: str) -> Conversation:
     if isinstance(tools, str):  # columns of tables cannot hold schemas that differ
         tools = parse_json(tools, Any, f"{place}: 'tools'", DataError)
     if tools is not None and not isinstance(tools, list):
-        raise DataError(f"{place}: 'tools' is a {type(tools).__name__}, not a list")
+        raise DataError(f"{place}: 'tools' is {json_kind(tools)}, not a list")
     given = 0
     if "messages" in record:
         messages = _messages(record["messages"], place, "messages")
@@ -146,7 +146,7 @@ def conversation(record: Mapping[str, Any], place: str) -> Conversation:
         )
     if system := record.get("system"):
         if not isinstance(system, str):
-            raise DataError(f"{place}: 'system' is a {type(system).__name__}, not a string")
+            raise DataError(f"{place}: 'system' is {json_kind(system)}, not a text")
         messages, given = [{"role": "system", "content": system}, *messages], given + 1
     if any(mark in json.dumps([messages, tools], ensure_ascii=False) for mark in (BEGIN, END)):
         raise DataError(f"{place} has a noncharacter of Unicode, U+FDD0 or U+FDD1")
@@ -166,13 +166,13 @@ def _messages(value: Any, place: str, key: str, role: str | None = None) -> list
     if role is not None and isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list):
-        raise DataError(f"{place}: {key!r} is a {type(value).__name__}, not a list of messages")
+        raise DataError(f"{place}: {key!r} is {json_kind(value)}, not a list of messages")
     return [_message(each, f"{place}: {key}[{number}]") for number, each in enumerate(value)]
 
 
 def _message(each: Any, where: str) -> dict[str, Any]:
     if not isinstance(each, dict):
-        raise DataError(f"{where} is a {type(each).__name__}, not an object")
+        raise DataError(f"{where} is {json_kind(each)}, not an object")
     # Rows of Parquet have every field that any row has.
     message = {name: value for name, value in each.items() if value is not None}
     if "from" in message and "role" not in message:
@@ -193,7 +193,7 @@ def _message(each: Any, where: str) -> dict[str, Any]:
         )
     content = message.get("content")
     if not isinstance(content, str | list) and not message.get("tool_calls"):
-        kind = "missing" if content is None else f"a {type(content).__name__}"
+        kind = "missing" if content is None else json_kind(content)
         raise DataError(f"{where}: its content is {kind}; it has to be a text")
     # As in transformers: templates of later models read one name, those of gpt-oss another.
     thought = next((message[name] for name in _THOUGHTS if name in message), None)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.data.borders import last_border
 from fivefold.errors import DataError, did_you_mean
-from fivefold.files import parse_json
+from fivefold.files import json_kind, parse_json
 from fivefold.recipes import how_to_get
 from fivefold.units import several
 
@@ -257,7 +257,7 @@ def _json_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 continue
             record = parse_json(text, Any, place, DataError)
             if not isinstance(record, dict):
-                raise DataError(f"{place} is a JSON {type(record).__name__}, not an object")
+                raise DataError(f"{place} is {json_kind(record)}, not an object")
             yield place, record
 
 
@@ -287,9 +287,9 @@ def _json_text(record: dict[str, Any], place: str, text_key: str) -> str:
             f"  its keys: {', '.join(record) or 'none'}{_text_keys(texts)}"
         )
     text = record[text_key]
-    if not isinstance(text, str):
-        raise DataError(f"{place}: {text_key!r} is a {type(text).__name__}, not a string")
-    return text
+    if not isinstance(text, str | None):
+        raise DataError(f"{place}: {text_key!r} is {json_kind(text)}, not a text")
+    return text or ""  # null is no text, as in a table
 
 
 def _text_keys(names: Iterable[str]) -> str:

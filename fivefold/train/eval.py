@@ -30,6 +30,7 @@ from fivefold.train.run_tokenizer import run_tokenizer
 from fivefold.train.saved_state import SavedState, read_state, same_model
 from fivefold.train.scratch import scratch_folder
 from fivefold.train.threads import choose_threads
+from fivefold.units import several
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,12 @@ def evaluate_run(
         changed = "the text is not what it was when the run was trained"
         progress(f"{changed}, so that samples which were trained on may be among those read here")
     sets = validation_sets(layout.config.training, data)
+    for each in sets:
+        if (there := each.dataset.num_samples) < each.samples:  # of the split alone
+            again = (
+                f"{each.samples:,} are read, some of them again; --full-validation reads each once"
+            )
+            progress(f"the validation split has {several(there, 'sample')}: {again}")
     found = _on_ranks(layout, (source.folder, state.step), sets, device)
     return [
         Evaluated(metrics, each.samples, each.text_bytes(data.tokenizer))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fivefold.errors import ConfigError, FivefoldError
+from fivefold.errors import ConfigError, FivefoldError, OtherSettings
 from fivefold.files import write_atomic
 from fivefold.mesh.groups import lost_connection
 from fivefold.train.roll_call import Suspect
@@ -61,7 +61,7 @@ def raised(error: BaseException, rank: int, folder: Path | None) -> Failure:
     """The failure of an exception on this rank; its traceback is written to `folder`, if any."""
     when = time.monotonic()
     if isinstance(error, FivefoldError):
-        status = CONFIG_ERROR if isinstance(error, ConfigError) else 1
+        status = CONFIG_ERROR if isinstance(error, ConfigError | OtherSettings) else 1
         return Failure(str(error)[:REPORT_LIMIT], when, status=status, for_user=True)
     text = "".join(traceback.format_exception(error))
     message = str(error).strip()[:REPORT_LIMIT]

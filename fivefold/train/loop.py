@@ -12,7 +12,6 @@ from typing import Any
 from fivefold.audit.measure import measured
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.checkpoint.local import LocalCheckpoints
-from fivefold.convert.load import fill_from_folder
 from fivefold.data.loader import Loader
 from fivefold.data.packing import Microbatch
 from fivefold.data.validation import ValidationSet
@@ -30,7 +29,7 @@ from fivefold.train.garbage import collecting
 from fivefold.train.meters import device_peak, peak_memory
 from fivefold.train.metrics import EvalMetrics, Sink, StepMetrics
 from fivefold.train.new_adapters import measure_rows
-from fivefold.train.not_finite import locate, locate_in_state
+from fivefold.train.not_finite import fill_finite, locate, locate_in_state
 from fivefold.train.profile import profiled
 from fivefold.train.save_interval import SaveInterval
 from fivefold.train.saved_state import SavedState, read_state, without_adapters
@@ -142,11 +141,12 @@ class Trainer:
         """Load weights, and adapters if they are named, as others keep them: each rank its own.
 
         Raises:
-            CheckpointError: on every rank, if the tensors are of another model or cannot be read.
+            CheckpointError: on every rank, if the tensors are of another model, are not finite, or
+                cannot be read.
         """
         model, weights = self.engine.layout.config.model, self.engine.weights_to_load(not adapter)
         weights = {name: w for name, w in weights.items() if not name.startswith(SCALES)}
-        fill = partial(fill_from_folder, folder, model, adapter=adapter)
+        fill = partial(fill_finite, folder, model, adapter=adapter)
         self.checkpointer.load_by(f"loading {folder}", weights, fill)
         measure_rows(self.engine, self.checkpointer, fill, new=adapter is None)
         self.engine.after_load(0, weights)

@@ -7,20 +7,24 @@ every rank that all values are finite.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fivefold.config.model import ModelConfig
+from fivefold.convert.load import fill_from_folder
 from fivefold.data.packing import Microbatch
+from fivefold.errors import CheckpointError, Mistake
 from fivefold.mesh.collectives import gather_objects
-from fivefold.mesh.slices import local_tensor
+from fivefold.mesh.slices import Piece, local_tensor
 from fivefold.optim.adamw import OPTIMIZER
 from fivefold.pipeline.ir import Act
 from fivefold.train.engine import Engine
 from fivefold.units import few
 
-SHOWN = 4  # ranks
+SHOWN = 4  # ranks, or weights
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,20 @@ class _Sight:
 
     order: tuple[int, ...]
     what: str
+
+
+def fill_finite(
+    path: Path, model: ModelConfig, pieces: Mapping[str, Piece], adapter: Path | None = None
+) -> None:
+    """`fill_from_folder`, whose arguments these are, of weights that can be trained.
+
+    Raises:
+        CheckpointError: as for `fill_from_folder`, or a weight is an infinity or NaN.
+    """
+    fill_from_folder(path, model, pieces, adapter)
+    if spoilt := _spoilt({name: piece.local for name, piece in pieces.items()}):
+        what = f"{path} holds weights that are not finite, so that no loss would be"
+        raise CheckpointError(str(Mistake(what, (few(spoilt, SHOWN),))))
 
 
 def locate_in_state(engine: Engine) -> list[str]:

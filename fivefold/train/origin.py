@@ -1,6 +1,6 @@
 """Finds and checks the checkpoint that a run starts from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 
@@ -12,7 +12,14 @@ from fivefold.config.megatron import is_megatron, megatron_checkpoint
 from fivefold.config.training import TrainingConfig
 from fivefold.convert.hub import HubFolder, is_hub_folder
 from fivefold.convert.load import checked_sources, model_in
-from fivefold.errors import CheckpointError, ConfigError, DamagedCheckpoint, DataError, Mistake
+from fivefold.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpoint,
+    DataError,
+    Mistake,
+    OtherSettings,
+)
 from fivefold.train.loop import Trainer
 from fivefold.train.run_folder import CHECKPOINTS
 from fivefold.train.saved_state import read_state, same_model, without_adapters
@@ -147,6 +154,7 @@ def restore(trainer: Trainer, origin: Origin | None) -> str:
 
     Raises:
         CheckpointError: it is of other tensors, or damaged and no other one is intact.
+        OtherSettings: these settings cannot go on with its optimizer's state.
         DataError: the data is not what it was.
     """
     own = trainer.checkpointer
@@ -159,6 +167,8 @@ def restore(trainer: Trainer, origin: Origin | None) -> str:
         trainer.load_folder(origin.checkpoints, origin.adapter)
         return ""
     source = own if resumes else Checkpointer(origin.checkpoints)
+    there, new = quote(str(own.folder.parent)), quote(f"{own.folder.parent}-finetuned")
+    afresh = f"--load {there} --finetune --save {new}" if resumes else "--finetune"
     try:
         try:
             trainer.restore(source, origin.step, weights_only=origin.weights_only)
@@ -168,11 +178,10 @@ def restore(trainer: Trainer, origin: Origin | None) -> str:
             trainer.restore(source, error.intact, weights_only=origin.weights_only)
             return error.passed_over
     except DataError as error:  # other data than the checkpoint's
-        folder = own.folder.parent
-        there, new = quote(str(folder)), quote(f"{folder}-finetuned")
-        elsewhere = f"--load {there} --finetune --save {new}"
-        afresh = elsewhere if resumes else "--finetune"
         raise DataError(f"{error}\n  works: {afresh}") from error
+    except OtherSettings as error:
+        works = tuple(afresh if way == "--finetune" else way for way in error.mistake.works)
+        raise OtherSettings(replace(error.mistake, works=works)) from error
     return origin.damage
 
 

@@ -529,9 +529,11 @@ CORPORA = [
     corpus(
         "not JSON", "--data-path a.jsonl", "a.jsonl:2 is not JSON", a_dot_jsonl='{"text":"a"}\n{'
     ),
-    corpus("JSON list", "--data-path a.jsonl", "is a JSON list, not an object", a_dot_jsonl="[1]"),
+    corpus("JSON list", "--data-path a.jsonl", "is a list, not an object", a_dot_jsonl="[1]"),
     corpus("no text key", "--data-path a.jsonl", "no key 'text'", a_dot_jsonl='{"txt": "a"}'),
-    corpus("text is no text", "--data-path a.jsonl", "'text' is a int", a_dot_jsonl='{"text": 1}'),
+    corpus(
+        "text is no text", "--data-path a.jsonl", "'text' is a number", a_dot_jsonl='{"text": 1}'
+    ),
     corpus("no text", "--data-path a.txt", "no text in 1 file", a_dot_txt=""),
     corpus(
         "garbled Parquet", "--data-path a.parquet", "cannot be read as Parq", a_dot_parquet=b"?"

@@ -19,6 +19,7 @@ from fivefold.mesh.slices import Piece, piece_of
 from fivefold.model.transformer import Stage
 from fivefold.train.convert import to_hub, to_run
 from fivefold.train.engine import Engine
+from fivefold.train.not_finite import fill_finite
 from fivefold.train.origin import find_origin
 from tests.config.oracle import LENGTH, InFp64, config_of, oracle, oracle_logits
 from tests.config.published import PUBLISHED
@@ -256,8 +257,29 @@ def test_a_damaged_file_of_several_is_named(tmp_path: Path) -> None:
     written("llama", tmp_path, max_shard_size="20KB")
     file = sorted(tmp_path.glob("model-*.safetensors"))[1]
     file.write_bytes(file.read_bytes()[:-400])
-    with pytest.raises(CheckpointError, match="does not give model"):
+    with pytest.raises(CheckpointError, match=rf"does not give model.*\n  {file} cannot be read"):
         our_stage(tmp_path)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_pointer_of_git_lfs_is_told_from_a_damaged_file(several: bool, tmp_path: Path) -> None:
+    """As a clone holds where Git LFS is not installed."""
+    written("llama", tmp_path, max_shard_size="20KB" if several else "5GB")
+    file = sorted(tmp_path.glob("model*.safetensors"))[-1]
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(CheckpointError, match=f"pointer.*\n  try:   git -C {tmp_path} lfs pull"):
+        our_stage(tmp_path)
+
+
+def test_weights_that_are_not_finite_are_named_before_the_first_step(tmp_path: Path) -> None:
+    written("llama", tmp_path)
+    tensors = tensors_of(tmp_path)
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = from_hf_config(tmp_path)
+    held = {"norm.weight": piece_of(torch.ones(model.hidden_size))}
+    with pytest.raises(CheckpointError, match=r"not finite.*\n  norm\.weight \(1 of \d+ elem"):
+        fill_finite(tmp_path, model, held)
 
 
 def test_what_a_promise_of_predictions_suggests_works(tmp_path: Path) -> None:

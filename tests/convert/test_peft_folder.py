@@ -252,7 +252,10 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
     "no file": (lambda f: (f / WEIGHTS).unlink(), "has no adapter_model.safetensors"),
     "a pickle": (lambda f: (f / WEIGHTS).rename(f / "adapter_model.bin"), "adapter_model.bin"),
-    "cut": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-9]), "safetensors f"),
+    "cut": (
+        lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-9]),
+        "safetensors cannot be read",
+    ),
     "no JSON": (lambda f: (f / SETTINGS).write_text("{"), "is not JSON"),
     "a list": (lambda f: (f / SETTINGS).write_text("[]"), "does not hold what it should"),
     "one missing": (_tensors(lambda t: t.pop(FIRST)), "q_proj: named, and no tensors"),

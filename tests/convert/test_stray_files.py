@@ -326,3 +326,12 @@ def test_the_command_that_comes_next_can_be_typed(
     assert typed[:2] == ["python", "-c"]
     named = [each.value for each in ast.walk(ast.parse(typed[2])) if isinstance(each, ast.Constant)]
     assert named == [str(tmp_path / name)]
+
+
+def test_what_a_run_without_a_tokenizer_lacks_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written("llama", tmp_path / "hub", torch.float32)
+    assert main(["convert", str(tmp_path / "hub"), str(tmp_path / "run")]) == 0
+    after = capsys.readouterr().out.partition("  next: ")[2]
+    assert f"copied to {tmp_path}/run/tokenizer.json, then fivefold sample" in after

@@ -209,7 +209,7 @@ def test_answers_of_a_prompt_are_not_learnt(kept):
 
 BAD = [
     ({"text": "x"}, r"a.jsonl:2 is no conversation: its keys are text\n(.|\n)*--no-sft --text-key"),
-    ({"messages": "x"}, r"a.jsonl:2: 'messages' is a str, not a list of messages"),
+    ({"messages": "x"}, r"a.jsonl:2: 'messages' is a text, not a list of messages"),
     ({"messages": [{"role": "user", "content": "x"}]}, "a.jsonl:2 has no answer to learn"),
     ({"messages": [{"content": "x"}]}, r"a.jsonl:2: messages\[0\] has no role"),
     (
@@ -218,14 +218,14 @@ BAD = [
     ),
     (
         {"messages": [{"role": "assistant", "content": 3}]},
-        r"messages\[0\]: its content is a int; it has to be a text",
+        r"messages\[0\]: its content is a number; it has to be a text",
     ),
     (
         {"messages": [{"role": "assistant", "content": "x", "weight": 0}]},
         r"messages\[0\] has a weight of 0",
     ),
     ({"messages": [], "tools": "ls"}, "a.jsonl:2: 'tools' is not JSON"),
-    ({"messages": [], "tools": {}}, "'tools' is a dict, not a list"),
+    ({"messages": [], "tools": {}}, "'tools' is an object, not a list"),
     (
         {"messages": [{"role": "assistant", "content": "\ufdd0"}]},
         "a noncharacter of Unicode",

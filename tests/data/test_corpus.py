@@ -41,10 +41,10 @@ def test_lines_and_rows_are_documents(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     lines = tmp_path / "a.jsonl"
-    rows = ["one", "", "two\nlines", "drei"]
+    rows = ["one", "", "two\nlines", None, "drei"]
     lines.write_text("\n\n".join(json.dumps({"body": row, "n": 1}) for row in rows))
     table = tmp_path / "a.parquet"
-    parquet.write_table(pyarrow.table({"body": [*rows, None]}), table)
+    parquet.write_table(pyarrow.table({"body": rows}), table)
     assert documents(lines, "body") == documents(table, "body") == ["one", "two\nlines", "drei"]
 
 
@@ -138,14 +138,14 @@ def test_builtin_is_the_standard_library_without_its_tests():
         ("a.txt", b"abc\xffdef", r"a.txt is not UTF-8: byte 3 is 0xff"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "\xe9"}', r"a.jsonl:2 is not UTF-8: byte 24 is 0xe9"),
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl:2 is not JSON"),
-        ("a.jsonl", b"[1]", "a.jsonl:1 is a JSON list, not an object"),
+        ("a.jsonl", b"[1]", "a.jsonl:1 is a list, not an object"),
         (
             "a.jsonl",
             b'{"txt": "x", "tex": 1}',
             r"no key 'text', did you mean 'txt'\?\n.*: txt, tex\n  works: --text-key txt$",
         ),
         ("a.jsonl", b'{"meta": {"text": "x"}}', "no key 'text'\n  its keys: meta$"),
-        ("a.jsonl", b'{"text": 3}', "a.jsonl:1: 'text' is a int, not a string"),
+        ("a.jsonl", b'{"text": 3}', "a.jsonl:1: 'text' is a number, not a text"),
         ("a.parquet", b"PAR1 nonsense", "a.parquet cannot be read as Parquet"),
     ],
 )

@@ -227,6 +227,20 @@ def test_losses_that_are_no_numbers_are_told(trained: tuple[Path, str]) -> None:
     assert {each["perplexity"] for each in sets} == {None}
 
 
+def test_samples_that_are_read_again_are_said(trained: tuple[Path, str], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(trained[0], folder)
+    settings = re.sub(
+        "(?m)^valid_data_path.*", "valid_data_path = []", (folder / "config.toml").read_text()
+    )
+    (folder / "config.toml").write_text(settings)
+    said = {
+        flags: _fivefold("eval", str(folder), *flags.split()).stderr
+        for flags in ("--full-validation", "--no-full-validation --eval-iters 9 --gbs 64")
+    }
+    assert ["some of them again" in each for each in said.values()] == [False, True]
+
+
 def test_a_launcher_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "1" if "RANK" in name else "2")

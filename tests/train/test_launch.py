@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fivefold.errors import ConfigError, FivefoldError
+from fivefold.errors import ConfigError, FivefoldError, Mistake, OtherSettings
 from fivefold.train.launch import init_process_group, launch_local, run_ranks
 from fivefold.train.rank_env import RankEnv, read_rank_env
 from fivefold.train.signals import StopRequest
@@ -153,7 +153,14 @@ def test_when_every_rank_waits_for_another_each_place_is_told(capfd):
     assert re.search(r"\n  rank 1 in worker \(.*test_launch.py:\d+\)\n", error)
 
 
-@pytest.mark.parametrize(("kind", "status"), [(ConfigError, 2), (FivefoldError, 1)])
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        (ConfigError, 2),
+        (lambda what: OtherSettings(Mistake(what)), 2),
+        (FivefoldError, 1),
+    ],
+)
 def test_an_error_for_the_user_is_its_message_alone(capfd, kind, status):
     def worker(env: RankEnv) -> None:
         raise kind("3 heads cannot be split over tp=2")

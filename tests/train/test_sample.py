@@ -148,7 +148,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_prompts_are_continued_together_as_one_by_one(
     trained: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    prompts = ["the number", "a", "the number 17 of"]
+    prompts = ["the number", "a\u2028b\x0cc", "the number 17 of"]  # a line ends at line feeds only
     (trained / "prompts.txt").write_text("\n".join(prompts))
     words = ["sample", str(trained / "own"), "--max-tokens", "12", "--device", "cpu"]
     alone = []
