@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from fivefold.config.config import SETTINGS
 from fivefold.config.megatron_names import MEGATRON_NAMES, STEPS
 
 _BATCH = "global_batch_size = micro_batch_size x data-parallel ranks x accumulated microbatches"
@@ -33,8 +34,9 @@ class Foreign:
 
 
 def name_of(flag: str) -> str:
-    """'--lr-decay-style cosine' -> 'lr_decay_style'."""
-    return flag.split()[0].removeprefix("--").removeprefix("no-").replace("-", "_")
+    """'--lr-decay-style cosine' -> 'lr_decay_style'; a switch by its name, on or off."""
+    name = flag.split()[0].removeprefix("--").replace("-", "_")
+    return name if name in SETTINGS else name.removeprefix("no_")
 
 
 def without_section(name: str, known: Collection[str]) -> str:
@@ -373,8 +375,7 @@ FOREIGN = _table(
     (
         "",
         "use_mcore_models transformer_impl use_flash_attn use_flash_attention flash_attn "
-        "flash_attention attention_backend "
-        "attn_implementation attention_softmax_in_fp32",
+        "flash_attention attention_backend attn_implementation attention_softmax_in_fp32",
         _KERNELS,
     ),
     (

@@ -287,9 +287,8 @@ class _Predictor:
             for move, times, spec in zip(moves, self.stages, split.stages, strict=True)
         ]
         placement = with_copies(split.placement, self.layout.num_copies)
-        by_block = self.software.gathers_by_block
-        gpu, parallel = self.cluster.gpu, self.parallel
-        return sent_once(gpu, parallel, sharding, stages, placement, update, by_block)
+        gpu, by_block = self.cluster.gpu, self.software.gathers_by_block
+        return sent_once(gpu, self.parallel, sharding, stages, placement, update, by_block)
 
     @cached_property
     def _optimizer(self) -> tuple[float, float]:

@@ -282,7 +282,7 @@ def test_what_happens_to_a_folder_under_a_run_is_told(
     errors = capfd.readouterr().err
     # A save under way may miss its files before the lock, which is removed after them.
     told = "while the run went on" in errors or (harm == "emptied" and "saving step" in errors)
-    assert status == 2 and told, errors
+    assert status == 1 and told, errors
     assert "Traceback" not in errors
     if harm == "moved":
         assert f"was moved to {away}" in errors

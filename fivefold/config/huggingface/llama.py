@@ -63,8 +63,6 @@ _DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
         "smollm3": _Defaults(4, rope_theta=2000000.0, sliding_window=None),
     }
 )
-
-
 _NULL_HEADS = "llama", "mistral", "mixtral", "gpt_oss"
 """Families in which transformers takes a head_dim of null for hidden size / heads."""
 _PHI3_DROPOUTS = "resid_pdrop", "embd_pdrop"
@@ -83,15 +81,7 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
     head_dim = reader.optional_size if kind in _NULL_HEADS else reader.size
     heads = reader.size if kind in ("qwen2_moe", "glm4_moe") else reader.optional_size
     read_stored_weights(reader, code=gpt_oss or kind == "phi3", rounded=gpt_oss)
-    if kind == "llama":
-        reader.without_effect("max_sequence_length", "is_llama_config")
-        reader.fixed("rope_interleaved", False)
-    if kind == "qwen2":
-        reader.fixed("use_mrope", False)
-    if kind == "phi3":  # fields of Phi-4-mini's file, which transformers has no use for
-        reader.fixed("lm_head_bias", False)
-        reader.fixed("full_attn_mod", 1)
-        reader.fixed("interpolate_factor", 1)
+    _read_unused(reader, kind)
     unrotated = _unrotated(reader, sizes["num_layers"]) if kind == "smollm3" else ()
     return ModelConfig(
         **sizes,
@@ -112,6 +102,19 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
         **({} if gpt_oss else _window(reader, kind, sizes["num_layers"], unrotated)),
         **_rope(reader, kind, rope).settings(),
     )
+
+
+def _read_unused(reader: Reader, kind: str) -> None:
+    """Read fields of published files that transformers has no use for."""
+    if kind == "llama":
+        reader.without_effect("max_sequence_length", "is_llama_config")
+        reader.fixed("rope_interleaved", False)
+    if kind == "qwen2":
+        reader.fixed("use_mrope", False)
+    if kind == "phi3":  # of Phi-4-mini
+        reader.fixed("lm_head_bias", False)
+        reader.fixed("full_attn_mod", 1)
+        reader.fixed("interpolate_factor", 1)
 
 
 def _rope(reader: Reader, kind: str, default: Rope) -> Rope:
