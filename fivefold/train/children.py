@@ -92,7 +92,15 @@ def fork(worker: Worker, env: RankEnv, errors_folder: Path | None, threads: int 
     parent = os.getpid()
     # Signals wait until the child has its own handlers: the inherited ones would swallow them.
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    # What the parent has left over may wait for threads that are not in the child, whose first
+    # allocations, in Python's own hooks of a fork, could collect it before it is frozen.
+    collects = gc.isenabled()
+    gc.disable()
     pid = os.fork()
+    if pid == 0:
+        gc.freeze()
+    if collects:
+        gc.enable()
     if pid == 0:
         status = 1
         try:
@@ -110,7 +118,6 @@ def fork(worker: Worker, env: RankEnv, errors_folder: Path | None, threads: int 
 
 def _become_rank(env: RankEnv, parent: int, threads: int | None) -> None:
     leave_signals_to_parent(parent)
-    gc.freeze()  # what the parent has left over may wait for threads that are not here
     faulthandler.enable(file=2)
     os.environ.update(env.variables)
     # Gloo would look the host's name up, which fails on many laptops.

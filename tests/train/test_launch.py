@@ -264,14 +264,22 @@ def test_what_the_parent_left_over_is_not_collected_by_a_rank() -> None:
             self.me, self.group = self, dist.ProcessGroupGloo(store, 0, 1)
 
     def worker(env: RankEnv) -> None:
+        assert gc.isenabled()
         gc.collect()
 
-    gc.disable()
+    def allocate() -> None:  # as Python's own hooks of a fork do
+        if usual and gc.isenabled():
+            gc.collect()
+
+    usual = gc.get_threshold()
+    os.register_at_fork(after_in_child=allocate)
+    gc.set_threshold(10**9)
     try:
         Cycle()
         assert launch_local(worker, 2) == 0
     finally:
-        gc.enable()
+        gc.set_threshold(*usual)
+        usual = ()
 
 
 def saved_by_torch(path: Path) -> None:
