@@ -351,6 +351,14 @@ def test_groups_of_experts_without_their_count_are_refused(count: str) -> None:
         from_hf_config(fields)
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "glm4_moe", "dots1"])
+def test_more_groups_than_there_are_cannot_be_chosen(kind: str) -> None:
+    method = {"topk_method": "group_limited_greedy"} if kind == "deepseek_v2" else {}
+    fields = {"model_type": kind} | TINY[kind] | method | {"n_group": 1, "topk_group": 2}
+    with pytest.raises(ConfigError, match="works: topk_group = 1"):
+        from_hf_config(fields)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", chosen(TINY, *[*TINY][::2]))
 def test_each_field_is_refused_by_name_or_read_as_transformers_reads_it(kind: str) -> None:

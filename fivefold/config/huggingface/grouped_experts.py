@@ -76,6 +76,8 @@ def grouped_experts(reader: Reader, kind: str, layers: int) -> dict[str, Any]:
         for name in (name for name, count in counts.items() if count is None):
             reader.unsupported(name, None, [1], f'topk_method = "{method}" needs it')
     groups, chosen = (count or 1 for count in counts.values())
+    if method != "greedy" and chosen > groups:
+        reader.unsupported("topk_group", chosen, [groups], f"there are n_group = {groups}")
     grouped = method != "greedy" and chosen < groups
     return {
         "num_experts": experts,
