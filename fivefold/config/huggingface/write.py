@@ -147,7 +147,6 @@ def _gpt2(model: ModelConfig, kind: str) -> Fields:
 
 
 def _starcoder2(model: ModelConfig, kind: str) -> Fields:
-    width = model.widest_window
     return {
         **_sizes(model),
         **_rope(model),
@@ -160,7 +159,7 @@ def _starcoder2(model: ModelConfig, kind: str) -> Fields:
         "residual_dropout": model.hidden_dropout,
         "embedding_dropout": model.hidden_dropout,
         "attention_dropout": model.attention_dropout,
-        "sliding_window": None if width is None else width + 1,
+        "sliding_window": _width(model.widest_window),
     }
 
 
@@ -196,7 +195,7 @@ def _llama_like(model: ModelConfig, kind: str) -> Fields:
         **_rope(model),
     }
     if kind == "phi3":
-        # Of its own names; its special tokens' defaults are of another vocabulary.
+        # The family's default of pad_token_id may be outside of this vocabulary.
         fields |= {"resid_pdrop": model.hidden_dropout, "embd_pdrop": model.hidden_dropout}
         fields |= {"partial_rotary_factor": model.rotary_percent, "pad_token_id": None}
     if kind == "smollm3":
@@ -205,8 +204,7 @@ def _llama_like(model: ModelConfig, kind: str) -> Fields:
     if kind in ("llama", "smollm3"):
         fields |= {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
     if kind in ("mistral", "mixtral", "phi3"):
-        width = model.widest_window
-        fields["sliding_window"] = None if width is None else width + 1
+        fields["sliding_window"] = _width(model.widest_window)
     if kind.startswith("qwen"):
         fields |= _qwen_windows(model)
     return fields
@@ -221,6 +219,11 @@ def _qwen_windows(model: ModelConfig) -> Fields:
         "layer_types": _layer_types(model),
         "max_window_layers": 0,
     }
+
+
+def _width(window: int | None) -> int | None:
+    """A window's width there, which includes the token itself."""
+    return None if window is None else window + 1
 
 
 def _layer_types(model: ModelConfig) -> list[str]:
@@ -327,8 +330,7 @@ def _glm4_moe(model: ModelConfig, kind: str) -> Fields:
 
 
 def _dots1(model: ModelConfig, kind: str) -> Fields:
-    window = None if model.window_size is None else model.window_size + 1
-    windows = {"sliding_window": window, "layer_types": _layer_types(model)}
+    windows = {"sliding_window": _width(model.window_size), "layer_types": _layer_types(model)}
     return _llama_like(model, kind) | _grouped_experts(model) | windows
 
 
