@@ -45,6 +45,11 @@ class ModelConfig:
     max_position_embeddings: int = option(4096, "longest supported sequence, in tokens")
     normalization: Literal["RMSNorm", "LayerNorm"] = option("RMSNorm", "normalisation layers")
     norm_epsilon: float = option(1e-5, "added to the variance by the normalisation layers")
+    norm_placement: Literal["before", "after", "both"] = option(
+        "before",
+        "normalise what attention and MLP read, what they add to the residual stream (EXAONE 4), "
+        "or both (GLM-4)",
+    )
     position_embedding_type: Literal["rope", "learned_absolute"] = option(
         "rope", "position encoding: rotary, or a learned table"
     )
@@ -193,6 +198,16 @@ class ModelConfig:
         (),
         "features of the original that are not modelled; the model can be planned, not trained",
     )
+
+    @property
+    def norms_before(self) -> bool:
+        """Whether attention and MLP read a normalised state."""
+        return self.norm_placement != "after"
+
+    @property
+    def norms_after(self) -> bool:
+        """Whether what attention and MLP add to the residual stream is normalised."""
+        return self.norm_placement != "before"
 
     @property
     def num_kv_heads(self) -> int:

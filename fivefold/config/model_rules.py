@@ -90,6 +90,12 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
         value = getattr(model, name)
         if value not in choices:
             mistakes.add(f"unknown {name} {value!r}{did_you_mean(value, choices)}", works=choices)
+    if model.parallel_residual and not model.norms_before:
+        mistakes.add(
+            "parallel_residual feeds attention and MLP the same state, normalised for each, and "
+            f"norm_placement {model.norm_placement} has no norms before them",
+            works=["--no-parallel-residual", "--norm-placement both"],
+        )
     for name in ("hidden_dropout", "attention_dropout"):
         value = getattr(model, name)
         if not 0.0 <= value < 1.0:

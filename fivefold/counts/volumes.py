@@ -182,7 +182,7 @@ class _Volumes:
                 features += sum(self._tiled_again(self._layer(layers[index])) for index in group)
                 end = self._layer(layers[group[-1]])
                 skipped = float(last * end.ends_with_sum)
-                if self._is_tiled(end) and not self.model.hidden_dropout:
+                if self._is_tiled(end) and not end.keeps_end:
                     skipped = (self._tiled_again(end) + skipped) * self._last_tile
                 features -= skipped
         return features

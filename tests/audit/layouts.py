@@ -16,8 +16,9 @@ from fivefold.layout import Layout
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "qwen": {"qk_layernorm": True, "add_qkv_bias": True},
+    "qwen": {"norm_placement": "both", "qk_layernorm": True, "add_qkv_bias": True},
     "sinks": {
+        "norm_placement": "after",
         "softmax_type": "learnable",
         "window_size": 5,
         "window_attn_skip_freq": "2",

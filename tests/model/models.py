@@ -26,7 +26,9 @@ LLAMA = replace(
     rope_original_max_position_embeddings=16,
     init_method_std=0.3,
 )
-QWEN = replace(LLAMA, qk_layernorm=True, add_qkv_bias=True, use_rope_scaling=False)
+QWEN = replace(
+    LLAMA, qk_layernorm=True, add_qkv_bias=True, use_rope_scaling=False, norm_placement="both"
+)
 GPT = replace(
     PRESETS["debug-gpt"],
     num_layers=3,
@@ -65,6 +67,7 @@ PLAIN_QUERIES = replace(
 )
 SINKS = replace(
     LLAMA,
+    norm_placement="after",
     add_bias_linear=True,
     softmax_type="learnable",
     activation_func="quick_gelu",

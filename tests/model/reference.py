@@ -22,9 +22,11 @@ def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Ten
         window = model.window_of(layer)
         turns = model.no_rope_freq is None or (layer + 1) % int(model.no_rope_freq)
         seen = model if turns else replace(model, position_embedding_type="learned_absolute")
-        y = x + _attention(seen, own, _norm(model, own, "input_layernorm", x), window)
+        attended = _attention(seen, own, _norm(model, own, "input_layernorm", x), window)
+        y = x + _norm(model, own, "post_self_attn_layernorm", attended)
         read = x if model.parallel_residual else y
-        x = y + _mlp(model, own, _norm(model, own, "post_attention_layernorm", read))
+        made = _mlp(model, own, _norm(model, own, "post_attention_layernorm", read))
+        x = y + _norm(model, own, "post_mlp_layernorm", made)
     x = _norm(model, weights, "norm", x)
     head = weights.get("lm_head.weight", weights["embed_tokens.weight"])
     return x @ head[: model.vocab_size].T
@@ -35,6 +37,9 @@ def _linear(own: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 
 def _norm(model: ModelConfig, own: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """x as it is, where the model has no weight of that name."""
+    if f"{name}.weight" not in own:
+        return x
     if f"{name}.bias" in own:
         centred = x - x.mean(-1, keepdim=True)
         scale = (centred.pow(2).mean(-1, keepdim=True) + model.norm_epsilon).sqrt()
