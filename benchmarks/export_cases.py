@@ -189,6 +189,7 @@ CHANGES: Mapping[str, Change] = {
     "max_position_embeddings": Change(8192),
     "normalization": Change("LayerNorm"),
     "norm_epsilon": Change(2e-6),
+    "apply_layernorm_1p": Change(True),
     "norm_placement": Change("both"),
     "position_embedding_type": Change(
         "learned_absolute", {"use_rope_scaling": False, "rotary_base": 10_000.0}
