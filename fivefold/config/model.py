@@ -115,6 +115,10 @@ class ModelConfig:
         False,
         "normalise each query and key head, as Qwen3 does (MLA always normalises its latents)",
     )
+    qk_layernorm_type: Literal["per_head", "all_heads"] = option(
+        "per_head",
+        "normalise each head by itself, or all heads of a token together, as OLMo 2 does",
+    )
     untie_embeddings_and_output_weights: bool = option(True, "give the output layer its own weight")
     hidden_dropout: float = option(0.0, "dropout of embeddings and of both residual branches")
     attention_dropout: float = option(0.0, "dropout of attention probabilities")
@@ -211,6 +215,11 @@ class ModelConfig:
     def norms_after(self) -> bool:
         """Whether what attention and MLP add to the residual stream is normalised."""
         return self.norm_placement != "before"
+
+    @property
+    def norms_together(self) -> bool:
+        """Whether all query heads of a token, and all key heads, are normalised together."""
+        return self.qk_layernorm and self.qk_layernorm_type == "all_heads"
 
     @property
     def num_kv_heads(self) -> int:

@@ -24,6 +24,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "sinks": {
         "norm_placement": "after",
+        "qk_layernorm": True,
+        "qk_layernorm_type": "all_heads",
         "softmax_type": "learnable",
         "window_size": 5,
         "window_attn_skip_freq": "2",

@@ -73,6 +73,8 @@ PLAIN_QUERIES = replace(
 SINKS = replace(
     LLAMA,
     norm_placement="after",
+    qk_layernorm=True,
+    qk_layernorm_type="all_heads",
     add_bias_linear=True,
     softmax_type="learnable",
     activation_func="quick_gelu",
