@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from shlex import quote
 
@@ -27,7 +28,7 @@ from fivefold.train.origin import checkpoints_of
 from fivefold.train.rank_env import RankEnv
 from fivefold.train.run_folder import RunFolder
 from fivefold.train.run_tokenizer import run_tokenizer
-from fivefold.train.saved_state import SavedState, read_state, same_model
+from fivefold.train.saved_state import SavedState, read_state, reading, same_model
 from fivefold.train.scratch import scratch_folder
 from fivefold.train.threads import choose_threads
 from fivefold.units import several
@@ -78,7 +79,7 @@ def evaluate_run(
         FivefoldError: a rank failed, which has printed why.
     """
     source = Checkpointer(checkpoints_of(run), step_flag="--step")
-    state = read_state(source, step)
+    state = reading(source, step, partial(read_state, source))
     same_model(state.model, layout.config.model, source.folder)
     data = _data(run, state, layout.config, progress)
     if _differs(data, state):
@@ -91,7 +92,7 @@ def evaluate_run(
                 f"{each.samples:,} are read, some of them again; --full-validation reads each once"
             )
             progress(f"the validation split has {several(there, 'sample')}: {again}")
-    found = _on_ranks(layout, (source.folder, state.step), sets, device)
+    found = _on_ranks(layout, (source.folder, step), sets, device)
     return [
         Evaluated(metrics, each.samples, each.text_bytes(data.tokenizer))
         for metrics, each in zip(found, sets, strict=True)
@@ -138,19 +139,27 @@ def _is_there(path: Path) -> bool:
 
 
 def evaluate_rank(
-    engine: Engine, source: tuple[Path, int], sets: Sequence[ValidationSet]
+    engine: Engine, source: tuple[Path, int | None], sets: Sequence[ValidationSet]
 ) -> list[EvalMetrics]:
-    """Load a checkpoint, of a folder and a step, into an engine and evaluate it; collective."""
+    """Load a checkpoint, of a folder and a step, into an engine and evaluate it; collective.
+
+    Without a step it is the latest, which may have come while the data was read.
+    """
     folder, step = source
     checkpoints = Checkpointer(folder, step_flag="--step")
     weights = engine.stored_weights()
-    checkpoints.load(step, weights, skip=(OPTIMIZER,))
-    engine.after_load(step, weights)
-    return [*evaluations(engine, sets, step)]
+
+    def load(found: int) -> int:
+        checkpoints.load(found, weights, skip=(OPTIMIZER,))
+        return found
+
+    loaded = reading(checkpoints, step, load)
+    engine.after_load(loaded, weights)
+    return [*evaluations(engine, sets, loaded)]
 
 
 def _on_ranks(
-    layout: Layout, source: tuple[Path, int], sets: Sequence[ValidationSet], asked: Asked
+    layout: Layout, source: tuple[Path, int | None], sets: Sequence[ValidationSet], asked: Asked
 ) -> list[EvalMetrics]:
     training, world = layout.config.training, layout.grid.world_size
     device = choose_device(asked, RankEnv(), world, visible_gpus())
