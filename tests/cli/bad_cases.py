@@ -424,6 +424,7 @@ RECIPES = [
     toml("numbers for paths", MODEL + "[data]\ndata_path = [1]\n", "list of texts, not [1]"),
     toml("choice", MODEL + "normalization = 'RMS'\n", "did you mean 'RMSNorm'?", "RMSNorm | Layer"),
     toml("unknown preset in it", '[model]\npreset = "gpt3"\n', "unknown model 'gpt3'", "'gpt2'"),
+    toml("recipe for a model", MODEL, "is a recipe, where a preset", flags="--model RECIPE"),
     toml("preset is no text", "[model]\npreset = 2\n", "preset must be text, not 2"),
     toml(
         "recipe and flags",
