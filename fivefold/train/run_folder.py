@@ -41,6 +41,7 @@ from fivefold.files import (
     finite,
     parse_json,
     read_json,
+    telling_unwritable,
     temporary_path,
     temporary_paths,
     write_atomic,
@@ -183,15 +184,13 @@ class RunFolder:
         here = {"step": step, "settings": _short_hash(config_toml)}
         here |= {"after": after} if after else {}
         starts = [*self.starts(), describe_environment(device_names) | here]
-        try:
+        with telling_unwritable(f"the run folder {self.path}"):
             self.path.mkdir(parents=True, exist_ok=True)
             own = (self.config_file, self.environment_file, self.metrics_file, self.tokenizer)
             for left in (left for file in own for left in temporary_paths(self.path, file.name)):
                 left.unlink()  # of a start that was killed
             write_atomic(self.config_file, config_toml)
             write_atomic(self.environment_file, json.dumps(starts, indent=2) + "\n")
-        except OSError as error:
-            raise FivefoldError(f"cannot write the run folder {self.path}: {error}") from error
         with suppress(OSError):
             _point(self.path.absolute().parent / LATEST, self.path.absolute().name)
 
@@ -203,12 +202,10 @@ class RunFolder:
         Raises:
             FivefoldError: the folder cannot be written.
         """
-        try:
+        with telling_unwritable(self.audit):
             shutil.rmtree(self.audit, ignore_errors=True)
             self.audit.mkdir()
             write_atomic(self.audit / self.config_file.name, config_toml)
-        except OSError as error:
-            raise FivefoldError(f"cannot write {self.audit}: {error}") from error
 
 
 def new_run_path(name: str, root: Path = Path("runs")) -> Path:
