@@ -314,10 +314,10 @@ def _find_recipe(recipe: str) -> Path:
     except (OSError, RuntimeError) as problem:  # a name too long, the home of nobody
         why = getattr(problem, "strerror", None) or str(problem)
         raise ConfigError(f"cannot read the recipe {shown(recipe)}: {why}") from None
+    if recipe in recipe_names():  # whatever files of that name are in this folder
+        return RECIPES / f"{recipe}.toml"
     if is_file:
         return path
-    if path.suffix != ".toml" and "/" not in recipe and (RECIPES / f"{recipe}.toml").is_file():
-        return RECIPES / f"{recipe}.toml"
     if recipe in PRESETS or (path / "config.json").is_file():
         what, why = f"{shown(recipe)} is a model, not a recipe", ("give it by a flag instead",)
         raise ConfigError(Mistake(what, why, works=(f"--model {quote(recipe)}",)))
