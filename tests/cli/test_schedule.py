@@ -174,6 +174,7 @@ def test_a_model_is_cut_by_the_times_of_a_run(capsys, tmp_path):
         ("dualpipe_v --microbatches 4", ["needs at least 8 microbatches, not 4"]),
         ("1f1b --layout Et", ["--layout needs a model", "--balance"]),
         ("1f1b --measured runs/latest", ["--measured needs a model", "whose layers are those"]),
+        (".", ["holds no profiled step", "train ... --profile"]),
         ("--balance gpt2 --measured runs/none", ["runs/none is not a run folder"]),
         ("--balance no-model", ["unknown model 'no-model'"]),
         ("--balance gpt2 --layout Et*12)L", ["never opened", "       ^"]),
