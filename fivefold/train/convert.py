@@ -204,7 +204,8 @@ def _base(source: Path) -> str | None:
     """Where the weights are that a run started from, if they are still there."""
     file = RunFolder(source).config_file
     load = read_config(file).checkpoint.load if file.is_file() else None
-    return None if load is None or not Path(load).exists() else str(Path(load).resolve())
+    weights = None if load is None else RunFolder(source).started_in / load
+    return None if weights is None or not weights.exists() else str(weights.resolve())
 
 
 def _trained_in(source: Path) -> torch.dtype:

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -124,13 +123,11 @@ def _told(run: Path, data: DataConfig, error: DataError) -> DataError:
     """An error of the text without a flag that training alone has, and if the text is where the run
     was started, with that folder: its paths may count from there."""
     lines = [line for line in str(error).splitlines() if "works: --data-path" not in line]
-    with suppress(DataError):
-        starts = RunFolder(run).starts() or [{}]
-        folder = Path(starts[-1].get("folder", ""))
-        paths = [*data.data_path, *(path.partition("=")[2] for path in data.valid_data_path)]
-        if any(_is_there(folder / path) and not _is_there(Path(path)) for path in paths):
-            again = f"cd {quote(str(folder))} && fivefold eval {quote(str(run.resolve()))}"
-            lines.append(f"  try:   {again}")
+    folder = RunFolder(run).started_in
+    paths = [*data.data_path, *(path.partition("=")[2] for path in data.valid_data_path)]
+    if any(_is_there(folder / path) and not _is_there(Path(path)) for path in paths):
+        again = f"cd {quote(str(folder))} && fivefold eval {quote(str(run.resolve()))}"
+        lines.append(f"  try:   {again}")
     return DataError("\n".join(lines))
 
 

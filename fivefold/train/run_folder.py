@@ -66,6 +66,7 @@ class _Entry(TypedDict, total=False):
 
     time: str
     command: list[str]
+    folder: str
     host: str
     devices: list[str]
     variables: dict[str, str]
@@ -136,6 +137,13 @@ class RunFolder:
             aside = f"mv {quote(str(file))} {quote(f'{file}.damaged')}"
             raise DataError(str(Mistake(str(error), attempt=aside))) from None
         return starts
+
+    @property
+    def started_in(self) -> Path:
+        """The folder from which paths of the latest start count; the current one if not known."""
+        with suppress(DataError):
+            return Path((self.starts() or [{}])[-1].get("folder", ""))
+        return Path()
 
     def set_aside_damaged_starts(self) -> str:
         """Rename a damaged list of starts, so that ranks which start again begin a new one; why,

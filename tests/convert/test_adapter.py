@@ -24,6 +24,7 @@ from fivefold.mesh.slices import piece_of
 from fivefold.model.lora import LORA
 from fivefold.model.transformer import Stage
 from fivefold.train.convert import keep_side_files, to_hub, to_run
+from fivefold.train.run_folder import RunFolder
 from fivefold.train.saved_state import SavedState
 from tests.config.oracle import LENGTH, InFp64, oracle_logits
 from tests.convert.test_huggingface import FAMILIES, written
@@ -95,6 +96,27 @@ def test_peft_has_our_logits(kind: str, tmp_path: Path) -> None:
     wrapped = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
     tokens, ours = batch_of(model, [[LENGTH]]).tokens, _logits(stage, model)
     assert (oracle_logits(wrapped, tokens) - ours).abs().max() < 1e-10
+
+
+def test_the_weights_that_a_run_adapts_are_those_where_it_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever has the same name in the folder where the adapter is written."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        written("llama", folder / "base")
+    monkeypatch.chdir(there)
+    run = _saved(*_adapted(Path("base")), Path("base"), there / "run")
+    RunFolder(run).open((run / "config.toml").read_text())
+    monkeypatch.chdir(here)
+    assert main(["convert", str(run), "adapter", "--adapter"]) == 0
+    assert read_adapter(Path("adapter")).base == str(there / "base")
+    assert "AutoPeftModelForCausalLM" in capsys.readouterr().out
+    shutil.rmtree(there / "base")
+    assert main(["convert", str(run), "without", "--adapter"]) == 0
+    assert read_adapter(Path("without")).base is None
+    assert "adapter_config.json" in capsys.readouterr().out
 
 
 def test_a_folder_is_whole_or_absent_and_is_read_by_whom_the_mask_lets(
