@@ -377,6 +377,11 @@ class ModelConfig:
         return expert_layers(self.moe_layer_freq, self.num_layers)[min(layer, self.num_layers - 1)]
 
     @property
+    def has_dense_layers(self) -> bool:
+        """Whether a layer has an MLP in place of experts: `ffn_hidden_size` is its width."""
+        return not all(map(self.is_moe, range(self.num_layers)))
+
+    @property
     def qkv_bias(self) -> bool:
         """Whether the query, key and value projections have a bias."""
         return self.add_bias_linear or self.add_qkv_bias
