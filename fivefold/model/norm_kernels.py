@@ -20,26 +20,27 @@ PROGRAMS = 512
 
 
 def sum_and_norm(
-    x_TH: Tensor, onto_TH: Tensor, weight_H: Tensor, epsilon: float
+    x_TH: Tensor, onto_TH: Tensor, factor: float, weight_H: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """onto + x, rounded to its dtype, and the RMSNorm of that (Zhang and Sennrich 2019).
+    """onto + factor x, rounded to its dtype, and the RMSNorm of that (Zhang and Sennrich 2019).
 
     Under autograd, which saves the sum and one number a row. Computed in at least fp32.
 
     Args:
         x_TH: what is added.
         onto_TH: what it is added to.
+        factor: factor of what is added.
         weight_H: the norm's weight.
         epsilon: added to the mean square.
     """
-    total_TH, y_TH = _SumAndNorm.apply(x_TH, onto_TH, weight_H, epsilon)
+    total_TH, y_TH = _SumAndNorm.apply(x_TH, onto_TH, factor, weight_H, epsilon)
     return total_TH, y_TH
 
 
 class _SumAndNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, onto: Tensor, weight: Tensor, epsilon: float
+        ctx: Any, x: Tensor, onto: Tensor, factor: float, weight: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
         x, onto = x.contiguous(), onto.contiguous()
         total, y = torch.empty_like(x), torch.empty_like(x)
@@ -50,9 +51,11 @@ class _SumAndNorm(torch.autograd.Function):
                 (len(x),),
                 *(x, onto, weight, total, y, scale_T, x.shape[1]),
                 epsilon=epsilon,
+                factor=factor,
                 **_sizes(x),
             )
         ctx.save_for_backward(total, weight, scale_T)
+        ctx.factor = factor
         return total, y
 
     @staticmethod
@@ -69,7 +72,8 @@ class _SumAndNorm(torch.autograd.Function):
                 *(total, weight, scale_T, *grads, grad, sums, rows, features, programs),
                 **_sizes(total),
             )
-        return grad, grad, sums.sum(0).to(weight.dtype), None
+        of_x = grad if ctx.factor == 1.0 else grad * ctx.factor
+        return of_x, grad, None, sums.sum(0).to(weight.dtype), None
 
 
 def _sizes(x: Tensor) -> dict[str, Any]:
@@ -88,21 +92,22 @@ def _forward(  # type: ignore[no-untyped-def]
     scales,
     features,
     epsilon: tl.constexpr,
+    factor: tl.constexpr,
     wide: tl.constexpr,
     size: tl.constexpr,
 ):
     """A program holds a row in registers."""
     row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, size)
     inside, place = lanes < features, row * features + lanes
-    added = tl.load(x + place, mask=inside, other=0.0).to(wide)
+    added = tl.load(x + place, mask=inside, other=0.0).to(wide) * factor
     added += tl.load(onto + place, mask=inside, other=0.0).to(wide)
     rounded = added.to(total.dtype.element_ty)
     tl.store(total + place, rounded, mask=inside)
     added = rounded.to(wide)
     scale = 1.0 / tl.sqrt(tl.sum(added * added, 0) / features + epsilon)
     tl.store(scales + row, scale)
-    factor = tl.load(weight + lanes, mask=inside, other=0.0).to(wide)
-    tl.store(y + place, (added * scale * factor).to(y.dtype.element_ty), mask=inside)
+    by = tl.load(weight + lanes, mask=inside, other=0.0).to(wide)
+    tl.store(y + place, (added * scale * by).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -72,11 +72,11 @@ class RMSNorm(nn.Module):
             return F.rms_norm(x, weight.shape, weight, self.epsilon)
         return rms_norm(x, weight, self.epsilon)
 
-    def of_sum(self, x_TH: Tensor, onto_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """onto + x, and that normalised, in one kernel of a GPU (`runs_triton`)."""
+    def of_sum(self, x_TH: Tensor, onto_TH: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """onto + scale x, and that normalised, in one kernel of a GPU (`runs_triton`)."""
         from fivefold.model import norm_kernels
 
-        return norm_kernels.sum_and_norm(x_TH, onto_TH, local(self.weight), self.epsilon)
+        return norm_kernels.sum_and_norm(x_TH, onto_TH, scale, local(self.weight), self.epsilon)
 
 
 def make_norm(model: ModelConfig, features: int | None = None) -> LayerNorm | RMSNorm:

@@ -19,6 +19,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen": {"norm_placement": "both", "qk_layernorm": True, "add_qkv_bias": True},
     "sinks": {
         "norm_placement": "after",
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.3,
+        "logits_scaling": 0.7,
+        "softmax_scale": 0.6,
         "softmax_type": "learnable",
         "window_size": 5,
         "window_attn_skip_freq": "2",

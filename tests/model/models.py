@@ -54,6 +54,7 @@ LATENT = replace(
     rope_type="yarn",
     original_max_position_embeddings=8,
     mscale=0.7,
+    softmax_scale=0.4,
     mscale_all_dim=1.1,
 )
 PLAIN_QUERIES = replace(
@@ -68,6 +69,10 @@ PLAIN_QUERIES = replace(
 SINKS = replace(
     LLAMA,
     norm_placement="after",
+    embedding_multiplier=3.0,
+    residual_multiplier=0.3,
+    logits_scaling=3.0,
+    softmax_scale=0.4,
     add_bias_linear=True,
     softmax_type="learnable",
     activation_func="quick_gelu",
@@ -81,6 +86,7 @@ NEOX = replace(
     position_embedding_type="rope",
     rotary_percent=0.5,
     no_rope_freq="2",
+    residual_multiplier=0.6,
     parallel_residual=True,
     activation_func="quick_gelu",
 )
