@@ -189,6 +189,7 @@ CHANGES: Mapping[str, Change] = {
     "max_position_embeddings": Change(8192),
     "normalization": Change("LayerNorm"),
     "norm_epsilon": Change(2e-6),
+    "apply_layernorm_1p": Change(True),
     "norm_placement": Change("both"),
     "embedding_multiplier": Change(12.0),
     "residual_multiplier": Change(0.22),

@@ -45,6 +45,9 @@ class ModelConfig:
     max_position_embeddings: int = option(4096, "longest supported sequence, in tokens")
     normalization: Literal["RMSNorm", "LayerNorm"] = option("RMSNorm", "normalisation layers")
     norm_epsilon: float = option(1e-5, "added to the variance by the normalisation layers")
+    apply_layernorm_1p: bool = option(
+        False, "multiply by 1 + the weight of a norm, which starts at 0, as Gemma does"
+    )
     norm_placement: Literal["before", "after", "both"] = option(
         "before",
         "normalise what attention and MLP read, what they add to the residual stream (EXAONE 4), "

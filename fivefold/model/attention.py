@@ -23,7 +23,7 @@ from fivefold.model.cuda_kernels import drops_within
 from fivefold.model.dropout import Dropout, HeadDropout
 from fivefold.model.layers import LayerBlock, Linear
 from fivefold.model.leaves import local
-from fivefold.model.norms import RMSNorm
+from fivefold.model.norms import make_norm
 from fivefold.model.shards import MicrobatchShare
 from fivefold.model.varlen import (
     PackedDropping,
@@ -259,8 +259,9 @@ class Attention(AttentionBlock):
         self.k_proj = Linear(hidden, model.kv_size, bias)
         self.v_proj = Linear(hidden, model.kv_size, bias)
         self.o_proj = Linear(model.q_size, hidden, model.add_bias_linear)
-        self.q_norm = RMSNorm(model.head_dim, model.norm_epsilon) if model.qk_layernorm else None
-        self.k_norm = RMSNorm(model.head_dim, model.norm_epsilon) if model.qk_layernorm else None
+        norms = model.qk_layernorm
+        self.q_norm = make_norm(model, model.head_dim, rms=True) if norms else None
+        self.k_norm = make_norm(model, model.head_dim, rms=True) if norms else None
 
     def split(self, rank: int, ranks: int) -> None:
         """Take this rank's query heads and the key/value heads they attend with."""

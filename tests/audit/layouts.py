@@ -16,7 +16,12 @@ from fivefold.layout import Layout
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "qwen": {"norm_placement": "both", "qk_layernorm": True, "add_qkv_bias": True},
+    "qwen": {
+        "norm_placement": "both",
+        "apply_layernorm_1p": True,
+        "qk_layernorm": True,
+        "add_qkv_bias": True,
+    },
     "sinks": {
         "norm_placement": "after",
         "embedding_multiplier": 3.0,

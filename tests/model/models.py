@@ -27,7 +27,12 @@ LLAMA = replace(
     init_method_std=0.3,
 )
 QWEN = replace(
-    LLAMA, qk_layernorm=True, add_qkv_bias=True, use_rope_scaling=False, norm_placement="both"
+    LLAMA,
+    qk_layernorm=True,
+    add_qkv_bias=True,
+    use_rope_scaling=False,
+    norm_placement="both",
+    apply_layernorm_1p=True,
 )
 GPT = replace(
     PRESETS["debug-gpt"],
@@ -83,6 +88,7 @@ SINKS = replace(
 )
 NEOX = replace(
     GPT,
+    apply_layernorm_1p=True,
     position_embedding_type="rope",
     rotary_percent=0.5,
     no_rope_freq="2",

@@ -41,12 +41,13 @@ def _norm(model: ModelConfig, own: dict[str, Tensor], name: str, x: Tensor) -> T
     """x as it is, where the model has no weight of that name."""
     if f"{name}.weight" not in own:
         return x
+    factor = model.apply_layernorm_1p + own[f"{name}.weight"]
     if f"{name}.bias" in own:
         centred = x - x.mean(-1, keepdim=True)
         scale = (centred.pow(2).mean(-1, keepdim=True) + model.norm_epsilon).sqrt()
-        return centred / scale * own[f"{name}.weight"] + own[f"{name}.bias"]
+        return centred / scale * factor + own[f"{name}.bias"]
     scale = (x.pow(2).mean(-1, keepdim=True) + model.norm_epsilon).sqrt()
-    return x / scale * own[f"{name}.weight"]
+    return x / scale * factor
 
 
 def _mlp(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:
