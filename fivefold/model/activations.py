@@ -163,8 +163,10 @@ def entry_bytes(model: ModelConfig, parts: StageParts, running: Running) -> dict
         return {}
     size = running.element_bytes * model.hidden_size / running.token_parts
     again = running.memory.recompute_granularity == "full"
-    if not (model.norms_before or again) and running.of_layer(parts.layers[0]).narrows():
-        return {"entry": Saved(kept=size)}  # of which the first product keeps a copy in 8 bits
+    first = describe(model, layer_kind(model, parts.layers[0])).operations[0]
+    own = running.of_layer(parts.layers[0])
+    if not (model.norms_before or again) and (own.narrows() or not first.keeps_inputs(own)):
+        return {"entry": Saved(kept=size)}  # the first product keeps a copy in 8 bits, or none
     moves = not {"layer_input", "attn_norm"}.isdisjoint(running.memory.moved_items)
     moves = moves and _away(Kept("entry", (size,)), running) > 0
     return {"entry": Saved(kept=size)} if moves else {}
