@@ -189,6 +189,8 @@ CHANGES: Mapping[str, Change] = {
     "max_position_embeddings": Change(8192),
     "normalization": Change("LayerNorm"),
     "norm_epsilon": Change(2e-6),
+    "apply_layernorm_1p": Change(True),
+    "norm_placement": Change("both"),
     "position_embedding_type": Change(
         "learned_absolute", {"use_rope_scaling": False, "rotary_base": 10_000.0}
     ),
@@ -215,6 +217,7 @@ CHANGES: Mapping[str, Change] = {
     "add_bias_linear": Change(True),
     "add_qkv_bias": Change(True),
     "qk_layernorm": Change(True),
+    "qk_layernorm_type": Change("all_heads", {"qk_layernorm": True}),
     "softmax_type": Change("learnable"),
     "untie_embeddings_and_output_weights": Change(False),
     "hidden_dropout": Change(0.25),

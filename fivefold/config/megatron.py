@@ -13,8 +13,8 @@ from fivefold.files import read_json, read_text
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = "metadata.json"
 _NEVER = (
-    *("apply_layernorm_1p", "apply_residual_connection_post_layernorm", "attention_output_gate"),
-    *("moe_apply_probs_on_input", "qk_l2_norm", "rotary_interleaved", "squared_relu"),
+    *("apply_residual_connection_post_layernorm", "attention_output_gate", "squared_relu"),
+    *("moe_apply_probs_on_input", "qk_l2_norm", "rotary_interleaved"),
 )
 """Switches that no model here has, most of which change what the same weights compute."""
 _OLD = "mp_rank_00*"
@@ -126,7 +126,7 @@ def _told(model: ModelConfig) -> Iterator[tuple[str, Any]]:
             *("num_layers", "hidden_size", "num_attention_heads", "position_embedding_type"),
             *("normalization", "norm_epsilon", "add_bias_linear", "qk_layernorm", "num_experts"),
             *("untie_embeddings_and_output_weights", "multi_latent_attention", "softmax_type"),
-            "window_size",
+            *("window_size", "apply_layernorm_1p"),
         )
     )
     yield "num_query_groups", model.num_kv_heads

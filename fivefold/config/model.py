@@ -45,6 +45,14 @@ class ModelConfig:
     max_position_embeddings: int = option(4096, "longest supported sequence, in tokens")
     normalization: Literal["RMSNorm", "LayerNorm"] = option("RMSNorm", "normalisation layers")
     norm_epsilon: float = option(1e-5, "added to the variance by the normalisation layers")
+    apply_layernorm_1p: bool = option(
+        False, "multiply by 1 + the weight of a norm, which starts at 0, as Gemma does"
+    )
+    norm_placement: Literal["before", "after", "both"] = option(
+        "before",
+        "normalise what attention and MLP read, what they add to the residual stream (EXAONE 4), "
+        "or both (GLM-4)",
+    )
     position_embedding_type: Literal["rope", "learned_absolute"] = option(
         "rope", "position encoding: rotary, or a learned table"
     )
@@ -106,6 +114,10 @@ class ModelConfig:
     qk_layernorm: bool = option(
         False,
         "normalise each query and key head, as Qwen3 does (MLA always normalises its latents)",
+    )
+    qk_layernorm_type: Literal["per_head", "all_heads"] = option(
+        "per_head",
+        "normalise each head by itself, or all heads of a token together, as OLMo 2 does",
     )
     untie_embeddings_and_output_weights: bool = option(True, "give the output layer its own weight")
     hidden_dropout: float = option(0.0, "dropout of embeddings and of both residual branches")
@@ -193,6 +205,21 @@ class ModelConfig:
         (),
         "features of the original that are not modelled; the model can be planned, not trained",
     )
+
+    @property
+    def norms_before(self) -> bool:
+        """Whether attention and MLP read a normalised state."""
+        return self.norm_placement != "after"
+
+    @property
+    def norms_after(self) -> bool:
+        """Whether what attention and MLP add to the residual stream is normalised."""
+        return self.norm_placement != "before"
+
+    @property
+    def norms_together(self) -> bool:
+        """Whether all query heads of a token, and all key heads, are normalised together."""
+        return self.qk_layernorm and self.qk_layernorm_type == "all_heads"
 
     @property
     def num_kv_heads(self) -> int:

@@ -90,6 +90,12 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
         value = getattr(model, name)
         if value not in choices:
             mistakes.add(f"unknown {name} {value!r}{did_you_mean(value, choices)}", works=choices)
+    if model.parallel_residual and not model.norms_before:
+        mistakes.add(
+            "parallel_residual feeds attention and MLP the same state, normalised for each, and "
+            f"norm_placement {model.norm_placement} has no norms before them",
+            works=["--no-parallel-residual", "--norm-placement both"],
+        )
     for name in ("hidden_dropout", "attention_dropout"):
         value = getattr(model, name)
         if not 0.0 <= value < 1.0:
@@ -268,6 +274,12 @@ def _check_latents(model: ModelConfig, mistakes: Mistakes) -> None:
             f"kv_channels {model.kv_channels} has no effect on multi_latent_attention, whose heads "
             f"have qk_head_dim {model.qk_head_dim} and v_head_dim {model.v_head_dim}",
             works=("--kv-channels none",),
+        )
+    if model.norms_together:
+        mistakes.add(
+            "qk_layernorm_type all_heads has no effect on multi_latent_attention, which normalises "
+            "its latents",
+            works=("--qk-layernorm-type per_head",),
         )
     if model.add_qkv_bias and not model.add_bias_linear:
         mistakes.add(

@@ -22,7 +22,7 @@ from fivefold.config.huggingface.adapter import (
 from fivefold.config.lora_rules import linear_names
 from fivefold.config.model import ModelConfig
 from fivefold.convert.save import ReadPart, made_of, theirs
-from fivefold.convert.stored import JOINT, Stored, has_predictions
+from fivefold.convert.stored import JOINT, JOINT_MLPS, Stored, has_predictions
 from fivefold.convert.tensor_files import TensorFiles
 from fivefold.errors import CheckpointError, Mistake
 from fivefold.files import tensor_names, write_atomic
@@ -136,8 +136,8 @@ def open_adapter(
         CheckpointError: it is another one than the model has, or of another model.
     """
     adapter = read_adapter(folder)
-    if kind in JOINT:
-        raise CheckpointError(f"{folder}: {_why_not(model, kind)}")
+    if why := _joint(model, kind):
+        raise CheckpointError(f"{folder}: {why}")
     _see_settings(adapter, model)
     if model.mtp_num_layers and not has_predictions(kind, model, adapter.modules):
         what = f"{folder} has no adapters for the layers that predict further tokens"
@@ -194,11 +194,20 @@ def _see_targets(adapter: PeftAdapter, places: Mapping[str, Stored]) -> None:
 
 def _why_not(model: ModelConfig, kind: str) -> str:
     """Why PEFT could not load the adapters; empty if it can."""
-    if kind in JOINT:
-        return f"{kind} has queries, keys and values in one linear layer, which has one adapter"
+    if why := _joint(model, kind):
+        return why
     taken = [name for name in linear_names(model) if model.adapts(name) and name in _OF_EXPERTS]
     if model.num_experts is not None and taken:
         return f"PEFT takes {' '.join(taken)} of a model with experts for adapters of the experts"
+    return ""
+
+
+def _joint(model: ModelConfig, kind: str) -> str:
+    """Why one adapter there would be several here; empty if none would."""
+    if kind in JOINT:
+        return f"{kind} has queries, keys and values in one linear layer, which has one adapter"
+    if kind in JOINT_MLPS and (model.adapts("gate_proj") or model.adapts("up_proj")):
+        return f"{kind} has gate_proj and up_proj in one linear layer, which has one adapter"
     return ""
 
 

@@ -83,7 +83,8 @@ def _place(kind: str, model: ModelConfig, name: str, shape: Shape, neighbours: b
         return replace(place, rows=torch.arange(model.vocab_size), of=model.vocab_size)
     if ".experts." in name:
         return _experts(kind, model, name, place)
-    if model.multi_latent_attention and neighbours and "self_attn." in name:
+    pairs = neighbours if model.multi_latent_attention else kind in _PAIRS
+    if pairs and "self_attn." in name:
         return replace(place, rows=_neighbours(model, name, shape[0]))
     joint = _joint(kind, model, name, shape)
     if joint is not None:
@@ -115,7 +116,7 @@ def _joint(
     """Rows of queries, keys, values, gate or up in a joint projection, and its size; None for
     other tensors."""
     which = next((i for i, part in enumerate("qkv") if f"self_attn.{part}_proj" in name), None)
-    gated = kind in ("megatron", "phi3") and model.gated_linear_unit
+    gated = kind in JOINT_MLPS and model.gated_linear_unit
     if gated and (".gate_p" in name or ".up_p" in name):
         gate, up = torch.arange(2 * shape[0]).chunk(2)
         return (gate if ".gate_p" in name else up), 2 * shape[0]
@@ -135,8 +136,13 @@ def _joint(
 
 def _neighbours(model: ModelConfig, name: str, size: int) -> Tensor | None:
     """Rows of rotary features as two halves, where neighbours are pairs; None for others."""
-    rotary = model.qk_pos_emb_head_dim
+    rotary = model.rotary_dim
     halves = torch.cat([torch.arange(0, rotary, 2), torch.arange(1, rotary, 2)])
+    if not model.multi_latent_attention:
+        if "q_proj." not in name and "k_proj." not in name:
+            return None
+        one = torch.cat([halves, torch.arange(rotary, model.head_dim)])
+        return (torch.arange(0, size, len(one))[:, None] + one).flatten()
     if "kv_a_proj." in name:
         return torch.cat([torch.arange(size - rotary), size - rotary + halves])
     if "q_proj." not in name and "q_b_proj." not in name:
@@ -172,6 +178,10 @@ def their_name(kind: str, model: ModelConfig, name: str) -> str:
 HEADS = ("lm_head.", "embed_out.")
 JOINT = ("gpt2", "gpt_neox", "phi3", "megatron")
 """Kinds whose queries, keys and values are one linear layer."""
+JOINT_MLPS = ("phi3", "glm", "glm4", "megatron")
+"""Kinds whose gate and up are one linear layer."""
+_PAIRS = ("glm", "glm4")
+"""Kinds with heads of their own whose rotary features are pairs of neighbours."""
 _PREDICTING = ("deepseek_v3", "kimi_k2", "glm4_moe")  # whose files have layers after the last
 _EACH = {".experts.": ".experts.{e}."}
 _DEEPSEEK = {
@@ -185,6 +195,7 @@ _QWEN_MOE = {
     ".mlp.shared_experts.": ".mlp.shared_expert.",
     **_EACH,
 }
+_GATE_UP = {".mlp.gate_proj.": ".mlp.gate_up_proj.", ".mlp.up_proj.": ".mlp.gate_up_proj."}
 _MEGATRON_MLPS = {
     ".mlp": ".mlp",
     ".mlp.shared_experts": ".mlp.shared_experts",
@@ -251,8 +262,13 @@ _NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             ".self_attn.q_proj.": ".self_attn.qkv_proj.",
             ".self_attn.k_proj.": ".self_attn.qkv_proj.",
             ".self_attn.v_proj.": ".self_attn.qkv_proj.",
-            ".mlp.gate_proj.": ".mlp.gate_up_proj.",
-            ".mlp.up_proj.": ".mlp.gate_up_proj.",
+            **_GATE_UP,
+        },
+        "glm": _GATE_UP,
+        "glm4": _GATE_UP,
+        "exaone4": {
+            ".post_self_attn_layernorm.": ".post_attention_layernorm.",
+            ".post_mlp_layernorm.": ".post_feedforward_layernorm.",
         },
         "starcoder2": {
             ".mlp.up_proj.": ".mlp.c_fc.",

@@ -7,7 +7,7 @@ from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.messages import Flow, wire_bytes
 from fivefold.counts.routed import StepRows
 from fivefold.layout import Layout
-from fivefold.model.description import layer_kind
+from fivefold.model.description import describe, layer_kind
 from fivefold.model.expert_rows import LayerRows, expected_rows, padded_rows
 from fivefold.pipeline.stages import StageSpec
 
@@ -69,17 +69,18 @@ def _forwards(layout: Layout, stage: int, spec: StageSpec) -> dict[int, tuple[in
     """Layer -> how often a step's forwards dispatch rows to experts, and combine their results.
 
     Recomputation stops at the last tensor that was saved, which precedes the combine unless shared
-    experts, a dropout mask, another layer, or the final norm of a further prediction follow.
+    experts, a dropout mask, a norm or another layer follow.
     """
     model, memory = layout.config.model, layout.memory_of(stage)
     found = {}
     for group, again in memory.recomputed_groups(len(spec.layers)):
         for place in group:
+            kind = layer_kind(model, spec.layers[place])
             goes_on = bool(model.shared_ffn_size)
             if again:
-                goes_on |= place != group[-1] or bool(model.hidden_dropout)
+                goes_on |= place != group[-1] or describe(model, kind).keeps_end
             repeated = again or "moe" in memory.of_layer(place).remade_modules
-            if layer_kind(model, spec.layers[place]).experts:
+            if kind.experts:
                 found[spec.layers[place]] = 1 + repeated, 1 + (repeated and goes_on)
     for layer in range(model.num_layers, model.num_layers + spec.mtp):
         whole, selected = memory.recompute_granularity == "full", "moe" in memory.remade_modules

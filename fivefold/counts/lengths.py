@@ -6,7 +6,7 @@ from fivefold.counts.remade import MADE_AGAIN, Remade
 from fivefold.layout import Layout
 from fivefold.model.description import describe, layer_kind
 from fivefold.model.lora_operations import Rescaled
-from fivefold.model.operations import Weight
+from fivefold.model.weights import Weight
 
 
 def length_products(layout: Layout, layer: int, remade: Remade) -> tuple[float, float]:
@@ -28,7 +28,7 @@ def length_products(layout: Layout, layer: int, remade: Remade) -> tuple[float, 
             rows //= weight.heads
         each = rank * (rows * columns + rank * (rows + columns))
         products = each * slices / config.rank_tokens
-        forward, again = _runs(layout, weight, remade)
+        forward, again = _runs(layout, layer, weight, remade)
         every, alone = every + (forward + again) * products, alone + forward * products
     return every, alone
 
@@ -41,7 +41,7 @@ def summed_lengths(layout: Layout, layer: int, remade: Remade) -> tuple[int, int
     every = again = 0
     for weight in _measured(layout, layer):
         if weight.split == 1:
-            forward, repeated = _runs(layout, weight, remade)
+            forward, repeated = _runs(layout, layer, weight, remade)
             every, again = every + weight.shape[0] * forward, again + weight.shape[0] * repeated
     return every, again
 
@@ -53,7 +53,7 @@ def _measured(layout: Layout, layer: int) -> Iterator[Weight]:
             yield from op.measured
 
 
-def _runs(layout: Layout, weight: Weight, remade: Remade) -> tuple[int, int]:
+def _runs(layout: Layout, layer: int, weight: Weight, remade: Remade) -> tuple[int, int]:
     """How often a linear layer runs per microbatch or slice of it: forward, and in the backward."""
     config = layout.config
     memory = config.memory
@@ -65,6 +65,7 @@ def _runs(layout: Layout, weight: Weight, remade: Remade) -> tuple[int, int]:
     if remade.whole:
         again += 1 + (tiles > 1)
     again *= tiles
-    if tiles > 1 and remade.ends_group and not config.model.hidden_dropout:
+    kind = layer_kind(config.model, layer)
+    if tiles > 1 and remade.ends_group and not describe(config.model, kind).keeps_end:
         again -= 1  # the last tile's input is the last that is saved
     return tiles, again

@@ -22,7 +22,7 @@ from fivefold.model.activations import (
     saved_activations,
     total,
 )
-from fivefold.model.description import layer_kind
+from fivefold.model.description import describe, layer_kind
 from fivefold.model.running import Running
 from fivefold.model.shape import has_final_norm, layer_weights
 
@@ -248,7 +248,8 @@ class _Products:
     def of_layer(self, layer: int, remade: Remade) -> tuple[float, float]:
         """Products per token of a step, and of one forward, without experts."""
         sizes, model = _linear_weights(self._layout, layer), self._model
-        again, ends_group = remade.whole, remade.ends_group
+        stops = remade.ends_group and not describe(model, layer_kind(model, layer)).keeps_end
+        again = remade.whole
         predicts = layer >= model.num_layers
         once = sum(sizes.values())
         once += 2 * model.hidden_size**2 // self._layout.grid.tp if predicts else 0
@@ -257,10 +258,10 @@ class _Products:
         if self._memory.tiled_mlp_num_shards == 1:
             tiled = []
         passes += sum(sizes[name] for name in tiled if not self._ends(name, "mlp"))
-        if ends_group and not model.hidden_dropout and tiled:
+        if stops and tiled:
             # The last tile's input is the last that is saved, so its forward is not repeated.
             passes -= self._last_tile * sum(sizes[name] for name in tiled)
-        elif ends_group and not model.hidden_dropout:
+        elif stops:
             passes -= sum(sizes[name] for name in sizes if self._ends(name, "layer"))
         if gathers_latents(self._layout.config, layer):
             _, got = seen_shares(self._layout, self._cp_rank, model.window_of(layer))

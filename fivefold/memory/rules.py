@@ -10,6 +10,7 @@ from fivefold.errors import Mistakes
 def check_techniques(config: Config, mistakes: Mistakes) -> None:
     """Report techniques that contradict each other."""
     _check_recompute(config, mistakes)
+    _check_norms(config, mistakes)
     _check_latents(config, mistakes)
     _check_compile(config, mistakes)
     _check_tiles(config, mistakes)
@@ -61,6 +62,29 @@ def _check_recompute(config: Config, mistakes: Mistakes) -> None:
             f"the inputs of {' '.join(norms)} cannot be offloaded, because recompute_modules "
             "layernorm recomputes the norms' outputs from them",
             works=["--offload-modules core_attn attn_proj", "--recompute-modules core_attn mlp"],
+        )
+
+
+def _check_norms(config: Config, mistakes: Mistakes) -> None:
+    """Techniques for norms before attention and MLP, in a model that has none there."""
+    memory, moves = config.memory, config.memory.fine_grained_activation_offloading
+    if config.model.norms_before:
+        return
+    none = f"norm_placement {config.model.norm_placement} has no norms before attention and MLP"
+    if "layernorm" in memory.remade_modules:
+        others = [module for module in memory.recompute_modules if module != "layernorm"]
+        without = f"--recompute-modules {' '.join(others or ['core_attn'])}"
+        mistakes.add(f"{none}, whose outputs recompute_modules layernorm discards", works=[without])
+    asked = {*memory.offload_modules} & {"attn_norm", "mlp_norm"} if moves else set()
+    if asked:
+        mistakes.add(
+            f"{none}, whose inputs offload_modules {' '.join(sorted(asked))} moves",
+            works=["--offload-modules core_attn attn_proj"],
+        )
+    if moves and "pre_mlp_layernorm_output" in memory.offload_tensors:
+        mistakes.add(
+            f"{none}, whose output offload_tensors pre_mlp_layernorm_output moves",
+            works=["--offload-tensors none"],
         )
 
 

@@ -154,11 +154,14 @@ def entry_bytes(model: ModelConfig, parts: StageParts, running: Running) -> dict
     """Bytes per token of a stage's input that stays on the device, beside its copy in host memory.
 
     The pipeline holds it for its gradient. Elsewhere the first layer counts it as its own: as its
-    input if it is recomputed, else as that of its first norm.
+    input if it is recomputed, else as that of its first norm, or of its first product.
     """
     if parts.embedding or not parts.layers:
         return {}
     size = running.element_bytes * model.hidden_size / running.token_parts
+    again = running.memory.recompute_granularity == "full"
+    if not (model.norms_before or again) and running.of_layer(parts.layers[0]).narrows():
+        return {"entry": Saved(kept=size)}  # of which the first product keeps a copy in 8 bits
     moves = not {"layer_input", "attn_norm"}.isdisjoint(running.memory.moved_items)
     moves = moves and _away(Kept("entry", (size,)), running) > 0
     return {"entry": Saved(kept=size)} if moves else {}
@@ -267,7 +270,8 @@ def bookkeeping_bytes(
                 continue
             if isinstance(operation, Norm):
                 queries, keys = operation.heads or (0, 0)
-                size += wide * (queries / tp + max(keys / tp, 1)) if queries else norm
+                each = 2 if operation.together else queries / tp + max(keys / tp, 1)
+                size += wide * each if queries else norm
             if isinstance(operation, LatentDown):
                 size += norm * operation.norms
     if has_rotation(model, parts):

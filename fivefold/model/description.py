@@ -1,4 +1,4 @@
-"""What a model is made of: the operations of each kind of layer, and the weights at both ends.
+"""What a model is made of: the operations of each kind of layer.
 
 This is the one place that knows which layers a model has. Names are those of the modules in
 `model.transformer`; layer indices from num_layers on mean multi-token prediction layers.
@@ -19,7 +19,7 @@ from fivefold.model.expert_operations import (
     SharedOut,
 )
 from fivefold.model.latent_operations import LatentDown, LatentUp
-from fivefold.model.lora_operations import Adapters, Rescaled, frozen, with_adapters
+from fivefold.model.lora_operations import Adapters, Rescaled, with_adapters
 from fivefold.model.operations import (
     Activation,
     ColumnLinear,
@@ -28,9 +28,9 @@ from fivefold.model.operations import (
     Operation,
     Residual,
     RowLinear,
-    Weight,
 )
 from fivefold.model.prediction_operations import PredictionInput
+from fivefold.model.weights import Weight, column, mlp_weights, norm_weights, of_experts, row, whole
 
 _SHARED_GATE = "mlp.shared_expert_gate.weight"
 OperationT = TypeVar("OperationT", bound=Operation)
@@ -90,7 +90,8 @@ class Layer:
         """The linear layers of the MLP that its recomputation runs: all but the last product,
         unless what that makes is kept, to be scaled."""
         kinds = ColumnLinear | ExpertsIn | Adapters | Rescaled
-        again = kinds | RowLinear if isinstance(self.operations[-2], Rescaled) else kinds
+        *_, last = (op for op in self.mlp if not isinstance(op, Norm | Residual))
+        again = kinds | RowLinear if isinstance(last, Rescaled) else kinds
         return tuple(op for op in self.mlp if isinstance(op, again))
 
     @cached_property
@@ -115,10 +116,15 @@ class Layer:
     @property
     def ends_with_sum(self) -> bool:
         """Whether the layer ends with a tensor-parallel reduction whose result nothing keeps."""
-        *within, residual = self.operations
-        assert isinstance(residual, Residual)
         gated = any(weight.name == _SHARED_GATE for weight in self.weights)
-        return isinstance(within[-1], RowLinear) and not gated and not residual.dropout
+        return isinstance(self.operations[-2], RowLinear) and not gated and not self.keeps_end
+
+    @property
+    def keeps_end(self) -> bool:
+        """Whether something after the MLP saves tensors: a norm, or dropout."""
+        *_, last, residual = self.operations
+        assert isinstance(residual, Residual)
+        return residual.dropout or isinstance(last, Norm)
 
 
 def layer_kind(model: ModelConfig, layer: int) -> LayerKind:
@@ -145,30 +151,14 @@ def describe(model: ModelConfig, kind: LayerKind) -> Layer:
     return Layer(kind, adapted)
 
 
-def embedding_weights(model: ModelConfig) -> tuple[Weight, ...]:
-    """The parameters of the input embedding."""
-    tokens = Weight("embed_tokens.weight", (model.padded_vocab_size, model.hidden_size), split=0)
-    if model.position_embedding_type != "learned_absolute":
-        return frozen((tokens,), model)
-    table = model.max_position_embeddings, model.hidden_size
-    return frozen((tokens, Weight("embed_positions.weight", table)), model)
-
-
-def head_weights(model: ModelConfig) -> tuple[Weight, ...]:
-    """The parameters of the final norm and the output layer, including a tied weight."""
-    table = model.padded_vocab_size, model.hidden_size
-    output = Weight("lm_head.weight", table, split=0, multiplies=True)
-    return frozen((*_norm("norm", model), output), model)
-
-
 def _attention(model: ModelConfig) -> tuple[Operation, ...]:
     h, heads = model.hidden_size, model.num_attention_heads
-    latent, before = model.multi_latent_attention, _norm("input_layernorm", model)
+    latent = model.multi_latent_attention
     sinks: tuple[Weight, ...] = ()
     if model.softmax_type == "learnable":
         sinks = (Weight("self_attn.sinks.weight", (heads,), split=0),)
     return (
-        Norm("attn_norm", before, ("layernorm", "a2a_overlap_attn"), features=h),
+        *_norm_before("attn_norm", "input_layernorm", model, "a2a_overlap_attn"),
         *(_latent_projections(model) if latent else _projections(model)),
         CoreAttention(
             "core_attn",
@@ -180,11 +170,12 @@ def _attention(model: ModelConfig) -> tuple[Operation, ...]:
         ),
         RowLinear(
             "attn_proj",
-            _row("self_attn.o_proj", model.attention_size, h, model.add_bias_linear),
+            row("self_attn.o_proj", model.attention_size, h, model.add_bias_linear),
             inputs=model.attention_size,
             outputs=h,
             remade_by=("a2a_overlap_attn",),
         ),
+        *_norm_after("attn_output_norm", "post_self_attn_layernorm", model),
         Residual(
             "attn_residual", features=h, dropout=bool(model.hidden_dropout), mask="attn_dropout"
         ),
@@ -195,38 +186,40 @@ def _projections(model: ModelConfig) -> tuple[Operation, ...]:
     h, bias = model.hidden_size, model.qkv_bias
     queries, keys = model.num_attention_heads, model.num_kv_heads
     weights = (
-        *_column("self_attn.q_proj", h, model.q_size, bias),
-        *_column("self_attn.k_proj", h, model.k_size, bias, keys),
-        *_column("self_attn.v_proj", h, model.v_size, bias, keys),
+        *column("self_attn.q_proj", h, model.q_size, bias),
+        *column("self_attn.k_proj", h, model.k_size, bias, keys),
+        *column("self_attn.v_proj", h, model.v_size, bias, keys),
     )
     outputs = model.q_size + model.k_size + model.v_size
     again = ("a2a_overlap_attn",)
-    remade_by = ("layernorm", *again)
+    remade_by = _makes_input(model, *again)
     qkv = ColumnLinear("qkv", weights, again, inputs=h, outputs=outputs, remade_by=remade_by)
     if not model.qk_layernorm:
         return (qkv,)
-    scales = [
-        Weight(f"self_attn.{each}_norm.weight", (model.head_dim,), sees="heads") for each in "qk"
-    ]
-    size = model.q_size + model.k_size
-    return qkv, Norm("qk_norm", tuple(scales), again, features=size, heads=(queries, keys))
+    names = [f"self_attn.{each}_norm.weight" for each in "qk"]
+    scales = [Weight(name, (model.head_dim,), sees="heads") for name in names]
+    if model.norms_together:
+        sizes = zip(names, (model.q_size, model.k_size), (0, keys), strict=True)
+        scales = [Weight(name, (size,), 0, heads) for name, size, heads in sizes]
+    size, heads, together = model.q_size + model.k_size, (queries, keys), model.norms_together
+    return qkv, Norm("qk_norm", tuple(scales), again, features=size, heads=heads, together=together)
 
 
 def _latent_projections(model: ModelConfig) -> tuple[Operation, ...]:
     """DeepSeek-V2's MLA: normalised latents, and one rotary key shared by all heads."""
     h, bias, rank = model.hidden_size, model.add_bias_linear, model.kv_lora_rank
     down: tuple[Weight, ...] = ()
-    up = _column("self_attn.q_proj", h, model.q_size, bias)
+    up = column("self_attn.q_proj", h, model.q_size, bias)
     if model.q_lora_rank is not None:
         down = (
-            *_whole("self_attn.q_a_proj", h, model.q_lora_rank, bias),
-            *_norm("self_attn.q_a_layernorm", model, model.q_lora_rank),
+            *whole("self_attn.q_a_proj", h, model.q_lora_rank, bias),
+            *norm_weights("self_attn.q_a_layernorm", model, model.q_lora_rank),
         )
-        up = _column("self_attn.q_b_proj", model.q_lora_rank, model.q_size, bias)
-    down += _whole("self_attn.kv_a_proj", h, rank + model.qk_pos_emb_head_dim, bias)
-    down += _norm("self_attn.kv_a_layernorm", model, rank)
+        up = column("self_attn.q_b_proj", model.q_lora_rank, model.q_size, bias)
+    down += whole("self_attn.kv_a_proj", h, rank + model.qk_pos_emb_head_dim, bias)
+    down += norm_weights("self_attn.kv_a_layernorm", model, rank)
     unrotated = model.num_attention_heads * model.qk_head_dim
-    up += _column("self_attn.kv_b_proj", rank, unrotated + model.v_size, bias)
+    up += column("self_attn.kv_b_proj", rank, unrotated + model.v_size, bias)
     return (
         LatentDown(
             "qkv",
@@ -234,6 +227,7 @@ def _latent_projections(model: ModelConfig) -> tuple[Operation, ...]:
             ("a2a_overlap_attn",),
             inputs=h,
             norms=1 if model.q_lora_rank is None else 2,
+            remade_by=_makes_input(model, "a2a_overlap_attn"),
         ),
         LatentUp(
             "mla_up",
@@ -248,26 +242,43 @@ def _latent_projections(model: ModelConfig) -> tuple[Operation, ...]:
     )
 
 
-def _mlp_norm(model: ModelConfig, *again: str) -> Norm:
+def _mlp_norm(model: ModelConfig, *again: str) -> tuple[Norm, ...]:
     """With parallel residuals its input is attention's, and is counted there."""
-    weights = _norm("post_attention_layernorm", model)
     read = model.parallel_residual
-    features, rerun_by = model.hidden_size, ("layernorm", *again)
-    return Norm("mlp_norm", weights, rerun_by, features=features, shared_input=read)
+    return _norm_before("mlp_norm", "post_attention_layernorm", model, *again, shared_input=read)
+
+
+def _norm_before(
+    name: str, module: str, model: ModelConfig, *again: str, shared_input: bool = False
+) -> tuple[Norm, ...]:
+    weights, rerun_by = norm_weights(module, model), ("layernorm", *again)
+    norm = Norm(name, weights, rerun_by, features=model.hidden_size, shared_input=shared_input)
+    return (norm,) if model.norms_before else ()
+
+
+def _makes_input(model: ModelConfig, *again: str) -> tuple[str, ...]:
+    """Recomputed modules that make the input of attention or MLP again, if a norm makes it."""
+    return ("layernorm", *again) if model.norms_before else ()
+
+
+def _norm_after(name: str, module: str, model: ModelConfig) -> tuple[Norm, ...]:
+    """Nothing keeps its output, so that no recomputation runs it again."""
+    norm = Norm(name, norm_weights(module, model), features=model.hidden_size)
+    return (norm,) if model.norms_after else ()
 
 
 def _dense(model: ModelConfig) -> tuple[Operation, ...]:
     h, inner = model.hidden_size, model.ffn_size
-    first, last = _mlp("mlp", model, inner)
+    first, last = mlp_weights("mlp", model, inner)
     return (
-        _mlp_norm(model),
+        *_mlp_norm(model),
         ColumnLinear(
             "fc1",
             first,
             ("mlp",),
             inputs=h,
             outputs=inner * _gates(model),
-            remade_by=("layernorm",),
+            remade_by=_makes_input(model),
             kept_whole_by=("layernorm", "mlp"),
         ),
         Activation(
@@ -279,7 +290,7 @@ def _dense(model: ModelConfig) -> tuple[Operation, ...]:
             remade_by=("mlp",),
         ),
         RowLinear("fc2", last, inputs=inner, outputs=h, remade_by=("mlp",)),
-        _mlp_residual(model),
+        *_end(model),
     )
 
 
@@ -287,13 +298,21 @@ def _experts(model: ModelConfig) -> tuple[Operation, ...]:
     assert model.num_experts is not None
     h, experts, copies = model.hidden_size, model.num_experts, model.moe_router_topk
     inner, widths = model.expert_ffn_size, _gates(model)
-    each = _mlp("mlp.experts", model, inner)
-    first, last = (tuple(_of_experts(weight, experts) for weight in part) for part in each)
-    router = _whole("mlp.router", h, experts, model.add_bias_linear)
+    each = mlp_weights("mlp.experts", model, inner)
+    first, last = (tuple(of_experts(weight, experts) for weight in part) for part in each)
+    router = whole("mlp.router", h, experts, model.add_bias_linear)
     again, read = "a2a_overlap_post_attn", bool(model.shared_ffn_size)
     return (
-        _mlp_norm(model, again),
-        RouterLinear("router", router, ("moe", again), inputs=h, model=model, read=read),
+        *_mlp_norm(model, again),
+        RouterLinear(
+            "router",
+            router,
+            ("moe", again),
+            inputs=h,
+            model=model,
+            read=read,
+            remade_by=_makes_input(model, again),
+        ),
         Dispatch("dispatch", rerun_by=("moe",), copies=copies, model=model),
         ExpertsIn(
             "expert_fc1",
@@ -314,16 +333,16 @@ def _experts(model: ModelConfig) -> tuple[Operation, ...]:
         ),
         ExpertsOut("expert_fc2", last, ("moe",), inputs=inner, outputs=h, copies=copies),
         *(_shared_experts(model) if model.shared_ffn_size else ()),
-        _mlp_residual(model),
+        *_end(model),
     )
 
 
 def _shared_experts(model: ModelConfig) -> tuple[Operation, ...]:
     h, inner, again = model.hidden_size, model.shared_ffn_size, ("moe", "shared_experts")
-    first, last = _mlp("mlp.shared_experts", model, inner)
+    first, last = mlp_weights("mlp.shared_experts", model, inner)
     widths = _gates(model)  # the activation keeps what it reads
     gated = model.moe_shared_expert_gate
-    gate = _whole(_SHARED_GATE.removesuffix(".weight"), h, 1, False) if gated else ()
+    gate = whole(_SHARED_GATE.removesuffix(".weight"), h, 1, False) if gated else ()
     return (
         ColumnLinear(
             "shared_fc1",
@@ -340,9 +359,11 @@ def _shared_experts(model: ModelConfig) -> tuple[Operation, ...]:
     )
 
 
-def _mlp_residual(model: ModelConfig) -> Residual:
-    dropout = bool(model.hidden_dropout)
-    return Residual("mlp_residual", features=model.hidden_size, dropout=dropout, mask="mlp_dropout")
+def _end(model: ModelConfig) -> tuple[Operation, ...]:
+    """What follows the last product of an MLP."""
+    h, dropout = model.hidden_size, bool(model.hidden_dropout)
+    residual = Residual("mlp_residual", features=h, dropout=dropout, mask="mlp_dropout")
+    return *_norm_after("mlp_output_norm", "post_mlp_layernorm", model), residual
 
 
 def _prediction(model: ModelConfig) -> PredictionInput:
@@ -350,10 +371,10 @@ def _prediction(model: ModelConfig) -> PredictionInput:
     projected together to one hidden state; a layer and a norm follow."""
     h = model.hidden_size
     weights = (
-        *_norm("hnorm", model),
-        *_norm("enorm", model),
-        *_column("eh_proj", 2 * h, h, False),
-        *_norm("norm", model),
+        *norm_weights("hnorm", model),
+        *norm_weights("enorm", model),
+        *column("eh_proj", 2 * h, h, False),
+        *norm_weights("norm", model),
     )
     return PredictionInput("prediction", weights, features=h)
 
@@ -361,38 +382,3 @@ def _prediction(model: ModelConfig) -> PredictionInput:
 def _gates(model: ModelConfig) -> int:
     """Number of projections into the inner features."""
     return 2 if model.gated_linear_unit else 1
-
-
-def _norm(name: str, model: ModelConfig, features: int | None = None) -> tuple[Weight, ...]:
-    kinds = ("weight", "bias") if model.normalization == "LayerNorm" else ("weight",)
-    return tuple(Weight(f"{name}.{kind}", (features or model.hidden_size,)) for kind in kinds)
-
-
-def _mlp(
-    name: str, model: ModelConfig, inner: int
-) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
-    """Weights into the inner features, and weights out of them."""
-    h, bias = model.hidden_size, model.add_bias_linear
-    names = ("gate_proj", "up_proj") if model.gated_linear_unit else ("up_proj",)
-    first = tuple(w for each in names for w in _column(f"{name}.{each}", h, inner, bias))
-    return first, _row(f"{name}.down_proj", inner, h, bias)
-
-
-def _column(name: str, inputs: int, outputs: int, bias: bool, heads: int = 0) -> tuple[Weight, ...]:
-    weight = Weight(f"{name}.weight", (outputs, inputs), 0, heads, multiplies=True)
-    return weight, *([Weight(f"{name}.bias", (outputs,), 0, heads)] if bias else [])
-
-
-def _row(name: str, inputs: int, outputs: int, bias: bool) -> tuple[Weight, ...]:
-    weight = Weight(f"{name}.weight", (outputs, inputs), 1, multiplies=True)
-    return weight, *([Weight(f"{name}.bias", (outputs,))] if bias else [])
-
-
-def _whole(name: str, inputs: int, outputs: int, bias: bool) -> tuple[Weight, ...]:
-    weight = Weight(f"{name}.weight", (outputs, inputs), multiplies=True)
-    return weight, *([Weight(f"{name}.bias", (outputs,))] if bias else [])
-
-
-def _of_experts(weight: Weight, experts: int) -> Weight:
-    shape, split = (experts, *weight.shape), None if weight.split is None else weight.split + 1
-    return Weight(weight.name, shape, split, of_experts=True, multiplies=weight.multiplies)

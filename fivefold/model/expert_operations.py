@@ -20,12 +20,14 @@ class RouterLinear(Operation):
         model: model with experts.
         read: whether shared experts read the same input.
         adapted: whether these have adapters, which keep it.
+        remade_by: recomputed modules that recompute the input.
     """
 
     inputs: int
     model: ModelConfig = field(repr=False)
     read: bool
     adapted: bool = False
+    remade_by: tuple[str, ...] = ()
 
     @property
     def experts(self) -> int:
@@ -40,7 +42,7 @@ class RouterLinear(Operation):
     def kept_else(self, running: Running) -> tuple[Kept, ...]:
         """The input, shared with shared experts; scores; the decision, reused by recomputation."""
         return (
-            Kept("moe_input", (self._input(running),), ("layernorm", "a2a_overlap_post_attn")),
+            Kept("moe_input", (self._input(running),), self.remade_by),
             Kept("router_factors", self._factors(running), _AGAIN),
             Kept("router", (self._scores(running) + self._losses(running),), _AGAIN),
             Kept("decision", (self._decision(running),), stays=True),

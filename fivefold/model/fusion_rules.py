@@ -22,6 +22,10 @@ def check_fusions(config: Config, mistakes: Mistakes) -> None:
             f"{_TELLS}, and hidden_dropout {model.hidden_dropout:g} drops features before the sum",
             works=[_OFF, "--hidden-dropout 0"],
         )
+    if not model.norms_before:
+        mistakes.add(
+            f"{_TELLS}, and with norm_placement {model.norm_placement} none is before", works=[_OFF]
+        )
     if model.parallel_residual:
         mistakes.add(f"{_TELLS}, which reads no sum with parallel_residual", works=[_OFF])
 

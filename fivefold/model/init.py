@@ -49,7 +49,8 @@ def init_slice(
         rows = init_slice(weight, shape_there, (*slices, slice(None)), model, seed)
         return lengths_of(rows, dtype)
     if len(global_shape) == 1 or name.endswith(".bias"):
-        value = 1.0 if name.endswith("norm.weight") else 0.0
+        ones = name.endswith("norm.weight") and not model.apply_layernorm_1p
+        value = 1.0 if ones else 0.0
         return torch.full(shape, value, dtype=dtype)
     if LORA in name:
         return _adapter(name, global_shape, spans, seed, dtype)

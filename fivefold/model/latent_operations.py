@@ -13,17 +13,19 @@ class LatentDown(Operation):
     Attributes:
         inputs: features of a token.
         norms: number of latent normalisations.
+        remade_by: recomputed modules that recompute the input.
     """
 
     inputs: int
     norms: int
+    remade_by: tuple[str, ...] = ()
 
     def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
         """Its input, in the dtype of the matrix multiplication."""
         size = running.input_size("layernorm") * self.inputs / running.token_parts
         # Each rank multiplies its own tokens.
         scaled = (self.inputs,) if running.narrows("layernorm") else ()
-        return (Kept(self.name, (size,), ("layernorm", "a2a_overlap_attn"), scaled=scaled),)
+        return (Kept(self.name, (size,), self.remade_by, scaled=scaled),)
 
     def deferred(self, running: Running) -> float:
         """Its input; gradients of the latents are negligible."""

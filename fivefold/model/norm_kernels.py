@@ -1,4 +1,4 @@
-"""The residual sum and the RMSNorm after it as one Triton kernel, and their backward as another.
+"""RMSNorm, with the residual sum before it or alone, as a Triton kernel; its backward as another.
 
 Imported only where they run, since Triton is. They are proven without a GPU by Triton's
 interpreter (`TRITON_INTERPRET=1`).
@@ -20,7 +20,7 @@ PROGRAMS = 512
 
 
 def sum_and_norm(
-    x_TH: Tensor, onto_TH: Tensor, weight_H: Tensor, epsilon: float
+    x_TH: Tensor, onto_TH: Tensor, weight_H: Tensor, epsilon: float, offset: float
 ) -> tuple[Tensor, Tensor]:
     """onto + x, rounded to its dtype, and the RMSNorm of that (Zhang and Sennrich 2019).
 
@@ -31,45 +31,88 @@ def sum_and_norm(
         onto_TH: what it is added to.
         weight_H: the norm's weight.
         epsilon: added to the mean square.
+        offset: added to the weight.
     """
-    total_TH, y_TH = _SumAndNorm.apply(x_TH, onto_TH, weight_H, epsilon)
+    total_TH, y_TH = _SumAndNorm.apply(x_TH, onto_TH, weight_H, epsilon, offset)
     return total_TH, y_TH
+
+
+def norm(x: Tensor, weight_H: Tensor, epsilon: float, offset: float) -> Tensor:
+    """The RMSNorm of x [..., H]; like `sum_and_norm` without a sum."""
+    x_TH = x.reshape(-1, x.shape[-1]).contiguous()
+    y_TH: Tensor = _NormAlone.apply(x_TH, weight_H, epsilon, offset)
+    return y_TH.view(x.shape)
 
 
 class _SumAndNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, onto: Tensor, weight: Tensor, epsilon: float
+        ctx: Any, x: Tensor, onto: Tensor, weight: Tensor, epsilon: float, offset: float
     ) -> tuple[Tensor, Tensor]:
-        x, onto = x.contiguous(), onto.contiguous()
-        total, y = torch.empty_like(x), torch.empty_like(x)
-        scale_T = x.new_empty(len(x), dtype=torch.promote_types(x.dtype, torch.float32))
-        if len(x):
-            launch(
-                _forward,
-                (len(x),),
-                *(x, onto, weight, total, y, scale_T, x.shape[1]),
-                epsilon=epsilon,
-                **_sizes(x),
-            )
+        total = torch.empty_like(x, memory_format=torch.contiguous_format)
+        y, scale_T = _normed(x.contiguous(), onto.contiguous(), weight, total, epsilon, offset)
         ctx.save_for_backward(total, weight, scale_T)
+        ctx.offset = offset
         return total, y
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        total, weight, scale_T = ctx.saved_tensors
-        rows, features = total.shape
-        grad, programs = torch.empty_like(total), min(rows, PROGRAMS)
-        sums = scale_T.new_zeros(max(programs, 1), features)
-        if rows:
-            grads = grad_total.contiguous(), grad_y.contiguous()
-            launch(
-                _backward,
-                (programs,),
-                *(total, weight, scale_T, *grads, grad, sums, rows, features, programs),
-                **_sizes(total),
-            )
-        return grad, grad, sums.sum(0).to(weight.dtype), None
+        grad, of_weight = _gradients(ctx.saved_tensors, grad_total, grad_y, ctx.offset)
+        return grad, grad, of_weight, None, None
+
+
+class _NormAlone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
+        y, scale_T = _normed(x, None, weight, x, epsilon, offset)
+        ctx.save_for_backward(x, weight, scale_T)
+        ctx.offset = offset
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        return *_gradients(ctx.saved_tensors, None, grad_y, ctx.offset), None, None
+
+
+def _normed(
+    x: Tensor, onto: Tensor | None, weight: Tensor, total: Tensor, epsilon: float, offset: float
+) -> tuple[Tensor, Tensor]:
+    """The norm, and the inverse root mean square of each row; fills `total` if there is a sum."""
+    y = torch.empty_like(x)
+    scale_T = x.new_empty(len(x), dtype=torch.promote_types(x.dtype, torch.float32))
+    if len(x):
+        launch(
+            _forward,
+            (len(x),),
+            *(x, x if onto is None else onto, weight, total, y, scale_T, x.shape[1]),
+            epsilon=epsilon,
+            offset=offset,
+            adds=onto is not None,
+            **_sizes(x),
+        )
+    return y, scale_T
+
+
+def _gradients(
+    saved: tuple[Tensor, Tensor, Tensor], beside: Tensor | None, grad_y: Tensor, offset: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients of what was normalised, with that `beside` the norm, and of the weight."""
+    total, weight, scale_T = saved
+    rows, features = total.shape
+    grad, programs = torch.empty_like(total), min(rows, PROGRAMS)
+    sums = scale_T.new_zeros(max(programs, 1), features)
+    if rows:
+        grad_y = grad_y.contiguous()
+        grads = grad_y if beside is None else beside.contiguous(), grad_y
+        launch(
+            _backward,
+            (programs,),
+            *(total, weight, scale_T, *grads, grad, sums, rows, features, programs),
+            offset=offset,
+            adds=beside is not None,
+            **_sizes(total),
+        )
+    return grad, sums.sum(0).to(weight.dtype)
 
 
 def _sizes(x: Tensor) -> dict[str, Any]:
@@ -88,6 +131,8 @@ def _forward(  # type: ignore[no-untyped-def]
     scales,
     features,
     epsilon: tl.constexpr,
+    offset: tl.constexpr,
+    adds: tl.constexpr,
     wide: tl.constexpr,
     size: tl.constexpr,
 ):
@@ -95,13 +140,14 @@ def _forward(  # type: ignore[no-untyped-def]
     row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, size)
     inside, place = lanes < features, row * features + lanes
     added = tl.load(x + place, mask=inside, other=0.0).to(wide)
-    added += tl.load(onto + place, mask=inside, other=0.0).to(wide)
-    rounded = added.to(total.dtype.element_ty)
-    tl.store(total + place, rounded, mask=inside)
-    added = rounded.to(wide)
+    if adds:
+        added += tl.load(onto + place, mask=inside, other=0.0).to(wide)
+        rounded = added.to(total.dtype.element_ty)
+        tl.store(total + place, rounded, mask=inside)
+        added = rounded.to(wide)
     scale = 1.0 / tl.sqrt(tl.sum(added * added, 0) / features + epsilon)
     tl.store(scales + row, scale)
-    factor = tl.load(weight + lanes, mask=inside, other=0.0).to(wide)
+    factor = tl.load(weight + lanes, mask=inside, other=0.0).to(wide) + offset
     tl.store(y + place, (added * scale * factor).to(y.dtype.element_ty), mask=inside)
 
 
@@ -117,13 +163,15 @@ def _backward(  # type: ignore[no-untyped-def]
     rows,
     features,
     programs,
+    offset: tl.constexpr,
+    adds: tl.constexpr,
     wide: tl.constexpr,
     size: tl.constexpr,
 ):
-    """Gradients of the sum, with what comes beside the norm, and a part of the weight's."""
+    """Gradients of what was normalised, of a sum with those beside, and a part of the weight's."""
     first, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, size)
     inside = lanes < features
-    factor = tl.load(weight + lanes, mask=inside, other=0.0).to(wide)
+    factor = tl.load(weight + lanes, mask=inside, other=0.0).to(wide) + offset
     of_weight = tl.zeros((size,), wide)
     for row in range(first, rows, programs):
         place, scale = row * features + lanes, tl.load(scales + row)
@@ -133,6 +181,7 @@ def _backward(  # type: ignore[no-untyped-def]
         dy *= factor
         mean = tl.sum(dy * normed, 0) / features
         dx = (dy - normed * mean) * scale
-        dx += tl.load(grad_total + place, mask=inside, other=0.0).to(wide)
+        if adds:
+            dx += tl.load(grad_total + place, mask=inside, other=0.0).to(wide)
         tl.store(grad + place, dx.to(grad.dtype.element_ty), mask=inside)
     tl.store(sums + first * features + lanes, of_weight, mask=inside)

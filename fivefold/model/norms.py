@@ -7,14 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.config.model import ModelConfig
-from fivefold.mesh.device import uses_gpu_kernels
+from fivefold.mesh.device import runs_triton, uses_gpu_kernels
 from fivefold.model.leaves import local
 from fivefold.model.traced import result
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x divided by its root mean square over the last dim, times `weight`; in at least fp32."""
-    y: Tensor = _RMSNorm.apply(x, weight, epsilon)
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
+    """x divided by its root mean square over the last dim, times offset + `weight`; in at least
+    fp32."""
+    y: Tensor = _RMSNorm.apply(x, weight, epsilon, offset)
     return y
 
 
@@ -22,64 +23,92 @@ class _RMSNorm(torch.autograd.Function):
     """RMSNorm for CPUs, where PyTorch does not fuse it: its backward is four times as fast."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         mean_square = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).unsqueeze(-1)
         scale = mean_square.add_(epsilon).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return result((wide * scale).mul_(weight).to(x.dtype))
+        ctx.offset = offset
+        factor = weight.to(scale.dtype) + offset if offset else weight
+        return result((wide * scale).mul_(factor).to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, scale = ctx.saved_tensors
         grad = grad_y.to(scale.dtype)
-        wide_weight = weight.to(scale.dtype)
+        factor = weight.to(scale.dtype)
+        factor = factor + ctx.offset if ctx.offset else factor
         normed = x * scale
-        product = grad * normed
-        grad_weight = product.flatten(0, -2).sum(0)
-        mean = (product @ wide_weight).div_(x.shape[-1]).unsqueeze(-1)
-        grad_x = (grad * wide_weight).addcmul_(normed, mean, value=-1.0).mul_(scale)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        products = (grad * normed).flatten(0, -2)
+        grad_weight = products.sum(0)
+        mean = (products @ factor).div_(x.shape[-1]).view(scale.shape)
+        grad_x = (grad * factor).addcmul_(normed, mean, value=-1.0).mul_(scale)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None
 
 
 class LayerNorm(nn.Module):
-    """Layer normalisation over the last dim, with a bias."""
+    """Layer normalisation over the last dim, with a bias.
 
-    def __init__(self, features: int, epsilon: float) -> None:
+    Attributes:
+        offset: number added to the weight.
+    """
+
+    def __init__(self, features: int, epsilon: float, offset: float = 0.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(features))
         self.bias = nn.Parameter(torch.empty(features))
-        self.epsilon = epsilon
+        self.epsilon, self.offset = epsilon, offset
 
     def forward(self, x: Tensor) -> Tensor:
         """x normalised over the last dim."""
         weight = local(self.weight)
-        return F.layer_norm(x, weight.shape, weight, local(self.bias), self.epsilon)
+        factor = weight + self.offset if self.offset else weight
+        return F.layer_norm(x, weight.shape, factor, local(self.bias), self.epsilon)
 
 
 class RMSNorm(nn.Module):
-    """x divided by its root mean square over the last dim (Zhang and Sennrich 2019)."""
+    """x divided by its root mean square over the last dim (Zhang and Sennrich 2019).
 
-    def __init__(self, features: int, epsilon: float) -> None:
+    Attributes:
+        offset: number added to the weight, in the type of the statistics.
+    """
+
+    def __init__(self, features: int, epsilon: float, offset: float = 0.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(features))
-        self.epsilon = epsilon
+        self.epsilon, self.offset = epsilon, offset
 
     def forward(self, x: Tensor) -> Tensor:
         """x normalised over the last dim, with statistics in at least fp32."""
         weight = local(self.weight)
-        if uses_gpu_kernels(x):
+        if not self.offset and uses_gpu_kernels(x):
             return F.rms_norm(x, weight.shape, weight, self.epsilon)
-        return rms_norm(x, weight, self.epsilon)
+        if runs_triton(x):
+            from fivefold.model import norm_kernels
+
+            return norm_kernels.norm(x, weight, self.epsilon, self.offset)
+        return rms_norm(x, weight, self.epsilon, self.offset)
 
     def of_sum(self, x_TH: Tensor, onto_TH: Tensor) -> tuple[Tensor, Tensor]:
         """onto + x, and that normalised, in one kernel of a GPU (`runs_triton`)."""
         from fivefold.model import norm_kernels
 
-        return norm_kernels.sum_and_norm(x_TH, onto_TH, local(self.weight), self.epsilon)
+        weight = local(self.weight)
+        return norm_kernels.sum_and_norm(x_TH, onto_TH, weight, self.epsilon, self.offset)
 
 
 def make_norm(model: ModelConfig, features: int | None = None) -> LayerNorm | RMSNorm:
     """The model's kind of normalisation; by default over the residual stream's features."""
-    kind = LayerNorm if model.normalization == "LayerNorm" else RMSNorm
-    return kind(features or model.hidden_size, model.norm_epsilon)
+    features = features or model.hidden_size
+    if model.normalization == "RMSNorm":
+        return rms_norm_of(model, features)
+    return LayerNorm(features, model.norm_epsilon, _offset(model))
+
+
+def rms_norm_of(model: ModelConfig, features: int) -> RMSNorm:
+    """An RMSNorm, which those of queries and keys always are."""
+    return RMSNorm(features, model.norm_epsilon, _offset(model))
+
+
+def _offset(model: ModelConfig) -> float:
+    return 1.0 if model.apply_layernorm_1p else 0.0

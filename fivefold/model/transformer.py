@@ -70,7 +70,7 @@ def make_mlp(
 
 
 class TransformerLayer(nn.Module):
-    """Attention and MLP, each after a norm and added to the residual stream.
+    """Attention and MLP, each after a norm, or before one, and added to the residual stream.
 
     Attributes:
         block: seam around a norm and the module after it.
@@ -81,10 +81,13 @@ class TransformerLayer(nn.Module):
         self, model: ModelConfig, layer: int, experts: ExpertsConfig, global_batch_size: int
     ) -> None:
         super().__init__()
-        self.input_layernorm = make_norm(model)
+        before, after = model.norms_before, model.norms_after
+        self.input_layernorm = make_norm(model) if before else nn.Identity()
         self.self_attn = make_attention(model, layer)
-        self.post_attention_layernorm = make_norm(model)
+        self.post_self_attn_layernorm = make_norm(model) if after else None
+        self.post_attention_layernorm = make_norm(model) if before else nn.Identity()
         self.mlp = make_mlp(model, layer, experts, global_batch_size)
+        self.post_mlp_layernorm = make_norm(model) if after else None
         self.dropout = model.hidden_dropout
         self.side_by_side = model.parallel_residual
         self.site = f"layers.{layer}"
@@ -102,13 +105,16 @@ class TransformerLayer(nn.Module):
         """`forward` without what differs between layers by name; compiled once for all of them."""
         drop = context.layer
         attended_TH = self.block(self.input_layernorm, self.self_attn, x_TH, context)
+        attended_TH = _normed(self.post_self_attn_layernorm, attended_TH)
         norm = self._joined_norm(x_TH)
         if norm is not None:
             sum_TH, normed_TH = norm.of_sum(attended_TH, x_TH)
-            return sum_TH + self.mlp(normed_TH, context)
-        sum_TH = _added(x_TH, attended_TH, drop.attended, self.dropout)
-        read_TH = x_TH if self.side_by_side else sum_TH
-        made_TH = self.block(self.post_attention_layernorm, self.mlp, read_TH, context)
+            made_TH = self.mlp(normed_TH, context)
+        else:
+            sum_TH = _added(x_TH, attended_TH, drop.attended, self.dropout)
+            read_TH = x_TH if self.side_by_side else sum_TH
+            made_TH = self.block(self.post_attention_layernorm, self.mlp, read_TH, context)
+        made_TH = _normed(self.post_mlp_layernorm, made_TH)
         return _added(sum_TH, made_TH, drop.made, self.dropout)
 
     def _joined_norm(self, x_TH: Tensor) -> RMSNorm | None:
@@ -127,6 +133,10 @@ class TransformerLayer(nn.Module):
             return LayerDropout(heads=heads, adapters=adapters)
         attended, made = (dropout.at(f"{self.site}.{after}") for after in ("self_attn", "mlp"))
         return LayerDropout(attended, made, heads, adapters)
+
+
+def _normed(norm: Norm | None, x_TH: Tensor) -> Tensor:
+    return x_TH if norm is None else norm(x_TH)
 
 
 def _added(sum_TH: Tensor, x_TH: Tensor, drop: HiddenDropout | None, rate: float) -> Tensor:

@@ -158,11 +158,12 @@ def describe(memory: MemoryConfig) -> str:
 
 def _module_sets(model: ModelConfig) -> list[MemoryChoice]:
     """Sets of modules to recompute, those with the least cost per byte saved first."""
-    cheap = [("layernorm",)]
+    norm = ("layernorm",) if model.norms_before else ()
+    cheap = [norm]
     if model.multi_latent_attention:
         # Without a latent of their own, queries are made again of what the norm would discard.
-        norm = () if model.q_lora_rank is None else ("layernorm",)
-        cheap = [(*norm, "mla_up_proj"), *cheap]
+        beside = () if model.q_lora_rank is None else norm
+        cheap = [(*beside, "mla_up_proj"), *cheap]
     costly = ((), ("mlp",)) if model.num_experts is None else (("moe_act",), ("moe",))
     return [
         MemoryChoice(
@@ -173,6 +174,7 @@ def _module_sets(model: ModelConfig) -> list[MemoryChoice]:
         )
         for more in costly
         for place, few in enumerate(cheap)
+        if few or more
     ]
 
 

@@ -140,7 +140,7 @@ def run_reference(
                 break
             scale /= 2
         norm = torch.stack([g.double().square().sum() for g in grads.values()]).sum().sqrt()
-        _update(optimizer, weights, means, grads, float(norm), config, step)
+        _update(optimizer, weights, means, grads, float(norm), config, step, dtype.itemsize == 2)
         _round_state(optimizer, weights, config, step, narrow=dtype == torch.bfloat16)
         for mixture in master.mixtures:
             mixture.router.update_bias(torch.stack(routing[mixture.router.layer]).sum(0))
@@ -294,8 +294,9 @@ def _update(
     norm: float,
     config: Config,
     step: int,
+    narrow: bool,
 ) -> None:
-    """Clip gradients by their norm, and update the weights."""
+    """Clip gradients by their norm, and update the weights; `narrow`: of a model in 16 bits."""
     settings = config.optimizer
     limit = settings.clip_grad
     factor = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
@@ -312,7 +313,6 @@ def _update(
         assert grad is not None
         mean.mul_(momentum).add_(grad, alpha=1 - momentum)
         ahead = momentum * mean + (1 - momentum) * grad if settings.muon_nesterov else mean
-        narrow = config.training.in_16_bits and weight.dtype == torch.float32
         dtype = torch.bfloat16 if narrow else weight.dtype
         update = orthogonalised(ahead, steps, dtype).to(weight.dtype)
         length = lr * update_factor(weight.shape, settings)

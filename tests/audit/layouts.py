@@ -16,8 +16,16 @@ from fivefold.layout import Layout
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "qwen": {"qk_layernorm": True, "add_qkv_bias": True},
+    "qwen": {
+        "norm_placement": "both",
+        "apply_layernorm_1p": True,
+        "qk_layernorm": True,
+        "add_qkv_bias": True,
+    },
     "sinks": {
+        "norm_placement": "after",
+        "qk_layernorm": True,
+        "qk_layernorm_type": "all_heads",
         "softmax_type": "learnable",
         "window_size": 5,
         "window_attn_skip_freq": "2",

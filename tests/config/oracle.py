@@ -134,8 +134,13 @@ def renamed(config: ModelConfig, model: nn.Module, tensors: dict[str, Tensor]) -
     gpt2 = model.config.model_type == "gpt2"
     second = model.config.model_type == "deepseek_v2"  # which does not read the field
     interleaved = second or getattr(model.config, "rope_interleave", True)
+    glm = model.config.model_type in ("glm", "glm4")
+    exaone = model.config.model_type == "exaone4"
     found: dict[str, Tensor] = {}
     for name, value in tensors.items():
+        if exaone:
+            name = name.replace("post_attention_layernorm", "post_self_attn_layernorm")
+            name = name.replace("post_feedforward_layernorm", "post_mlp_layernorm")
         for theirs, ours in _NAMES.items():
             name = name.replace(theirs, ours)
         kind = name.rpartition(".")[2]
@@ -147,6 +152,12 @@ def renamed(config: ModelConfig, model: nn.Module, tensors: dict[str, Tensor]) -
             found |= _experts(config, name, value)
         elif config.multi_latent_attention and interleaved and "self_attn." in name:
             found[name] = _in_halves(config, name, value)
+        elif glm and ("q_proj" in name or "k_proj" in name):
+            turned, rest = value.unflatten(0, (-1, config.head_dim)).split(
+                (config.rotary_dim, config.head_dim - config.rotary_dim), dim=1
+            )
+            halves = torch.cat((turned[:, ::2], turned[:, 1::2], rest), dim=1)
+            found[name] = halves.flatten(0, 1)
         elif "gate_up_proj" in name:
             for part, rows in zip(("gate", "up"), value.chunk(2), strict=True):
                 found[name.replace("gate_up", part)] = rows

@@ -33,6 +33,12 @@ from tests.model.models import batch_of
 OF_MLP = "gate_proj", "up_proj", "down_proj"
 
 
+def adapted_alone(base: ModelConfig, kind: str) -> tuple[str, ...]:
+    """Linear layers of which PEFT can adapt each by itself."""
+    joint = base.num_experts is not None or kind in ("glm", "glm4")
+    return tuple(name for name in linear_names(base) if not joint or name not in OF_MLP)
+
+
 def _adapted(base: Path, **settings: Any) -> tuple[ModelConfig, Stage]:
     """A Hugging Face folder's model with random adapters, in fp64."""
     model = replace(model_in(HubFolder(base)), lora_rank=3, lora_alpha=5.0, **settings)
@@ -84,7 +90,7 @@ def test_peft_has_our_logits(kind: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     theirs = written(kind, tmp_path / "base").eval()
     base = model_in(HubFolder(tmp_path / "base"))
-    targets = tuple(n for n in linear_names(base) if base.num_experts is None or n not in OF_MLP)
+    targets = adapted_alone(base, kind)
     chosen = {"use_rslora": kind in FAMILIES[::3], "use_dora": kind in FAMILIES[1::2]}
     model, stage = _adapted(tmp_path / "base", **chosen, lora_target_modules=targets)
     run = _saved(model, stage, tmp_path / "base", tmp_path / "run")
@@ -96,6 +102,15 @@ def test_peft_has_our_logits(kind: str, tmp_path: Path) -> None:
     wrapped = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
     tokens, ours = batch_of(model, [[LENGTH]]).tokens, _logits(stage, model)
     assert (oracle_logits(wrapped, tokens) - ours).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("kind", ["glm", "glm4"])
+def test_gate_and_up_of_one_layer_have_one_adapter_there(kind: str, tmp_path: Path) -> None:
+    written(kind, tmp_path / "base")
+    model, stage = _adapted(tmp_path / "base", lora_target_modules=("q_proj", "up_proj"))
+    run = _saved(model, stage, tmp_path / "base", tmp_path / "run")
+    with pytest.raises(CheckpointError, match="gate_proj and up_proj in one linear layer"):
+        to_hub(run, tmp_path / "adapter", adapter=True)
 
 
 def test_the_weights_that_a_run_adapts_are_those_where_it_was_started(

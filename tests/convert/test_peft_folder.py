@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.huggingface import read_adapter
-from fivefold.config.lora_rules import linear_names
 from fivefold.config.model import ModelConfig
 from fivefold.convert.adapter import adapter_places
 from fivefold.convert.hub import HubFolder
@@ -27,7 +26,7 @@ from fivefold.model.transformer import Stage
 from fivefold.train.convert import to_hub, to_run
 from fivefold.train.engine import Engine
 from tests.config.oracle import LENGTH, InFp64, oracle_logits
-from tests.convert.test_adapter import OF_MLP
+from tests.convert.test_adapter import adapted_alone
 from tests.convert.test_huggingface import FAMILIES, LAYOUTS, SHORT, written
 from tests.model.models import batch_of
 from tests.pool import run
@@ -45,7 +44,7 @@ def saved(kind: str, folder: Path, dtype: torch.dtype = torch.float64, **setting
     theirs = written(kind, folder / "base", dtype)
     hub = HubFolder(folder / "base")
     model = model_in(hub)
-    names = [n for n in linear_names(model) if model.num_experts is None or n not in OF_MLP]
+    names = adapted_alone(model, kind)
     places = places_in(hub, model)
     adapted = [place for name, place in places.items() if name.split(".")[-2] in names]
     asked = {place.names[0].split(".")[-2] for place in adapted}

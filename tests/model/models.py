@@ -26,7 +26,14 @@ LLAMA = replace(
     rope_original_max_position_embeddings=16,
     init_method_std=0.3,
 )
-QWEN = replace(LLAMA, qk_layernorm=True, add_qkv_bias=True, use_rope_scaling=False)
+QWEN = replace(
+    LLAMA,
+    qk_layernorm=True,
+    add_qkv_bias=True,
+    use_rope_scaling=False,
+    norm_placement="both",
+    apply_layernorm_1p=True,
+)
 GPT = replace(
     PRESETS["debug-gpt"],
     num_layers=3,
@@ -65,6 +72,9 @@ PLAIN_QUERIES = replace(
 )
 SINKS = replace(
     LLAMA,
+    norm_placement="after",
+    qk_layernorm=True,
+    qk_layernorm_type="all_heads",
     add_bias_linear=True,
     softmax_type="learnable",
     activation_func="quick_gelu",
@@ -75,6 +85,7 @@ SINKS = replace(
 )
 NEOX = replace(
     GPT,
+    apply_layernorm_1p=True,
     position_embedding_type="rope",
     rotary_percent=0.5,
     no_rope_freq="2",

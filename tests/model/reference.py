@@ -22,9 +22,11 @@ def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Ten
         window = model.window_of(layer)
         turns = model.no_rope_freq is None or (layer + 1) % int(model.no_rope_freq)
         seen = model if turns else replace(model, position_embedding_type="learned_absolute")
-        y = x + _attention(seen, own, _norm(model, own, "input_layernorm", x), window)
+        attended = _attention(seen, own, _norm(model, own, "input_layernorm", x), window)
+        y = x + _norm(model, own, "post_self_attn_layernorm", attended)
         read = x if model.parallel_residual else y
-        x = y + _mlp(model, own, _norm(model, own, "post_attention_layernorm", read))
+        made = _mlp(model, own, _norm(model, own, "post_attention_layernorm", read))
+        x = y + _norm(model, own, "post_mlp_layernorm", made)
     x = _norm(model, weights, "norm", x)
     head = weights.get("lm_head.weight", weights["embed_tokens.weight"])
     return x @ head[: model.vocab_size].T
@@ -35,12 +37,16 @@ def _linear(own: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 
 def _norm(model: ModelConfig, own: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """x as it is, where the model has no weight of that name."""
+    if f"{name}.weight" not in own:
+        return x
+    factor = model.apply_layernorm_1p + own[f"{name}.weight"]
     if f"{name}.bias" in own:
         centred = x - x.mean(-1, keepdim=True)
         scale = (centred.pow(2).mean(-1, keepdim=True) + model.norm_epsilon).sqrt()
-        return centred / scale * own[f"{name}.weight"] + own[f"{name}.bias"]
+        return centred / scale * factor + own[f"{name}.bias"]
     scale = (x.pow(2).mean(-1, keepdim=True) + model.norm_epsilon).sqrt()
-    return x / scale * own[f"{name}.weight"]
+    return x / scale * factor
 
 
 def _mlp(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -78,11 +84,13 @@ Head = tuple[Tensor, Tensor, Tensor, float]  # queries, keys, values, factor of 
 def _plain_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Iterator[Head]:
     D, shared = model.head_dim, model.num_attention_heads // model.num_kv_heads
     q, k, v = (_linear(own, f"self_attn.{name}_proj", x) for name in "qkv")
+    if model.qk_layernorm_type == "all_heads":
+        q, k = _norm(model, own, "self_attn.q_norm", q), _norm(model, own, "self_attn.k_norm", k)
     for head in range(model.num_attention_heads):
         group = head // shared
         q_SD = q[:, head * D : (head + 1) * D]
         k_SD, v_SD = (y[:, group * D : (group + 1) * D] for y in (k, v))
-        if model.qk_layernorm:
+        if model.qk_layernorm and model.qk_layernorm_type == "per_head":
             q_SD = _norm(model, own, "self_attn.q_norm", q_SD)
             k_SD = _norm(model, own, "self_attn.k_norm", k_SD)
         if model.position_embedding_type == "rope":

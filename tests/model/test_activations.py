@@ -65,7 +65,8 @@ def test_activation_bytes_are_what_a_layer_saves(model: ModelConfig) -> None:
         t.untyped_storage().nbytes() for pointer, t in saved.items() if pointer not in known
     )
     running = Running(64, element_bytes=4, input_bytes=4, others=False)
-    scales_of_norms = 64 * 4 * (2 + (6 if model.qk_layernorm else 0))
+    norms = 2 * (model.norms_before + model.norms_after)
+    scales_of_norms = 64 * 4 * (norms + (6 if model.qk_layernorm else 0))
     keys_of_masks = 2 * 8 if model.hidden_dropout else 0
     assert measured == 64 * kept(model, running) + scales_of_norms + keys_of_masks
 

@@ -16,11 +16,11 @@ from fivefold.config.training import TrainingConfig
 from fivefold.errors import ConfigError
 from fivefold.memory.offload import Host, install_offload
 from fivefold.memory.recompute import install_recompute
-from fivefold.model import activation, dropout, rope, transformer
+from fivefold.model import activation, dropout, norms, rope, transformer
 from fivefold.model.batch import on_device
 from fivefold.model.fusion_rules import joins_norm
 from fivefold.model.fusions import install_fusions
-from fivefold.model.norms import RMSNorm
+from fivefold.model.norms import RMSNorm, rms_norm
 from fivefold.model.transformer import Stage
 from tests.kernels import DEVICES, run_kernels
 from tests.model.models import FAMILIES, LLAMA, batch_of, build
@@ -34,7 +34,7 @@ SMALL |= {"norm_kernels": {"PROGRAMS": 3}}
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Where the kernels run, in small programs, so that a tensor takes several."""
-    device = run_kernels(request.param, monkeypatch, activation, dropout, rope, transformer)
+    device = run_kernels(request.param, monkeypatch, activation, dropout, norms, rope, transformer)
     for name, sizes in SMALL.items():
         module = importlib.import_module(f"fivefold.model.{name}")
         for constant, value in sizes.items():
@@ -227,9 +227,12 @@ def switched(stage: Stage) -> set[str]:
 
 
 @TYPES
-def test_a_sum_and_its_norm_by_a_kernel_are_both(dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_sum_and_its_norm_by_a_kernel_are_both(
+    offset: float, dtype: torch.dtype, device: str
+) -> None:
     """Of more rows than there are programs; with and without a gradient of the sum itself."""
-    norm = RMSNorm(37, 1e-5).to(device, dtype)
+    norm = RMSNorm(37, 1e-5, offset).to(device, dtype)
     norm.weight.data.copy_(torch.randn(37))
     x, onto, *grads = torch.randn(4, 7, 37, device=device).to(dtype)
     for both in (True, False):
@@ -251,6 +254,24 @@ def test_a_sum_and_its_norm_by_a_kernel_are_both(dtype: torch.dtype, device: str
             assert off <= (1e-12 if dtype == torch.float64 else 0.01) * one.double().norm()
     empty = torch.empty(0, 37, device=device, dtype=dtype, requires_grad=True)
     norm.of_sum(empty, empty)[1].sum().backward()
+
+
+@TYPES
+def test_a_norm_by_a_kernel_adds_one_to_its_weight(dtype: torch.dtype, device: str) -> None:
+    """Of single heads, more rows than there are programs, in any order in memory."""
+    kernels = importlib.import_module("fivefold.model.norm_kernels")
+    weight = torch.randn(37, device=device).to(dtype).requires_grad_()
+    x = torch.randn(5, 37, 3, device=device).to(dtype).transpose(1, 2).requires_grad_()
+    upstream, found = torch.randn(5, 3, 37, device=device).to(dtype), []
+    for norm in (rms_norm, kernels.norm):
+        y = norm(x, weight, 1e-5, 1.0)
+        found.append([y, *torch.autograd.grad(y, (x, weight), upstream)])
+    for one, other in zip(*found, strict=True):
+        assert one.shape == other.shape and one.dtype == other.dtype
+        off = (one - other).double().norm()
+        assert off <= (1e-12 if dtype == torch.float64 else 0.01) * one.double().norm()
+    empty = torch.empty(0, 37, device=device, dtype=dtype, requires_grad=True)
+    kernels.norm(empty, weight, 1e-5, 1.0).sum().backward()
 
 
 @pytest.mark.parametrize("function", ["silu", "gelu"])

@@ -7,26 +7,28 @@ from fivefold.model.activation import swiglu
 from fivefold.model.norms import RMSNorm
 
 
-def norm(dtype: torch.dtype) -> RMSNorm:
-    layer = RMSNorm(8, 1e-5)
+def norm(dtype: torch.dtype, offset: float = 0.0) -> RMSNorm:
+    layer = RMSNorm(8, 1e-5, offset)
     torch.nn.init.normal_(layer.weight)
     return layer.to(dtype)
 
 
-def test_rms_norm_equals_pytorch_in_fp64_with_its_gradients() -> None:
-    layer = norm(torch.float64)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm_equals_pytorch_in_fp64_with_its_gradients(offset: float) -> None:
+    layer = norm(torch.float64, offset)
     x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
     upstream = torch.randn_like(x)
-    outputs = layer(x), F.rms_norm(x, (8,), layer.weight, 1e-5)
+    outputs = layer(x), F.rms_norm(x, (8,), offset + layer.weight, 1e-5)
     gradients = [torch.autograd.grad(y, (x, layer.weight), upstream) for y in outputs]
     torch.testing.assert_close(*outputs, rtol=1e-14, atol=1e-14)
     torch.testing.assert_close(*gradients, rtol=1e-13, atol=1e-13)
 
 
-def test_rms_norm_of_bf16_rounds_once() -> None:
-    layer = norm(torch.bfloat16)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm_of_bf16_rounds_once(offset: float) -> None:
+    layer = norm(torch.bfloat16, offset)
     x = torch.randn(64, 8).bfloat16().requires_grad_()
-    exact = F.rms_norm(x.double(), (8,), layer.weight.double(), 1e-5)
+    exact = F.rms_norm(x.double(), (8,), offset + layer.weight.double(), 1e-5)
     y = layer(x)
     y.sum().backward()
     assert y.dtype == x.grad.dtype == layer.weight.grad.dtype == torch.bfloat16
@@ -46,4 +48,4 @@ def test_swiglu_saves_its_inputs_only_and_differentiates() -> None:
 @pytest.mark.parametrize("shape", [(5, 8), (2, 3, 4, 8)])
 def test_rms_norm_gradcheck(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    torch.autograd.gradcheck(norm(torch.float64), (x,))
+    torch.autograd.gradcheck(norm(torch.float64, 1.0), (x,))

@@ -34,7 +34,7 @@ def norm(stage: Stage, name: str, x: Tensor) -> Tensor:
     if stage.model.normalization == "LayerNorm":
         x = x - x.mean(-1, keepdim=True)
     scaled = x * (x.square().mean(-1, keepdim=True) + stage.model.norm_epsilon).rsqrt()
-    scaled = scaled * weights[f"{name}.weight"]
+    scaled = scaled * (stage.model.apply_layernorm_1p + weights[f"{name}.weight"])
     return scaled + weights[f"{name}.bias"] if f"{name}.bias" in weights else scaled
 
 

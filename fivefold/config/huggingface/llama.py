@@ -1,7 +1,7 @@
 """Llama and related families: RMSNorm, RoPE, a gated MLP, no biases unless the family has them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -58,13 +58,19 @@ _DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
         "qwen3_moe": _Defaults(4),
         "gpt_oss": _Defaults(8, 64, 1e-5, 150000.0),
         "phi3": _Defaults(None, None, 1e-5, sliding_window=None, rotary_share=1.0),
+        "glm": _Defaults(2, 128, 1.5625e-7, rotary_share=0.5),
+        "glm4": _Defaults(2, 128, 1.5625e-7, rotary_share=0.5),
         "glm4_moe": _Defaults(8, None, 1e-5, rotary_share=0.5),
+        "exaone4": _Defaults(32, None, 1e-5),
         "dots1": _Defaults(32),
         "smollm3": _Defaults(4, rope_theta=2000000.0, sliding_window=None),
     }
 )
 _NULL_HEADS = "llama", "mistral", "mixtral", "gpt_oss"
 """Families in which transformers takes a head_dim of null for hidden size / heads."""
+_GLM = "glm", "glm4", "glm4_moe"
+_OWN_WINDOWS = "gpt_oss", "exaone4"
+_NORMS: Mapping[str, Any] = MappingProxyType({"glm4": "both", "exaone4": "after"})
 _PHI3_DROPOUTS = "resid_pdrop", "embd_pdrop"
 
 
@@ -79,7 +85,9 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
         scaling = yarn_settings(32.0, 4096, whole_pairs=False)
         rope = Rope(defaults.rope_theta, 1.0, "yarn", scaling)
     head_dim = reader.optional_size if kind in _NULL_HEADS else reader.size
-    heads = reader.size if kind in ("qwen2_moe", "glm4_moe") else reader.optional_size
+    heads = reader.optional_size
+    if kind in ("qwen2_moe", "exaone4", *_GLM):
+        heads = reader.size
     read_stored_weights(reader, code=gpt_oss or kind == "phi3", rounded=gpt_oss)
     _read_unused(reader, kind)
     unrotated = _unrotated(reader, sizes["num_layers"]) if kind == "smollm3" else ()
@@ -99,7 +107,8 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
         ),
         attention_dropout=reader.number("attention_dropout", 0.0),
         hidden_dropout=equal_dropouts(reader, _PHI3_DROPOUTS, 0.0) if kind == "phi3" else 0.0,
-        **({} if gpt_oss else _window(reader, kind, sizes["num_layers"], unrotated)),
+        norm_placement=_NORMS.get(kind, "before"),
+        **({} if kind in _OWN_WINDOWS else _window(reader, kind, sizes["num_layers"], unrotated)),
         **_rope(reader, kind, rope).settings(),
     )
 
@@ -163,7 +172,7 @@ def _biases(reader: Reader, kind: str) -> bool:
     if kind == "gpt_oss":  # biases in attention, router and experts
         reader.fixed("attention_bias", True)
         return True
-    if kind == "glm4_moe":
+    if kind in _GLM:
         return False  # attention_bias means queries, keys and values
     if kind not in (
         "llama",
@@ -180,15 +189,15 @@ def _biases(reader: Reader, kind: str) -> bool:
 
 def _qkv_bias(reader: Reader, kind: str) -> bool:
     """Whether the projections of queries, keys and values have biases, and no others."""
-    if kind == "glm4_moe":
-        return reader.flag("attention_bias", False)
+    if kind in _GLM:
+        return reader.flag("attention_bias", kind != "glm4_moe")
     return kind == "qwen2" or (kind == "qwen2_moe" and reader.flag("qkv_bias", True))
 
 
 def _normalises_heads(reader: Reader, kind: str) -> bool:
     if kind == "glm4_moe":
         return reader.flag("use_qk_norm", False)
-    return kind in ("qwen3", "qwen3_moe", "dots1")
+    return kind in ("qwen3", "qwen3_moe", "dots1", "exaone4")
 
 
 def equal_dropouts(reader: Reader, names: tuple[str, str], default: float) -> float:
@@ -232,7 +241,7 @@ def _window(reader: Reader, kind: str, layers: int, unrotated: tuple[bool, ...])
     Hugging Face's width includes the token itself, Megatron-LM's does not. A window counts even if
     it is as long as `max_position_embeddings`, which limits no sequence.
     """
-    if kind in ("llama", "glm4_moe"):
+    if kind == "llama" or kind in _GLM:
         reader.fixed("sliding_window", None)
         return {}
     default = _DEFAULTS[kind].sliding_window
@@ -283,3 +292,27 @@ def _qwen_windows(
             "layer_types", "sliding_attention", ["full_attention"], "there is no window"
         )
     return listed
+
+
+def exaone4(reader: Reader, kind: str) -> ModelConfig:
+    """EXAONE 4: norms after attention and MLP, windows in three of four layers, RoPE in these."""
+    model = llama_like(reader, kind)
+    layers = model.num_layers
+    window = reader.optional_size("sliding_window", default=4096, least=2)
+    slides = layer_types(reader, layers)
+    if slides is not None:
+        reader.without_effect("sliding_window_pattern")
+    else:
+        every = reader.size("sliding_window_pattern", default=4)
+        slides = tuple((layer + 1) % every != 0 for layer in range(layers))
+    if window is None:
+        if any(slides) or reader.fields.get("layer_types") is None:
+            why = "layer_types has to say that no layer has one"
+            reader.unsupported("sliding_window", None, [4096], why)
+        return model
+    if not any(slides):
+        reader.unsupported(
+            "sliding_window", window, [None], "layers without it have no RoPE, and all are such"
+        )
+    without = unrotated_frequency([not slide for slide in slides])
+    return replace(model, no_rope_freq=without, **window_settings(window, slides))

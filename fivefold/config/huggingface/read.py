@@ -9,7 +9,7 @@ from typing import Any
 from fivefold.config.huggingface.deepseek import deepseek
 from fivefold.config.huggingface.generic import read_generic
 from fivefold.config.huggingface.gpt import gpt2, gpt_neox, starcoder2
-from fivefold.config.huggingface.llama import llama_like
+from fivefold.config.huggingface.llama import exaone4, llama_like
 from fivefold.config.huggingface.mixtures import dots1, glm4_moe, gpt_oss, mixtral, qwen_moe
 from fivefold.config.huggingface.naming import in_words_of
 from fivefold.config.huggingface.reader import Reader
@@ -32,7 +32,10 @@ _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType
         "deepseek_v2": deepseek,
         "deepseek_v3": deepseek,
         "kimi_k2": deepseek,
+        "glm": llama_like,
+        "glm4": llama_like,
         "glm4_moe": glm4_moe,
+        "exaone4": exaone4,
         "dots1": dots1,
         "gpt_oss": gpt_oss,
         "gpt_neox": gpt_neox,

@@ -209,6 +209,11 @@ def _llama_like(model: ModelConfig, kind: str) -> Fields:
         fields["sliding_window"] = _width(model.widest_window)
     if kind.startswith("qwen"):
         fields |= _qwen_windows(model)
+    if kind.startswith("glm"):  # whose default of pad_token_id is large
+        fields |= {"attention_bias": model.add_qkv_bias, "pad_token_id": None}
+        fields["partial_rotary_factor"] = model.rotary_percent
+    if kind == "exaone4":
+        fields |= _listed_windows(model)
     return fields
 
 
@@ -221,6 +226,10 @@ def _qwen_windows(model: ModelConfig) -> Fields:
         "layer_types": _layer_types(model),
         "max_window_layers": 0,
     }
+
+
+def _listed_windows(model: ModelConfig) -> Fields:
+    return {"sliding_window": _width(model.window_size), "layer_types": _layer_types(model)}
 
 
 def _width(window: int | None) -> int | None:
@@ -324,8 +333,6 @@ def _glm4_moe(model: ModelConfig, kind: str) -> Fields:
         _llama_like(model, kind)
         | _grouped_experts(model)
         | {
-            "partial_rotary_factor": model.rotary_percent,
-            "attention_bias": model.add_qkv_bias,
             "use_qk_norm": model.qk_layernorm,
             "num_nextn_predict_layers": model.mtp_num_layers,
         }
@@ -333,8 +340,7 @@ def _glm4_moe(model: ModelConfig, kind: str) -> Fields:
 
 
 def _dots1(model: ModelConfig, kind: str) -> Fields:
-    windows = {"sliding_window": _width(model.window_size), "layer_types": _layer_types(model)}
-    return _llama_like(model, kind) | _grouped_experts(model) | windows
+    return _llama_like(model, kind) | _grouped_experts(model) | _listed_windows(model)
 
 
 _FAMILIES: Mapping[str, tuple[str, Callable[[ModelConfig, str], Fields]]] = MappingProxyType(
@@ -345,6 +351,9 @@ _FAMILIES: Mapping[str, tuple[str, Callable[[ModelConfig, str], Fields]]] = Mapp
         "qwen3": ("Qwen3ForCausalLM", _llama_like),
         "phi3": ("Phi3ForCausalLM", _llama_like),
         "smollm3": ("SmolLM3ForCausalLM", _llama_like),
+        "glm": ("GlmForCausalLM", _llama_like),
+        "glm4": ("Glm4ForCausalLM", _llama_like),
+        "exaone4": ("Exaone4ForCausalLM", _llama_like),
         "gpt2": ("GPT2LMHeadModel", _gpt2),
         "starcoder2": ("Starcoder2ForCausalLM", _starcoder2),
         "gpt_neox": ("GPTNeoXForCausalLM", _gpt_neox),

@@ -73,6 +73,7 @@ def _model(said: Settings, layout: Layout) -> Iterator[str]:
         yield "--group-query-attention"
         yield from flags(said, "num_query_groups")
     yield from flags(said, "kv_channels", "normalization", "norm_epsilon")
+    yield from set_flag("apply_layernorm_1p", said["apply_layernorm_1p"])
     yield from set_flag("qk_layernorm", said["qk_layernorm"] or model.multi_latent_attention)
     if said["softmax_type"] != "vanilla":
         yield from flags(said, "softmax_type")
