@@ -191,6 +191,10 @@ CHANGES: Mapping[str, Change] = {
     "norm_epsilon": Change(2e-6),
     "apply_layernorm_1p": Change(True),
     "norm_placement": Change("both"),
+    "embedding_multiplier": Change(12.0),
+    "residual_multiplier": Change(0.22),
+    "logits_scaling": Change(8.0),
+    "softmax_scale": Change(0.0078125),
     "position_embedding_type": Change(
         "learned_absolute", {"use_rope_scaling": False, "rotary_base": 10_000.0}
     ),

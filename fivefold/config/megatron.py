@@ -14,9 +14,11 @@ TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = "metadata.json"
 _NEVER = (
     *("apply_residual_connection_post_layernorm", "attention_output_gate", "squared_relu"),
-    *("moe_apply_probs_on_input", "qk_l2_norm", "rotary_interleaved"),
+    *("moe_apply_probs_on_input", "qk_l2_norm", "rotary_interleaved", "use_mup"),
 )
 """Switches that no model here has, most of which change what the same weights compute."""
+_MULTIPLIERS = "embedding_multiplier", "residual_multiplier", "logits_scaling"
+"""Factors that no model there has."""
 _OLD = "mp_rank_00*"
 """Folders of the format that Megatron-LM had before distributed checkpoints."""
 
@@ -69,7 +71,7 @@ def unlike(model: ModelConfig, arguments: Mapping[str, Any]) -> list[str]:
 
     Only what is among the arguments is compared.
     """
-    theirs = dict(arguments)
+    theirs = dict.fromkeys(_MULTIPLIERS, 1.0) | dict(arguments)
     if "norm_epsilon" not in theirs and "layernorm_epsilon" in theirs:
         theirs["norm_epsilon"] = theirs["layernorm_epsilon"]
     if theirs.get("group_query_attention") is False:
@@ -143,7 +145,9 @@ def _told(model: ModelConfig) -> Iterator[tuple[str, Any]]:
         yield "bias_gelu_fusion", model.activation_func == "gelu_tanh"
     for switch in _NEVER:
         yield switch, False
-    yield "softmax_scale", None
+    yield "softmax_scale", model.softmax_scale
+    for name in _MULTIPLIERS:
+        yield name, getattr(model, name)
     if model.position_embedding_type == "rope":
         if model.no_rope_freq is None:
             yield "no_rope_freq", None

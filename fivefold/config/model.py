@@ -53,6 +53,16 @@ class ModelConfig:
         "normalise what attention and MLP read, what they add to the residual stream (EXAONE 4), "
         "or both (GLM-4)",
     )
+    embedding_multiplier: float = option(
+        1.0, "factor of what is looked up of tokens, in Granite 12 for example"
+    )
+    residual_multiplier: float = option(
+        1.0, "factor of what attention and MLP add to the residual stream, as in Granite"
+    )
+    logits_scaling: float = option(1.0, "logits are divided by this, as in Granite")
+    softmax_scale: float | None = option(
+        None, "factor of queries' products with keys; none: 1 / sqrt(features of a query)"
+    )
     position_embedding_type: Literal["rope", "learned_absolute"] = option(
         "rope", "position encoding: rotary, or a learned table"
     )

@@ -35,9 +35,13 @@ class Across:
     ) -> Tensor:
         """See `model.attention.Kernel`."""
         out: Tensor = _Across.apply(
-            q_BSND, k_BSGD, v_BSGD, scope.sinks, self.transport, scope.part, drop
+            q_BSND, k_BSGD, v_BSGD, scope.sinks, self.transport, scope.part, (drop, scope.scale)
         )
         return out
+
+
+How = tuple[HeadDropout | None, float | None]
+"""Dropout of the probabilities, and what q k^T is multiplied by (`Scope.scale`)."""
 
 
 class _Across(torch.autograd.Function):
@@ -50,22 +54,22 @@ class _Across(torch.autograd.Function):
         sinks: Tensor | None,
         transport: Transport,
         part: MicrobatchShare,
-        drop: HeadDropout | None,
+        how: How,
     ) -> Tensor:
-        queries, own = _prepared(q, k, v, part, drop)
+        queries, own = _prepared(q, k, v, part, how)
         queries.begin(v.shape[-1], sinks)
         for keys in transport.forward(own):
             queries.meet(keys)
         out = queries.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, queries.lse)
-        ctx.rest = transport, part, drop, sinks
+        ctx.rest = transport, part, how, sinks
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        transport, part, drop, sinks = ctx.rest
-        queries, own = _prepared(q, k, v, part, drop)
+        transport, part, how, sinks = ctx.rest
+        queries, own = _prepared(q, k, v, part, how)
         queries.begin_backward(grad, out, lse)
         steps = transport.backward(own)
         keys = next(steps)
@@ -80,11 +84,12 @@ class _Across(torch.autograd.Function):
 
 
 def _prepared(
-    q: Tensor, k: Tensor, v: Tensor, part: MicrobatchShare, drop: HeadDropout | None
+    q: Tensor, k: Tensor, v: Tensor, part: MicrobatchShare, how: How
 ) -> tuple[Queries, Own]:
+    drop, scale = how
     ids, mine = own_ids(part, drop)
     own = Own(torch.cat((k, v), dim=-1), k.shape[-1], part, ids)
-    return Queries(q, k.shape[2], drop, mine), own
+    return Queries(q, k.shape[2], drop, mine, scale), own
 
 
 def own_ids(part: MicrobatchShare, drop: HeadDropout | None) -> tuple[Tensor | None, Tensor | None]:

@@ -94,9 +94,9 @@ def _place(kind: str, model: ModelConfig, name: str, shape: Shape, neighbours: b
 
 
 def _experts(kind: str, model: ModelConfig, name: str, place: Stored) -> Stored:
-    """Experts one by one; in gpt-oss together, gate and up alternating; in Megatron-core one
-    after the other."""
-    if kind == "megatron":
+    """Experts one by one; in gpt-oss together, gate and up alternating; in Megatron-core and
+    Granite one after the other."""
+    if kind in ("megatron", "granitemoe"):
         joint = _joint(kind, model, name, place.shape[1:])
         return place if joint is None else replace(place, rows=joint[0], of=joint[1])
     if kind != "gpt_oss":
@@ -178,7 +178,7 @@ def their_name(kind: str, model: ModelConfig, name: str) -> str:
 HEADS = ("lm_head.", "embed_out.")
 JOINT = ("gpt2", "gpt_neox", "phi3", "megatron")
 """Kinds whose queries, keys and values are one linear layer."""
-JOINT_MLPS = ("phi3", "glm", "glm4", "megatron")
+JOINT_MLPS = ("phi3", "glm", "glm4", "granitemoe", "megatron")
 """Kinds whose gate and up are one linear layer."""
 _PAIRS = ("glm", "glm4")
 """Kinds with heads of their own whose rotary features are pairs of neighbours."""
@@ -250,6 +250,12 @@ _NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             ".mlp.experts.gate_proj.": ".block_sparse_moe.experts.{e}.w1.",
             ".mlp.experts.down_proj.": ".block_sparse_moe.experts.{e}.w2.",
             ".mlp.experts.up_proj.": ".block_sparse_moe.experts.{e}.w3.",
+        },
+        "granitemoe": {
+            ".mlp.router.": ".block_sparse_moe.router.layer.",
+            ".mlp.experts.gate_proj.": ".block_sparse_moe.input_linear.",
+            ".mlp.experts.up_proj.": ".block_sparse_moe.input_linear.",
+            ".mlp.experts.down_proj.": ".block_sparse_moe.output_linear.",
         },
         "qwen2_moe": _QWEN_MOE,
         "qwen3_moe": _QWEN_MOE,

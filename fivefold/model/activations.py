@@ -136,13 +136,16 @@ def prediction_bytes(model: ModelConfig, parts: StageParts, running: Running) ->
 
     These are the ids of the tokens looked up and their dropout masks. If another stage has the
     output layer, also the states predicted from and the input of the final norm, which the output
-    layer would otherwise count as its own input.
+    layer would otherwise count as its own input; so where that keeps none, or them divided.
     """
     if not parts.mtp:
         return {}
     around = model.hidden_size / running.token_parts
     mask = running.mask_bytes * around * parts.mtp if model.hidden_dropout else 0.0
-    states = 0 if parts.head else 1 + parts.mtp
+    states = 1 + parts.mtp
+    if parts.head:
+        shared = _keeps_states(model, running) and model.logits_scaling == 1.0
+        states = 0 if shared else parts.mtp
     return {
         "further_tokens": Saved(kept=8.0 * parts.mtp * model.trains_all),
         "further_dropout": Saved(kept=mask),
@@ -160,8 +163,10 @@ def entry_bytes(model: ModelConfig, parts: StageParts, running: Running) -> dict
         return {}
     size = running.element_bytes * model.hidden_size / running.token_parts
     again = running.memory.recompute_granularity == "full"
-    if not (model.norms_before or again) and running.of_layer(parts.layers[0]).narrows():
-        return {"entry": Saved(kept=size)}  # of which the first product keeps a copy in 8 bits
+    first = describe(model, layer_kind(model, parts.layers[0])).operations[0]
+    own = running.of_layer(parts.layers[0])
+    if not (model.norms_before or again) and (own.narrows() or not first.keeps_inputs(own)):
+        return {"entry": Saved(kept=size)}  # the first product keeps a copy in 8 bits, or none
     moves = not {"layer_input", "attn_norm"}.isdisjoint(running.memory.moved_items)
     moves = moves and _away(Kept("entry", (size,)), running) > 0
     return {"entry": Saved(kept=size)} if moves else {}
@@ -193,13 +198,17 @@ def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
             share = min(LOSS_TOKENS / running.microbatch_tokens, 1.0) if known else 1.0
             slice_ = min(entries, max(vocab_split_sizes(os.environ)))
             kept, busy, sums = 0.0, (element + wide) * slice_ * share, wide
-    read = model.trains_all or memory.makes_logits_again
     return {
         "final_norm": Saved(kept=element * around),
-        "output_layer": Saved(kept=runs * element * around * read),
+        "output_layer": Saved(kept=runs * element * around * _keeps_states(model, running)),
         "logits": Saved(kept=runs * kept, remade=busy),
         "log_sum_exp": Saved(kept=runs * sums),
     }
+
+
+def _keeps_states(model: ModelConfig, running: Running) -> bool:
+    """Whether the output layer keeps what it reads."""
+    return model.trains_all or running.memory.makes_logits_again
 
 
 def loss_gradient_bytes(model: ModelConfig, running: Running) -> float:

@@ -45,16 +45,18 @@ class Scope:
         part: the tokens this rank holds, if rows are split over ranks; None if it holds all.
         sinks: [N], one logit per query head that joins the softmax but has no value, like one more
             key that every query attends to; None: no sinks.
+        scale: what q k^T is multiplied by; None: 1 / sqrt(D).
     """
 
     documents: Documents | None = None
     window: int | None = None
     part: MicrobatchShare | None = None
     sinks: Tensor | None = None
+    scale: float | None = None
 
 
 class Kernel(Protocol):
-    """softmax(q k^T / sqrt(D)) v within each document."""
+    """softmax(scale q k^T) v within each document."""
 
     def __call__(
         self,
@@ -86,7 +88,7 @@ def attention(
     if sliced or special or drop is not None:
         starts = (0, k_BLGD.shape[1]) if scope.documents is None else scope.documents.starts
         sight = Sight(starts, scope.window)
-        return local_attention(q_BSND, k_BLGD, v_BLGD, sight, scope.sinks, drop)
+        return local_attention(q_BSND, k_BLGD, v_BLGD, sight, scope.sinks, drop, scope.scale)
     return sdpa_attention(q_BSND, k_BLGD, v_BLGD, scope)
 
 
@@ -115,9 +117,9 @@ def _packed_kernel(
     None: nothing does, or PyTorch's fused attention does. `special`: as by `_special`.
     """
     if drop is not None:
-        return PackedDropping(drop) if drops_within(q_BSND, v_BSGD, drop) else None
+        return PackedDropping(drop, scope.scale) if drops_within(q_BSND, v_BSGD, drop) else None
     asked = special or scope.documents is not None
-    return PackedFlash() if asked and not lacking_packed(q_BSND, v_BSGD) else None
+    return PackedFlash(scope.scale) if asked and not lacking_packed(q_BSND, v_BSGD) else None
 
 
 def _pieces(q_BSND: Tensor, scope: Scope) -> Pieces:
@@ -136,21 +138,24 @@ def sdpa_attention(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope)
     """
     documents = scope.documents
     if documents is None:
-        return _fused(q_BSND, k_BLGD, v_BLGD)
+        return _fused(q_BSND, k_BLGD, v_BLGD, scope.scale)
     # split() rather than slicing: its backward concatenates gradients instead of padding and adding
     pieces = (x.flatten(0, 1).split(documents.lengths) for x in (q_BSND, k_BLGD, v_BLGD))
-    outputs = [_fused(q[None], k[None], v[None])[0] for q, k, v in zip(*pieces, strict=True)]
+    each = zip(*pieces, strict=True)
+    outputs = [_fused(q[None], k[None], v[None], scope.scale)[0] for q, k, v in each]
     return torch.cat(outputs).view(*q_BSND.shape[:3], -1)
 
 
-def _fused(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor) -> Tensor:
+def _fused(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scale: float | None) -> Tensor:
     q, k, v = q_BSND.transpose(1, 2), k_BLGD.transpose(1, 2), v_BLGD.transpose(1, 2)
     shared = q.shape[1] != k.shape[1]
     if shared and q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16):
         # On CUDA, only FlashAttention knows shared heads; else all S x S scores would be held.
         k, v = (_per_query_head(x, q.shape[1]) for x in (k_BLGD, v_BLGD))
         shared = False
-    out_BNSD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+    out_BNSD = F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scale, enable_gqa=shared
+    )
     return out_BNSD.transpose(1, 2)
 
 
@@ -202,6 +207,7 @@ class AttentionBlock(LayerBlock):
         has_latents: whether the module supports a `latent_kernel`.
         layer: index of the layer in the model.
         window: how many tokens before itself a query attends to; None: all.
+        scale: what q k^T is multiplied by; None: 1 / sqrt(head features).
         rotates: whether RoPE turns queries and keys.
         head_offset: index of this rank's first query head in the model; keys dropout masks.
     """
@@ -212,7 +218,7 @@ class AttentionBlock(LayerBlock):
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
         self.model, self.layer = model, layer
-        self.window = model.window_of(layer)
+        self.window, self.scale = model.window_of(layer), model.softmax_scale
         self.rotates = model.rotates(layer)
         self.site = f"layers.{layer}.self_attn.probabilities"
         self.kernel: Kernel = attention
@@ -235,7 +241,7 @@ class AttentionBlock(LayerBlock):
         part = context.part
         sinks = None if self.sinks is None else local(self.sinks.weight)
         share = None if part is None else part.seeing(self.window)
-        return Scope(context.packing, self.window, share, sinks=sinks)
+        return Scope(context.packing, self.window, share, sinks, self.scale)
 
     def head_dropout(self, dropout: Dropout) -> HeadDropout | None:
         """Dropout of the probabilities of this rank's heads; None: the model has none."""

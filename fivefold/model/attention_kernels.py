@@ -60,7 +60,12 @@ class Seen:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, seen: Seen, drop: PairDropout
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Seen,
+    drop: PairDropout,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output [T, N, Dv], and log-sum-exp [N, T] of what is seen before dropout, at least fp32.
 
@@ -70,10 +75,11 @@ def forward(
         v: values [L, G, Dv].
         seen: which keys each query sees, at least one.
         drop: dropout of the probabilities; in order, its ids are those of all queries and keys.
+        scale: what q k^T is multiplied by; None: 1 / sqrt(D).
     """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out, lse = q.new_empty(*q.shape[:2], v.shape[2]), _by_query(q)
-    numbers, constants = _common(q, k, v, seen, drop)
+    numbers, constants = _common(q, k, v, seen, drop, scale)
     grid = _grid(seen, seen.longest[0], q.shape[1], constants["rows"])
     launch(_forward, grid, q, k, v, out, lse, *numbers, **constants)
     return out, lse
@@ -88,11 +94,12 @@ def backward(
     lse: Tensor,
     seen: Seen,
     drop: PairDropout,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; `out` and `lse` may be over more keys than these."""
     grad, q, k, v, out, lse = (x.contiguous() for x in (grad, q, k, v, out, lse))
     dq, dk, dv, given = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), _by_query(q)
-    numbers, constants = _common(q, k, v, seen, drop)
+    numbers, constants = _common(q, k, v, seen, drop, scale)
     grid = _grid(seen, seen.longest[0], q.shape[1], constants["rows"])
     launch(_of_queries, grid, q, k, v, grad, lse, given, out, dq, *numbers, **constants)
     grid = _grid(seen, seen.longest[1], k.shape[1], constants["rows"])
@@ -115,7 +122,7 @@ def _padded(features: int) -> int:
 
 
 def _common(
-    q: Tensor, k: Tensor, v: Tensor, seen: Seen, drop: PairDropout
+    q: Tensor, k: Tensor, v: Tensor, seen: Seen, drop: PairDropout, scale: float | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments that all kernels have, and constants."""
     ids, heads = (drop.ids_Bq.reshape(-1), drop.ids_Bk.reshape(-1)), drop.heads
@@ -128,7 +135,7 @@ def _common(
     row = max(size, value_size) * q.itemsize
     return numbers, {
         # factors are constants, since Triton makes fp32 of numbers that it is given
-        "scale": q.shape[2] ** -0.5,
+        "scale": q.shape[2] ** -0.5 if scale is None else scale,
         "kept_scale": 1.0 / (1.0 - heads.p),
         "causal": seen.causal,
         "windowed": seen.window is not None,

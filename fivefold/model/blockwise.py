@@ -47,6 +47,7 @@ class Queries:
         num_kv_heads: G, all key/value heads of this rank.
         drop: dropout of the probabilities, or None.
         ids: token ids [B, S], needed only if probabilities are dropped.
+        scale: what q k^T is multiplied by; None: 1 / sqrt(D).
         out: output [B, S, N, Dv] over the keys seen so far; in a backward, over all keys.
         lse: log-sum-exp [B, N, S] over the same keys.
         grad: gradient of the output, in a backward.
@@ -59,6 +60,7 @@ class Queries:
     num_kv_heads: int
     drop: HeadDropout | None
     ids: Tensor | None
+    scale: float | None
     out: Tensor = field(init=False)
     lse: Tensor = field(init=False)
     grad: Tensor = field(init=False)
@@ -132,7 +134,7 @@ class Queries:
         return first * shared, last * shared
 
     def _kernel(self, keys: Keys) -> BlockKernel:
-        return choose_kernel(self.q, keys.v, self._dropout(keys))
+        return choose_kernel(self.q, keys.v, self._dropout(keys), self.scale)
 
     def _dropout(self, keys: Keys) -> PairDropout | None:
         if self.drop is None:
@@ -174,6 +176,7 @@ def local_attention(
     sight: Sight,
     sinks: Tensor | None = None,
     drop: HeadDropout | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Attention of rows on one rank, which skips masked blocks.
 
@@ -184,6 +187,7 @@ def local_attention(
         sight: which keys are seen: of each row alike, or of all B * L tokens one after the other.
         sinks: logits [N], see `model.attention.Scope`.
         drop: dropout of the probabilities, or None.
+        scale: what q k^T is multiplied by; None: 1 / sqrt(D).
 
     Returns:
         [B, S, N, Dv].
@@ -196,7 +200,8 @@ def local_attention(
         q_ids, k_ids = (None if x is None else x.reshape(1, -1) for x in (q_ids, k_ids))
     queries = [(end - shape[1], end) for end in range(length, last + 1, length)]
     blocks = cut(joined(queries), ((0, last),), sight)
-    out: Tensor = _Local.apply(q_BSND, k_BLGD, v_BLGD, sinks, blocks, (drop, q_ids, k_ids))
+    dropping = drop, q_ids, k_ids
+    out: Tensor = _Local.apply(q_BSND, k_BLGD, v_BLGD, sinks, blocks, dropping, scale)
     return out.reshape(*shape[:3], -1)
 
 
@@ -214,22 +219,24 @@ class _Local(torch.autograd.Function):
         sinks: Tensor | None,
         blocks: tuple[Block, ...],
         dropping: Dropping,
+        scale: float | None,
     ) -> Tensor:
         drop, q_ids, k_ids = dropping
-        queries = Queries(q, k.shape[2], drop, q_ids)
+        queries = Queries(q, k.shape[2], drop, q_ids, scale)
         queries.begin(v.shape[-1], sinks)
         queries.meet(Keys(k, v, blocks, ((0, k.shape[1]),), ids=k_ids))
         out = queries.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, queries.lse)
-        ctx.rest = sinks, blocks, dropping
+        ctx.rest = sinks, blocks, dropping, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        sinks, blocks, (drop, q_ids, k_ids) = ctx.rest
-        queries = Queries(q, k.shape[2], drop, q_ids)
+        sinks, blocks, (drop, q_ids, k_ids), scale = ctx.rest
+        queries = Queries(q, k.shape[2], drop, q_ids, scale)
         queries.begin_backward(grad, out, lse)
         dk, dv = queries.meet_backward(Keys(k, v, blocks, ((0, k.shape[1]),), ids=k_ids))
         d_sinks = None if sinks is None else queries.sink_grads(sinks)
-        return queries.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None
+        grads = queries.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        return *grads, d_sinks, None, None, None

@@ -37,6 +37,7 @@ def flash_forward(
     lengths: tuple[int, int],
     causal: bool,
     window: Mapping[str, int],
+    scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """FlashAttention's output and log-sum-exp.
 
@@ -51,9 +52,10 @@ def flash_forward(
         lengths: longest piece of queries and of keys.
         causal: whether a query sees no later key.
         window: sizes to the left and right, by torch's names.
+        scale: what q k^T is multiplied by; None: 1 / sqrt(D).
     """
     out, lse, *_ = ATEN._flash_attention_forward(
-        q, k, v, starts, starts, *lengths, 0.0, causal, False, **window
+        q, k, v, starts, starts, *lengths, 0.0, causal, False, scale=scale, **window
     )
     return out, lse
 
@@ -69,24 +71,32 @@ def flash_backward(
     lengths: tuple[int, int],
     causal: bool,
     window: Mapping[str, int],
+    scale: float | None,
 ) -> Grads:
     """Gradients of q, k and v, for an output and log-sum-exp over all keys; see `flash_forward`."""
     unused = torch.empty(0, dtype=torch.uint64, device=q.device)  # the random state of dropout
     saved = q, k, v, out, lse, starts, starts
     grads: Grads = ATEN._flash_attention_backward(
-        grad, *saved, *lengths, 0.0, causal, unused, unused, **window
+        grad, *saved, *lengths, 0.0, causal, unused, unused, scale=scale, **window
     )
     return grads
 
 
+@dataclass(frozen=True)
 class FlashOnCuda:
-    """FlashAttention; its window covers a BAND."""
+    """FlashAttention; its window covers a BAND.
+
+    Attributes:
+        scale: what q k^T is multiplied by; None: 1 / sqrt(D).
+    """
+
+    scale: float | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """See `model.kernels.BlockKernel`."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         lengths = q.shape[1], k.shape[1]
-        out, lse = flash_forward(q, k, v, None, lengths, *_seen(block))
+        out, lse = flash_forward(q, k, v, None, lengths, *_seen(block), self.scale)
         return out.transpose(1, 2), lse
 
     def backward(
@@ -95,7 +105,8 @@ class FlashOnCuda:
         """See `model.kernels.BlockKernel`."""
         grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
         lengths, lse = (q.shape[1], k.shape[1]), lse.contiguous()
-        dq, dk, dv = flash_backward(grad, q, k, v, out, lse, None, lengths, *_seen(block))
+        rest = None, lengths, *_seen(block), self.scale
+        dq, dk, dv = flash_backward(grad, q, k, v, out, lse, *rest)
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
@@ -113,20 +124,31 @@ def _seen(block: Block) -> tuple[bool, dict[str, int]]:
     }
 
 
+@dataclass(frozen=True)
 class CudnnOnCuda:
     """cuDNN attention, the fastest from Hopper on, for large regular blocks.
 
     Bands and lengths that are not multiples of PLANNED fall back to FlashAttention.
+
+    Attributes:
+        scale: what q k^T is multiplied by; None: 1 / sqrt(D).
     """
 
-    others = FlashOnCuda()
+    scale: float | None = None
+
+    @property
+    def others(self) -> FlashOnCuda:
+        """What takes all other blocks."""
+        return FlashOnCuda(self.scale)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """See `model.kernels.BlockKernel`."""
         if not _regular(q, k, block):
             return self.others.forward(q, k, v, block)
         causal = block.kind == Visibility.CAUSAL
-        out, lse, *_ = ATEN._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
+        out, lse, *_ = ATEN._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, scale=self.scale
+        )
         return out, lse[..., 0]
 
     def backward(
@@ -153,6 +175,7 @@ class CudnnOnCuda:
             k.shape[2],
             0.0,
             block.kind == Visibility.CAUSAL,
+            scale=self.scale,
         )
         return grads
 
@@ -203,10 +226,12 @@ class Flex:
     """FlexAttention (Dong et al. 2024): any dtype but fp64; skips fully masked tiles.
 
     Attributes:
+        scale: what q k^T is multiplied by; None: 1 / sqrt(D).
         compiled: False: run uncompiled, which holds the scores but runs anywhere, also on CPUs in
             fp64.
     """
 
+    scale: float | None = None
     compiled: bool = True
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
@@ -225,7 +250,11 @@ class Flex:
             mask = make_mask(seen, None, None, *lengths, device=q.device)
         shared = q.shape[1] != k.shape[1]
         out, more = attention(
-            q, k, v, block_mask=mask, enable_gqa=shared, return_aux=request(lse=True)
+            *(q, k, v),
+            block_mask=mask,
+            scale=self.scale,
+            enable_gqa=shared,
+            return_aux=request(lse=True),
         )
         return out, more.lse
 
@@ -251,16 +280,18 @@ class DroppingOnCuda:
 
     Attributes:
         drop: dropout of the probabilities between all queries and keys that blocks are of.
+        scale: what q k^T is multiplied by; None: 1 / sqrt(D).
     """
 
     drop: PairDropout
+    scale: float | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """See `model.kernels.BlockKernel`."""
         from fivefold.model import attention_kernels
 
         q, k, v = (_token_rows(x) for x in (q, k, v))
-        out, lse = attention_kernels.forward(q, k, v, *self._within(block))
+        out, lse = attention_kernels.forward(q, k, v, *self._within(block), self.scale)
         shape = len(self.drop.ids_Bq), -1
         return out.unflatten(0, shape).transpose(1, 2), lse.unflatten(1, shape).transpose(0, 1)
 
@@ -272,7 +303,8 @@ class DroppingOnCuda:
 
         grad, q, k, v, out = (_token_rows(x) for x in (grad, q, k, v, out))
         lse, shape = lse.transpose(0, 1).flatten(1), (len(self.drop.ids_Bq), -1)
-        grads = attention_kernels.backward(grad, q, k, v, out, lse, *self._within(block))
+        rest = *self._within(block), self.scale
+        grads = attention_kernels.backward(grad, q, k, v, out, lse, *rest)
         dq, dk, dv = (x.unflatten(0, shape).transpose(1, 2) for x in grads)
         return dq, dk, dv
 

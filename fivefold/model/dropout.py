@@ -80,6 +80,7 @@ class Mask:
         first_head: index in the model of the first head.
         all_heads: heads of the model.
         first_column: id of the first column, where `ids_Bk` is None.
+        scale: factor of what is not dropped, beside 1 / (1 - p).
     """
 
     ids_Bq: Tensor
@@ -90,6 +91,7 @@ class Mask:
     first_head: int = 0
     all_heads: int = 1
     first_column: int = 0
+    scale: float = 1.0
 
     def drop(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """`x` without what is dropped, the rest rescaled, and added to `onto`."""
@@ -102,7 +104,7 @@ class Mask:
             from fivefold.model import dropout_kernels
 
             names = self.ids_Bq, self._named(x), self.key
-            numbers = threshold(self.p), 1.0 / (1.0 - self.p), (self.first_head, self.all_heads)
+            numbers = threshold(self.p), self._factor, (self.first_head, self.all_heads)
             return dropout_kernels.drop(x, onto, *names, *numbers)
         rows, columns = self._ids(x)
         if torch.compiler.is_compiling() or uses_gpu_kernels(x) or x.numel() <= AT_A_TIME:
@@ -118,6 +120,10 @@ class Mask:
             rest = None if onto is None else onto[part]
             found[part] = self._plainly(rows[part], columns[matrix], x[part], rest)
         return y
+
+    @property
+    def _factor(self) -> float:
+        return self.scale / (1.0 - self.p)
 
     def _named(self, x: Tensor) -> Tensor | None:
         """Ids of columns for a kernel; None: 0 .. k - 1."""
@@ -137,7 +143,7 @@ class Mask:
 
     def _plainly(self, rows: Tensor, columns: Tensor, x: Tensor, onto: Tensor | None) -> Tensor:
         kept = drop_mask(rows, columns, self.p, self.key).logical_not_()
-        y = (x * kept.to(x.dtype)).mul_(1.0 / (1.0 - self.p))
+        y = (x * kept.to(x.dtype)).mul_(self._factor)
         return result(y if onto is None else y.add_(onto))
 
 
@@ -155,7 +161,14 @@ class _Drop(torch.autograd.Function):
         mask: Mask,
     ) -> Tensor:
         ctx.save_for_backward(ids_Bq, ids_Bk, key)
-        ctx.rest = mask.p, mask.fused, mask.first_head, mask.all_heads, mask.first_column
+        ctx.rest = (
+            mask.p,
+            mask.fused,
+            mask.first_head,
+            mask.all_heads,
+            mask.first_column,
+            mask.scale,
+        )
         return mask.dropped(x, onto)
 
     @staticmethod
@@ -240,9 +253,14 @@ class HiddenDropout:
     key: Tensor
     fused: bool
 
-    def __call__(self, x_TH: Tensor, p: float, onto_TH: Tensor | None = None) -> Tensor:
-        """Drop features with probability `p`, rescale the rest, and add it to `onto_TH`."""
-        mask = Mask(self.rows_T[None], None, p, self.key, self.fused)
+    def __call__(
+        self, x_TH: Tensor, p: float, onto_TH: Tensor | None = None, scale: float = 1.0
+    ) -> Tensor:
+        """Drop features with probability `p`, rescale the rest, and add it to `onto_TH`.
+
+        `scale` is another factor of what is added.
+        """
+        mask = Mask(self.rows_T[None], None, p, self.key, self.fused, scale=scale)
         return mask.drop(x_TH, onto_TH)
 
 

@@ -7,6 +7,7 @@ N query heads, G key/value heads, q queries, k keys, D features; tensors may be 
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Protocol
 
@@ -45,18 +46,22 @@ class BlockKernel(Protocol):
         """Gradients of q, k and v; `out` and `lse` are over all keys."""
 
 
-def choose_kernel(q: Tensor, v: Tensor, drop: PairDropout | None = None) -> BlockKernel:
+def choose_kernel(
+    q: Tensor, v: Tensor, drop: PairDropout | None = None, scale: float | None = None
+) -> BlockKernel:
     """The fastest kernel that supports these queries and values, and drops probabilities.
 
     Args:
         q: queries.
         v: values.
         drop: dropout of the probabilities between all queries and keys that blocks are of.
+        scale: what q k^T is multiplied by; None: 1 / sqrt(D).
     """
     if drop is not None:
-        return DroppingOnCuda(drop) if drops_within(q, v, drop.heads) else Plain(drop)
+        kind = DroppingOnCuda if drops_within(q, v, drop.heads) else Plain
+        return kind(drop, scale)
     name = next(name for name, (_, lacking) in KERNELS.items() if not lacking(q, v))
-    kernel = KERNELS[name][0]
+    kernel = kernel_of(name, scale)
     equal = name == "plain" or q.shape[-1] == v.shape[-1]
     return kernel if equal else Padded(kernel)
 
@@ -77,18 +82,20 @@ class Plain:
 
     Attributes:
         drop: dropout of the probabilities between all queries and keys that blocks are of.
+        scale: what q k^T is multiplied by; None: 1 / sqrt(D).
     """
 
     drop: PairDropout | None = None
+    scale: float | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """See `BlockKernel`."""
         wide = torch.promote_types(q.dtype, torch.float32)
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
-        seen = visible(block, q.device)
+        seen, scale = visible(block, q.device), self._scale(q)
         outs, lses = [], []
         for rows, keys in _rows(block):
-            scores = _scores(q[:, :, rows], k[:, :, keys], seen, rows)
+            scores = _scores(q[:, :, rows] * scale, k[:, :, keys], seen, rows)
             lse = scores.logsumexp(-1)
             p = self._drop((scores - lse[..., None]).exp(), block, rows, keys)
             outs.append((_grouped(p, v) @ v[:, :, None, keys]).flatten(1, 2))
@@ -102,11 +109,11 @@ class Plain:
         wide = torch.promote_types(q.dtype, torch.float32)
         grad, q, k, v = grad.to(wide), q.to(wide), k.to(wide), v.to(wide)
         delta = (grad * out.to(wide)).sum(-1)
-        seen = visible(block, q.device)
-        scale = q.shape[-1] ** -0.5
+        seen, scale = visible(block, q.device), self._scale(q)
         dqs, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
         for rows, keys in _rows(block):
-            p = (_scores(q[:, :, rows], k[:, :, keys], seen, rows) - lse[:, :, rows, None]).exp()
+            scores = _scores(q[:, :, rows] * scale, k[:, :, keys], seen, rows)
+            p = (scores - lse[:, :, rows, None]).exp()
             kept = self._drop(p, block, rows, keys)
             of = _grouped(grad[:, :, rows], v)
             dv[:, :, keys] += (_grouped(kept, v).transpose(3, 4) @ of).sum(2)
@@ -116,6 +123,9 @@ class Plain:
             dqs.append((ds @ k[:, :, None, keys]).flatten(1, 2))
             dk[:, :, keys] += (ds.transpose(3, 4) @ _grouped(q[:, :, rows], k)).sum(2)
         return torch.cat(dqs, 2), dk, dv
+
+    def _scale(self, q: Tensor) -> float:
+        return q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     def _drop(self, p: Tensor, block: Block, rows: slice, keys: slice) -> Tensor:
         if self.drop is None:
@@ -137,7 +147,7 @@ def _grouped(x: Tensor, keys: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, seen: Tensor | None, rows: slice) -> Tensor:
-    grouped = _grouped(q * q.shape[-1] ** -0.5, k)
+    grouped = _grouped(q, k)
     scores = (grouped @ k[:, :, None].transpose(3, 4)).flatten(1, 2)
     if seen is None:
         return scores
@@ -172,13 +182,22 @@ def _padded(x: Tensor, like: Tensor) -> Tensor:
     return F.pad(x, (0, like.shape[-1] - x.shape[-1]))
 
 
+@dataclass(frozen=True)
 class FlashOnCpu:
-    """PyTorch's tiled CPU kernel: any dtype including fp64, grouped heads without copies."""
+    """PyTorch's tiled CPU kernel: any dtype including fp64, grouped heads without copies.
+
+    Attributes:
+        scale: what q k^T is multiplied by; None: 1 / sqrt(D).
+    """
+
+    scale: float | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """See `BlockKernel`."""
         out, lse = ATEN._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, block.kind == Visibility.CAUSAL, attn_mask=_bias(q, block)
+            *(q, k, v, 0.0, block.kind == Visibility.CAUSAL),
+            attn_mask=_bias(q, block),
+            scale=self.scale,
         )
         return out, lse
 
@@ -187,7 +206,9 @@ class FlashOnCpu:
     ) -> Grads:
         """See `BlockKernel`."""
         grads: Grads = ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, block.kind == Visibility.CAUSAL, attn_mask=_bias(q, block)
+            *(grad, q, k, v, out, lse, 0.0, block.kind == Visibility.CAUSAL),
+            attn_mask=_bias(q, block),
+            scale=self.scale,
         )
         return grads
 
@@ -219,13 +240,21 @@ def _with_values(lacking: Callable[[Tensor], str]) -> Callable[[Tensor, Tensor],
     return lacks
 
 
-KERNELS: Mapping[str, tuple[BlockKernel, Callable[[Tensor, Tensor], str]]] = MappingProxyType(
+Make = Callable[[float | None], BlockKernel]
+KERNELS: Mapping[str, tuple[Make, Callable[[Tensor, Tensor], str]]] = MappingProxyType(
     {
-        "flash_cpu": (FlashOnCpu(), _with_values(_lacking_on_cpu)),
-        "cudnn": (CudnnOnCuda(), _with_values(lacking_cudnn)),
-        "flash_cuda": (FlashOnCuda(), _with_values(lacking_flash)),
-        "flex": (Differentiated(Flex()), _with_values(lacking_flex)),
-        "plain": (Plain(), lambda q, v: ""),
+        "flash_cpu": (FlashOnCpu, _with_values(_lacking_on_cpu)),
+        "cudnn": (CudnnOnCuda, _with_values(lacking_cudnn)),
+        "flash_cuda": (FlashOnCuda, _with_values(lacking_flash)),
+        "flex": (lambda scale: Differentiated(Flex(scale)), _with_values(lacking_flex)),
+        "plain": (lambda scale: Plain(None, scale), lambda q, v: ""),
     }
 )
-"""By name, fastest first: the kernel, and why it does not support given tensors ('' if it does)."""
+"""By name, fastest first: what makes the kernel of a scale, and why it does not support given
+tensors ('' if it does)."""
+
+
+@cache
+def kernel_of(name: str, scale: float | None = None) -> BlockKernel:
+    """The kernel of a name in KERNELS, made once: a new one would be compiled again."""
+    return KERNELS[name][0](scale)

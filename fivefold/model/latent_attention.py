@@ -63,6 +63,8 @@ class LatentAttention(AttentionBlock):
         self.kv_b_proj = Linear(rank, unrotated + model.v_size, bias)
         self.o_proj = Linear(model.attention_size, hidden, bias)
         self.up = plain_up
+        if (more := score_scale(model)) != 1.0:
+            self.scale = more * (self.scale or model.query_dim**-0.5)
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]; attends within the rows and documents of `context`."""
@@ -108,9 +110,7 @@ class LatentAttention(AttentionBlock):
         assert linear is not None and context.rotary is not None
         (q_TF,) = self.project(query, linear, drops=context.layer.adapters)
         heads = q_TF.shape[1] // self.model.query_dim
-        rotated = context.rotary.rotate(_by_rows(q_TF, context, heads), self.model.qk_head_dim)
-        scale = score_scale(self.model)
-        return rotated if scale == 1.0 else rotated * scale
+        return context.rotary.rotate(_by_rows(q_TF, context, heads), self.model.qk_head_dim)
 
     def _shared_key(self, key_TR: Tensor, context: Context) -> Tensor:
         assert context.rotary is not None

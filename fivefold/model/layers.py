@@ -363,16 +363,22 @@ class LayerBlock(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A table of rows, looked up by index. Parameters are left uninitialised."""
+    """A table of rows, looked up by index. Parameters are left uninitialised.
 
-    def __init__(self, rows: int, features: int) -> None:
+    Attributes:
+        scale: factor of what is looked up.
+    """
+
+    def __init__(self, rows: int, features: int, scale: float = 1.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, features))
+        self.scale = scale
         self.lookup: Callable[[Tensor, Embedding], Tensor] = plain_lookup
 
     def forward(self, indices_T: Tensor) -> Tensor:
         """[T] int64 -> [T, features]."""
-        return self.lookup(indices_T, self)
+        found_TH = self.lookup(indices_T, self)
+        return found_TH if self.scale == 1.0 else found_TH.mul_(self.scale)  # no one keeps it
 
 
 def plain_lookup(indices_T: Tensor, embedding: Embedding) -> Tensor:

@@ -20,9 +20,14 @@ PROGRAMS = 512
 
 
 def sum_and_norm(
-    x_TH: Tensor, onto_TH: Tensor, weight_H: Tensor, epsilon: float, offset: float
+    x_TH: Tensor,
+    onto_TH: Tensor,
+    weight_H: Tensor,
+    epsilon: float,
+    offset: float,
+    factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """onto + x, rounded to its dtype, and the RMSNorm of that (Zhang and Sennrich 2019).
+    """onto + factor x, rounded to its dtype, and the RMSNorm of that (Zhang and Sennrich 2019).
 
     Under autograd, which saves the sum and one number a row. Computed in at least fp32.
 
@@ -32,8 +37,10 @@ def sum_and_norm(
         weight_H: the norm's weight.
         epsilon: added to the mean square.
         offset: added to the weight.
+        factor: factor of what is added.
     """
-    total_TH, y_TH = _SumAndNorm.apply(x_TH, onto_TH, weight_H, epsilon, offset)
+    rest = epsilon, offset, factor
+    total_TH, y_TH = _SumAndNorm.apply(x_TH, onto_TH, weight_H, *rest)
     return total_TH, y_TH
 
 
@@ -47,18 +54,26 @@ def norm(x: Tensor, weight_H: Tensor, epsilon: float, offset: float) -> Tensor:
 class _SumAndNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, onto: Tensor, weight: Tensor, epsilon: float, offset: float
+        ctx: Any,
+        x: Tensor,
+        onto: Tensor,
+        weight: Tensor,
+        epsilon: float,
+        offset: float,
+        factor: float,
     ) -> tuple[Tensor, Tensor]:
         total = torch.empty_like(x, memory_format=torch.contiguous_format)
-        y, scale_T = _normed(x.contiguous(), onto.contiguous(), weight, total, epsilon, offset)
+        both, rest = (x.contiguous(), onto.contiguous()), (epsilon, offset, factor)
+        y, scale_T = _normed(*both, weight, total, *rest)
         ctx.save_for_backward(total, weight, scale_T)
-        ctx.offset = offset
+        ctx.offset, ctx.factor = offset, factor
         return total, y
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         grad, of_weight = _gradients(ctx.saved_tensors, grad_total, grad_y, ctx.offset)
-        return grad, grad, of_weight, None, None
+        of_x = grad if ctx.factor == 1.0 else grad * ctx.factor
+        return of_x, grad, of_weight, None, None, None
 
 
 class _NormAlone(torch.autograd.Function):
@@ -75,7 +90,13 @@ class _NormAlone(torch.autograd.Function):
 
 
 def _normed(
-    x: Tensor, onto: Tensor | None, weight: Tensor, total: Tensor, epsilon: float, offset: float
+    x: Tensor,
+    onto: Tensor | None,
+    weight: Tensor,
+    total: Tensor,
+    epsilon: float,
+    offset: float,
+    factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """The norm, and the inverse root mean square of each row; fills `total` if there is a sum."""
     y = torch.empty_like(x)
@@ -87,6 +108,7 @@ def _normed(
             *(x, x if onto is None else onto, weight, total, y, scale_T, x.shape[1]),
             epsilon=epsilon,
             offset=offset,
+            factor=factor,
             adds=onto is not None,
             **_sizes(x),
         )
@@ -132,6 +154,7 @@ def _forward(  # type: ignore[no-untyped-def]
     features,
     epsilon: tl.constexpr,
     offset: tl.constexpr,
+    factor: tl.constexpr,
     adds: tl.constexpr,
     wide: tl.constexpr,
     size: tl.constexpr,
@@ -139,7 +162,7 @@ def _forward(  # type: ignore[no-untyped-def]
     """A program holds a row in registers."""
     row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, size)
     inside, place = lanes < features, row * features + lanes
-    added = tl.load(x + place, mask=inside, other=0.0).to(wide)
+    added = tl.load(x + place, mask=inside, other=0.0).to(wide) * factor
     if adds:
         added += tl.load(onto + place, mask=inside, other=0.0).to(wide)
         rounded = added.to(total.dtype.element_ty)
@@ -147,8 +170,8 @@ def _forward(  # type: ignore[no-untyped-def]
         added = rounded.to(wide)
     scale = 1.0 / tl.sqrt(tl.sum(added * added, 0) / features + epsilon)
     tl.store(scales + row, scale)
-    factor = tl.load(weight + lanes, mask=inside, other=0.0).to(wide) + offset
-    tl.store(y + place, (added * scale * factor).to(y.dtype.element_ty), mask=inside)
+    by = tl.load(weight + lanes, mask=inside, other=0.0).to(wide) + offset
+    tl.store(y + place, (added * scale * by).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit

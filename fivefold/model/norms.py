@@ -89,12 +89,12 @@ class RMSNorm(nn.Module):
             return norm_kernels.norm(x, weight, self.epsilon, self.offset)
         return rms_norm(x, weight, self.epsilon, self.offset)
 
-    def of_sum(self, x_TH: Tensor, onto_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """onto + x, and that normalised, in one kernel of a GPU (`runs_triton`)."""
+    def of_sum(self, x_TH: Tensor, onto_TH: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """onto + scale x, and that normalised, in one kernel of a GPU (`runs_triton`)."""
         from fivefold.model import norm_kernels
 
-        weight = local(self.weight)
-        return norm_kernels.sum_and_norm(x_TH, onto_TH, weight, self.epsilon, self.offset)
+        rest = self.epsilon, self.offset, scale
+        return norm_kernels.sum_and_norm(x_TH, onto_TH, local(self.weight), *rest)
 
 
 def make_norm(model: ModelConfig, features: int | None = None) -> LayerNorm | RMSNorm:

@@ -17,12 +17,12 @@ class PredictionInput(Operation):
     features: int
 
     def kept_else(self, running: Running) -> tuple[Kept, ...]:
-        """The embedding, and the input of the last norm.
+        """The embedding, unless it is frozen, and the input of the last norm.
 
         The previous state, which the first norm reads, counts with the states predicted from.
         """
         size = self.features / running.token_parts
-        return (Kept("mtp_norms", (2 * running.element_bytes * size,)),)
+        return (Kept("mtp_norms", ((2 - self.frozen) * running.element_bytes * size,)),)
 
     def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
         """The input of the projection."""

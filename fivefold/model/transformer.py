@@ -88,7 +88,7 @@ class TransformerLayer(nn.Module):
         self.post_attention_layernorm = make_norm(model) if before else nn.Identity()
         self.mlp = make_mlp(model, layer, experts, global_batch_size)
         self.post_mlp_layernorm = make_norm(model) if after else None
-        self.dropout = model.hidden_dropout
+        self.dropout, self.scale = model.hidden_dropout, model.residual_multiplier
         self.side_by_side = model.parallel_residual
         self.site = f"layers.{layer}"
         self.adapted, self.lora_dropout = add_adapters(self, model), model.lora_dropout
@@ -108,14 +108,19 @@ class TransformerLayer(nn.Module):
         attended_TH = _normed(self.post_self_attn_layernorm, attended_TH)
         norm = self._joined_norm(x_TH)
         if norm is not None:
-            sum_TH, normed_TH = norm.of_sum(attended_TH, x_TH)
+            sum_TH, normed_TH = norm.of_sum(attended_TH, x_TH, self.scale)
             made_TH = self.mlp(normed_TH, context)
         else:
-            sum_TH = _added(x_TH, attended_TH, drop.attended, self.dropout)
+            sum_TH = self._added(x_TH, attended_TH, drop.attended)
             read_TH = x_TH if self.side_by_side else sum_TH
             made_TH = self.block(self.post_attention_layernorm, self.mlp, read_TH, context)
         made_TH = _normed(self.post_mlp_layernorm, made_TH)
-        return _added(sum_TH, made_TH, drop.made, self.dropout)
+        return self._added(sum_TH, made_TH, drop.made)
+
+    def _added(self, sum_TH: Tensor, x_TH: Tensor, drop: HiddenDropout | None) -> Tensor:
+        if drop is None or not self.dropout:
+            return torch.add(sum_TH, x_TH, alpha=self.scale)
+        return drop(x_TH, self.dropout, sum_TH, self.scale)
 
     def _joined_norm(self, x_TH: Tensor) -> RMSNorm | None:
         """The norm before the MLP, if one kernel also makes the sum that it normalises.
@@ -137,10 +142,6 @@ class TransformerLayer(nn.Module):
 
 def _normed(norm: Norm | None, x_TH: Tensor) -> Tensor:
     return x_TH if norm is None else norm(x_TH)
-
-
-def _added(sum_TH: Tensor, x_TH: Tensor, drop: HiddenDropout | None, rate: float) -> Tensor:
-    return sum_TH + x_TH if drop is None or not rate else drop(x_TH, rate, sum_TH)
 
 
 def _dropped_at(site: str, x_TH: Tensor, dropout: Dropout | None, rate: float) -> Tensor:
@@ -204,7 +205,8 @@ class Stage(nn.Module):
         parts = parts or whole_model(model)
         vocab, hidden = model.padded_vocab_size, model.hidden_size
         learned = parts.embedding and model.position_embedding_type == "learned_absolute"
-        self.embed_tokens = Embedding(vocab, hidden) if parts.embedding else None
+        tokens = partial(Embedding, vocab, hidden, model.embedding_multiplier)
+        self.embed_tokens = tokens() if parts.embedding else None
         self.embed_positions = Embedding(model.max_position_embeddings, hidden) if learned else None
         rules = experts or ExpertsConfig(), global_batch_size
         make_layer = partial(_make_layer, model, rules)
@@ -215,8 +217,7 @@ class Stage(nn.Module):
         self.mtp = nn.ModuleDict(
             {str(d): FurtherToken(model, make_layer(i)) for d, i in enumerate(further)}
         )
-        copies = parts.mtp > 0 and not parts.embedding
-        self.mtp_embed_tokens = Embedding(vocab, hidden) if copies else None
+        self.mtp_embed_tokens = tokens() if parts.mtp and not parts.embedding else None
         self.model, self.parts, jitter = model, parts, rules[0].moe_input_jitter_eps
         self.seed, self.label_smoothing, self.z_loss_coeff = seed, label_smoothing, z_loss_coeff
         self.mtp_loss_scaling_factor, self.jitters = mtp_loss_scaling_factor, jitter is not None
@@ -285,18 +286,18 @@ class Stage(nn.Module):
         """
         states = self._states(*self._run_layers(x_TH, batch, sequence, routing), batch)
         if self.parts.head:
-            return self.loss(states, batch)
+            return self.loss(_for_head(self.model, states), batch)
         return states[0] if len(states) == 1 else torch.cat(states)
 
     def logits(self, batch: Batch, sequence: KeysAndValues | None = None) -> Tensor:
         """Logits [T, V] over the padded vocabulary; the stage must be the whole model."""
         assert self.lm_head is not None, "the last stage has the head"
-        state_TH = self._states(*self._run_layers(None, batch, sequence, None), batch)[0]
-        (logits_TV,) = self.column(state_TH, self.lm_head)
+        states = self._states(*self._run_layers(None, batch, sequence, None), batch)
+        (logits_TV,) = self.column(_for_head(self.model, states[:1])[0], self.lm_head)
         return logits_TV
 
     def loss(self, states: Sequence[Tensor], batch: Batch) -> Tensor:
-        """Sum of the weighted token losses from normed states [T, H]; one sum per depth."""
+        """Sum of the weighted token losses from what the head reads [T, H]; one sum per depth."""
         self.z_sums.clear()
         losses = [
             self.head_loss(self, state_TH, labels_T, weights_T)
@@ -365,6 +366,12 @@ class Stage(nn.Module):
         ids_T = batch.own_token_ids.flatten()
         rows = self.shard_tokens(ids_T), ids_T
         return Dropout(self.seed, batch.step, *rows, batch.token_ids, self.fuses_dropout)
+
+
+def _for_head(model: ModelConfig, states: list[Tensor]) -> list[Tensor]:
+    """What the output layer reads: divided here, where there are fewer numbers than logits."""
+    by = model.logits_scaling
+    return states if by == 1.0 else [state_TH / by for state_TH in states]
 
 
 def trained_z_coeff(stage: Stage) -> float:

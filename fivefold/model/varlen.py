@@ -58,16 +58,22 @@ class PackedKernel(Protocol):
         """Gradients of q, k and v; `out` and `lse` may include a sink."""
 
 
+@dataclass(frozen=True)
 class PackedFlash:
     """FlashAttention of several lengths, for values of at most as many features as queries.
 
     It gets them padded with zeros.
+
+    Attributes:
+        scale: what q k^T is multiplied by; None: 1 / sqrt(D).
     """
+
+    scale: float | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Pieces) -> tuple[Tensor, Tensor]:
         """See `PackedKernel`."""
         longest, wide = (at.longest, at.longest), _padded(v, q.shape[-1])
-        out, lse = flash_forward(q, k, wide, at.starts, longest, True, at.bounds)
+        out, lse = flash_forward(q, k, wide, at.starts, longest, True, at.bounds, self.scale)
         return out[..., : v.shape[-1]].contiguous(), lse
 
     def backward(
@@ -82,7 +88,7 @@ class PackedFlash:
     ) -> Grads:
         """See `PackedKernel`."""
         grad, wide, out = (_padded(x, q.shape[-1]) for x in (grad.contiguous(), v, out))
-        pieces = at.starts, (at.longest, at.longest), True, at.bounds
+        pieces = at.starts, (at.longest, at.longest), True, at.bounds, self.scale
         dq, dk, dv = flash_backward(grad, q, k, wide, out, lse, *pieces)
         return dq, dk, dv[..., : v.shape[-1]]
 
@@ -93,15 +99,17 @@ class PackedDropping:
 
     Attributes:
         drop: dropout of the probabilities; its ids are those of the T tokens.
+        scale: what q k^T is multiplied by; None: 1 / sqrt(D).
     """
 
     drop: HeadDropout
+    scale: float | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Pieces) -> tuple[Tensor, Tensor]:
         """See `PackedKernel`."""
         from fivefold.model import attention_kernels
 
-        return attention_kernels.forward(q, k, v, *self._within(at))
+        return attention_kernels.forward(q, k, v, *self._within(at), self.scale)
 
     def backward(
         self,
@@ -116,7 +124,8 @@ class PackedDropping:
         """See `PackedKernel`."""
         from fivefold.model import attention_kernels
 
-        return attention_kernels.backward(grad, q, k, v, out, lse, *self._within(at))
+        rest = *self._within(at), self.scale
+        return attention_kernels.backward(grad, q, k, v, out, lse, *rest)
 
     def _within(self, at: Pieces) -> tuple[Any, PairDropout]:
         from fivefold.model.attention_kernels import Seen

@@ -316,15 +316,15 @@ class OperationTimes:
     def _residual(self, *, joins: bool) -> Times:
         """The residual sum with the bias and dropout before it, forward and backward.
 
-        Args:
-            joins: whether a norm follows, which the same kernel may make: it then reads no sum, and
-                adds the gradient beside it to its own.
+        With `joins` a norm follows, which the same kernel may make: it then reads no sum, and adds
+        the gradient beside it to its own. A factor takes a pass of its own in the backward only.
         """
         size = self.hidden_bytes / self.parts
+        scaled = 2 * size if self.model.residual_multiplier != 1.0 else 0.0
         if joins and self.joins_norm:
-            return self._elementwise(2 * size, size)
+            return self._elementwise(2 * size, size + scaled)
         mask = size / 2 if self.model.hidden_dropout else 0.0
-        return self._elementwise(3 * size + mask, (5 if mask else 3) * size + mask)
+        return self._elementwise(3 * size + mask, 5 * size + mask if mask else 3 * size + scaled)
 
     def _activation(self, elements: float) -> Times:
         reads, size = 2 if self.model.gated_linear_unit else 1, elements * ELEMENT

@@ -186,6 +186,8 @@ def test_a_stage_holds_its_input_beside_the_copy(least: int, tmp_path: Path) -> 
 # (ranks, family, settings); two further tokens
 PREDICTIONS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "with the head": (1, "gpt", {"hidden_dropout": 0.1}),
+    "with a head that reads them divided": (2, "sinks", SEQUENCE),
+    "with a head that reads them divided, adapters": (1, "sinks", {"lora_rank": 2}),
     "before the head": (
         4,
         "llama",

@@ -223,6 +223,7 @@ _NAMES = {
     "kv_a_proj_with_mqa.": "kv_a_proj.",
     "self_attn.sinks": "self_attn.sinks.weight",
     "mlp.gate.": "mlp.router.",
+    "block_sparse_moe.": "mlp.",
     "mlp.shared_expert.": "mlp.shared_experts.",
     "dense_h_to_4h.": "up_proj.",
     "dense_4h_to_h.": "down_proj.",

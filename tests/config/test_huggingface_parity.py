@@ -57,12 +57,20 @@ _LATENTS = _GROUPS | {
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
 }
+_GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 3.0,
+    "attention_multiplier": 0.3,
+}
 TINY: Mapping[str, dict[str, Any]] = {
     "llama": _SIZES,
     "mistral": _SIZES | {"num_key_value_heads": 2},
     "qwen2": _SIZES | {"num_key_value_heads": 2},
     "qwen3": _SIZES | {"num_key_value_heads": 2},
     "smollm3": _SIZES | {"num_hidden_layers": 5, "pad_token_id": None},
+    "granite": _SIZES | {"num_key_value_heads": 2, **_GRANITE},
+    "granitemoe": _SIZES | _EXPERTS | _GRANITE | {"num_local_experts": 4},
     "phi3": _SIZES | {"num_key_value_heads": 2, "pad_token_id": None},
     "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 100},
     "starcoder2": _SIZES | {"num_key_value_heads": 2},
@@ -131,6 +139,10 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "num_key_value_heads": [None, 1, 2, 4],
     "tie_word_embeddings": _SWITCH,
     "is_causal": _SWITCH,
+    "embedding_multiplier": [0.5, 12, None],
+    "residual_multiplier": [0.5, 1, 0.0],
+    "logits_scaling": [0.5, 8, -1.0],
+    "attention_multiplier": [0.015625, 1, None],
     "add_cross_attention": _SWITCH,
     "is_decoder": _SWITCH,
     "hidden_act": ["silu", "swish", "gelu", "gelu_new", "gelu_fast", "quick_gelu", "relu"],
@@ -272,6 +284,11 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "granite, biases": (
+        "granite",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, **_YARN},
+    ),
+    "granitemoe, wide heads": ("granitemoe", {"head_dim": 16, "num_experts_per_tok": 3}),
     "phi3, shares and windows": (
         "phi3",
         {"partial_rotary_factor": 0.75, "sliding_window": 5, "num_key_value_heads": 1},

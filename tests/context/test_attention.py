@@ -37,6 +37,7 @@ class Case:
     lengths: tuple[tuple[int, ...], ...] = ()
     window: int | None = None
     dropout: float = 0.0
+    scale: float | None = None
     dtype: torch.dtype = torch.float64
 
 
@@ -56,7 +57,7 @@ PACKED: dict[str, Any] = {
 }
 SEEN: dict[str, Any] = {
     "whole rows": {"rows": 2},
-    "a window": {"window": 5},
+    "a window": {"window": 5, "scale": 0.7},
     "a window of one token": {"window": 1, "rows": 2},
     "a window beyond the row": {"window": 40},
     "a window in documents": {"window": 3, "lengths": ((5, 20, 7),)},
@@ -105,7 +106,7 @@ def error(rank: int, world: int, case: Case) -> float:
         drop = Dropout(3, 1, ids.flatten(), ids.flatten(), ids).heads(
             case.dropout, "site", 2, case.heads + 2
         )
-    whole = Scope(documents, case.window)
+    whole = Scope(documents, case.window, scale=case.scale)
     expected = plain_attention(q, k, v, whole, drop)
     true = [expected, *torch.autograd.grad(expected, (q, k, v), grad)]
     with shared_groups():

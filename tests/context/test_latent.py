@@ -1,6 +1,7 @@
 """Latents gathered and projected up on each rank give what one device gives, and send little."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,12 +46,13 @@ def measured(rank: int, world: int, case: Case) -> tuple[float, float]:
     q, latent = random(*shape, HEADS, PLAIN + ROTARY), random(*shape, LATENT + ROTARY)
     weight, grad = random(LATENT, HEADS * 2 * PLAIN), random(*shape, HEADS, PLAIN).detach()
     documents = documents_of(case)
-    expected = plain_attention(q, *projected(weight)(latent), Scope(documents, case.window))
+    whole = Scope(documents, case.window, scale=0.7)
+    expected = plain_attention(q, *projected(weight)(latent), whole)
     true = [expected, *torch.autograd.grad(expected, (q, latent, weight), grad)]
     with shared_groups():
         groups = build_groups(Grid(cp=world), rank, "cpu", sharded=False)
         part = part_of(case, world, rank)
-        scope = Scope(documents, case.window, part)
+        scope = replace(whole, part=part)
         own = [taken(x, part).detach().requires_grad_() for x in (q, latent)]
         mine = weight.detach().requires_grad_()
         with Traffic({}) as traffic:

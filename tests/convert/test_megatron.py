@@ -227,6 +227,7 @@ def test_what_changes_results_alone_is_told_apart(name: str) -> None:
         "rotary_interleaved": (False, True),
         "squared_relu": (False, True),
         "qk_l2_norm": (False, True),
+        "use_mup": (False, True),
         "quick_geglu": (False, True),
         "glu_linear_offset": (0.0, 1.0),
         "activation_func_clamp_value": (None, 7.0),
@@ -254,6 +255,8 @@ def test_what_changes_results_alone_is_told_apart(name: str) -> None:
             "moe_router_score_function": ("softmax", "sigmoid"),
             "moe_router_topk_scaling_factor": (None, 2.5),
         }
+    scaled = replace(MODELS[name], logits_scaling=8.0, softmax_scale=0.5)
+    assert unlike(scaled, {"softmax_scale": 0.5}) == ["logits_scaling: 8.0, there 1.0"]
     assert not unlike(MODELS[name], {key: default for key, (default, _) in both.items()})
     for key, (_, other) in both.items():
         (line,) = unlike(MODELS[name], {key: other})

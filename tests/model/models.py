@@ -59,6 +59,7 @@ LATENT = replace(
     rope_type="yarn",
     original_max_position_embeddings=8,
     mscale=0.7,
+    softmax_scale=0.4,
     mscale_all_dim=1.1,
 )
 PLAIN_QUERIES = replace(
@@ -75,6 +76,10 @@ SINKS = replace(
     norm_placement="after",
     qk_layernorm=True,
     qk_layernorm_type="all_heads",
+    embedding_multiplier=3.0,
+    residual_multiplier=0.3,
+    logits_scaling=3.0,
+    softmax_scale=0.4,
     add_bias_linear=True,
     softmax_type="learnable",
     activation_func="quick_gelu",
@@ -89,6 +94,7 @@ NEOX = replace(
     position_embedding_type="rope",
     rotary_percent=0.5,
     no_rope_freq="2",
+    residual_multiplier=0.6,
     parallel_residual=True,
     activation_func="quick_gelu",
 )

@@ -20,7 +20,8 @@ def plain_attention(
         x.transpose(1, 2).repeat_interleave(N // x.shape[2], dim=1)
         for x in (q_BSND, k_BLGD, v_BLGD)
     )
-    scores = (q_BNSD * D**-0.5) @ k_BNLD.transpose(2, 3)
+    scale = D**-0.5 if scope.scale is None else scope.scale
+    scores = (q_BNSD * scale) @ k_BNLD.transpose(2, 3)
     scores = scores.masked_fill(~_seen(S, k_BLGD, scope), float("-inf"))
     if scope.sinks is not None:
         sinks = scope.sinks[:, None, None].expand(*scores.shape[:3], 1)

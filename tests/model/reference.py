@@ -13,7 +13,7 @@ from fivefold.config.model import ModelConfig
 
 def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     """Logits [S, V] of one document."""
-    x = weights["embed_tokens.weight"][tokens]
+    x = weights["embed_tokens.weight"][tokens] * model.embedding_multiplier
     if model.position_embedding_type == "learned_absolute":
         x = x + weights["embed_positions.weight"][: len(tokens)]
     for layer in range(model.num_layers):
@@ -23,13 +23,14 @@ def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Ten
         turns = model.no_rope_freq is None or (layer + 1) % int(model.no_rope_freq)
         seen = model if turns else replace(model, position_embedding_type="learned_absolute")
         attended = _attention(seen, own, _norm(model, own, "input_layernorm", x), window)
-        y = x + _norm(model, own, "post_self_attn_layernorm", attended)
+        attended = _norm(model, own, "post_self_attn_layernorm", attended)
+        y = x + attended * model.residual_multiplier
         read = x if model.parallel_residual else y
         made = _mlp(model, own, _norm(model, own, "post_attention_layernorm", read))
-        x = y + _norm(model, own, "post_mlp_layernorm", made)
+        x = y + _norm(model, own, "post_mlp_layernorm", made) * model.residual_multiplier
     x = _norm(model, weights, "norm", x)
     head = weights.get("lm_head.weight", weights["embed_tokens.weight"])
-    return x @ head[: model.vocab_size].T
+    return x @ head[: model.vocab_size].T / model.logits_scaling
 
 
 def _linear(own: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
@@ -95,7 +96,7 @@ def _plain_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Itera
             k_SD = _norm(model, own, "self_attn.k_norm", k_SD)
         if model.position_embedding_type == "rope":
             q_SD, k_SD = _rope(model, q_SD), _rope(model, k_SD)
-        yield q_SD, k_SD, v_SD, 1 / math.sqrt(D)
+        yield q_SD, k_SD, v_SD, model.softmax_scale or 1 / math.sqrt(D)
 
 
 def _latent_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Iterator[Head]:
@@ -111,7 +112,7 @@ def _latent_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Iter
     both = _linear(own, "self_attn.kv_a_proj", x)
     latent, shared = both[:, :rank], _rope(model, both[:, rank:])
     kv = _linear(own, "self_attn.kv_b_proj", _norm(model, own, "self_attn.kv_a_layernorm", latent))
-    scale = 1 / math.sqrt(D + R)
+    scale = model.softmax_scale or 1 / math.sqrt(D + R)
     if model.rope_type == "yarn":
         scale *= _growth(model, model.mscale_all_dim) ** 2
     for head in range(model.num_attention_heads):

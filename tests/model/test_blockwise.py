@@ -15,7 +15,7 @@ from fivefold.model.blocks import Block, Sight, Span, Visibility, common, cut, j
 from fivefold.model.blockwise import local_attention
 from fivefold.model.cuda_kernels import Differentiated, DroppingOnCuda, Flex, _seen
 from fivefold.model.dropout import Dropout, PairDropout
-from fivefold.model.kernels import KERNELS, BlockKernel, Plain, choose_kernel, visible
+from fivefold.model.kernels import KERNELS, BlockKernel, Plain, choose_kernel, kernel_of, visible
 from tests.kernels import DEVICES, run_kernels
 from tests.model.plain_attention import plain_attention
 
@@ -108,6 +108,7 @@ def compare(
     tolerance: float,
     blocks: tuple[Block, ...] = BLOCKS,
     drop: PairDropout | None = None,
+    scale: float | None = None,
 ) -> None:
     """Outputs and gradients of blocks against the plain kernel's in fp64."""
     for block in blocks:
@@ -116,11 +117,11 @@ def compare(
             x[:, :, span] for x, span in zip(inputs, (rows, keys, keys, rows), strict=True)
         )
         wide = [x.double() for x in (q, k, v, grad)]
-        out, lse = Plain(drop).forward(*wide[:3], block)
+        out, lse = Plain(drop, scale).forward(*wide[:3], block)
         found = [x.double() for x in kernel.forward(q, k, v, block)]
         torch.testing.assert_close(found, [out, lse], rtol=tolerance, atol=tolerance)
         out, lse = out + 0.1, lse + 0.7  # as over more keys than these
-        expected = Plain(drop).backward(wide[3], *wide[:3], out, lse, block)
+        expected = Plain(drop, scale).backward(wide[3], *wide[:3], out, lse, block)
         narrow = out.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
         grads = kernel.backward(grad, q, k, v, *narrow, block)
         torch.testing.assert_close(
@@ -131,7 +132,8 @@ def compare(
 @pytest.mark.parametrize("shared", [1, 2, 8])
 def test_the_kernel_for_cpus_equals_the_plain_one(shared: int) -> None:
     shapes = (2, 8, 300, 6), *[(2, 8 // shared, 300, 6)] * 2, (2, 8, 300, 6)
-    compare(KERNELS["flash_cpu"][0], tensors(*shapes), 1e-12)
+    for scale in (None, 0.7):
+        compare(kernel_of("flash_cpu", scale), tensors(*shapes), 1e-12, scale=scale)
 
 
 @pytest.mark.parametrize("shared", [1, 2, 8])
@@ -149,8 +151,10 @@ def test_flex_attention_equals_the_plain_kernel(dtype: torch.dtype, tolerance: f
     q, k, v = tensors((2, 8, 300, 6), *[(2, 2, 300, 6)] * 2, dtype=dtype)
     for block in BLOCKS:
         inputs = [x[:, :, slice(*at)] for x, at in ((q, block.q), (k, block.k), (v, block.k))]
-        found, expected = Flex(compiled=False)(*inputs, block), Plain().forward(*inputs, block)
-        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+        for scale in (None, 0.7):
+            found = Flex(scale, compiled=False)(*inputs, block)
+            expected = Plain(None, scale).forward(*inputs, block)
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def dropping(device: str, rows: int = 2, fused: bool = True) -> PairDropout:
@@ -213,7 +217,7 @@ def test_one_call_attends_and_drops(
     *inputs, grad = (x.to(where).requires_grad_() for x in tensors(*shapes))
     ids = torch.tensor([[0] * 27 + [1] + [2] * 12, [0] * 39 + [1]], device=where)
     documents = Documents(ids, (0, 27, 28, 40, 79, 80)) if packed else None
-    scope = Scope(documents, window, sinks=inputs[3] if sinks else None)
+    scope = Scope(documents, window, None, inputs[3] if sinks else None, 0.7 if packed else None)
     names = torch.arange(100, 180, device=where).view(2, 40)
     drop = Dropout(3, 1, names.flatten(), names.flatten(), names, True).heads(0.3, "site", 2, 7)
     expected = plain_attention(*inputs[:3], scope, drop)
@@ -234,15 +238,16 @@ ON_CUDA = [("cudnn", torch.bfloat16), ("flash_cuda", torch.bfloat16), ("flex", t
 def test_kernels_for_cuda_equal_the_plain_one(name: str, dtype: torch.dtype, shared: int) -> None:
     shapes = (2, 8, 512, 64), *[(2, 8 // shared, 512, 64)] * 2, (2, 8, 512, 64)
     q, k, v, grad = (x.to("cuda", dtype) for x in tensors(*shapes))
-    kernel, lacking = KERNELS[name]
-    if why := lacking(q, v):
+    if why := KERNELS[name][1](q, v):
         pytest.skip(why)
     regular = (
         Block((0, 512), (0, 512), Visibility.CAUSAL),
         Block((256, 512), (0, 256), Visibility.FULL),
     )
     tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-4
-    compare(kernel, [q, k, v, grad], tolerance, BLOCKS + regular)
+    for scale in (None, 0.2):
+        kernel = kernel_of(name, scale)
+        compare(kernel, [q, k, v, grad], tolerance, BLOCKS + regular, scale=scale)
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -268,7 +273,7 @@ def test_a_band_is_a_window_as_flash_attention_counts(seed: int) -> None:
 
 def test_a_kernel_that_cannot_says_why() -> None:
     q, v = tensors((1, 2, 3, 6), (1, 2, 3, 8))
-    assert choose_kernel(q, q) is KERNELS["flash_cpu"][0]
+    assert choose_kernel(q, q) == kernel_of("flash_cpu")
     assert isinstance(choose_kernel(q, v), Plain)
     assert isinstance(choose_kernel(q, q, dropping("cpu")), Plain)
     lacking = {name: lacks(q, v) for name, (_, lacks) in KERNELS.items()}
@@ -290,17 +295,17 @@ def test_deterministic_runs_leave_out_what_torch_leaves_out(
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91000)
-    assert choose_kernel(kind, kind) is KERNELS["cudnn"][0]
+    assert choose_kernel(kind, kind) == kernel_of("cudnn")
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert choose_kernel(kind, kind) is KERNELS["flash_cuda"][0]
+    assert choose_kernel(kind, kind) == kernel_of("flash_cuda")
 
 
 @pytest.mark.parametrize("name", ["cudnn", "flash_cuda"])
 def test_kernels_for_cuda_are_called_as_they_want(name: str) -> None:
     """On tensors without contents, where there is no such device: shapes and types only."""
     q, k = (torch.empty(2, n, 512, 32, dtype=torch.bfloat16, device="meta") for n in (8, 2))
-    kernel, lacking = KERNELS[name]
-    assert "CUDA" in lacking(q, k)
+    kernel = kernel_of(name, 0.7)
+    assert "CUDA" in KERNELS[name][1](q, k)
     kinds = set()
     for block in cut(((0, 512),), ((0, 512),), Sight((0, 512), 150), tile=128):
         kinds.add(block.kind)
@@ -332,10 +337,11 @@ def test_local_attention_is_the_definition(
     made = Dropout(3, 1, names.flatten(), names.flatten(), names)
     drop = made.heads(dropout, "site", 2, 7) if dropout else None
     (grad,) = tensors((2, queries, 4, 6))
+    scale = 0.7 if window == 5 else None
     outs, grads = [], []
     for out in (
-        plain_attention(q, k, v, Scope(documents, window), drop),
-        local_attention(q, k, v, sight, drop=drop),
+        plain_attention(q, k, v, Scope(documents, window, scale=scale), drop),
+        local_attention(q, k, v, sight, drop=drop, scale=scale),
     ):
         outs.append(out)
         grads.append(torch.autograd.grad(out, (q, k, v), grad))

@@ -57,7 +57,7 @@ def test_dropout_by_a_kernel_drops_the_same(adds: bool, dtype: torch.dtype, devi
     ids_BL = torch.arange(far, far + 22, device=device).view(2, 11)
     for shape, ids_Bq, ids_Bk, heads in (
         ((7, 37), torch.arange(5, 12, device=device)[None], None, (0, 1)),
-        ((7, 37), torch.arange(5, 12, device=device)[None], None, (0, 1, 74)),
+        ((7, 37), torch.arange(5, 12, device=device)[None], None, (0, 1, 74, 0.3)),
         ((2, 3, 6, 11), ids_BL[:, 5:], ids_BL, (1, 5)),
     ):
         x, onto, grad = torch.randn(3, *shape, device=device).to(dtype)
@@ -235,13 +235,13 @@ def test_a_sum_and_its_norm_by_a_kernel_are_both(
     norm = RMSNorm(37, 1e-5, offset).to(device, dtype)
     norm.weight.data.copy_(torch.randn(37))
     x, onto, *grads = torch.randn(4, 7, 37, device=device).to(dtype)
-    for both in (True, False):
+    for both, scale in ((True, 1.0), (False, 1.0), (True, 0.25)):
         found = []
         for fused in (False, True):
             given = [each.clone().requires_grad_() for each in (x, onto)]
             norm.weight.grad = None
-            total = given[1] + given[0]
-            total, y = norm.of_sum(*given) if fused else (total, norm(total))
+            total = torch.add(given[1], given[0], alpha=scale)
+            total, y = norm.of_sum(*given, scale) if fused else (total, norm(total))
             outputs = [total, y] if both else [y]
             strided = [each.t().contiguous().t() for each in grads]
             torch.autograd.backward(outputs, strided[: len(outputs)])
@@ -253,7 +253,7 @@ def test_a_sum_and_its_norm_by_a_kernel_are_both(
             off = (one - other).double().norm()
             assert off <= (1e-12 if dtype == torch.float64 else 0.01) * one.double().norm()
     empty = torch.empty(0, 37, device=device, dtype=dtype, requires_grad=True)
-    norm.of_sum(empty, empty)[1].sum().backward()
+    norm.of_sum(empty, empty, 1.0)[1].sum().backward()
 
 
 @TYPES

@@ -114,18 +114,24 @@ NEOX = replace(
     activation_func="gelu",
     untie_embeddings_and_output_weights=True,
 )
+MULTIPLIERS: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 0.7,
+    "softmax_scale": 0.6,
+}
 MODELS = {
     "sinks": SINKS,
     "neox": NEOX,
     "oss": replace(SINKS, num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=12),
     "latent": LATENT,
     "latent, plain queries": replace(
-        LATENT, q_lora_rank=None, add_bias_linear=True, normalization="LayerNorm"
+        LATENT, q_lora_rank=None, add_bias_linear=True, normalization="LayerNorm", **MULTIPLIERS
     ),
     "llama": LLAMA,
     "llama tied": replace(LLAMA, untie_embeddings_and_output_weights=False),
     "gpt": GPT,
-    "gpt untied": replace(GPT, untie_embeddings_and_output_weights=True),
+    "gpt untied": replace(GPT, untie_embeddings_and_output_weights=True, **MULTIPLIERS),
 }
 
 # (pp, V) -> uneven stages, empty ones, ends without a layer

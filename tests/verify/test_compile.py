@@ -1,6 +1,6 @@
 """Compiled layers compute what one device computes, whatever is installed in and around them."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -112,8 +112,11 @@ def test_no_compiled_function_returns_what_it_wrote(monkeypatch: pytest.MonkeyPa
         assert bool(written) != compiling, written
 
 
+@dataclass(frozen=True)
 class Dense:
     """What a packed kernel computes, by a mask, as operations that a graph can hold."""
+
+    scale: float | None
 
     def _weights(self, q: Tensor, k: Tensor, at: Pieces) -> tuple[Tensor, Tensor]:
         places = torch.arange(len(q))
@@ -124,8 +127,11 @@ class Dense:
             seen = seen & (apart <= at.window)
         repeats = q.shape[1] // k.shape[1]
         scores = torch.einsum("tnd,und->ntu", q, k.repeat_interleave(repeats, 1))
-        scores = (scores * q.shape[-1] ** -0.5).masked_fill(~seen, float("-inf"))
+        scores = (scores * self._scale(q)).masked_fill(~seen, float("-inf"))
         return scores, scores.logsumexp(-1)
+
+    def _scale(self, q: Tensor) -> float:
+        return q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Pieces) -> tuple[Tensor, Tensor]:
         scores, lse = self._weights(q, k, at)
@@ -139,7 +145,7 @@ class Dense:
         p = (self._weights(q, k, at)[0] - lse[..., None]).exp()
         keys, values = (x.repeat_interleave(repeats, 1) for x in (k, v))
         dp = torch.einsum("tnd,und->ntu", grad, values) - (grad * out).sum(-1).t()[..., None]
-        ds = p * dp * q.shape[-1] ** -0.5
+        ds = p * dp * self._scale(q)
         dk, dv = torch.einsum("ntu,tnd->und", ds, q), torch.einsum("ntu,tnd->und", p, grad)
         shared = (x.unflatten(1, (groups, repeats)).sum(2) for x in (dk, dv))
         return torch.einsum("ntu,und->tnd", ds, keys), *shared

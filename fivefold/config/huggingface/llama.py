@@ -57,6 +57,8 @@ _DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
         "qwen2_moe": _Defaults(16),
         "qwen3_moe": _Defaults(4),
         "gpt_oss": _Defaults(8, 64, 1e-5, 150000.0),
+        "granite": _Defaults(),
+        "granitemoe": _Defaults(),
         "phi3": _Defaults(None, None, 1e-5, sliding_window=None, rotary_share=1.0),
         "glm": _Defaults(2, 128, 1.5625e-7, rotary_share=0.5),
         "glm4": _Defaults(2, 128, 1.5625e-7, rotary_share=0.5),
@@ -69,6 +71,7 @@ _DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
 _NULL_HEADS = "llama", "mistral", "mixtral", "gpt_oss"
 """Families in which transformers takes a head_dim of null for hidden size / heads."""
 _GLM = "glm", "glm4", "glm4_moe"
+_NO_WINDOWS = "llama", "granite", "granitemoe", *_GLM
 _OWN_WINDOWS = "gpt_oss", "exaone4"
 _NORMS: Mapping[str, Any] = MappingProxyType({"glm4": "both", "exaone4": "after"})
 _PHI3_DROPOUTS = "resid_pdrop", "embd_pdrop"
@@ -108,6 +111,7 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
         attention_dropout=reader.number("attention_dropout", 0.0),
         hidden_dropout=equal_dropouts(reader, _PHI3_DROPOUTS, 0.0) if kind == "phi3" else 0.0,
         norm_placement=_NORMS.get(kind, "before"),
+        **(_multipliers(reader) if kind.startswith("granite") else {}),
         **({} if kind in _OWN_WINDOWS else _window(reader, kind, sizes["num_layers"], unrotated)),
         **_rope(reader, kind, rope).settings(),
     )
@@ -124,6 +128,13 @@ def _read_unused(reader: Reader, kind: str) -> None:
         reader.fixed("lm_head_bias", False)
         reader.fixed("full_attn_mod", 1)
         reader.fixed("interpolate_factor", 1)
+
+
+def _multipliers(reader: Reader) -> dict[str, Any]:
+    """Granite's factors; a missing one is 1, that of scores, too."""
+    names = "embedding_multiplier", "residual_multiplier", "logits_scaling"
+    found: dict[str, Any] = {name: reader.number(name, 1.0) for name in names}
+    return found | {"softmax_scale": reader.number("attention_multiplier", 1.0)}
 
 
 def _rope(reader: Reader, kind: str, default: Rope) -> Rope:
@@ -174,10 +185,8 @@ def _biases(reader: Reader, kind: str) -> bool:
         return True
     if kind in _GLM:
         return False  # attention_bias means queries, keys and values
-    if kind not in (
-        "llama",
-        "smollm3",
-    ):  # in Qwen3 it affects attention alone; other families have no such field
+    if kind not in ("llama", "smollm3", "granite"):
+        # In Qwen3 and Granite's mixtures it affects attention alone; others have no such field.
         reader.fixed("attention_bias", False)
         reader.fixed("mlp_bias", False)
         return False
@@ -241,7 +250,7 @@ def _window(reader: Reader, kind: str, layers: int, unrotated: tuple[bool, ...])
     Hugging Face's width includes the token itself, Megatron-LM's does not. A window counts even if
     it is as long as `max_position_embeddings`, which limits no sequence.
     """
-    if kind == "llama" or kind in _GLM:
+    if kind in _NO_WINDOWS:
         reader.fixed("sliding_window", None)
         return {}
     default = _DEFAULTS[kind].sliding_window
@@ -311,8 +320,7 @@ def exaone4(reader: Reader, kind: str) -> ModelConfig:
             reader.unsupported("sliding_window", None, [4096], why)
         return model
     if not any(slides):
-        reader.unsupported(
-            "sliding_window", window, [None], "layers without it have no RoPE, and all are such"
-        )
+        why = f"of num_hidden_layers {layers} none has it, and layers without it have no RoPE"
+        reader.unsupported("sliding_window", window, [None], why)
     without = unrotated_frequency([not slide for slide in slides])
     return replace(model, no_rope_freq=without, **window_settings(window, slides))

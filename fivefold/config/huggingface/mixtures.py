@@ -1,4 +1,5 @@
-"""Llama-like mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss, GLM-4.5, dots.llm1."""
+"""Llama-like mixtures of experts: Mixtral, Granite's, Qwen2-MoE, Qwen3-MoE, gpt-oss, GLM-4.5,
+dots.llm1."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,17 @@ def mixtral(reader: Reader, kind: str) -> ModelConfig:
         model,
         num_experts=reader.size("num_local_experts", "num_experts"),
         moe_router_topk=reader.size("num_experts_per_tok"),
+    )
+
+
+def granite_moe(reader: Reader, kind: str) -> ModelConfig:
+    """Mixtral's experts, with the factors of Granite."""
+    model = llama_like(reader, kind)
+    read_balancing(reader)
+    return replace(
+        model,
+        num_experts=reader.size("num_local_experts", "num_experts", default=8),
+        moe_router_topk=reader.size("num_experts_per_tok", default=2),
     )
 
 

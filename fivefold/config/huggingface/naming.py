@@ -23,6 +23,7 @@ _THEIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "ffn_hidden_size": ("intermediate_size", "n_inner"),
         "max_position_embeddings": ("max_position_embeddings", "n_positions"),
         "norm_epsilon": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+        "softmax_scale": ("attention_multiplier",),
         "init_method_std": ("initializer_range",),
         "hidden_dropout": ("hidden_dropout", "resid_pdrop", "residual_dropout"),
         "attention_dropout": ("attention_dropout", "attn_pdrop"),

@@ -10,7 +10,14 @@ from fivefold.config.huggingface.deepseek import deepseek
 from fivefold.config.huggingface.generic import read_generic
 from fivefold.config.huggingface.gpt import gpt2, gpt_neox, starcoder2
 from fivefold.config.huggingface.llama import exaone4, llama_like
-from fivefold.config.huggingface.mixtures import dots1, glm4_moe, gpt_oss, mixtral, qwen_moe
+from fivefold.config.huggingface.mixtures import (
+    dots1,
+    glm4_moe,
+    gpt_oss,
+    granite_moe,
+    mixtral,
+    qwen_moe,
+)
 from fivefold.config.huggingface.naming import in_words_of
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.model import ModelConfig
@@ -27,6 +34,8 @@ _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType
         "qwen3": llama_like,
         "phi3": llama_like,
         "smollm3": llama_like,
+        "granite": llama_like,
+        "granitemoe": granite_moe,
         "qwen2_moe": qwen_moe,
         "qwen3_moe": qwen_moe,
         "deepseek_v2": deepseek,

@@ -62,6 +62,7 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     moe = model.num_experts is not None
     latent = model.multi_latent_attention
     told = asdict(model.spelt_out())
+    told["softmax_scale"] = _score_scale(model)
     told["window_size"] = [model.window_of(layer) for layer in layers]
     told["moe_layer_freq"] = [model.is_moe(layer) for layer in layers]
     unused = [*_OURS, "window_attn_skip_freq"]
@@ -89,6 +90,10 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     if model.moe_router_num_groups is None:
         unused += ["moe_router_group_topk", "moe_router_group_scores"]
     return {name: value for name, value in told.items() if name not in unused}
+
+
+def _score_scale(model: ModelConfig) -> float:
+    return model.query_dim**-0.5 if model.softmax_scale is None else model.softmax_scale
 
 
 def _sizes(model: ModelConfig) -> Fields:
@@ -203,7 +208,11 @@ def _llama_like(model: ModelConfig, kind: str) -> Fields:
     if kind == "smollm3":
         rotates = [int(model.rotates(layer)) for layer in range(model.num_layers)]
         fields |= {"no_rope_layers": rotates, "pad_token_id": None} | _qwen_windows(model)
-    if kind in ("llama", "smollm3"):
+    if kind.startswith("granite"):
+        names = "embedding_multiplier", "residual_multiplier", "logits_scaling"
+        fields |= {name: getattr(model, name) for name in names}
+        fields["attention_multiplier"] = _score_scale(model)
+    if kind in ("llama", "smollm3", "granite"):
         fields |= {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
     if kind in ("mistral", "mixtral", "phi3"):
         fields["sliding_window"] = _width(model.widest_window)
@@ -351,6 +360,7 @@ _FAMILIES: Mapping[str, tuple[str, Callable[[ModelConfig, str], Fields]]] = Mapp
         "qwen3": ("Qwen3ForCausalLM", _llama_like),
         "phi3": ("Phi3ForCausalLM", _llama_like),
         "smollm3": ("SmolLM3ForCausalLM", _llama_like),
+        "granite": ("GraniteForCausalLM", _llama_like),
         "glm": ("GlmForCausalLM", _llama_like),
         "glm4": ("Glm4ForCausalLM", _llama_like),
         "exaone4": ("Exaone4ForCausalLM", _llama_like),
@@ -358,6 +368,7 @@ _FAMILIES: Mapping[str, tuple[str, Callable[[ModelConfig, str], Fields]]] = Mapp
         "starcoder2": ("Starcoder2ForCausalLM", _starcoder2),
         "gpt_neox": ("GPTNeoXForCausalLM", _gpt_neox),
         "mixtral": ("MixtralForCausalLM", _mixtral),
+        "granitemoe": ("GraniteMoeForCausalLM", _mixtral),
         "qwen2_moe": ("Qwen2MoeForCausalLM", _qwen_moe),
         "qwen3_moe": ("Qwen3MoeForCausalLM", _qwen_moe),
         "gpt_oss": ("GptOssForCausalLM", _gpt_oss),
