@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -212,6 +213,39 @@ def test_a_template_is_found_from_where_the_run_was_started(
     assert main(["convert", str(run), "hub"]) == 0
     assert (here / "hub" / "chat_template.jinja").read_text() == TEMPLATE
     assert "not mine" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_conversations_are_evaluated_by_the_template_that_trained(
+    trained: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From a folder that has another one of that name."""
+    lines = [{"role": "user", "content": "how many"}, {"role": "assistant", "content": "17"}]
+    (tmp_path / "talks.jsonl").write_text(300 * (json.dumps({"messages": lines}) + "\n"))
+    for name, text in (("there", TEMPLATE), ("here", "{% for m in messages %}?{% endfor %}")):
+        shutil.copytree(trained / "chat", tmp_path / name / "chat")
+        (tmp_path / name / "chat" / "chat_template.jinja").write_text(text)
+    words = [
+        "--sft",
+        "--tokenizer-model",
+        "chat",
+        "--train-iters",
+        "4",
+        "--eval-interval",
+        "4",
+        "--seq-length",
+        "32",
+    ]
+    words += ["--data-path", f"{tmp_path}/talks.jsonl", "--data-cache-path", f"{tmp_path}/cache"]
+    monkeypatch.chdir(tmp_path / "there")
+    assert main(["train", "debug", *words, "--save", str(tmp_path / "run")]) == 0
+    said = re.search(r"validation loss ([\d.]+)", capsys.readouterr().out)
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["eval", str(tmp_path / "run")]) == 0
+    assert said is not None and f"loss {said[1]} " in capsys.readouterr().out
 
 
 def test_all_mistakes_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
