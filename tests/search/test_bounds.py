@@ -37,6 +37,7 @@ OTHERWISE = (
     {"overlap_param_gather_with_optimizer_step": True},
     {"overlap_param_gather": False, "overlap_grad_reduce": False},
     {"optimizer": "muon", "muon_nesterov": True},
+    {"norm_placement": "after"},
     {"zero_quantized_weights": True, "zero_quantized_gradients": True},
     {"fp8_format": "e4m3", "fp8_recipe": "blockwise", "fp8_param_gather": True},
     {
