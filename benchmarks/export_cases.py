@@ -221,6 +221,7 @@ CHANGES: Mapping[str, Change] = {
     "add_bias_linear": Change(True),
     "add_qkv_bias": Change(True),
     "qk_layernorm": Change(True),
+    "qk_layernorm_type": Change("all_heads", {"qk_layernorm": True}),
     "softmax_type": Change("learnable"),
     "untie_embeddings_and_output_weights": Change(False),
     "hidden_dropout": Change(0.25),

@@ -59,7 +59,13 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def temporary_path(target: Path) -> Path:
-    """A new name beside `target` for what will be renamed to it."""
+    """A new name beside `target` for what will be renamed to it.
+
+    Raises:
+        IsADirectoryError: nothing can lie beside it: it is the root, or `.`.
+    """
+    if not target.name:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
     return target.with_name(f".tmp-{secrets.token_hex(4)}-{target.name}")
 
 

@@ -182,6 +182,18 @@ def test_what_cannot_be_written_is_one_message_and_a_full_disk_passes(tmp_path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.parametrize("folder", [".", "..", "/", "./", "sub"])
+def test_a_folder_in_place_of_a_file_is_one_message(folder, tmp_path, monkeypatch):
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with (
+        pytest.raises(DataError, match=r"Is a directory|busy"),
+        telling_unwritable(folder, DataError),
+    ):
+        write_atomic(folder, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["sub"]
+
+
 def test_a_full_disk_is_found_behind_other_errors():
     full = OSError(errno.EDQUOT, "quota")
     try:

@@ -25,7 +25,7 @@ def fill(folder: Path, index: Mapping[str, SavedTensor], pieces: Mapping[str, Pi
         pieces: pieces by name; they are filled in place.
 
     Raises:
-        CheckpointError: the bytes of a file are not the tensor that the index describes.
+        CheckpointError: a file has gone, or its bytes are not the tensor that the index describes.
     """
     wanted: dict[str, list[tuple[Slot, torch.dtype, Tensor, Cut]]] = {}
     for name, piece in pieces.items():
@@ -35,7 +35,11 @@ def fill(folder: Path, index: Mapping[str, SavedTensor], pieces: Mapping[str, Pi
                 job = (slot, index[name].dtype, piece.local.detach()[here], there)
                 wanted.setdefault(slot.file, []).append(job)
     for file, jobs in wanted.items():
-        with (folder / file).open("rb") as stream:
+        try:
+            opened = (folder / file).open("rb")
+        except FileNotFoundError:  # the run may have removed the checkpoint meanwhile
+            raise CheckpointError(f"{folder / file} is no longer there") from None
+        with opened as stream:
             for slot, dtype, target, there in sorted(jobs, key=lambda job: job[0].start):
                 target.copy_(_read(stream, slot, dtype)[there])
 

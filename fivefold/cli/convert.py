@@ -83,6 +83,9 @@ def run(argv: Sequence[str]) -> int:
         what, class_ = "adapters for PEFT, {}", "peft import AutoPeftModel"
     opened = f"Model.from_pretrained({json.dumps(str(target), ensure_ascii=False)})"
     print(f"{target}: {what.format(human_bytes(size))}")
+    if options.adapter and read_adapter(target).base is None:
+        print("  next: say in its adapter_config.json where the weights are that it adapts")
+        return 0
     print(f"  next: python -c {quote(f'from {class_}ForCausalLM as Model; {opened}')}")
     return 0
 

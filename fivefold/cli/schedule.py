@@ -306,6 +306,9 @@ def _cut(options: Options, study: Study, measured: "MeasuredPieces | None") -> C
         given = [s.flag for s in about_a_model if getattr(options, s.name) != s.default]
         if given:
             what = f"{' and '.join(given)} needs a model, and there is no --balance"
+            if options.measured is not None:  # of which most models have other layers
+                attempt = "--balance MODEL, whose layers are those of the run"
+                raise ConfigError(Mistake(what, attempt=attempt))
             raise ConfigError(Mistake(what, works=("--balance deepseek-v3",)))
         return None
     return cut_model(

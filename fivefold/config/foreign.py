@@ -160,7 +160,6 @@ FOREIGN = _table(
         "",
     ),
     ("--train-iters", "epochs num_epochs num_train_epochs max_epochs", f"{STEPS}, not epochs"),
-    ("--train-iters", "exit_interval", STEPS),
     ("--train-samples", "train_tokens max_tokens", "samples of --seq-length tokens each"),
     ("--max-tokens", "max_new_tokens num_tokens length n_tokens", ""),
     ("--step", "ckpt_step checkpoint_step", ""),

@@ -41,12 +41,11 @@ def linear_names(model: ModelConfig) -> tuple[str, ...]:
 
     The experts of a mixture, which are one parameter, and routers have none.
     """
-    dense = model.num_experts is None or not all(map(model.is_moe, range(model.num_layers)))
     names = ["q_proj", "k_proj", "v_proj", "o_proj"]
     if model.multi_latent_attention:
         queries = ["q_proj"] if model.q_lora_rank is None else ["q_a_proj", "q_b_proj"]
         names = [*queries, "kv_a_proj", "kv_b_proj", "o_proj"]
-    if dense or model.shared_ffn_size:
+    if model.has_dense_layers or model.shared_ffn_size:
         names += ["gate_proj"] if model.gated_linear_unit else []
         names += ["up_proj", "down_proj"]
     return tuple(names)

@@ -135,7 +135,7 @@ def _told(model: ModelConfig) -> Iterator[tuple[str, Any]]:
     yield "kv_channels", model.head_dim
     yield "add_qkv_bias", model.qkv_bias
     yield "swiglu", model.gated_linear_unit and model.activation_func == "silu"
-    if model.num_experts is None or not all(map(model.is_moe, range(model.num_layers))):
+    if model.has_dense_layers:
         yield "ffn_hidden_size", model.ffn_size
     yield "quick_geglu", model.gated_linear_unit and model.activation_func == "quick_gelu"
     for name in ("glu_linear_offset", "activation_func_clamp_value"):

@@ -69,6 +69,7 @@ MEGATRON_NAMES: tuple[tuple[str, str, str], ...] = (
     ("--global-batch-size", "decrease_batch_size_if_needed", _BATCH),
     ("", "eval_global_batch_size eval_micro_batch_size", "evaluations have the training's batches"),
     ("", "exit_signal_handler exit_signal", _SIGNALS),
+    ("--train-iters", "exit_interval", "with --lr-decay-iters, the steps of the whole schedule"),
     ("", "skip_train", "fivefold eval RUN evaluates a checkpoint"),
     ("", "start_eval_at_iter", "evaluations begin after --eval-interval steps"),
     (
@@ -77,6 +78,11 @@ MEGATRON_NAMES: tuple[tuple[str, str, str], ...] = (
         "--check-for-spiky-loss --bad-step-action skip leaves out steps whose loss is a spike",
     ),
     ("--check-for-spiky-loss", "check_for_large_grads", ""),
+    (
+        "--check-loss-across-dp-replicas-interval",
+        "rerun_mode",
+        "replicas that compare what they computed find silent errors",
+    ),
     ("--check-for-nan-in-loss-and-grad", "check_for_nan_in_loss", ""),
     ("--manual-gc-interval", "manual_gc_eval no_manual_gc_eval", "evaluations collect nothing"),
     ("", "empty_unused_memory_level", _ONE_WAY),

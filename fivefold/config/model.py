@@ -125,6 +125,10 @@ class ModelConfig:
         False,
         "normalise each query and key head, as Qwen3 does (MLA always normalises its latents)",
     )
+    qk_layernorm_type: Literal["per_head", "all_heads"] = option(
+        "per_head",
+        "normalise each head by itself, or all heads of a token together, as OLMo 2 does",
+    )
     untie_embeddings_and_output_weights: bool = option(True, "give the output layer its own weight")
     hidden_dropout: float = option(0.0, "dropout of embeddings and of both residual branches")
     attention_dropout: float = option(0.0, "dropout of attention probabilities")
@@ -221,6 +225,11 @@ class ModelConfig:
     def norms_after(self) -> bool:
         """Whether what attention and MLP add to the residual stream is normalised."""
         return self.norm_placement != "before"
+
+    @property
+    def norms_together(self) -> bool:
+        """Whether all query heads of a token, and all key heads, are normalised together."""
+        return self.qk_layernorm and self.qk_layernorm_type == "all_heads"
 
     @property
     def num_kv_heads(self) -> int:
@@ -376,6 +385,11 @@ class ModelConfig:
         if self.num_experts is None:
             return False
         return expert_layers(self.moe_layer_freq, self.num_layers)[min(layer, self.num_layers - 1)]
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether a layer has an MLP in place of experts: `ffn_hidden_size` is its width."""
+        return not all(map(self.is_moe, range(self.num_layers)))
 
     @property
     def qkv_bias(self) -> bool:

@@ -279,6 +279,12 @@ def _check_latents(model: ModelConfig, mistakes: Mistakes) -> None:
             f"have qk_head_dim {model.qk_head_dim} and v_head_dim {model.v_head_dim}",
             works=("--kv-channels none",),
         )
+    if model.norms_together:
+        mistakes.add(
+            "qk_layernorm_type all_heads has no effect on multi_latent_attention, which normalises "
+            "its latents",
+            works=("--qk-layernorm-type per_head",),
+        )
     if model.add_qkv_bias and not model.add_bias_linear:
         mistakes.add(
             "add_qkv_bias has no effect on multi_latent_attention, whose projections have a bias "

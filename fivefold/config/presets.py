@@ -440,6 +440,9 @@ def resolve_model(name_or_path: str | Path) -> ModelConfig:
         return preset
     with suppress(OSError):  # a name that is too long for a path
         if (path := Path(os.path.expanduser(name))).exists():
+            if path.suffix == ".toml":
+                what = f"{shown(name)} is a recipe, where a preset or a config.json is asked for"
+                raise ConfigError(Mistake(what, ("a recipe is given without a flag",)))
             return from_hf_config(path)
     raise ConfigError(
         Mistake(

@@ -48,6 +48,13 @@ OF_RUNS = (
         ("--position-embedding-type rope",),
     ),
     Dependents(
+        ("qk_layernorm_type",),
+        "qk_layernorm",
+        lambda c: c.model.qk_layernorm,
+        "is for norms of queries and keys",
+        ("--qk-layernorm",),
+    ),
+    Dependents(
         (
             "rope_scaling_factor",
             "rope_low_freq_factor",

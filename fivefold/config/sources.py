@@ -314,15 +314,17 @@ def _find_recipe(recipe: str) -> Path:
     except (OSError, RuntimeError) as problem:  # a name too long, the home of nobody
         why = getattr(problem, "strerror", None) or str(problem)
         raise ConfigError(f"cannot read the recipe {shown(recipe)}: {why}") from None
+    if recipe in recipe_names():  # whatever files of that name are in this folder
+        return RECIPES / f"{recipe}.toml"
     if is_file:
         return path
-    if path.suffix != ".toml" and "/" not in recipe and (RECIPES / f"{recipe}.toml").is_file():
-        return RECIPES / f"{recipe}.toml"
     if recipe in PRESETS or (path / "config.json").is_file():
         what, why = f"{shown(recipe)} is a model, not a recipe", ("give it by a flag instead",)
         raise ConfigError(Mistake(what, why, works=(f"--model {quote(recipe)}",)))
     if is_folder:
-        raise ConfigError(f"{recipe} is a folder, and a recipe is a .toml file")
+        what, of_run = f"a recipe is a .toml file, not a folder: {recipe}", path / "config.toml"
+        works = (quote(str(of_run)),) if of_run.is_file() else ()
+        raise ConfigError(Mistake(what, works=works))
     if path.suffix == ".toml" or "/" in recipe:
         near = [p.name for p in path.parent.glob("*.toml")]
         raise ConfigError(f"no such recipe file: {recipe}{did_you_mean(path.name, near)}")

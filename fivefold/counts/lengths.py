@@ -6,7 +6,7 @@ from fivefold.counts.remade import MADE_AGAIN, Remade
 from fivefold.layout import Layout
 from fivefold.model.description import describe, layer_kind
 from fivefold.model.lora_operations import Rescaled
-from fivefold.model.operations import Weight
+from fivefold.model.weights import Weight
 
 
 def length_products(layout: Layout, layer: int, remade: Remade) -> tuple[float, float]:

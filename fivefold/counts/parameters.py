@@ -7,7 +7,6 @@ from fivefold.counts.state import num_expert_shards, num_shards
 from fivefold.layout import Layout
 from fivefold.mesh.grid import EXPERT_AXES
 from fivefold.model.fp8_rules import ScaledLayer, delayed_linears, in_eight_bits
-from fivefold.model.operations import Weight
 from fivefold.model.shape import (
     EMBEDDING,
     canonical_name,
@@ -15,6 +14,7 @@ from fivefold.model.shape import (
     is_layer_matrix,
     stage_weights,
 )
+from fivefold.model.weights import Weight
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,7 @@ class _Volumes:
             embedding = (2 if trains else once) * self.microbatches + once * twice
             yield Flow("tp", "embedding", (spec.embedding + spec.mtp) * embedding * unit)
             yield Flow("tp", "lengths of adapted rows", self._lengths(stage))
+            yield Flow("tp", "norms of all heads", self._norms_together(stage))
             if spec.head:
                 runs = 1 + self.model.mtp_num_layers
                 again = trains or self.layout.config.memory.makes_logits_again
@@ -133,6 +134,15 @@ class _Volumes:
         forward, again = (sum(numbers) for numbers in zip((0, 0), *each, strict=True))
         runs = (self.microbatches + self.recomputed[stage]) * forward + self.microbatches * again
         return self.slices * wire_bytes("all_reduce", runs * max(self.element, 4), self.tp)
+
+    def _norms_together(self, stage: int) -> float:
+        """Bytes of two numbers a token, of queries and of keys, in forwards and backwards."""
+        runs = 0
+        for _, remade in remade_layers(self.layout, stage):
+            again = remade.whole or "a2a_overlap_attn" in remade.modules
+            runs += self.recomputed[stage] + (2 + again) * self.microbatches
+        size = 2 * self.tokens * max(self.element, 4) * runs * self.model.norms_together
+        return wire_bytes("all_reduce", size, self.tp)
 
     def _further(self, spec: StageParts) -> range:
         """Indices of a stage's multi-token prediction layers."""

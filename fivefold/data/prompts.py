@@ -1,15 +1,20 @@
 """Texts that a model continues: transformers makes the same tokens of them."""
 
 from fivefold.data.tokenizer import Tokenizer, backend_of, telling
+from fivefold.errors import DataError
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of a text; special tokens that it spells out become these tokens.
 
     Raises:
-        DataError: the tokenizer has no token for a part of the text.
+        DataError: the tokenizer has no token for a part of the text; shows what a text looks like.
     """
-    ((ids, _),) = tokenizer.encode_spans([(text, ())])
+    try:
+        ((ids, _),) = tokenizer.encode_spans([(text, ())])
+    except DataError as error:
+        known = tokenizer.decode(range(min(4, tokenizer.vocab_size)))
+        raise DataError(f"{error}\n  a text of its first tokens: {known!r}") from error
     return [int(number) for number in ids]
 
 

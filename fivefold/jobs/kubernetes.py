@@ -22,7 +22,8 @@ def train_job(job: ClusterJob) -> str:
         "image": job.image,
         "numNodes": job.nodes,
         "numProcPerNode": job.ranks,
-        "command": ["bash", "-c", script],
+        # Kubernetes itself replaces $(NAME) in a command, and $$ by $.
+        "command": ["bash", "-c", script.replace("$", "$$")],
     }
     if job.gpu is not None:
         trainer["resourcesPerNode"] = {"limits": {"nvidia.com/gpu": job.ranks}}

@@ -91,7 +91,7 @@ def _check_norms(config: Config, mistakes: Mistakes) -> None:
 def _check_tiles(config: Config, mistakes: Mistakes) -> None:
     """Tiles of dense MLPs in a model that has none."""
     model, tiles = config.model, config.memory.tiled_mlp_num_shards
-    if tiles > 1 and all(model.is_moe(layer) for layer in range(model.num_layers)):
+    if tiles > 1 and not model.has_dense_layers:
         mistakes.add(
             f"tiled_mlp_num_shards = {tiles} runs dense MLPs in tiles, and every layer of this "
             "model has experts instead",

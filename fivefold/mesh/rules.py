@@ -23,10 +23,9 @@ def tensor_parallel_sizes(model: ModelConfig) -> list[int]:
 
 def _split_over_tp(model: ModelConfig) -> list[tuple[str, int]]:
     """Name and size of everything that tensor parallelism splits."""
-    dense = not all(model.is_moe(layer) for layer in range(model.num_layers))
     sizes = {
         "num_attention_heads": model.num_attention_heads,
-        "ffn_hidden_size": model.ffn_size if dense else 0,
+        "ffn_hidden_size": model.ffn_size if model.has_dense_layers else 0,
         "moe_shared_expert_intermediate_size": model.shared_ffn_size,
         "padded vocabulary": model.padded_vocab_size,
         "hidden_size, which mtp_num_layers projects to,": (

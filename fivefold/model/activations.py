@@ -279,7 +279,8 @@ def bookkeeping_bytes(
                 continue
             if isinstance(operation, Norm):
                 queries, keys = operation.heads or (0, 0)
-                size += wide * (queries / tp + max(keys / tp, 1)) if queries else norm
+                each = 2 if operation.together else queries / tp + max(keys / tp, 1)
+                size += wide * each if queries else norm
             if isinstance(operation, LatentDown):
                 size += norm * operation.norms
     if has_rotation(model, parts):

@@ -23,7 +23,7 @@ from fivefold.model.cuda_kernels import drops_within
 from fivefold.model.dropout import Dropout, HeadDropout
 from fivefold.model.layers import LayerBlock, Linear
 from fivefold.model.leaves import local
-from fivefold.model.norms import make_norm
+from fivefold.model.norms import RMSNorm, rms_norm_of
 from fivefold.model.shards import MicrobatchShare
 from fivefold.model.varlen import (
     PackedDropping,
@@ -249,8 +249,23 @@ class AttentionBlock(LayerBlock):
         return dropout.heads(p, self.site, self.head_offset, all_heads) if p else None
 
 
+NormTogether = Callable[[RMSNorm, RMSNorm, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Normalises all query heads of each token together, and all key heads: [T, F] each."""
+
+
+def plain_together(
+    q_norm: RMSNorm, k_norm: RMSNorm, q_TF: Tensor, k_TF: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Both norms; replaced where ranks split the heads."""
+    return q_norm(q_TF), k_norm(k_TF)
+
+
 class Attention(AttentionBlock):
-    """Projections, optional q/k norms, RoPE, the kernel, and the output projection."""
+    """Projections, optional q/k norms, RoPE, the kernel, and the output projection.
+
+    Attributes:
+        norm_together: seam around the norms of queries and keys, if heads are normalised together.
+    """
 
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__(model, layer)
@@ -259,9 +274,10 @@ class Attention(AttentionBlock):
         self.k_proj = Linear(hidden, model.kv_size, bias)
         self.v_proj = Linear(hidden, model.kv_size, bias)
         self.o_proj = Linear(model.q_size, hidden, model.add_bias_linear)
-        norms = model.qk_layernorm
-        self.q_norm = make_norm(model, model.head_dim, rms=True) if norms else None
-        self.k_norm = make_norm(model, model.head_dim, rms=True) if norms else None
+        sizes = (model.q_size, model.k_size) if model.norms_together else (model.head_dim,) * 2
+        norms = [rms_norm_of(model, size) if model.qk_layernorm else None for size in sizes]
+        self.q_norm, self.k_norm = norms
+        self.norm_together: NormTogether = plain_together
 
     def split(self, rank: int, ranks: int) -> None:
         """Take this rank's query heads and the key/value heads they attend with."""
@@ -276,10 +292,13 @@ class Attention(AttentionBlock):
         """[T, H] -> [T, H]; attends within the rows and documents of `context`."""
         drops = context.layer.adapters
         projected = self.project(x_TH, self.q_proj, self.k_proj, self.v_proj, drops=drops)
-        D = self.model.head_dim
+        D, q_norm, k_norm = self.model.head_dim, self.q_norm, self.k_norm
+        if q_norm is not None and k_norm is not None and self.model.norms_together:
+            queries, keys, values = projected
+            projected = *self.norm_together(q_norm, k_norm, queries, keys), values
         q, k, v = (p.view(context.rows, p.shape[0] // context.rows, -1, D) for p in projected)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if q_norm is not None and k_norm is not None and not self.model.norms_together:
+            q, k = q_norm(q), k_norm(k)
         if context.rotary is not None and self.rotates:
             q, k = context.rotary.rotate_both(q, k)
         if context.sequence is not None:

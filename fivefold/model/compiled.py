@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from fivefold.model.attention import attention, in_one_call
+from fivefold.model.attention import Attention, attention, in_one_call, plain_together
 from fivefold.model.dora import plain_sum
 from fivefold.model.layers import plain_column, plain_row, plain_spread
 from fivefold.model.transformer import Stage
@@ -33,6 +33,9 @@ def compile_layers(stage: Stage, backend: str) -> None:
         layer.self_attn.wrap_kernel(_kernel_within)
         if not layer.mlp.compiles:
             layer.mlp.forward = _outside(layer.mlp.forward)
+        heads = layer.self_attn
+        if isinstance(heads, Attention) and heads.norm_together is not plain_together:
+            heads.norm_together = _outside(heads.norm_together)
         for module in (layer.self_attn, layer.mlp):
             if module.column is not plain_column:
                 module.column = _outside(module.column)

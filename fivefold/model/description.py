@@ -1,4 +1,4 @@
-"""What a model is made of: the operations of each kind of layer, and the weights at both ends.
+"""What a model is made of: the operations of each kind of layer.
 
 This is the one place that knows which layers a model has. Names are those of the modules in
 `model.transformer`; layer indices from num_layers on mean multi-token prediction layers.
@@ -19,7 +19,7 @@ from fivefold.model.expert_operations import (
     SharedOut,
 )
 from fivefold.model.latent_operations import LatentDown, LatentUp
-from fivefold.model.lora_operations import Adapters, Rescaled, frozen, with_adapters
+from fivefold.model.lora_operations import Adapters, Rescaled, with_adapters
 from fivefold.model.operations import (
     Activation,
     ColumnLinear,
@@ -28,10 +28,9 @@ from fivefold.model.operations import (
     Operation,
     Residual,
     RowLinear,
-    Weight,
 )
 from fivefold.model.prediction_operations import PredictionInput
-from fivefold.model.weights import column, mlp_weights, norm_weights, of_experts, row, whole
+from fivefold.model.weights import Weight, column, mlp_weights, norm_weights, of_experts, row, whole
 
 _SHARED_GATE = "mlp.shared_expert_gate.weight"
 OperationT = TypeVar("OperationT", bound=Operation)
@@ -152,22 +151,6 @@ def describe(model: ModelConfig, kind: LayerKind) -> Layer:
     return Layer(kind, adapted)
 
 
-def embedding_weights(model: ModelConfig) -> tuple[Weight, ...]:
-    """The parameters of the input embedding."""
-    tokens = Weight("embed_tokens.weight", (model.padded_vocab_size, model.hidden_size), split=0)
-    if model.position_embedding_type != "learned_absolute":
-        return frozen((tokens,), model)
-    table = model.max_position_embeddings, model.hidden_size
-    return frozen((tokens, Weight("embed_positions.weight", table)), model)
-
-
-def head_weights(model: ModelConfig) -> tuple[Weight, ...]:
-    """The parameters of the final norm and the output layer, including a tied weight."""
-    table = model.padded_vocab_size, model.hidden_size
-    output = Weight("lm_head.weight", table, split=0, multiplies=True)
-    return frozen((*norm_weights("norm", model), output), model)
-
-
 def _attention(model: ModelConfig) -> tuple[Operation, ...]:
     h, heads = model.hidden_size, model.num_attention_heads
     latent = model.multi_latent_attention
@@ -213,11 +196,13 @@ def _projections(model: ModelConfig) -> tuple[Operation, ...]:
     qkv = ColumnLinear("qkv", weights, again, inputs=h, outputs=outputs, remade_by=remade_by)
     if not model.qk_layernorm:
         return (qkv,)
-    scales = [
-        Weight(f"self_attn.{each}_norm.weight", (model.head_dim,), sees="heads") for each in "qk"
-    ]
-    size = model.q_size + model.k_size
-    return qkv, Norm("qk_norm", tuple(scales), again, features=size, heads=(queries, keys))
+    names = [f"self_attn.{each}_norm.weight" for each in "qk"]
+    scales = [Weight(name, (model.head_dim,), sees="heads") for name in names]
+    if model.norms_together:
+        sizes = zip(names, (model.q_size, model.k_size), (0, keys), strict=True)
+        scales = [Weight(name, (size,), 0, heads) for name, size, heads in sizes]
+    size, heads, together = model.q_size + model.k_size, (queries, keys), model.norms_together
+    return qkv, Norm("qk_norm", tuple(scales), again, features=size, heads=heads, together=together)
 
 
 def _latent_projections(model: ModelConfig) -> tuple[Operation, ...]:

@@ -9,8 +9,8 @@ from fivefold.config.sharding import SHARDING
 from fivefold.config.training import TrainingConfig
 from fivefold.errors import Mistakes
 from fivefold.mesh.grid import Grid
-from fivefold.model.operations import Weight
 from fivefold.model.shape import stage_weights, whole_model
+from fivefold.model.weights import Weight
 
 E4M3_LARGEST, E4M3_LEAST = 448.0, 2.0**-9
 """Largest and least positive number of e4m3 (Micikevicius et al. 2022)."""

@@ -11,9 +11,9 @@ from fivefold.model.operations import (
     Kept,
     Operation,
     RowLinear,
-    Weight,
 )
 from fivefold.model.running import Running
+from fivefold.model.weights import Weight, frozen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,11 +142,6 @@ def _with_magnitudes(
     yield Rescaled(
         name, tuple(lengths), rerun_by, measured=tuple(adapted), apart=model.lora_dropout > 0
     )
-
-
-def frozen(weights: Sequence[Weight], model: ModelConfig) -> tuple[Weight, ...]:
-    """Weights other than those of adapters: trained only if there are none."""
-    return tuple(replace(weight, trained=model.trains_all) for weight in weights)
 
 
 def _is_adapted(weight: Weight, model: ModelConfig) -> bool:

@@ -97,11 +97,18 @@ class RMSNorm(nn.Module):
         return norm_kernels.sum_and_norm(x_TH, onto_TH, local(self.weight), *rest)
 
 
-def make_norm(
-    model: ModelConfig, features: int | None = None, *, rms: bool = False
-) -> LayerNorm | RMSNorm:
-    """A normalisation of the model's kind, or an RMSNorm; by default over the residual stream's
-    features."""
-    kind = LayerNorm if model.normalization == "LayerNorm" and not rms else RMSNorm
-    offset = 1.0 if model.apply_layernorm_1p else 0.0
-    return kind(features or model.hidden_size, model.norm_epsilon, offset)
+def make_norm(model: ModelConfig, features: int | None = None) -> LayerNorm | RMSNorm:
+    """The model's kind of normalisation; by default over the residual stream's features."""
+    features = features or model.hidden_size
+    if model.normalization == "RMSNorm":
+        return rms_norm_of(model, features)
+    return LayerNorm(features, model.norm_epsilon, _offset(model))
+
+
+def rms_norm_of(model: ModelConfig, features: int) -> RMSNorm:
+    """An RMSNorm, which those of queries and keys always are."""
+    return RMSNorm(features, model.norm_epsilon, _offset(model))
+
+
+def _offset(model: ModelConfig) -> float:
+    return 1.0 if model.apply_layernorm_1p else 0.0

@@ -8,66 +8,12 @@ is counted once, with the first.
 """
 
 from dataclasses import dataclass, field
-from math import prod
-from typing import Literal
 
 from fivefold.config.model import ModelConfig
 from fivefold.model.running import Running
+from fivefold.model.weights import Weight
 
 LOG_SUM_EXP = 4  # bytes per value, fp32; with fp64 as the compute dtype it takes 8
-
-
-@dataclass(frozen=True)
-class Weight:
-    """One parameter.
-
-    Attributes:
-        name: name within the layer or the model.
-        shape: global shape; [experts, out, in] for experts.
-        split: dim that tensor-parallel ranks split; None: each rank holds the whole parameter.
-        heads: number of heads in that dim, which are never split: if the number of ranks does not
-            divide it, each rank holds all heads; 0: no heads.
-        of_experts: whether the first dim is split over expert-parallel ranks, and `split` over
-            expert-tensor-parallel ones.
-        multiplies: whether it is the weight matrix of a linear layer.
-        trained: whether it is trained; False for all but adapters, where there are some.
-        sees: what an unsplit weight is applied to: all "tokens", or this rank's "heads". Decides
-            whether each tensor-parallel rank computes only part of its gradient.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    split: int | None = None
-    heads: int = 0
-    of_experts: bool = False
-    multiplies: bool = False
-    trained: bool = True
-    sees: Literal["tokens", "heads"] = "tokens"
-
-    @property
-    def size(self) -> int:
-        """Elements of the whole parameter."""
-        return prod(self.shape)
-
-    def placed(self, tp: int) -> int | None:
-        """The dim that `tp` ranks split; None if each holds the whole parameter."""
-        return None if self.heads % tp else self.split
-
-    def local(self, tp: int = 1, ep: int = 1, etp: int = 1) -> tuple[int, ...]:
-        """The shape on one rank, before data-parallel sharding."""
-        shape, ranks = list(self.shape), etp if self.of_experts else tp
-        if self.of_experts:
-            shape[0] //= ep
-        split = self.placed(tp)
-        if split is not None:
-            shape[split] //= ranks
-        return tuple(shape)
-
-    def is_partial(self, tp: int, *, sequence_parallel: bool) -> bool:
-        """Whether each tensor-parallel rank computes only part of an unsplit weight's gradient."""
-        if self.of_experts or self.placed(tp) is not None:
-            return False
-        return self.sees == "heads" or self.split is not None or sequence_parallel
 
 
 @dataclass(frozen=True)
@@ -166,12 +112,14 @@ class Norm(Operation):
 
     Attributes:
         features: normalised features of a token, over all ranks.
-        heads: (query heads, key heads) of the model, if each head is normalised separately.
+        heads: (query heads, key heads) of the model, if queries and keys are normalised.
+        together: whether all query heads of a token are, and all key heads, not each by itself.
         shared_input: whether another item already counts the input.
     """
 
     features: int
     heads: tuple[int, int] | None = None
+    together: bool = False
     shared_input: bool = False
 
     def kept_else(self, running: Running) -> tuple[Kept, ...]:

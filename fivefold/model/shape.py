@@ -20,12 +20,11 @@ from fivefold.config.model import ModelConfig
 from fivefold.model.description import (
     LayerKind,
     describe,
-    embedding_weights,
-    head_weights,
     layer_kind,
 )
-from fivefold.model.operations import CoreAttention, Weight
+from fivefold.model.operations import CoreAttention
 from fivefold.model.prediction_operations import PredictionInput
+from fivefold.model.weights import Weight, embedding_weights, head_weights
 
 Shapes = Mapping[str, tuple[int, ...]]
 Weights = Mapping[str, Weight]

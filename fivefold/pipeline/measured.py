@@ -9,7 +9,7 @@ from reprlib import repr as shortened
 from statistics import median
 from typing import Any
 
-from fivefold.errors import ConfigError, did_you_mean
+from fivefold.errors import ConfigError, Mistake, did_you_mean
 from fivefold.files import as_kind, parse_json, read_text, write_atomic
 from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.exchange import program_of
@@ -62,6 +62,9 @@ def read_measured(path: Path) -> list[MeasuredAct]:
         ConfigError: there is no such file, or a line is invalid.
     """
     file = path / FILE if path.is_dir() else path
+    if path.is_dir() and not file.exists():
+        what = f"{path} holds no profiled step: it has no {FILE}"
+        raise ConfigError(Mistake(what, attempt="fivefold train ... --profile"))
     acts = []
     for number, line in enumerate(read_text(file, ConfigError).splitlines(), 1):
         try:

@@ -187,8 +187,7 @@ def preset(name: str, num_gpus: int | None = None) -> Cluster:
     Raises:
         ConfigError: the name is not known.
     """
-    known = {key.lower(): key for key in GPUS} | dict(_ALIASES)
-    key = known.get(name.lower())
+    key = _kind(name)
     if key is None:
         raise ConfigError(
             Mistake(
@@ -213,6 +212,12 @@ def preset(name: str, num_gpus: int | None = None) -> Cluster:
     )
 
 
+def _kind(name: str) -> str | None:
+    """The kind of GPU that a name means, if it means one."""
+    known = {key.lower(): key for key in GPUS} | dict(_ALIASES)
+    return known.get(name.lower())
+
+
 def load_cluster(name_or_path: str | Path, num_gpus: int | None = None) -> Cluster:
     """A cluster by the name of its GPU, or from a TOML file.
 
@@ -223,9 +228,9 @@ def load_cluster(name_or_path: str | Path, num_gpus: int | None = None) -> Clust
     Raises:
         ConfigError: the name is not known, or the file has mistakes.
     """
-    path = Path(os.path.expanduser(name_or_path))
-    if path.suffix != ".toml" and not os.path.isfile(path):
-        return preset(str(name_or_path), num_gpus)
+    path, name = Path(os.path.expanduser(name_or_path)), str(name_or_path)
+    if path.suffix != ".toml" and (_kind(name) is not None or not os.path.isfile(path)):
+        return preset(name, num_gpus)  # whatever files of that name are in this folder
     table = parse_toml(read_text(path, ConfigError), str(path), ConfigError)
     if num_gpus is not None:
         table["num_gpus"] = num_gpus

@@ -8,8 +8,9 @@ from fivefold.layout import Layout
 from fivefold.model.description import LayerKind, describe, layer_kind
 from fivefold.model.expert_operations import ExpertsIn, ExpertsOut
 from fivefold.model.lora_operations import Adapters
-from fivefold.model.operations import CoreAttention, Operation, Weight
+from fivefold.model.operations import CoreAttention, Operation
 from fivefold.model.shape import training_flops
+from fivefold.model.weights import Weight
 from fivefold.predict.layer import LayerTimes
 from fivefold.predict.prediction import Prediction, precision_of
 

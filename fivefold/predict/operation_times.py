@@ -22,9 +22,9 @@ from fivefold.model.operations import (
     Operation,
     Residual,
     RowLinear,
-    Weight,
 )
 from fivefold.model.prediction_operations import PredictionInput
+from fivefold.model.weights import Weight
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import all_reduce, all_to_all, gather, span, token_copies
 from fivefold.predict.compute import (
@@ -96,7 +96,7 @@ class OperationTimes:
         weights = [weight.local(self.grid.tp) for weight in op.multiplied]
         match op:
             case Norm():  # norms of single heads are fused with the rotation
-                return self._norm() if op.heads is None else Times()
+                return Times() if op.heads and not op.together else self._norm(op.together)
             case Residual():
                 return self._residual(joins=op.name == "attn_residual")
             case ColumnLinear():
@@ -300,15 +300,18 @@ class OperationTimes:
             )
         )
 
-    def _norm(self) -> Times:
-        size = self.hidden_bytes / self.parts
+    def _norm(self, together: bool = False) -> Times:
+        """A norm of the residual stream, or of all heads, of which ranks sum numbers of tokens."""
+        size, squares, tp = self.hidden_bytes / self.parts, 0.0, self.grid.tp
+        if together:
+            size = self.tokens * ELEMENT * (self.model.q_size + self.model.k_size) / tp
+            squares = all_reduce(self.cluster, self.tp, 4 * self.tokens * ELEMENT) * (tp > 1)
         rms = self.model.normalization == "RMSNorm"  # a LayerNorm is one kernel
         norm = self._elementwise(2 * size, 3 * size, UNFUSED_NORM if rms else UNFUSED_TRAFFIC)
-        if not self.software.casts_norms:
-            return norm
         # A kernel that widens what the norm reads, and one that narrows the gradient it writes.
-        widened = Phases(*(elementwise(self.gpu, count * size, 1) for count in (4, 5)))
-        return norm + Times(widened)
+        casts = (4, 5) if self.software.casts_norms else ()
+        widened = Phases(*(elementwise(self.gpu, count * size, 1) for count in casts))
+        return norm + Times(widened, tp=Phases(squares, squares))
 
     def _residual(self, *, joins: bool) -> Times:
         """The residual sum with the bias and dropout before it, forward and backward.
@@ -324,17 +327,14 @@ class OperationTimes:
         return self._elementwise(3 * size + mask, 5 * size + mask if mask else 3 * size + scaled)
 
     def _activation(self, elements: float) -> Times:
-        reads = 2 if self.model.gated_linear_unit else 1
-        size = elements * ELEMENT
+        reads, size = 2 if self.model.gated_linear_unit else 1, elements * ELEMENT
         unfused = UNFUSED_GATE if reads > 1 else UNFUSED_TRAFFIC
         return self._elementwise((reads + 1) * size, (2 * reads + 1) * size, unfused)
 
     def _core_attention(self) -> Times:
         model, tp, length = self.model, self.grid.tp, self.training.seq_length
         mixed = self.tokens * ELEMENT * (model.q_size + model.k_size) / tp
-        rotary = Times()
-        if model.rotated_share:
-            rotary = self._elementwise(2 * mixed, 2 * mixed, UNFUSED_ROTATION) * model.rotated_share
+        rotary = self._elementwise(2 * mixed, 2 * mixed, UNFUSED_ROTATION) * model.rotated_share
         if model.attention_dropout and self.software.attention == "scores":
             batch = self.tokens // length * (model.num_attention_heads // tp)
             dims, precision = (model.query_dim, model.value_dim), self.training.precision

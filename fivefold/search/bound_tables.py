@@ -25,13 +25,11 @@ from fivefold.mesh.grid import Grid
 from fivefold.model.description import (
     LayerKind,
     describe,
-    embedding_weights,
-    head_weights,
     layer_kind,
     layer_kinds,
 )
-from fivefold.model.operations import Weight
 from fivefold.model.shape import StageParts
+from fivefold.model.weights import Weight, embedding_weights, head_weights
 from fivefold.pipeline.layout import split_layers
 from fivefold.pipeline.schedules.registry import known_of
 from fivefold.search.columns import Column

@@ -11,10 +11,12 @@ from torch.distributed.tensor.placement_types import Placement
 from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.groups import Groups
 from fivefold.mesh.slices import distributed
+from fivefold.model.attention import Attention
 from fivefold.model.transformer import Stage
 from fivefold.tensor.alone import ColumnAlone, RowAlone
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.exchange import Exchange
+from fivefold.tensor.heads_together import HeadsTogether
 from fivefold.tensor.linear import ColumnParallel, RowParallel, SpreadTokens, WholeRows
 from fivefold.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup
 
@@ -75,6 +77,8 @@ def install_tensor_parallel(
         block.whole, block.spread = whole, spread
         block.summed, block.place = partial(all_reduce, group=group), rank
         block.split(rank, size)
+        if isinstance(block, Attention):
+            block.norm_together = HeadsTogether(group, stage.model)
     for prediction in stage.predictions:
         prediction.column, prediction.joined = column, WholeRows(group, sequence_parallel)
     _install_vocabulary(stage, group, column)

@@ -49,7 +49,7 @@ from fivefold.mesh.slices import Piece
 from fivefold.train.origin import checkpoints_of
 from fivefold.train.run_folder import CHECKPOINTS, TOKENIZER, RunFolder
 from fivefold.train.run_tokenizer import run_tokenizer
-from fivefold.train.saved_state import SavedState, read_state
+from fivefold.train.saved_state import SavedState, read_state, reading
 from fivefold.train.scratch import holding
 from fivefold.train.side_files import GENERATION, SIDE, keep_side_files, side_files
 
@@ -124,9 +124,27 @@ def to_hub(
         DataError: the tokenizer is not the one that the run was trained with.
     """
     checkpoints = Checkpointer(checkpoints_of(source), step_flag="--step")
+
+    def write(found: int) -> int:
+        return _one_to_hub(source, target, checkpoints, found, dtype, most_bytes, adapter=adapter)
+
+    return reading(checkpoints, step, write)
+
+
+def _one_to_hub(
+    source: Path,
+    target: Path,
+    checkpoints: Checkpointer,
+    step: int,
+    dtype: str | None,
+    most_bytes: float,
+    *,
+    adapter: bool,
+) -> int:
+    """Write the checkpoint of one step, as `to_hub` does."""
     state = read_state(checkpoints, step)
     model = as_kind(state.model, ModelConfig, f"the model of {source}", CheckpointError)
-    path, index = checkpoints.open(state.step)
+    path, index = checkpoints.open(step)
     tokenizer = _tokenizer(source, state)
     fields = _fields(source / SIDE, model.base)
     stated = _Types(index, None if dtype is None else DTYPES[dtype], _trained_in(source))
@@ -186,7 +204,8 @@ def _base(source: Path) -> str | None:
     """Where the weights are that a run started from, if they are still there."""
     file = RunFolder(source).config_file
     load = read_config(file).checkpoint.load if file.is_file() else None
-    return None if load is None or not Path(load).exists() else str(Path(load).resolve())
+    weights = None if load is None else RunFolder(source).started_in / load
+    return None if weights is None or not weights.exists() else str(weights.resolve())
 
 
 def _trained_in(source: Path) -> torch.dtype:

@@ -3,8 +3,8 @@
 import json
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from shlex import quote
 
@@ -27,7 +27,7 @@ from fivefold.train.origin import checkpoints_of
 from fivefold.train.rank_env import RankEnv
 from fivefold.train.run_folder import RunFolder
 from fivefold.train.run_tokenizer import run_tokenizer
-from fivefold.train.saved_state import SavedState, read_state, same_model
+from fivefold.train.saved_state import SavedState, read_state, reading, same_model
 from fivefold.train.scratch import scratch_folder
 from fivefold.train.threads import choose_threads
 from fivefold.units import several
@@ -78,7 +78,7 @@ def evaluate_run(
         FivefoldError: a rank failed, which has printed why.
     """
     source = Checkpointer(checkpoints_of(run), step_flag="--step")
-    state = read_state(source, step)
+    state = reading(source, step, partial(read_state, source))
     same_model(state.model, layout.config.model, source.folder)
     data = _data(run, state, layout.config, progress)
     if _differs(data, state):
@@ -91,7 +91,7 @@ def evaluate_run(
                 f"{each.samples:,} are read, some of them again; --full-validation reads each once"
             )
             progress(f"the validation split has {several(there, 'sample')}: {again}")
-    found = _on_ranks(layout, (source.folder, state.step), sets, device)
+    found = _on_ranks(layout, (source.folder, step), sets, device)
     return [
         Evaluated(metrics, each.samples, each.text_bytes(data.tokenizer))
         for metrics, each in zip(found, sets, strict=True)
@@ -123,13 +123,11 @@ def _told(run: Path, data: DataConfig, error: DataError) -> DataError:
     """An error of the text without a flag that training alone has, and if the text is where the run
     was started, with that folder: its paths may count from there."""
     lines = [line for line in str(error).splitlines() if "works: --data-path" not in line]
-    with suppress(DataError):
-        starts = RunFolder(run).starts() or [{}]
-        folder = Path(starts[-1].get("folder", ""))
-        paths = [*data.data_path, *(path.partition("=")[2] for path in data.valid_data_path)]
-        if any(_is_there(folder / path) and not _is_there(Path(path)) for path in paths):
-            again = f"cd {quote(str(folder))} && fivefold eval {quote(str(run.resolve()))}"
-            lines.append(f"  try:   {again}")
+    folder = RunFolder(run).started_in
+    paths = [*data.data_path, *(path.partition("=")[2] for path in data.valid_data_path)]
+    if any(_is_there(folder / path) and not _is_there(Path(path)) for path in paths):
+        again = f"cd {quote(str(folder))} && fivefold eval {quote(str(run.resolve()))}"
+        lines.append(f"  try:   {again}")
     return DataError("\n".join(lines))
 
 
@@ -138,19 +136,27 @@ def _is_there(path: Path) -> bool:
 
 
 def evaluate_rank(
-    engine: Engine, source: tuple[Path, int], sets: Sequence[ValidationSet]
+    engine: Engine, source: tuple[Path, int | None], sets: Sequence[ValidationSet]
 ) -> list[EvalMetrics]:
-    """Load a checkpoint, of a folder and a step, into an engine and evaluate it; collective."""
+    """Load a checkpoint, of a folder and a step, into an engine and evaluate it; collective.
+
+    Without a step it is the latest, which may have come while the data was read.
+    """
     folder, step = source
     checkpoints = Checkpointer(folder, step_flag="--step")
     weights = engine.stored_weights()
-    checkpoints.load(step, weights, skip=(OPTIMIZER,))
-    engine.after_load(step, weights)
-    return [*evaluations(engine, sets, step)]
+
+    def load(found: int) -> int:
+        checkpoints.load(found, weights, skip=(OPTIMIZER,))
+        return found
+
+    loaded = reading(checkpoints, step, load)
+    engine.after_load(loaded, weights)
+    return [*evaluations(engine, sets, loaded)]
 
 
 def _on_ranks(
-    layout: Layout, source: tuple[Path, int], sets: Sequence[ValidationSet], asked: Asked
+    layout: Layout, source: tuple[Path, int | None], sets: Sequence[ValidationSet], asked: Asked
 ) -> list[EvalMetrics]:
     training, world = layout.config.training, layout.grid.world_size
     device = choose_device(asked, RankEnv(), world, visible_gpus())

@@ -33,7 +33,7 @@ import msgspec
 import psutil
 
 from fivefold.errors import ConfigError, FivefoldError, Mistake, TrainingError
-from fivefold.files import parse_json
+from fivefold.files import caused_by_full_disk, disk_full, parse_json
 
 FILE = "run.lock"
 BEAT_SECONDS = 5.0
@@ -238,6 +238,8 @@ def cannot_write(folder: Path, error: OSError) -> ConfigError:
     """The message for a run folder that cannot be written."""
     at = "" if error.filename in (None, str(folder)) else f" ({error.filename})"
     what = f"cannot write the run folder {folder}: {error.strerror}{at}"
+    if caused_by_full_disk(error):
+        return ConfigError(disk_full(what, folder))
     return ConfigError(Mistake(what, attempt="another --save"))
 
 

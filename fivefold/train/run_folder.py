@@ -41,6 +41,7 @@ from fivefold.files import (
     finite,
     parse_json,
     read_json,
+    telling_unwritable,
     temporary_path,
     temporary_paths,
     write_atomic,
@@ -65,6 +66,7 @@ class _Entry(TypedDict, total=False):
 
     time: str
     command: list[str]
+    folder: str
     host: str
     devices: list[str]
     variables: dict[str, str]
@@ -136,6 +138,13 @@ class RunFolder:
             raise DataError(str(Mistake(str(error), attempt=aside))) from None
         return starts
 
+    @property
+    def started_in(self) -> Path:
+        """The folder from which paths of the latest start count; the current one if not known."""
+        with suppress(DataError):
+            return Path((self.starts() or [{}])[-1].get("folder", ""))
+        return Path()
+
     def set_aside_damaged_starts(self) -> str:
         """Rename a damaged list of starts, so that ranks which start again begin a new one; why,
         empty if it is not damaged."""
@@ -183,15 +192,13 @@ class RunFolder:
         here = {"step": step, "settings": _short_hash(config_toml)}
         here |= {"after": after} if after else {}
         starts = [*self.starts(), describe_environment(device_names) | here]
-        try:
+        with telling_unwritable(f"the run folder {self.path}"):
             self.path.mkdir(parents=True, exist_ok=True)
             own = (self.config_file, self.environment_file, self.metrics_file, self.tokenizer)
             for left in (left for file in own for left in temporary_paths(self.path, file.name)):
                 left.unlink()  # of a start that was killed
             write_atomic(self.config_file, config_toml)
             write_atomic(self.environment_file, json.dumps(starts, indent=2) + "\n")
-        except OSError as error:
-            raise FivefoldError(f"cannot write the run folder {self.path}: {error}") from error
         with suppress(OSError):
             _point(self.path.absolute().parent / LATEST, self.path.absolute().name)
 
@@ -203,12 +210,10 @@ class RunFolder:
         Raises:
             FivefoldError: the folder cannot be written.
         """
-        try:
+        with telling_unwritable(self.audit):
             shutil.rmtree(self.audit, ignore_errors=True)
             self.audit.mkdir()
             write_atomic(self.audit / self.config_file.name, config_toml)
-        except OSError as error:
-            raise FivefoldError(f"cannot write {self.audit}: {error}") from error
 
 
 def new_run_path(name: str, root: Path = Path("runs")) -> Path:

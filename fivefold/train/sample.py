@@ -6,6 +6,7 @@ its entries of the vocabulary, whose logits are gathered; the first rank's token
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,7 +35,7 @@ from fivefold.train.origin import checkpoints_of
 from fivefold.train.rank_env import RankEnv
 from fivefold.train.run_folder import RunFolder
 from fivefold.train.run_tokenizer import run_tokenizer
-from fivefold.train.saved_state import read_state, same_model
+from fivefold.train.saved_state import SavedState, read_state, reading, same_model
 from fivefold.train.text_bounds import TextBounds
 from fivefold.train.threads import choose_threads
 
@@ -50,7 +51,7 @@ def load_model(run: Path, step: int | None = None) -> tuple[Config, Stage, Token
         CheckpointError: the folder is not a run folder, or the checkpoint is missing or damaged.
     """
     config = _config(run)
-    tokenizer = run_tokenizer(run, read_state(_checkpoints(run), step))
+    tokenizer = run_tokenizer(run, _state(run, step))
     stage = Stage(config.model).eval()
     _fill(stage, run, step, config)
     return config, stage, tokenizer
@@ -100,11 +101,20 @@ def _checkpoints(run: Path) -> Checkpointer:
 def _fill(stage: Stage, run: Path, step: int | None, config: Config) -> None:
     """Load the weights of a checkpoint into a whole model, or a rank's part of it."""
     checkpoints = _checkpoints(run)
-    state = read_state(checkpoints, step)
-    same_model(state.model, config.model, checkpoints.folder)
     tensors = {name: p.detach() for name, p in stage.named_parameters()}
     tensors |= dict(stage.named_buffers())
-    checkpoints.load(state.step, tensors, skip=(OPTIMIZER,))
+
+    def load(found: int) -> None:
+        state = read_state(checkpoints, found)
+        same_model(state.model, config.model, checkpoints.folder)
+        checkpoints.load(found, tensors, skip=(OPTIMIZER,))
+
+    reading(checkpoints, step, load)
+
+
+def _state(run: Path, step: int | None) -> SavedState:
+    checkpoints = _checkpoints(run)
+    return reading(checkpoints, step, partial(read_state, checkpoints))
 
 
 @dataclass(frozen=True)
@@ -233,7 +243,7 @@ def sample_on_ranks(
     """
     config = _config(run)
     layout = sampling_layout(config, ranks)
-    tokenizer = run_tokenizer(run, read_state(_checkpoints(run), step))
+    tokenizer = run_tokenizer(run, _state(run, step))
     bounds = TextBounds.of(run, tokenizer)
     device = choose_device(asked, RankEnv(), ranks, visible_gpus())
     timeout = 60 * layout.config.training.distributed_timeout_minutes

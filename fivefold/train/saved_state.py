@@ -1,9 +1,10 @@
 """The state of a run in a checkpoint, besides its tensors: step, place in the data, model."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta
 
@@ -18,6 +19,8 @@ from fivefold.optim.loss_scale import ScaleState
 _FREE_MODEL_FIELDS = ("hidden_dropout", "attention_dropout", "lora_dropout", "init_method_std")
 
 _MOST = 2**53  # steps or samples: beyond it indices of tokens overflow
+T = TypeVar("T")
+
 _Count = Annotated[int, Meta(ge=0, le=_MOST)]
 
 
@@ -64,6 +67,29 @@ def read_state(source: Checkpointer, step: int | None) -> SavedState:
     if wrong:
         raise CheckpointError(str(Mistake(f"{what} contradicts itself", tuple(wrong))))
     return state
+
+
+def reading(source: Checkpointer, step: int | None, work: Callable[[int], T]) -> T:
+    """What `work` makes of the checkpoint of a step; collective, like `source`.
+
+    Where the latest is meant and the run, which goes on, removes it meanwhile, `work` takes the one
+    that is the latest then.
+
+    Args:
+        source: checkpoints of a run.
+        step: the step; None: the latest.
+        work: step -> what is read of its checkpoint; has changed nothing that matters if it fails.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or `work` failed.
+    """
+    while True:
+        found = source.find(step)
+        try:
+            return work(found)
+        except CheckpointError:
+            if found in source.agree(source.steps):
+                raise
 
 
 def same_model(saved: dict[str, Any], model: ModelConfig, folder: Path) -> None:

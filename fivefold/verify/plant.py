@@ -220,7 +220,8 @@ def _has_partial_gradients(layout: Layout) -> bool:
     """Whether some replicated parameter sees only part of the tokens or heads."""
     model, parallel = layout.config.model, layout.config.parallel
     few_heads = model.num_kv_heads % layout.grid.tp != 0
-    return layout.grid.tp > 1 and (parallel.sequence_parallel or model.qk_layernorm or few_heads)
+    each_head = model.qk_layernorm and not model.norms_together
+    return layout.grid.tp > 1 and (parallel.sequence_parallel or each_head or few_heads)
 
 
 def _sums_experts(layout: Layout) -> bool:

@@ -28,6 +28,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.3,
         "logits_scaling": 0.7,
         "softmax_scale": 0.6,
+        "qk_layernorm": True,
+        "qk_layernorm_type": "all_heads",
         "softmax_type": "learnable",
         "window_size": 5,
         "window_attn_skip_freq": "2",

@@ -393,7 +393,13 @@ RECIPES = [
         ("'hf' is a model, not a recipe", "works: --model hf"),
         files={"hf/config.json": "{}"},
     ),
-    Case("folder for a recipe", "train .", (". is a folder, and a recipe is a .toml file",)),
+    Case("folder for a recipe", "train .", ("a recipe is a .toml file, not a folder: .",)),
+    Case(
+        "run for a recipe",
+        "train ./run",
+        ("a .toml file, not a folder: ./run", "works: run/config.toml"),
+        files={"run/config.toml": "[model]\npreset = 'gpt2'\n"},
+    ),
     toml("TOML syntax", "[model]\npreset = \n", "recipe.toml:2:10: ", "preset = "),
     toml("TOML cut short", '[model]\npreset = "debug', "recipe.toml:2"),
     toml("TOML key twice", MODEL + 'preset = "gpt2"\n', "recipe.toml:3"),
@@ -424,6 +430,7 @@ RECIPES = [
     toml("numbers for paths", MODEL + "[data]\ndata_path = [1]\n", "list of texts, not [1]"),
     toml("choice", MODEL + "normalization = 'RMS'\n", "did you mean 'RMSNorm'?", "RMSNorm | Layer"),
     toml("unknown preset in it", '[model]\npreset = "gpt3"\n', "unknown model 'gpt3'", "'gpt2'"),
+    toml("recipe for a model", MODEL, "is a recipe, where a preset", flags="--model RECIPE"),
     toml("preset is no text", "[model]\npreset = 2\n", "preset must be text, not 2"),
     toml(
         "recipe and flags",

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from fivefold.config.presets import PRESETS
 from fivefold.config.settings import argument, settings_of
 from fivefold.config.sources import load, load_options, read_config, recipe_names, to_toml
 from fivefold.errors import ConfigError
+from fivefold.hardware import GPUS
+from fivefold.predict.cluster import load_cluster
 
 GPT2 = {
     **{"model_type": "gpt2", "n_embd": 32, "n_head": 4},
@@ -76,6 +79,22 @@ def test_a_mark_of_utf_8_before_a_file_is_no_part_of_it(tmp_path: Path) -> None:
     recipe.write_text(f'[model]\npreset = "{model}"\n', encoding="utf-8-sig")
     model.write_text(json.dumps(GPT2), encoding="utf-8-sig")
     assert read_config(recipe).model == from_hf_config(GPT2)
+
+
+@pytest.mark.parametrize("made", [Path.touch, Path.mkdir])
+def test_files_in_the_folder_change_no_name_that_is_known(
+    made: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a log in `demo`, or results in `H100`."""
+    monkeypatch.chdir(tmp_path)
+    for name in {*recipe_names(), *PRESETS, *GPUS, "h100"}:
+        made(tmp_path / name)
+    assert all(read_config(name).model.num_layers for name in recipe_names())
+    assert read_config("debug", model="gpt2").model == PRESETS["gpt2"]
+    assert [load_cluster(name).name for name in (*GPUS, "h100")] == [*GPUS, "H100"]
+    if made is Path.touch:
+        Path("demo").write_text('[model]\npreset = "gpt2"\n')
+        assert read_config("./demo").model == PRESETS["gpt2"] != read_config("demo").model
 
 
 def test_flags_count_more_than_the_recipe_and_the_recipe_more_than_defaults(tmp_path: Path) -> None:

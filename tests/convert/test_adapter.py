@@ -24,6 +24,7 @@ from fivefold.mesh.slices import piece_of
 from fivefold.model.lora import LORA
 from fivefold.model.transformer import Stage
 from fivefold.train.convert import keep_side_files, to_hub, to_run
+from fivefold.train.run_folder import RunFolder
 from fivefold.train.saved_state import SavedState
 from tests.config.oracle import LENGTH, InFp64, oracle_logits
 from tests.convert.test_huggingface import FAMILIES, written
@@ -110,6 +111,27 @@ def test_gate_and_up_of_one_layer_have_one_adapter_there(kind: str, tmp_path: Pa
     run = _saved(model, stage, tmp_path / "base", tmp_path / "run")
     with pytest.raises(CheckpointError, match="gate_proj and up_proj in one linear layer"):
         to_hub(run, tmp_path / "adapter", adapter=True)
+
+
+def test_the_weights_that_a_run_adapts_are_those_where_it_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever has the same name in the folder where the adapter is written."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        written("llama", folder / "base")
+    monkeypatch.chdir(there)
+    run = _saved(*_adapted(Path("base")), Path("base"), there / "run")
+    RunFolder(run).open((run / "config.toml").read_text())
+    monkeypatch.chdir(here)
+    assert main(["convert", str(run), "adapter", "--adapter"]) == 0
+    assert read_adapter(Path("adapter")).base == str(there / "base")
+    assert "AutoPeftModelForCausalLM" in capsys.readouterr().out
+    shutil.rmtree(there / "base")
+    assert main(["convert", str(run), "without", "--adapter"]) == 0
+    assert read_adapter(Path("without")).base is None
+    assert "adapter_config.json" in capsys.readouterr().out
 
 
 def test_a_folder_is_whole_or_absent_and_is_read_by_whom_the_mask_lets(

@@ -1,5 +1,6 @@
 """`fivefold convert`: what is refused before anything is written; the docs run what works."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from fivefold.cli.main import main
 from fivefold.config.huggingface import from_hf_config
 from fivefold.config.huggingface.write import differences, to_hf_config
 from fivefold.config.presets import PRESETS
+from fivefold.config.sources import read_config, recipe_names
 from fivefold.errors import CheckpointError, ConfigError
 from fivefold.train.convert import _finished
 
@@ -61,6 +63,19 @@ def test_presets_are_written_or_refused_with_what_differs(name: str) -> None:
         assert "nearest: " in str(error) and ", there " in str(error)
     else:
         assert not differences(model, from_hf_config(fields))
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_what_a_shipped_recipe_trains_can_be_written(name: str) -> None:
+    model = read_config(name).model
+    assert not differences(model, from_hf_config(to_hf_config(model)))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_width_that_no_layer_has_makes_no_other_model(name: str) -> None:
+    model = PRESETS[name]
+    wider = replace(model.spelt_out(), ffn_hidden_size=2 * model.ffn_size)
+    assert bool(differences(model, wider)) == model.has_dense_layers
 
 
 def test_a_target_that_cannot_be_made_is_one_message() -> None:

@@ -10,11 +10,13 @@ from tokenizers import models
 from fivefold.config.training import MOCK, DataConfig
 from fivefold.data.corpus import BUILTIN
 from fivefold.data.mixture import grouped
-from fivefold.data.mock import NUM_TOKENS, CountedTokens
+from fivefold.data.mock import NUM_TOKENS, CountedTokens, number_tokenizer
 from fivefold.data.order import mixed
 from fivefold.data.prepare import PreparedData, prepare
+from fivefold.data.prompts import encode_prompt
 from fivefold.data.rules import checked_sources
 from fivefold.data.tokenizer import END_OF_DOCUMENT
+from fivefold.errors import DataError
 
 VOCABULARY = 30_000
 
@@ -90,3 +92,10 @@ def test_splits_differ_and_numbers_are_read_and_written(prepared: PreparedData):
     text = tokenizer.decode(train)
     assert text.split() == [str(token) for token in train]
     assert tokenizer.encode_batch([text])[0].tolist() == train
+
+
+def test_a_prompt_that_no_token_stands_for_is_answered_by_one_that_can_be_typed() -> None:
+    tokenizer = number_tokenizer(8)
+    with pytest.raises(DataError, match=r"a text of its first tokens: '0 1 2 3'$"):
+        encode_prompt(tokenizer, "what is it?")
+    assert encode_prompt(tokenizer, "0 1 2 3") == [0, 1, 2, 3]

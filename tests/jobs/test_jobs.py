@@ -1,6 +1,7 @@
 """ClusterJob files are run, with stand-ins for the cluster's commands, and read by its schema."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -24,13 +25,30 @@ from fivefold.jobs.ray import ray_script
 from fivefold.jobs.skypilot import sky_task
 from fivefold.jobs.slurm import sbatch_file
 
-ODD = ['quote"s', "dollar$HOME", "back\\slash", "RECIPE", "`tick`", "line'quote", 'three"""quotes']
+ODD = [
+    'quote"s',
+    "dollar$HOME",
+    "$(HOME)",
+    "a$$b",
+    "back\\slash",
+    "RECIPE",
+    "`tick`",
+    "line'quote",
+    'three"""quotes',
+]
 
 
 def job_of(recipe: str = "debug", **values: Any) -> ClusterJob:
     config = read_config(recipe, **values)
     where = {"image": "registry/fivefold:1", "volume": ("claim", "/shared")}
     return ClusterJob("a-job", config, 2, 4, "H100", timedelta(hours=24), **where)
+
+
+def started(job_file: str) -> str:
+    """The script that a pod runs: Kubernetes replaces variables in a command before that."""
+    command = yaml.safe_load(job_file)["spec"]["trainer"]["command"][2]
+    known = re.compile(r"\$(\$|\((\w+)\))")
+    return known.sub(lambda m: "$" if m[1] == "$" else os.environ.get(m[2], m[0]), command)
 
 
 def stand_in(folder: Path, name: str, body: str) -> None:
@@ -74,9 +92,8 @@ def test_ranks_get_the_processors_that_sbatch_was_asked_for(tmp_path: Path) -> N
 @pytest.mark.parametrize("target", ["kubernetes", "skypilot"])
 def test_torchrun_lets_ranks_save_as_long_as_a_pod_lives(target: str, tmp_path: Path) -> None:
     """Its own patience is half a minute."""
-    content = train_job(job_of()) if target == "kubernetes" else sky_task(job_of())
-    read = yaml.safe_load(content)
-    script = read["spec"]["trainer"]["command"][2] if target == "kubernetes" else read["run"]
+    of_pods = target == "kubernetes"
+    script = started(train_job(job_of())) if of_pods else yaml.safe_load(sky_task(job_of()))["run"]
     stand_in(tmp_path, "torchrun", 'echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"')
     path = f"{tmp_path}:{os.environ['PATH']}"
     sky = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "a"}
@@ -89,7 +106,7 @@ def test_no_setting_ends_a_job_file_early(odd: str, tmp_path: Path) -> None:
     job = job_of(data_path=(odd,), save=f"/runs/{odd}")
     for kind, (script, command) in {
         "slurm": (sbatch_file(job), "srun"),
-        "kubernetes": (yaml.safe_load(train_job(job))["spec"]["trainer"]["command"][2], "torchrun"),
+        "kubernetes": (started(train_job(job)), "torchrun"),
         "skypilot": (yaml.safe_load(sky_task(job))["run"], "torchrun"),
     }.items():
         variables = {"SLURM_JOB_ID": "7", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}

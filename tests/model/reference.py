@@ -85,11 +85,13 @@ Head = tuple[Tensor, Tensor, Tensor, float]  # queries, keys, values, factor of 
 def _plain_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Iterator[Head]:
     D, shared = model.head_dim, model.num_attention_heads // model.num_kv_heads
     q, k, v = (_linear(own, f"self_attn.{name}_proj", x) for name in "qkv")
+    if model.qk_layernorm_type == "all_heads":
+        q, k = _norm(model, own, "self_attn.q_norm", q), _norm(model, own, "self_attn.k_norm", k)
     for head in range(model.num_attention_heads):
         group = head // shared
         q_SD = q[:, head * D : (head + 1) * D]
         k_SD, v_SD = (y[:, group * D : (group + 1) * D] for y in (k, v))
-        if model.qk_layernorm:
+        if model.qk_layernorm and model.qk_layernorm_type == "per_head":
             q_SD = _norm(model, own, "self_attn.q_norm", q_SD)
             k_SD = _norm(model, own, "self_attn.k_norm", k_SD)
         if model.position_embedding_type == "rope":

@@ -83,6 +83,6 @@ def test_what_is_not_a_whole_step_is_refused(tmp_path):
         measured_program(acts[:-1])
     with pytest.raises(ProgramError, match="ranks must be"):
         measured_program([])
-    with pytest.raises(ConfigError, match="cannot read"):
+    with pytest.raises(ConfigError, match="holds no profiled step"):
         read_measured(tmp_path)
     assert asdict(acts[0])["part"] == 0

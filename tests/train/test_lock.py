@@ -1,5 +1,6 @@
 """One owner of a run folder: races, kills, other machines, and file systems without locks."""
 
+import errno
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -282,3 +284,25 @@ def test_a_folder_removed_by_one_is_made_again_for_another(tmp_path):
     run = tmp_path / "run"
     running = [python(CLAIMS_AGAIN_AND_AGAIN, run, n, 0.0, 1.5) for n in range(3)]
     assert [process.communicate() for process in running] == [("", "")] * 3
+
+
+@pytest.mark.parametrize(
+    ("code", "helps"),
+    [
+        (errno.EACCES, "another --save"),
+        (errno.EROFS, "another --save"),
+        (errno.ENOSPC, "free space there, then the same command"),
+        (errno.EDQUOT, "free space there, then the same command"),
+    ],
+)
+def test_what_helps_against_a_folder_that_cannot_be_written(
+    code: int, helps: str, tmp_path: Path
+) -> None:
+    """Another folder is no help to a run that is to go on."""
+    with (
+        patch("os.open", side_effect=OSError(code, os.strerror(code))),
+        pytest.raises(ConfigError) as told,
+    ):
+        claim(tmp_path / "run", print)
+    assert f"cannot write the run folder {tmp_path / 'run'}: {os.strerror(code)}" in str(told.value)
+    assert str(told.value).endswith(f"try:   {helps}")

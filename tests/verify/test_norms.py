@@ -53,6 +53,40 @@ def test_layouts_normalise_what_is_added(name: str, placement: str) -> None:
     passes(world, model, settings | {"norm_placement": placement})
 
 
+TOGETHER: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "tensor parallel": (2, "llama", flags(tp=2)),
+    "a key head of two ranks, ZeRO-3": (
+        8,
+        "llama tied",
+        flags(tp=4, dp=2, sequence=True, strategy="optim_grads_params") | {"num_query_groups": 2},
+    ),
+    "a key head of all ranks, stages": (
+        8,
+        "gpt",
+        flags(tp=4, pp=2, sequence=True) | {"num_query_groups": 1},
+    ),
+    "layers again": (2, "llama", flags(tp=2) | {"recompute_granularity": "full"}),
+    "heads for tokens": (4, "gpt", named(tp=2, cp=2, cp_comm_type=("a2a",))),
+    "slices": (
+        4,
+        "llama",
+        flags(tp=2, pp=2) | {"pipeline_schedule": "sliced_1f1b", "num_sequence_slices": 2},
+    ),
+    "experts, adapters": (4, "oss", named(tp=2, ep=2, lora_rank=2, use_dora=True)),
+    "bf16": (4, "llama", named(tp=2, precision="bf16", strategy="optim")),
+    "compiled": (2, "llama", flags(tp=2) | {"compile": True, "compile_backend": "eager"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", chosen(TOGETHER, *[*TOGETHER][1:3]))
+@pytest.mark.parametrize("centred", [False, True])
+def test_layouts_normalise_all_heads_together(name: str, centred: bool) -> None:
+    world, model, settings = TOGETHER[name]
+    together = {"qk_layernorm": True, "qk_layernorm_type": "all_heads"}
+    passes(world, model, settings | together | {"apply_layernorm_1p": centred})
+
+
 def test_norms_that_are_not_there_are_not_discarded_or_moved() -> None:
     model = MODELS["llama"]
     discards: dict[str, Any] = _SELECTIVE | {"recompute_modules": _ALL}

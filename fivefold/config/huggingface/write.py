@@ -66,6 +66,8 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     told["window_size"] = [model.window_of(layer) for layer in layers]
     told["moe_layer_freq"] = [model.is_moe(layer) for layer in layers]
     unused = [*_OURS, "window_attn_skip_freq"]
+    if not model.has_dense_layers:
+        unused.append("ffn_hidden_size")
     if not moe:
         unused += [name for name in told if name.startswith("moe_")]
     if not latent:
@@ -278,6 +280,7 @@ def _qwen_moe(model: ModelConfig, kind: str) -> Fields:
 def _gpt_oss(model: ModelConfig, kind: str) -> Fields:
     return _llama_like(model, kind) | {
         "attention_bias": True,
+        "intermediate_size": model.expert_ffn_size,
         # transformers asks for a width even where no layer has a window.
         "sliding_window": 128 if model.window_size is None else model.window_size + 1,
         "layer_types": _layer_types(model),
