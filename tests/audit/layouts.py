@@ -28,6 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.3,
         "logits_scaling": 0.7,
         "softmax_scale": 0.6,
+        "rotary_base_local": 100.0,
         "qk_layernorm": True,
         "qk_layernorm_type": "all_heads",
         "softmax_type": "learnable",

@@ -78,6 +78,7 @@ SINKS = replace(
     residual_multiplier=0.3,
     logits_scaling=3.0,
     softmax_scale=0.4,
+    rotary_base_local=20.0,
     qk_layernorm=True,
     qk_layernorm_type="all_heads",
     add_bias_linear=True,
