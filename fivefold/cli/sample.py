@@ -14,6 +14,7 @@ from fivefold.errors import DataError, Mistake, Mistakes
 from fivefold.files import read_text
 from fivefold.report.settings import run_config
 from fivefold.train.devices import Asked
+from fivefold.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from fivefold.train.sample import Sampler, Sampling
@@ -121,7 +122,8 @@ def _template_of(sampler: "Sampler", run: Path) -> str:
     from fivefold.data.template import FILES, folder_of
     from fivefold.train.side_files import side_file
 
-    model = sampler.config.data.tokenizer_model
+    said = sampler.config.data.tokenizer_model
+    model = None if said is None else str(RunFolder(run).named(said))
     beside = None if model is None else folder_of(model)
     kept = [side_file(run, name) for name in FILES]
     if beside is None or not any((beside / name).exists() for name in FILES):

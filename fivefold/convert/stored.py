@@ -196,6 +196,10 @@ _QWEN_MOE = {
     **_EACH,
 }
 _GATE_UP = {".mlp.gate_proj.": ".mlp.gate_up_proj.", ".mlp.up_proj.": ".mlp.gate_up_proj."}
+_AFTER = {
+    ".post_self_attn_layernorm.": ".post_attention_layernorm.",
+    ".post_mlp_layernorm.": ".post_feedforward_layernorm.",
+}
 _MEGATRON_MLPS = {
     ".mlp": ".mlp",
     ".mlp.shared_experts": ".mlp.shared_experts",
@@ -272,10 +276,9 @@ _NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
         "glm": _GATE_UP,
         "glm4": _GATE_UP,
-        "exaone4": {
-            ".post_self_attn_layernorm.": ".post_attention_layernorm.",
-            ".post_mlp_layernorm.": ".post_feedforward_layernorm.",
-        },
+        "exaone4": _AFTER,
+        "olmo2": _AFTER,
+        "olmoe": _QWEN_MOE,
         "starcoder2": {
             ".mlp.up_proj.": ".mlp.c_fc.",
             ".mlp.down_proj.": ".mlp.c_proj.",

@@ -204,7 +204,7 @@ def _base(source: Path) -> str | None:
     """Where the weights are that a run started from, if they are still there."""
     file = RunFolder(source).config_file
     load = read_config(file).checkpoint.load if file.is_file() else None
-    weights = None if load is None else RunFolder(source).started_in / load
+    weights = None if load is None else RunFolder(source).named(load)
     return None if weights is None or not weights.exists() else str(weights.resolve())
 
 
@@ -261,8 +261,10 @@ def _copy_template(source: Path, folder: Path) -> None:
     """The chat template that is beside the tokenizer which the run was given, if it has one."""
     file = RunFolder(source).config_file
     model = read_config(file).data.tokenizer_model if file.is_file() else None
-    beside = [] if model is None else [folder_of(model) / name for name in TEMPLATE_FILES]
-    for there in filter(Path.is_file, beside):
+    if model is None:
+        return
+    beside = folder_of(str(RunFolder(source).named(model)))
+    for there in filter(Path.is_file, [beside / name for name in TEMPLATE_FILES]):
         shutil.copyfile(there, folder / there.name)
 
 

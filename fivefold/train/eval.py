@@ -101,9 +101,12 @@ def evaluate_run(
 def _data(run: Path, state: SavedState, config: Config, progress: Progress) -> PreparedData:
     """The validation sets by the tokenizer of the run, wherever that came from."""
     data, training = config.data, config.training
-    if not data.sft:  # whose templates stand beside the tokenizer
+    tokenizer = RunFolder(run).tokenizer
+    if data.sft and data.tokenizer_model is not None:  # beside which the template is
+        tokenizer = RunFolder(run).named(data.tokenizer_model)
+    else:
         run_tokenizer(run, state)
-        data = replace(data, tokenizer_model=str(RunFolder(run).tokenizer))
+    data = replace(data, tokenizer_model=str(tokenizer))
     splits = has_split(data.split, data.valid_data_path)
     try:
         return prepare(data, training.seq_length, training.seed, progress, named_only=not splits)

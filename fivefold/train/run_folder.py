@@ -145,6 +145,10 @@ class RunFolder:
             return Path((self.starts() or [{}])[-1].get("folder", ""))
         return Path()
 
+    def named(self, path: str) -> Path:
+        """A path in the settings of the latest start, as it was meant there."""
+        return self.started_in / Path(path).expanduser()
+
     def set_aside_damaged_starts(self) -> str:
         """Rename a damaged list of starts, so that ranks which start again begin a new one; why,
         empty if it is not damaged."""

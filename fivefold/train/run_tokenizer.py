@@ -53,6 +53,6 @@ def _others(run: Path) -> Iterator[Path]:
     with suppress(FivefoldError):
         data = read_config(RunFolder(run).config_file).data
         if data.tokenizer_model is not None:
-            named = Path(data.tokenizer_model).expanduser()
+            named = RunFolder(run).named(data.tokenizer_model)
             yield named / TOKENIZER if named.is_dir() else named
         yield from Path(data.data_cache_path or DEFAULT_CACHE).expanduser().glob("tokenizer-*.json")

@@ -53,6 +53,9 @@ def oracle(fields: Mapping[str, Any], *, meta: bool = False) -> nn.Module:
     if meta:
         return model
     model.double().eval()
+    for module in model.modules():
+        if hasattr(module, "scalar_embed_scale"):  # which is rounded to fp32
+            module.embed_scale.fill_(module.scalar_embed_scale)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -135,10 +138,10 @@ def renamed(config: ModelConfig, model: nn.Module, tensors: dict[str, Tensor]) -
     second = model.config.model_type == "deepseek_v2"  # which does not read the field
     interleaved = second or getattr(model.config, "rope_interleave", True)
     glm = model.config.model_type in ("glm", "glm4")
-    exaone = model.config.model_type == "exaone4"
+    after = model.config.model_type in ("exaone4", "olmo2")
     found: dict[str, Tensor] = {}
     for name, value in tensors.items():
-        if exaone:
+        if after:
             name = name.replace("post_attention_layernorm", "post_self_attn_layernorm")
             name = name.replace("post_feedforward_layernorm", "post_mlp_layernorm")
         for theirs, ours in _NAMES.items():

@@ -58,13 +58,14 @@ def document_losses(stage: Stage, tokens: Tensor, labels: Tensor, weights: Tenso
     model, length = stage.model, len(tokens)
     place = torch.arange(length)[None]
     batch = Batch(tokens[None], labels[None], place, None, place)
-    table: Tensor = dict(stage.named_parameters())["embed_tokens.weight"]
+    weight: Tensor = dict(stage.named_parameters())["embed_tokens.weight"]
+    table = weight * model.embedding_multiplier
     x = table[tokens]
     if model.position_embedding_type == "learned_absolute":
         x = x + dict(stage.named_parameters())["embed_positions.weight"][:length]
     x = layers(stage, x, [f"layers.{i}" for i in range(model.num_layers)], batch)
     tied = not model.untie_embeddings_and_output_weights
-    output = table if tied else dict(stage.named_parameters())["lm_head.weight"]
+    output = weight if tied else dict(stage.named_parameters())["lm_head.weight"]
     states = [norm(stage, "norm", x)]
     for depth in range(1, model.mtp_num_layers + 1):
         name = f"mtp.{depth - 1}"
@@ -75,7 +76,8 @@ def document_losses(stage: Stage, tokens: Tensor, labels: Tensor, weights: Tenso
         states.append(norm(stage, f"{name}.norm", made))
     losses = [x.new_zeros(()) for _ in states]
     for depth, state in enumerate(states):
-        log_p = (state @ output.t())[:, : model.vocab_size].log_softmax(-1)
+        logits = state @ output.t() / model.logits_scaling
+        log_p = logits[:, : model.vocab_size].log_softmax(-1)
         for t in range(length - depth):
             label = int(labels[t + depth])
             if label != IGNORED:

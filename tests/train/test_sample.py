@@ -1,6 +1,9 @@
 """Texts are written token by token at the cost of one, and as if each were alone."""
 
 import io
+import json
+import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -185,6 +188,64 @@ def test_lines_are_answered_by_the_template(
     assert "|" not in talk[0] and (expected.split("|")[0].rstrip("\n")) == talk[0]
     assert main(["sample", str(trained / "own"), "--chat"]) == 2
     assert "a tokenizer of its own" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_template_is_found_from_where_the_run_was_started(
+    trained: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever lies in the folder of that name here."""
+    run, here = tmp_path / "run", tmp_path / "here"
+    shutil.copytree(trained / "talks", run)
+    settings = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(settings.replace(str(trained / "chat"), "chat"))
+    starts = json.loads((run / "environment.json").read_text())
+    starts[-1]["folder"] = str(trained)
+    (run / "environment.json").write_text(json.dumps(starts))
+    (here / "chat").mkdir(parents=True)
+    (here / "chat" / "chat_template.jinja").write_text("{{ raise_exception('not mine') }}")
+    monkeypatch.chdir(here)
+    monkeypatch.setattr("sys.stdin", io.StringIO("how many\n"))
+    assert main(["sample", str(run), "--max-tokens", "4", "--chat"]) == 0
+    assert main(["convert", str(run), "hub"]) == 0
+    assert (here / "hub" / "chat_template.jinja").read_text() == TEMPLATE
+    assert "not mine" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_conversations_are_evaluated_by_the_template_that_trained(
+    trained: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From a folder that has another one of that name."""
+    lines = [{"role": "user", "content": "how many"}, {"role": "assistant", "content": "17"}]
+    (tmp_path / "talks.jsonl").write_text(300 * (json.dumps({"messages": lines}) + "\n"))
+    for name, text in (("there", TEMPLATE), ("here", "{% for m in messages %}?{% endfor %}")):
+        shutil.copytree(trained / "chat", tmp_path / name / "chat")
+        (tmp_path / name / "chat" / "chat_template.jinja").write_text(text)
+    words = [
+        "--sft",
+        "--tokenizer-model",
+        "chat",
+        "--train-iters",
+        "4",
+        "--eval-interval",
+        "4",
+        "--seq-length",
+        "32",
+    ]
+    words += ["--data-path", f"{tmp_path}/talks.jsonl", "--data-cache-path", f"{tmp_path}/cache"]
+    monkeypatch.chdir(tmp_path / "there")
+    assert main(["train", "debug", *words, "--save", str(tmp_path / "run")]) == 0
+    said = re.search(r"validation loss ([\d.]+)", capsys.readouterr().out)
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["eval", str(tmp_path / "run")]) == 0
+    assert said is not None and f"loss {said[1]} " in capsys.readouterr().out
 
 
 def test_all_mistakes_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from fivefold.config.huggingface.generic import read_stored_weights
 from fivefold.config.huggingface.reader import Reader
@@ -37,6 +37,10 @@ class _Defaults:
         sliding_window: sliding window in tokens, if a window is used.
         rotary_share: share of a head's features that RoPE rotates; None: the family has no such
             field, and rotates all.
+        tied: whether embeddings are tied.
+        activation: activation function of the MLP, as files have it.
+        norms: which norms the family has around attention and MLP.
+        heads: how it normalises heads of queries and keys; None: it does not.
     """
 
     num_key_value_heads: int | None = None
@@ -45,6 +49,10 @@ class _Defaults:
     rope_theta: float = 10000.0
     sliding_window: int | None = 4096
     rotary_share: float | None = None
+    tied: bool = False
+    activation: str = "silu"
+    norms: Literal["before", "after", "both"] = "before"
+    heads: Literal["per_head", "all_heads"] | None = None
 
 
 _DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
@@ -53,27 +61,29 @@ _DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
         "mistral": _Defaults(8),
         "mixtral": _Defaults(8, None, 1e-5, 1e6, sliding_window=None),
         "qwen2": _Defaults(32),
-        "qwen3": _Defaults(32, head_dim=128),
+        "qwen3": _Defaults(32, head_dim=128, heads="per_head"),
         "qwen2_moe": _Defaults(16),
-        "qwen3_moe": _Defaults(4),
+        "qwen3_moe": _Defaults(4, heads="per_head"),
         "gpt_oss": _Defaults(8, 64, 1e-5, 150000.0),
         "granite": _Defaults(),
         "granitemoe": _Defaults(),
         "phi3": _Defaults(None, None, 1e-5, sliding_window=None, rotary_share=1.0),
         "glm": _Defaults(2, 128, 1.5625e-7, rotary_share=0.5),
-        "glm4": _Defaults(2, 128, 1.5625e-7, rotary_share=0.5),
+        "glm4": _Defaults(2, 128, 1.5625e-7, rotary_share=0.5, norms="both"),
         "glm4_moe": _Defaults(8, None, 1e-5, rotary_share=0.5),
-        "exaone4": _Defaults(32, None, 1e-5),
-        "dots1": _Defaults(32),
-        "smollm3": _Defaults(4, rope_theta=2000000.0, sliding_window=None),
+        "exaone4": _Defaults(32, None, 1e-5, norms="after", heads="per_head"),
+        "dots1": _Defaults(32, heads="per_head"),
+        "smollm3": _Defaults(4, rope_theta=2000000.0, sliding_window=None, tied=True),
+        "olmo2": _Defaults(None, None, 1e-5, norms="after", heads="all_heads"),
+        "olmoe": _Defaults(None, None, 1e-5, heads="all_heads"),
+        "gemma": _Defaults(16, 256, tied=True, activation="gelu_pytorch_tanh"),
     }
 )
 _NULL_HEADS = "llama", "mistral", "mixtral", "gpt_oss"
 """Families in which transformers takes a head_dim of null for hidden size / heads."""
 _GLM = "glm", "glm4", "glm4_moe"
-_NO_WINDOWS = "llama", "granite", "granitemoe", *_GLM
+_NO_WINDOWS = "llama", "granite", "granitemoe", "olmo2", "olmoe", "gemma", *_GLM
 _OWN_WINDOWS = "gpt_oss", "exaone4"
-_NORMS: Mapping[str, Any] = MappingProxyType({"glm4": "both", "exaone4": "after"})
 _PHI3_DROPOUTS = "resid_pdrop", "embd_pdrop"
 
 
@@ -89,7 +99,7 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
         rope = Rope(defaults.rope_theta, 1.0, "yarn", scaling)
     head_dim = reader.optional_size if kind in _NULL_HEADS else reader.size
     heads = reader.optional_size
-    if kind in ("qwen2_moe", "exaone4", *_GLM):
+    if kind in ("qwen2_moe", "exaone4", "gemma", *_GLM):
         heads = reader.size
     read_stored_weights(reader, code=gpt_oss or kind == "phi3", rounded=gpt_oss)
     _read_unused(reader, kind)
@@ -101,16 +111,15 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
         num_query_groups=heads("num_key_value_heads", default=key_value_heads),
         kv_channels=head_dim("head_dim", default=defaults.head_dim),
         norm_epsilon=reader.number("rms_norm_eps", defaults.rms_norm_eps),
-        activation_func=activation(reader, "hidden_act", "silu"),
+        activation_func=activation(reader, "hidden_act", defaults.activation),
         add_bias_linear=_biases(reader, kind),
         add_qkv_bias=_qkv_bias(reader, kind),
         qk_layernorm=_normalises_heads(reader, kind),
-        untie_embeddings_and_output_weights=not reader.flag(
-            "tie_word_embeddings", kind == "smollm3"
-        ),
+        qk_layernorm_type=defaults.heads or "per_head",
+        untie_embeddings_and_output_weights=not reader.flag("tie_word_embeddings", defaults.tied),
         attention_dropout=reader.number("attention_dropout", 0.0),
         hidden_dropout=equal_dropouts(reader, _PHI3_DROPOUTS, 0.0) if kind == "phi3" else 0.0,
-        norm_placement=_NORMS.get(kind, "before"),
+        norm_placement=defaults.norms,
         **(_multipliers(reader) if kind.startswith("granite") else {}),
         **({} if kind in _OWN_WINDOWS else _window(reader, kind, sizes["num_layers"], unrotated)),
         **_rope(reader, kind, rope).settings(),
@@ -128,6 +137,8 @@ def _read_unused(reader: Reader, kind: str) -> None:
         reader.fixed("lm_head_bias", False)
         reader.fixed("full_attn_mod", 1)
         reader.fixed("interpolate_factor", 1)
+    if kind == "olmoe":
+        reader.fixed("clip_qkv", None)
 
 
 def _multipliers(reader: Reader) -> dict[str, Any]:
@@ -206,7 +217,7 @@ def _qkv_bias(reader: Reader, kind: str) -> bool:
 def _normalises_heads(reader: Reader, kind: str) -> bool:
     if kind == "glm4_moe":
         return reader.flag("use_qk_norm", False)
-    return kind in ("qwen3", "qwen3_moe", "dots1", "exaone4")
+    return _DEFAULTS[kind].heads is not None
 
 
 def equal_dropouts(reader: Reader, names: tuple[str, str], default: float) -> float:
@@ -324,3 +335,18 @@ def exaone4(reader: Reader, kind: str) -> ModelConfig:
         reader.unsupported("sliding_window", window, [None], why)
     without = unrotated_frequency([not slide for slide in slides])
     return replace(model, no_rope_freq=without, **window_settings(window, slides))
+
+
+def gemma(reader: Reader, kind: str) -> ModelConfig:
+    """Gemma: weights of norms that start at 0, and embeddings times the root of their size."""
+    model = llama_like(reader, kind)
+    reader.without_effect("hidden_activation")
+    reader.fixed("use_bidirectional_attention", None, False)
+    # In files of the first release gelu means its approximation by tanh.
+    function = "gelu_tanh" if model.activation_func == "gelu" else model.activation_func
+    return replace(
+        model,
+        activation_func=function,
+        apply_layernorm_1p=True,
+        embedding_multiplier=model.hidden_size**0.5,
+    )

@@ -1,5 +1,5 @@
-"""Llama-like mixtures of experts: Mixtral, Granite's, Qwen2-MoE, Qwen3-MoE, gpt-oss, GLM-4.5,
-dots.llm1."""
+"""Llama-like mixtures of experts: Mixtral, Granite's, OLMoE, Qwen2-MoE, Qwen3-MoE, gpt-oss,
+GLM-4.5, dots.llm1."""
 
 from dataclasses import replace
 from typing import Any
@@ -33,6 +33,18 @@ def granite_moe(reader: Reader, kind: str) -> ModelConfig:
         model,
         num_experts=reader.size("num_local_experts", "num_experts", default=8),
         moe_router_topk=reader.size("num_experts_per_tok", default=2),
+    )
+
+
+def olmoe(reader: Reader, kind: str) -> ModelConfig:
+    """OLMoE: experts in every layer, whose weights are those of a softmax over all of them."""
+    model = llama_like(reader, kind)
+    read_balancing(reader)
+    return replace(
+        model,
+        num_experts=reader.size("num_experts", "num_local_experts", default=64),
+        moe_router_topk=reader.size("num_experts_per_tok", default=8),
+        moe_router_pre_softmax=not reader.flag("norm_topk_prob", False),
     )
 
 

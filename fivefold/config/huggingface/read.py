@@ -9,13 +9,14 @@ from typing import Any
 from fivefold.config.huggingface.deepseek import deepseek
 from fivefold.config.huggingface.generic import read_generic
 from fivefold.config.huggingface.gpt import gpt2, gpt_neox, starcoder2
-from fivefold.config.huggingface.llama import exaone4, llama_like
+from fivefold.config.huggingface.llama import exaone4, gemma, llama_like
 from fivefold.config.huggingface.mixtures import (
     dots1,
     glm4_moe,
     gpt_oss,
     granite_moe,
     mixtral,
+    olmoe,
     qwen_moe,
 )
 from fivefold.config.huggingface.naming import in_words_of
@@ -36,6 +37,9 @@ _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType
         "smollm3": llama_like,
         "granite": llama_like,
         "granitemoe": granite_moe,
+        "olmo2": llama_like,
+        "olmoe": olmoe,
+        "gemma": gemma,
         "qwen2_moe": qwen_moe,
         "qwen3_moe": qwen_moe,
         "deepseek_v2": deepseek,

@@ -221,6 +221,8 @@ def _llama_like(model: ModelConfig, kind: str) -> Fields:
     if kind.startswith("glm"):  # whose default of pad_token_id is large
         fields |= {"attention_bias": model.add_qkv_bias, "pad_token_id": None}
         fields["partial_rotary_factor"] = model.rotary_percent
+    if kind in ("olmo2", "olmoe", "gemma"):  # of a vocabulary that may be smaller
+        fields["pad_token_id"] = None
     if kind == "exaone4":
         fields |= _listed_windows(model)
     return fields
@@ -258,6 +260,10 @@ def _mixtral(model: ModelConfig, kind: str) -> Fields:
         "num_experts_per_tok": model.moe_router_topk,
         "intermediate_size": model.expert_ffn_size,
     }
+
+
+def _olmoe(model: ModelConfig, kind: str) -> Fields:
+    return _mixtral(model, kind) | {"norm_topk_prob": not model.moe_router_pre_softmax}
 
 
 def _qwen_moe(model: ModelConfig, kind: str) -> Fields:
@@ -364,11 +370,14 @@ _FAMILIES: Mapping[str, tuple[str, Callable[[ModelConfig, str], Fields]]] = Mapp
         "glm": ("GlmForCausalLM", _llama_like),
         "glm4": ("Glm4ForCausalLM", _llama_like),
         "exaone4": ("Exaone4ForCausalLM", _llama_like),
+        "olmo2": ("Olmo2ForCausalLM", _llama_like),
+        "gemma": ("GemmaForCausalLM", _llama_like),
         "gpt2": ("GPT2LMHeadModel", _gpt2),
         "starcoder2": ("Starcoder2ForCausalLM", _starcoder2),
         "gpt_neox": ("GPTNeoXForCausalLM", _gpt_neox),
         "mixtral": ("MixtralForCausalLM", _mixtral),
         "granitemoe": ("GraniteMoeForCausalLM", _mixtral),
+        "olmoe": ("OlmoeForCausalLM", _olmoe),
         "qwen2_moe": ("Qwen2MoeForCausalLM", _qwen_moe),
         "qwen3_moe": ("Qwen3MoeForCausalLM", _qwen_moe),
         "gpt_oss": ("GptOssForCausalLM", _gpt_oss),
