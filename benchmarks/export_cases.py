@@ -199,6 +199,7 @@ CHANGES: Mapping[str, Change] = {
         "learned_absolute", {"use_rope_scaling": False, "rotary_base": 10_000.0}
     ),
     "rotary_base": Change(20_000.0),
+    "rotary_base_local": Change(20_000.0, {"window_size": 1024}),
     "use_rope_scaling": Change(True, {"preset": "llama2-7b"}),
     "rope_scaling_factor": Change(16.0),
     "rope_low_freq_factor": Change(2.0),

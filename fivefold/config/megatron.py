@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.layer_pattern import expert_layers, unrotated_layers, window_layers
@@ -17,8 +18,15 @@ _NEVER = (
     *("moe_apply_probs_on_input", "qk_l2_norm", "rotary_interleaved", "use_mup"),
 )
 """Switches that no model here has, most of which change what the same weights compute."""
-_MULTIPLIERS = "embedding_multiplier", "residual_multiplier", "logits_scaling"
-"""Factors that no model there has."""
+_OURS: Mapping[str, float | None] = MappingProxyType(
+    {
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "rotary_base_local": None,
+    }
+)
+"""What models there cannot have, and what they have instead."""
 _OLD = "mp_rank_00*"
 """Folders of the format that Megatron-LM had before distributed checkpoints."""
 
@@ -71,7 +79,7 @@ def unlike(model: ModelConfig, arguments: Mapping[str, Any]) -> list[str]:
 
     Only what is among the arguments is compared.
     """
-    theirs = dict.fromkeys(_MULTIPLIERS, 1.0) | dict(arguments)
+    theirs = dict[str, Any](_OURS) | dict(arguments)
     if "norm_epsilon" not in theirs and "layernorm_epsilon" in theirs:
         theirs["norm_epsilon"] = theirs["layernorm_epsilon"]
     if theirs.get("group_query_attention") is False:
@@ -146,7 +154,7 @@ def _told(model: ModelConfig) -> Iterator[tuple[str, Any]]:
     for switch in _NEVER:
         yield switch, False
     yield "softmax_scale", model.softmax_scale
-    for name in _MULTIPLIERS:
+    for name in _OURS:
         yield name, getattr(model, name)
     if model.position_embedding_type == "rope":
         if model.no_rope_freq is None:

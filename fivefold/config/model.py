@@ -67,6 +67,9 @@ class ModelConfig:
         "rope", "position encoding: rotary, or a learned table"
     )
     rotary_base: float = option(10000.0, "base (theta) of RoPE")
+    rotary_base_local: float | None = option(
+        None, "RoPE's base in layers with a window, unscaled there, as in Gemma 3; none: the same"
+    )
     rotary_percent: float = option(
         1.0, "share of a head's features that RoPE rotates, from the first one on"
     )

@@ -30,6 +30,7 @@ _POSITIVE = (
     "logits_scaling",
     "softmax_scale",
     "rotary_base",
+    "rotary_base_local",
     "rotary_percent",
     "rotary_scaling_factor",
     "original_max_position_embeddings",
@@ -159,6 +160,12 @@ def _check_rope(model: ModelConfig, mistakes: Mistakes) -> None:
         mistakes.add(
             "rope_high_freq_factor must be larger than rope_low_freq_factor",
             f"{model.rope_high_freq_factor} <= {model.rope_low_freq_factor}",
+        )
+    if model.rotary_base_local is not None and (not rope or model.multi_latent_attention):
+        mistakes.add(
+            f"rotary_base_local {model.rotary_base_local:g} needs position_embedding_type rope, "
+            "without multi_latent_attention",
+            works=["--rotary-base-local none"],
         )
     if model.use_rope_scaling and model.position_embedding_type != "rope":
         mistakes.add("use_rope_scaling needs position_embedding_type rope")

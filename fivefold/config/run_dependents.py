@@ -89,6 +89,13 @@ OF_RUNS = (
         ("--window-size 128",),
     ),
     Dependents(
+        ("rotary_base_local",),
+        "window_size",
+        lambda c: c.model.window_size is not None,
+        "is of layers that have a window",
+        ("--window-size 128",),
+    ),
+    Dependents(
         ("mtp_loss_scaling_factor",),
         "mtp_num_layers",
         lambda c: c.model.mtp_num_layers > 0,

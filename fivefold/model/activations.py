@@ -17,7 +17,7 @@ from fivefold.model.description import LayerKind, describe, layer_kind
 from fivefold.model.latent_operations import LatentDown
 from fivefold.model.operations import Kept, Norm
 from fivefold.model.running import Running, at_place, scale_bytes
-from fivefold.model.shape import StageParts, has_final_norm, has_rotation
+from fivefold.model.shape import StageParts, has_final_norm, rotations
 
 
 @dataclass(frozen=True)
@@ -283,8 +283,8 @@ def bookkeeping_bytes(
                 size += wide * each if queries else norm
             if isinstance(operation, LatentDown):
                 size += norm * operation.norms
-    if has_rotation(model, parts):
-        size += running.element_bytes * 1.5 * model.rotary_dim  # cos [R] and sin [R / 2]
+    tables = len(rotations(model, parts))
+    size += tables * running.element_bytes * 1.5 * model.rotary_dim  # cos [R] and sin [R / 2]
     if tp > 1 and model.trains_all:
         size += parts.embedding + parts.mtp
     if has_final_norm(model, parts):

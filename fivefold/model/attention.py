@@ -24,6 +24,7 @@ from fivefold.model.dropout import Dropout, HeadDropout
 from fivefold.model.layers import LayerBlock, Linear
 from fivefold.model.leaves import local
 from fivefold.model.norms import RMSNorm, rms_norm_of
+from fivefold.model.shape import turns_locally
 from fivefold.model.shards import MicrobatchShare
 from fivefold.model.varlen import (
     PackedDropping,
@@ -209,6 +210,7 @@ class AttentionBlock(LayerBlock):
         window: how many tokens before itself a query attends to; None: all.
         scale: what q k^T is multiplied by; None: 1 / sqrt(head features).
         rotates: whether RoPE turns queries and keys.
+        local: whether by the base that layers with a window have.
         head_offset: index of this rank's first query head in the model; keys dropout masks.
     """
 
@@ -219,7 +221,7 @@ class AttentionBlock(LayerBlock):
         super().__init__()
         self.model, self.layer = model, layer
         self.window, self.scale = model.window_of(layer), model.softmax_scale
-        self.rotates = model.rotates(layer)
+        self.rotates, self.local = model.rotates(layer), turns_locally(model, layer)
         self.site = f"layers.{layer}.self_attn.probabilities"
         self.kernel: Kernel = attention
         self.latent_kernel: LatentKernel | None = None
@@ -299,8 +301,8 @@ class Attention(AttentionBlock):
         q, k, v = (p.view(context.rows, p.shape[0] // context.rows, -1, D) for p in projected)
         if q_norm is not None and k_norm is not None and not self.model.norms_together:
             q, k = q_norm(q), k_norm(k)
-        if context.rotary is not None and self.rotates:
-            q, k = context.rotary.rotate_both(q, k)
+        if self.rotates:
+            q, k = context.rotary[self.local].rotate_both(q, k)
         if context.sequence is not None:
             k, v = context.sequence.join(self.site, k, v)
         out_BSND = self.kernel(q, k, v, self._scope(context), context.layer.heads)

@@ -1,5 +1,6 @@
 """Per-microbatch inputs that all layers of a stage share, computed once per forward."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ class Context:
 
     Attributes:
         rows: B; each row holds T / B tokens.
-        rotary: RoPE tables; None where nothing is rotated.
+        rotary: RoPE tables of the kinds of layers that it turns, see `shape.rotations`.
         packing: document boundaries; None if every row is one document.
         dropout: dropout and router jitter; None in evaluation or if the model uses neither.
         part: the tokens this rank holds, if rows are split over ranks; None if it holds all.
@@ -33,7 +34,7 @@ class Context:
     """
 
     rows: int
-    rotary: RotaryTables | None
+    rotary: Mapping[bool, RotaryTables]
     packing: Documents | None
     dropout: Dropout | None
     part: MicrobatchShare | None

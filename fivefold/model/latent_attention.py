@@ -107,14 +107,14 @@ class LatentAttention(AttentionBlock):
 
     def _queries(self, query: Tensor, context: Context) -> Tensor:
         linear = self.q_proj if self.q_b_proj is None else self.q_b_proj
-        assert linear is not None and context.rotary is not None
+        assert linear is not None
         (q_TF,) = self.project(query, linear, drops=context.layer.adapters)
         heads = q_TF.shape[1] // self.model.query_dim
-        return context.rotary.rotate(_by_rows(q_TF, context, heads), self.model.qk_head_dim)
+        q_BSND = _by_rows(q_TF, context, heads)
+        return context.rotary[self.local].rotate(q_BSND, self.model.qk_head_dim)
 
     def _shared_key(self, key_TR: Tensor, context: Context) -> Tensor:
-        assert context.rotary is not None
-        return context.rotary.rotate(_by_rows(self.spread(key_TR), context, 1))
+        return context.rotary[self.local].rotate(_by_rows(self.spread(key_TR), context, 1))
 
     def _from_latents(
         self,

@@ -3,7 +3,8 @@
 Of R rotary features, feature i is paired with feature i + R/2, as in Hugging Face's Llama.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from math import ceil, floor, log, pi
 from typing import Any
 
@@ -100,6 +101,24 @@ class RotaryTables:
         """`rotate` of queries and keys, for which autograd calls Python once each way."""
         q, k = _Rotate.apply(self.cos, self.sin, 0, self.fused, q_BSND, k_BSGD)
         return q, k
+
+
+def rotary_tables(
+    model: ModelConfig,
+    kinds: Iterable[bool],
+    positions_BS: Tensor,
+    dtype: torch.dtype,
+    fused: bool,
+) -> dict[bool, RotaryTables]:
+    """The tables of each kind of layer: False, or True for those with `rotary_base_local`."""
+    found: dict[bool, RotaryTables] = {}
+    for local in kinds:
+        own = model
+        if local:
+            base = model.rotary_base_local or model.rotary_base
+            own = replace(model, rotary_base=base, rope_type="rope", use_rope_scaling=False)
+        found[local] = RotaryTables.at(own, positions_BS, dtype, fused)
+    return found
 
 
 class _Rotate(torch.autograd.Function):

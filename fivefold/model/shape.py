@@ -95,9 +95,15 @@ def has_final_norm(model: ModelConfig, parts: StageParts) -> bool:
     return parts.mtp > 0 if model.mtp_num_layers else parts.head
 
 
-def has_rotation(model: ModelConfig, parts: StageParts) -> bool:
-    """Whether RoPE turns anything in a stage."""
-    return any(map(model.rotates, (*parts.layers, *[model.num_layers] * parts.mtp)))
+def rotations(model: ModelConfig, parts: StageParts) -> frozenset[bool]:
+    """Of the layers of a stage that RoPE turns: whether they have a base of their own."""
+    layers = (*parts.layers, *[model.num_layers] * parts.mtp)
+    return frozenset(turns_locally(model, layer) for layer in layers if model.rotates(layer))
+
+
+def turns_locally(model: ModelConfig, layer: int) -> bool:
+    """Whether a layer has the base of RoPE that layers with a window have."""
+    return model.rotary_base_local is not None and model.window_of(layer) is not None
 
 
 def layer_weights(model: ModelConfig, layer: int) -> Weights:

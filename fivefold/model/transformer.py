@@ -34,10 +34,10 @@ from fivefold.model.loss import cross_entropy
 from fivefold.model.mlp import MLP
 from fivefold.model.norms import LayerNorm, RMSNorm, make_norm
 from fivefold.model.prediction import FurtherToken, objective, targets
-from fivefold.model.rope import RotaryTables
+from fivefold.model.rope import rotary_tables
 from fivefold.model.routing import Decisions
 from fivefold.model.sequence_slices import KeysAndValues
-from fivefold.model.shape import StageParts, has_final_norm, has_rotation, whole_model
+from fivefold.model.shape import StageParts, has_final_norm, rotations, whole_model
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -317,12 +317,12 @@ class Stage(nn.Module):
         routing: Decisions | None,
     ) -> tuple[Tensor, Context]:
         """Embedding (if held) and layers: hidden states [T, H] before the final norm."""
-        dropout, rotary = self._dropout(batch), None
+        dropout = self._dropout(batch)
         if self.embed_tokens is not None:
             x_TH = self._embed(batch, dropout)
         assert x_TH is not None, "a stage without the embedding needs the hidden states before it"
-        if has_rotation(self.model, self.parts):
-            rotary = RotaryTables.at(self.model, batch.positions, x_TH.dtype, self.fuses_rope)
+        kinds = rotations(self.model, self.parts)
+        rotary = rotary_tables(self.model, kinds, batch.positions, x_TH.dtype, self.fuses_rope)
         routes = self.model.num_experts is not None
         context = Context(
             len(batch.tokens),

@@ -30,6 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.3,
         "logits_scaling": 0.7,
         "softmax_scale": 0.6,
+        "rotary_base_local": 100.0,
         "softmax_type": "learnable",
         "window_size": 5,
         "window_attn_skip_freq": "2",

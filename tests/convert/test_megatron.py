@@ -257,6 +257,8 @@ def test_what_changes_results_alone_is_told_apart(name: str) -> None:
         }
     scaled = replace(MODELS[name], logits_scaling=8.0, softmax_scale=0.5)
     assert unlike(scaled, {"softmax_scale": 0.5}) == ["logits_scaling: 8.0, there 1.0"]
+    local = replace(MODELS[name], window_size=8, rotary_base_local=20.0)
+    assert "rotary_base_local: 20.0, there None" in unlike(local, {})
     assert not unlike(MODELS[name], {key: default for key, (default, _) in both.items()})
     for key, (_, other) in both.items():
         (line,) = unlike(MODELS[name], {key: other})

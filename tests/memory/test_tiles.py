@@ -18,7 +18,7 @@ from tests.model.models import LLAMA
 TOKENS, INNER = 50, 96
 CONTEXT = Context(
     rows=1,
-    rotary=None,
+    rotary={},
     packing=None,
     dropout=None,
     part=None,

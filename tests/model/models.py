@@ -80,6 +80,7 @@ SINKS = replace(
     residual_multiplier=0.3,
     logits_scaling=3.0,
     softmax_scale=0.4,
+    rotary_base_local=20.0,
     add_bias_linear=True,
     softmax_type="learnable",
     activation_func="quick_gelu",

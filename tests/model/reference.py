@@ -22,6 +22,9 @@ def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Ten
         window = model.window_of(layer)
         turns = model.no_rope_freq is None or (layer + 1) % int(model.no_rope_freq)
         seen = model if turns else replace(model, position_embedding_type="learned_absolute")
+        if window is not None and model.rotary_base_local is not None:
+            local = model.rotary_base_local
+            seen = replace(seen, rotary_base=local, use_rope_scaling=False, rope_type="rope")
         attended = _attention(seen, own, _norm(model, own, "input_layernorm", x), window)
         attended = _norm(model, own, "post_self_attn_layernorm", attended)
         y = x + attended * model.residual_multiplier

@@ -49,7 +49,7 @@ def test_activation_bytes_are_what_a_layer_saves(model: ModelConfig) -> None:
         return tensor
 
     def spy(layer: TransformerLayer, arguments: tuple) -> None:
-        tables = (arguments[1].rotary.cos, arguments[1].rotary.sin)
+        tables = [x for each in arguments[1].rotary.values() for x in (each.cos, each.sin)]
         known.update(table.untyped_storage().data_ptr() for table in tables)
 
     known = {p.untyped_storage().data_ptr() for p in stage.parameters()}

@@ -50,7 +50,7 @@ def _router(model: ModelConfig, settings: ExpertsConfig) -> tuple[Router, Tensor
 
 def _context() -> Context:
     rows = torch.zeros(1, dtype=torch.int64)
-    return Context(1, None, None, None, None, None, {}, None, first_ids_B=rows, step=0)
+    return Context(1, {}, None, None, None, None, {}, None, first_ids_B=rows, step=0)
 
 
 def _routed(model: ModelConfig, factor: float | None = None) -> tuple[Router, Tensor, Tensor]:

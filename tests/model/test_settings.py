@@ -33,6 +33,7 @@ FAMILIES = {
 # Numbers to try; of other settings, the other choices or the other switch.
 NUMBERS: dict[str, Any] = {
     "rotary_base": 90.0,
+    "rotary_base_local": 90.0,
     "rotary_percent": 0.5,
     "rope_scaling_factor": 4.0,
     "rope_low_freq_factor": 2.0,

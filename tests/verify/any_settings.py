@@ -65,6 +65,7 @@ SOME: dict[str, tuple[Any, ...]] = {
     "window_size": (3,),
     "window_attn_skip_freq": ("2",),
     "no_rope_freq": ("2", "3"),
+    "rotary_base_local": (100.0,),
     "embedding_multiplier": (3.0,),
     "residual_multiplier": (0.3,),
     "logits_scaling": (0.7,),

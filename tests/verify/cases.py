@@ -123,7 +123,9 @@ MULTIPLIERS: dict[str, Any] = {
 MODELS = {
     "sinks": SINKS,
     "neox": NEOX,
-    "oss": replace(SINKS, num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=12),
+    "oss": replace(
+        SINKS, rotary_base_local=100.0, num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=12
+    ),
     "latent": LATENT,
     "latent, plain queries": replace(
         LATENT, q_lora_rank=None, add_bias_linear=True, normalization="LayerNorm", **MULTIPLIERS
