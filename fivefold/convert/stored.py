@@ -278,6 +278,8 @@ _NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "glm4": _GATE_UP,
         "exaone4": _AFTER,
         "olmo2": _AFTER,
+        "olmo3": _AFTER,
+        "gemma3_text": {".post_attention_layernorm.": ".pre_feedforward_layernorm.", **_AFTER},
         "olmoe": _QWEN_MOE,
         "starcoder2": {
             ".mlp.up_proj.": ".mlp.c_fc.",

@@ -18,7 +18,8 @@ from fivefold.checkpoint.index import SavedTensor
 from fivefold.checkpoint.reader import fill
 from fivefold.config.config import Config
 from fivefold.config.huggingface import from_hf_config, read_adapter
-from fivefold.config.huggingface.write import differences, to_hf_config
+from fivefold.config.huggingface.comparing import differences
+from fivefold.config.huggingface.write import to_hf_config
 from fivefold.config.model import ModelConfig
 from fivefold.config.sources import read_config, to_toml
 from fivefold.convert.adapter import with_merged, write_adapter

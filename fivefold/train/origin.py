@@ -7,7 +7,7 @@ from shlex import quote
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.config import Config
 from fivefold.config.huggingface import from_hf_config, refuse_adapter
-from fivefold.config.huggingface.write import differences
+from fivefold.config.huggingface.comparing import differences
 from fivefold.config.megatron import is_megatron, megatron_checkpoint
 from fivefold.config.training import TrainingConfig
 from fivefold.convert.hub import HubFolder, is_hub_folder

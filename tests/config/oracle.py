@@ -138,11 +138,12 @@ def renamed(config: ModelConfig, model: nn.Module, tensors: dict[str, Tensor]) -
     second = model.config.model_type == "deepseek_v2"  # which does not read the field
     interleaved = second or getattr(model.config, "rope_interleave", True)
     glm = model.config.model_type in ("glm", "glm4")
-    after = model.config.model_type in ("exaone4", "olmo2")
+    after = model.config.model_type in ("exaone4", "olmo2", "olmo3", "gemma3_text")
     found: dict[str, Tensor] = {}
     for name, value in tensors.items():
         if after:
             name = name.replace("post_attention_layernorm", "post_self_attn_layernorm")
+            name = name.replace("pre_feedforward_layernorm", "post_attention_layernorm")
             name = name.replace("post_feedforward_layernorm", "post_mlp_layernorm")
         for theirs, ours in _NAMES.items():
             name = name.replace(theirs, ours)

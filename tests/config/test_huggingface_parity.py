@@ -74,6 +74,15 @@ TINY: Mapping[str, dict[str, Any]] = {
     "phi3": _SIZES | {"num_key_value_heads": 2, "pad_token_id": None},
     "olmo2": _SIZES | {"num_key_value_heads": 2, "pad_token_id": None},
     "olmoe": _SIZES | _EXPERTS | {"num_experts": 4, "pad_token_id": None},
+    "olmo3": _SIZES | {"num_hidden_layers": 5, "pad_token_id": None},
+    "gemma3_text": _SIZES
+    | {
+        "num_hidden_layers": 7,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "query_pre_attn_scalar": 12,
+        "pad_token_id": None,
+    },
     "gemma": _SIZES | {"num_key_value_heads": 2, "head_dim": 12, "pad_token_id": None},
     "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 100},
     "starcoder2": _SIZES | {"num_key_value_heads": 2},
@@ -117,9 +126,12 @@ _ROPES = [
     {"type": "yarn", "factor": 2.0, "mscale_all_dim": 0.7},
     {"type": "yarn", "factor": 2.0, "mscale_all_dim": 0.7, "mscale": 0.3},
     {"type": "yarn", "factor": 0.5, "attention_factor": 2.0},
+    {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.2079441541679836},
     {"type": "yarn", "factor": 4.0, "beta_fast": 2.0, "truncate": False},
     {"factor": 2.0},
     {"full_attention": {"rope_theta": 100.0}},
+    {"full_attention": _LLAMA3, "sliding_attention": {"rope_theta": 70.0}},
+    {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
 ]
 _SWITCH = [True, False]
 _BIASED = ["full_attention", "sliding_attention"]
@@ -147,6 +159,11 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "logits_scaling": [0.5, 8, -1.0],
     "attention_multiplier": [0.015625, 1, None],
     "clip_qkv": [None, 8.0],
+    "query_pre_attn_scalar": [8, 12, 0],
+    "rope_local_base_freq": [50, 100.0],
+    "final_logit_softcapping": [None, 30.0],
+    "attn_logit_softcapping": [None, 50.0],
+    "cache_implementation": ["hybrid"],
     "use_bidirectional_attention": [None, False, True],
     "hidden_activation": [None, "gelu_pytorch_tanh"],
     "add_cross_attention": _SWITCH,
@@ -292,6 +309,30 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2, one head of keys": ("olmo2", {"num_key_value_heads": 1, **_YARN}),
     "olmoe, normalised": ("olmoe", {"norm_topk_prob": True, "num_experts_per_tok": 3}),
+    "olmo3, scaled beside windows": (
+        "olmo3",
+        {"num_key_value_heads": 2, "sliding_window": 5, "rope_scaling": _YARN["rope_scaling"]},
+    ),
+    "gemma3, narrow windows": (
+        "gemma3_text",
+        {
+            "sliding_window": 4,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 8,
+            "rope_theta": 500.0,
+            "rope_local_base_freq": 50.0,
+        },
+    ),
+    "gemma3, tables by layer": (
+        "gemma3_text",
+        {
+            "layer_types": ["sliding_attention", "full_attention"] * 3 + ["full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", **_LONG},
+                "sliding_attention": {"rope_theta": 30.0},
+            },
+        },
+    ),
     "gemma, untied": ("gemma", {"tie_word_embeddings": False, "hidden_act": "gelu"}),
     "granite, biases": (
         "granite",

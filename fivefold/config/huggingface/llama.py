@@ -1,7 +1,7 @@
 """Llama and related families: RMSNorm, RoPE, a gated MLP, no biases unless the family has them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -76,14 +76,19 @@ _DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
         "smollm3": _Defaults(4, rope_theta=2000000.0, sliding_window=None, tied=True),
         "olmo2": _Defaults(None, None, 1e-5, norms="after", heads="all_heads"),
         "olmoe": _Defaults(None, None, 1e-5, heads="all_heads"),
+        "olmo3": _Defaults(None, None, 1e-5, norms="after", heads="all_heads"),
         "gemma": _Defaults(16, 256, tied=True, activation="gelu_pytorch_tanh"),
+        "gemma3_text": _Defaults(
+            4, 256, tied=True, activation="gelu_pytorch_tanh", norms="both", heads="per_head"
+        ),
     }
 )
 _NULL_HEADS = "llama", "mistral", "mixtral", "gpt_oss"
 """Families in which transformers takes a head_dim of null for hidden size / heads."""
 _GLM = "glm", "glm4", "glm4_moe"
 _NO_WINDOWS = "llama", "granite", "granitemoe", "olmo2", "olmoe", "gemma", *_GLM
-_OWN_WINDOWS = "gpt_oss", "exaone4"
+_OWN_ROPE = "olmo3", "gemma3_text"
+_OWN_WINDOWS = "gpt_oss", "exaone4", *_OWN_ROPE
 _PHI3_DROPOUTS = "resid_pdrop", "embd_pdrop"
 
 
@@ -99,7 +104,7 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
         rope = Rope(defaults.rope_theta, 1.0, "yarn", scaling)
     head_dim = reader.optional_size if kind in _NULL_HEADS else reader.size
     heads = reader.optional_size
-    if kind in ("qwen2_moe", "exaone4", "gemma", *_GLM):
+    if kind in ("qwen2_moe", "exaone4", "gemma", "gemma3_text", *_GLM):
         heads = reader.size
     read_stored_weights(reader, code=gpt_oss or kind == "phi3", rounded=gpt_oss)
     _read_unused(reader, kind)
@@ -111,7 +116,11 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
         num_query_groups=heads("num_key_value_heads", default=key_value_heads),
         kv_channels=head_dim("head_dim", default=defaults.head_dim),
         norm_epsilon=reader.number("rms_norm_eps", defaults.rms_norm_eps),
-        activation_func=activation(reader, "hidden_act", defaults.activation),
+        activation_func=activation(
+            reader,
+            "hidden_activation" if kind == "gemma3_text" else "hidden_act",
+            defaults.activation,
+        ),
         add_bias_linear=_biases(reader, kind),
         add_qkv_bias=_qkv_bias(reader, kind),
         qk_layernorm=_normalises_heads(reader, kind),
@@ -122,7 +131,7 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
         norm_placement=defaults.norms,
         **(_multipliers(reader) if kind.startswith("granite") else {}),
         **({} if kind in _OWN_WINDOWS else _window(reader, kind, sizes["num_layers"], unrotated)),
-        **_rope(reader, kind, rope).settings(),
+        **({} if kind in _OWN_ROPE else _rope(reader, kind, rope).settings()),
     )
 
 
@@ -312,41 +321,3 @@ def _qwen_windows(
             "layer_types", "sliding_attention", ["full_attention"], "there is no window"
         )
     return listed
-
-
-def exaone4(reader: Reader, kind: str) -> ModelConfig:
-    """EXAONE 4: norms after attention and MLP, windows in three of four layers, RoPE in these."""
-    model = llama_like(reader, kind)
-    layers = model.num_layers
-    window = reader.optional_size("sliding_window", default=4096, least=2)
-    slides = layer_types(reader, layers)
-    if slides is not None:
-        reader.without_effect("sliding_window_pattern")
-    else:
-        every = reader.size("sliding_window_pattern", default=4)
-        slides = tuple((layer + 1) % every != 0 for layer in range(layers))
-    if window is None:
-        if any(slides) or reader.fields.get("layer_types") is None:
-            why = "layer_types has to say that no layer has one"
-            reader.unsupported("sliding_window", None, [4096], why)
-        return model
-    if not any(slides):
-        why = f"of num_hidden_layers {layers} none has it, and layers without it have no RoPE"
-        reader.unsupported("sliding_window", window, [None], why)
-    without = unrotated_frequency([not slide for slide in slides])
-    return replace(model, no_rope_freq=without, **window_settings(window, slides))
-
-
-def gemma(reader: Reader, kind: str) -> ModelConfig:
-    """Gemma: weights of norms that start at 0, and embeddings times the root of their size."""
-    model = llama_like(reader, kind)
-    reader.without_effect("hidden_activation")
-    reader.fixed("use_bidirectional_attention", None, False)
-    # In files of the first release gelu means its approximation by tanh.
-    function = "gelu_tanh" if model.activation_func == "gelu" else model.activation_func
-    return replace(
-        model,
-        activation_func=function,
-        apply_layernorm_1p=True,
-        embedding_multiplier=model.hidden_size**0.5,
-    )

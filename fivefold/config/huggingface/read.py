@@ -9,7 +9,8 @@ from typing import Any
 from fivefold.config.huggingface.deepseek import deepseek
 from fivefold.config.huggingface.generic import read_generic
 from fivefold.config.huggingface.gpt import gpt2, gpt_neox, starcoder2
-from fivefold.config.huggingface.llama import exaone4, gemma, llama_like
+from fivefold.config.huggingface.layered import exaone4, gemma, gemma3, olmo3
+from fivefold.config.huggingface.llama import llama_like
 from fivefold.config.huggingface.mixtures import (
     dots1,
     glm4_moe,
@@ -39,7 +40,9 @@ _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType
         "granitemoe": granite_moe,
         "olmo2": llama_like,
         "olmoe": olmoe,
+        "olmo3": olmo3,
         "gemma": gemma,
+        "gemma3_text": gemma3,
         "qwen2_moe": qwen_moe,
         "qwen3_moe": qwen_moe,
         "deepseek_v2": deepseek,

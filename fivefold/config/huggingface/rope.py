@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isclose, log
 from types import MappingProxyType
 from typing import Any
 
@@ -102,6 +103,49 @@ def read_rope(
     return rope
 
 
+def rope_by_layer(
+    reader: Reader, default: Rope, base: float, *, local: str | None = None
+) -> tuple[Rope, float]:
+    """RoPE of layers without a window, and the base of those with one, which is not scaled.
+
+    transformers 4 has them in fields of their own, 5 in a table for each type of layer.
+
+    Args:
+        reader: reader of the file.
+        default: the family's default.
+        base: the family's base of layers with a window.
+        local: name of that base outside the tables; None: the family has no such field.
+    """
+    beside = reader.optional_number("rope_theta")
+    beside_local = None if local is None else reader.optional_number(local)
+    theta, tables = _or_default(beside, default.theta), reader.table("rope_parameters")
+    scaling = reader.table("rope_scaling")
+    if tables is not None and scaling is not None:
+        names = "rope_parameters", "rope_scaling"
+        reader.contradict({name: reader.fields[name] for name in names})
+    if tables is None:
+        base = _or_default(beside_local, base)
+        if scaling is None:
+            return Rope(theta, 1.0, default.kind, default.scaling), base
+        if "rope_type" not in scaling.fields:
+            scaling.fixed(
+                "type", None, why="transformers 5 reads rope_type, and leaves it unscaled"
+            )
+        theta = _agreed(scaling, "rope_theta", "rope_theta", beside, default.theta)
+        return Rope(theta, 1.0, *_scaling(scaling, _SUPPORTED, False, False, reader)), base
+    whole, window = tables.table("full_attention"), tables.table("sliding_attention")
+    tables.refuse_unread()
+    rope = Rope(theta, 1.0, "default")
+    if whole is not None:
+        theta = _agreed(whole, "rope_theta", "rope_theta", beside, default.theta)
+        rope = Rope(theta, 1.0, *_scaling(whole, _SUPPORTED, False, False, reader))
+    if window is not None:
+        window.text("rope_type", "type", default="default", choices=("default",))
+        base = _agreed(window, "rope_theta", local or "rope_theta", beside_local, base)
+        window.refuse_unread()
+    return rope, base
+
+
 def _agreed(table: Reader, name: str, outer: str, beside: float | None, default: float) -> float:
     """A number that a table and the field outside it must agree on."""
     inside = table.optional_number(name)
@@ -179,7 +223,7 @@ def _yarn(table: Reader, latents: bool, whole: Reader) -> tuple[tuple[str, Any],
     """YaRN; its two mscales count only together, and scale scores only with latent attention."""
     if "factor" not in table.fields:
         table.mistakes.add("yarn RoPE scaling needs factor")
-    table.fixed("attention_factor", None)
+    _read_attention_factor(table)
     rotary, every = table.optional_number("mscale"), table.optional_number("mscale_all_dim")
     if every and not latents:
         table.unsupported("mscale_all_dim", every, [0.0])
@@ -195,3 +239,15 @@ def _yarn(table: Reader, latents: bool, whole: Reader) -> tuple[tuple[str, Any],
         whole_pairs=table.flag("truncate", True),
         scales=(rotary or 1.0, every) if every else (1.0, 0.0),
     )
+
+
+def _read_attention_factor(table: Reader) -> None:
+    """Accept what YaRN makes of its factor anyway, which files of OLMo 3 write out."""
+    given, factor = table.fields.get("attention_factor"), table.fields.get("factor")
+    usual = False
+    if isinstance(given, float) and isinstance(factor, int | float) and factor > 1:
+        usual = isclose(given, 0.1 * log(factor) + 1.0, rel_tol=1e-12)
+    if usual and not table.fields.get("mscale_all_dim"):
+        table.without_effect("attention_factor")
+    else:
+        table.fixed("attention_factor", None)

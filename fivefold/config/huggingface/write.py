@@ -1,19 +1,15 @@
 """Writes the config.json of a model: of the family that, read again, is the same model."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
 
+from fivefold.config.huggingface.comparing import differences, score_scale
 from fivefold.config.huggingface.read import from_hf_config
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError, Mistake
 
 Fields = dict[str, Any]
-
-_TRAINING = ("hidden_dropout", "attention_dropout", "init_method_std")
-_OURS = (*_TRAINING, "make_vocab_size_divisible_by", "unmodelled")
-"""Fields of a ModelConfig that weights do not depend on."""
 
 
 def to_hf_config(model: ModelConfig) -> Fields:
@@ -38,62 +34,6 @@ def to_hf_config(model: ModelConfig) -> Fields:
     why = [] if nearest is None else [f"nearest: {nearest[0]}, but for", *nearest[1]]
     what = "no model family of Hugging Face's that is supported has this architecture"
     raise ConfigError(Mistake(what, tuple(why)))
-
-
-def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
-    """What of two models differs that their weights depend on: a line for each field.
-
-    Further predictions count only if the first has them: the other's weights then have what it
-    needs and more.
-    """
-    if not model.mtp_num_layers:
-        other = replace(other, mtp_num_layers=0)
-    one, two = _told(model), _told(other)
-    return [
-        f"{name}: {one.get(name)}, there {two.get(name)}"
-        for name in {**one, **two}
-        if one.get(name) != two.get(name)
-    ]
-
-
-def _told(model: ModelConfig) -> dict[str, Any]:
-    """The fields that weights depend on, as they take effect."""
-    layers = range(model.num_layers)
-    moe = model.num_experts is not None
-    latent = model.multi_latent_attention
-    told = asdict(model.spelt_out())
-    told["softmax_scale"] = _score_scale(model)
-    told["window_size"] = [model.window_of(layer) for layer in layers]
-    told["moe_layer_freq"] = [model.is_moe(layer) for layer in layers]
-    unused = [*_OURS, "window_attn_skip_freq"]
-    if not model.has_dense_layers:
-        unused.append("ffn_hidden_size")
-    if not moe:
-        unused += [name for name in told if name.startswith("moe_")]
-    if not latent:
-        unused += [
-            "q_lora_rank",
-            "kv_lora_rank",
-            "qk_head_dim",
-            "qk_pos_emb_head_dim",
-            "v_head_dim",
-        ]
-    if model.position_embedding_type == "rope":  # positions are computed, however many
-        unused.append("max_position_embeddings")
-    else:
-        unused += [name for name in told if name.startswith("rot")]
-    if not model.use_rope_scaling:
-        unused += [name for name in told if name.startswith("rope_") and name != "rope_type"]
-    if model.rope_type != "yarn":
-        unused += ["rotary_scaling_factor", "original_max_position_embeddings", "beta_fast"]
-        unused += ["beta_slow", "mscale", "mscale_all_dim", "yarn_correction_range_round_to_int"]
-    if model.moe_router_num_groups is None:
-        unused += ["moe_router_group_topk", "moe_router_group_scores"]
-    return {name: value for name, value in told.items() if name not in unused}
-
-
-def _score_scale(model: ModelConfig) -> float:
-    return model.query_dim**-0.5 if model.softmax_scale is None else model.softmax_scale
 
 
 def _sizes(model: ModelConfig) -> Fields:
@@ -211,7 +151,7 @@ def _llama_like(model: ModelConfig, kind: str) -> Fields:
     if kind.startswith("granite"):
         names = "embedding_multiplier", "residual_multiplier", "logits_scaling"
         fields |= {name: getattr(model, name) for name in names}
-        fields["attention_multiplier"] = _score_scale(model)
+        fields["attention_multiplier"] = score_scale(model)
     if kind in ("llama", "smollm3", "granite"):
         fields |= {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
     if kind in ("mistral", "mixtral", "phi3"):
@@ -221,8 +161,14 @@ def _llama_like(model: ModelConfig, kind: str) -> Fields:
     if kind.startswith("glm"):  # whose default of pad_token_id is large
         fields |= {"attention_bias": model.add_qkv_bias, "pad_token_id": None}
         fields["partial_rotary_factor"] = model.rotary_percent
-    if kind in ("olmo2", "olmoe", "gemma"):  # of a vocabulary that may be smaller
+    if kind.startswith(("olmo", "gemma")):  # of a vocabulary that may be smaller
         fields["pad_token_id"] = None
+    if kind in ("olmo3", "gemma3_text"):
+        fields |= _listed_windows(model)
+    if kind == "gemma3_text":
+        fields["hidden_activation"] = fields.pop("hidden_act")
+        fields["query_pre_attn_scalar"] = round(score_scale(model) ** -2)
+        fields["rope_local_base_freq"] = model.rotary_base_local or model.rotary_base
     if kind == "exaone4":
         fields |= _listed_windows(model)
     return fields
@@ -371,7 +317,9 @@ _FAMILIES: Mapping[str, tuple[str, Callable[[ModelConfig, str], Fields]]] = Mapp
         "glm4": ("Glm4ForCausalLM", _llama_like),
         "exaone4": ("Exaone4ForCausalLM", _llama_like),
         "olmo2": ("Olmo2ForCausalLM", _llama_like),
+        "olmo3": ("Olmo3ForCausalLM", _llama_like),
         "gemma": ("GemmaForCausalLM", _llama_like),
+        "gemma3_text": ("Gemma3ForCausalLM", _llama_like),
         "gpt2": ("GPT2LMHeadModel", _gpt2),
         "starcoder2": ("Starcoder2ForCausalLM", _starcoder2),
         "gpt_neox": ("GPTNeoXForCausalLM", _gpt_neox),

@@ -1,0 +1,75 @@
+"""What of two models differs that their weights depend on."""
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from fivefold.config.model import ModelConfig
+
+_TRAINING = ("hidden_dropout", "attention_dropout", "init_method_std")
+_OURS = (*_TRAINING, "make_vocab_size_divisible_by", "unmodelled")
+"""Fields of a ModelConfig that weights do not depend on."""
+
+
+def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
+    """What of two models differs that their weights depend on: a line for each field.
+
+    Further predictions count only if the first has them: the other's weights then have what it
+    needs and more.
+    """
+    if not model.mtp_num_layers:
+        other = replace(other, mtp_num_layers=0)
+    one, two = _told(model), _told(other)
+    return [
+        f"{name}: {one.get(name)}, there {two.get(name)}"
+        for name in {**one, **two}
+        if one.get(name) != two.get(name)
+    ]
+
+
+def _told(model: ModelConfig) -> dict[str, Any]:
+    """The fields that weights depend on, as they take effect."""
+    layers = range(model.num_layers)
+    moe = model.num_experts is not None
+    latent = model.multi_latent_attention
+    told = asdict(model.spelt_out())
+    told["softmax_scale"] = score_scale(model)
+    told["rotary_base_local"] = _local_base(model)
+    told["window_size"] = [model.window_of(layer) for layer in layers]
+    told["moe_layer_freq"] = [model.is_moe(layer) for layer in layers]
+    unused = [*_OURS, "window_attn_skip_freq"]
+    if not model.has_dense_layers:
+        unused.append("ffn_hidden_size")
+    if not moe:
+        unused += [name for name in told if name.startswith("moe_")]
+    if not latent:
+        unused += [
+            "q_lora_rank",
+            "kv_lora_rank",
+            "qk_head_dim",
+            "qk_pos_emb_head_dim",
+            "v_head_dim",
+        ]
+    if model.position_embedding_type == "rope":  # positions are computed, however many
+        unused.append("max_position_embeddings")
+    else:
+        unused += [name for name in told if name.startswith("rot")]
+    if not model.use_rope_scaling:
+        unused += [name for name in told if name.startswith("rope_") and name != "rope_type"]
+    if model.rope_type != "yarn":
+        unused += ["rotary_scaling_factor", "original_max_position_embeddings", "beta_fast"]
+        unused += ["beta_slow", "mscale", "mscale_all_dim", "yarn_correction_range_round_to_int"]
+    if model.moe_router_num_groups is None:
+        unused += ["moe_router_group_topk", "moe_router_group_scores"]
+    return {name: value for name, value in told.items() if name not in unused}
+
+
+def score_scale(model: ModelConfig) -> float:
+    """What products of queries and keys are multiplied with."""
+    return model.query_dim**-0.5 if model.softmax_scale is None else model.softmax_scale
+
+
+def _local_base(model: ModelConfig) -> float | None:
+    """The base of layers with a window, if RoPE is another one there."""
+    base = model.rotary_base_local
+    scaled = model.use_rope_scaling or model.rope_type == "yarn"
+    return base if model.window_size is not None and (scaled or base != model.rotary_base) else None
