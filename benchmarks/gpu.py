@@ -65,6 +65,15 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
     "linear loss": ("debug", *LINEAR_LOSS),
     "compiled": ("debug", "--compile"),
     "residual sum and norm in one": ("debug", "--fused-residual-rmsnorm"),
+    "norms around, factors": (
+        *("debug", "--norm-placement", "both", "--apply-layernorm-1p", "--qk-layernorm"),
+        *("--embedding-multiplier", "5.6", "--residual-multiplier", "0.5"),
+        *("--softmax-scale", "0.3", "--logits-scaling", "3", "--fused-residual-rmsnorm"),
+    ),
+    "windows with a base of their own": (
+        *("debug", "--window-size", "5", "--window-attn-skip-freq", "2"),
+        *("--rotary-base-local", "100"),
+    ),
     "tiles": (
         *("debug", "--recompute-granularity", "selective", "--recompute-modules", "mlp"),
         *("--tiled-mlp-num-shards", "3"),
@@ -101,6 +110,10 @@ RANKS: dict[str, tuple[str, ...]] = {
     ),
     "2: tp in parts": (
         *("debug", "--nproc", "2", "--tp", "2", "--sequence-parallel", "--tp-comm-overlap"),
+    ),
+    "2: tp, heads normalised together": (
+        *("debug", "--nproc", "2", "--tp", "2", "--norm-placement", "after"),
+        *("--qk-layernorm", "--qk-layernorm-type", "all_heads"),
     ),
     "2: tp, fp8 in bf16": (
         *("debug", "--nproc", "2", "--tp", "2", "--sequence-parallel", "--precision", "bf16"),

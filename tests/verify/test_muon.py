@@ -35,7 +35,6 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 IN_THE_GATE = (
     "latent, tensor parallel, ZeRO-3",
-    "parts of experts",
     "stages, ZeRO-1, gathered beside the update",
 )
 

@@ -40,6 +40,10 @@ def olmoe(reader: Reader, kind: str) -> ModelConfig:
     """OLMoE: experts in every layer, whose weights are those of a softmax over all of them."""
     model = llama_like(reader, kind)
     read_balancing(reader)
+    usual = model.hidden_size // model.num_attention_heads
+    if model.head_dim != usual:
+        why = "norms there have hidden_size features of queries"
+        reader.unsupported("head_dim", model.head_dim, [usual], why)
     return replace(
         model,
         num_experts=reader.size("num_experts", "num_local_experts", default=64),
