@@ -18,8 +18,10 @@ _NEVER = (
     *("moe_apply_probs_on_input", "qk_l2_norm", "rotary_interleaved", "use_mup"),
 )
 """Switches that no model here has, most of which change what the same weights compute."""
-_OURS: Mapping[str, float | None] = MappingProxyType(
+_OURS: Mapping[str, float | str | None] = MappingProxyType(
     {
+        "norm_placement": "before",
+        "qk_layernorm_type": "per_head",
         "embedding_multiplier": 1.0,
         "residual_multiplier": 1.0,
         "logits_scaling": 1.0,

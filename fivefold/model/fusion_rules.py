@@ -24,7 +24,7 @@ def check_fusions(config: Config, mistakes: Mistakes) -> None:
         )
     if not model.norms_before:
         mistakes.add(
-            f"{_TELLS}, and with norm_placement {model.norm_placement} none is before", works=[_OFF]
+            f"{_TELLS}, and norm_placement {model.norm_placement} has no norm there", works=[_OFF]
         )
     if model.parallel_residual:
         mistakes.add(f"{_TELLS}, which reads no sum with parallel_residual", works=[_OFF])

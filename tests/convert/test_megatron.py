@@ -203,6 +203,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ffn_hidden_size": {"ffn_hidden_size": 32},
     "rotary_base": {"rotary_base": 5e5},
     "norm_epsilon": {"norm_epsilon": 1e-6},
+    "norm_placement": {"norm_placement": "both"},
+    "qk_layernorm_type": {"qk_layernorm": True, "qk_layernorm_type": "all_heads"},
     "normalization": {"normalization": "LayerNorm"},
     "swiglu": {"activation_func": "gelu"},
     "untie_embeddings_and_output_weights": {"untie_embeddings_and_output_weights": False},

@@ -81,15 +81,18 @@ TOGETHER: dict[str, tuple[int, str, dict[str, Any]]] = {
     "bf16": (4, "llama", named(tp=2, precision="bf16", strategy="optim")),
     "compiled": (2, "llama", flags(tp=2) | {"compile": True, "compile_backend": "eager"}),
 }
+CENTRED = [(name, centred) for name in TOGETHER for centred in (False, True)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", chosen(TOGETHER, "a key head of two ranks, ZeRO-3"))
-def test_layouts_normalise_all_heads_together(name: str) -> None:
+@pytest.mark.parametrize(
+    "case", chosen(CENTRED, ("a key head of two ranks, ZeRO-3", True)), ids=str
+)
+def test_layouts_normalise_all_heads_together(case: tuple[str, bool]) -> None:
+    name, centred = case
     world, model, settings = TOGETHER[name]
     together = {"qk_layernorm": True, "qk_layernorm_type": "all_heads"}
-    centred = {"apply_layernorm_1p": len(name) % 2 == 1}
-    passes(world, model, settings | together | centred)
+    passes(world, model, settings | together | {"apply_layernorm_1p": centred})
 
 
 def test_norms_that_are_not_there_are_not_discarded_or_moved() -> None:

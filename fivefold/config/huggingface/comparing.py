@@ -32,7 +32,7 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     moe = model.num_experts is not None
     latent = model.multi_latent_attention
     told = asdict(model.spelt_out())
-    told["softmax_scale"] = score_scale(model)
+    told["softmax_scale"] = softmax_scale(model)
     told["rotary_base_local"] = _local_base(model)
     told["window_size"] = [model.window_of(layer) for layer in layers]
     told["moe_layer_freq"] = [model.is_moe(layer) for layer in layers]
@@ -63,7 +63,7 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     return {name: value for name, value in told.items() if name not in unused}
 
 
-def score_scale(model: ModelConfig) -> float:
+def softmax_scale(model: ModelConfig) -> float:
     """What products of queries and keys are multiplied with."""
     return model.query_dim**-0.5 if model.softmax_scale is None else model.softmax_scale
 

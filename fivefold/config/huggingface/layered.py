@@ -1,4 +1,4 @@
-"""EXAONE 4, OLMo 3 and Gemma: layers with a window have positions of their own."""
+"""EXAONE 4, OLMo 3 and Gemma 3, whose layers with a window have other positions, and Gemma 1."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,12 +32,12 @@ def exaone4(reader: Reader, kind: str) -> ModelConfig:
 def olmo3(reader: Reader, kind: str) -> ModelConfig:
     """OLMo 3: OLMo 2 with windows in three of four layers, whose RoPE is not scaled."""
     model = llama_like(reader, kind)
-    slides = layer_types(reader, model.num_layers)
+    slides, usual = layer_types(reader, model.num_layers), 500000.0
     slides = slides or tuple((layer + 1) % 4 != 0 for layer in range(model.num_layers))
     if reader.fields.get("rope_parameters") is None:
-        why = "transformers 5 gives layers with a window 500000, whatever stands here"
-        reader.fixed("rope_theta", 500000.0, why=why)
-    rope, base = rope_by_layer(reader, Rope(500000.0, 1.0, "default"), 500000.0)
+        why = f"transformers 5 gives layers with a window {usual:.0f}, whatever stands here"
+        reader.fixed("rope_theta", usual, why=why)
+    rope, base = rope_by_layer(reader, Rope(usual, 1.0, "default"), usual)
     return replace(model, **_in_layers(reader, slides, rope, base))
 
 

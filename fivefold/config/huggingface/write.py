@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from fivefold.config.huggingface.comparing import differences, score_scale
+from fivefold.config.huggingface.comparing import differences, softmax_scale
 from fivefold.config.huggingface.read import from_hf_config
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError, Mistake
@@ -141,36 +141,33 @@ def _llama_like(model: ModelConfig, kind: str) -> Fields:
         "attention_dropout": model.attention_dropout,
         **_rope(model),
     }
+    if kind.startswith(("phi3", "smollm3", "glm", "olmo", "gemma")):
+        fields["pad_token_id"] = None  # the family's default may be outside of this vocabulary
     if kind == "phi3":
-        # The family's default of pad_token_id may be outside of this vocabulary.
         fields |= {"resid_pdrop": model.hidden_dropout, "embd_pdrop": model.hidden_dropout}
-        fields |= {"partial_rotary_factor": model.rotary_percent, "pad_token_id": None}
+    if kind.startswith(("phi3", "glm")):
+        fields["partial_rotary_factor"] = model.rotary_percent
     if kind == "smollm3":
         rotates = [int(model.rotates(layer)) for layer in range(model.num_layers)]
-        fields |= {"no_rope_layers": rotates, "pad_token_id": None} | _qwen_windows(model)
+        fields |= {"no_rope_layers": rotates} | _qwen_windows(model)
     if kind.startswith("granite"):
         names = "embedding_multiplier", "residual_multiplier", "logits_scaling"
         fields |= {name: getattr(model, name) for name in names}
-        fields["attention_multiplier"] = score_scale(model)
+        fields["attention_multiplier"] = softmax_scale(model)
     if kind in ("llama", "smollm3", "granite"):
         fields |= {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
     if kind in ("mistral", "mixtral", "phi3"):
         fields["sliding_window"] = _width(model.widest_window)
     if kind.startswith("qwen"):
         fields |= _qwen_windows(model)
-    if kind.startswith("glm"):  # whose default of pad_token_id is large
-        fields |= {"attention_bias": model.add_qkv_bias, "pad_token_id": None}
-        fields["partial_rotary_factor"] = model.rotary_percent
-    if kind.startswith(("olmo", "gemma")):  # of a vocabulary that may be smaller
-        fields["pad_token_id"] = None
-    if kind in ("olmo3", "gemma3_text"):
+    if kind.startswith("glm"):
+        fields["attention_bias"] = model.add_qkv_bias
+    if kind in ("exaone4", "olmo3", "gemma3_text"):
         fields |= _listed_windows(model)
     if kind == "gemma3_text":
         fields["hidden_activation"] = fields.pop("hidden_act")
-        fields["query_pre_attn_scalar"] = round(score_scale(model) ** -2)
+        fields["query_pre_attn_scalar"] = round(softmax_scale(model) ** -2)
         fields["rope_local_base_freq"] = model.rotary_base_local or model.rotary_base
-    if kind == "exaone4":
-        fields |= _listed_windows(model)
     return fields
 
 
