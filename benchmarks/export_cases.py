@@ -195,11 +195,14 @@ CHANGES: Mapping[str, Change] = {
     "residual_multiplier": Change(0.22),
     "logits_scaling": Change(8.0),
     "softmax_scale": Change(0.0078125),
+    "attn_logit_softcapping": Change(50.0),
+    "final_logit_softcapping": Change(30.0),
     "position_embedding_type": Change(
         "learned_absolute", {"use_rope_scaling": False, "rotary_base": 10_000.0}
     ),
     "rotary_base": Change(20_000.0),
     "rotary_base_local": Change(20_000.0, {"window_size": 1024}),
+    "rotary_seq_len_interpolation_factor": Change(8.0, {"use_rope_scaling": False}),
     "use_rope_scaling": Change(True, {"preset": "llama2-7b"}),
     "rope_scaling_factor": Change(16.0),
     "rope_low_freq_factor": Change(2.0),

@@ -3,7 +3,8 @@
 from typing import get_args
 
 from fivefold.config.config import Config
-from fivefold.config.model import LoraTarget, ModelConfig
+from fivefold.config.lora import LoraTarget
+from fivefold.config.model import ModelConfig
 from fivefold.config.settings import flag_of
 from fivefold.errors import Mistakes
 

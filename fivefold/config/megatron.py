@@ -26,6 +26,8 @@ _OURS: Mapping[str, float | str | None] = MappingProxyType(
         "residual_multiplier": 1.0,
         "logits_scaling": 1.0,
         "rotary_base_local": None,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
     }
 )
 """What models there cannot have, and what they have instead."""
@@ -81,7 +83,7 @@ def unlike(model: ModelConfig, arguments: Mapping[str, Any]) -> list[str]:
 
     Only what is among the arguments is compared.
     """
-    theirs = dict[str, Any](_OURS) | dict(arguments)
+    theirs = {"rotary_seq_len_interpolation_factor": None, **_OURS, **arguments}
     if "norm_epsilon" not in theirs and "layernorm_epsilon" in theirs:
         theirs["norm_epsilon"] = theirs["layernorm_epsilon"]
     if theirs.get("group_query_attention") is False:
@@ -161,8 +163,8 @@ def _told(model: ModelConfig) -> Iterator[tuple[str, Any]]:
     if model.position_embedding_type == "rope":
         if model.no_rope_freq is None:
             yield "no_rope_freq", None
-        yield "rotary_seq_len_interpolation_factor", None
-        for name in ("rotary_base", "rotary_percent", "use_rope_scaling"):
+        stretches = "rotary_seq_len_interpolation_factor", "use_rope_scaling"
+        for name in ("rotary_base", "rotary_percent", *stretches):
             yield name, getattr(model, name)
         if model.use_rope_scaling:
             yield "rope_scaling_factor", model.rope_scaling_factor

@@ -4,26 +4,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from fivefold.config.layer_pattern import expert_layers, unrotated_layers, window_layers
+from fivefold.config.lora import OF_ADAPTERS, LoraTarget
 from fivefold.config.parallel import option
 
 MAX_SIZE = (1 << 31) - 1  # of any dimension, so that products of two fit into 64 bits
-
-LoraTarget = Literal[
-    "all-linear",
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-    "q_a_proj",
-    "q_b_proj",
-    "kv_a_proj",
-    "kv_b_proj",
-]
-OF_ADAPTERS = ("lora_alpha", "lora_target_modules", "use_rslora", "use_dora", "lora_dropout")
-"""Settings that say something of adapters only."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +47,12 @@ class ModelConfig:
     softmax_scale: float | None = option(
         None, "factor of queries' products with keys; none: 1 / sqrt(features of a query)"
     )
+    attn_logit_softcapping: float | None = option(
+        None, "c: attention scores become c tanh(score / c), as in Gemma 2; none: as they are"
+    )
+    final_logit_softcapping: float | None = option(
+        None, "c: logits become c tanh(logit / c), as in Gemma 2; none: as they are"
+    )
     position_embedding_type: Literal["rope", "learned_absolute"] = option(
         "rope", "position encoding: rotary, or a learned table"
     )
@@ -72,6 +62,9 @@ class ModelConfig:
     )
     rotary_percent: float = option(
         1.0, "share of a head's features that RoPE rotates, from the first one on"
+    )
+    rotary_seq_len_interpolation_factor: float | None = option(
+        None, "positions are divided by this for RoPE, as in Gemma 3 from 4B on; none: as they are"
     )
     no_rope_freq: str | None = option(
         None,

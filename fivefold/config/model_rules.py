@@ -10,8 +10,9 @@ from fivefold.config.layer_pattern import (
     unrotated_layers,
     window_layers,
 )
+from fivefold.config.lora import OF_ADAPTERS
 from fivefold.config.lora_rules import check_adapters
-from fivefold.config.model import MAX_SIZE, OF_ADAPTERS, ModelConfig
+from fivefold.config.model import MAX_SIZE, ModelConfig
 from fivefold.config.settings import flag_of
 from fivefold.errors import Mistakes, did_you_mean
 
@@ -29,9 +30,12 @@ _POSITIVE = (
     "residual_multiplier",
     "logits_scaling",
     "softmax_scale",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
     "rotary_base",
     "rotary_base_local",
     "rotary_percent",
+    "rotary_seq_len_interpolation_factor",
     "rotary_scaling_factor",
     "original_max_position_embeddings",
     "beta_fast",
@@ -167,8 +171,25 @@ def _check_rope(model: ModelConfig, mistakes: Mistakes) -> None:
             "without multi_latent_attention",
             works=["--rotary-base-local none"],
         )
+    if model.rotary_seq_len_interpolation_factor is not None:
+        _check_interpolation(model, mistakes)
     if model.use_rope_scaling and model.position_embedding_type != "rope":
         mistakes.add("use_rope_scaling needs position_embedding_type rope")
+
+
+def _check_interpolation(model: ModelConfig, mistakes: Mistakes) -> None:
+    """Check that there are positions to divide, and that nothing else stretches them."""
+    off = "--rotary-seq-len-interpolation-factor none"
+    if model.position_embedding_type != "rope":
+        what = "rotary_seq_len_interpolation_factor needs position_embedding_type rope"
+        mistakes.add(what, works=[off])
+    for name, stretched in (
+        ("rope_type yarn", model.rope_type == "yarn"),
+        ("use_rope_scaling", model.use_rope_scaling),
+    ):
+        if stretched:
+            what = f"{name} and rotary_seq_len_interpolation_factor both stretch RoPE"
+            mistakes.add(what, works=[off])
 
 
 def _check_unrotated(model: ModelConfig, mistakes: Mistakes) -> None:

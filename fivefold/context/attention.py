@@ -17,6 +17,7 @@ from fivefold.model.attention import Kernel, Scope, attention
 from fivefold.model.blocks import Span, indices
 from fivefold.model.blockwise import Queries
 from fivefold.model.dropout import HeadDropout
+from fivefold.model.scores import Scores
 from fivefold.model.shards import MicrobatchShare, Shards
 
 
@@ -35,13 +36,13 @@ class Across:
     ) -> Tensor:
         """See `model.attention.Kernel`."""
         out: Tensor = _Across.apply(
-            q_BSND, k_BSGD, v_BSGD, scope.sinks, self.transport, scope.part, (drop, scope.scale)
+            q_BSND, k_BSGD, v_BSGD, scope.sinks, self.transport, scope.part, (drop, scope.scores)
         )
         return out
 
 
-How = tuple[HeadDropout | None, float | None]
-"""Dropout of the probabilities, and what q k^T is multiplied by (`Scope.scale`)."""
+How = tuple[HeadDropout | None, Scores]
+"""Dropout of the probabilities, and how scores are made."""
 
 
 class _Across(torch.autograd.Function):
@@ -86,10 +87,10 @@ class _Across(torch.autograd.Function):
 def _prepared(
     q: Tensor, k: Tensor, v: Tensor, part: MicrobatchShare, how: How
 ) -> tuple[Queries, Own]:
-    drop, scale = how
+    drop, scores = how
     ids, mine = own_ids(part, drop)
     own = Own(torch.cat((k, v), dim=-1), k.shape[-1], part, ids)
-    return Queries(q, k.shape[2], drop, mine, scale), own
+    return Queries(q, k.shape[2], drop, mine, scores), own
 
 
 def own_ids(part: MicrobatchShare, drop: HeadDropout | None) -> tuple[Tensor | None, Tensor | None]:

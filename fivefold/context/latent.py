@@ -45,7 +45,7 @@ class GatheredLatents:
     ) -> Tensor:
         """See `model.attention.LatentKernel`; the shared rotary key follows the latent."""
         assert scope.part is not None, "whole rows need no context parallelism"
-        rest = up, scope.part, Gather(self.group, 1), drop, scope.sinks, scope.scale
+        rest = up, scope.part, Gather(self.group, 1), drop, scope.sinks, scope.scores
         out: Tensor = _Latent.apply(q_BSND, latent_BSC, rest, scope.sinks, *parameters)
         return out
 
@@ -60,11 +60,11 @@ class _Latent(torch.autograd.Function):
         sinks: Tensor | None,
         *parameters: Tensor,
     ) -> Tensor:
-        up, part, gather, drop, _, scale = rest
+        up, part, gather, drop, _, scores = rest
         own, ids = _own(latent, part, drop)
         (arrived,) = gather.forward(own)
         k, v = up(_latents(arrived))
-        queries = Queries(q, k.shape[2], drop, ids, scale)
+        queries = Queries(q, k.shape[2], drop, ids, scores)
         queries.begin(v.shape[-1], sinks)
         queries.meet(_projected(arrived, k, v))
         out = queries.out.to(q.dtype)
@@ -75,14 +75,14 @@ class _Latent(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, latent, out, lse = ctx.saved_tensors
-        up, part, gather, drop, sinks, scale = ctx.rest
+        up, part, gather, drop, sinks, scores = ctx.rest
         own, ids = _own(latent, part, drop)
         steps = gather.backward(own)
         arrived = next(steps)
         with torch.enable_grad():
             latents = _latents(arrived).detach().requires_grad_()
             k, v = up(latents)
-        queries = Queries(q, k.shape[2], drop, ids, scale)
+        queries = Queries(q, k.shape[2], drop, ids, scores)
         queries.begin_backward(grad, out, lse)
         dk, dv = queries.meet_backward(_projected(arrived, k.detach(), v.detach()))
         d_latents, *d_parameters = torch.autograd.grad(

@@ -200,6 +200,7 @@ _AFTER = {
     ".post_self_attn_layernorm.": ".post_attention_layernorm.",
     ".post_mlp_layernorm.": ".post_feedforward_layernorm.",
 }
+_AROUND = {".post_attention_layernorm.": ".pre_feedforward_layernorm.", **_AFTER}
 _MEGATRON_MLPS = {
     ".mlp": ".mlp",
     ".mlp.shared_experts": ".mlp.shared_experts",
@@ -279,7 +280,8 @@ _NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "exaone4": _AFTER,
         "olmo2": _AFTER,
         "olmo3": _AFTER,
-        "gemma3_text": {".post_attention_layernorm.": ".pre_feedforward_layernorm.", **_AFTER},
+        "gemma2": _AROUND,
+        "gemma3_text": _AROUND,
         "olmoe": _QWEN_MOE,
         "starcoder2": {
             ".mlp.up_proj.": ".mlp.c_fc.",

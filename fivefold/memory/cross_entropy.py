@@ -76,6 +76,7 @@ class NativeCrossEntropy:
         weights_T: Tensor | None = None,
         z_loss_coeff: float = 0.0,
         z_sums: list[Tensor] | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         """Sum of the token losses; arguments as in `model.loss.cross_entropy`.
 
@@ -83,7 +84,7 @@ class NativeCrossEntropy:
         """
         rank = 0 if self.group is None else self.group.rank()
         first = rank * logits_Tv.shape[1]
-        entries = Entries(first, vocab_size, label_smoothing, z_loss_coeff)
+        entries = Entries(first, vocab_size, label_smoothing, z_loss_coeff, cap)
         weights_T = token_weights(labels_T, weights_T, logits_Tv.dtype)
         loss: Tensor = _Native.apply(logits_Tv, labels_T, weights_T, entries, self.group, z_sums)
         return loss
@@ -151,7 +152,8 @@ class LinearCrossEntropy:
         weight_vH = local(stage.lm_head.weight)
         rank = 0 if self.group is None else self.group.rank()
         shape = rank * len(weight_vH), stage.model.vocab_size
-        entries = Entries(*shape, stage.label_smoothing, trained_z_coeff(stage))
+        factors = stage.label_smoothing, trained_z_coeff(stage)
+        entries = Entries(*shape, *factors, stage.model.final_logit_softcapping)
         weights_T = token_weights(labels_T, weights_T, x_TH.dtype)
         inputs = x_TH, weight_vH, labels_T, weights_T
         loss: Tensor = _Linear.apply(*inputs, entries, self, stage.lm_head, stage.z_sums)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fivefold.mesh.device import launch
+from fivefold.model.cap_kernels import capped, through_cap
 from fivefold.tensor.vocabulary import Entries
 
 AT_A_TIME = 4096
@@ -34,6 +35,7 @@ def statistics(entries: Entries, logits_Tv: Tensor, labels_T: Tensor) -> Tensor:
         held,
         true=entries.true(logits_Tv),  # the same of nearly all ranges
         smoothed=bool(entries.smoothing),
+        cap=entries.cap or 0.0,
         size=AT_A_TIME,
         num_warps=WARPS,
     )
@@ -56,6 +58,7 @@ def overwrite(
         entries.smoothing / entries.vocab_size,
         1.0 - entries.smoothing,
         2.0 * entries.z_coeff,
+        cap=entries.cap or 0.0,
         size=AT_A_TIME,
         num_warps=WARPS,
     )
@@ -73,6 +76,7 @@ def _statistics(  # type: ignore[no-untyped-def]
     held,
     true: tl.constexpr,
     smoothed: tl.constexpr,
+    cap: tl.constexpr,
     size: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -84,7 +88,8 @@ def _statistics(  # type: ignore[no-untyped-def]
     summed = tl.zeros((size,), tl.float32)
     for start in range(0, true, size):
         inside = start + lanes < true
-        x = tl.load(logits + start + lanes, mask=inside, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits + start + lanes, mask=inside, other=0.0).to(tl.float32)
+        x = tl.where(inside, capped(x, cap), float("-inf"))
         higher = tl.maximum(most, x)
         base = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(most - base) + tl.exp(x - base)
@@ -97,21 +102,34 @@ def _statistics(  # type: ignore[no-untyped-def]
     own = tl.load(labels + row) - first
     here = (own >= 0) & (own < held)
     target = tl.load(logits + tl.where(here, own, 0), mask=here, other=0.0).to(tl.float32)
-    tl.store(found + tokens + row, target)
+    tl.store(found + tokens + row, capped(target, cap))
     if smoothed:
         tl.store(found + 2 * tokens + row, tl.sum(summed, 0))
 
 
 @triton.jit
 def _overwrite(  # type: ignore[no-untyped-def]
-    logits, labels, lse, scale, stride, true, first, held, spread, peak, slope, size: tl.constexpr
+    logits,
+    labels,
+    lse,
+    scale,
+    stride,
+    true,
+    first,
+    held,
+    spread,
+    peak,
+    slope,
+    cap: tl.constexpr,
+    size: tl.constexpr,
 ):
     row = tl.program_id(0)
     place = tl.program_id(1) * size + tl.arange(0, size)
     logits += row.to(tl.int64) * stride + place
-    x = tl.load(logits, mask=place < held, other=0.0).to(tl.float32)
+    x = capped(tl.load(logits, mask=place < held, other=0.0).to(tl.float32), cap)
     norm = tl.load(lse + row)
     grad = tl.exp(x - norm) * (1.0 + slope * norm) - spread
     grad -= tl.where(place == tl.load(labels + row) - first, peak, 0.0)
+    grad = through_cap(grad, x, cap)
     grad = tl.where(place < true, grad * tl.load(scale + row), 0.0)
     tl.store(logits, grad.to(logits.dtype.element_ty), mask=place < held)

@@ -19,9 +19,10 @@ from fivefold.config.memory import MemoryConfig
 from fivefold.memory.host import HostLink
 from fivefold.memory.recompute import RecomputedLayers
 from fivefold.model.experts import Experts
+from fivefold.model.layer import Norm, NormedBlock
 from fivefold.model.layers import LayerBlock
 from fivefold.model.leaves import local
-from fivefold.model.transformer import Norm, NormedBlock, Stage
+from fivefold.model.transformer import Stage
 
 Result = TypeVar("Result")
 

@@ -24,16 +24,11 @@ from fivefold.memory.tiles import Tiles, never_defer
 from fivefold.model.context import Context
 from fivefold.model.experts import Experts, MoE
 from fivefold.model.latent_attention import Heads, LatentAttention
+from fivefold.model.layer import Norm, TransformerLayer
 from fivefold.model.layers import LayerBlock
 from fivefold.model.mlp import MLP
 from fivefold.model.places import placed_layers
-from fivefold.model.transformer import (
-    Norm,
-    RunLayer,
-    Stage,
-    TransformerLayer,
-    plain_layers,
-)
+from fivefold.model.transformer import RunLayer, Stage, plain_layers
 
 
 def install_recompute(stage: Stage, memory: MemoryConfig) -> None:

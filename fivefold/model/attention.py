@@ -19,17 +19,18 @@ from fivefold.model.batch import Documents
 from fivefold.model.blocks import Sight
 from fivefold.model.blockwise import local_attention
 from fivefold.model.context import Context
-from fivefold.model.cuda_kernels import drops_within
+from fivefold.model.cuda_kernels import runs_own
 from fivefold.model.dropout import Dropout, HeadDropout
 from fivefold.model.layers import LayerBlock, Linear
 from fivefold.model.leaves import local
 from fivefold.model.norms import RMSNorm, rms_norm_of
+from fivefold.model.scores import USUAL, Scores
 from fivefold.model.shape import turns_locally
 from fivefold.model.shards import MicrobatchShare
 from fivefold.model.varlen import (
-    PackedDropping,
     PackedFlash,
     PackedKernel,
+    PackedOwn,
     Pieces,
     lacking_packed,
     packed_attention,
@@ -46,18 +47,18 @@ class Scope:
         part: the tokens this rank holds, if rows are split over ranks; None if it holds all.
         sinks: [N], one logit per query head that joins the softmax but has no value, like one more
             key that every query attends to; None: no sinks.
-        scale: what q k^T is multiplied by; None: 1 / sqrt(D).
+        scores: how scores are made of q k^T.
     """
 
     documents: Documents | None = None
     window: int | None = None
     part: MicrobatchShare | None = None
     sinks: Tensor | None = None
-    scale: float | None = None
+    scores: Scores = USUAL
 
 
 class Kernel(Protocol):
-    """softmax(scale q k^T) v within each document."""
+    """softmax(scores of q k^T) v within each document."""
 
     def __call__(
         self,
@@ -76,10 +77,10 @@ def attention(
 ) -> Tensor:
     """Attention by the cheapest implementation that supports the request.
 
-    With documents, a window, sinks, dropout, or values of another size than keys: one call of
-    FlashAttention where it runs, with dropout our own. Elsewhere, and for a sequence slice with
-    earlier keys: block by block, which skips blocks that nothing sees, or document by document.
-    Otherwise PyTorch's fused attention.
+    With documents, a window, sinks, dropout, a cap, or values of another size than keys: one call
+    of FlashAttention where it runs, with dropout or a cap our own. Elsewhere, and for a sequence
+    slice with earlier keys: block by block, which skips blocks that nothing sees, or document by
+    document. Otherwise PyTorch's fused attention.
     """
     sliced, special = k_BLGD.shape[1] > q_BSND.shape[1], _special(q_BSND, k_BLGD, v_BLGD, scope)
     packed = None if sliced else _packed_kernel(q_BSND, v_BLGD, scope, drop, special)
@@ -89,7 +90,7 @@ def attention(
     if sliced or special or drop is not None:
         starts = (0, k_BLGD.shape[1]) if scope.documents is None else scope.documents.starts
         sight = Sight(starts, scope.window)
-        return local_attention(q_BSND, k_BLGD, v_BLGD, sight, scope.sinks, drop, scope.scale)
+        return local_attention(q_BSND, k_BLGD, v_BLGD, sight, scope.sinks, drop, scope.scores)
     return sdpa_attention(q_BSND, k_BLGD, v_BLGD, scope)
 
 
@@ -97,7 +98,8 @@ def in_one_call(
     q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope, drop: HeadDropout | None
 ) -> bool:
     """Whether `attention` is one fused operation here, whatever the documents."""
-    if drop is not None or k_BLGD.shape[1] > q_BSND.shape[1]:
+    ours = drop is not None or scope.scores.cap is not None
+    if ours or k_BLGD.shape[1] > q_BSND.shape[1]:
         return False
     special = _special(q_BSND, k_BLGD, v_BLGD, scope)
     plain = scope.documents is None and not special
@@ -107,7 +109,8 @@ def in_one_call(
 def _special(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope) -> bool:
     """Whether PyTorch's fused attention lacks what is asked for, apart from documents."""
     limited = scope.window is not None and scope.window + 1 < k_BLGD.shape[1]
-    return limited or scope.sinks is not None or v_BLGD.shape[3] != q_BSND.shape[3]
+    capped = scope.scores.cap is not None
+    return limited or capped or scope.sinks is not None or v_BLGD.shape[3] != q_BSND.shape[3]
 
 
 def _packed_kernel(
@@ -117,10 +120,10 @@ def _packed_kernel(
 
     None: nothing does, or PyTorch's fused attention does. `special`: as by `_special`.
     """
-    if drop is not None:
-        return PackedDropping(drop, scope.scale) if drops_within(q_BSND, v_BSGD, drop) else None
-    asked = special or scope.documents is not None
-    return PackedFlash(scope.scale) if asked and not lacking_packed(q_BSND, v_BSGD) else None
+    if drop is not None or scope.scores.cap is not None:
+        return PackedOwn(drop, scope.scores) if runs_own(q_BSND, v_BSGD, drop) else None
+    asked, scale = special or scope.documents is not None, scope.scores.scale
+    return PackedFlash(scale) if asked and not lacking_packed(q_BSND, v_BSGD) else None
 
 
 def _pieces(q_BSND: Tensor, scope: Scope) -> Pieces:
@@ -135,15 +138,15 @@ def _pieces(q_BSND: Tensor, scope: Scope) -> Pieces:
 def sdpa_attention(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope) -> Tensor:
     """PyTorch's fused attention, one document at a time so that no masked score is computed.
 
-    The caller guarantees as many keys as queries, and that no window excludes a key.
+    The caller guarantees as many keys as queries, no cap, and that no window excludes a key.
     """
-    documents = scope.documents
+    documents, scale = scope.documents, scope.scores.scale
     if documents is None:
-        return _fused(q_BSND, k_BLGD, v_BLGD, scope.scale)
+        return _fused(q_BSND, k_BLGD, v_BLGD, scale)
     # split() rather than slicing: its backward concatenates gradients instead of padding and adding
     pieces = (x.flatten(0, 1).split(documents.lengths) for x in (q_BSND, k_BLGD, v_BLGD))
     each = zip(*pieces, strict=True)
-    outputs = [_fused(q[None], k[None], v[None], scope.scale)[0] for q, k, v in each]
+    outputs = [_fused(q[None], k[None], v[None], scale)[0] for q, k, v in each]
     return torch.cat(outputs).view(*q_BSND.shape[:3], -1)
 
 
@@ -208,7 +211,7 @@ class AttentionBlock(LayerBlock):
         has_latents: whether the module supports a `latent_kernel`.
         layer: index of the layer in the model.
         window: how many tokens before itself a query attends to; None: all.
-        scale: what q k^T is multiplied by; None: 1 / sqrt(head features).
+        scores: how scores are made of q k^T.
         rotates: whether RoPE turns queries and keys.
         local: whether by the base that layers with a window have.
         head_offset: index of this rank's first query head in the model; keys dropout masks.
@@ -220,7 +223,8 @@ class AttentionBlock(LayerBlock):
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
         self.model, self.layer = model, layer
-        self.window, self.scale = model.window_of(layer), model.softmax_scale
+        self.window = model.window_of(layer)
+        self.scores = Scores(model.softmax_scale, model.attn_logit_softcapping)
         self.rotates, self.local = model.rotates(layer), turns_locally(model, layer)
         self.site = f"layers.{layer}.self_attn.probabilities"
         self.kernel: Kernel = attention
@@ -243,7 +247,7 @@ class AttentionBlock(LayerBlock):
         part = context.part
         sinks = None if self.sinks is None else local(self.sinks.weight)
         share = None if part is None else part.seeing(self.window)
-        return Scope(context.packing, self.window, share, sinks, self.scale)
+        return Scope(context.packing, self.window, share, sinks, self.scores)
 
     def head_dropout(self, dropout: Dropout) -> HeadDropout | None:
         """Dropout of the probabilities of this rank's heads; None: the model has none."""

@@ -1,4 +1,4 @@
-"""FlashAttention with dropout by names as Triton kernels: no score or mask is ever held.
+"""FlashAttention with dropout by names, or caps, as Triton kernels: no score or mask is ever held.
 
 The algorithm is that of FlashAttention-2 (Dao 2023), for pieces of several lengths that lie end to
 end; a probability's mask is made in registers from its names, forward and backward. Imported only
@@ -29,7 +29,9 @@ from fivefold.model.attention_tiles import (
     tile_of,
     visible_to,
 )
+from fivefold.model.cap_kernels import capped, through_cap
 from fivefold.model.dropout import PairDropout, threshold
+from fivefold.model.scores import USUAL, Scores
 
 MOST_ROWS = 64
 """Queries or keys of a tile of up to 128 features in 16 bits, of which some six fit into the shared
@@ -64,8 +66,8 @@ def forward(
     k: Tensor,
     v: Tensor,
     seen: Seen,
-    drop: PairDropout,
-    scale: float | None = None,
+    drop: PairDropout | None,
+    scores: Scores = USUAL,
 ) -> tuple[Tensor, Tensor]:
     """Output [T, N, Dv], and log-sum-exp [N, T] of what is seen before dropout, at least fp32.
 
@@ -75,11 +77,11 @@ def forward(
         v: values [L, G, Dv].
         seen: which keys each query sees, at least one.
         drop: dropout of the probabilities; in order, its ids are those of all queries and keys.
-        scale: what q k^T is multiplied by; None: 1 / sqrt(D).
+        scores: how scores are made of q k^T.
     """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out, lse = q.new_empty(*q.shape[:2], v.shape[2]), _by_query(q)
-    numbers, constants = _common(q, k, v, seen, drop, scale)
+    numbers, constants = _common(q, k, v, seen, drop, scores)
     grid = _grid(seen, seen.longest[0], q.shape[1], constants["rows"])
     launch(_forward, grid, q, k, v, out, lse, *numbers, **constants)
     return out, lse
@@ -93,13 +95,13 @@ def backward(
     out: Tensor,
     lse: Tensor,
     seen: Seen,
-    drop: PairDropout,
-    scale: float | None = None,
+    drop: PairDropout | None,
+    scores: Scores = USUAL,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; `out` and `lse` may be over more keys than these."""
     grad, q, k, v, out, lse = (x.contiguous() for x in (grad, q, k, v, out, lse))
     dq, dk, dv, given = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), _by_query(q)
-    numbers, constants = _common(q, k, v, seen, drop, scale)
+    numbers, constants = _common(q, k, v, seen, drop, scores)
     grid = _grid(seen, seen.longest[0], q.shape[1], constants["rows"])
     launch(_of_queries, grid, q, k, v, grad, lse, given, out, dq, *numbers, **constants)
     grid = _grid(seen, seen.longest[1], k.shape[1], constants["rows"])
@@ -122,21 +124,27 @@ def _padded(features: int) -> int:
 
 
 def _common(
-    q: Tensor, k: Tensor, v: Tensor, seen: Seen, drop: PairDropout, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, seen: Seen, drop: PairDropout | None, scores: Scores
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments that all kernels have, and constants."""
-    ids, heads = (drop.ids_Bq.reshape(-1), drop.ids_Bk.reshape(-1)), drop.heads
+    names: tuple[Any, ...] = None, None, None
+    dropping, kept_scale = (0, 0, 0), 1.0
+    if drop is not None:
+        heads, kept_scale = drop.heads, 1.0 / (1.0 - drop.heads.p)
+        names = drop.ids_Bq.reshape(-1), drop.ids_Bk.reshape(-1), heads.key
+        dropping = threshold(heads.p), heads.first_head, heads.all_heads
     numbers = (
-        *(seen.starts_q, seen.starts_k, *ids, heads.key),
-        *(*q.shape[:2], k.shape[1], seen.shift, seen.window or 0),
-        *(threshold(heads.p), heads.first_head, heads.all_heads),
+        *(seen.starts_q, seen.starts_k, *names),
+        *(*q.shape[:2], k.shape[1], seen.shift, seen.window or 0, *dropping),
     )
     size, value_size = _padded(q.shape[2]), _padded(v.shape[2])
     row = max(size, value_size) * q.itemsize
     return numbers, {
         # factors are constants, since Triton makes fp32 of numbers that it is given
-        "scale": q.shape[2] ** -0.5 if scale is None else scale,
-        "kept_scale": 1.0 / (1.0 - heads.p),
+        "scale": scores.factor(q.shape[2]),
+        "cap": scores.cap or 0.0,
+        "drops": drop is not None,
+        "kept_scale": kept_scale,
         "causal": seen.causal,
         "windowed": seen.window is not None,
         "wide": tl.float64 if q.dtype == torch.float64 else tl.float32,
@@ -171,6 +179,8 @@ def _forward(  # type: ignore[no-untyped-def]
     first_head,
     all_heads,
     scale: tl.constexpr,
+    cap: tl.constexpr,
+    drops: tl.constexpr,
     kept_scale: tl.constexpr,
     causal: tl.constexpr,
     windowed: tl.constexpr,
@@ -187,10 +197,12 @@ def _forward(  # type: ignore[no-untyped-def]
     start, head = tl.program_id(1) * rows, tl.program_id(2)
     if start >= queries:
         return
-    group, key = head // (heads // groups), tl.load(drop_key)
+    group = head // (heads // groups)
     i = start + tl.arange(0, rows)
     query = tile_of(q, first_q, i, queries, heads, head, features, size)
-    names = ids_of(ids_q, first_q, i, queries) * all_heads + first_head + head
+    if drops:
+        key = tl.load(drop_key)
+        names = ids_of(ids_q, first_q, i, queries) * all_heads + first_head + head
     most = tl.full((rows,), float("-inf"), wide)
     total = tl.zeros((rows,), wide)
     found = tl.zeros((rows, value_size), wide)
@@ -199,14 +211,16 @@ def _forward(  # type: ignore[no-untyped-def]
         j = at + tl.arange(0, rows)
         keyed = tile_of(k, first_k, j, keys, groups, group, features, size)
         visible = visible_to(i, j, queries, keys, shift, window, causal, windowed)
-        scores = tl.where(visible, product(query, tl.trans(keyed), wide) * scale, float("-inf"))
+        scores = capped(product(query, tl.trans(keyed), wide) * scale, cap)
+        scores = tl.where(visible, scores, float("-inf"))
         more = tl.maximum(most, tl.max(scores, 1))
         base = tl.where(more == float("-inf"), 0.0, more)  # of a query that has seen no key yet
         p = tl.exp(scores - base[:, None])
         before = tl.exp(most - base)
         total = total * before + tl.sum(p, 1)
-        kept = kept_of(names, ids_of(ids_k, first_k, j, keys), key, threshold)
-        p = tl.where(kept, p * kept_scale, 0.0)
+        if drops:
+            kept = kept_of(names, ids_of(ids_k, first_k, j, keys), key, threshold)
+            p = tl.where(kept, p * kept_scale, 0.0)
         value = tile_of(v, first_k, j, keys, groups, group, values, value_size)
         added = product(p.to(value.dtype), value, wide)
         found = found * before[:, None] + added
@@ -240,6 +254,8 @@ def _of_queries(  # type: ignore[no-untyped-def]
     first_head,
     all_heads,
     scale: tl.constexpr,
+    cap: tl.constexpr,
+    drops: tl.constexpr,
     kept_scale: tl.constexpr,
     causal: tl.constexpr,
     windowed: tl.constexpr,
@@ -257,12 +273,14 @@ def _of_queries(  # type: ignore[no-untyped-def]
     start, head = tl.program_id(1) * rows, tl.program_id(2)
     if start >= queries:
         return
-    group, key = head // (heads // groups), tl.load(drop_key)
+    group = head // (heads // groups)
     i = start + tl.arange(0, rows)
     query = tile_of(q, first_q, i, queries, heads, head, features, size)
     asked = tile_of(grad, first_q, i, queries, heads, head, values, value_size)
     made = tile_of(out, first_q, i, queries, heads, head, values, value_size)
-    names = ids_of(ids_q, first_q, i, queries) * all_heads + first_head + head
+    if drops:
+        key = tl.load(drop_key)
+        names = ids_of(ids_q, first_q, i, queries) * all_heads + first_head + head
     place = first_q + i + head * all_queries
     logs = tl.load(lse + place, mask=i < queries, other=0.0)
     both = tl.sum(asked.to(wide) * made.to(wide), 1)
@@ -274,12 +292,13 @@ def _of_queries(  # type: ignore[no-untyped-def]
         keyed = tile_of(k, first_k, j, keys, groups, group, features, size)
         value = tile_of(v, first_k, j, keys, groups, group, values, value_size)
         visible = visible_to(i, j, queries, keys, shift, window, causal, windowed)
-        scores = tl.where(visible, product(query, tl.trans(keyed), wide) * scale, float("-inf"))
-        p = tl.exp(scores - logs[:, None])
+        scores = capped(product(query, tl.trans(keyed), wide) * scale, cap)
+        p = tl.exp(tl.where(visible, scores, float("-inf")) - logs[:, None])
         dp = product(asked, tl.trans(value), wide)
-        kept = kept_of(names, ids_of(ids_k, first_k, j, keys), key, threshold)
-        dp = tl.where(kept, dp * kept_scale, 0.0)
-        ds = (p * (dp - both[:, None]) * scale).to(keyed.dtype)
+        if drops:
+            kept = kept_of(names, ids_of(ids_k, first_k, j, keys), key, threshold)
+            dp = tl.where(kept, dp * kept_scale, 0.0)
+        ds = through_cap(p * (dp - both[:, None]) * scale, scores, cap).to(keyed.dtype)
         found += product(ds, keyed, wide)
     store_tile(dq, found, first_q, i, queries, heads, head, features, size)
 
@@ -308,6 +327,8 @@ def _of_keys(  # type: ignore[no-untyped-def]
     first_head,
     all_heads,
     scale: tl.constexpr,
+    cap: tl.constexpr,
+    drops: tl.constexpr,
     kept_scale: tl.constexpr,
     causal: tl.constexpr,
     windowed: tl.constexpr,
@@ -325,11 +346,12 @@ def _of_keys(  # type: ignore[no-untyped-def]
     start, group = tl.program_id(1) * rows, tl.program_id(2)
     if start >= keys:
         return
-    key, shared = tl.load(drop_key), heads // groups
+    shared = heads // groups
     j = start + tl.arange(0, rows)
     keyed = tile_of(k, first_k, j, keys, groups, group, features, size)
     value = tile_of(v, first_k, j, keys, groups, group, values, value_size)
-    columns = ids_of(ids_k, first_k, j, keys)
+    if drops:
+        key, columns = tl.load(drop_key), ids_of(ids_k, first_k, j, keys)
     of_key = tl.zeros((rows, size), wide)
     of_value = tl.zeros((rows, value_size), wide)
     low, high = queries_of(start, queries, shift, window, causal, windowed, rows)
@@ -342,15 +364,16 @@ def _of_keys(  # type: ignore[no-untyped-def]
             logs = tl.load(lse + place, mask=i < queries, other=0.0)
             both = tl.load(given + place, mask=i < queries, other=0.0)
             visible = visible_to(i, j, queries, keys, shift, window, causal, windowed)
-            scores = tl.where(visible, product(query, tl.trans(keyed), wide) * scale, float("-inf"))
-            p = tl.exp(scores - logs[:, None])
-            names = ids_of(ids_q, first_q, i, queries) * all_heads + first_head + head
-            kept = kept_of(names, columns, key, threshold)
-            stays = tl.where(kept, p * kept_scale, 0.0).to(asked.dtype)
-            of_value += product(tl.trans(stays), asked, wide)
-            dp = product(asked, tl.trans(value), wide)
-            dp = tl.where(kept, dp * kept_scale, 0.0)
-            ds = (p * (dp - both[:, None]) * scale).to(query.dtype)
+            scores = capped(product(query, tl.trans(keyed), wide) * scale, cap)
+            p = tl.exp(tl.where(visible, scores, float("-inf")) - logs[:, None])
+            stays, dp = p, product(asked, tl.trans(value), wide)
+            if drops:
+                names = ids_of(ids_q, first_q, i, queries) * all_heads + first_head + head
+                kept = kept_of(names, columns, key, threshold)
+                stays = tl.where(kept, p * kept_scale, 0.0)
+                dp = tl.where(kept, dp * kept_scale, 0.0)
+            of_value += product(tl.trans(stays.to(asked.dtype)), asked, wide)
+            ds = through_cap(p * (dp - both[:, None]) * scale, scores, cap).to(query.dtype)
             of_key += product(tl.trans(ds), query, wide)
     store_tile(dk, of_key, first_k, j, keys, groups, group, features, size)
     store_tile(dv, of_value, first_k, j, keys, groups, group, values, value_size)

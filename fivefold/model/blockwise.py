@@ -15,6 +15,7 @@ from torch import Tensor
 from fivefold.model.blocks import Block, Sight, Span, cut, joined
 from fivefold.model.dropout import HeadDropout, PairDropout
 from fivefold.model.kernels import BlockKernel, choose_kernel
+from fivefold.model.scores import USUAL, Scores
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Queries:
         num_kv_heads: G, all key/value heads of this rank.
         drop: dropout of the probabilities, or None.
         ids: token ids [B, S], needed only if probabilities are dropped.
-        scale: what q k^T is multiplied by; None: 1 / sqrt(D).
+        scores: how scores are made of q k^T.
         out: output [B, S, N, Dv] over the keys seen so far; in a backward, over all keys.
         lse: log-sum-exp [B, N, S] over the same keys.
         grad: gradient of the output, in a backward.
@@ -60,7 +61,7 @@ class Queries:
     num_kv_heads: int
     drop: HeadDropout | None
     ids: Tensor | None
-    scale: float | None
+    scores: Scores
     out: Tensor = field(init=False)
     lse: Tensor = field(init=False)
     grad: Tensor = field(init=False)
@@ -134,7 +135,7 @@ class Queries:
         return first * shared, last * shared
 
     def _kernel(self, keys: Keys) -> BlockKernel:
-        return choose_kernel(self.q, keys.v, self._dropout(keys), self.scale)
+        return choose_kernel(self.q, keys.v, self._dropout(keys), self.scores)
 
     def _dropout(self, keys: Keys) -> PairDropout | None:
         if self.drop is None:
@@ -176,7 +177,7 @@ def local_attention(
     sight: Sight,
     sinks: Tensor | None = None,
     drop: HeadDropout | None = None,
-    scale: float | None = None,
+    scores: Scores = USUAL,
 ) -> Tensor:
     """Attention of rows on one rank, which skips masked blocks.
 
@@ -187,7 +188,7 @@ def local_attention(
         sight: which keys are seen: of each row alike, or of all B * L tokens one after the other.
         sinks: logits [N], see `model.attention.Scope`.
         drop: dropout of the probabilities, or None.
-        scale: what q k^T is multiplied by; None: 1 / sqrt(D).
+        scores: how scores are made of q k^T.
 
     Returns:
         [B, S, N, Dv].
@@ -201,7 +202,7 @@ def local_attention(
     queries = [(end - shape[1], end) for end in range(length, last + 1, length)]
     blocks = cut(joined(queries), ((0, last),), sight)
     dropping = drop, q_ids, k_ids
-    out: Tensor = _Local.apply(q_BSND, k_BLGD, v_BLGD, sinks, blocks, dropping, scale)
+    out: Tensor = _Local.apply(q_BSND, k_BLGD, v_BLGD, sinks, blocks, dropping, scores)
     return out.reshape(*shape[:3], -1)
 
 
@@ -219,22 +220,22 @@ class _Local(torch.autograd.Function):
         sinks: Tensor | None,
         blocks: tuple[Block, ...],
         dropping: Dropping,
-        scale: float | None,
+        scores: Scores,
     ) -> Tensor:
         drop, q_ids, k_ids = dropping
-        queries = Queries(q, k.shape[2], drop, q_ids, scale)
+        queries = Queries(q, k.shape[2], drop, q_ids, scores)
         queries.begin(v.shape[-1], sinks)
         queries.meet(Keys(k, v, blocks, ((0, k.shape[1]),), ids=k_ids))
         out = queries.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, queries.lse)
-        ctx.rest = sinks, blocks, dropping, scale
+        ctx.rest = sinks, blocks, dropping, scores
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        sinks, blocks, (drop, q_ids, k_ids), scale = ctx.rest
-        queries = Queries(q, k.shape[2], drop, q_ids, scale)
+        sinks, blocks, (drop, q_ids, k_ids), scores = ctx.rest
+        queries = Queries(q, k.shape[2], drop, q_ids, scores)
         queries.begin_backward(grad, out, lse)
         dk, dv = queries.meet_backward(Keys(k, v, blocks, ((0, k.shape[1]),), ids=k_ids))
         d_sinks = None if sinks is None else queries.sink_grads(sinks)

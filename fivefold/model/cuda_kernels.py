@@ -17,6 +17,7 @@ from fivefold.mesh.device import runs_triton
 from fivefold.model.blocks import Block, Visibility
 from fivefold.model.dropout import HeadDropout, PairDropout
 from fivefold.model.running import flash_takes
+from fivefold.model.scores import USUAL, Scores
 
 ATEN = torch.ops.aten
 PLANNED = 128
@@ -275,24 +276,24 @@ class Flex:
 
 
 @dataclass(frozen=True)
-class DroppingOnCuda:
-    """FlashAttention with dropout by names, where `drops_within`.
+class OwnOnCuda:
+    """FlashAttention that drops by names and caps scores, where `runs_own`.
 
     Attributes:
         drop: dropout of the probabilities between all queries and keys that blocks are of.
-        scale: what q k^T is multiplied by; None: 1 / sqrt(D).
+        scores: how scores are made of q k^T.
     """
 
-    drop: PairDropout
-    scale: float | None = None
+    drop: PairDropout | None = None
+    scores: Scores = USUAL
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """See `model.kernels.BlockKernel`."""
         from fivefold.model import attention_kernels
 
+        shape, rest = (len(q), -1), (*self._within(q, k, block), self.scores)
         q, k, v = (_token_rows(x) for x in (q, k, v))
-        out, lse = attention_kernels.forward(q, k, v, *self._within(block), self.scale)
-        shape = len(self.drop.ids_Bq), -1
+        out, lse = attention_kernels.forward(q, k, v, *rest)
         return out.unflatten(0, shape).transpose(1, 2), lse.unflatten(1, shape).transpose(0, 1)
 
     def backward(
@@ -301,19 +302,20 @@ class DroppingOnCuda:
         """See `model.kernels.BlockKernel`."""
         from fivefold.model import attention_kernels
 
+        shape, rest = (len(q), -1), (*self._within(q, k, block), self.scores)
         grad, q, k, v, out = (_token_rows(x) for x in (grad, q, k, v, out))
-        lse, shape = lse.transpose(0, 1).flatten(1), (len(self.drop.ids_Bq), -1)
-        rest = *self._within(block), self.scale
+        lse = lse.transpose(0, 1).flatten(1)
         grads = attention_kernels.backward(grad, q, k, v, out, lse, *rest)
         dq, dk, dv = (x.unflatten(0, shape).transpose(1, 2) for x in grads)
         return dq, dk, dv
 
-    def _within(self, block: Block) -> tuple[Any, PairDropout]:
+    def _within(self, q: Tensor, k: Tensor, block: Block) -> tuple[Any, PairDropout | None]:
         from fivefold.model.attention_kernels import Seen
 
-        drop = self.drop.between(slice(*block.q), slice(*block.k))
-        longest = drop.ids_Bq.shape[1], drop.ids_Bk.shape[1]
-        ends = torch.arange(len(drop.ids_Bq) + 1, dtype=torch.int32, device=drop.ids_Bq.device)
+        drop, longest = self.drop, (q.shape[2], k.shape[2])
+        if drop is not None:
+            drop = drop.between(slice(*block.q), slice(*block.k))
+        ends = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
         window = block.window if block.kind == Visibility.BAND else None
         causal = block.kind != Visibility.FULL
         starts = ends * longest[0], ends * longest[1]
@@ -325,11 +327,11 @@ def _token_rows(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def drops_within(q: Tensor, v: Tensor, drop: HeadDropout) -> bool:
-    """Whether a kernel attends and drops at once, for queries [.., D] and values like these."""
+def runs_own(q: Tensor, v: Tensor, drop: HeadDropout | None) -> bool:
+    """Whether our own kernel attends to queries [.., D] and values like these, and drops."""
     features = max(q.shape[-1], v.shape[-1])
     fits = features <= MOST_FEATURES and features * q.itemsize <= MOST_BYTES
-    if not (fits and drop.fused and runs_triton(q)):
+    if not (fits and (drop is None or drop.fused) and runs_triton(q)):
         return False
     return not (q.is_cuda and _lacking_capability(q, 8))
 

@@ -19,15 +19,16 @@ from fivefold.model.blocks import Block, Visibility
 from fivefold.model.cuda_kernels import (
     CudnnOnCuda,
     Differentiated,
-    DroppingOnCuda,
     FlashOnCuda,
     Flex,
-    drops_within,
+    OwnOnCuda,
     lacking_cudnn,
     lacking_flash,
     lacking_flex,
+    runs_own,
 )
 from fivefold.model.dropout import PairDropout
+from fivefold.model.scores import USUAL, Scores
 
 Grads = tuple[Tensor, Tensor, Tensor]
 ROWS = 256  # queries per step of the plain kernel, which bounds the probabilities it holds
@@ -47,21 +48,21 @@ class BlockKernel(Protocol):
 
 
 def choose_kernel(
-    q: Tensor, v: Tensor, drop: PairDropout | None = None, scale: float | None = None
+    q: Tensor, v: Tensor, drop: PairDropout | None = None, scores: Scores = USUAL
 ) -> BlockKernel:
-    """The fastest kernel that supports these queries and values, and drops probabilities.
+    """The fastest kernel that supports these queries and values, drops and caps.
 
     Args:
         q: queries.
         v: values.
         drop: dropout of the probabilities between all queries and keys that blocks are of.
-        scale: what q k^T is multiplied by; None: 1 / sqrt(D).
+        scores: how scores are made of q k^T.
     """
-    if drop is not None:
-        kind = DroppingOnCuda if drops_within(q, v, drop.heads) else Plain
-        return kind(drop, scale)
+    if drop is not None or scores.cap is not None:
+        kind = OwnOnCuda if runs_own(q, v, None if drop is None else drop.heads) else Plain
+        return kind(drop, scores)
     name = next(name for name, (_, lacking) in KERNELS.items() if not lacking(q, v))
-    kernel = kernel_of(name, scale)
+    kernel = kernel_of(name, scores.scale)
     equal = name == "plain" or q.shape[-1] == v.shape[-1]
     return kernel if equal else Padded(kernel)
 
@@ -82,20 +83,20 @@ class Plain:
 
     Attributes:
         drop: dropout of the probabilities between all queries and keys that blocks are of.
-        scale: what q k^T is multiplied by; None: 1 / sqrt(D).
+        scores: how scores are made of q k^T.
     """
 
     drop: PairDropout | None = None
-    scale: float | None = None
+    scores: Scores = USUAL
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """See `BlockKernel`."""
         wide = torch.promote_types(q.dtype, torch.float32)
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
-        seen, scale = visible(block, q.device), self._scale(q)
+        seen, scale = visible(block, q.device), self.scores.factor(q.shape[-1])
         outs, lses = [], []
         for rows, keys in _rows(block):
-            scores = _scores(q[:, :, rows] * scale, k[:, :, keys], seen, rows)
+            scores = self._scores(q[:, :, rows] * scale, k[:, :, keys], seen, rows)
             lse = scores.logsumexp(-1)
             p = self._drop((scores - lse[..., None]).exp(), block, rows, keys)
             outs.append((_grouped(p, v) @ v[:, :, None, keys]).flatten(1, 2))
@@ -109,23 +110,28 @@ class Plain:
         wide = torch.promote_types(q.dtype, torch.float32)
         grad, q, k, v = grad.to(wide), q.to(wide), k.to(wide), v.to(wide)
         delta = (grad * out.to(wide)).sum(-1)
-        seen, scale = visible(block, q.device), self._scale(q)
+        seen, scale = visible(block, q.device), self.scores.factor(q.shape[-1])
         dqs, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
         for rows, keys in _rows(block):
-            scores = _scores(q[:, :, rows] * scale, k[:, :, keys], seen, rows)
+            scores = self._scores(q[:, :, rows] * scale, k[:, :, keys], seen, rows)
             p = (scores - lse[:, :, rows, None]).exp()
             kept = self._drop(p, block, rows, keys)
             of = _grouped(grad[:, :, rows], v)
             dv[:, :, keys] += (_grouped(kept, v).transpose(3, 4) @ of).sum(2)
             dp = (of @ v[:, :, None, keys].transpose(3, 4)).flatten(1, 2)
             dp = self._drop(dp, block, rows, keys)
-            ds = _grouped(p * (dp - delta[:, :, rows, None]), k) * scale
+            ds = self.scores.through(p * (dp - delta[:, :, rows, None]), scores)
+            ds = _grouped(ds, k) * scale
             dqs.append((ds @ k[:, :, None, keys]).flatten(1, 2))
             dk[:, :, keys] += (ds.transpose(3, 4) @ _grouped(q[:, :, rows], k)).sum(2)
         return torch.cat(dqs, 2), dk, dv
 
-    def _scale(self, q: Tensor) -> float:
-        return q.shape[-1] ** -0.5 if self.scale is None else self.scale
+    def _scores(self, q: Tensor, k: Tensor, seen: Tensor | None, rows: slice) -> Tensor:
+        products = (_grouped(q, k) @ k[:, :, None].transpose(3, 4)).flatten(1, 2)
+        scores = self.scores.of(products)
+        if seen is None:
+            return scores
+        return scores.masked_fill(~seen[rows, : k.shape[2]], float("-inf"))
 
     def _drop(self, p: Tensor, block: Block, rows: slice, keys: slice) -> Tensor:
         if self.drop is None:
@@ -144,14 +150,6 @@ def _rows(block: Block) -> Iterator[tuple[slice, slice]]:
 def _grouped(x: Tensor, keys: Tensor) -> Tensor:
     """[B, N, ...] -> [B, G, N / G, ...]: query heads grouped by key/value head."""
     return x.unflatten(1, (keys.shape[1], -1))
-
-
-def _scores(q: Tensor, k: Tensor, seen: Tensor | None, rows: slice) -> Tensor:
-    grouped = _grouped(q, k)
-    scores = (grouped @ k[:, :, None].transpose(3, 4)).flatten(1, 2)
-    if seen is None:
-        return scores
-    return scores.masked_fill(~seen[rows, : k.shape[2]], float("-inf"))
 
 
 @dataclass(frozen=True)
@@ -247,7 +245,7 @@ KERNELS: Mapping[str, tuple[Make, Callable[[Tensor, Tensor], str]]] = MappingPro
         "cudnn": (CudnnOnCuda, _with_values(lacking_cudnn)),
         "flash_cuda": (FlashOnCuda, _with_values(lacking_flash)),
         "flex": (lambda scale: Differentiated(Flex(scale)), _with_values(lacking_flex)),
-        "plain": (lambda scale: Plain(None, scale), lambda q, v: ""),
+        "plain": (lambda scale: Plain(None, Scores(scale)), lambda q, v: ""),
     }
 )
 """By name, fastest first: what makes the kernel of a scale, and why it does not support given

@@ -8,6 +8,7 @@ and values.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -64,7 +65,8 @@ class LatentAttention(AttentionBlock):
         self.o_proj = Linear(model.attention_size, hidden, bias)
         self.up = plain_up
         if (more := score_scale(model)) != 1.0:
-            self.scale = more * (self.scale or model.query_dim**-0.5)
+            scale = more * self.scores.factor(model.query_dim)
+            self.scores = replace(self.scores, scale=scale)
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]; attends within the rows and documents of `context`."""

@@ -6,8 +6,26 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+CAPPED_AT_A_TIME = 1 << 22
+"""Logits whose slope below their cap is made at a time: 16 MiB in fp32."""
 IGNORED = -100
 """The label of a token that the loss ignores."""
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """c tanh(logits / c) for a cap c; None: the logits as they are."""
+    return logits if cap is None else (logits / cap).tanh() * cap
+
+
+def through_cap_(grad_TV: Tensor, logits_TV: Tensor, cap: float | None) -> Tensor:
+    """Make of the gradient of capped logits that of the logits, a part of the tokens at a time."""
+    if cap is not None:
+        at_a_time = max(CAPPED_AT_A_TIME // logits_TV.shape[1], 1)
+        for start in range(0, len(logits_TV), at_a_time):
+            rows = slice(start, start + at_a_time)
+            share = (logits_TV[rows].to(grad_TV.dtype) / cap).tanh_()
+            grad_TV[rows] *= share.square_().neg_().add_(1.0)
+    return grad_TV
 
 
 def cross_entropy(
@@ -18,6 +36,7 @@ def cross_entropy(
     weights_T: Tensor | None = None,
     z_loss_coeff: float = 0.0,
     z_sums: list[Tensor] | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Sum of the token losses, a scalar in fp32 (fp64 for fp64 logits).
 
@@ -30,9 +49,10 @@ def cross_entropy(
         z_loss_coeff: factor of the square of the logits' log-sum-exp, which is added to a token's
             loss (Chowdhery et al., PaLM, 2022, section 5).
         z_sums: receives the part of the sum that this factor adds, if there is one.
+        cap: c, where the loss is of c tanh(logits / c); None: of the logits.
     """
     weights_T = token_weights(labels_T, weights_T, logits_TV.dtype)
-    factors = label_smoothing, z_loss_coeff
+    factors = label_smoothing, z_loss_coeff, cap
     loss: Tensor = _CrossEntropy.apply(
         logits_TV, labels_T.clamp_min(0), weights_T, vocab_size, factors, z_sums
     )
@@ -66,14 +86,14 @@ class _CrossEntropy(torch.autograd.Function):
         targets_T: Tensor,
         weights_T: Tensor,
         vocab_size: int,
-        factors: tuple[float, float],
+        factors: tuple[float, float, float | None],
         z_sums: list[Tensor] | None,
     ) -> Tensor:
-        smoothing, z_coeff = factors
-        true_TV = logits_TV[:, :vocab_size].to(weights_T.dtype)
+        smoothing, z_coeff, cap = factors
+        true_TV = capped(logits_TV[:, :vocab_size].to(weights_T.dtype), cap)
         norm_T = true_TV.logsumexp(dim=1)
         ctx.save_for_backward(logits_TV, targets_T, weights_T, norm_T)
-        ctx.vocab_size, ctx.smoothing, ctx.z_coeff = vocab_size, smoothing, z_coeff
+        ctx.vocab_size, ctx.factors = vocab_size, factors
         expected_T = true_TV.gather(1, targets_T[:, None]).squeeze(1)
         if smoothing:
             expected_T = torch.lerp(expected_T, true_TV.mean(dim=1), smoothing)
@@ -85,14 +105,16 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits_TV, targets_T, weights_T, norm_T = ctx.saved_tensors
-        smoothing, vocab_size = ctx.smoothing, ctx.vocab_size
+        (smoothing, z_coeff, cap), vocab_size = ctx.factors, ctx.vocab_size
+        own_TV = logits_TV[:, :vocab_size]
         scale_T1 = (grad * weights_T)[:, None]
         grad_TV = torch.empty_like(logits_TV, dtype=weights_T.dtype)
         grad_TV[:, vocab_size:] = 0.0
         true_TV = grad_TV[:, :vocab_size]
-        torch.sub(logits_TV[:, :vocab_size], norm_T[:, None], out=true_TV).exp_()
-        true_TV.mul_(scale_T1 * z_slope(norm_T, ctx.z_coeff)[:, None])
+        torch.sub(capped(own_TV.to(true_TV.dtype), cap), norm_T[:, None], out=true_TV).exp_()
+        true_TV.mul_(scale_T1 * z_slope(norm_T, z_coeff)[:, None])
         if smoothing:
             true_TV.sub_(scale_T1 * (smoothing / vocab_size))
         true_TV.scatter_add_(1, targets_T[:, None], (smoothing - 1.0) * scale_T1)
+        through_cap_(true_TV, own_TV, cap)
         return grad_TV.to(logits_TV.dtype), None, None, None, None, None

@@ -1,6 +1,7 @@
 """The places of a stage's layers, by which settings of recomputation differ."""
 
-from fivefold.model.transformer import Stage, TransformerLayer
+from fivefold.model.layer import TransformerLayer
+from fivefold.model.transformer import Stage
 
 
 def placed_layers(stage: Stage) -> list[tuple[int, TransformerLayer]]:

@@ -25,6 +25,8 @@ def frequencies(model: ModelConfig, device: torch.device | None = None) -> Tenso
     features = model.rotary_dim
     exponents = torch.arange(0, features, 2, dtype=torch.float64, device=device)
     plain = model.rotary_base ** (-exponents / features)
+    if model.rotary_seq_len_interpolation_factor is not None:
+        plain = plain / model.rotary_seq_len_interpolation_factor
     if model.rope_type == "yarn":
         return _yarn(model, plain)
     if not model.use_rope_scaling:
@@ -116,7 +118,13 @@ def rotary_tables(
         own = model
         if local:
             base = model.rotary_base_local or model.rotary_base
-            own = replace(model, rotary_base=base, rope_type="rope", use_rope_scaling=False)
+            own = replace(
+                model,
+                rotary_base=base,
+                rope_type="rope",
+                use_rope_scaling=False,
+                rotary_seq_len_interpolation_factor=None,
+            )
         found[local] = RotaryTables.at(own, positions_BS, dtype, fused)
     return found
 

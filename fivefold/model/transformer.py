@@ -5,33 +5,22 @@ whole model (`layers.17.self_attn.q_proj.weight`) in every stage.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fivefold.config.experts import ExpertsConfig
 from fivefold.config.model import ModelConfig
-from fivefold.mesh.device import runs_triton
-from fivefold.model.attention import Attention, AttentionBlock
 from fivefold.model.batch import Batch
 from fivefold.model.context import Context
-from fivefold.model.description import layer_kind
-from fivefold.model.dropout import Dropout, HiddenDropout, LayerDropout
+from fivefold.model.dropout import Dropout
 from fivefold.model.experts import MoE
-from fivefold.model.latent_attention import LatentAttention
-from fivefold.model.layers import (
-    Column,
-    Embedding,
-    LayerBlock,
-    Linear,
-    plain_column,
-)
-from fivefold.model.lora import add_adapters, as_if_trained, freeze
-from fivefold.model.loss import cross_entropy
-from fivefold.model.mlp import MLP
+from fivefold.model.layer import TransformerLayer
+from fivefold.model.layers import Column, Embedding, LayerBlock, Linear, plain_column
+from fivefold.model.lora import as_if_trained, freeze
+from fivefold.model.loss import capped, cross_entropy
 from fivefold.model.norms import LayerNorm, RMSNorm, make_norm
 from fivefold.model.prediction import FurtherToken, objective, targets
 from fivefold.model.rope import rotary_tables
@@ -39,119 +28,9 @@ from fivefold.model.routing import Decisions
 from fivefold.model.sequence_slices import KeysAndValues
 from fivefold.model.shape import StageParts, has_final_norm, rotations, whole_model
 
-Norm = Callable[[Tensor], Tensor]
-
-
-class NormedBlock(Protocol):
-    """Runs a norm and the module after it; `rest` are the module's further arguments."""
-
-    def __call__(self, norm: Norm, module: LayerBlock, x_TH: Tensor, *rest: Any) -> Tensor:
-        """[T, H] -> [T, H]."""
-
-
-def plain_block(norm: Norm, module: LayerBlock, x_TH: Tensor, *rest: Any) -> Tensor:
-    """Norm, then module; replaced when the norm's output is recomputed."""
-    made_TH: Tensor = module(norm(x_TH), *rest)
-    return made_TH
-
-
-def make_attention(model: ModelConfig, layer: int) -> AttentionBlock:
-    """The model's kind of attention for one layer."""
-    return (LatentAttention if model.multi_latent_attention else Attention)(model, layer)
-
-
-def make_mlp(
-    model: ModelConfig, layer: int, experts: ExpertsConfig, global_batch_size: int
-) -> LayerBlock:
-    """The dense MLP or mixture of experts of one layer."""
-    if layer_kind(model, layer).experts:
-        return MoE(model, layer, experts, global_batch_size)
-    return MLP(model, model.ffn_size)
-
-
-class TransformerLayer(nn.Module):
-    """Attention and MLP, each after a norm, or before one, and added to the residual stream.
-
-    Attributes:
-        block: seam around a norm and the module after it.
-        fuses_norm: as in `model.fusions`.
-    """
-
-    def __init__(
-        self, model: ModelConfig, layer: int, experts: ExpertsConfig, global_batch_size: int
-    ) -> None:
-        super().__init__()
-        before, after = model.norms_before, model.norms_after
-        self.input_layernorm = make_norm(model) if before else nn.Identity()
-        self.self_attn = make_attention(model, layer)
-        self.post_self_attn_layernorm = make_norm(model) if after else None
-        self.post_attention_layernorm = make_norm(model) if before else nn.Identity()
-        self.mlp = make_mlp(model, layer, experts, global_batch_size)
-        self.post_mlp_layernorm = make_norm(model) if after else None
-        self.dropout, self.scale = model.hidden_dropout, model.residual_multiplier
-        self.side_by_side = model.parallel_residual
-        self.site = f"layers.{layer}"
-        self.adapted, self.lora_dropout = add_adapters(self, model), model.lora_dropout
-        self.block: NormedBlock = plain_block
-        self.fuses_norm = False
-
-    def forward(self, x_TH: Tensor, context: Context) -> Tensor:
-        """[T, H] -> [T, H]."""
-        if context.dropout is not None:
-            context = replace(context, layer=self._dropout(context.dropout))
-        return self.run(x_TH, context)
-
-    def run(self, x_TH: Tensor, context: Context) -> Tensor:
-        """`forward` without what differs between layers by name; compiled once for all of them."""
-        drop = context.layer
-        attended_TH = self.block(self.input_layernorm, self.self_attn, x_TH, context)
-        attended_TH = _normed(self.post_self_attn_layernorm, attended_TH)
-        norm = self._joined_norm(x_TH)
-        if norm is not None:
-            sum_TH, normed_TH = norm.of_sum(attended_TH, x_TH, self.scale)
-            made_TH = self.mlp(normed_TH, context)
-        else:
-            sum_TH = self._added(x_TH, attended_TH, drop.attended)
-            read_TH = x_TH if self.side_by_side else sum_TH
-            made_TH = self.block(self.post_attention_layernorm, self.mlp, read_TH, context)
-        made_TH = _normed(self.post_mlp_layernorm, made_TH)
-        return self._added(sum_TH, made_TH, drop.made)
-
-    def _added(self, sum_TH: Tensor, x_TH: Tensor, drop: HiddenDropout | None) -> Tensor:
-        if drop is None or not self.dropout:
-            return torch.add(sum_TH, x_TH, alpha=self.scale)
-        return drop(x_TH, self.dropout, sum_TH, self.scale)
-
-    def _joined_norm(self, x_TH: Tensor) -> RMSNorm | None:
-        """The norm before the MLP, if one kernel also makes the sum that it normalises.
-
-        Not where another block makes the norm again from the sum, or moves it.
-        """
-        norm = self.post_attention_layernorm
-        joined = self.fuses_norm and self.block is plain_block and runs_triton(x_TH)
-        return norm if joined and isinstance(norm, RMSNorm) else None
-
-    def _dropout(self, dropout: Dropout) -> LayerDropout:
-        heads = self.self_attn.head_dropout(dropout)
-        adapters = dropout.of_adapters(self.site, self.adapted, self.lora_dropout)
-        if not self.dropout:
-            return LayerDropout(heads=heads, adapters=adapters)
-        attended, made = (dropout.at(f"{self.site}.{after}") for after in ("self_attn", "mlp"))
-        return LayerDropout(attended, made, heads, adapters)
-
-
-def _normed(norm: Norm | None, x_TH: Tensor) -> Tensor:
-    return x_TH if norm is None else norm(x_TH)
-
 
 def _dropped_at(site: str, x_TH: Tensor, dropout: Dropout | None, rate: float) -> Tensor:
     return x_TH if dropout is None or not rate else dropout.at(site)(x_TH, rate)
-
-
-def _make_layer(
-    model: ModelConfig, rules: tuple[ExpertsConfig, int], layer: int
-) -> TransformerLayer:
-    return TransformerLayer(model, layer, *rules)
 
 
 RunLayer = Callable[[Tensor, Context], Tensor]
@@ -209,14 +88,14 @@ class Stage(nn.Module):
         self.embed_tokens = tokens() if parts.embedding else None
         self.embed_positions = Embedding(model.max_position_embeddings, hidden) if learned else None
         rules = experts or ExpertsConfig(), global_batch_size
-        make_layer = partial(_make_layer, model, rules)
-        self.layers = nn.ModuleDict({str(i): make_layer(i) for i in parts.layers})
+        self.layers = nn.ModuleDict(
+            {str(i): TransformerLayer(model, i, *rules) for i in parts.layers}
+        )
         self.norm = make_norm(model) if has_final_norm(model, parts) else None
         self.lm_head = Linear(hidden, vocab) if parts.head else None
         further = range(model.num_layers, model.num_layers + parts.mtp)
-        self.mtp = nn.ModuleDict(
-            {str(d): FurtherToken(model, make_layer(i)) for d, i in enumerate(further)}
-        )
+        layers = (TransformerLayer(model, i, *rules) for i in further)
+        self.mtp = nn.ModuleDict({str(d): FurtherToken(model, x) for d, x in enumerate(layers)})
         self.mtp_embed_tokens = tokens() if parts.mtp and not parts.embedding else None
         self.model, self.parts, jitter = model, parts, rules[0].moe_input_jitter_eps
         self.seed, self.label_smoothing, self.z_loss_coeff = seed, label_smoothing, z_loss_coeff
@@ -294,7 +173,7 @@ class Stage(nn.Module):
         assert self.lm_head is not None, "the last stage has the head"
         states = self._states(*self._run_layers(None, batch, sequence, None), batch)
         (logits_TV,) = self.column(_for_head(self.model, states[:1])[0], self.lm_head)
-        return logits_TV
+        return capped(logits_TV, self.model.final_logit_softcapping)
 
     def loss(self, states: Sequence[Tensor], batch: Batch) -> Tensor:
         """Sum of the weighted token losses from what the head reads [T, H]; one sum per depth."""
@@ -397,4 +276,5 @@ def plain_head_loss(
         weights_T,
         trained_z_coeff(stage),
         stage.z_sums,
+        stage.model.final_logit_softcapping,
     )

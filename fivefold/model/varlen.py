@@ -15,6 +15,7 @@ from torch import Tensor
 from fivefold.model.blockwise import sink_grads
 from fivefold.model.cuda_kernels import Grads, flash_backward, flash_forward, lacking_flash
 from fivefold.model.dropout import HeadDropout, PairDropout
+from fivefold.model.scores import USUAL, Scores
 from fivefold.model.traced import result
 
 
@@ -94,22 +95,22 @@ class PackedFlash:
 
 
 @dataclass(frozen=True)
-class PackedDropping:
-    """FlashAttention with dropout by names, where `cuda_kernels.drops_within`.
+class PackedOwn:
+    """FlashAttention that drops by names and caps scores, where `cuda_kernels.runs_own`.
 
     Attributes:
         drop: dropout of the probabilities; its ids are those of the T tokens.
-        scale: what q k^T is multiplied by; None: 1 / sqrt(D).
+        scores: how scores are made of q k^T.
     """
 
-    drop: HeadDropout
-    scale: float | None = None
+    drop: HeadDropout | None = None
+    scores: Scores = USUAL
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Pieces) -> tuple[Tensor, Tensor]:
         """See `PackedKernel`."""
         from fivefold.model import attention_kernels
 
-        return attention_kernels.forward(q, k, v, *self._within(at), self.scale)
+        return attention_kernels.forward(q, k, v, *self._within(at), self.scores)
 
     def backward(
         self,
@@ -124,14 +125,16 @@ class PackedDropping:
         """See `PackedKernel`."""
         from fivefold.model import attention_kernels
 
-        rest = *self._within(at), self.scale
+        rest = *self._within(at), self.scores
         return attention_kernels.backward(grad, q, k, v, out, lse, *rest)
 
-    def _within(self, at: Pieces) -> tuple[Any, PairDropout]:
+    def _within(self, at: Pieces) -> tuple[Any, PairDropout | None]:
         from fivefold.model.attention_kernels import Seen
 
-        ids = self.drop.token_ids_BL
         seen = Seen(at.starts, at.starts, (at.longest, at.longest), True, window=at.window)
+        if self.drop is None:
+            return seen, None
+        ids = self.drop.token_ids_BL
         return seen, PairDropout(self.drop, ids, ids)
 
 

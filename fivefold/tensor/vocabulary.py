@@ -16,7 +16,14 @@ from fivefold.mesh.collectives import all_gather
 from fivefold.mesh.device import uses_gpu_kernels
 from fivefold.model.layers import Embedding, Kept, Products
 from fivefold.model.leaves import local
-from fivefold.model.loss import IGNORED, note_z, token_weights, z_slope
+from fivefold.model.loss import (
+    IGNORED,
+    capped,
+    note_z,
+    through_cap_,
+    token_weights,
+    z_slope,
+)
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.linear import sum_tokens
 
@@ -132,10 +139,11 @@ class VocabularyCrossEntropy:
         weights_T: Tensor | None = None,
         z_loss_coeff: float = 0.0,
         z_sums: list[Tensor] | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         """Sum of the token losses; arguments as in `model.loss.cross_entropy`."""
         first = self.group.rank() * logits_Tv.shape[1]
-        entries = Entries(first, vocab_size, label_smoothing, z_loss_coeff)
+        entries = Entries(first, vocab_size, label_smoothing, z_loss_coeff, cap)
 
         def note(lse_T: Tensor) -> None:
             note_z(z_sums, z_loss_coeff, lse_T, token_weights(labels_T, weights_T, lse_T.dtype))
@@ -186,12 +194,14 @@ class Entries:
         vocab_size: size of the unpadded vocabulary; later entries have no probability.
         smoothing: probability spread evenly over the unpadded vocabulary.
         z_coeff: factor of the squared log-sum-exp that is added to the loss.
+        cap: c, where the loss is of c tanh(logits / c); None: of the logits.
     """
 
     first: int
     vocab_size: int
     smoothing: float
     z_coeff: float = 0.0
+    cap: float | None = None
 
     def statistics(self, logits_Tv: Tensor, labels_T: Tensor) -> Tensor:
         """Statistics of these logits for the loss: [3, T], or [2, T] without smoothing.
@@ -199,6 +209,7 @@ class Entries:
         The rows are the log-sum-exp, the target's logit if in this range (else 0), and the sum.
         """
         wide = logits_Tv.to(torch.promote_types(logits_Tv.dtype, torch.float32))
+        wide = capped(wide, self.cap)
         true = wide[:, : self.true(logits_Tv)]
         here_T, mine_T = _own_rows(labels_T, self.first, logits_Tv.shape[1])
         # A range of padding only is allowed: its log-sum-exp is -inf and its sum 0.
@@ -230,13 +241,14 @@ class Entries:
             scale_T: upstream gradient times the weight of each token's loss; 0 where ignored.
         """
         grad_Tv = torch.empty_like(logits_Tv, dtype=lse_T.dtype)
-        torch.sub(logits_Tv, lse_T[:, None], out=grad_Tv).exp_()
+        torch.sub(capped(logits_Tv.to(grad_Tv.dtype), self.cap), lse_T[:, None], out=grad_Tv).exp_()
         grad_Tv *= (scale_T * z_slope(lse_T, self.z_coeff))[:, None]
         if self.smoothing:
             grad_Tv -= (scale_T * (self.smoothing / self.vocab_size))[:, None]
         here_T, mine_T = _own_rows(labels_T, self.first, logits_Tv.shape[1])
         share_T = (scale_T * (self.smoothing - 1.0)).to(grad_Tv.dtype).masked_fill_(~here_T, 0.0)
         grad_Tv.scatter_add_(1, mine_T[:, None], share_T[:, None])
+        through_cap_(grad_Tv, logits_Tv, self.cap)
         grad_Tv[:, self.true(logits_Tv) :] = 0.0
         return grad_Tv
 

@@ -126,7 +126,7 @@ class _LacksLastKeys:
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         for rank in range(len(shards.chunks)):
             part = MicrobatchShare(shards, rank)
-            queries = Queries(taken(q, part), k.shape[2], drop, taken(self.ids, part), scope.scale)
+            queries = Queries(taken(q, part), k.shape[2], drop, taken(self.ids, part), scope.scores)
             queries.begin(v.shape[-1], scope.sinks)
             arriving = _sources(part)
             for source in arriving[:-1] or arriving:

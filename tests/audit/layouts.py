@@ -30,6 +30,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.3,
         "logits_scaling": 0.7,
         "softmax_scale": 0.6,
+        "attn_logit_softcapping": 0.7,
+        "final_logit_softcapping": 0.9,
         "rotary_base_local": 100.0,
         "softmax_type": "learnable",
         "window_size": 5,

@@ -138,7 +138,7 @@ def renamed(config: ModelConfig, model: nn.Module, tensors: dict[str, Tensor]) -
     second = model.config.model_type == "deepseek_v2"  # which does not read the field
     interleaved = second or getattr(model.config, "rope_interleave", True)
     glm = model.config.model_type in ("glm", "glm4")
-    after = model.config.model_type in ("exaone4", "olmo2", "olmo3", "gemma3_text")
+    after = model.config.model_type in ("exaone4", "olmo2", "olmo3", "gemma2", "gemma3_text")
     found: dict[str, Tensor] = {}
     for name, value in tensors.items():
         if after:

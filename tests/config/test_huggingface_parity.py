@@ -83,6 +83,17 @@ TINY: Mapping[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 12,
         "pad_token_id": None,
     },
+    "gemma2": _SIZES
+    | {
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 5,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 1.5,
+        "pad_token_id": None,
+    },
     "gemma": _SIZES | {"num_key_value_heads": 2, "head_dim": 12, "pad_token_id": None},
     "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 100},
     "starcoder2": _SIZES | {"num_key_value_heads": 2},
@@ -132,6 +143,9 @@ _ROPES = [
     {"full_attention": {"rope_theta": 100.0}},
     {"full_attention": _LLAMA3, "sliding_attention": {"rope_theta": 70.0}},
     {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+    {"full_attention": {"rope_type": "linear", "factor": 2.0}},
+    {"rope_type": "linear"},
+    {"type": "linear", "factor": 0.5, "rope_theta": 70.0},
 ]
 _SWITCH = [True, False]
 _BIASED = ["full_attention", "sliding_attention"]
@@ -161,8 +175,8 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "clip_qkv": [None, 8.0],
     "query_pre_attn_scalar": [8, 12, 0],
     "rope_local_base_freq": [50, 100.0],
-    "final_logit_softcapping": [None, 30.0],
-    "attn_logit_softcapping": [None, 50.0],
+    "final_logit_softcapping": [None, 3.0, -1.0],
+    "attn_logit_softcapping": [None, 5.0, 0.0],
     "cache_implementation": ["hybrid"],
     "use_bidirectional_attention": [None, False, True],
     "hidden_activation": [None, "gelu_pytorch_tanh"],
@@ -333,6 +347,25 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma3, stretched beside windows": (
+        "gemma3_text",
+        {
+            "sliding_window": 4,
+            "sliding_window_pattern": 2,
+            "final_logit_softcapping": 3.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+    "gemma2, listed layers, no caps": (
+        "gemma2",
+        {
+            "layer_types": ["full_attention", *["sliding_attention"] * 4],
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 50.0},
+        },
+    ),
+    "llama, linear": ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
     "gemma, untied": ("gemma", {"tie_word_embeddings": False, "hidden_act": "gelu"}),
     "granite, biases": (
         "granite",

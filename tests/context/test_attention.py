@@ -16,6 +16,7 @@ from fivefold.model.attention import Scope
 from fivefold.model.batch import Batch, Documents, taken
 from fivefold.model.blocks import Sight
 from fivefold.model.dropout import Dropout
+from fivefold.model.scores import USUAL, Scores
 from fivefold.model.shards import MicrobatchShare
 from tests.model.plain_attention import plain_attention
 from tests.pool import run
@@ -37,7 +38,7 @@ class Case:
     lengths: tuple[tuple[int, ...], ...] = ()
     window: int | None = None
     dropout: float = 0.0
-    scale: float | None = None
+    scores: Scores = USUAL
     dtype: torch.dtype = torch.float64
 
 
@@ -57,7 +58,7 @@ PACKED: dict[str, Any] = {
 }
 SEEN: dict[str, Any] = {
     "whole rows": {"rows": 2},
-    "a window": {"window": 5, "scale": 0.7},
+    "a window": {"window": 5, "scores": Scores(0.7, 0.9)},
     "a window of one token": {"window": 1, "rows": 2},
     "a window beyond the row": {"window": 40},
     "a window in documents": {"window": 3, "lengths": ((5, 20, 7),)},
@@ -106,7 +107,7 @@ def error(rank: int, world: int, case: Case) -> float:
         drop = Dropout(3, 1, ids.flatten(), ids.flatten(), ids).heads(
             case.dropout, "site", 2, case.heads + 2
         )
-    whole = Scope(documents, case.window, scale=case.scale)
+    whole = Scope(documents, case.window, scores=case.scores)
     expected = plain_attention(q, k, v, whole, drop)
     true = [expected, *torch.autograd.grad(expected, (q, k, v), grad)]
     with shared_groups():

@@ -14,6 +14,7 @@ from fivefold.mesh.grid import Grid
 from fivefold.mesh.groups import build_groups
 from fivefold.model.attention import Scope
 from fivefold.model.batch import taken
+from fivefold.model.scores import Scores
 from tests.context.test_attention import Case, documents_of, part_of
 from tests.model.plain_attention import plain_attention
 from tests.pool import run
@@ -46,7 +47,7 @@ def measured(rank: int, world: int, case: Case) -> tuple[float, float]:
     q, latent = random(*shape, HEADS, PLAIN + ROTARY), random(*shape, LATENT + ROTARY)
     weight, grad = random(LATENT, HEADS * 2 * PLAIN), random(*shape, HEADS, PLAIN).detach()
     documents = documents_of(case)
-    whole = Scope(documents, case.window, scale=0.7)
+    whole = Scope(documents, case.window, scores=Scores(0.7, 0.5))
     expected = plain_attention(q, *projected(weight)(latent), whole)
     true = [expected, *torch.autograd.grad(expected, (q, latent, weight), grad)]
     with shared_groups():

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.audit.holdings import DeviceLimit
 from fivefold.config.memory import vocab_split_sizes
+from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError
 from fivefold.memory import cross_entropy as fused
 from fivefold.memory.cross_entropy import LinearCrossEntropy, NativeCrossEntropy
@@ -32,6 +33,11 @@ Z = 0.03
 SPLITS = (7, 30)  # neither divides a vocabulary of 104, nor the 52 entries of one of two ranks
 CASES = list(product(["native", "linear"], [0.0, 0.1], [False, True]))
 NAMES = [f"{i}{', smoothed' * bool(s)}{', weighted' * w}" for i, s, w in CASES]
+
+
+def _model(smoothing: float) -> ModelConfig:
+    """With a cap where the loss is smoothed, too."""
+    return replace(MODEL, final_logit_softcapping=1.5 if smoothing else None)
 
 
 def _batch(weighted: bool) -> Batch:
@@ -70,8 +76,8 @@ def _close(ours: Tensor | None, true: Tensor | None) -> None:
 
 @pytest.mark.parametrize(("impl", "smoothing", "weighted"), CASES, ids=NAMES)
 def test_fused_losses_are_the_loss(impl: str, smoothing: float, weighted: bool) -> None:
-    plain = build(MODEL, label_smoothing=smoothing, z_loss_coeff=Z)
-    stage = _fuse(build(MODEL, label_smoothing=smoothing, z_loss_coeff=Z), impl)
+    plain = build(_model(smoothing), label_smoothing=smoothing, z_loss_coeff=Z)
+    stage = _fuse(build(_model(smoothing), label_smoothing=smoothing, z_loss_coeff=Z), impl)
     x, own = _hidden(), _hidden()
     batch = _batch(weighted)
     _close(_backward(stage, own, batch), _backward(plain, x, batch))
@@ -97,7 +103,9 @@ def test_evaluations_have_no_z_loss(impl: str) -> None:
 
 
 def _split(rank: int, world: int, impl: str, smoothing: float, sequence: bool) -> None:
-    plain, stage = (build(MODEL, label_smoothing=smoothing, z_loss_coeff=Z) for _ in range(2))
+    plain, stage = (
+        build(_model(smoothing), label_smoothing=smoothing, z_loss_coeff=Z) for _ in range(2)
+    )
     assert stage.lm_head is not None and plain.lm_head is not None
     stage.lm_head.weight.data = stage.lm_head.weight.data.chunk(world)[rank].clone()
     stage.column = ColumnParallel(

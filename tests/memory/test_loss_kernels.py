@@ -12,7 +12,16 @@ from fivefold.memory import cross_entropy as fused
 from fivefold.model.batch import on_device
 from fivefold.tensor.vocabulary import Entries
 from tests.kernels import DEVICES, run_kernels
-from tests.memory.test_cross_entropy import CASES, MODEL, NAMES, T, Z, _batch, _fuse, _hidden
+from tests.memory.test_cross_entropy import (
+    CASES,
+    NAMES,
+    T,
+    Z,
+    _batch,
+    _fuse,
+    _hidden,
+    _model,
+)
 from tests.model.models import build
 from tests.verify.cases import chosen
 
@@ -68,8 +77,11 @@ def test_losses_by_kernels_are_the_loss(
     monkeypatch.setattr(fused, "runs_kernels", lambda _: used.append(1) or True)
     results = []
     for stage, kind in (
-        (build(MODEL, label_smoothing=smoothing, z_loss_coeff=Z), torch.float64),
-        (_fuse(build(MODEL, label_smoothing=smoothing, z_loss_coeff=Z), impl), torch.float32),
+        (build(_model(smoothing), label_smoothing=smoothing, z_loss_coeff=Z), torch.float64),
+        (
+            _fuse(build(_model(smoothing), label_smoothing=smoothing, z_loss_coeff=Z), impl),
+            torch.float32,
+        ),
     ):
         stage.to(device, kind)
         x = _hidden().detach().to(device, kind).requires_grad_()

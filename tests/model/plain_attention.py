@@ -20,8 +20,10 @@ def plain_attention(
         x.transpose(1, 2).repeat_interleave(N // x.shape[2], dim=1)
         for x in (q_BSND, k_BLGD, v_BLGD)
     )
-    scale = D**-0.5 if scope.scale is None else scope.scale
+    scale = D**-0.5 if scope.scores.scale is None else scope.scores.scale
     scores = (q_BNSD * scale) @ k_BNLD.transpose(2, 3)
+    if scope.scores.cap is not None:
+        scores = scope.scores.cap * (scores / scope.scores.cap).tanh()
     scores = scores.masked_fill(~_seen(S, k_BLGD, scope), float("-inf"))
     if scope.sinks is not None:
         sinks = scope.sinks[:, None, None].expand(*scores.shape[:3], 1)

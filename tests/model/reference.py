@@ -25,6 +25,7 @@ def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Ten
         if window is not None and model.rotary_base_local is not None:
             local = model.rotary_base_local
             seen = replace(seen, rotary_base=local, use_rope_scaling=False, rope_type="rope")
+            seen = replace(seen, rotary_seq_len_interpolation_factor=None)
         attended = _attention(seen, own, _norm(model, own, "input_layernorm", x), window)
         attended = _norm(model, own, "post_self_attn_layernorm", attended)
         y = x + attended * model.residual_multiplier
@@ -33,7 +34,12 @@ def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Ten
         x = y + _norm(model, own, "post_mlp_layernorm", made) * model.residual_multiplier
     x = _norm(model, weights, "norm", x)
     head = weights.get("lm_head.weight", weights["embed_tokens.weight"])
-    return x @ head[: model.vocab_size].T / model.logits_scaling
+    logits = x @ head[: model.vocab_size].T / model.logits_scaling
+    return _capped(logits, model.final_logit_softcapping)
+
+
+def _capped(x: Tensor, cap: float | None) -> Tensor:
+    return x if cap is None else cap * torch.tanh(x / cap)
 
 
 def _linear(own: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
@@ -73,7 +79,8 @@ def _attention(model: ModelConfig, own: dict[str, Tensor], x: Tensor, window: in
         rows = []
         for s in range(len(x)):
             first = 0 if window is None else max(s - window, 0)
-            scores = (k_SD[first : s + 1] @ q_SD[s] * scale).exp()
+            products = k_SD[first : s + 1] @ q_SD[s] * scale
+            scores = _capped(products, model.attn_logit_softcapping).exp()
             total = scores.sum()
             if model.softmax_type == "learnable":
                 total = total + own["self_attn.sinks.weight"][head].exp()
@@ -161,6 +168,7 @@ def _yarn_frequency(model: ModelConfig, i: int, frequency: float) -> float:
 def reference_frequency(model: ModelConfig, i: int) -> float:
     """RoPE's angle per position, with the case distinction of Llama 3.1's published code."""
     frequency = 1.0 / model.rotary_base ** (2 * i / model.rotary_dim)
+    frequency /= model.rotary_seq_len_interpolation_factor or 1.0
     if model.rope_type == "yarn":
         return _yarn_frequency(model, i, frequency)
     if not model.use_rope_scaling:

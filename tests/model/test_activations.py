@@ -16,9 +16,10 @@ from fivefold.model.activations import (
     total,
 )
 from fivefold.model.expert_rows import LayerRows
+from fivefold.model.layer import TransformerLayer
 from fivefold.model.running import Running
 from fivefold.model.shape import WholeModel
-from fivefold.model.transformer import Stage, TransformerLayer
+from fivefold.model.transformer import Stage
 from tests.model.models import FAMILIES, LLAMA, batch_of
 
 

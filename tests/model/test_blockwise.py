@@ -13,9 +13,10 @@ from fivefold.model.attention import Scope
 from fivefold.model.batch import Documents
 from fivefold.model.blocks import Block, Sight, Span, Visibility, common, cut, joined
 from fivefold.model.blockwise import local_attention
-from fivefold.model.cuda_kernels import Differentiated, DroppingOnCuda, Flex, _seen
+from fivefold.model.cuda_kernels import Differentiated, Flex, OwnOnCuda, _seen
 from fivefold.model.dropout import Dropout, PairDropout
 from fivefold.model.kernels import KERNELS, BlockKernel, Plain, choose_kernel, kernel_of, visible
+from fivefold.model.scores import USUAL, Scores
 from tests.kernels import DEVICES, run_kernels
 from tests.model.plain_attention import plain_attention
 
@@ -108,7 +109,7 @@ def compare(
     tolerance: float,
     blocks: tuple[Block, ...] = BLOCKS,
     drop: PairDropout | None = None,
-    scale: float | None = None,
+    scores: Scores = USUAL,
 ) -> None:
     """Outputs and gradients of blocks against the plain kernel's in fp64."""
     for block in blocks:
@@ -117,11 +118,11 @@ def compare(
             x[:, :, span] for x, span in zip(inputs, (rows, keys, keys, rows), strict=True)
         )
         wide = [x.double() for x in (q, k, v, grad)]
-        out, lse = Plain(drop, scale).forward(*wide[:3], block)
+        out, lse = Plain(drop, scores).forward(*wide[:3], block)
         found = [x.double() for x in kernel.forward(q, k, v, block)]
         torch.testing.assert_close(found, [out, lse], rtol=tolerance, atol=tolerance)
         out, lse = out + 0.1, lse + 0.7  # as over more keys than these
-        expected = Plain(drop, scale).backward(wide[3], *wide[:3], out, lse, block)
+        expected = Plain(drop, scores).backward(wide[3], *wide[:3], out, lse, block)
         narrow = out.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
         grads = kernel.backward(grad, q, k, v, *narrow, block)
         torch.testing.assert_close(
@@ -133,7 +134,7 @@ def compare(
 def test_the_kernel_for_cpus_equals_the_plain_one(shared: int) -> None:
     shapes = (2, 8, 300, 6), *[(2, 8 // shared, 300, 6)] * 2, (2, 8, 300, 6)
     for scale in (None, 0.7):
-        compare(kernel_of("flash_cpu", scale), tensors(*shapes), 1e-12, scale=scale)
+        compare(kernel_of("flash_cpu", scale), tensors(*shapes), 1e-12, scores=Scores(scale))
 
 
 @pytest.mark.parametrize("shared", [1, 2, 8])
@@ -153,7 +154,7 @@ def test_flex_attention_equals_the_plain_kernel(dtype: torch.dtype, tolerance: f
         inputs = [x[:, :, slice(*at)] for x, at in ((q, block.q), (k, block.k), (v, block.k))]
         for scale in (None, 0.7):
             found = Flex(scale, compiled=False)(*inputs, block)
-            expected = Plain(None, scale).forward(*inputs, block)
+            expected = Plain(None, Scores(scale)).forward(*inputs, block)
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -198,10 +199,34 @@ def test_the_kernel_that_drops_equals_the_plain_one(
     inputs = [x.to(where, dtype) for x in tensors(*shapes, (2, 4, 100, values))]
     drop = dropping(where)
     kernel = choose_kernel(inputs[0], inputs[2], drop)
-    assert isinstance(kernel, DroppingOnCuda)
+    assert isinstance(kernel, OwnOnCuda)
     assert isinstance(choose_kernel(inputs[0], inputs[2], dropping(where, fused=False)), Plain)
     assert {block.kind for block in SMALL} == {*Visibility}
     compare(kernel, inputs, tolerance, SMALL, drop)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "dropped"),
+    [(torch.float64, 1e-12, False), (torch.float64, 1e-12, True), (torch.float16, 4e-3, False)],
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets
+def test_the_kernel_that_caps_equals_the_plain_one(
+    device: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    dropped: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    where, scores = run_kernels(device, monkeypatch, cuda_kernels), Scores(0.7, 1.3)
+    shapes = (2, 4, 60, 6), (2, 2, 60, 6), (2, 2, 60, 8), (2, 4, 60, 8)
+    inputs = [x.to(where, dtype) for x in tensors(*shapes)]
+    drop = dropping(where) if dropped else None
+    kernel = choose_kernel(inputs[0], inputs[2], drop, scores)
+    assert isinstance(kernel, OwnOnCuda)
+    blocks = cut(((0, 60),), ((0, 60),), Sight((0, 20, 60), 15), tile=30)
+    assert {block.kind for block in blocks} == {*Visibility}
+    compare(kernel, inputs, tolerance, blocks, drop, scores)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -209,7 +234,7 @@ def test_the_kernel_that_drops_equals_the_plain_one(
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets
-def test_one_call_attends_and_drops(
+def test_one_call_attends_drops_and_caps(
     device: str, packed: bool, window: int | None, sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = run_kernels(device, monkeypatch, cuda_kernels)
@@ -217,9 +242,11 @@ def test_one_call_attends_and_drops(
     *inputs, grad = (x.to(where).requires_grad_() for x in tensors(*shapes))
     ids = torch.tensor([[0] * 27 + [1] + [2] * 12, [0] * 39 + [1]], device=where)
     documents = Documents(ids, (0, 27, 28, 40, 79, 80)) if packed else None
-    scope = Scope(documents, window, None, inputs[3] if sinks else None, 0.7 if packed else None)
+    scores = Scores(0.7 if packed else None, 0.9 if window or sinks else None)
+    scope = Scope(documents, window, None, inputs[3] if sinks else None, scores)
     names = torch.arange(100, 180, device=where).view(2, 40)
     drop = Dropout(3, 1, names.flatten(), names.flatten(), names, True).heads(0.3, "site", 2, 7)
+    drop = None if window and sinks else drop
     expected = plain_attention(*inputs[:3], scope, drop)
     monkeypatch.setattr(attention, "local_attention", None)
     found = attention.attention(*inputs[:3], scope, drop)
@@ -247,7 +274,7 @@ def test_kernels_for_cuda_equal_the_plain_one(name: str, dtype: torch.dtype, sha
     tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-4
     for scale in (None, 0.2):
         kernel = kernel_of(name, scale)
-        compare(kernel, [q, k, v, grad], tolerance, BLOCKS + regular, scale=scale)
+        compare(kernel, [q, k, v, grad], tolerance, BLOCKS + regular, scores=Scores(scale))
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -337,11 +364,11 @@ def test_local_attention_is_the_definition(
     made = Dropout(3, 1, names.flatten(), names.flatten(), names)
     drop = made.heads(dropout, "site", 2, 7) if dropout else None
     (grad,) = tensors((2, queries, 4, 6))
-    scale = 0.7 if window == 5 else None
+    scores = Scores(0.7, 0.4) if window == 5 else USUAL
     outs, grads = [], []
     for out in (
-        plain_attention(q, k, v, Scope(documents, window, scale=scale), drop),
-        local_attention(q, k, v, sight, drop=drop, scale=scale),
+        plain_attention(q, k, v, Scope(documents, window, scores=scores), drop),
+        local_attention(q, k, v, sight, drop=drop, scores=scores),
     ):
         outs.append(out)
         grads.append(torch.autograd.grad(out, (q, k, v), grad))

@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fivefold.model import loss as losses_of_tokens
 from fivefold.model.loss import cross_entropy
 
 
@@ -15,15 +16,19 @@ def example(padded: int, dtype: torch.dtype = torch.float64):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("z", [0.0, 0.03])
+@pytest.mark.parametrize("cap", [None, 2.0])
 def test_equals_pytorch_over_the_true_vocabulary(
-    smoothing: float, weighted: bool, z: float
+    smoothing: float, weighted: bool, z: float, cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(losses_of_tokens, "CAPPED_AT_A_TIME", 50)
     logits, labels, weights = example(16)
-    ours = cross_entropy(logits, labels, 11, smoothing, weights if weighted else None, z)
+    given = weights if weighted else None
+    ours = cross_entropy(logits, labels, 11, smoothing, given, z, None, cap)
+    true = logits[:, :11] if cap is None else cap * torch.tanh(logits[:, :11] / cap)
     losses = F.cross_entropy(
-        logits[:, :11], labels, reduction="none", label_smoothing=smoothing, ignore_index=-100
+        true, labels, reduction="none", label_smoothing=smoothing, ignore_index=-100
     )
-    losses = losses + z * logits[:, :11].logsumexp(1).square() * (labels != -100)
+    losses = losses + z * true.logsumexp(1).square() * (labels != -100)
     theirs = (losses * weights).sum() if weighted else losses.sum()
     torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
     upstream = torch.tensor(0.37, dtype=torch.float64)

@@ -77,6 +77,9 @@ def document_losses(stage: Stage, tokens: Tensor, labels: Tensor, weights: Tenso
     losses = [x.new_zeros(()) for _ in states]
     for depth, state in enumerate(states):
         logits = state @ output.t() / model.logits_scaling
+        if model.final_logit_softcapping is not None:
+            cap = model.final_logit_softcapping
+            logits = cap * (logits / cap).tanh()
         log_p = logits[:, : model.vocab_size].log_softmax(-1)
         for t in range(length - depth):
             label = int(labels[t + depth])

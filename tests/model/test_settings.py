@@ -23,7 +23,12 @@ STRETCHED: dict[str, Any] = {"original_max_position_embeddings": 64, "beta_fast"
 LATENTS = replace(LATENT, **UNSCALED, **STRETCHED, qk_pos_emb_head_dim=16)
 FAMILIES = {
     "gpt": GPT,
-    "neox": replace(NEOX, use_rope_scaling=True, rope_original_max_position_embeddings=16),
+    "neox": replace(
+        NEOX,
+        rotary_seq_len_interpolation_factor=None,
+        use_rope_scaling=True,
+        rope_original_max_position_embeddings=16,
+    ),
     "sinks": SINKS,
     "sinks, experts": replace(SINKS, **EXPERTS, use_rope_scaling=False, **UNSCALED),
     "latent": LATENTS,
@@ -51,6 +56,9 @@ NUMBERS: dict[str, Any] = {
     "residual_multiplier": 0.3,
     "logits_scaling": 3.0,
     "softmax_scale": 0.3,
+    "attn_logit_softcapping": 0.8,
+    "final_logit_softcapping": 0.8,
+    "rotary_seq_len_interpolation_factor": 3.0,
     "window_size": 2,
     "window_attn_skip_freq": "3",
     "no_rope_freq": "3",

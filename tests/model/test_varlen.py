@@ -12,6 +12,7 @@ from fivefold.model.batch import Documents
 from fivefold.model.blocks import Sight, cut
 from fivefold.model.cuda_kernels import Grads
 from fivefold.model.kernels import Plain
+from fivefold.model.scores import Scores
 from fivefold.model.varlen import PackedFlash, Pieces, lacking_packed, packed_attention
 from tests.model.plain_attention import plain_attention
 
@@ -129,7 +130,7 @@ def test_flash_attention_is_the_definition(
         pytest.skip(why)
     documents = Documents(IDS.cuda(), STARTS)
     inputs = (q, k, v, heads) if sinks else (q, k, v)
-    scope = Scope(documents, window, sinks=heads if sinks else None, scale=0.2)
+    scope = Scope(documents, window, sinks=heads if sinks else None, scores=Scores(0.2))
     found = attention(q, k, v, scope, None)
     grads = torch.autograd.grad(found, inputs, grad)
     wide = [x.detach().double().requires_grad_() for x in (q, k, v, heads)]

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.model.layers import Embedding
+from fivefold.model.loss import capped
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup
 from tests.pool import run
@@ -63,19 +64,19 @@ def _loss(
     labels_T = torch.tensor(labels)
     logits_TV = (4 * _random(4, T, padded)).requires_grad_()
     weights_T = torch.rand(T, generator=torch.Generator().manual_seed(5)).double()
-    losses_T = F.cross_entropy(
-        logits_TV[:, :TRUE], labels_T, reduction="none", label_smoothing=smoothing
-    )
-    losses_T = losses_T + Z * logits_TV[:, :TRUE].logsumexp(1).square() * (labels_T != -100)
+    cap = 1.5 if weighted else None
+    true_TV = capped(logits_TV[:, :TRUE], cap)
+    losses_T = F.cross_entropy(true_TV, labels_T, reduction="none", label_smoothing=smoothing)
+    losses_T = losses_T + Z * true_TV.logsumexp(1).square() * (labels_T != -100)
     true = (losses_T * weights_T if weighted else losses_T).sum()
     true.backward(torch.tensor(0.7, dtype=torch.float64))
     logits_Tv = logits_TV.detach().chunk(world, 1)[rank].requires_grad_()
     told: list[Tensor] = []
     ours = VocabularyCrossEntropy(dist.group.WORLD)(
-        logits_Tv, labels_T, TRUE, smoothing, weights_T if weighted else None, Z, told
+        logits_Tv, labels_T, TRUE, smoothing, weights_T if weighted else None, Z, told, cap
     )
     _close(ours, true)
-    z_T = Z * logits_TV[:, :TRUE].logsumexp(1).square() * (labels_T != -100)
+    z_T = Z * true_TV.logsumexp(1).square() * (labels_T != -100)
     _close(told[0], (z_T * weights_T if weighted else z_T).sum().detach())
     ours.backward(torch.tensor(0.7, dtype=torch.float64))
     assert logits_TV.grad is not None

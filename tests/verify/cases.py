@@ -119,6 +119,8 @@ MULTIPLIERS: dict[str, Any] = {
     "residual_multiplier": 0.3,
     "logits_scaling": 0.7,
     "softmax_scale": 0.6,
+    "attn_logit_softcapping": 0.7,
+    "final_logit_softcapping": 0.9,
 }
 MODELS = {
     "sinks": SINKS,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fivefold.config.huggingface.reader import Reader
-from fivefold.config.model import LoraTarget
+from fivefold.config.lora import LoraTarget
 from fivefold.errors import CheckpointError, ConfigError, Mistake
 from fivefold.files import read_json, tensor_names
 

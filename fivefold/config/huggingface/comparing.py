@@ -72,4 +72,5 @@ def _local_base(model: ModelConfig) -> float | None:
     """The base of layers with a window, if RoPE is another one there."""
     base = model.rotary_base_local
     scaled = model.use_rope_scaling or model.rope_type == "yarn"
+    scaled = scaled or model.rotary_seq_len_interpolation_factor not in (None, 1.0)
     return base if model.window_size is not None and (scaled or base != model.rotary_base) else None

@@ -1,4 +1,4 @@
-"""EXAONE 4, OLMo 3 and Gemma 3, whose layers with a window have other positions, and Gemma 1."""
+"""EXAONE 4, OLMo 3 and Gemma 3, whose layers with a window have other positions; Gemma 1 and 2."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,6 +51,24 @@ def gemma(reader: Reader, kind: str) -> ModelConfig:
     return replace(model, activation_func=function, **_gemma_settings(model))
 
 
+def gemma2(reader: Reader, kind: str) -> ModelConfig:
+    """Gemma 2: norms around attention and MLP, windows in every other layer, capped scores and
+    logits."""
+    model = llama_like(reader, kind)
+    reader.without_effect("hidden_act", "cache_implementation")
+    reader.fixed("use_bidirectional_attention", None, False)
+    slides = layer_types(reader, model.num_layers)
+    slides = slides or tuple(layer % 2 == 0 for layer in range(model.num_layers))
+    return replace(
+        model,
+        softmax_scale=_scale(reader, model),
+        attn_logit_softcapping=_cap(reader, "attn_logit_softcapping", 50.0),
+        final_logit_softcapping=_cap(reader, "final_logit_softcapping", 30.0),
+        **_gemma_settings(model),
+        **window_settings(_window(reader, slides), slides),
+    )
+
+
 def gemma3(reader: Reader, kind: str) -> ModelConfig:
     """Gemma 3 for text: norms around attention and MLP, windows in five of six layers, in which
     RoPE has another base."""
@@ -58,16 +76,16 @@ def gemma3(reader: Reader, kind: str) -> ModelConfig:
     # The last is what transformers has made layer_types of.
     reader.without_effect("hidden_act", "cache_implementation", "_sliding_window_pattern")
     reader.fixed("use_bidirectional_attention", False, None)
-    for capped in ("final_logit_softcapping", "attn_logit_softcapping"):
-        reader.fixed(capped, None)
+    why = "transformers caps scores in one of its implementations of attention and not in others"
+    reader.fixed("attn_logit_softcapping", None, why=why)
     slides = _all_but_every(reader, "sliding_window_pattern", 6, model.num_layers)
     rope, base = rope_by_layer(
         reader, Rope(1000000.0, 1.0, "default"), 10000.0, local="rope_local_base_freq"
     )
-    size = reader.size("query_pre_attn_scalar", default=256)
     return replace(
         model,
-        softmax_scale=None if size == model.head_dim else size**-0.5,
+        softmax_scale=_scale(reader, model),
+        final_logit_softcapping=_cap(reader, "final_logit_softcapping", None),
         **_gemma_settings(model),
         **_in_layers(reader, slides, rope, base),
     )
@@ -75,6 +93,20 @@ def gemma3(reader: Reader, kind: str) -> ModelConfig:
 
 def _gemma_settings(model: ModelConfig) -> dict[str, Any]:
     return {"apply_layernorm_1p": True, "embedding_multiplier": model.hidden_size**0.5}
+
+
+def _scale(reader: Reader, model: ModelConfig) -> float | None:
+    size = reader.size("query_pre_attn_scalar", default=256)
+    return None if size == model.head_dim else size**-0.5
+
+
+def _cap(reader: Reader, name: str, default: float | None) -> float | None:
+    """A cap, which null in the file takes away."""
+    if name in reader.fields and reader.fields[name] is None:
+        reader.without_effect(name)
+        return None
+    found = reader.optional_number(name)
+    return default if found is None else found
 
 
 def _all_but_every(reader: Reader, name: str, default: int, layers: int) -> Sequence[bool]:
@@ -87,11 +119,16 @@ def _all_but_every(reader: Reader, name: str, default: int, layers: int) -> Sequ
     return tuple((layer + 1) % number != 0 for layer in range(layers))
 
 
-def _in_layers(reader: Reader, slides: Sequence[bool], rope: Rope, base: float) -> dict[str, Any]:
-    """ModelConfig settings for windows, and RoPE with another base, unscaled, where they are."""
+def _window(reader: Reader, slides: Sequence[bool]) -> int | None:
     window = reader.optional_size("sliding_window", default=4096, least=2)
     if window is None and any(slides):
         reader.unsupported("sliding_window", None, [4096], "layer_types has layers with a window")
+    return window
+
+
+def _in_layers(reader: Reader, slides: Sequence[bool], rope: Rope, base: float) -> dict[str, Any]:
+    """ModelConfig settings for windows, and RoPE with another base, unscaled, where they are."""
+    window = _window(reader, slides)
     found = rope.settings() | window_settings(window, slides)
     other = rope.scaling or base != rope.theta
     return found | {"rotary_base_local": base if other and "window_size" in found else None}

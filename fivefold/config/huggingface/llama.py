@@ -78,6 +78,7 @@ _DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
         "olmoe": _Defaults(None, None, 1e-5, heads="all_heads"),
         "olmo3": _Defaults(None, None, 1e-5, norms="after", heads="all_heads"),
         "gemma": _Defaults(16, 256, tied=True, activation="gelu_pytorch_tanh"),
+        "gemma2": _Defaults(4, 256, tied=True, activation="gelu_pytorch_tanh", norms="both"),
         "gemma3_text": _Defaults(
             4, 256, tied=True, activation="gelu_pytorch_tanh", norms="both", heads="per_head"
         ),
@@ -88,7 +89,7 @@ _NULL_HEADS = "llama", "mistral", "mixtral", "gpt_oss"
 _GLM = "glm", "glm4", "glm4_moe"
 _NO_WINDOWS = "llama", "granite", "granitemoe", "olmo2", "olmoe", "gemma", *_GLM
 _OWN_ROPE = "olmo3", "gemma3_text"
-_OWN_WINDOWS = "gpt_oss", "exaone4", *_OWN_ROPE
+_OWN_WINDOWS = "gpt_oss", "exaone4", "gemma2", *_OWN_ROPE
 _PHI3_DROPOUTS = "resid_pdrop", "embd_pdrop"
 
 
@@ -104,7 +105,7 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
         rope = Rope(defaults.rope_theta, 1.0, "yarn", scaling)
     head_dim = reader.optional_size if kind in _NULL_HEADS else reader.size
     heads = reader.optional_size
-    if kind in ("qwen2_moe", "exaone4", "gemma", "gemma3_text", *_GLM):
+    if kind in ("qwen2_moe", "exaone4", "gemma", "gemma2", "gemma3_text", *_GLM):
         heads = reader.size
     read_stored_weights(reader, code=gpt_oss or kind == "phi3", rounded=gpt_oss)
     _read_unused(reader, kind)
@@ -118,7 +119,7 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
         norm_epsilon=reader.number("rms_norm_eps", defaults.rms_norm_eps),
         activation_func=activation(
             reader,
-            "hidden_activation" if kind == "gemma3_text" else "hidden_act",
+            "hidden_activation" if kind in ("gemma2", "gemma3_text") else "hidden_act",
             defaults.activation,
         ),
         add_bias_linear=_biases(reader, kind),

@@ -32,6 +32,7 @@ _THEIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "rotary_base": ("rope_theta", *_in_rope("rope_theta"), "rotary_emb_base"),
         "rotary_percent": ("rotary_pct", "partial_rotary_factor"),
         "rotary_scaling_factor": _in_rope("factor"),
+        "rotary_seq_len_interpolation_factor": _in_rope("factor"),
         "rope_scaling_factor": _in_rope("factor"),
         "rope_low_freq_factor": _in_rope("low_freq_factor"),
         "rope_high_freq_factor": _in_rope("high_freq_factor"),

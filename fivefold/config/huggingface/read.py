@@ -9,7 +9,7 @@ from typing import Any
 from fivefold.config.huggingface.deepseek import deepseek
 from fivefold.config.huggingface.generic import read_generic
 from fivefold.config.huggingface.gpt import gpt2, gpt_neox, starcoder2
-from fivefold.config.huggingface.layered import exaone4, gemma, gemma3, olmo3
+from fivefold.config.huggingface.layered import exaone4, gemma, gemma2, gemma3, olmo3
 from fivefold.config.huggingface.llama import llama_like
 from fivefold.config.huggingface.mixtures import (
     dots1,
@@ -42,6 +42,7 @@ _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType
         "olmoe": olmoe,
         "olmo3": olmo3,
         "gemma": gemma,
+        "gemma2": gemma2,
         "gemma3_text": gemma3,
         "qwen2_moe": qwen_moe,
         "qwen3_moe": qwen_moe,

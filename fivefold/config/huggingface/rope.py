@@ -16,11 +16,10 @@ _SCALING: Mapping[str, str] = MappingProxyType(
         "rope_original_max_position_embeddings": "original_max_position_embeddings",
     }
 )
-_SUPPORTED = ("default", "llama3", "yarn")
+_SUPPORTED = ("default", "linear", "llama3", "yarn")
 # Scalings that a ModelConfig cannot express, with their fields.
 _OTHERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "linear": ("factor",),
         "dynamic": ("factor", "original_max_position_embeddings"),
     }
 )
@@ -174,6 +173,10 @@ def _scaling(
     scaling: tuple[tuple[str, Any], ...] = ()
     if kind == "yarn":
         scaling = _yarn(table, latents, whole)
+    if kind == "linear":
+        if "factor" not in table.fields:
+            table.mistakes.add("linear RoPE scaling needs factor")
+        scaling = (("rotary_seq_len_interpolation_factor", table.number("factor", 1.0)),)
     if kind == "llama3":
         missing = [name for name in _SCALING.values() if name not in table.fields]
         if missing:

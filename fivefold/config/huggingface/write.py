@@ -59,6 +59,9 @@ def _rope(model: ModelConfig) -> Fields:
             "high_freq_factor": model.rope_high_freq_factor,
             "original_max_position_embeddings": model.rope_original_max_position_embeddings,
         }
+    if model.rotary_seq_len_interpolation_factor is not None:
+        factor = model.rotary_seq_len_interpolation_factor
+        fields["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     if model.rope_type == "yarn":
         fields["rope_scaling"] = {
             "rope_type": "yarn",
@@ -162,11 +165,15 @@ def _llama_like(model: ModelConfig, kind: str) -> Fields:
         fields |= _qwen_windows(model)
     if kind.startswith("glm"):
         fields["attention_bias"] = model.add_qkv_bias
-    if kind in ("exaone4", "olmo3", "gemma3_text"):
+    if kind in ("exaone4", "olmo3", "gemma2", "gemma3_text"):
         fields |= _listed_windows(model)
-    if kind == "gemma3_text":
+    if kind in ("gemma2", "gemma3_text"):
         fields["hidden_activation"] = fields.pop("hidden_act")
         fields["query_pre_attn_scalar"] = round(softmax_scale(model) ** -2)
+        fields["final_logit_softcapping"] = model.final_logit_softcapping
+    if kind == "gemma2":
+        fields["attn_logit_softcapping"] = model.attn_logit_softcapping
+    if kind == "gemma3_text":
         fields["rope_local_base_freq"] = model.rotary_base_local or model.rotary_base
     return fields
 
@@ -316,6 +323,7 @@ _FAMILIES: Mapping[str, tuple[str, Callable[[ModelConfig, str], Fields]]] = Mapp
         "olmo2": ("Olmo2ForCausalLM", _llama_like),
         "olmo3": ("Olmo3ForCausalLM", _llama_like),
         "gemma": ("GemmaForCausalLM", _llama_like),
+        "gemma2": ("Gemma2ForCausalLM", _llama_like),
         "gemma3_text": ("Gemma3ForCausalLM", _llama_like),
         "gpt2": ("GPT2LMHeadModel", _gpt2),
         "starcoder2": ("Starcoder2ForCausalLM", _starcoder2),

@@ -1,0 +1,20 @@
+"""Names of what adapters (LoRA) may be beside, and of the settings that are of them."""
+
+from typing import Literal
+
+LoraTarget = Literal[
+    "all-linear",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "q_a_proj",
+    "q_b_proj",
+    "kv_a_proj",
+    "kv_b_proj",
+]
+OF_ADAPTERS = ("lora_alpha", "lora_target_modules", "use_rslora", "use_dora", "lora_dropout")
+"""Settings that say something of adapters only."""

@@ -1,0 +1,23 @@
+"""Caps of scores and logits, c tanh(x / c), within Triton kernels."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def capped(x, cap: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`x` below a cap and above its opposite; a cap of 0 stands for none."""
+    if cap:
+        shrunk = tl.exp(-2.0 * tl.abs(x / cap))  # of a number without its sign, so never too large
+        bound = cap * ((1.0 - shrunk) / (1.0 + shrunk))
+        x = tl.where(x < 0.0, -bound, bound)
+    return x
+
+
+@triton.jit
+def through_cap(grad, x, cap: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Gradient of what is capped, from that of the result `x`."""
+    if cap:
+        share = x / cap
+        grad = grad * (1.0 - share * share)
+    return grad

@@ -1,0 +1,126 @@
+"""One layer of the transformer: attention and MLP with the norms around them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.config.experts import ExpertsConfig
+from fivefold.config.model import ModelConfig
+from fivefold.mesh.device import runs_triton
+from fivefold.model.attention import Attention, AttentionBlock
+from fivefold.model.context import Context
+from fivefold.model.description import layer_kind
+from fivefold.model.dropout import Dropout, HiddenDropout, LayerDropout
+from fivefold.model.experts import MoE
+from fivefold.model.latent_attention import LatentAttention
+from fivefold.model.layers import LayerBlock
+from fivefold.model.lora import add_adapters
+from fivefold.model.mlp import MLP
+from fivefold.model.norms import RMSNorm, make_norm
+
+Norm = Callable[[Tensor], Tensor]
+
+
+class NormedBlock(Protocol):
+    """Runs a norm and the module after it; `rest` are the module's further arguments."""
+
+    def __call__(self, norm: Norm, module: LayerBlock, x_TH: Tensor, *rest: Any) -> Tensor:
+        """[T, H] -> [T, H]."""
+
+
+def plain_block(norm: Norm, module: LayerBlock, x_TH: Tensor, *rest: Any) -> Tensor:
+    """Norm, then module; replaced when the norm's output is recomputed."""
+    made_TH: Tensor = module(norm(x_TH), *rest)
+    return made_TH
+
+
+def make_attention(model: ModelConfig, layer: int) -> AttentionBlock:
+    """The model's kind of attention for one layer."""
+    return (LatentAttention if model.multi_latent_attention else Attention)(model, layer)
+
+
+def make_mlp(
+    model: ModelConfig, layer: int, experts: ExpertsConfig, global_batch_size: int
+) -> LayerBlock:
+    """The dense MLP or mixture of experts of one layer."""
+    if layer_kind(model, layer).experts:
+        return MoE(model, layer, experts, global_batch_size)
+    return MLP(model, model.ffn_size)
+
+
+class TransformerLayer(nn.Module):
+    """Attention and MLP, each after a norm, or before one, and added to the residual stream.
+
+    Attributes:
+        block: seam around a norm and the module after it.
+        fuses_norm: as in `model.fusions`.
+    """
+
+    def __init__(
+        self, model: ModelConfig, layer: int, experts: ExpertsConfig, global_batch_size: int
+    ) -> None:
+        super().__init__()
+        before, after = model.norms_before, model.norms_after
+        self.input_layernorm = make_norm(model) if before else nn.Identity()
+        self.self_attn = make_attention(model, layer)
+        self.post_self_attn_layernorm = make_norm(model) if after else None
+        self.post_attention_layernorm = make_norm(model) if before else nn.Identity()
+        self.mlp = make_mlp(model, layer, experts, global_batch_size)
+        self.post_mlp_layernorm = make_norm(model) if after else None
+        self.dropout, self.scale = model.hidden_dropout, model.residual_multiplier
+        self.side_by_side = model.parallel_residual
+        self.site = f"layers.{layer}"
+        self.adapted, self.lora_dropout = add_adapters(self, model), model.lora_dropout
+        self.block: NormedBlock = plain_block
+        self.fuses_norm = False
+
+    def forward(self, x_TH: Tensor, context: Context) -> Tensor:
+        """[T, H] -> [T, H]."""
+        if context.dropout is not None:
+            context = replace(context, layer=self._dropout(context.dropout))
+        return self.run(x_TH, context)
+
+    def run(self, x_TH: Tensor, context: Context) -> Tensor:
+        """`forward` without what differs between layers by name; compiled once for all of them."""
+        drop = context.layer
+        attended_TH = self.block(self.input_layernorm, self.self_attn, x_TH, context)
+        attended_TH = _normed(self.post_self_attn_layernorm, attended_TH)
+        norm = self._joined_norm(x_TH)
+        if norm is not None:
+            sum_TH, normed_TH = norm.of_sum(attended_TH, x_TH, self.scale)
+            made_TH = self.mlp(normed_TH, context)
+        else:
+            sum_TH = self._added(x_TH, attended_TH, drop.attended)
+            read_TH = x_TH if self.side_by_side else sum_TH
+            made_TH = self.block(self.post_attention_layernorm, self.mlp, read_TH, context)
+        made_TH = _normed(self.post_mlp_layernorm, made_TH)
+        return self._added(sum_TH, made_TH, drop.made)
+
+    def _added(self, sum_TH: Tensor, x_TH: Tensor, drop: HiddenDropout | None) -> Tensor:
+        if drop is None or not self.dropout:
+            return torch.add(sum_TH, x_TH, alpha=self.scale)
+        return drop(x_TH, self.dropout, sum_TH, self.scale)
+
+    def _joined_norm(self, x_TH: Tensor) -> RMSNorm | None:
+        """The norm before the MLP, if one kernel also makes the sum that it normalises.
+
+        Not where another block makes the norm again from the sum, or moves it.
+        """
+        norm = self.post_attention_layernorm
+        joined = self.fuses_norm and self.block is plain_block and runs_triton(x_TH)
+        return norm if joined and isinstance(norm, RMSNorm) else None
+
+    def _dropout(self, dropout: Dropout) -> LayerDropout:
+        heads = self.self_attn.head_dropout(dropout)
+        adapters = dropout.of_adapters(self.site, self.adapted, self.lora_dropout)
+        if not self.dropout:
+            return LayerDropout(heads=heads, adapters=adapters)
+        attended, made = (dropout.at(f"{self.site}.{after}") for after in ("self_attn", "mlp"))
+        return LayerDropout(attended, made, heads, adapters)
+
+
+def _normed(norm: Norm | None, x_TH: Tensor) -> Tensor:
+    return x_TH if norm is None else norm(x_TH)
