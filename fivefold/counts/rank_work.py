@@ -162,7 +162,7 @@ def _copies(layout: Layout, layer: int, joined: bool) -> float:
         window = model.window_of(layer)
         whole = window is None or window + 1 >= layout.config.training.seq_length
         fused = model.query_dim == model.value_dim and model.softmax_type == "vanilla"
-        fused = fused and not model.attention_dropout
+        fused = fused and not model.attention_dropout and model.attn_logit_softcapping is None
         return output if joined and whole and fused else 0.0
     if kind not in ("a2a", "a2a+p2p"):
         return 0.0

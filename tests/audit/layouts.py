@@ -17,6 +17,7 @@ from fivefold.layout import Layout
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen": {
+        "attn_logit_softcapping": 0.8,
         "norm_placement": "both",
         "apply_layernorm_1p": True,
         "qk_layernorm": True,

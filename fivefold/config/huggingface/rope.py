@@ -175,7 +175,7 @@ def _scaling(
         scaling = _yarn(table, latents, whole)
     if kind == "linear":
         if "factor" not in table.fields:
-            table.mistakes.add("linear RoPE scaling needs factor")
+            table.mistakes.add('rope_type = "linear" needs factor, which positions are divided by')
         scaling = (("rotary_seq_len_interpolation_factor", table.number("factor", 1.0)),)
     if kind == "llama3":
         missing = [name for name in _SCALING.values() if name not in table.fields]
