@@ -70,6 +70,16 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
         *("--embedding-multiplier", "5.6", "--residual-multiplier", "0.5"),
         *("--softmax-scale", "0.3", "--logits-scaling", "3", "--fused-residual-rmsnorm"),
     ),
+    "capped scores and logits": (
+        *("debug", "--attn-logit-softcapping", "0.5", "--final-logit-softcapping", "2"),
+        *("--window-size", "5", "--window-attn-skip-freq", "2"),
+        *("--rotary-seq-len-interpolation-factor", "2.5"),
+    ),
+    "capped scores of documents, dropped": (
+        *("debug", "--attn-logit-softcapping", "0.5", "--attention-dropout", "0.1"),
+        *("--reset-attention-mask", "--reset-position-ids", "--cross-entropy-loss-fusion"),
+        *("--final-logit-softcapping", "2"),
+    ),
     "windows with a base of their own": (
         *("debug", "--window-size", "5", "--window-attn-skip-freq", "2"),
         *("--rotary-base-local", "100"),

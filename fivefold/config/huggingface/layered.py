@@ -55,7 +55,7 @@ def gemma2(reader: Reader, kind: str) -> ModelConfig:
     """Gemma 2: norms around attention and MLP, windows in every other layer, capped scores and
     logits."""
     model = llama_like(reader, kind)
-    reader.without_effect("hidden_act", "cache_implementation")
+    reader.without_effect("hidden_act", "cache_implementation", "sliding_window_size")
     reader.fixed("use_bidirectional_attention", None, False)
     slides = layer_types(reader, model.num_layers)
     slides = slides or tuple(layer % 2 == 0 for layer in range(model.num_layers))

@@ -233,6 +233,12 @@ def _lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
     if model.position_embedding_type == "rope" and model.rotary_base % 1:
         base = model.rotary_base
         yield f"its rotary_base is a whole number: {round(base)}, not {base}"
+    stretch = said["rotary_seq_len_interpolation_factor"]
+    if stretch is not None:
+        yield (
+            f"rotary_seq_len_interpolation_factor {stretch:g} was left out: models of release 0.16 "
+            "take no notice of its flag, which later ones read as a whole number"
+        )
     if model.use_rope_scaling:
         others = [
             f"{name} is {its:g} there, not {said[name]:g}"
