@@ -17,6 +17,11 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else (logits / cap).tanh() * cap
 
 
+def capped_into(out: Tensor, logits: Tensor, cap: float | None) -> Tensor:
+    """`capped`, made in the memory of `out` and in its type; without a cap the logits."""
+    return logits if cap is None else out.copy_(logits).div_(cap).tanh_().mul_(cap)
+
+
 def through_cap_(grad_TV: Tensor, logits_TV: Tensor, cap: float | None) -> Tensor:
     """Make of the gradient of capped logits that of the logits, a part of the tokens at a time."""
     if cap is not None:
@@ -111,7 +116,7 @@ class _CrossEntropy(torch.autograd.Function):
         grad_TV = torch.empty_like(logits_TV, dtype=weights_T.dtype)
         grad_TV[:, vocab_size:] = 0.0
         true_TV = grad_TV[:, :vocab_size]
-        torch.sub(capped(own_TV.to(true_TV.dtype), cap), norm_T[:, None], out=true_TV).exp_()
+        torch.sub(capped_into(true_TV, own_TV, cap), norm_T[:, None], out=true_TV).exp_()
         true_TV.mul_(scale_T1 * z_slope(norm_T, z_coeff)[:, None])
         if smoothing:
             true_TV.sub_(scale_T1 * (smoothing / vocab_size))

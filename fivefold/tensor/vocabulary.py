@@ -19,6 +19,7 @@ from fivefold.model.leaves import local
 from fivefold.model.loss import (
     IGNORED,
     capped,
+    capped_into,
     note_z,
     through_cap_,
     token_weights,
@@ -241,7 +242,7 @@ class Entries:
             scale_T: upstream gradient times the weight of each token's loss; 0 where ignored.
         """
         grad_Tv = torch.empty_like(logits_Tv, dtype=lse_T.dtype)
-        torch.sub(capped(logits_Tv.to(grad_Tv.dtype), self.cap), lse_T[:, None], out=grad_Tv).exp_()
+        torch.sub(capped_into(grad_Tv, logits_Tv, self.cap), lse_T[:, None], out=grad_Tv).exp_()
         grad_Tv *= (scale_T * z_slope(lse_T, self.z_coeff))[:, None]
         if self.smoothing:
             grad_Tv -= (scale_T * (self.smoothing / self.vocab_size))[:, None]
