@@ -195,6 +195,12 @@ _QWEN_MOE = {
     ".mlp.shared_experts.": ".mlp.shared_expert.",
     **_EACH,
 }
+_MIXTRAL = {
+    ".mlp.router.": ".block_sparse_moe.gate.",
+    ".mlp.experts.gate_proj.": ".block_sparse_moe.experts.{e}.w1.",
+    ".mlp.experts.down_proj.": ".block_sparse_moe.experts.{e}.w2.",
+    ".mlp.experts.up_proj.": ".block_sparse_moe.experts.{e}.w3.",
+}
 _GATE_UP = {".mlp.gate_proj.": ".mlp.gate_up_proj.", ".mlp.up_proj.": ".mlp.gate_up_proj."}
 _AFTER = {
     ".post_self_attn_layernorm.": ".post_attention_layernorm.",
@@ -249,11 +255,10 @@ _NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             **{f"{of}.up_proj.": f"{to}.linear_fc1." for of, to in _MEGATRON_MLPS.items()},
             **{f"{of}.down_proj.": f"{to}.linear_fc2." for of, to in _MEGATRON_MLPS.items()},
         },
-        "mixtral": {
-            ".mlp.router.": ".block_sparse_moe.gate.",
-            ".mlp.experts.gate_proj.": ".block_sparse_moe.experts.{e}.w1.",
-            ".mlp.experts.down_proj.": ".block_sparse_moe.experts.{e}.w2.",
-            ".mlp.experts.up_proj.": ".block_sparse_moe.experts.{e}.w3.",
+        "mixtral": _MIXTRAL,
+        "minimax_m2": {
+            ".mlp.router.expert_bias": ".block_sparse_moe.e_score_correction_bias",
+            **_MIXTRAL,
         },
         "granitemoe": {
             ".mlp.router.": ".block_sparse_moe.router.layer.",

@@ -195,6 +195,7 @@ class _ExpertFlows:
             summed = wire_bytes("all_reduce", rows * size, ranks)
             calls = self.microbatches * self._slices
             yield Flow("router", "tokens of each expert", calls * summed)
-        if "sinkhorn" in self._settings.moe_router_load_balancing_type:
+        forced = self._settings.moe_router_force_load_balancing  # and nothing is assigned
+        if "sinkhorn" in self._settings.moe_router_load_balancing_type and not forced:
             tokens = self.microbatches * self._tokens
             yield Flow("router", "scores of experts", (sharing - 1) * tokens * size)

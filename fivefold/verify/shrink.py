@@ -13,12 +13,13 @@ from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.counts.state import num_expert_shards
 from fivefold.data_parallel.rules import keeps_blocks
-from fivefold.errors import ConfigError, Mistake
+from fivefold.errors import ConfigError
 from fivefold.layout import Layout
 from fivefold.model.shape import count_parameters
 from fivefold.pipeline.ir import v_placement
 from fivefold.pipeline.stages import StageSpec, layout_string
 from fivefold.units import human_count, several
+from fivefold.verify.last_bits import refuse_last_bits
 
 LARGEST_MODEL = 2_000_000  # parameters: a few steps in fp64 take seconds
 LARGEST_BATCH = 8_192  # tokens of a global batch
@@ -48,7 +49,7 @@ def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
     """
     config, changes = layout.config.with_batch(), list[str]()
     world_size = layout.grid.world_size
-    _refuse_last_bits(config)
+    refuse_last_bits(config)
     if config != layout.config:
         changes.append("a step of the whole batch, to which rampup_batch_size grows")
     size = count_parameters(config.model).total
@@ -103,40 +104,6 @@ def _with_few_iterations(config: Config, changes: list[str]) -> Config:
         "four times as large"
     )
     return config.with_values(muon_num_ns_steps=most)
-
-
-def _refuse_last_bits(config: Config) -> None:
-    """Refuse to compare with fp64 what a last bit of fp32 changes by more than an error does.
-
-    Raises:
-        ConfigError: it is fp32, and numbers are rounded to 8 bits or tokens dropped by their score.
-    """
-    if config.training.precision != "fp32":
-        return
-    experts, rounds = config.experts, "decides now and then how 8 bits are rounded: errors of 6 %"
-    by_score = experts.limits_rows and experts.moe_token_drop_policy == "probs"
-    reasons = (
-        ("fp8_format", config.training.fp8_format is not None, rounds, ()),
-        (
-            "zero_quantized_weights",
-            config.parallel.zero_quantized_weights,
-            rounds,
-            ("--no-zero-quantized-weights",),
-        ),
-        (
-            "moe_token_drop_policy probs",
-            by_score,
-            "decides now and then which of two tokens finds room: errors of 18 %",
-            ("--moe-token-drop-policy position",),
-        ),
-    )
-    mistakes = [
-        Mistake(f"with {name}, a last bit of fp32 {reason}", works=("--precision fp64", *works))
-        for name, is_set, reason, works in reasons
-        if is_set
-    ]
-    if mistakes:
-        raise ConfigError(*mistakes)
 
 
 def _with_whole_gradients(config: Config, changes: list[str]) -> Config:

@@ -98,6 +98,9 @@ TINY: Mapping[str, dict[str, Any]] = {
     "exaone4": _SIZES | {"num_hidden_layers": 5, "num_key_value_heads": 2, "head_dim": 8},
     "glm4_moe": _GROUPS | {"num_key_value_heads": 2},
     "dots1": _GROUPS | {"norm_topk_prob": True},
+    "minimax_m2": _SIZES
+    | _EXPERTS
+    | {"num_key_value_heads": 2, "head_dim": 12, "num_local_experts": 4, "rotary_dim": 6},
     "deepseek_v2": _LATENTS,
     "deepseek_v3": _LATENTS,
 }
@@ -208,6 +211,10 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "num_local_experts": [2, 4],
     "num_experts": [2, 4],
     "num_experts_per_tok": [1],
+    "rotary_dim": [None, 4, 8],
+    "use_routing_bias": _SWITCH,
+    "qk_norm_type": ["per_layer", "per_head"],
+    "attn_type_list": [[1, 1], [0, 1]],
     "mlp_only_layers": [None, [], [1]],
     "decoder_sparse_step": [1, 2],
     "n_shared_experts": [1, 2],
@@ -362,6 +369,10 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe, one group": (
         "glm4_moe",
         {"n_group": 1, "topk_group": 1, "partial_rotary_factor": 1.0, **_YARN},
+    ),
+    "minimax_m2, whole heads": (
+        "minimax_m2",
+        {"rotary_dim": None, "num_experts_per_tok": 3, "tie_word_embeddings": True, **_YARN},
     ),
     "dots1, some windows": ("dots1", {"sliding_window": 5, "max_window_layers": 1}),
     "gpt_oss, small numbers": ("gpt_oss", {"swiglu_limit": 0.3, "sliding_window": 4}),

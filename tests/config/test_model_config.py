@@ -35,9 +35,22 @@ def test_presets_are_valid(name: str) -> None:
         ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),
         ("llama3-405b", 405_853_388_800),
+        ("llama3.2-1b", 1_235_814_400),
+        ("llama3.2-3b", 3_212_749_824),
+        ("mistral-7b", 7_248_023_552),
+        ("phi-4", 14_659_507_200),
+        ("smollm3-3b", 3_075_098_624),
+        ("gemma3-1b", 999_885_952),
+        ("olmo2-7b", 7_298_617_344),
+        ("olmo2-13b", 13_716_198_400),
+        ("olmo2-32b", 32_234_279_936),
+        ("olmoe-1b-7b", 6_919_161_856),
         ("llama2-7b", 6_738_415_616),
         ("llama2-13b", 13_015_864_320),
         ("llama2-70b", 68_976_648_192),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-1.7b", 1_720_574_976),
+        ("qwen3-4b", 4_022_468_096),
         ("qwen3-8b", 8_190_735_360),
         ("qwen3-14b", 14_768_307_200),
         ("qwen3-32b", 32_762_123_264),
@@ -77,6 +90,7 @@ def test_presets_have_the_published_number_of_parameters(name: str, published: i
         ("deepseek-v2", 235.7, 21.4),
         ("deepseek-v3", 671.0, 37.6),  # 36.6 as published without the input embedding
         ("kimi-k2", 1026.4, 32.9),
+        ("minimax-m2", 228.7, 11.0),  # 10 as published, without the input embedding
         ("gpt-oss-20b", 20.9, 4.2),  # 3.6 as published without the input embedding
         ("gpt-oss-120b", 116.8, 5.7),  # 5.1
     ],

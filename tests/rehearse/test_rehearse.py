@@ -102,10 +102,16 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 # Pieces of 3 tokens, which are no whole turns of experts: ranks send each other different numbers.
 UNEVEN = {"expert_model_parallel_size": 4, "context_parallel_size": 2, "seq_length": 12}
+# A rehearsal gives experts tokens in turn, whatever would assign them.
+ASSIGNED = {"tensor_model_parallel_size": 2, "moe_router_load_balancing_type": ("sinkhorn",)}
+OF_GPUS = {
+    "uneven experts": ("debug-mixtral", 4, UNEVEN),
+    "assigned experts": ("debug-mixtral", 2, {**ASSIGNED, "sequence_parallel": True}),
+}
 
 
 def small(name: str) -> Layout:
-    model, world, settings = (LAYOUTS | {"uneven experts": ("debug-mixtral", 4, UNEVEN)})[name]
+    model, world, settings = (LAYOUTS | OF_GPUS)[name]
     common = {"seq_length": 32, "micro_batch_size": 1, "global_batch_size": 4, "precision": "fp32"}
     config = Config(resolve_model(model)).with_values(**{**common, **settings})
     return rehearsed_layout(check(config, world))
@@ -154,7 +160,7 @@ def test_a_rehearsal_is_the_run(name: str) -> None:
     [
         "tensor in parts",
         "padding alone on a rank",
-        "uneven experts",
+        *OF_GPUS,
         *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("experts", "tensor")),
     ],
 )

@@ -264,6 +264,7 @@ BY_SCORE = {"moe_expert_capacity_factor": 1.0}
         ({"zero_quantized_weights": True, "data_parallel_sharding_strategy": ZERO3}, 1),
         (BY_SCORE, 1),
         ({"moe_expert_rank_capacity_factor": 1.0}, 1),
+        ({"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}, 1),
         (BY_SCORE | {"moe_token_drop_policy": "position"}, 0),
         (BY_SCORE | {"precision": "fp64"}, 0),
         (BY_SCORE | {"precision": "bf16"}, 0),

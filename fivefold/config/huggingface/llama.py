@@ -1,7 +1,7 @@
 """Llama and related families: RMSNorm, RoPE, a gated MLP, no biases unless the family has them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -73,6 +73,7 @@ _DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
         "glm4_moe": _Defaults(8, None, 1e-5, rotary_share=0.5),
         "exaone4": _Defaults(32, None, 1e-5, norms="after", heads="per_head"),
         "dots1": _Defaults(32, heads="per_head"),
+        "minimax_m2": _Defaults(8, 128, 1e-6, 5e6, rotary_share=1.0, heads="all_heads"),
         "smollm3": _Defaults(4, rope_theta=2000000.0, sliding_window=None, tied=True),
         "olmo2": _Defaults(None, None, 1e-5, norms="after", heads="all_heads"),
         "olmoe": _Defaults(None, None, 1e-5, heads="all_heads"),
@@ -86,7 +87,7 @@ _DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
 _NULL_HEADS = "llama", "mistral", "mixtral", "gpt_oss"
 """Families in which transformers takes a head_dim of null for hidden size / heads."""
 _GLM = "glm", "glm4", "glm4_moe"
-_NO_WINDOWS = "llama", "granite", "granitemoe", "olmo2", "olmoe", "gemma", *_GLM
+_NO_WINDOWS = "llama", "granite", "granitemoe", "olmo2", "olmoe", "gemma", "minimax_m2", *_GLM
 _OWN_ROPE = "olmo3", "gemma3_text"
 _OWN_WINDOWS = "gpt_oss", "exaone4", *_OWN_ROPE
 _PHI3_DROPOUTS = "resid_pdrop", "embd_pdrop"
@@ -104,9 +105,10 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
         rope = Rope(defaults.rope_theta, 1.0, "yarn", scaling)
     head_dim = reader.optional_size if kind in _NULL_HEADS else reader.size
     heads = reader.optional_size
-    if kind in ("qwen2_moe", "exaone4", "gemma", "gemma3_text", *_GLM):
+    if kind in ("qwen2_moe", "exaone4", "gemma", "gemma3_text", "minimax_m2", *_GLM):
         heads = reader.size
-    read_stored_weights(reader, code=gpt_oss or kind == "phi3", rounded=gpt_oss)
+    rounded = kind in ("gpt_oss", "minimax_m2")
+    read_stored_weights(reader, code=rounded or kind == "phi3", rounded=rounded)
     _read_unused(reader, kind)
     unrotated = _unrotated(reader, sizes["num_layers"]) if kind == "smollm3" else ()
     return ModelConfig(
@@ -160,11 +162,25 @@ def _multipliers(reader: Reader) -> dict[str, Any]:
 def _rope(reader: Reader, kind: str, default: Rope) -> Rope:
     if _DEFAULTS[kind].rotary_share is None:
         return whole_head_rope(reader, default)
+    if kind == "minimax_m2":
+        return read_rope(reader, replace(default, share=_turned_share(reader, default.share)))
     if kind != "phi3":
         return read_rope(reader, default)
     # The length before LongRoPE, which a file without it has, too. Others are read as LongRoPE.
     reader.without_effect("original_max_position_embeddings")
     return read_rope(reader, default, scalings=("default",))
+
+
+def _turned_share(reader: Reader, default: float) -> float:
+    """The share of a head that RoPE turns where rotary_dim says it, if nothing else does."""
+    turned, head = reader.optional_size("rotary_dim"), reader.size("head_dim", default=128)
+    if turned is None:
+        return default
+    if turned % 2 or turned > head:
+        why = f"head_dim = {head}, of which RoPE turns pairs of features"
+        reader.unsupported("rotary_dim", turned, [head - head % 2], why)
+        return default
+    return turned / head
 
 
 def transformer_sizes(reader: Reader) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Llama-like mixtures of experts: Mixtral, Granite's, OLMoE, Qwen2-MoE, Qwen3-MoE, gpt-oss,
-GLM-4.5, dots.llm1."""
+"""Llama-like mixtures of experts: Mixtral, Granite's, MiniMax-M2, OLMoE, Qwen2-MoE, Qwen3-MoE,
+gpt-oss, GLM-4.5, dots.llm1."""
 
 from dataclasses import replace
 from typing import Any
@@ -23,6 +23,25 @@ def mixtral(reader: Reader, kind: str) -> ModelConfig:
         num_experts=reader.size("num_local_experts", "num_experts"),
         moe_router_topk=reader.size("num_experts_per_tok"),
     )
+
+
+def minimax_m2(reader: Reader, kind: str) -> ModelConfig:
+    """Mixtral's experts, chosen by DeepSeek-V3's router without groups."""
+    model = mixtral(reader, kind)
+    reader.fixed("scoring_func", "sigmoid")
+    reader.fixed("use_routing_bias", True)
+    reader.fixed("use_qk_norm", True)
+    reader.fixed("qk_norm_type", "per_layer")
+    reader.fixed("shared_intermediate_size", 0)
+    reader.fixed("attn_type_list", [1] * model.num_layers)
+    # Of MiniMax-01, and of further predictions, whose weights are not published.
+    reader.without_effect("layernorm_full_attention_beta", "layernorm_linear_attention_beta")
+    reader.without_effect("layernorm_mlp_beta", "mlp_intermediate_size", "shared_moe_mode")
+    reader.without_effect("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
+    if model.moe_router_topk == 1:
+        why = "its weight would be normalised to 1"
+        reader.unsupported("num_experts_per_tok", 1, [2], why)
+    return replace(model, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
 
 
 def granite_moe(reader: Reader, kind: str) -> ModelConfig:

@@ -205,6 +205,16 @@ def _mixtral(model: ModelConfig, kind: str) -> Fields:
     }
 
 
+def _minimax_m2(model: ModelConfig, kind: str) -> Fields:
+    return _mixtral(model, kind) | {
+        "rotary_dim": model.rotary_dim,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+    }
+
+
 def _olmoe(model: ModelConfig, kind: str) -> Fields:
     return _mixtral(model, kind) | {"norm_topk_prob": not model.moe_router_pre_softmax}
 
@@ -323,6 +333,7 @@ _FAMILIES: Mapping[str, tuple[str, Callable[[ModelConfig, str], Fields]]] = Mapp
         "mixtral": ("MixtralForCausalLM", _mixtral),
         "granitemoe": ("GraniteMoeForCausalLM", _mixtral),
         "olmoe": ("OlmoeForCausalLM", _olmoe),
+        "minimax_m2": ("MiniMaxM2ForCausalLM", _minimax_m2),
         "qwen2_moe": ("Qwen2MoeForCausalLM", _qwen_moe),
         "qwen3_moe": ("Qwen3MoeForCausalLM", _qwen_moe),
         "gpt_oss": ("GptOssForCausalLM", _gpt_oss),
