@@ -114,8 +114,9 @@ def _pack(  # type: ignore[no-untyped-def]
     row = tl.program_id(1).to(tl.int64)
     x += row // inner * outer_step + row % inner * inner_step
     sent += row * message_step
-    block = tl.program_id(0) * tile + tl.arange(0, tile)
-    place = block.to(tl.int64)[:, None] * size + tl.arange(0, size)[None, :]
+    block = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    lanes = tl.arange(0, size)[None, :]
+    place = block[:, None] * size + lanes
     taken = tl.load(x + place, mask=place < elements, other=0).to(tl.float32)
     magnitude = taken.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # of which NaN is the largest
     largest = tl.max(magnitude, 1).to(tl.float32, bitcast=True)
@@ -128,7 +129,7 @@ def _pack(  # type: ignore[no-untyped-def]
     block += before
     bits = step.to(tl.int32, bitcast=True)
     for byte in tl.static_range(scale_bytes):  # a message need not be aligned
-        at = sent + block.to(tl.int64) * scale_bytes + byte
+        at = sent + block * scale_bytes + byte
         tl.store(at, ((bits >> 8 * byte) & 0xFF).to(tl.uint8), mask=exists)
     y = tl.div_rn(taken, tl.broadcast_to(step[:, None], taken.shape))
     y = tl.where(y == y, tl.minimum(tl.maximum(y, -most), most), 0.0)
@@ -137,10 +138,10 @@ def _pack(  # type: ignore[no-untyped-def]
     sent += scale_bytes * blocks
     if sign:
         low, high = tl.split(tl.reshape(whole + sign, (tile, size // 2, 2)))
-        pair = block.to(tl.int64)[:, None] * (size // 2) + tl.arange(0, size // 2)[None, :]
+        pair = block[:, None] * (size // 2) + tl.arange(0, size // 2)[None, :]
         tl.store(sent + pair, (low + high * 16).to(tl.uint8), mask=exists[:, None])
     else:
-        place += before * size
+        place = block[:, None] * size + lanes
         tl.store(sent + place, (whole & 0xFF).to(tl.uint8), mask=exists[:, None])
 
 
@@ -163,18 +164,18 @@ def _unpack(  # type: ignore[no-untyped-def]
     """Blocks that have some of the elements from `start` to `end`."""
     row = tl.program_id(1).to(tl.int64)
     sent += row * message_step
-    block = start // size + tl.program_id(0) * tile + tl.arange(0, tile)
-    place = block.to(tl.int64)[:, None] * size + tl.arange(0, size)[None, :]
+    block = start // size + tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    place = block[:, None] * size + tl.arange(0, size)[None, :]
     inside = (place >= start) & (place < end)
     total = tl.zeros((tile, size), tl.float32)
     for _ in range(messages):
         bits = tl.zeros((tile,), tl.int32)
         for byte in tl.static_range(scale_bytes):
-            at = sent + block.to(tl.int64) * scale_bytes + byte
+            at = sent + block * scale_bytes + byte
             bits |= tl.load(at, mask=block < blocks, other=0).to(tl.int32) << 8 * byte
         integers = sent + scale_bytes * blocks
         if sign:
-            pair = block.to(tl.int64)[:, None] * (size // 2) + tl.arange(0, size // 2)[None, :]
+            pair = block[:, None] * (size // 2) + tl.arange(0, size // 2)[None, :]
             both = tl.load(integers + pair, mask=block[:, None] < blocks, other=0).to(tl.int32)
             whole = tl.reshape(tl.join(both & 15, both >> 4), (tile, size)) - sign
         else:

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from fivefold.config.memory import LOSS_TOKENS, MemoryConfig, vocab_split_sizes
 from fivefold.mesh.collectives import all_gather, start_all_reduce, start_reduce_scatter
-from fivefold.mesh.device import runs_triton
+from fivefold.mesh.device import multiply_, runs_triton
 from fivefold.model.layers import Linear, add_product
 from fivefold.model.leaves import local
 from fivefold.model.loss import note_z, token_weights
@@ -120,7 +120,7 @@ class _Native(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         (grad_Tv,) = ctx.saved_tensors
-        return grad_Tv.mul_(grad), None, None, None, None, None
+        return multiply_(grad_Tv, grad), None, None, None, None, None
 
 
 @dataclass(frozen=True)

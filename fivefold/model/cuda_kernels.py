@@ -249,11 +249,13 @@ class Flex:
                 return (j <= i + shift) & (i + shift - j <= reach)
 
             mask = make_mask(seen, None, None, *lengths, device=q.device)
+        if self.scale is not None:
+            # Compiled for any length, a given scale is a symbol, of which no GPU kernel is made.
+            q = q * (self.scale * q.shape[-1] ** 0.5)
         shared = q.shape[1] != k.shape[1]
         out, more = attention(
             *(q, k, v),
             block_mask=mask,
-            scale=self.scale,
             enable_gqa=shared,
             return_aux=request(lse=True),
         )

@@ -88,7 +88,7 @@ def _turn(  # type: ignore[no-untyped-def]
     if backwards:
         s = -s
     blocks = tl.cdiv(heads, num_heads)
-    head = tl.arange(0, num_heads)
+    head = tl.arange(0, num_heads).to(tl.int64)
     sizes = features, half, first
     # A branch for each, since Triton gives a size of 1, or a step that is large, another type.
     if block < blocks:

@@ -268,7 +268,10 @@ def merge_statistics(parts: Tensor) -> Tensor:
 
 
 def _own_rows(indices_T: Tensor, first: int, held: int) -> tuple[Tensor, Tensor]:
-    """Whether each index is in [first, first + held), and its offset there (0 if not)."""
+    """Whether each index is in [first, first + held), and its offset there, or one of any row.
+
+    What others get is 0: spread over all rows, since a GPU adds up what goes to one row in turn.
+    """
     local_T = indices_T - first
     here_T = (local_T >= 0) & (local_T < held)
-    return here_T, local_T.masked_fill(~here_T, 0)
+    return here_T, local_T.remainder(held)

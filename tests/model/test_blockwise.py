@@ -1,12 +1,14 @@
 """Blocks cover exactly what is seen, and every kernel computes them as the definition says."""
 
 import random
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from fivefold.model import attention, cuda_kernels, kernels
 from fivefold.model.attention import Scope
@@ -156,6 +158,27 @@ def test_flex_attention_equals_the_plain_kernel(dtype: torch.dtype, tolerance: f
             found = Flex(scale, compiled=False)(*inputs, block)
             expected = Plain(None, Scores(scale)).forward(*inputs, block)
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_flex_attention_is_compiled_for_numbers(
+    scale: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for symbols, of which Inductor makes no kernel; lengths alone are symbols."""
+    numbers: list[Any] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        values = (node.meta.get("example_value") for node in module.graph.nodes)
+        numbers.extend(x for x in values if isinstance(x, torch.SymFloat) and free_symbols(x))
+        return module.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    q, k, v = tensors((1, 2, 128, 16), *[(1, 2, 128, 16)] * 2, dtype=torch.float32)
+    block = Block((0, 128), (0, 128), Visibility.FULL)
+    found, expected = Flex(scale)(q, k, v, block), Plain(None, scale).forward(q, k, v, block)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert not numbers
 
 
 def dropping(device: str, rows: int = 2, fused: bool = True) -> PairDropout:

@@ -1,11 +1,12 @@
 """Compiles the Triton kernels that rehearsed steps launch, for a GPU that this machine need not
-have: python -m tests.rehearse.compiled_kernels CAPABILITY
+have: python -m tests.rehearse.compiled_kernels CAPABILITY [every]
 
 A process of its own: where tests run, Triton interprets. Prints the names of what was compiled, and
-raises Triton's error if a kernel is none.
+raises Triton's error if a kernel is none. With `every`, both sides of each branch of each kernel.
 """
 
 import sys
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -41,6 +42,11 @@ REMAINDERS = FEW_BITS | {"exp_avg_dtype": "fp8", "store_param_remainders": True}
 WITHOUT = FEW_BITS | {"main_params_dtype": "bf16", "main_grads_dtype": "bf16"}
 LATENT = {"moe_layer_freq": "1", "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
 EIGHT_BITS = {"precision": "bf16", "fp8_format": "e4m3"}
+ONE_MORE = {"precision": "bf16", "apply_layernorm_1p": True, "qk_layernorm": True}
+PART = {"rotary_percent": 0.5, "window_size": 20, "attention_dropout": 0.1, "label_smoothing": 0.1}
+GIVEN = {"precision": "bf16", "check_for_nan_in_loss_and_grad": False}
+MOMENTS = GIVEN | FEW_BITS | {"exp_avg_sq_dtype": "bf16", "main_grads_dtype": "bf16"}
+KEYS = {"precision": "bf16", "context_parallel_size": 2, "attention_dropout": 0.1}
 GATHERED = {
     "fp8_recipe": "tensorwise",
     "fp8_param_gather": True,
@@ -64,6 +70,14 @@ WIDE: Steps = (
         for precision in ("bf16", "fp32", "fp64")
     ),
 )
+BRANCHES: Steps = (
+    ("debug-llama", ONE_MORE | PART | {"cross_entropy_loss_fusion": True}),
+    ("debug-llama", MOMENTS | {"activation_func": "quick_gelu"}),
+    ("debug-llama", KEYS | {"activation_func": "gelu"}),
+    ("debug-gpt-oss", {"precision": "bf16"}),
+    ("debug-mixtral", {"precision": "bf16", "gated_linear_unit": False}),
+)
+"""What other steps leave out."""
 NARROW: Steps = (
     ("debug-llama", EIGHT_BITS | GATHERED),
     *(
@@ -71,6 +85,12 @@ NARROW: Steps = (
         for recipe in ("rowwise", "blockwise", "delayed", "mxfp8")
     ),
 )
+ONE_SIDED = {
+    ("adamw_kernels._update", "keeps1"),  # the formats of moments
+    ("adamw_kernels._update", "keeps2"),
+    ("quantised_kernels._pack", "powers"),  # what `verify` compares with
+}
+"""Branches of which every step takes the same side."""
 Compiled = tuple[Any, tuple[tuple[str, Any], ...], tuple[tuple[str, Any], ...]]
 
 
@@ -112,15 +132,33 @@ def launched(steps: Steps) -> set[Compiled]:
     return found
 
 
-def main(capability: int) -> None:
+def one_sided(found: set[Compiled]) -> set[tuple[str, str]]:
+    """Branches of kernels, by constants, of which one side is never compiled."""
+    values: dict[tuple[str, str], list[Any]] = defaultdict(list)
+    for kernel, _, constants in found:
+        for name, value in constants:
+            if name in kernel.arg_names:
+                module = kernel.__module__.rpartition(".")[2]
+                values[f"{module}.{kernel.__name__}", name].append(value)
+    branches = {
+        of: {bool(value) for value in given}
+        for of, given in values.items()
+        if any(value is None or isinstance(value, bool) for value in given)
+    }
+    return {of for of, sides in branches.items() if len(sides) == 1} - ONE_SIDED
+
+
+def main(capability: int, *, every: bool) -> None:
     """Compile for GPUs of a compute capability, such as 90."""
     target, names = GPUTarget("cuda", capability, 32), set()
-    steps = WIDE if divmod(capability, 10) < ADA else WIDE + NARROW
-    for kernel, types, constants in launched(steps):
+    wide = BRANCHES + WIDE if every else WIDE
+    found = launched(wide if divmod(capability, 10) < ADA else wide + NARROW)
+    assert not (every and one_sided(found)), one_sided(found)
+    for kernel, types, constants in found:
         known = {name: value for name, value in constants if name in kernel.arg_names}
-        options = {name: value for name, value in constants if name not in known}
+        chosen = {name: value for name, value in constants if name not in known}
         source = ASTSource(kernel, signature=dict(types), constexprs=known)
-        compiled = compile(source, target=target, options=options)
+        compiled = compile(source, target=target, options={**device.TRITON, **chosen})
         assert compiled.asm["cubin"]
         needed = compiled.metadata.shared / 1024
         runs = capability >= 80 or not kernel.__module__.endswith("attention_kernels")
@@ -130,4 +168,4 @@ def main(capability: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(int(sys.argv[1]), every="every" in sys.argv)

@@ -9,7 +9,7 @@ from torch import Tensor
 from fivefold.model.layers import Embedding
 from fivefold.model.loss import capped
 from fivefold.tensor.deferred_weight import DeferredWeights
-from fivefold.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup
+from fivefold.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup, _own_rows
 from tests.pool import run
 
 T, H = 8, 5
@@ -117,3 +117,11 @@ def _far_apart(rank: int, world: int) -> None:
 
 def test_large_logits_do_not_overflow() -> None:
     run(4, _far_apart)
+
+
+def test_rows_of_other_ranks_are_spread_over_all_of_ones_own() -> None:
+    """One row for all would be added up by a GPU token by token."""
+    indices_T, held = torch.cat([torch.full((3,), -100), torch.arange(4 * 16)]), 16
+    here_T, at_T = _own_rows(indices_T, 16, held)
+    assert at_T[here_T].tolist() == [*range(16)]
+    assert at_T[~here_T].bincount(minlength=held).max() <= 3 + 3  # each row three times, and -100
