@@ -176,7 +176,10 @@ def test_flex_attention_is_compiled_for_numbers(
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     q, k, v = tensors((1, 2, 128, 16), *[(1, 2, 128, 16)] * 2, dtype=torch.float32)
     block = Block((0, 128), (0, 128), Visibility.FULL)
-    found, expected = Flex(scale)(q, k, v, block), Plain(None, scale).forward(q, k, v, block)
+    found, expected = (
+        Flex(scale)(q, k, v, block),
+        Plain(None, Scores(scale)).forward(q, k, v, block),
+    )
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert not numbers
 

@@ -52,12 +52,18 @@ GATHERED = {
     "fp8_param_gather": True,
     "data_parallel_sharding_strategy": "optim_grads_params",
 }
+CAPS = {
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "cross_entropy_loss_fusion": True,
+}
 Steps = tuple[tuple[str, dict[str, Any]], ...]
 WIDE: Steps = (
     *(("debug-llama", LLAMA | {"precision": p}) for p in ("bf16", "fp16", "fp32")),
     *(("debug-gpt", GPT | {"precision": precision}) for precision in ("bf16", "fp32")),
     *(("debug-llama", {"precision": "bf16"} | given) for given in (STATES, REMAINDERS, WITHOUT)),
     ("debug-llama", {"precision": "fp64"} | STATES),
+    *(("debug-llama", CAPS | {"precision": precision}) for precision in ("bf16", "fp32")),
     # Sizes of real models, which decide what tiles need.
     ("llama3-405b", LLAMA | {"precision": "bf16"}),
     *(("gpt-1t", GPT | {"precision": precision}) for precision in ("bf16", "fp32")),
@@ -135,11 +141,10 @@ def launched(steps: Steps) -> set[Compiled]:
 def one_sided(found: set[Compiled]) -> set[tuple[str, str]]:
     """Branches of kernels, by constants, of which one side is never compiled."""
     values: dict[tuple[str, str], list[Any]] = defaultdict(list)
-    for kernel, _, constants in found:
-        for name, value in constants:
-            if name in kernel.arg_names:
-                module = kernel.__module__.rpartition(".")[2]
-                values[f"{module}.{kernel.__name__}", name].append(value)
+    for kernel, types, constants in found:
+        module, known = kernel.__module__.rpartition(".")[2], dict(constants)
+        for name, _ in types:
+            values[f"{module}.{kernel.__name__}", name].append(known.get(name, "given"))
     branches = {
         of: {bool(value) for value in given}
         for of, given in values.items()
