@@ -30,7 +30,7 @@ from fivefold.model.description import (
 )
 from fivefold.model.shape import StageParts
 from fivefold.model.weights import Weight, embedding_weights, head_weights
-from fivefold.pipeline.layout import split_layers
+from fivefold.pipeline.layout import SplitSettings
 from fivefold.pipeline.schedules.registry import known_of
 from fivefold.search.columns import Column
 from fivefold.search.partitions import Partition
@@ -319,7 +319,7 @@ def one_stage(config: Config) -> Layout:
     for whether there are any in a pipeline and whether its schedule computes dW apart from dX,
     which the configuration tells."""
     model, parallel = config.model, config.parallel
-    split = split_layers(model.num_layers, 1, mtp_num_layers=model.mtp_num_layers)
+    split = SplitSettings(model.num_layers, 1, mtp_num_layers=model.mtp_num_layers).split()
     experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
     grid = Grid(
         dp_shard=experts,

@@ -170,9 +170,9 @@ def _sharding(said: Settings, parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def _lost_of_the_code(said: Settings, layout: Layout) -> Iterator[str]:
-    grid, parallel, model = layout.grid, layout.config.parallel, layout.config.model
-    said.mention(*vars(model))
-    yield f"the model is code there: {described(model)}"
+    grid, parallel = layout.grid, layout.config.parallel
+    said.mention(*vars(layout.config.model))
+    yield f"the model is code there: {described(layout.config)}"
     corpora = " ".join(said["data_path"])
     yield (
         f"the training loop, corpus and tokenizer are code there: seq_length = "
@@ -244,14 +244,6 @@ def _loss_scale(said: Settings) -> dict[str, Any]:
 def _lost_of_the_sharding(said: Settings, layout: Layout) -> Iterator[str]:
     sharding, grid = SHARDING[said["data_parallel_sharding_strategy"]], layout.grid
     said.mention("data_parallel_shard_size")
-    if said["zero_qgz_partition_size"] > 1:
-        yield (
-            "its first all-to-all is over the GPUs of a node, not zero_qgz_partition_size = "
-            f"{said['zero_qgz_partition_size']}"
-        )
-    if rounded := techniques(layout.config.parallel):
-        words = ", ".join(f"{name} = {said[name]}" for name in rounded)
-        yield f"ZeRO++ is for ZeRO stage 3 there, and to be added to zero_optimization: {words}"
     if said["num_distributed_optimizer_instances"] > 1 and sharding.splits_optimizer:
         yield (
             f"it shards over all {grid.dp} data-parallel ranks: MiCS, for groups "
