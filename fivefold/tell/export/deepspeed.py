@@ -254,14 +254,13 @@ def _lost_of_the_sharding(said: Settings, layout: Layout) -> Iterator[str]:
             "it sums in the type in which it sends gradients: bf16, in spite of "
             "ddp_reduce_scatter_with_fp32_accumulation"
         )
-    left_out = [] if sharding.splits_parameters else techniques(layout.config.parallel)
-    said.mention(*left_out)
-    if left_out:
-        yield f"ZeRO++ is of ZeRO stage 3 there: {', '.join(left_out)} left out"
-    if said["zero_quantized_gradients"]:
+    rounded, part = techniques(layout.config.parallel), said["zero_qgz_partition_size"]
+    if rounded and not sharding.splits_parameters:
+        yield f"ZeRO++ is of ZeRO stage 3 there: {said.told(*rounded)} left out"
+    elif said["zero_quantized_gradients"]:
         yield (
             "gradients as INT4 are summed within whole nodes first, not within "
-            f"zero_qgz_partition_size = {said['zero_qgz_partition_size']} ranks"
+            f"zero_qgz_partition_size = {part} ranks"
         )
     if said["ddp_bucket_size"] != ParallelConfig.ddp_bucket_size:
         size = said["ddp_bucket_size"]
