@@ -19,6 +19,7 @@ from fivefold.config.sharding import ShardingStrategy
 from fivefold.config.sources import load_options
 from fivefold.config.training import MOCK, OptimizerConfig
 from fivefold.counts.derived import as_table
+from fivefold.data.mixture import counted_from
 from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.files import finite
 from fivefold.layout import Layout
@@ -26,6 +27,7 @@ from fivefold.report.settings import run_config
 from fivefold.train.devices import Asked
 from fivefold.train.metrics import check_installed
 from fivefold.train.rank_env import read_rank_env
+from fivefold.train.run_folder import RunFolder
 from fivefold.units import human_count, human_seconds, several
 
 if TYPE_CHECKING:
@@ -173,7 +175,9 @@ def _config(options: Options) -> Config:
 
     What only trains (recomputation, the optimizer, a growing batch, logs) is left at its defaults.
     """
-    config = run_config(Path(options.run))
+    folder = Path(options.run)
+    config = run_config(folder)
+    config = replace(config, data=counted_from(RunFolder(folder).started_in, config.data))
     if config.training.label_smoothing:
         note("label_smoothing of the run is left out: perplexity is that of the text")
     memory, chosen = config.memory, vars(options).items()

@@ -7,7 +7,7 @@ from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fivefold.cli.plan_options import Options, check_alone, none_proven, planned_request
+from fivefold.cli.plan_options import Options, alone, none_proven, planned_request
 from fivefold.cli.style import note, paint
 from fivefold.config.sources import Loaded, load_consistent
 from fivefold.files import finite, telling_unwritable, write_atomic
@@ -78,12 +78,10 @@ def _with_model(argv: Sequence[str]) -> Sequence[str]:
 
 def _score(argv: Sequence[str]) -> int:
     """Print the errors of the planner on published runs, instead of planning."""
-    from fivefold.config.sources import load_options
     from fivefold.published.score import report
 
-    options = load_options(argv, Options)
+    options = alone(argv, "score", "json")
     assert options.score is not None
-    check_alone(options, "score", "json")
     found = report(Path(options.score))
     print(found.as_json() if options.json else found.table())
     return 0
@@ -92,11 +90,9 @@ def _score(argv: Sequence[str]) -> int:
 def _calibrate(argv: Sequence[str]) -> int:
     """Measure this machine, instead of planning; only this part of the command loads torch."""
     from fivefold.cli.train import ranks
-    from fivefold.config.sources import load_options
 
-    options = load_options(argv, Options)
+    options = alone(argv, "calibrate", "nproc", "device")
     assert options.calibrate is not None
-    check_alone(options, "calibrate", "nproc", "device")
     ranks(options.nproc)  # which says why there can be none
     from fivefold.calibrate.run import calibrate
 

@@ -1,15 +1,17 @@
 """What `fivefold plan` can be asked, and the request that it is for the planner."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from fivefold.cli.budget import BUDGET_HELP, budget_bytes
+from fivefold.config.flags import SWITCHES
 from fivefold.config.parallel import option
-from fivefold.config.settings import argument, settings_of
-from fivefold.config.sources import Loaded
+from fivefold.config.settings import argument, flag_of, settings_of
+from fivefold.config.sources import Loaded, load_options, scan_all
 from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.hardware import GB
 from fivefold.predict.cluster import Cluster, check_together, load_cluster
@@ -92,22 +94,21 @@ class Options:
     device: Asked = option("auto", "what --calibrate measures; auto: GPUs if there are enough")
 
 
-def check_alone(options: Options, *used: str) -> None:
-    """Check that what is done instead of planning was given nothing that it would not read.
+def alone(argv: Sequence[str], *used: str) -> Options:
+    """The options of a command line that asks for something else than a plan.
 
     Raises:
-        ConfigError: other options than those `used` were given.
+        ConfigError: it has more than those `used`, which nothing would read.
     """
-    settings = {setting.name: setting for setting in settings_of(Options)}
-    words = [
-        "the recipe" if name == "recipe" else setting.flag
-        for name, setting in settings.items()
-        if name not in used and getattr(options, name) != setting.default
-    ]
+    given = scan_all(argv, Options, Mistakes())
+    words = ["the recipe"] if given.words else []
+    implied = (name for switch in given.switches for name in SWITCHES[switch])
+    words += map(flag_of, sorted({*given.values, *given.switches}.difference(used, implied)))
     if words:
-        mode = settings[used[0]].flag
-        what = f"{mode} is done instead of planning, and reads nothing of {', '.join(words)}"
-        raise ConfigError(Mistake(what, attempt=f"leave out {' '.join(words)}"))
+        what = f"{flag_of(used[0])} is done instead of planning, and reads nothing of "
+        attempt = f"leave out {' '.join(words)}"
+        raise ConfigError(Mistake(what + ", ".join(words), attempt=attempt))
+    return load_options(argv, Options)
 
 
 def planned_request(

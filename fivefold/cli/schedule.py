@@ -281,8 +281,8 @@ def _measured(options: Options) -> "MeasuredPieces | None":
     """The times of layers, embedding and head fitted to a profiled run, if one is given."""
     if options.measured is None or options.balance is None:
         return None
-    if options.layer_costs is not None:
-        raise ConfigError("--measured and --layer-costs both give the costs of layers")
+    if options.layer_costs is not None or options.costs != Options.costs:
+        raise ConfigError("--measured gives all costs: leave out --layer-costs and --costs")
     # These imports load numpy, which nothing else in this command needs.
     from fivefold.pipeline.measured_parts import check_same_pieces, measured_pieces
 

@@ -37,6 +37,7 @@ from fivefold.tell.explain import percent
 from fivefold.tell.infeasible import why_nothing
 from fivefold.train.corpora import check_corpora, open_data
 from fivefold.train.devices import Asked, choose_device, visible_gpus
+from fivefold.train.preflight import with_home
 from fivefold.train.rank_env import RankEnv, read_rank_env
 from fivefold.units import human_seconds, table
 
@@ -73,6 +74,7 @@ class Options:
 def run(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name."""
     loaded = load_consistent(argv, Options, note)
+    loaded = replace(loaded, config=with_home(loaded.config))
     options, config = loaded.options, loaded.config
     _check_options(options)
     world = ranks(options.nproc)

@@ -140,8 +140,7 @@ def load_with_origins(argv: Sequence[str], options: type[T], *, models: bool = F
         ConfigError: all mistakes of the flags and of the recipe.
     """
     mistakes = Mistakes()
-    of_config = [s for section in config_settings().values() for s in section]
-    given = scan(argv, [*settings_of(options), MODEL, *of_config], mistakes, SWITCHES)
+    given = scan_all(argv, options, mistakes)
     loaded = _options(options, given, mistakes)
     recipe = getattr(loaded, "recipe", None)
     if models and recipe is not None and not _is_recipe(recipe):
@@ -155,6 +154,12 @@ def load_with_origins(argv: Sequence[str], options: type[T], *, models: bool = F
     in_recipe = frozenset(name for section in written.values() for name in section)
     model = given.values.get("model") or written.get("model", {}).get(PRESET) or recipe
     return Loaded(loaded, config, by_flag, in_recipe - by_flag, model)
+
+
+def scan_all(argv: Sequence[str], options: type, mistakes: Mistakes) -> Given:
+    """The flags and words of a command line, which may set a command's options and any setting."""
+    of_config = [s for section in config_settings().values() for s in section]
+    return scan(argv, [*settings_of(options), MODEL, *of_config], mistakes, SWITCHES)
 
 
 def _is_recipe(name: str) -> bool:

@@ -1,14 +1,16 @@
 """Parses the data paths of a run, with weights or names."""
 
+import glob
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 from shlex import quote
 
-from fivefold.config.training import MOCK
+from fivefold.config.training import MOCK, DataConfig
 from fivefold.data.corpus import BUILTIN, resolve
 from fivefold.data.indexed import is_indexed
 from fivefold.errors import Mistakes
@@ -130,6 +132,25 @@ def _weight(word: str) -> Fraction | None:
         return Fraction(word)
     except (ValueError, ZeroDivisionError):
         return None
+
+
+def counted_from(folder: Path, data: DataConfig) -> DataConfig:
+    """Data whose relative paths count from a folder, where something is there; others stay."""
+
+    def meant(path: str) -> str:
+        found = str(folder / Path(path).expanduser())
+        there = os.path.exists(found) or is_indexed(found) or glob.glob(found, recursive=True)
+        return found if there and path not in (BUILTIN, MOCK) else path
+
+    sources = parse_data_path(data.data_path)
+    weighted = [[str(each.weight)] if each.weight is not None else [] for each in sources]
+    blend = [[*weight, meant(each.path)] for weight, each in zip(weighted, sources, strict=True)]
+    named = parse_named_paths(data.valid_data_path).items()
+    return replace(
+        data,
+        data_path=tuple(chain.from_iterable(blend)),
+        valid_data_path=tuple(f"{name}={meant(each.path)}" for name, each in named),
+    )
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from shlex import quote
 
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.config import Config
-from fivefold.config.training import DataConfig
-from fivefold.data.indexed import is_indexed
 from fivefold.data.prepare import PreparedData, Progress, prepare
 from fivefold.data.validation import ValidationSet, has_split, validation_sets
 from fivefold.errors import DataError
@@ -112,7 +109,9 @@ def _data(run: Path, state: SavedState, config: Config, progress: Progress) -> P
     try:
         return prepare(data, training.seq_length, training.seed, progress, named_only=not splits)
     except DataError as error:
-        raise _told(run, data, error) from error
+        lines = str(error).splitlines()  # training alone has this flag
+        offered = [line for line in lines if "works: --data-path" not in line]
+        raise DataError("\n".join(offered)) from error
 
 
 def _differs(data: PreparedData, state: SavedState) -> bool:
@@ -121,22 +120,6 @@ def _differs(data: PreparedData, state: SavedState) -> bool:
     now = [corpus.identity() for corpus in data.corpora]
     what, was = ([text.partition(": ")[2] for text in texts] for texts in (now, then))
     return bool(what) and bool(was) and what != was
-
-
-def _told(run: Path, data: DataConfig, error: DataError) -> DataError:
-    """An error of the text without a flag that training alone has, and if the text is where the run
-    was started, with that folder: its paths may count from there."""
-    lines = [line for line in str(error).splitlines() if "works: --data-path" not in line]
-    folder = RunFolder(run).started_in
-    paths = [*data.data_path, *(path.partition("=")[2] for path in data.valid_data_path)]
-    if any(_is_there(folder / path) and not _is_there(Path(path)) for path in paths):
-        again = f"cd {quote(str(folder))} && fivefold eval {quote(str(run.resolve()))}"
-        lines.append(f"  try:   {again}")
-    return DataError("\n".join(lines))
-
-
-def _is_there(path: Path) -> bool:
-    return path.exists() or is_indexed(str(path))
 
 
 def evaluate_rank(

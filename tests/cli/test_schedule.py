@@ -133,7 +133,8 @@ def test_a_model_is_cut_by_the_times_of_a_run(capsys, tmp_path):
     text = said(capsys, "1f1b", *flags)
     assert "a message 250 ms" in text and "latency 0.25" in text
     assert "latency 0\n" in said(capsys, "1f1b", *flags, "--latency", "0")
-    assert "both give the costs of layers" in refused(capsys, *flags, "--layer-costs", "head=1")
+    for costs in (["--layer-costs", "head=1"], ["--costs", "1,2,1"]):
+        assert "--measured gives all costs" in refused(capsys, *flags, *costs)
     other = ["--balance", "gpt2", "--stages", "2", "--measured", str(tmp_path)]
     assert "tells nothing about this model's" in refused(capsys, *other)
     # Later the run has gone on with other stages.
