@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fivefold.errors import ConfigError
 from fivefold.files import write_atomic
-from fivefold.pipeline.layout import split_layers
+from fivefold.pipeline.layout import SplitSettings
 from fivefold.pipeline.layout_language import MAX_SYMBOLS, parse
 
 RECORD = Path(__file__).parents[1] / "tests" / "pipeline" / "megatron_layouts.json"
@@ -90,7 +90,7 @@ def same_stages(text: str, meaning: str, pp: int) -> bool:
         theirs.validate_layer_layout(layers, mtp)
     except (AssertionError, IndexError):
         return True  # places of m that it lacks are refused there only
-    split = split_layers(layers, pp, layout=text, mtp_num_layers=mtp)
+    split = SplitSettings(layers, pp, layout=text, mtp_num_layers=mtp).split()
     held = [
         [[layer.name for layer in stage if layer.name in ("decoder", "mtp")] for stage in rank]
         for rank in theirs.layout

@@ -21,7 +21,7 @@ from fivefold.counts.policy import StatePolicy, engine_policy, megatron_policy
 from fivefold.counts.state import model_state
 from fivefold.model.activations import saved_activations, total
 from fivefold.model.running import Running
-from fivefold.tell.columns import table
+from fivefold.units import table
 
 MODEL, RANKS, LENGTH = "gpt3-175b", 8, 2048
 

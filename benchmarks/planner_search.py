@@ -23,7 +23,6 @@ from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.predict.cluster import load_cluster
-from fivefold.predict.software import Software
 from fivefold.predict.step import predict
 from fivefold.search.bound_tables import Ranks
 from fivefold.search.candidate import Candidate
@@ -124,7 +123,7 @@ def faster_share(asked: Request, seconds: float) -> float:
     space = legal_space(asked)
     ranks = Ranks.of(asked.config.model, space.partitions)
     fits = np.flatnonzero(memory_bound(space, ranks) <= asked.cluster.room)
-    bounds = time_bound(space.take(fits), ranks, asked.cluster, Software()).seconds
+    bounds = time_bound(space.take(fits), ranks, asked.cluster).seconds
     return float((bounds < seconds).sum() / len(space))
 
 
@@ -174,7 +173,7 @@ def speed() -> Iterator[str]:
     few = space.take(np.arange(min(len(space), 1_000_000)))
     memory_bound(few, ranks)
     memory = time.process_time()
-    time_bound(few, ranks, asked.cluster, Software())
+    time_bound(few, ranks, asked.cluster)
     end = time.process_time()
     yield "## Bounds"
     yield (
@@ -194,7 +193,7 @@ def tightness(run: Run) -> Iterator[str]:
     few = np.random.default_rng(0).choice(np.flatnonzero(acts < LONGEST), SAMPLE)
     sample = space.take(few)
     ranks = Ranks.of(asked.config.model, sample.partitions)
-    bounds = time_bound(sample, ranks, asked.cluster, Software()).seconds
+    bounds = time_bound(sample, ranks, asked.cluster).seconds
     shares: dict[str, list[float]] = {}
     for row, bound in enumerate(bounds.tolist()):
         step = predict(check(sample.config_of(row), asked.world, planned=True), asked.cluster)

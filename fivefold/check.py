@@ -46,7 +46,7 @@ from fivefold.model.fp8_rules import check_eight_bit, check_gathered, check_gath
 from fivefold.model.fusion_rules import check_fusions
 from fivefold.pipeline.automatic_split import automatic_split
 from fivefold.pipeline.costs import Footprint
-from fivefold.pipeline.layout import split_layers
+from fivefold.pipeline.layout import CUTTING, SplitSettings
 from fivefold.pipeline.rules import (
     AUTO,
     check_groups_used,
@@ -240,27 +240,17 @@ def _split(config: Config, parallel: ParallelConfig) -> Split:
     """The stages; V schedules get a V, by default with two stages per rank."""
     schedule = SCHEDULES.get(parallel.pipeline_schedule)
     in_a_v = schedule is not None and schedule.shape is Shape.V
-    virtual = parallel.num_virtual_stages_per_pipeline_rank
-    each = parallel.num_layers_per_virtual_pipeline_stage
-    layout = parallel.pipeline_model_parallel_layout
-    if in_a_v and virtual is None and each is None and layout in (None, AUTO):
-        virtual = 2
-    if layout == AUTO:
-        return automatic_split(config, parallel, 1 if virtual is None else virtual, in_a_v=in_a_v)
-    model = config.model
-    return split_layers(
-        model.num_layers,
-        parallel.pipeline_model_parallel_size,
-        virtual=virtual,
-        layers_per_virtual_stage=each,
-        first=parallel.decoder_first_pipeline_num_layers,
-        last=parallel.decoder_last_pipeline_num_layers,
-        account_for_embedding=parallel.account_for_embedding_in_pipeline_split,
-        account_for_loss=parallel.account_for_loss_in_pipeline_split,
-        layout=layout,
-        mtp_num_layers=model.mtp_num_layers,
-        in_a_v=in_a_v,
-    )
+    cuts = {own: getattr(parallel, name) for name, own in CUTTING.items()}
+    said = cuts["virtual"], cuts["layers_per_virtual_stage"]
+    if in_a_v and said == (None, None) and cuts["layout"] in (None, AUTO):
+        cuts["virtual"] = 2
+    if cuts["layout"] == AUTO:
+        virtual = 1 if cuts["virtual"] is None else cuts["virtual"]
+        return automatic_split(config, parallel, virtual, in_a_v=in_a_v)
+    layers, further = config.model.num_layers, config.model.mtp_num_layers
+    ranks = parallel.pipeline_model_parallel_size
+    settings = SplitSettings(layers, ranks, mtp_num_layers=further, in_a_v=in_a_v, **cuts)
+    return settings.split()
 
 
 def _grid(parallel: ParallelConfig) -> Grid:

@@ -1,10 +1,11 @@
-"""Formats bytes, counts, seconds, rates and lines of them, and reads bytes: the only formatter."""
+"""Formats bytes, counts, seconds, rates, tables and lines, and reads bytes: the only formatter."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 from textwrap import wrap
 
+MOST_RANKS = 8  # that a message lists
 _POWERS = "KMGTP"
 _BEFORE_UNIT = re.compile(
     rf"(?<=\d) (?=(?:[{_POWERS}]i?)?(?:B|FLOP)(?:/s)?\b|[{_POWERS}]\b|[mu]?s\b|%|steps?\b)"
@@ -75,6 +76,24 @@ def few(names: Sequence[str], most: int) -> str:
     """The first names, and the number of the others: 'a, b and 3 more'."""
     others = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + others
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """'rank 3', 'ranks 0, 1'; of many, the first and the number of the others."""
+    return f"rank{'s' * (len(ranks) > 1)} {few([*map(str, ranks)], MOST_RANKS)}"
+
+
+def table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
+    """Lines with aligned columns; the columns with these numbers are aligned to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    flush = set(right)
+    return [
+        "  ".join(
+            cell.rjust(width) if column in flush else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def wrapped(text: str, width: int, first: str = "", others: str = "") -> list[str]:

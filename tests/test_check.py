@@ -9,13 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.check import check
-from fivefold.config.config import Config
+from fivefold.config.config import SETTINGS, Config
 from fivefold.config.dependence import orphans
 from fivefold.config.divisors import divisors
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
 from fivefold.errors import ConfigError
+from fivefold.pipeline.layout import NOT_AUTO
 from fivefold.pipeline.validate import validate
+from fivefold.predict.cluster import preset
+from fivefold.search.request import Request
+from fivefold.search.search import legal_space
 
 SPLIT = re.compile(
     r"--tp (\d+) --pp (\d+) --dp-shard (\d+)(?: --dp-replicate (\d+))?(?: --gbs (\d+))?(.*)"
@@ -394,3 +398,17 @@ def test_layers_of_cut_sequences_are_not_recomputed() -> None:
     )
     with pytest.raises(ConfigError, match="keys and values of later slices"):
         check(config, 1)
+
+
+@pytest.mark.parametrize("name", NOT_AUTO)
+def test_an_automatic_layout_refuses_every_other_cut(name: str) -> None:
+    """Whatever its value: a stage without layers is a cut, too."""
+    setting = SETTINGS[name]
+    least = int(name == "num_layers_per_virtual_pipeline_stage")
+    for value in (True,) if setting.kind is bool else (least, 4):
+        cuts = {"pipeline_model_parallel_layout": "auto", name: value}
+        config = Config(PRESETS["llama3-8b"]).with_values(pipeline_model_parallel_size=4, **cuts)
+        with pytest.raises(ConfigError, match=f"auto and {setting.flag} exclude each other"):
+            check(config, 8, planned=True)
+        question = Request(config, frozenset(cuts), preset("H100", 8))
+        assert not len(legal_space(question)), value

@@ -7,7 +7,7 @@ from functools import partial
 from fivefold.audit.record import RankRecord, expected_record
 from fivefold.counts.context import gathers_latents
 from fivefold.layout import Layout
-from fivefold.units import human_bytes, human_flops, human_seconds
+from fivefold.units import human_bytes, human_flops, human_seconds, table
 
 ACTIVATION_TOLERANCE = 0.03
 """Relative tolerance for activations: kernels, which differ by machine, keep small buffers."""
@@ -68,12 +68,7 @@ class AuditReport:
         """A table, notes, and the verdict in the last line."""
         rows = [("", "predicted", "measured", "")]
         rows += [self._row(finding) for finding in self.findings]
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = [self.title, ""]
-        lines += [
-            f"{name:<{widths[0]}}  {a:>{widths[1]}}  {b:>{widths[2]}}  {what}".rstrip()
-            for name, a, b, what in rows
-        ]
+        lines = [self.title, "", *table(rows, right=(1, 2))]
         notes = [f"{f.name}: {f.note}" for f in self.findings if f.note]
         judged = sum(finding.tolerance is not None for finding in self.findings)
         failed = [finding.name for finding in self.findings if finding.wrong]

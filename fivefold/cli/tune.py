@@ -32,7 +32,6 @@ from fivefold.process import die_with_parent
 from fivefold.search.candidate import Candidate
 from fivefold.search.request import ASSUMABLE, request
 from fivefold.search.search import search
-from fivefold.tell.columns import table
 from fivefold.tell.describe import summary
 from fivefold.tell.explain import percent
 from fivefold.tell.infeasible import why_nothing
@@ -40,7 +39,7 @@ from fivefold.train.corpora import check_corpora, open_data
 from fivefold.train.devices import Asked, choose_device, visible_gpus
 from fivefold.train.preflight import with_home
 from fivefold.train.rank_env import RankEnv, read_rank_env
-from fivefold.units import human_seconds
+from fivefold.units import human_seconds, table
 
 EACH = 8  # layouts of a machine that are looked at
 

@@ -38,10 +38,10 @@ class UnitSizes:
     """Elements of a unit's parameters that one rank sends to one other.
 
     Attributes:
-        blocks: of those that are sent in few bits.
-        wide: of those that keep their type.
-        narrow: of those that are gathered in the 8 bits in which they are multiplied
-            (fp8_param_gather), which are among `blocks`.
+        blocks: elements of the parameters that are sent in few bits.
+        wide: elements of the parameters that keep their type.
+        narrow: elements of the parameters that are gathered in the 8 bits in which they are
+            multiplied (fp8_param_gather); they are among `blocks`.
     """
 
     blocks: int

@@ -9,10 +9,10 @@ from fivefold.layout import Layout
 from fivefold.learn.constants import CONSTANTS
 from fivefold.learn.posterior import Observation, Posterior, half_width, log_seconds
 from fivefold.predict.cluster import Cluster
-from fivefold.tell.columns import prose, table
+from fivefold.tell.columns import prose
 from fivefold.tell.describe import summary
 from fivefold.tell.explain import percent
-from fivefold.units import human_seconds
+from fivefold.units import human_seconds, table
 
 _NARROWED = 0.8  # share of its doubt above which nothing was learned of a constant
 

@@ -9,17 +9,10 @@ from fivefold.config.settings import flag_of
 from fivefold.errors import ConfigError, Mistake
 from fivefold.pipeline.balance import balance, schedule_clock
 from fivefold.pipeline.ir import loop_placement, v_placement
+from fivefold.pipeline.layout import NOT_AUTO, asks, exclusive, without
 from fivefold.pipeline.parts import modelled_parts
 from fivefold.pipeline.rules import resolved_schedule
 from fivefold.pipeline.stages import Split
-
-_OTHER_WAYS = (
-    "num_layers_per_virtual_pipeline_stage",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
 
 
 def automatic_split(
@@ -36,21 +29,12 @@ def automatic_split(
     Raises:
         ConfigError: another setting also decides the stages.
     """
-    others = [name for name in _OTHER_WAYS if getattr(parallel, name)]
+    others = [flag_of(name) for name in NOT_AUTO if asks(getattr(parallel, name))]
     if others:
-        flags = list(map(flag_of, others))
-        offs = [
-            f"--no-{flag[2:]}" if getattr(parallel, name) is True else f"{flag} none"
-            for name, flag in zip(others, flags, strict=True)
-        ]
-        raise ConfigError(
-            Mistake(
-                f"--pipeline-model-parallel-layout auto and {' and '.join(flags)} exclude each "
-                "other",
-                ("auto decides how many layers each stage has",),
-                ("--pipeline-model-parallel-layout none", " ".join(offs)),
-            )
-        )
+        what = exclusive(["--pipeline-model-parallel-layout auto", *others])
+        why = "auto decides how many layers each stage has"
+        works = ("--pipeline-model-parallel-layout none", without(others))
+        raise ConfigError(Mistake(what, (why,), works))
     ranks, training = parallel.pipeline_model_parallel_size, config.training
     placement = (v_placement if in_a_v else loop_placement)(ranks, ranks * num_virtual)
     dp = parallel.data_parallel_size

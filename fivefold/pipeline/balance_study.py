@@ -10,7 +10,7 @@ from fivefold.errors import ConfigError, Mistake
 from fivefold.model.description import layer_kind
 from fivefold.pipeline.balance import Balance, Room, balance, schedule_clock, weigh
 from fivefold.pipeline.ir import loop_placement
-from fivefold.pipeline.layout import split_layers
+from fivefold.pipeline.layout import SplitSettings
 from fivefold.pipeline.parts import ModelPart, Parts, modelled_parts, parts_of_kinds, stated_parts
 from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program
 from fivefold.pipeline.simulate import peak_in_flight
@@ -90,13 +90,13 @@ def cut_model(
         raise ConfigError("no piece of the model takes any time, so that nothing can be balanced")
     if layout is not None:
         known = SCHEDULES.get(schedule or "")
-        split = split_layers(
+        split = SplitSettings(
             model.num_layers,
             study.num_ranks,
             layout=layout,
             mtp_num_layers=model.mtp_num_layers,
             in_a_v=known is not None and known.shape is Shape.V,
-        )
+        ).split()
         found = weigh(parts, split)
         name = _order(schedule, split.placement, study)
         room = _room(name, split.placement, study, memory)

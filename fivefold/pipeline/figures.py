@@ -7,6 +7,7 @@ from fivefold.errors import ConfigError
 from fivefold.pipeline.schedules.registry import SCHEDULES
 from fivefold.pipeline.steady_state import steady_state
 from fivefold.pipeline.study import AUTO, StudyResult
+from fivefold.units import table
 
 _DIGITS = 9  # significant digits in JSON, to hide rounding noise
 
@@ -79,17 +80,17 @@ def comparison(results: Iterable[tuple[str, StudyResult | ConfigError]]) -> list
     """A table of schedules on the same pipeline, the fastest marked; errors of infeasible ones."""
     results = list(results)
     makespans = [r.chart.simulation.makespan for _, r in results if isinstance(r, StudyResult)]
-    header = ("schedule", "V", "makespan", "dX first", "bubble", "span", "bubble", "held", "bound")
-    rows: list[tuple[str, ...]] = [header]
+    width = max(map(len, ("schedule", *(name for name, _ in results))))
+    head = ("V", "makespan", "dX first", "bubble", "span", "bubble", "held", "bound")
+    rows: list[tuple[str, ...]] = [("schedule".ljust(width), *head)]
     for name, result in results:
         if isinstance(result, ConfigError):
-            rows.append((name, f"cannot: {result.mistakes[0].what}"))
             continue
         simulation = result.chart.simulation
         best = simulation.makespan <= min(makespans) * (1 + 1e-9)
         rows.append(
             (
-                name,
+                name.ljust(width),
                 f"{result.chunks}",
                 f"{simulation.makespan:.6g}{'*' if best else ' '}",
                 f"{result.dx_first:.6g}",
@@ -100,18 +101,17 @@ def comparison(results: Iterable[tuple[str, StudyResult | ConfigError]]) -> list
                 f"{result.bound:.6g}",
             )
         )
-    full = [row for row in rows if len(row) == len(header)]
-    widths = [max(len(row[i]) for row in full) for i in range(len(header))]
-    widths[0] = max(len(row[0]) for row in rows)
-    lines = []
-    for row in rows:
-        first, *cells = row
-        if len(row) < len(header):
-            lines.append(f"{first:<{widths[0]}}  {cells[0]}")
-            continue
-        aligned = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
-        lines.append("  ".join([f"{first:<{widths[0]}}", *aligned]))
-    return lines
+    first, *lines = table(rows, right=range(1, len(rows[0])))
+    found = iter(lines)
+    return [
+        first,
+        *(
+            f"{name:<{width}}  cannot: {result.mistakes[0].what}"
+            if isinstance(result, ConfigError)
+            else next(found)
+            for name, result in results
+        ),
+    ]
 
 
 def comparison_json(
@@ -130,8 +130,7 @@ def listing() -> list[str]:
     """One line per schedule."""
     rows = [(name, schedule.about) for name, schedule in SCHEDULES.items()]
     rows.append((AUTO, "the best that a search finds for the costs and the memory cap"))
-    width = max(len(name) for name, _ in rows)
-    return [f"{name:<{width}}  {about}" for name, about in rows]
+    return table(rows)
 
 
 def _rounded(value: float) -> float:

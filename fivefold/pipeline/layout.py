@@ -1,28 +1,78 @@
 """Splits a model into pipeline stages according to the settings."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.pipeline import layout_language
 from fivefold.pipeline.ir import loop_placement, v_placement
 from fivefold.pipeline.stages import Split, StageSpec, layout_string
 
+CUTTING: Mapping[str, str] = MappingProxyType(
+    {
+        "num_virtual_stages_per_pipeline_rank": "virtual",
+        "num_layers_per_virtual_pipeline_stage": "layers_per_virtual_stage",
+        "pipeline_model_parallel_layout": "layout",
+        "decoder_first_pipeline_num_layers": "first",
+        "decoder_last_pipeline_num_layers": "last",
+        "account_for_embedding_in_pipeline_split": "account_for_embedding",
+        "account_for_loss_in_pipeline_split": "account_for_loss",
+    }
+)
+"""Settings that cut the model into stages, and their names in `SplitSettings`."""
+NOT_AUTO = tuple(name for name, own in CUTTING.items() if own not in ("virtual", "layout"))
+"""Those that contradict the layout "auto", which decides how many layers each stage has."""
+
+
+def asks(value: object) -> bool:
+    """Whether a value of one of `CUTTING` asks for a cut: any but None and False, 0 included."""
+    return value is not None and value is not False
+
 
 @dataclass(frozen=True)
-class _Request:
-    """The arguments of `split_layers`."""
+class SplitSettings:
+    """Megatron-LM's settings that split a model into pipeline stages.
+
+    Attributes:
+        num_layers: decoder layers of the model.
+        pp: pipeline-parallel ranks.
+        virtual: stages per rank (num_virtual_stages_per_pipeline_rank).
+        layers_per_virtual_stage: layers per stage, an alternative to `virtual`.
+        first: decoder layers on rank 0, over all its stages (decoder_first_pipeline_num_layers).
+        last: decoder layers on the last rank (decoder_last_pipeline_num_layers).
+        account_for_embedding: count the embedding as one layer when splitting evenly.
+        account_for_loss: count the head and loss as one layer when splitting evenly.
+        layout: the stages spelt out, in the language of `layout_language`.
+        mtp_num_layers: multi-token prediction layers; without a layout they join the last stage.
+        in_a_v: place the stages in a V instead of a loop, unless the layout says otherwise.
+    """
 
     num_layers: int
     pp: int
-    virtual: int | None
-    layers_per_virtual_stage: int | None
-    first: int | None
-    last: int | None
-    account_for_embedding: bool
-    account_for_loss: bool
-    layout: str | None
-    in_a_v: bool
+    virtual: int | None = None
+    layers_per_virtual_stage: int | None = None
+    first: int | None = None
+    last: int | None = None
+    account_for_embedding: bool = False
+    account_for_loss: bool = False
+    layout: str | None = None
+    mtp_num_layers: int = 0
+    in_a_v: bool = False
+
+    def split(self) -> Split:
+        """The stages, and their ranks.
+
+        Raises:
+            ConfigError: settings that conflict or do not add up.
+        """
+        _check_settings(self)
+        if self.layout is not None:
+            return _from_layout(self, self.layout)
+        uneven = self.first is not None or self.last is not None
+        counts = _uneven_counts(self) if uneven else _even_counts(self)
+        place = v_placement if self.in_a_v else loop_placement
+        return Split(_consecutive(counts, self.mtp_num_layers), place(self.pp, len(counts)))
 
     @property
     def unit(self) -> int:
@@ -52,128 +102,74 @@ class _Request:
         }
 
 
-def split_layers(
-    num_layers: int,
-    pp: int,
-    *,
-    virtual: int | None = None,
-    layers_per_virtual_stage: int | None = None,
-    first: int | None = None,
-    last: int | None = None,
-    account_for_embedding: bool = False,
-    account_for_loss: bool = False,
-    layout: str | None = None,
-    mtp_num_layers: int = 0,
-    in_a_v: bool = False,
-) -> Split:
-    """Split the model into pipeline stages by Megatron-LM's settings.
-
-    Args:
-        num_layers: decoder layers of the model.
-        pp: pipeline-parallel ranks.
-        virtual: stages per rank (num_virtual_stages_per_pipeline_rank).
-        layers_per_virtual_stage: layers per stage, an alternative to `virtual`.
-        first: decoder layers on rank 0, over all its stages (decoder_first_pipeline_num_layers).
-        last: decoder layers on the last rank (decoder_last_pipeline_num_layers).
-        account_for_embedding: count the embedding as one layer when splitting evenly.
-        account_for_loss: count the head and loss as one layer when splitting evenly.
-        layout: the stages spelt out, in the language of `layout_language`.
-        mtp_num_layers: multi-token prediction layers; without a layout they join the last stage.
-        in_a_v: place the stages in a V instead of a loop, unless the layout says otherwise.
-
-    Raises:
-        ConfigError: settings that conflict or do not add up.
-    """
-    request = _Request(
-        num_layers,
-        pp,
-        virtual,
-        layers_per_virtual_stage,
-        first,
-        last,
-        account_for_embedding,
-        account_for_loss,
-        layout,
-        in_a_v,
-    )
-    _check_settings(request)
-    if layout is not None:
-        return _from_layout(request, layout, mtp_num_layers)
-    if first is not None or last is not None:
-        counts = _uneven_counts(request)
-    else:
-        counts = _even_counts(request)
-    place = v_placement if in_a_v else loop_placement
-    return Split(_consecutive(counts, mtp_num_layers), place(pp, len(counts)))
-
-
-def _check_settings(request: _Request) -> None:
+def _check_settings(settings: SplitSettings) -> None:
     """Check that numbers are positive and that ways of splitting are not mixed."""
     mistakes = Mistakes()
     for name, value in (
-        ("--num-layers", request.num_layers),
-        ("--pipeline-model-parallel-size", request.pp),
-        ("--num-virtual-stages-per-pipeline-rank", request.virtual),
-        ("--num-layers-per-virtual-pipeline-stage", request.layers_per_virtual_stage),
+        ("--num-layers", settings.num_layers),
+        ("--pipeline-model-parallel-size", settings.pp),
+        ("--num-virtual-stages-per-pipeline-rank", settings.virtual),
+        ("--num-layers-per-virtual-pipeline-stage", settings.layers_per_virtual_stage),
     ):
         if value is not None and value < 1:
             mistakes.add(f"{name} must be at least 1, not {value}")
     for name, value in (
-        ("--decoder-first-pipeline-num-layers", request.first),
-        ("--decoder-last-pipeline-num-layers", request.last),
+        ("--decoder-first-pipeline-num-layers", settings.first),
+        ("--decoder-last-pipeline-num-layers", settings.last),
     ):
         if value is not None and value < 0:
             mistakes.add(f"{name} must be at least 0, not {value}")
-    given = request.given()
+    given = settings.given()
     if len(given["virtual"]) > 1:
         mistakes.add(
-            _exclusive(given["virtual"]),
+            exclusive(given["virtual"]),
             "both set the stages per rank",
-            works=[_without([flag]) for flag in given["virtual"]],
+            works=[without([flag]) for flag in given["virtual"]],
         )
     if given["layout"]:
         others = [*given["virtual"], *given["ends"], *given["account"]]
         if others:
             mistakes.add(
-                _exclusive([*given["layout"], *others]),
+                exclusive([*given["layout"], *others]),
                 "the layout says it all",
-                works=[_without(others), _without(given["layout"])],
+                works=[without(others), without(given["layout"])],
             )
     elif given["ends"] and given["account"]:
         mistakes.add(
-            _exclusive([*given["ends"], *given["account"]]),
+            exclusive([*given["ends"], *given["account"]]),
             "both make uneven ends",
-            works=[_without(given["account"]), _without(given["ends"])],
+            works=[without(given["account"]), without(given["ends"])],
         )
-    if given["ends"] and request.layers_per_virtual_stage is not None:
+    if given["ends"] and settings.layers_per_virtual_stage is not None:
         mistakes.add(
-            _exclusive([*given["ends"], "--num-layers-per-virtual-pipeline-stage"]),
+            exclusive([*given["ends"], "--num-layers-per-virtual-pipeline-stage"]),
             "with uneven ends the stages of different ranks have different sizes",
             works=("--num-layers-per-virtual-pipeline-stage none",),
         )
-    if given["ends"] and request.pp == 1:
+    if given["ends"] and settings.pp == 1:
         mistakes.add(
             f"{_and(given['ends'])} needs more than one pipeline rank",
-            works=("--pipeline-model-parallel-size 2", _without(given["ends"])),
+            works=("--pipeline-model-parallel-size 2", without(given["ends"])),
         )
-    useful = request.num_layers + 2  # one rank per layer, one for the embedding, one for the head
-    if given["ends"] and request.pp > useful:
+    useful = settings.num_layers + 2  # one rank per layer, one for the embedding, one for the head
+    if given["ends"] and settings.pp > useful:
         mistakes.add(
-            f"{request.pp} pipeline ranks are more than {request.num_layers} layers can occupy",
-            f"embedding + {request.num_layers} layers + head = {useful}",
-            works=[f"--pipeline-model-parallel-size {request.num_layers}"],
+            f"{settings.pp} pipeline ranks are more than {settings.num_layers} layers can occupy",
+            f"embedding + {settings.num_layers} layers + head = {useful}",
+            works=[f"--pipeline-model-parallel-size {settings.num_layers}"],
         )
     mistakes.raise_if_any()
 
 
-def _without(flags: Sequence[str]) -> str:
+def without(flags: Sequence[str]) -> str:
     """Flags that undo the given flags."""
     return " ".join(
         f"--no-{flag[2:]}" if flag.startswith("--account") else f"{flag} none" for flag in flags
     )
 
 
-def _exclusive(flags: Sequence[str]) -> str:
+def exclusive(flags: Sequence[str]) -> str:
+    """That only one of these flags can be given."""
     return f"{_and(flags)} exclude each other"
 
 
@@ -181,13 +177,13 @@ def _and(words: Sequence[str]) -> str:
     return " and ".join(words)
 
 
-def _from_layout(request: _Request, text: str, mtp_num_layers: int) -> Split:
-    num_layers, pp = request.num_layers, request.pp
+def _from_layout(settings: SplitSettings, text: str) -> Split:
+    pp = settings.pp
     parsed = layout_language.parse(text)
     groups = parsed.stages()
     mistakes = Mistakes()
     with mistakes.collecting():
-        layout_language.check_rules(parsed, num_layers, mtp_num_layers)
+        layout_language.check_rules(parsed, settings.num_layers, settings.mtp_num_layers)
     if len(groups) % pp:
         counts = range(pp, len(groups) + pp + 1, pp)
         sizes = [n for n in range(1, len(groups) + 1) if len(groups) % n == 0]
@@ -200,7 +196,7 @@ def _from_layout(request: _Request, text: str, mtp_num_layers: int) -> Split:
         )
     mistakes.raise_if_any()
     words = ["".join(symbol.char for symbol in group) for group in groups]
-    shape = parsed.shape or ("v" if request.in_a_v else "loop")
+    shape = parsed.shape or ("v" if settings.in_a_v else "loop")
     place = v_placement if shape == "v" else loop_placement
     layers = _ranges([word.count("t") for word in words])
     final = len(words) - 1
@@ -210,46 +206,46 @@ def _from_layout(request: _Request, text: str, mtp_num_layers: int) -> Split:
     return Split(stages, place(pp, len(stages)))
 
 
-def _even_counts(request: _Request) -> list[int]:
+def _even_counts(settings: SplitSettings) -> list[int]:
     """Layers of each stage: equal, except where the embedding or loss counts as a layer."""
-    total = request.num_layers + request.account_for_embedding + request.account_for_loss
-    if total % request.unit:
-        raise ConfigError(_indivisible(request, total))
-    if request.layers_per_virtual_stage is None:
-        num_stages = request.unit
+    total = settings.num_layers + settings.account_for_embedding + settings.account_for_loss
+    if total % settings.unit:
+        raise ConfigError(_indivisible(settings, total))
+    if settings.layers_per_virtual_stage is None:
+        num_stages = settings.unit
     else:
-        num_stages = total // request.layers_per_virtual_stage
+        num_stages = total // settings.layers_per_virtual_stage
     counts = [total // num_stages] * num_stages
-    counts[0] -= request.account_for_embedding
-    counts[-1] -= request.account_for_loss
+    counts[0] -= settings.account_for_embedding
+    counts[-1] -= settings.account_for_loss
     return counts
 
 
-def _indivisible(request: _Request, total: int) -> Mistake:
+def _indivisible(settings: SplitSettings, total: int) -> Mistake:
     """The error for `total` layers that do not divide evenly over the stages."""
-    pp, unit, extra = request.pp, request.unit, total - request.num_layers
+    pp, unit, extra = settings.pp, settings.unit, total - settings.num_layers
     each = unit // pp
     kind, flag = "stages per rank", "--num-virtual-stages-per-pipeline-rank"
-    if request.layers_per_virtual_stage is not None:
+    if settings.layers_per_virtual_stage is not None:
         kind, flag = "layers per stage", "--num-layers-per-virtual-pipeline-stage"
     counted = f" + {extra} for embedding or loss" if extra else ""
-    layers = range(unit - extra, request.num_layers + unit + 1, unit)
+    layers = range(unit - extra, settings.num_layers + unit + 1, unit)
     sizes = [n for n in range(1, total // each + 1) if total % (each * n) == 0]
     others = [n for n in range(1, total // pp + 1) if total % (pp * n) == 0 and each > 1]
     attempt = None
-    if request.layers_per_virtual_stage is None and unit <= request.num_layers:
-        share, rest = divmod(request.num_layers, unit)
+    if settings.layers_per_virtual_stage is None and unit <= settings.num_layers:
+        share, rest = divmod(settings.num_layers, unit)
         balanced = _consecutive([share + (s < rest) for s in range(unit)], 0)
-        given = request.given()
+        given = settings.given()
         attempt = f"--pipeline-model-parallel-layout '{layout_string(balanced)}'"
         if given["virtual"] or given["account"]:
-            attempt += f" {_without([*given['virtual'], *given['account']])}"
+            attempt += f" {without([*given['virtual'], *given['account']])}"
     return Mistake(
-        f"{request.num_layers} layers{counted} do not split evenly over {pp} pipeline ranks "
+        f"{settings.num_layers} layers{counted} do not split evenly over {pp} pipeline ranks "
         f"x {each} {kind}",
         (f"{total} % ({pp} x {each}) = {total % unit}",),
         (
-            *(f"--num-layers {n}" for n in _nearest(request.num_layers, layers)),
+            *(f"--num-layers {n}" for n in _nearest(settings.num_layers, layers)),
             *(f"--pipeline-model-parallel-size {n}" for n in _nearest(pp, sizes)),
             *(f"{flag} {n}" for n in _nearest(each, others)),
         ),
@@ -257,14 +253,14 @@ def _indivisible(request: _Request, total: int) -> Mistake:
     )
 
 
-def _uneven_counts(request: _Request) -> list[int]:
+def _uneven_counts(settings: SplitSettings) -> list[int]:
     """Layers of each stage if the first or last rank has its own number of layers."""
-    pp, virtual = request.pp, request.virtual or 1
-    ends = [n for n in (request.first, request.last) if n is not None]
-    middle, ranks = request.num_layers - sum(ends), pp - len(ends)
+    pp, virtual = settings.pp, settings.virtual or 1
+    ends = [n for n in (settings.first, settings.last) if n is not None]
+    middle, ranks = settings.num_layers - sum(ends), pp - len(ends)
     taken = " - ".join(str(n) for n in ends)
     mistakes = Mistakes()
-    for name, value in (("first", request.first), ("last", request.last)):
+    for name, value in (("first", settings.first), ("last", settings.last)):
         if value is not None and value % virtual:
             mistakes.add(
                 f"{value} layers on the {name} rank do not split over {virtual} stages per rank",
@@ -274,10 +270,10 @@ def _uneven_counts(request: _Request) -> list[int]:
                     for n in _nearest(value, range(0, value + virtual + 1, virtual))
                 ],
             )
-    sum_line = f"{request.num_layers} - {taken} = {middle}"
+    sum_line = f"{settings.num_layers} - {taken} = {middle}"
     if middle < 0 or (ranks == 0 and middle):
         mistakes.add(
-            f"the ends hold {sum(ends)} layers, the model has {request.num_layers}", sum_line
+            f"the ends hold {sum(ends)} layers, the model has {settings.num_layers}", sum_line
         )
     elif ranks and middle % (ranks * virtual):
         unit = ranks * virtual
@@ -293,12 +289,12 @@ def _uneven_counts(request: _Request) -> list[int]:
     mistakes.raise_if_any()
     share = middle // ranks if ranks else 0
     per_rank = [share] * pp
-    if request.first is not None:
-        per_rank[0] = request.first
-    if request.last is not None:
-        per_rank[-1] = request.last
+    if settings.first is not None:
+        per_rank[0] = settings.first
+    if settings.last is not None:
+        per_rank[-1] = settings.last
     there = [layers // virtual for layers in per_rank]
-    back = there[::-1] if request.in_a_v else there
+    back = there[::-1] if settings.in_a_v else there
     return [count for turn in range(virtual) for count in (back if turn % 2 else there)]
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from fivefold.pipeline.ir import stages_on
+from fivefold.units import table
 
 
 @dataclass(frozen=True)
@@ -67,17 +68,10 @@ def stage_table(split: Split) -> str:
         [f"rank {rank}", *(_contents(split.stages[stage]) for stage in split.stages_of(rank))]
         for rank in range(split.num_ranks)
     ]
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in [header, *rows]
-    ]
     counts = [len(stage.layers) for stage in split.stages]
-    lines.append(
-        f"{sum(counts)} layers in {len(counts)} stages: "
-        f"{'+'.join(str(count) for count in counts)} = {sum(counts)}"
-    )
-    return "\n".join(lines)
+    total = f"{'+'.join(map(str, counts))} = {sum(counts)}"
+    last = f"{sum(counts)} layers in {len(counts)} stages: {total}"
+    return "\n".join([*table([header, *rows]), last])
 
 
 def layout_string(stages: Iterable[StageSpec]) -> str:

@@ -15,7 +15,7 @@ from math import ceil, inf
 from random import Random
 
 from fivefold.errors import ConfigError
-from fivefold.pipeline.bounds import Bounds, Paths, lower_bounds
+from fivefold.pipeline.bounds import Paths, lower_bounds
 from fivefold.pipeline.ir import Act, Kind, Program, stages_on
 from fivefold.pipeline.list_scheduler import (
     ListScheduler,
@@ -44,20 +44,11 @@ class Synthesis:
         program: compute-only program.
         name: description of how it was made.
         makespan: its makespan.
-        bounds: lower bounds; no program is faster than `bounds.best`.
-        fixed: makespan of every fixed schedule that fits.
     """
 
     program: Program
     name: str
     makespan: float
-    bounds: Bounds
-    fixed: dict[str, float]
-
-    @property
-    def gap(self) -> float:
-        """Distance to the lower bound, as a fraction of it."""
-        return self.makespan / self.bounds.best - 1
 
 
 class Style(Enum):
@@ -97,7 +88,7 @@ class _Recipe:
 
 
 def synthesise(problem: Problem, *, effort: int = EFFORT) -> Synthesis:
-    """A program at least as good as every fixed schedule that fits, with its distance to the bound.
+    """A program at least as good as every fixed schedule that fits.
 
     Args:
         problem: placement, costs, microbatches and memory cap.
@@ -106,12 +97,11 @@ def synthesise(problem: Problem, *, effort: int = EFFORT) -> Synthesis:
     Raises:
         ConfigError: not even one microbatch fits.
     """
-    fixed = dict(_fixed(problem))
+    fixed = dict(fixed_runs(problem))
     found = [(run.makespan, name, run) for name, run in fixed.items()]
-    bounds = lower_bounds(problem)
     few = _search_size(problem, effort)
     enough = 1e-9 if few == problem.num_microbatches else _NEAR
-    if min(found, default=(inf,))[0] <= bounds.best * (1 + enough):
+    if min(found, default=(inf,))[0] <= lower_bounds(problem).best * (1 + enough):
         effort = 0  # no gain is possible, or none that a search on few microbatches would find
     search = _RecipeSearch(replace(problem, num_microbatches=few), effort, Random(1), fixed)
     kitchen = _Kitchen(problem, fixed)
@@ -125,8 +115,7 @@ def synthesise(problem: Problem, *, effort: int = EFFORT) -> Synthesis:
         run = _one_by_one(problem)
         found.append((run.makespan, "one microbatch after the other", run))
     makespan, name, run = min(found, key=lambda entry: entry[0])
-    makespans = {name: run.makespan for name, run in fixed.items()}
-    return Synthesis(run.program(), name, makespan, bounds, makespans)
+    return Synthesis(run.program(), name, makespan)
 
 
 def _search_size(problem: Problem, effort: int) -> int:
@@ -136,7 +125,7 @@ def _search_size(problem: Problem, effort: int) -> int:
     return min(problem.num_microbatches, max(affordable, enough))
 
 
-def _fixed(problem: Problem) -> Iterator[tuple[str, Run]]:
+def fixed_runs(problem: Problem) -> Iterator[tuple[str, Run]]:
     """Every fixed schedule that supports the placement and fits, with dX sent before dW."""
     total = problem.num_microbatches
     for name, schedule in SCHEDULES.items():
@@ -274,7 +263,7 @@ class _RecipeSearch:
     def __init__(
         self, problem: Problem, effort: int, random: Random, seeds: Collection[str]
     ) -> None:
-        fixed = {name: run for name, run in _fixed(problem) if name in seeds}
+        fixed = {name: run for name, run in fixed_runs(problem) if name in seeds}
         self._kitchen = _Kitchen(problem, fixed)
         self._random = random
         self._tries = effort // (3 * len(problem.placement) * problem.num_microbatches)

@@ -1,21 +1,18 @@
-"""Validates a program: correct, within memory, and free of deadlock. There are seven rules.
+"""Validates a program: correct, and free of deadlock. There are six rules.
 
 1. Each stage runs each microbatch (and slice) once: F, and BW or B with all parts of W.
 2. On a rank, F precedes R precedes B precedes W; the slices of a sequence run forward from the
    first to the last, and backward from the last to the first.
 3. Every stage's actions are on the stage's rank.
 4. Both ends of every message exist; SEND follows its producer, RECV precedes its consumer.
-5. Activation memory stays under the cap.
-6. UNSHARD covers the actions that read parameters, REDUCE follows the stage's last W, STEP follows
+5. UNSHARD covers the actions that read parameters, REDUCE follows the stage's last W, STEP follows
    all REDUCEs.
-7. There is no circular wait (see `graph`).
+6. There is no circular wait (see `graph`).
 """
 
 from collections import Counter
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
 
-from fivefold.pipeline.costs import ONE_EACH, Footprint
 from fivefold.pipeline.graph import Stream, dependency_graph
 from fivefold.pipeline.ir import (
     COMMUNICATION,
@@ -28,30 +25,18 @@ from fivefold.pipeline.ir import (
     Program,
     ProgramError,
 )
-from fivefold.pipeline.simulate import peak_in_flight
 
 
-@dataclass(frozen=True)
-class MemoryCap:
-    """A limit on the activation memory of a rank."""
+def validate(program: Program, *, stream: Stream = Stream.RANK) -> None:
+    """Check all six rules.
 
-    cap: float
-    footprint: Footprint = ONE_EACH
-
-
-def validate(
-    program: Program, *, stream: Stream = Stream.RANK, memory: MemoryCap | None = None
-) -> None:
-    """Check all seven rules.
-
-    In a compute-only program, rules 4 and 7 consider the messages that the placement implies; in a
+    In a compute-only program, rules 4 and 6 consider the messages that the placement implies; in a
     lowered program also their order.
 
     Args:
         program: compute-only or lowered.
         stream: which messages share a communication stream. A program that passes with RANK passes
             with PAIR, and one that passes with PAIR passes with PAIR_AND_DIRECTION.
-        memory: memory cap of rule 5; None: not checked.
 
     Raises:
         ProgramError: the first broken rule, with the action, stage, microbatch and rank.
@@ -65,8 +50,6 @@ def validate(
     lowered = lowered or bool(program.messages)
     if lowered:
         _check_messages(program)
-    if memory is not None:
-        _check_memory(program, memory)
     for rank, acts in enumerate(program.ranks):
         _check_unsharded(rank, acts)
     if not program.forward_only:
@@ -251,16 +234,8 @@ def _ends(program: Program, kind: Kind) -> dict[int, int]:
     return places
 
 
-def _check_memory(program: Program, memory: MemoryCap) -> None:
-    """Rule 5."""
-    peaks = peak_in_flight(program, memory.footprint)
-    for rank, peak in enumerate(peaks):
-        if peak > memory.cap:
-            raise ProgramError(f"rank {rank} holds {peak:g} at its peak, the cap is {memory.cap:g}")
-
-
 def _check_unsharded(rank: int, acts: tuple[Act, ...]) -> None:
-    """Rule 6 for parameters: a stage with an UNSHARD is read only while it is gathered."""
+    """Rule 5 for parameters: a stage with an UNSHARD is read only while it is gathered."""
     managed = {act.stage for act in acts if act.kind in (Kind.UNSHARD, Kind.RESHARD)}
     gathered: set[int] = set()
     for act in acts:
@@ -276,7 +251,7 @@ def _check_unsharded(rank: int, acts: tuple[Act, ...]) -> None:
 
 
 def _check_reductions(program: Program) -> None:
-    """Rule 6 for gradients: a program that reduces or steps at all does so completely."""
+    """Rule 5 for gradients: a program that reduces or steps at all does so completely."""
     count = Counter(
         (act.kind, act.stage if act.kind is Kind.REDUCE else rank)
         for rank, _, act in _acts(program)

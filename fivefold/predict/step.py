@@ -88,7 +88,6 @@ def program_times(
     layouts: Sequence[Layout],
     sent: Sequence[Sequence[tuple[Sharding, Sequence[Moves]]]],
     cluster: Cluster,
-    software: Software,
     times_cache: TimesCache,
 ) -> list[tuple[float, list[float]]]:
     """Predicted seconds of each layout's pipeline program, without the rest of the step.
@@ -98,10 +97,9 @@ def program_times(
         sent: for each, strategies and transfers of each stage: the other numbers are by how much
             each of these makes the program longer at least.
         cluster: the hardware.
-        software: the framework's kernels and habits.
         times_cache: times to share with other layouts, as `LayerTimes` takes them.
     """
-    predictors = [_Predictor(each, cluster, software, times_cache) for each in layouts]
+    predictors = [_Predictor(each, cluster, Software(), times_cache) for each in layouts]
     once = [
         [each.sent(sharding, moves, update=inf) for sharding, moves in others]
         for each, others in zip(predictors, sent, strict=True)

@@ -9,7 +9,7 @@ from fivefold.predict.cluster import Cluster
 from fivefold.predict.memory import RankMemory, peak_memory
 from fivefold.rehearse.agree import disagreements
 from fivefold.rehearse.script import Script
-from fivefold.units import human_bytes, human_count, several
+from fivefold.units import human_bytes, human_count, several, table
 
 BYTES_TOLERANCE = 1e-9
 """Relative difference of two sums of the same whole numbers, in another order."""
@@ -110,7 +110,7 @@ class RehearsalReport:
                     str(script.waits),
                 )
             )
-        return _aligned(rows)
+        return table(rows, right=range(len(rows[0])))
 
     def _sent(self) -> list[str]:
         sent = [script.by_axis() for script in self.scripts]
@@ -120,7 +120,7 @@ class RehearsalReport:
             (str(script.rank), *(human_bytes(each.get(axis, 0.0)) for axis in axes))
             for script, each in zip(self.scripts, sent, strict=True)
         ]
-        return _aligned(rows)
+        return table(rows, right=range(len(rows[0])))
 
 
 def make_report(
@@ -156,10 +156,3 @@ def _differing(script: Script) -> list[str]:
             sizes = f"{human_bytes(here)} over {axis}, and theory says {human_bytes(theory)}"
             found.append(f"rank {script.rank} sends {sizes}")
     return found
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(f"{c:>{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]

@@ -30,9 +30,8 @@ from fivefold.model.description import (
 )
 from fivefold.model.shape import StageParts
 from fivefold.model.weights import Weight, embedding_weights, head_weights
-from fivefold.pipeline.layout import split_layers
+from fivefold.pipeline.layout import SplitSettings
 from fivefold.pipeline.schedules.registry import known_of
-from fivefold.search.columns import Column
 from fivefold.search.partitions import Partition
 from fivefold.search.space import Space
 
@@ -118,10 +117,10 @@ class Ranks:
     final: Values
     kinds: Values
     thinnest: Values
-    index: Column
-    chunks: Column
-    copies: Column
-    size: Column
+    index: Values
+    chunks: Values
+    copies: Values
+    size: Values
     deferred: Values
     most: Values
     kept: Values
@@ -132,52 +131,18 @@ class Ranks:
     crossings: Values
 
     @property
-    def stages(self) -> Column:
+    def stages(self) -> Values:
         """[W] stages on a rank, of all copies of the model."""
         return self.chunks * self.copies
 
     @classmethod
     def of(cls, model: ModelConfig, partitions: Sequence[Partition]) -> "Ranks":
         """The tables of these partitions."""
-        most = max(
-            (partition.split.num_virtual * partition.known.num_copies for partition in partitions),
-            default=1,
-        )
+        most = max(w.split.num_virtual * w.known.num_copies for w in partitions)
         rows = [_ranks_of(model, partition, most) for partition in partitions]
-        each = zip(partitions, rows, strict=True)
-
-        def column(name: str) -> Any:
-            return np.array([row[name] for row in rows])
-
-        return cls(
-            held=column("held").astype(float),
-            chunk=column("chunk").astype(float),
-            before=column("before").astype(float),
-            own=column("own").astype(float),
-            first=column("first").astype(float),
-            final=column("final").astype(float),
-            kinds=_padded([row["kinds"] for row in rows]),
-            thinnest=column("thinnest").astype(float),
-            index=column("index"),
-            chunks=np.array([partition.split.num_virtual for partition in partitions]),
-            copies=np.array([partition.known.num_copies for partition in partitions]),
-            size=np.array([partition.pp for partition in partitions]),
-            deferred=np.array(
-                [[w.known.limits.deferred(w.place(r)) for r in row["index"]] for w, row in each]
-            ),
-            kept=column("kept").astype(float),
-            drained=column("drained").astype(float),
-            alone=column("alone").astype(float),
-            largest=column("chunk").astype(float).max(axis=2),
-            most=np.array(
-                [
-                    [w.known.limits.in_flight(w.place(r)) for r in row["index"]]
-                    for w, row in zip(partitions, rows, strict=True)
-                ]
-            ),
-            ahead=column("ahead").astype(float),
-            crossings=column("crossings").astype(float),
-        )
+        kinds = _padded([row.pop("kinds") for row in rows])
+        tables = {name: np.array([row[name] for row in rows], float) for name in rows[0]}
+        return cls(**tables, kinds=kinds, largest=tables["chunk"].max(axis=2))
 
 
 def _ranks_of(model: ModelConfig, partition: Partition, chunks: int) -> dict[str, Any]:
@@ -209,6 +174,11 @@ def _ranks_of(model: ModelConfig, partition: Partition, chunks: int) -> dict[str
         "kinds": stage_kinds(model, stages)[0],
         "thinnest": [min(len(s.layers) for s in on[rank]) for rank in chosen],
         "index": nearest,
+        "chunks": split.num_virtual,
+        "copies": partition.known.num_copies,
+        "size": partition.pp,
+        "deferred": [limits.deferred(partition.place(rank)) for rank in nearest],
+        "most": [limits.in_flight(partition.place(rank)) for rank in nearest],
         "kept": [_filled(limits.kept_at_once(partition.place(rank)), chunks) for rank in chosen],
         "drained": [
             [
@@ -225,7 +195,7 @@ def _ranks_of(model: ModelConfig, partition: Partition, chunks: int) -> dict[str
 
 def _padded(rows: Sequence[list[list[int]]]) -> Values:
     """Rows of vectors, the first of each repeated where it has fewer than others."""
-    most = max(map(len, rows), default=1)
+    most = max(map(len, rows))
     filled = [row + row[:1] * (most - len(row)) for row in rows]
     return np.array(filled, float).reshape(-1, most, KINDS)
 
@@ -319,7 +289,7 @@ def one_stage(config: Config) -> Layout:
     for whether there are any in a pipeline and whether its schedule computes dW apart from dX,
     which the configuration tells."""
     model, parallel = config.model, config.parallel
-    split = split_layers(model.num_layers, 1, mtp_num_layers=model.mtp_num_layers)
+    split = SplitSettings(model.num_layers, 1, mtp_num_layers=model.mtp_num_layers).split()
     experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
     grid = Grid(
         dp_shard=experts,

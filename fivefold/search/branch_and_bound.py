@@ -18,7 +18,6 @@ from fivefold.mesh.grid import Grid
 from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.pipeline.schedules.registry import Shape
 from fivefold.predict.layer import TimesCache
-from fivefold.predict.software import Software
 from fivefold.predict.step import program_times
 from fivefold.predict.transfers import Moves
 from fivefold.search.bound_tables import stage_kinds
@@ -192,7 +191,7 @@ class OpenCandidates:
         senders = [self._senders(row) for row in rows]
         ledger.walked(layouts[0], len(rows), sum(map(len, senders)))
         sent = [self._sent(others, layouts[0]) for others in senders]
-        times = program_times(layouts, sent, cluster, Software(), ledger.times_cache)
+        times = program_times(layouts, sent, cluster, ledger.times_cache)
         slowest, bounds = waits(self.space, cluster), self.bounds
         for row, others, (seconds, longer) in zip(rows, senders, times, strict=True):
             alike = self._timing.members(row)

@@ -31,7 +31,7 @@ class PartlyRecomputed:
         bound: lower bound on its step time in seconds, whatever the number of layers.
         estimate: step time in seconds with as many layers recomputed as make it fit.
         plain: the layout without recomputation.
-        whole: the same with that of the first layers of stages, and these being all.
+        whole: the layout that recomputes the first layers of each stage, and all of them.
     """
 
     bound: float

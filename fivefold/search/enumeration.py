@@ -6,7 +6,7 @@ checks again every layout that is recommended.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import gcd
 from types import MappingProxyType
 from typing import Any
@@ -101,20 +101,16 @@ def enumerate_space(
     return Space(*every, dispatcher=dispatcher, delays_weights=delays)
 
 
+@dataclass(frozen=True)
 class _Axes:
-    """The legal values of each axis of parallelism."""
+    """The legal values of each axis of parallelism, as `enumerate_space` is asked for them."""
 
-    def __init__(
-        self,
-        config: Config,
-        world: int,
-        given: frozenset[str],
-        widest: int,
-        shortest: int,
-        only: Only,
-    ) -> None:
-        self.config, self.world, self.given = config, world, given
-        self.widest, self.shortest, self.only = widest, shortest, only
+    config: Config
+    world: int
+    given: frozenset[str]
+    widest: int
+    shortest: int
+    only: Only
 
     def sizes(
         self, axis: str, legal: Callable[[int], bool] = bool, tried: Callable[[int], bool] = bool

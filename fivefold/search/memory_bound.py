@@ -175,14 +175,14 @@ class _KeptBytes:
         partition, count = self.space.columns["partition"], self.space.columns["microbatches"]
         p, chunks = ranks.size[partition], self._chunks(ranks, which, 0)
         each = np.minimum(ranks.kept[partition, which], count[:, None])
-        in_v = np.array([w.known.shape is Shape.V for w in self.space.partitions], bool)[partition]
+        in_v = self.space.by_partition(lambda each: each.known.shape is Shape.V)
         known = each.any(axis=1) & (~in_v | (count >= 2 * p))
         few = in_flight_in_v(self.space, ranks, which) * self._smallest(ranks, chunks)
         kept = np.where(known, (each * chunks).sum(axis=1), few)
         if self._limited:  # any backward needs one of them
             kept = self._smallest(ranks, chunks)
         # The first dW may come after some more backwards, and no forwards be left for these.
-        late = np.where(count >= 2 * p, 0, _deferring(self.space, ranks, which))
+        late = np.where(count >= 2 * p, 0, ranks.deferred[partition, which] - 1)
         waits = np.where(np.isfinite(late), late, 0)
         less = np.maximum(kept - (1 + waits) * chunks.max(axis=1), 0) * np.isfinite(late)
         held = ranks.held[partition, which]
@@ -209,10 +209,9 @@ class _KeptBytes:
     def waiting(self, ranks: Ranks, which: int) -> Values:
         """Bytes kept for deferred dW."""
         partition, count = self.space.columns["partition"], self.space.columns["microbatches"]
-        chunks = np.where(
-            count >= 2 * ranks.size[partition], _deferring(self.space, ranks, which), 0
-        )
-        chunks = np.where(np.isfinite(chunks), chunks, 0)
+        deferring = ranks.deferred[partition, which] - 1  # when the first of these dW runs
+        known = np.isfinite(deferring) & (count >= 2 * ranks.size[partition])
+        chunks = np.where(known, deferring, 0)
         return chunks * self._smallest(ranks, self._chunks(ranks, which, KINDS))
 
 
@@ -243,21 +242,10 @@ def in_flight_in_v(space: Space, ranks: Ranks, which: int) -> Values:
     """
     partition, count = space.columns["partition"], space.columns["microbatches"]
     p, r = ranks.size[partition], ranks.index[partition, which]
-    names = np.array([w.schedule for w in space.partitions])[partition]
+    names = space.by_partition(lambda each: each.schedule)
     peak = np.select([names == "v_half", names == "v_min"], [p, 2 * p // 3], 2 * p)
     both = 2 * np.minimum(count, peak // 2)
     some = np.where(r == 0, np.minimum(count, peak), np.where(count >= 2 * p, peak, 1))
-    in_v = np.array([w.known.shape is Shape.V for w in space.partitions], bool)[partition]
+    in_v = space.by_partition(lambda each: each.known.shape is Shape.V)
     found: Values = np.where(in_v, np.maximum(np.where(r == p - 1, both, some), 1), 1)
-    return found
-
-
-def _deferring(space: Space, ranks: Ranks, which: int) -> Values:
-    """Chunks whose dW a rank has deferred when the first of these dW runs; inf: not known."""
-    partition = space.columns["partition"]
-    table = [
-        [w.known.limits.deferred(w.place(int(rank))) - 1 for rank in at]
-        for w, at in zip(space.partitions, ranks.index, strict=True)
-    ]
-    found: Values = np.array(table)[partition, which]
     return found

@@ -186,8 +186,9 @@ class MemoryChooser:
     ) -> bool:
         """Whether a way fits at its smallest: one microbatch in flight, and all offloaded.
 
-        Or less: with so few in flight, room for what comes back can be more. So where little is
-        missing, what is offloaded changes item by item as long as that saves memory.
+        With so few in flight, offloading less can need less memory, as what is offloaded needs room
+        when it comes back. So where little is missing, the set of offloaded items is changed one by
+        one as long as that saves memory.
         """
         granularity = way.get(
             "recompute_granularity", self.request.config.memory.recompute_granularity

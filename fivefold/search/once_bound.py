@@ -46,7 +46,8 @@ class Loads:
 
 
 def beside(cluster: Cluster, work: Values, moved: Values) -> Values:
-    """`compute.overlapped` of sums: a lower bound on the sum over parts, as it is convex."""
+    """Exposed seconds of `moved` beside `work`, both sums over parts: as `compute.overlapped` is
+    convex, at most the sum of the parts' exposed seconds."""
     slowdown = cluster.gpu.overlap_slowdown
     found: Values = np.maximum(0, moved - work) + slowdown * np.minimum(work, moved)
     return found
@@ -68,7 +69,7 @@ class OnceBound:
         self.gathers = ~space.sharded("splits_parameters")
 
     def before_all(self) -> Values:
-        """By which the first forward of the first stage ends later: all else waits for it."""
+        """Seconds by which gathers delay the first forward of the first stage, and all after it."""
         first = self.ranks.first
         moved, layers = self.loads.gathered(first), self._layers(first)
         if self.parallel.overlap_param_gather_with_optimizer_step:  # which may hide the first layer
@@ -78,7 +79,7 @@ class OnceBound:
         return np.where(self.gathers, moved, 0.0)
 
     def summed(self, stage: Values, reduced: Values) -> Values:
-        """From the last backward of a stage until its gradients are summed.
+        """Seconds from the last backward of a stage until its gradients are summed.
 
         Args:
             stage: its modules [W, K] in each partition.
@@ -93,7 +94,7 @@ class OnceBound:
         return np.where(self.space.sharded("splits_gradients"), 0.0, found)
 
     def _by_layer(self, work: Values, moved: Values, layers: Values) -> Values:
-        """Of a transfer by layers, of which the first or last is never hidden."""
+        """Exposed seconds of a transfer layer by layer, of which one is never hidden."""
         alone = moved / layers
         return alone + beside(self.cluster, work, moved - alone)
 

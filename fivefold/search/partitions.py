@@ -14,7 +14,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.pipeline.balance import even_stages
 from fivefold.pipeline.ir import Kind
-from fivefold.pipeline.layout import split_layers
+from fivefold.pipeline.layout import CUTTING, NOT_AUTO, SplitSettings, asks
 from fivefold.pipeline.modelled import modelled_problem
 from fivefold.pipeline.order import Order
 from fivefold.pipeline.parts import joined, modelled_parts
@@ -31,17 +31,6 @@ from fivefold.search.columns import Columns, where
 
 PP = "pipeline_model_parallel_size"
 MAX_VIRTUAL = 16  # most stages per rank to try; beyond, messages cost more than the bubble saves
-CUTTING = (
-    "num_virtual_stages_per_pipeline_rank",
-    "num_layers_per_virtual_pipeline_stage",
-    "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
-"""Settings that cut the model into stages; if one is given, the search tries no other cut."""
-
 TRIED = (
     *("1f1b", "zb_h1", "zb_h2"),
     *("interleaved_1f1b", "interleaved_zb", "combined_1f1b"),
@@ -193,7 +182,7 @@ def _cuts(config: Config, given: frozenset[str], pp: int) -> Iterator[_Cut]:
     if asked["pipeline_model_parallel_layout"] == AUTO:
         yield from _automatic_cuts(config, asked, pp)
         return
-    if any(_says(asked[name]) for name in given & set(CUTTING)) or (
+    if any(asks(asked[name]) for name in given & set(CUTTING)) or (
         pp == 1 and _turns(parallel.pipeline_schedule)
     ):
         yield from _if_legal(model, pp, asked, in_a_v=False)
@@ -220,11 +209,6 @@ def _cuts_of(config: Config, pp: int, virtual: int) -> Iterator[_Cut]:
     yield from _balanced_cuts(config, pp, virtual)
 
 
-def _says(value: object) -> bool:
-    """Whether a value of one of `CUTTING` asks for a cut: any but None and False, 0 included."""
-    return value is not None and value is not False
-
-
 def _balanced_cuts(config: Config, pp: int, virtual: int) -> Iterator[_Cut]:
     """Cuts into stages of nearly equal times: in a loop, and with two per rank also in a V."""
     balanced = balanced_layout(config, pp * virtual)
@@ -236,8 +220,7 @@ def _balanced_cuts(config: Config, pp: int, virtual: int) -> Iterator[_Cut]:
 def _automatic_cuts(config: Config, asked: Mapping[str, Any], pp: int) -> Iterator[_Cut]:
     """The cuts for the layout "auto": balanced stages as an explicit layout string."""
     virtual = asked["num_virtual_stages_per_pipeline_rank"]
-    said = {"pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank"}
-    if any(value for name, value in asked.items() if name not in said):
+    if any(asks(asked[name]) for name in NOT_AUTO):
         return
     sizes = _virtual_sizes(config.model.num_layers, pp) if pp > 1 else [1, 2]
     for each in [virtual] if virtual else sizes:
@@ -256,34 +239,21 @@ def _if_legal(
     model: ModelConfig, pp: int, settings: dict[str, Any], *, in_a_v: bool | None = None
 ) -> Iterator[_Cut]:
     """The cut with these settings; nothing if the layers cannot be divided like that."""
-    chosen = {name: value for name, value in settings.items() if _says(value)}
-    arguments = {_ARGUMENTS[name]: value for name, value in chosen.items()}
+    chosen = {name: value for name, value in settings.items() if asks(value)}
+    arguments = {CUTTING[name]: value for name, value in chosen.items()}
     if in_a_v and not {"virtual", "layers_per_virtual_stage", "layout"} & set(arguments):
         arguments["virtual"] = 2
     try:
-        split = split_layers(
+        split = SplitSettings(
             model.num_layers,
             pp,
             mtp_num_layers=model.mtp_num_layers,
             in_a_v=bool(in_a_v),
             **arguments,
-        )
+        ).split()
     except ConfigError:
         return
     yield chosen, split, in_a_v
-
-
-_ARGUMENTS: Mapping[str, str] = MappingProxyType(
-    {
-        "num_virtual_stages_per_pipeline_rank": "virtual",
-        "num_layers_per_virtual_pipeline_stage": "layers_per_virtual_stage",
-        "pipeline_model_parallel_layout": "layout",
-        "decoder_first_pipeline_num_layers": "first",
-        "decoder_last_pipeline_num_layers": "last",
-        "account_for_embedding_in_pipeline_split": "account_for_embedding",
-        "account_for_loss_in_pipeline_split": "account_for_loss",
-    }
-)
 
 
 def balanced_layout(config: Config, stages: int) -> str:

@@ -27,11 +27,10 @@ Where a source does not say how context parallelism communicates, Megatron-LM's 
 
 def settings_of(layout: Layout) -> dict[str, Any]:
     """The settings of a layout that `PROVEN` speaks of, with its actual schedule."""
-    parallel, memory = layout.config.parallel, layout.config.memory
-    settings = {**vars(parallel), **vars(memory), "pipeline_schedule": layout.schedule}
+    settings = {name: layout.config.value(name) for name in PROVEN}
     if layout.grid.cp == 1:
         del settings["cp_comm_type"]
-    return {name: settings[name] for name in settings.keys() & PROVEN.keys()}
+    return settings | {"pipeline_schedule": layout.schedule}
 
 
 def unproven(layout: Layout) -> int:

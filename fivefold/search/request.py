@@ -72,12 +72,7 @@ class Request:
 
     def fixed(self) -> dict[str, Any]:
         """The values of the given layout settings, by name."""
-        return {
-            setting.name: getattr(section, setting.name)
-            for _, section in self.config.sections()
-            for setting in fields(section)
-            if setting.name in self.given
-        }
+        return {name: self.config.value(name) for name in SETTINGS if name in self.given}
 
     def fixed_words(self) -> list[str]:
         """'name = value' of each of these, with values as they are typed."""
@@ -115,15 +110,9 @@ class Request:
 
     def without(self, names: Iterable[str]) -> "Request":
         """The same request with these layout settings left to the search."""
-        usual = Config(self.config.model)
-        defaults = {
-            setting.name: getattr(section, setting.name)
-            for _, section in usual.sections()
-            for setting in fields(section)
-            if setting.name in set(names)
-        }
+        usual = {name: SETTINGS[name].default for name in names}
         return replace(
-            self, config=self.config.with_values(**defaults), given=self.given - set(names)
+            self, config=self.config.with_values(**usual), given=self.given - usual.keys()
         )
 
 
@@ -157,23 +146,9 @@ def request(
     flags, recipe = frozenset(by_flag), frozenset(by_recipe)
     inferred = {n for n in DEGREES.values() if getattr(config.parallel, n) == -1}
     given = (flags & FIXABLE) - inferred
-    asked = Config(
-        config.model,
-        experts=config.experts,
-        training=config.training,
-        data=config.data,
-        optimizer=config.optimizer,
-        checkpoint=config.checkpoint,
-        logging=config.logging,
-    )
-    layout = {
-        name: value
-        for section in (config.parallel, config.memory)
-        for name, value in vars(section).items()
-        if name in given
-    }
-    assumes = ASSUMABLE - flags - recipe
-    return _request(asked.with_values(**layout), given, cluster, assumes)
+    layout = {name: config.value(name) for name in given}
+    asked = replace(config, parallel=ParallelConfig(), memory=MemoryConfig()).with_values(**layout)
+    return _request(asked, given, cluster, ASSUMABLE - flags - recipe)
 
 
 def _request(

@@ -19,7 +19,6 @@ from fivefold.errors import ConfigError
 from fivefold.layout import Layout
 from fivefold.predict.context import best_context
 from fivefold.predict.memory import peak_memory
-from fivefold.predict.software import Software
 from fivefold.search.bound_tables import Ranks, Values
 from fivefold.search.branch_and_bound import Ledger, OpenCandidates, layout_of
 from fivefold.search.by_stage import PARTIALS, PartlyRecomputed, partials
@@ -154,9 +153,7 @@ class _Search:
 
     def run(self) -> SearchResult:
         request, ledger = self.request, self.ledger
-        quick = quick_time_bound(
-            self.space, self.ranks, request.cluster, Software(), ledger.times_cache
-        )
+        quick = quick_time_bound(self.space, self.ranks, request.cluster, ledger.times_cache)
         start, end = 0.0, REACH * float(quick.min())
         while start < REACH * ledger.best and not ledger.spent:
             rows = np.flatnonzero((quick >= start) & (quick < end))
@@ -244,7 +241,7 @@ class _Search:
     def _bounded(self, space: Space) -> tuple[TimeBound, Values]:
         """Lower bounds on time, and on memory in bytes."""
         cluster, cache = self.request.cluster, self.ledger.times_cache
-        bounds = time_bound(space, self.ranks, cluster, Software(), cache)
+        bounds = time_bound(space, self.ranks, cluster, cache)
         return bounds, memory_bound(space, self.ranks)
 
     def _fitting(self, sizes: Values) -> Column:
@@ -316,7 +313,7 @@ def _plain_first(candidates: OpenCandidates, known: Set[tuple[int, ...]]) -> Ite
     """
     space = candidates.space
     c = space.columns
-    usual = np.array([partition.known.fused for partition in space.partitions])[c["partition"]]
+    usual = space.by_partition(lambda partition: partition.known.fused)
     plain = usual & (c["instances"] == 1) & (c["strategy"] <= 1)
     short = short_programs(space)
     rows = short[plain[short]]
@@ -332,9 +329,7 @@ def _plain_first(candidates: OpenCandidates, known: Set[tuple[int, ...]]) -> Ite
 def short_programs(space: Space) -> Column:
     """The rows of the layouts whose programs are quick to build and simulate."""
     c = space.columns
-    stages = np.array([len(partition.split.stages) for partition in space.partitions])[
-        c["partition"]
-    ]
+    stages = space.by_partition(lambda partition: len(partition.split.stages))
     acts = np.minimum(c["microbatches"], 4 * c["pp"]) * stages * 3
     return np.flatnonzero(acts <= LONG)
 

@@ -1,6 +1,6 @@
 """The candidate layouts of a search, as a table of integers, and the meaning of each column."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -86,6 +86,10 @@ class Space:
         """For each candidate, whether this attribute of its `Sharding` is true."""
         found: NDArray[np.bool_] = np.array([getattr(each, what) for each in SHARDINGS])
         return found[self.columns["strategy"]]
+
+    def by_partition(self, value: Callable[[Partition], Any]) -> NDArray[Any]:
+        """For each candidate, a value of its partition."""
+        return np.array([value(each) for each in self.partitions])[self.columns["partition"]]
 
     def take(self, index: Column) -> "Space":
         """The candidates in these rows, in this order."""

@@ -27,8 +27,8 @@ class Effort:
     Attributes:
         most: numbers for the stages of a rank that are all tried; of more, only some are.
         combinations: combinations of ranks' numbers that are all timed.
-        to_the_end: whether, of more than `most` numbers, also those of more layers are tried than
-            the first ones with which a rank fits.
+        to_the_end: whether to go on, where there are more than `most` numbers, with numbers of more
+            layers than the first ones with which a rank fits.
     """
 
     most: int = 256

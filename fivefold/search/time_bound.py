@@ -68,7 +68,6 @@ def time_bound(
     space: Space,
     ranks: Ranks,
     cluster: Cluster,
-    software: Software,
     times_cache: TimesCache | None = None,
 ) -> TimeBound:
     """Lower bounds on the step times; `LayerTimes` describes `times_cache`.
@@ -78,7 +77,7 @@ def time_bound(
     schedule defers can run during that time.
     """
     run, of_run = space.distinct(TIMING)
-    cells = _cells(run, cluster, software, times_cache)
+    cells = _cells(run, cluster, times_cache)
     loads = Loads(space, cluster, cells, run, of_run)
     once = OnceBound(space, ranks, cluster, loads)
     microbatches, partition = _share(space, ranks), space.columns["partition"]
@@ -107,11 +106,10 @@ def time_bound(
     begins, after = once.before_all(), np.minimum.reduce(sums)
     sent = np.maximum(first + sums[0], any_stage + after) + begins
     sent += (waits(space, cluster) - 1) * best
+    slices = space.config.parallel.num_sequence_slices
+    added = loads.data.sums(ranks)[loads.of_sharded]
     rest = loads.data.optimizer(ranks)[loads.of_sharded]
-    if software.accumulates_apart == "grouped":
-        slices = space.config.parallel.num_sequence_slices
-        added = loads.data.sums(ranks)[loads.of_sharded]
-        rest += (space.columns["microbatches"] * slices - 1) * added
+    rest += (space.columns["microbatches"] * slices - 1) * added
     moved = np.swapaxes(moved, 1, 2)
     return TimeBound(best * waits(space, cluster), begins + after, sent, rest, moved)
 
@@ -120,7 +118,6 @@ def quick_time_bound(
     space: Space,
     ranks: Ranks,
     cluster: Cluster,
-    software: Software,
     times_cache: TimesCache | None = None,
 ) -> Values:
     """A faster, looser `time_bound` that ignores data parallelism and recomputation.
@@ -129,7 +126,7 @@ def quick_time_bound(
     """
     run, of_run = space.distinct(tuple(name for name in TIMING if name != "memory"))
     run.columns["memory"][:] = 0  # the choice that repeats least
-    cells = _cells(run, cluster, software, times_cache)
+    cells = _cells(run, cluster, times_cache)
     best = _path(run, ranks, cells)
     for which in FOR_TIME:
         work, kept = _pipeline(run, ranks, cells, cluster, which)
@@ -186,7 +183,7 @@ def _turned(space: Space, ranks: Ranks, cells: Cells, work: Values) -> Values:
     its first stage as it may keep, and then still has the rest of its `work` to do.
     """
     partition, slices = space.columns["partition"], space.config.parallel.num_sequence_slices
-    in_v = np.array([each.known.shape is Shape.V for each in space.partitions], bool)[partition]
+    in_v = space.by_partition(lambda each: each.known.shape is Shape.V)
     whole = np.array(module_counts(space.config.model, space.partitions[0].split.stages), float)
     there = cells.weighted(whole - ranks.final[partition]) / slices
     most = np.minimum(ranks.most[partition, FIRST] - 1 / slices, _share(space, ranks))
@@ -272,14 +269,12 @@ def _share(space: Space, ranks: Ranks) -> Values:
     return found
 
 
-def _cells(
-    space: Space, cluster: Cluster, software: Software, times_cache: TimesCache | None
-) -> Cells:
+def _cells(space: Space, cluster: Cluster, times_cache: TimesCache | None) -> Cells:
     """The `_NUMBERS` of each kind of module for one microbatch, and the bytes of its message."""
     model, known = space.config.model, {} if times_cache is None else times_cache
 
     def times(config: Config) -> LayerTimes:
-        return LayerTimes(one_stage(config), cluster, software, known)
+        return LayerTimes(one_stage(config), cluster, Software(), known)
 
     def layers(experts: bool) -> Callable[[Config], list[float]]:
         kinds = {n: kind for n, kind in sample_layers(model).items() if kind.experts == experts}
@@ -315,8 +310,8 @@ def _defers(space: Space) -> Column:
     c, pipelined = space.columns, (space.columns["pp"] > 1).astype(np.int32)
     if space.config.parallel.pipeline_dx_first:
         return pipelined
-    apart = np.array([not partition.known.fused for partition in space.partitions], bool)
-    return pipelined * (1 + (apart[c["partition"]] | (c["pairs"] * space.delays_weights > 0)))
+    apart = space.by_partition(lambda partition: not partition.known.fused)
+    return pipelined * (1 + (apart | (c["pairs"] * space.delays_weights > 0)))
 
 
 def _splits(space: Space) -> NDArray[np.bool_]:

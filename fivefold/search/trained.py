@@ -9,6 +9,7 @@ from fivefold.check import lacking
 from fivefold.errors import Mistakes
 from fivefold.pipeline.rules import check_groups_used
 from fivefold.search.columns import Column, codes
+from fivefold.search.partitions import Partition
 from fivefold.search.space import Space
 
 _Counts = NDArray[np.int64]
@@ -57,10 +58,11 @@ def _ways(space: Space) -> Column:
 
 def _idle_groups(space: Space) -> _Counts:
     """1 for each candidate whose schedule has no use for a given size of microbatch groups."""
-    idle = []
-    for partition in space.partitions:
+
+    def idle(partition: Partition) -> int:
         mistakes = Mistakes()
         parallel = space.config.with_values(**partition.settings).parallel
         check_groups_used(parallel, partition.split.num_virtual, mistakes)
-        idle.append(mistakes.count)
-    return np.array(idle, np.int64)[space.columns["partition"]]
+        return mistakes.count
+
+    return space.by_partition(idle)

@@ -1,10 +1,10 @@
-"""Tables and wrapped lines of reports."""
+"""Wrapped lines of reports, also beside a table."""
 
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 
-from fivefold.units import wrapped
+from fivefold.units import table, wrapped
 
 WIDTH = 100
 """Characters of a line that goes into a file or a pipe."""
@@ -16,19 +16,6 @@ def line_width() -> int:
     if not sys.stdout.isatty():
         return WIDTH
     return min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
-
-
-def table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
-    """Lines with aligned columns; the columns with these numbers are aligned to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    flush = set(right)
-    return [
-        "  ".join(
-            cell.rjust(width) if column in flush else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def prose(lines: Iterable[str]) -> Iterator[str]:

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from fivefold.predict.kernels import KernelKind, kernels
 from fivefold.predict.prediction import Prediction
-from fivefold.tell.columns import table
-from fivefold.units import human_seconds
+from fivefold.units import human_seconds, table
 
 SHOWN = 0.005  # share of the step from which a kind of kernels has a row of its own
 

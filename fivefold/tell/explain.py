@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
+from fivefold.config.config import SETTINGS
 from fivefold.config.flags import ALIASES, scan
-from fivefold.config.settings import Setting
-from fivefold.config.sources import config_settings
 from fivefold.errors import ConfigError, Mistakes, did_you_mean
 from fivefold.predict.cluster import Cluster, Link
 from fivefold.predict.memory import MemoryPrediction
@@ -20,6 +19,7 @@ from fivefold.tell.describe import summary
 from fivefold.tell.export.targets import export
 from fivefold.units import human_bytes, human_seconds
 
+_LAYOUT_SETTINGS = tuple(s for s in SETTINGS.values() if s.name in FIXABLE)
 SOME = 8  # layouts that are predicted again for each change of the cluster
 ALTERNATIVES = 4  # layouts of other meshes that are told of
 
@@ -271,7 +271,7 @@ def changed(request: Request, text: str) -> Request:
             close = did_you_mean(name.lstrip("-").replace("-", "_"), known)
             what = f"--why {part}: {name!r} is no layout setting{close}"
             mistakes.add(what, works=("--why 'tp=4 pp=8'",))
-    given = scan(argv, _layout_settings(), mistakes)
+    given = scan(argv, _LAYOUT_SETTINGS, mistakes)
     for word in given.words:
         mistakes.add(f"--why takes settings such as tp=4 pp=8, not {word!r}")
     if not (given.values or given.words or mistakes.found):
@@ -292,9 +292,5 @@ def _names_a_setting(flag: str) -> bool:
     """Whether a word that begins with dashes is a layout setting, or turns one off."""
     name = flag[2:].replace("-", "_") if flag.startswith("--") else ""
     name = ALIASES.get(name, name)
-    switches = {s.name for s in _layout_settings() if s.kind is bool}
+    switches = {s.name for s in _LAYOUT_SETTINGS if s.kind is bool}
     return name in FIXABLE or name.removeprefix("no_") in switches
-
-
-def _layout_settings() -> list[Setting]:
-    return [s for section in config_settings().values() for s in section if s.name in FIXABLE]

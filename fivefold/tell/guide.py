@@ -358,7 +358,4 @@ def as_json(result: SearchResult) -> list[dict[str, Any]]:
 
 def follows(candidate: Candidate, only: Only) -> bool:
     """Whether a layout has these values alone."""
-    config, grid = candidate.layout.config, candidate.layout.grid
-    have = {**vars(config.memory), **vars(config.parallel), **vars(config.training)}
-    have |= {FIELDS[axis]: size for axis, size in vars(grid).items() if axis in FIELDS}
-    return all(have[name] in values for name, values in only.items())
+    return all(candidate.layout.config.value(name) in values for name, values in only.items())

@@ -286,8 +286,7 @@ def _fitting(request: Request, count: Change, names: Iterable[str]) -> list[Cand
 
 def _instead(candidate: Candidate, names: Iterable[str]) -> Change:
     """The values of these settings in the layout."""
-    sections = [vars(section) for _, section in candidate.layout.config.sections()]
-    return {name: section[name] for section in sections for name in names if name in section}
+    return {name: candidate.layout.config.value(name) for name in names}
 
 
 def _typed(change: Change) -> str:

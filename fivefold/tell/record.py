@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from fivefold.config.config import Config
+from fivefold.config.config import SETTINGS, Config
 from fivefold.predict.kernels import KernelKind, kernels
 from fivefold.search.candidate import Candidate
-from fivefold.search.request import LAYOUT
+from fivefold.search.request import ASSUMABLE, FIXABLE
 from fivefold.search.search import SearchResult
 from fivefold.tell.describe import summary
 from fivefold.tell.explain import alternatives, binding, sensitivities
@@ -102,14 +102,8 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
 
 def layout_settings(config: Config) -> dict[str, Any]:
     """The layout's settings that are not their defaults, by field name."""
-    default = Config(config.model)
-    names = sorted(LAYOUT | {"micro_batch_size", "global_batch_size", "seq_length"})
-    found = {}
-    for (_, section), (_, usual) in zip(config.sections(), default.sections(), strict=True):
-        for name in names:
-            if hasattr(section, name) and getattr(section, name) != getattr(usual, name):
-                found[name] = _plain(getattr(section, name))
-    return found
+    values = {name: config.value(name) for name in sorted(FIXABLE | ASSUMABLE)}
+    return {name: _plain(v) for name, v in values.items() if v != SETTINGS[name].default}
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,6 @@ from math import ceil, inf
 
 from fivefold.counts.policy import checkpoint_bytes, saved_bytes
 from fivefold.hardware import GB
-from fivefold.model.shape import count_parameters
 from fivefold.predict.context import configured_ways, context_ways
 from fivefold.predict.prediction import Prediction
 from fivefold.reliability import (
@@ -20,11 +19,11 @@ from fivefold.reliability import (
 )
 from fivefold.search.candidate import Candidate
 from fivefold.search.search import SearchResult
-from fivefold.tell.columns import prose, table
+from fivefold.tell.columns import prose
 from fivefold.tell.describe import summary
 from fivefold.tell.explain import alternatives, kept_free, percent, slower
 from fivefold.tell.rules import Rule
-from fivefold.units import human_bytes, human_count, human_seconds, several
+from fivefold.units import human_bytes, human_count, human_seconds, several, table
 
 CONVENTION = (
     "MFU is model FLOPs (6 per matmul parameter and token with the output layer, causal attention "
@@ -99,11 +98,6 @@ def counts(result: SearchResult) -> str:
         f"{result.looked_at:,} was computed in full and {result.timed:,} were simulated. Bounds "
         f"prove that none of the others is {left} ({human_seconds(result.seconds)})"
     )
-
-
-def parameters(result: SearchResult) -> int:
-    """The number of parameters of the whole model."""
-    return count_parameters(result.request.config.model).total
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,12 @@ import torch
 import torch.distributed as dist
 
 import fivefold
-from fivefold.config.config import Config
-from fivefold.config.sources import config_settings
+from fivefold.config.config import SETTINGS, Config
 from fivefold.data.prepare import PreparedData
 from fivefold.errors import ConfigError, Mistake
 from fivefold.mesh.collectives import from_first, gather_objects
 from fivefold.train.lock import FILE
-from fivefold.units import few
+from fivefold.units import few, ranks_named
 
 OF_A_HOST = frozenset(
     (
@@ -35,16 +34,15 @@ compared instead."""
 SEEN_SECONDS = 75.0
 """In which a host sees a folder that another one has made: NFS remembers for up to a minute that
 there was none."""
-SHOWN = 8  # differences and ranks that a message lists
+SHOWN = 8  # differences and hosts that a message lists
 
 
 def given_settings(config: Config) -> dict[str, str]:
     """Settings of this rank and the code that it runs, by name."""
     settings = {
-        setting.name: setting.words(getattr(values, setting.name))
-        for kinds, (_, values) in zip(config_settings().values(), config.sections(), strict=True)
-        for setting in kinds
-        if setting.name not in OF_A_HOST
+        name: setting.words(config.value(name))
+        for name, setting in SETTINGS.items()
+        if name not in OF_A_HOST
     }
     code = f"{fivefold.__version__}, sources {_sources()}"
     return {"fivefold": code, "torch": torch.__version__} | settings
@@ -108,8 +106,8 @@ def check_seen(folder: Path, hosts: Sequence[str]) -> None:
     if blind := [rank for rank, (sees, _) in enumerate(found) if not sees]:
         where, own = found[blind[0]][1], found[0][1]
         what = f"the run folder {folder} of rank 0 on {hosts[0]} is not there on {hosts[blind[0]]}"
-        who = f"rank{'s' * (len(blind) > 1)} {few([*map(str, blind)], SHOWN)}"
         beside = () if folder.is_absolute() else (f"working folder {where}, that of rank 0 {own}",)
+        who = ranks_named(blind)
         why = f"{who} would write parts of each checkpoint where no other rank sees them"
         works = ("--save /SHARED/runs/NAME, on a file system that all hosts mount there",)
         raise ConfigError(Mistake(what, (*beside, why), works))
@@ -135,7 +133,5 @@ def _sources() -> str:
 def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """Ranks with their hosts, and the verb of a sentence about them: `ranks 2, 3 on b were`."""
     places = list(dict.fromkeys(hosts[rank] for rank in ranks))
-    several = len(ranks) > 1
-    verb = "were" if several else "was"
-    numbers = few([*map(str, ranks)], SHOWN)
-    return f"rank{'s' * several} {numbers} on {few(places, SHOWN)} {verb}"
+    verb = "were" if len(ranks) > 1 else "was"
+    return f"{ranks_named(ranks)} on {few(places, SHOWN)} {verb}"

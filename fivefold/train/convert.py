@@ -146,7 +146,7 @@ def _one_to_hub(
     state = read_state(checkpoints, step)
     model = as_kind(state.model, ModelConfig, f"the model of {source}", CheckpointError)
     path, index = checkpoints.open(step)
-    tokenizer = _tokenizer(source, state)
+    tokenizer = run_tokenizer(source, state) if (source / TOKENIZER).is_file() else None
     fields = _fields(source / SIDE, model.base)
     stated = _Types(index, None if dtype is None else DTYPES[dtype], _trained_in(source))
     kind = fields["model_type"]
@@ -203,16 +203,21 @@ class _Types:
 
 def _base(source: Path) -> str | None:
     """Where the weights are that a run started from, if they are still there."""
-    file = RunFolder(source).config_file
-    load = read_config(file).checkpoint.load if file.is_file() else None
+    config = _config(source)
+    load = None if config is None else config.checkpoint.load
     weights = None if load is None else RunFolder(source).named(load)
     return None if weights is None or not weights.exists() else str(weights.resolve())
 
 
 def _trained_in(source: Path) -> torch.dtype:
+    config = _config(source)
+    return DTYPES["fp64" if config is None else config.training.precision]
+
+
+def _config(source: Path) -> Config | None:
+    """The settings of a run folder; None: it is a folder of checkpoints."""
     file = RunFolder(source).config_file
-    precision = read_config(file).training.precision if file.is_file() else "fp64"
-    return DTYPES[precision]
+    return read_config(file) if file.is_file() else None
 
 
 def _fields(side: Path, model: ModelConfig) -> dict[str, Any]:
@@ -226,10 +231,6 @@ def _fields(side: Path, model: ModelConfig) -> dict[str, Any]:
         fields.pop("quantization_config", None)  # weights are written as they were widened
         return fields
     return to_hf_config(model)
-
-
-def _tokenizer(source: Path, state: SavedState) -> Tokenizer | None:
-    return run_tokenizer(source, state) if (source / TOKENIZER).is_file() else None
 
 
 def _describe(
@@ -260,9 +261,8 @@ def _describe(
 
 def _copy_template(source: Path, folder: Path) -> None:
     """The chat template that is beside the tokenizer which the run was given, if it has one."""
-    file = RunFolder(source).config_file
-    model = read_config(file).data.tokenizer_model if file.is_file() else None
-    if model is None:
+    config = _config(source)
+    if config is None or (model := config.data.tokenizer_model) is None:
         return
     beside = folder_of(str(RunFolder(source).named(model)))
     for there in filter(Path.is_file, [beside / name for name in TEMPLATE_FILES]):

@@ -4,13 +4,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from fivefold.errors import Mistake, PlaceError
 from fivefold.train.rank_env import RankEnv
 
 AMPERE = (8, 0)
 Asked = Literal["auto", "cpu", "cuda"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,14 @@ def visible_gpus() -> int:
     """Number of GPUs that this process sees."""
     import torch
 
-    count: int = _asked_apart(torch.cuda.device_count, 0)
-    return count
+    return _asked_apart(torch.cuda.device_count, 0)
 
 
 def capability() -> tuple[int, int]:
     """Compute capability of the GPUs, as the first one has it."""
     import torch
 
-    found: tuple[int, int] = _asked_apart(torch.cuda.get_device_capability, (0, 0))
-    return found
+    return _asked_apart(torch.cuda.get_device_capability, (0, 0))
 
 
 def lacks_units(precision: str, capability: tuple[int, int]) -> str:
@@ -65,11 +64,10 @@ def pci_addresses() -> list[str]:
             for gpu in seen
         ]
 
-    found: list[str] = _asked_apart(addresses, [])
-    return found
+    return _asked_apart(addresses, [])
 
 
-def _asked_apart(question: Callable[[], Any], otherwise: Any) -> Any:
+def _asked_apart(question: Callable[[], T], otherwise: T) -> T:
     """What CUDA answers a forked child; `otherwise` without CUDA.
 
     If it was asked anything here, it would refuse to work in the ranks that this process forks.
@@ -84,7 +82,7 @@ def _asked_apart(question: Callable[[], Any], otherwise: Any) -> Any:
     child.start()
     writing.close()
     try:
-        answer = reading.recv()
+        answer: T = reading.recv()
     except EOFError:  # the driver ended the child
         answer = otherwise
     child.join()

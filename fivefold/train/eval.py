@@ -18,10 +18,11 @@ from fivefold.optim.adamw import OPTIMIZER
 from fivefold.train.devices import Asked, choose_device, visible_gpus
 from fivefold.train.engine import Engine
 from fivefold.train.evaluation import evaluations
-from fivefold.train.launch import init_process_group, run_ranks
+from fivefold.train.launch import run_ranks
 from fivefold.train.metrics import EvalMetrics
 from fivefold.train.origin import checkpoints_of
 from fivefold.train.rank_env import RankEnv
+from fivefold.train.run import join_group
 from fivefold.train.run_folder import RunFolder
 from fivefold.train.run_tokenizer import run_tokenizer
 from fivefold.train.saved_state import SavedState, read_state, reading, same_model
@@ -144,19 +145,13 @@ def evaluate_rank(
 def _on_ranks(
     layout: Layout, source: tuple[Path, int | None], sets: Sequence[ValidationSet], asked: Asked
 ) -> list[EvalMetrics]:
-    training, world = layout.config.training, layout.grid.world_size
+    world = layout.grid.world_size
     device = choose_device(asked, RankEnv(), world, visible_gpus())
     with scratch_folder("eval") as folder:
         result = folder / "losses.json"
 
         def rank(env: RankEnv) -> None:
-            here = init_process_group(
-                env,
-                device.kind,
-                shared=device.shared,
-                timeout_seconds=60 * training.distributed_timeout_minutes,
-                deterministic=training.deterministic_mode,
-            )
+            here = join_group(layout.config, env, device)
             found = evaluate_rank(Engine(layout, env.rank, here, initialises=False), source, sets)
             if env.rank == 0:
                 write_atomic(result, json.dumps([asdict(metrics) for metrics in found]))

@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from fivefold.errors import ConfigError, FivefoldError, OtherSettings
@@ -15,6 +16,7 @@ from fivefold.mesh.groups import lost_connection
 from fivefold.train.roll_call import Suspect
 from fivefold.train.signals import STOP_SIGNALS
 from fivefold.train.witness import place_of
+from fivefold.units import ranks_named
 
 REPORT_LIMIT = 6_000  # characters of message and of traceback: both fit in a pipe's 64 KiB
 PLACES_SHOWN = 8
@@ -117,11 +119,8 @@ def disagreeing(symptom: Failure, places: Mapping[int, str]) -> Failure:
         ranks_at.setdefault(place, []).append(rank)
     if len(ranks_at) < 2:
         return symptom
-    shown = [
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:PLACES_SHOWN]))}"
-        f"{', ...' if len(ranks) > PLACES_SHOWN else ''} in {place}"
-        for place, ranks in [*ranks_at.items()][:PLACES_SHOWN]
-    ]
+    listed = islice(ranks_at.items(), PLACES_SHOWN)
+    shown = [f"{ranks_named(ranks)} in {place}" for place, ranks in listed]
     return replace(symptom, details=("every rank waited for others:", *shown))
 
 

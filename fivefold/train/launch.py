@@ -326,31 +326,15 @@ def _watch(
         found = [(rank, failure) for rank, failure in found if not failure.consequence]
     given = answers(store, [r.rank for r in ranks], question) if question else {}
     if not found and waiting and any(r.running for r in ranks):
-        return _held_up(ranks, waiting, given, errors_folder)
+        lost = "lost the connection to another rank"
+        found = [(min(waiting), Failure(lost, time.monotonic(), consequence=True))]
     if not found:
         return None
     first = min(found, key=lambda pair: (pair[1].consequence, pair[1].when, pair[0]))
     if not first[1].consequence:
         return first
-    return _behind(first, ranks, given, errors_folder)
-
-
-def _held_up(
-    ranks: Sequence[Child],
-    waiting: set[int],
-    given: Mapping[int, Answer],
-    errors_folder: Path | None,
-) -> tuple[int, Failure]:
-    """The rank for which ranks that lost a connection still wait."""
-    gone = [(r.done, r.rank) for r in ranks if r.done is not None]
-    noticed = min(waiting), Failure("lost the connection to another rank", time.monotonic())
-    if gone:
-        when, early = min(gone)
-        return early, Failure("left with status 0, while others still needed it", when)
-    busy = {r.rank: r.pid for r in ranks if r.running and r.rank not in waiting}
-    if (suspect := find_suspect(busy, given)) is not None:
-        return suspect.rank, failures.suspected(suspect, noticed, errors_folder)
-    return noticed
+    needed = [r for r in ranks if r.rank not in waiting]
+    return _behind(first, needed, given, errors_folder)
 
 
 def _behind(
@@ -362,6 +346,12 @@ def _behind(
     """The rank that caused a lost connection: it exited too early, or keeps others waiting.
 
     If there is none, the symptom with the place where each rank waited.
+
+    Args:
+        symptom: the rank that lost its connection, and how that failed.
+        ranks: those that do not wait for the next generation.
+        given: what ranks have answered.
+        errors_folder: where the traceback of the rank is written; None: nowhere.
     """
     rank, noticed = symptom
     gone = [(r.done, r.rank) for r in ranks if r.done is not None]

@@ -26,7 +26,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from shlex import quote
-from types import TracebackType
 from typing import Annotated, Self, TypeGuard
 
 import msgspec
@@ -196,12 +195,7 @@ class RunLock:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
 

@@ -17,12 +17,11 @@ from fivefold.errors import Mistake, PlaceError
 from fivefold.train.fresh_store import answers_at, connected, keeps_store
 from fivefold.train.rank_env import RankEnv
 from fivefold.train.roll_call import key
-from fivefold.units import few, human_seconds
+from fivefold.units import human_seconds, ranks_named
 
 RESOLVE_SECONDS = 30.0  # in which a name server may recover, or learn of a pod that has just begun
 LEAST_POLL_SECONDS, MOST_POLL_SECONDS = 0.02, 1.0
 WARNING = timedelta(seconds=30)  # after which it is said who is missing, while others wait on
-SHOWN = 8  # missing ranks that are named
 SIZE, CAME, ALL, REFUSED = "size", "came", "all came", "refused"  # keys in the store
 
 
@@ -127,9 +126,8 @@ def _absent(store: dist.Store, env: RankEnv) -> list[int]:
 
 
 def _missing(gone: Sequence[int], env: RankEnv, time_given: timedelta) -> Mistake:
-    some = few([*map(str, gone)], SHOWN)
-    has = f"ranks {some} have" if len(gone) > 1 else f"rank {some} has"
-    what = f"{has} not come to {_place(env)} within {_text(time_given)}"
+    has = "have" if len(gone) > 1 else "has"
+    what = f"{ranks_named(gone)} {has} not come to {_place(env)} within {_text(time_given)}"
     return Mistake(what, (f"{env.world_size - len(gone)} of {env.world_size} have",))
 
 

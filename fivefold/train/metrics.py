@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 from fivefold.errors import ConfigError, Mistake
@@ -195,14 +194,9 @@ class Sink(Protocol):
 
 
 class TensorBoard:
-    """TensorBoard events in `folder`.
-
-    Raises:
-        ConfigError: the extra is not installed.
-    """
+    """TensorBoard events in `folder`."""
 
     def __init__(self, folder: Path) -> None:
-        _require("tensorboard", "TensorBoard")
         module = importlib.import_module("torch.utils.tensorboard")
         self._writer: Any = module.SummaryWriter(str(folder))
 
@@ -217,17 +211,12 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run in a W&B project; a resumed run with the same `name` continues its curves.
-
-    Raises:
-        ConfigError: the extra is not installed.
-    """
+    """A run in a W&B project; a resumed run with the same `name` continues its curves."""
 
     def __init__(
         self, project: str, name: str, config: Mapping[str, Any], folder: Path, resume: bool = False
     ) -> None:
-        wandb: Any = _require("wandb", "W&B")
-        self._run = wandb.init(
+        self._run = importlib.import_module("wandb").init(
             project=project,
             name=name,
             id=name,
@@ -265,18 +254,5 @@ def check_installed(package: str, name: str, extra: str | None = None) -> None:
     """
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:  # none: a folder of that name, such as W&B's beside us
-        raise _not_installed(package, name, extra)
-
-
-def _require(package: str, name: str) -> ModuleType:
-    try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise
-        raise _not_installed(package, name) from None
-
-
-def _not_installed(package: str, name: str, extra: str | None = None) -> ConfigError:
-    what = f"{name} is asked for, but {package} is not installed"
-    return ConfigError(Mistake(what, attempt=f'pip install "fivefold[{extra or package}]"'))
+        what = f"{name} is asked for, but {package} is not installed"
+        raise ConfigError(Mistake(what, attempt=f'pip install "fivefold[{extra or package}]"'))

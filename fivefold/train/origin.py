@@ -49,7 +49,7 @@ class Origin:
 
     @property
     def beside(self) -> Path | None:
-        """Where that lies which lay beside its weights on the hub; None if it is not known."""
+        """The folder with the files that lay beside its weights on the hub, if there is one."""
         kept = self.checkpoints if self.foreign else self.checkpoints.parent / SIDE
         return kept if kept.is_dir() else None
 

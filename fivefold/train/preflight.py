@@ -21,9 +21,7 @@ _FOLDERS = (
 def with_home(config: Config) -> Config:
     """The configuration with `~` in front of folders replaced: no shell does it in a recipe, or
     after `--save=`."""
-    sections = config.checkpoint, config.memory
-    values = {name: value for section in sections for name, value in vars(section).items()}
-    given = {name: values[name] for name in _FOLDERS if values[name] is not None}
+    given = {name: path for name in _FOLDERS if (path := config.value(name)) is not None}
     return config.with_values(**{name: os.path.expanduser(path) for name, path in given.items()})
 
 
@@ -34,12 +32,12 @@ def check_start(config: Config) -> None:
         ConfigError: all mistakes at once.
     """
     mistakes = Mistakes()
-    save, memory = config.checkpoint.save, config.memory
+    save = config.checkpoint.save
     _check_folder("save", "runs" if save is None else save, "runs/NAME", mistakes)
     if save is not None and not mistakes.found:
         _check_folder("save", save, "runs/NAME", mistakes, within=CHECKPOINTS)
     for name in ("optimizer_offload_path", "param_offload_path"):
-        if (away := getattr(memory, name)) is not None:
+        if (away := config.value(name)) is not None:
             _check_folder(name, away, "offloaded", mistakes)
     _check_load(config.checkpoint, mistakes)
     with mistakes.collecting():

@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import Self
 
 import psutil
@@ -63,12 +62,7 @@ class RollCall:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Stop the thread: it would abort the process if it woke while the interpreter ends."""
         self._ended = True
         if self._thread is None or not self._thread.is_alive():

@@ -258,7 +258,7 @@ def _join(job: Job, env: RankEnv) -> torch.device:
 
 
 def join_group(
-    config: Config, env: RankEnv, device: DeviceChoice, bindings: Sequence[Binding]
+    config: Config, env: RankEnv, device: DeviceChoice, bindings: Sequence[Binding] = ()
 ) -> torch.device:
     """Join the process group of all ranks, on this rank's processors; its device."""
     training = config.training

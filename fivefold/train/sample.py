@@ -29,10 +29,11 @@ from fivefold.optim.adamw import OPTIMIZER
 from fivefold.parallelize import parallelize
 from fivefold.train.decoder import Decoder
 from fivefold.train.devices import Asked, choose_device, visible_gpus
-from fivefold.train.launch import init_process_group, run_ranks
+from fivefold.train.launch import run_ranks
 from fivefold.train.layout_groups import groups_of
 from fivefold.train.origin import checkpoints_of
 from fivefold.train.rank_env import RankEnv
+from fivefold.train.run import join_group
 from fivefold.train.run_folder import RunFolder
 from fivefold.train.run_tokenizer import run_tokenizer
 from fivefold.train.saved_state import SavedState, read_state, reading, same_model
@@ -246,10 +247,9 @@ def sample_on_ranks(
     tokenizer = run_tokenizer(run, _state(run, step))
     bounds = TextBounds.of(run, tokenizer)
     device = choose_device(asked, RankEnv(), ranks, visible_gpus())
-    timeout = 60 * layout.config.training.distributed_timeout_minutes
 
     def rank(env: RankEnv) -> None:
-        here = init_process_group(env, device.kind, shared=device.shared, timeout_seconds=timeout)
+        here = join_group(layout.config, env, device)
         stage, groups = load_part(run, step, layout, env, here)
         speak(Sampler(config, stage, tokenizer, bounds, groups.tp))
 

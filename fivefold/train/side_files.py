@@ -1,4 +1,4 @@
-"""What lies beside weights on the hub, which a run keeps to give it back when it is converted."""
+"""The files beside weights on the hub, which a run keeps so that its conversion has them, too."""
 
 import shutil
 from collections.abc import Iterator

@@ -4,7 +4,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 INTERRUPT = signal.SIGUSR2  # Ctrl-C as a launcher passes it on: ranks ignore the terminal's SIGINT
@@ -86,12 +86,7 @@ class StopRequest:
                 self._previous[signum] = signal.signal(signum, self._note)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)  # type: ignore[arg-type]
 

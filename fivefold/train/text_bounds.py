@@ -31,9 +31,9 @@ class TextBounds:
     def of(cls, run: Path, tokenizer: Tokenizer) -> "TextBounds":
         """Those of a run's model.
 
-        Weights from Hugging Face go on as transformers has them: after what it puts before a text,
-        and up to any of the ends that `generate` knows. Documents that are trained on here have
-        nothing before them.
+        With weights from Hugging Face, a text begins with the tokens that transformers puts before
+        it, and ends at any of the tokens at which its `generate` stops. Documents that a run trains
+        on here have no tokens before them.
 
         Raises:
             CheckpointError: a file from Hugging Face cannot be read.

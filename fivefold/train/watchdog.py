@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from fivefold.train.roll_call import (
     process_of,
 )
 from fivefold.train.witness import Answer, Witness
-from fivefold.units import human_seconds
+from fivefold.units import human_seconds, ranks_named
 
 LOOKS = 10  # in the time that is set
 SHOWN = 8  # groups of ranks in the message
@@ -65,12 +64,7 @@ class Watchdog:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -163,8 +157,7 @@ class Watchdog:
             places.setdefault(f"{answer.state}: {answer.doing}", []).append(rank)
         lines = [f"{headline}: {cause}"]
         for place, ranks in [*places.items()][:SHOWN]:
-            shown = ", ".join(map(str, ranks[:SHOWN])) + ", ..." * (len(ranks) > SHOWN)
-            lines.append(f"rank{'s' * (len(ranks) > 1)} {shown} {_plural(place, ranks)}")
+            lines.append(f"{ranks_named(ranks)} {_plural(place, ranks)}")
         if len(places) > SHOWN:
             lines.append(f"and {len(places) - SHOWN} more groups of ranks")
         if path := self._keep(lines, given):

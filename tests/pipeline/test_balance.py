@@ -20,7 +20,7 @@ from fivefold.pipeline.balance import (
     weigh,
 )
 from fivefold.pipeline.ir import loop_placement, v_placement
-from fivefold.pipeline.layout import split_layers
+from fivefold.pipeline.layout import SplitSettings
 from fivefold.pipeline.lowering import eager_dx
 from fivefold.pipeline.parts import (
     PARAMETER_BYTES,
@@ -178,7 +178,7 @@ def test_room_is_kept_to_where_it_decides():
     ("layout", "unevenness"), [("Et*3|(tt|)*29,m|L", 1.02977), ("Et|(tt|)*30mL", 1.15849)]
 )
 def test_published_layouts_of_deepseek_v3(layout, unevenness):
-    split = split_layers(61, 16, layout=layout, mtp_num_layers=1)
+    split = SplitSettings(61, 16, layout=layout, mtp_num_layers=1).split()
     assert weigh(DEEPSEEK, split).unevenness == pytest.approx(unevenness, abs=1e-5)
 
 
@@ -188,7 +188,7 @@ def test_the_published_layout_is_found():
     clock = schedule_clock("interleaved_1f1b", placement, 32)
     found = balance(DEEPSEEK, placement, clock=clock)
     assert found.unevenness <= 1.02977
-    published = split_layers(61, 16, layout="Et*3|(tt|)*29,m|L", mtp_num_layers=1)
+    published = SplitSettings(61, 16, layout="Et*3|(tt|)*29,m|L", mtp_num_layers=1).split()
     stages = [[DEEPSEEK.of(s) for s in split.stages] for split in (found.split, published)]
     assert clock(stages[0]) <= clock(stages[1]) * (1 + 1e-9)
     assert found.split.stages[-2].mtp == 1 and not found.split.stages[-2].layers  # m stands alone
@@ -200,9 +200,9 @@ def test_modelled_layouts_can_be_written_down(name, pp, virtual):
     parts, placement = modelled_parts(model, 4096), loop_placement(pp, pp * virtual)
     found = balance(parts, placement)
     layers = model.num_layers
-    again = split_layers(
+    again = SplitSettings(
         layers, pp, layout=layout_string(found.split.stages), mtp_num_layers=model.mtp_num_layers
-    )
+    ).split()
     assert again == found.split
     assert [layer for stage in again.stages for layer in stage.layers] == list(range(layers))
 
@@ -212,7 +212,7 @@ def test_modelled_pieces_add_up_to_the_model(name):
     model = PRESETS[name]
     parts = modelled_parts(model, 4096)
     whole = parts.of(
-        split_layers(model.num_layers, 1, mtp_num_layers=model.mtp_num_layers).stages[0]
+        SplitSettings(model.num_layers, 1, mtp_num_layers=model.mtp_num_layers).split().stages[0]
     )
     flops = forward_flops(model, 4096)
     assert whole.f == flops.total

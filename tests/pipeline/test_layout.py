@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigError
-from fivefold.pipeline.layout import split_layers
+from fivefold.pipeline.layout import SplitSettings
 from fivefold.pipeline.layout_language import parse
 from fivefold.pipeline.stages import StageSpec, layout_string, stage_table
 
@@ -28,7 +28,7 @@ def counts(split):
     ],
 )
 def test_layouts_parse(layout, layers, mtp, pp, expected):
-    split = split_layers(layers, pp, layout=layout, mtp_num_layers=mtp)
+    split = SplitSettings(layers, pp, layout=layout, mtp_num_layers=mtp).split()
     assert counts(split) == expected
     assert sum(stage.mtp for stage in split.stages) == mtp
     assert [stage.embedding for stage in split.stages].index(True) == 0
@@ -36,7 +36,7 @@ def test_layouts_parse(layout, layers, mtp, pp, expected):
 
 
 def test_layout_says_what_each_stage_holds():
-    split = split_layers(3, 2, layout="Et||tt|mL", mtp_num_layers=1)
+    split = SplitSettings(3, 2, layout="Et||tt|mL", mtp_num_layers=1).split()
     assert split.stages == (
         StageSpec(True, (0,), False),
         StageSpec(False, (), False),
@@ -46,8 +46,8 @@ def test_layout_says_what_each_stage_holds():
 
 
 def test_prefix_places_stages():
-    assert split_layers(4, 2, layout="loop: Et|t|t|tL").placement == (0, 1, 0, 1)
-    split = split_layers(4, 2, layout="v:Et|t|t|tL")
+    assert SplitSettings(4, 2, layout="loop: Et|t|t|tL").split().placement == (0, 1, 0, 1)
+    split = SplitSettings(4, 2, layout="v:Et|t|t|tL").split()
     assert split.placement == (0, 1, 1, 0)
     assert split.stages_of(0) == (0, 3)
     assert (split.num_ranks, split.num_virtual) == (2, 2)
@@ -78,7 +78,7 @@ def test_prefix_places_stages():
 )
 def test_mistakes_point_at_the_column(layout, message, column):
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
-        split_layers(2, 1, layout=layout)
+        SplitSettings(2, 1, layout=layout).split()
     mistake = next(m for m in caught.value.mistakes if message in m.what)
     text, caret = mistake.why
     assert caret == " " * column + "^"
@@ -87,7 +87,7 @@ def test_mistakes_point_at_the_column(layout, message, column):
 
 def test_rules_of_the_model_are_all_reported_at_once():
     with pytest.raises(ConfigError) as caught:
-        split_layers(8, 4, layout="t|E|mt|mE*2|")
+        SplitSettings(8, 4, layout="t|E|mt|mE*2|").split()
     text = str(caught.value)
     for reason in (
         "2 t, but num_layers is 8",
@@ -116,8 +116,10 @@ def test_any_text_is_read_or_refused(text):
 )
 def test_layout_string_is_read_back(sizes, mtp):
     text = "E" + "|".join("t" * n for n in sizes) + "m" * mtp + "L"
-    split = split_layers(sum(sizes), 1, layout=text, mtp_num_layers=mtp)
-    again = split_layers(sum(sizes), 1, layout=layout_string(split.stages), mtp_num_layers=mtp)
+    split = SplitSettings(sum(sizes), 1, layout=text, mtp_num_layers=mtp).split()
+    again = SplitSettings(
+        sum(sizes), 1, layout=layout_string(split.stages), mtp_num_layers=mtp
+    ).split()
     assert again == split
     assert [layer for stage in split.stages for layer in stage.layers] == list(range(sum(sizes)))
 
@@ -134,9 +136,9 @@ def test_even_splits_conserve_layers_or_say_why_not(layers, pp, virtual, embeddi
     total = layers + embedding + loss
     if total % (pp * virtual):
         with pytest.raises(ConfigError, match=f"= {total % (pp * virtual)}"):
-            split_layers(layers, pp, virtual=virtual, **settings)
+            SplitSettings(layers, pp, virtual=virtual, **settings).split()
         return
-    split = split_layers(layers, pp, virtual=virtual, **settings)
+    split = SplitSettings(layers, pp, virtual=virtual, **settings).split()
     assert [layer for stage in split.stages for layer in stage.layers] == list(range(layers))
     assert split.placement == tuple(i % pp for i in range(pp * virtual))
     weights = counts(split)
@@ -147,7 +149,7 @@ def test_even_splits_conserve_layers_or_say_why_not(layers, pp, virtual, embeddi
 
 def test_suggested_choices_work():
     with pytest.raises(ConfigError) as caught:
-        split_layers(30, 4, virtual=2)
+        SplitSettings(30, 4, virtual=2).split()
     mistake = caught.value.mistakes[0]
     assert "30 % (4 x 2) = 6" in mistake.why[0]
     assert mistake.works == (
@@ -157,15 +159,18 @@ def test_suggested_choices_work():
         "--pipeline-model-parallel-size 5",
     )
     layout = mistake.attempt.split("'")[1]
-    assert counts(split_layers(30, 4, layout=layout)) == [4, 4, 4, 4, 4, 4, 3, 3]
+    assert counts(SplitSettings(30, 4, layout=layout).split()) == [4, 4, 4, 4, 4, 4, 3, 3]
     for pp in (3, 5):
-        split_layers(30, pp, virtual=2)
+        SplitSettings(30, pp, virtual=2).split()
 
 
 def test_layers_per_virtual_stage_is_another_way_to_say_virtual():
-    assert split_layers(32, 4, layers_per_virtual_stage=4) == split_layers(32, 4, virtual=2)
+    assert (
+        SplitSettings(32, 4, layers_per_virtual_stage=4).split()
+        == SplitSettings(32, 4, virtual=2).split()
+    )
     with pytest.raises(ConfigError, match="4 pipeline ranks x 3 layers per stage"):
-        split_layers(32, 4, layers_per_virtual_stage=3)
+        SplitSettings(32, 4, layers_per_virtual_stage=3).split()
 
 
 @pytest.mark.parametrize(
@@ -178,7 +183,7 @@ def test_layers_per_virtual_stage_is_another_way_to_say_virtual():
     ],
 )
 def test_uneven_ends(settings, expected):
-    split = split_layers(30, 4, **settings)
+    split = SplitSettings(30, 4, **settings).split()
     assert counts(split) == expected
     assert [layer for stage in split.stages for layer in stage.layers] == list(range(30))
 
@@ -202,16 +207,16 @@ def test_uneven_ends(settings, expected):
 )
 def test_settings_that_do_not_add_up(arguments, settings, reason):
     with pytest.raises(ConfigError, match=re.escape(reason)):
-        split_layers(*arguments, **settings)
+        SplitSettings(*arguments, **settings).split()
 
 
 def test_prediction_layers_join_the_last_stage():
-    split = split_layers(8, 4, mtp_num_layers=1)
+    split = SplitSettings(8, 4, mtp_num_layers=1).split()
     assert [stage.mtp for stage in split.stages] == [0, 0, 0, 1]
 
 
 def test_stage_table():
-    split = split_layers(7, 2, layout="v:E|t*3|*2t*4mL", mtp_num_layers=1)
+    split = SplitSettings(7, 2, layout="v:E|t*3|*2t*4mL", mtp_num_layers=1).split()
     assert stage_table(split).splitlines() == [
         "        virtual 0  virtual 1",
         "rank 0  E          3-6 m L",

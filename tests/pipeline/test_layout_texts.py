@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fivefold.errors import ConfigError
 from fivefold.files import read_json
-from fivefold.pipeline.layout import split_layers
+from fivefold.pipeline.layout import SplitSettings
 from fivefold.pipeline.layout_language import parse
 from fivefold.pipeline.stages import layout_string
 
@@ -79,7 +79,7 @@ def test_what_is_written_out_means_itself(text: str) -> None:
 def test_stages_are_written_as_megatron_reads_them(sizes: list[int], mtp: int) -> None:
     """No parenthesis in another, no repeat of a repeat, no space, no prefix: nothing of ours."""
     text = "E" + "|".join("t" * n for n in sizes) + "m" * mtp + "L"
-    split = split_layers(sum(sizes), 1, layout=text, mtp_num_layers=mtp)
+    split = SplitSettings(sum(sizes), 1, layout=text, mtp_num_layers=mtp).split()
     written = layout_string(split.stages)
     assert re.fullmatch(r"([EtmL|]|[tm]\*\d+|\(([Etm|]|[tm]\*\d+)+\)\*\d+(?!\*))+", written)
     assert meaning(written) == text

@@ -5,13 +5,12 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from fivefold.pipeline.costs import Footprint
 from fivefold.pipeline.graph import Stream
 from fivefold.pipeline.ir import Act, Kind, Program, ProgramError, loop_placement
 from fivefold.pipeline.lowering import eager_dx, lower
 from fivefold.pipeline.schedules.registry import build_program
 from fivefold.pipeline.sharding import with_sharding_actions
-from fivefold.pipeline.validate import MemoryCap, validate
+from fivefold.pipeline.validate import validate
 
 
 @pytest.fixture
@@ -165,15 +164,6 @@ def test_a_rank_without_a_stage(program):
         ProgramError, match=r"lie on ranks \[0, 1, 2\], the program has ranks 0 to 3"
     ):
         validate(replace(program, ranks=(*program.ranks, ())))
-
-
-def test_memory_cap():
-    plain = build_program("1f1b", range(4), 8)
-    validate(plain, memory=MemoryCap(4))
-    with pytest.raises(ProgramError, match="rank 0 holds 4 at its peak, the cap is 3"):
-        validate(plain, memory=MemoryCap(3))
-    with pytest.raises(ProgramError, match="rank 3 holds 9"):
-        validate(plain, memory=MemoryCap(8, Footprint((1, 1, 1, 9))))
 
 
 def test_compute_order_that_can_never_run():

@@ -21,7 +21,6 @@ from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.predict.cluster import Cluster, Link, preset
 from fivefold.predict.makespan import Clock
 from fivefold.predict.prediction import Prediction
-from fivefold.predict.software import Software
 from fivefold.predict.step import predict
 from fivefold.search.bound_tables import Ranks
 from fivefold.search.branch_and_bound import layout_of
@@ -139,8 +138,8 @@ def test_bounds_hold_where_kernels_wait_for_the_host(part: int) -> None:
     count = 0
     for space, cluster in questions(part):
         ranks = Ranks.of(space.config.model, space.partitions)
-        closer = time_bound(space, ranks, cluster, Software()).seconds
-        quick = quick_time_bound(space, ranks, cluster, Software())
+        closer = time_bound(space, ranks, cluster).seconds
+        quick = quick_time_bound(space, ranks, cluster)
         for row, *bounds in zip(range(len(space)), closer, quick, strict=True):
             layout = layout_of(space, row)
             if layout.schedule != SYNTHESISED:

@@ -16,7 +16,6 @@ from fivefold.pipeline.simulate import simulate
 from fivefold.predict.cluster import preset
 from fivefold.predict.compute import Phases
 from fivefold.predict.overlap import Paired, hidden
-from fivefold.predict.software import Software
 from fivefold.predict.stage_times import Times
 from fivefold.predict.step import predict
 from fivefold.search.bound_tables import Ranks
@@ -160,7 +159,7 @@ def test_no_pair_beats_the_bound(model: str, settings: dict[str, Any]) -> None:
     cluster = preset("H800", 16)
     space = enumerate_space(config, 16, frozenset({"recompute_granularity", *settings}))
     few = space.take(np.arange(0, len(space), max(1, len(space) // 50)))
-    bounds = time_bound(few, Ranks.of(config.model, few.partitions), cluster, Software()).seconds
+    bounds = time_bound(few, Ranks.of(config.model, few.partitions), cluster).seconds
     for row, bound in enumerate(bounds.tolist()):
         step = predict(check(few.config_of(row), 16, planned=True), cluster).step_time
         assert step / 5 < bound <= step * (1 + 1e-9)

@@ -26,7 +26,6 @@ from fivefold.errors import ConfigError
 from fivefold.hardware import GPUS
 from fivefold.mesh.degrees import DEGREES
 from fivefold.predict.cluster import preset
-from fivefold.predict.software import Software
 from fivefold.search.bound_tables import Ranks
 from fivefold.search.enumeration import enumerate_space
 from fivefold.search.memory_bound import memory_bound
@@ -321,8 +320,8 @@ def test_bounds_of_nothing_are_nothing() -> None:
     space = legal_space(asked("debug --gpus 4")).take(np.zeros(0, np.int64))
     cluster, ranks = preset("H100", 4), Ranks.of(space.config.model, space.partitions)
     assert memory_bound(space, ranks).shape == (0,)
-    assert time_bound(space, ranks, cluster, Software()).seconds.shape == (0,)
-    assert quick_time_bound(space, ranks, cluster, Software()).shape == (0,)
+    assert time_bound(space, ranks, cluster).seconds.shape == (0,)
+    assert quick_time_bound(space, ranks, cluster).shape == (0,)
 
 
 @pytest.mark.parametrize("word", ["banana", "--banana", "banana=3", "colour=red", "-x"])

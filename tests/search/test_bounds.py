@@ -13,7 +13,6 @@ from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.predict.cluster import load_cluster
 from fivefold.predict.memory import peak_memory
-from fivefold.predict.software import Software
 from fivefold.predict.step import predict
 from fivefold.search.bound_tables import Ranks
 from fivefold.search.branch_and_bound import Ledger, OpenCandidates
@@ -77,7 +76,7 @@ def test_no_layout_is_faster_or_smaller_than_its_bounds(
     layout = check(row.config_of(0), world, planned=True)
     memory, prediction = peak_memory(layout, cluster), predict(layout, cluster)
     assert memory_bound(row, ranks)[0] <= memory.max_allocated * (1 + TIGHT)
-    bounds = time_bound(row, ranks, cluster, Software())
+    bounds = time_bound(row, ranks, cluster)
     least = bounds.seconds[0]
     assert least <= prediction.step_time * (1 + TIGHT)
     request = Request(row.config, frozenset(), cluster)
@@ -98,7 +97,7 @@ def test_replicas_that_do_not_divide_those_of_experts_are_bounded() -> None:
     assert len(uneven) > 20
     few = space.take(uneven[:: len(uneven) // 20])
     ranks = Ranks.of(few.config.model, few.partitions)
-    memory, least = memory_bound(few, ranks), time_bound(few, ranks, cluster, Software()).seconds
+    memory, least = memory_bound(few, ranks), time_bound(few, ranks, cluster).seconds
     for row in range(len(few)):
         layout = check(few.config_of(row), 24, planned=True)
         assert memory[row] <= peak_memory(layout, cluster).max_allocated * (1 + TIGHT)
@@ -109,11 +108,9 @@ def test_bounds_of_many_are_those_of_each() -> None:
     cluster, space = load_cluster("H100", 32), space_of("llama3-8b")
     few = space.take(np.arange(0, len(space), len(space) // 50))
     ranks = Ranks.of(few.config.model, few.partitions)
-    together = time_bound(few, ranks, cluster, Software()).seconds
+    together = time_bound(few, ranks, cluster).seconds
     memory = memory_bound(few, ranks)
     for row in range(0, len(few), 7):
         alone = few.take(np.array([row]))
-        assert time_bound(alone, ranks, cluster, Software()).seconds[0] == pytest.approx(
-            together[row]
-        )
+        assert time_bound(alone, ranks, cluster).seconds[0] == pytest.approx(together[row])
         assert memory_bound(alone, ranks)[0] == pytest.approx(memory[row])

@@ -18,7 +18,6 @@ from fivefold.pipeline.simulate import simulate
 from fivefold.predict.cluster import preset
 from fivefold.predict.liveness import Moments, _moments
 from fivefold.predict.makespan import leveled_program
-from fivefold.predict.software import Software
 from fivefold.predict.step import predict
 from fivefold.search.bound_tables import Ranks
 from fivefold.search.branch_and_bound import Ledger, OpenCandidates, layout_of
@@ -129,8 +128,8 @@ MODELS = ["llama3-8b", "mixtral-8x7b", "deepseek-v2-lite"]
 def test_a_quick_bound_is_below_a_close_one(model: str) -> None:
     space = legal_space(question(model))
     ranks = Ranks.of(space.config.model, space.partitions)
-    quick = quick_time_bound(space, ranks, CLUSTER, Software())
-    close = time_bound(space, ranks, CLUSTER, Software()).seconds
+    quick = quick_time_bound(space, ranks, CLUSTER)
+    close = time_bound(space, ranks, CLUSTER).seconds
     assert np.isfinite(close).all() and np.isfinite(memory_bound(space, ranks)).all()
     assert (quick <= close * 1.01).all()  # REACH leaves far more room
     assert (quick <= close * (1 + 1e-9)).mean() > 0.999
@@ -142,7 +141,7 @@ def test_a_quick_bound_is_below_a_close_one(model: str) -> None:
 def test_bounds_rise_and_stay_bounds(model: str) -> None:
     space = sampled(model)
     ranks = Ranks.of(space.config.model, space.partitions)
-    bounds = time_bound(space, ranks, CLUSTER, Software())
+    bounds = time_bound(space, ranks, CLUSTER)
     candidates = OpenCandidates(question(model), space, bounds, Ledger(1e9))
     before = candidates.lower.copy()
     for row in range(len(space)):
@@ -161,7 +160,7 @@ def test_further_techniques_are_legal_and_bounded(model: str) -> None:
     space = sampled(model).with_memory(further_choices(question(model).config, frozenset()))
     few = space.take(np.arange(0, len(space), 7))
     ranks = Ranks.of(few.config.model, few.partitions)
-    times = time_bound(few, ranks, CLUSTER, Software()).seconds
+    times = time_bound(few, ranks, CLUSTER).seconds
     sizes = memory_bound(few, ranks)
     for row in range(len(few)):
         layout = check(few.config_of(row), 32, planned=True)
@@ -176,7 +175,7 @@ def test_where_one_does_not_fit_none_does_that_shards_less() -> None:
     few = (c["mbs"] <= 2) & (c["pp"] == 1) & (c["tp"] == 1) & (c["cp"] == 1)
     space = space.take(np.flatnonzero(few))
     ranks = Ranks.of(space.config.model, space.partitions)
-    bounds = time_bound(space, ranks, CLUSTER, Software())
+    bounds = time_bound(space, ranks, CLUSTER)
     candidates = OpenCandidates(question("llama3-8b"), space, bounds, Ledger(1e9))
     closed = 0
     for row in reversed(range(len(space))):  # those that shard more first

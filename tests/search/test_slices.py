@@ -11,7 +11,6 @@ from fivefold.pipeline.simulate import peak_in_flight
 from fivefold.predict.cluster import preset
 from fivefold.predict.liveness import moments
 from fivefold.predict.memory import peak_memory
-from fivefold.predict.software import Software
 from fivefold.predict.step import predict
 from fivefold.search.bound_tables import Ranks
 from fivefold.search.enumeration import enumerate_space
@@ -46,7 +45,7 @@ def test_the_space_is_legal_and_within_its_bounds() -> None:
     space = enumerate_space(config, 16, frozenset(SLICED))
     few = space.take(np.arange(0, len(space), len(space) // 60))
     ranks = Ranks.of(config.model, few.partitions)
-    times = time_bound(few, ranks, CLUSTER, Software()).seconds
+    times = time_bound(few, ranks, CLUSTER).seconds
     sizes = memory_bound(few, ranks)
     for row, (bound, size) in enumerate(zip(times.tolist(), sizes.tolist(), strict=True)):
         try:

@@ -11,7 +11,7 @@ from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.errors import ConfigError
 from fivefold.model.shape import WholeModel, forward_flops
-from fivefold.pipeline.layout import split_layers
+from fivefold.pipeline.layout import SplitSettings
 from fivefold.search.enumeration import enumerate_space
 from fivefold.search.memory_choices import further_choices
 from fivefold.search.partitions import balanced_layout
@@ -120,7 +120,7 @@ def test_balanced_layouts_keep_all_layers_and_are_balanced(
     model = replace(PRESETS["llama3-8b"], num_layers=layers, mtp_num_layers=mtp)
     config = Config(model)
     text = balanced_layout(config, stages)
-    split = split_layers(layers, stages, layout=text, mtp_num_layers=mtp)
+    split = SplitSettings(layers, stages, layout=text, mtp_num_layers=mtp).split()
     counts = [len(stage.layers) for stage in split.stages]
     assert sum(counts) == layers
     assert split.stages[-1].mtp == mtp

@@ -1,7 +1,9 @@
 """Settings for other trainers: names that their own parsers have read, and what goes together."""
 
 import json
+import re
 import shlex
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -10,8 +12,10 @@ from hypothesis import settings as checked
 from hypothesis import strategies as st
 
 from benchmarks.check_exports import RECORD, cases, names
-from benchmarks.export_cases import LAYOUTS, layouts
+from benchmarks.export_cases import CHANGES, LAYOUTS, changed, layouts
 from benchmarks.export_combinations import combinations
+from fivefold.check import check
+from fivefold.errors import ConfigError
 from fivefold.layout import Layout
 from fivefold.tell.export.targets import export
 from tests.predict.layouts import planned
@@ -217,6 +221,18 @@ def test_megatron_gets_a_coefficient_for_each_balancing_loss() -> None:
         balance = {"moe_router_load_balancing_type": losses, "moe_aux_loss_coeff": factors}
         said = flags(planned("mixtral-8x7b", 8, **balance), "megatron")
         assert said["moe-aux-loss-coeff"] == wanted
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+def test_deepspeed_has_a_setting_by_its_name_or_is_said_once_to_lack_it(strategy: str) -> None:
+    for name in CHANGES:
+        _, layout = changed(name)
+        config = layout.config.with_values(data_parallel_sharding_strategy=strategy)
+        with suppress(ConfigError):
+            layout = check(config, layout.grid.world_size, planned=True)
+        keys = {key.split(".")[-1] for key in names("deepspeed", text(layout, "deepspeed"))}
+        said = re.findall(rf"\b{name} = ", missing(layout, "deepspeed"))
+        assert len(said) + (name in keys) < 2, name
 
 
 @given(seed=st.integers(0, 1 << 20))

@@ -12,10 +12,10 @@ from benchmarks.export_cases import CHANGES, changed, layouts
 from fivefold.config.config import SECTIONS
 from fivefold.config.settings import settings_of
 from fivefold.optim.schedule import learning_rate
-from fivefold.pipeline.layout import split_layers
+from fivefold.pipeline.layout import CUTTING, SplitSettings
 from fivefold.pipeline.stages import layout_string
 from fivefold.tell.export import settings as exporting
-from fivefold.tell.export.settings import OWN, SPLITS, Settings
+from fivefold.tell.export.settings import OWN, Settings
 from fivefold.tell.export.targets import export
 from fivefold.tell.export.torchtitan_models import WITHOUT_MEANING, known
 from tests.predict.layouts import planned
@@ -41,7 +41,7 @@ IN_OTHER_WORDS: Mapping[str, Mapping[str, str]] = {
         "lr_wsd_decay_style": "decay_type",
         "min_lr": "min_lr_factor",
         "param_cpu_offload": "enable_cpu_offload",
-        **dict.fromkeys(SPLITS, "module_fqns_per_model_part"),
+        **dict.fromkeys(CUTTING, "module_fqns_per_model_part"),
         "precision": "mixed_precision_param",
         "recompute_granularity": "full",  # a subcommand
         "compile": "enable",
@@ -166,14 +166,14 @@ def test_what_megatron_runs_is_written_in_its_words(settings: dict[str, Any]) ->
     text = said.get("pipeline-model-parallel-layout")
     virtual = said.get("num-virtual-stages-per-pipeline-rank")
     first, last = (said.get(f"decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
-    split = split_layers(
+    split = SplitSettings(
         32,
         layout.grid.pp,
         virtual=virtual and int(virtual),
         first=first and int(first),
         last=last and int(last),
         layout=text,
-    )
+    ).split()
     if text is not None:
         assert text == layout_string(split.stages) and not set(text) & set(" :,")
     costs = [sentence for sentence in found.missing if "pipeline_schedule" in sentence]

@@ -10,6 +10,7 @@ from fivefold.train.metrics import (
     StepMetrics,
     TensorBoard,
     WeightsAndBiases,
+    check_installed,
     close_all,
 )
 
@@ -70,17 +71,11 @@ def test_tensorboard_gets_every_value(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 2.5)]
 
 
-@pytest.mark.parametrize(
-    ("package", "start"),
-    [
-        ("tensorboard", lambda folder: TensorBoard(folder)),
-        ("wandb", lambda folder: WeightsAndBiases("project", "name", {}, folder)),
-    ],
-)
-def test_an_extra_that_is_not_installed(monkeypatch, tmp_path, package, start):
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+def test_an_extra_that_is_not_installed(monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf'pip install "fivefold\[{package}\]"'):
-        start(tmp_path)
+        check_installed(package, "a tracker")
 
 
 def test_wandb_gets_steps_and_evaluations(monkeypatch, tmp_path):

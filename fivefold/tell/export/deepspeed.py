@@ -170,9 +170,9 @@ def _sharding(said: Settings, parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def _lost_of_the_code(said: Settings, layout: Layout) -> Iterator[str]:
-    grid, parallel, model = layout.grid, layout.config.parallel, layout.config.model
-    said.mention(*vars(model))
-    yield f"the model is code there: {described(model)}"
+    grid, parallel = layout.grid, layout.config.parallel
+    said.mention(*vars(layout.config.model))
+    yield f"the model is code there: {described(layout.config)}"
     corpora = " ".join(said["data_path"])
     yield (
         f"the training loop, corpus and tokenizer are code there: seq_length = "
@@ -244,14 +244,6 @@ def _loss_scale(said: Settings) -> dict[str, Any]:
 def _lost_of_the_sharding(said: Settings, layout: Layout) -> Iterator[str]:
     sharding, grid = SHARDING[said["data_parallel_sharding_strategy"]], layout.grid
     said.mention("data_parallel_shard_size")
-    if said["zero_qgz_partition_size"] > 1:
-        yield (
-            "its first all-to-all is over the GPUs of a node, not zero_qgz_partition_size = "
-            f"{said['zero_qgz_partition_size']}"
-        )
-    if rounded := techniques(layout.config.parallel):
-        words = ", ".join(f"{name} = {said[name]}" for name in rounded)
-        yield f"ZeRO++ is for ZeRO stage 3 there, and to be added to zero_optimization: {words}"
     if said["num_distributed_optimizer_instances"] > 1 and sharding.splits_optimizer:
         yield (
             f"it shards over all {grid.dp} data-parallel ranks: MiCS, for groups "
@@ -262,14 +254,13 @@ def _lost_of_the_sharding(said: Settings, layout: Layout) -> Iterator[str]:
             "it sums in the type in which it sends gradients: bf16, in spite of "
             "ddp_reduce_scatter_with_fp32_accumulation"
         )
-    left_out = [] if sharding.splits_parameters else techniques(layout.config.parallel)
-    said.mention(*left_out)
-    if left_out:
-        yield f"ZeRO++ is of ZeRO stage 3 there: {', '.join(left_out)} left out"
-    if said["zero_quantized_gradients"]:
+    rounded, part = techniques(layout.config.parallel), said["zero_qgz_partition_size"]
+    if rounded and not sharding.splits_parameters:
+        yield f"ZeRO++ is of ZeRO stage 3 there: {said.told(*rounded)} left out"
+    elif said["zero_quantized_gradients"]:
         yield (
             "gradients as INT4 are summed within whole nodes first, not within "
-            f"zero_qgz_partition_size = {said['zero_qgz_partition_size']} ranks"
+            f"zero_qgz_partition_size = {part} ranks"
         )
     if said["ddp_bucket_size"] != ParallelConfig.ddp_bucket_size:
         size = said["ddp_bucket_size"]

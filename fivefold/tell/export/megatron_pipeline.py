@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 
 from fivefold.layout import Layout
+from fivefold.pipeline.layout import CUTTING
+from fivefold.pipeline.schedules.registry import Shape
 from fivefold.pipeline.stages import layout_string
-from fivefold.tell.export.settings import SPLITS, Settings, flag, flags
-from fivefold.tell.export.stand_in import changes, in_a_loop, interleaved, one_stage_a_rank
+from fivefold.tell.export.settings import Settings, flag, flags
+from fivefold.tell.export.stand_in import changes, one_stage_a_rank, run_by
 
 ITS_SCHEDULES = ("1f1b", "interleaved_1f1b", "combined_1f1b")
 
@@ -15,7 +17,7 @@ def its_pipeline(layout: Layout) -> Layout:
     if layout.split.num_virtual == 1 and layout.schedule in ITS_SCHEDULES:
         return layout
     if layout.split.num_virtual > 1 and not _why_not_interleaved(layout):
-        return layout if layout.schedule in ITS_SCHEDULES else interleaved(layout)
+        return layout if layout.schedule in ITS_SCHEDULES else run_by("interleaved_1f1b", layout)
     return one_stage_a_rank(layout)
 
 
@@ -25,7 +27,7 @@ def _why_not_interleaved(layout: Layout) -> str | None:
     group = layout.config.parallel.microbatch_group_size_per_virtual_pipeline_stage or pp
     if pp == 1:
         return "on one pipeline rank Megatron-LM has one stage"
-    if not in_a_loop(split):
+    if not Shape.LOOP.fits(split.placement):
         return "Megatron-LM lays stages in a loop, not in a V"
     if not pp <= group <= microbatches or 0 < microbatches % group < pp:
         return (
@@ -40,7 +42,7 @@ def _why_not_interleaved(layout: Layout) -> str | None:
 def pipeline_flags(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
     """Flags for the split of `runs`: the user's own if they produce it, else a layout string."""
     yield from flags(said, "pipeline_model_parallel_size")
-    by_flags = {name: said[name] for name in SPLITS}
+    by_flags = {name: said[name] for name in CUTTING}
     given = by_flags.pop("pipeline_model_parallel_layout") is not None
     if layout.grid.pp == 1:
         return

@@ -1,13 +1,10 @@
 """Exported settings, and the list of what an export leaves out."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from fivefold.config.config import SETTINGS, Config
-from fivefold.config.model import ModelConfig
-from fivefold.config.settings import Setting, settings_of
 from fivefold.layout import Layout
 
 OWN = frozenset(
@@ -44,18 +41,6 @@ backward only where the schedule does. And one that has one value, which `cuda_g
 for."""
 
 
-SPLITS = (
-    "pipeline_model_parallel_layout",
-    "num_virtual_stages_per_pipeline_rank",
-    "num_layers_per_virtual_pipeline_stage",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
-"""The settings that cut the model into stages."""
-
-
 @dataclass(frozen=True)
 class Export:
     """Settings for a trainer.
@@ -77,12 +62,12 @@ class Settings:
     """
 
     def __init__(self, config: Config) -> None:
-        self._sections = [section for _, section in config.sections()]
+        self._config = config
         self._read: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:
         self._read.add(name)
-        return next(getattr(part, name) for part in self._sections if hasattr(part, name))
+        return self._config.value(name)
 
     def told(self, *names: str) -> str:
         """Settings with their values: 'beta_fast = 32, beta_slow = 1'."""
@@ -94,27 +79,20 @@ class Settings:
 
     def unread(self, where: str) -> Iterator[str]:
         """A sentence with all settings that are not defaults and have not been read."""
-        changed = (pair for section in self._sections for pair in _changed(section))
-        found = [f"{name} = {value}" for name, value in changed if name not in self._read | OWN]
+        found = _changed(self._config, [n for n in SETTINGS if n not in self._read | OWN])
         if found:
-            yield f"{where}: {', '.join(found)}"
+            yield f"{where}: {found}"
 
 
-def described(model: ModelConfig) -> str:
+def described(config: Config) -> str:
     """The model's settings that are not defaults: 'num_layers = 32, hidden_size = ...'."""
-    return ", ".join(f"{name} = {value}" for name, value in _changed(model))
+    return _changed(config, [field.name for field in fields(config.model)])
 
 
-def _changed(section: Any) -> Iterator[tuple[str, str]]:
-    for setting in _settings(section.__class__):
-        value = getattr(section, setting.name)
-        if value != setting.default:
-            yield setting.name, setting.to_toml(value).strip('"')
-
-
-@cache
-def _settings(cls: type) -> tuple[Setting, ...]:
-    return tuple(settings_of(cls))
+def _changed(config: Config, names: Iterable[str]) -> str:
+    changed = [name for name in names if config.value(name) != SETTINGS[name].default]
+    texts = (SETTINGS[name].to_toml(config.value(name)).strip('"') for name in changed)
+    return ", ".join(f"{name} = {text}" for name, text in zip(changed, texts, strict=True))
 
 
 def command_line(flags: Iterable[str]) -> str:

@@ -15,27 +15,17 @@ from fivefold.pipeline.stages import Split, StageSpec
 _MOST_ACTS = 1 << 12  # most actions to simulate; further microbatches add the same to both
 
 
-def in_a_loop(split: Split) -> bool:
-    """Whether stage i is on rank i % P."""
-    return split.placement == loop_placement(split.num_ranks, len(split.stages))
-
-
 def one_stage_a_rank(layout: Layout, schedule: str = "1f1b") -> Layout:
     """`layout` with one stage per rank, run by 1F1B or GPipe; consecutive stages are merged."""
     split, ranks = layout.split, layout.split.num_ranks
     size = split.num_virtual
     stages = [_merged(split.stages[start * size : (start + 1) * size]) for start in range(ranks)]
     merged = Split(tuple(stages), loop_placement(ranks, ranks))
-    found, memory = _run_by(schedule, layout), layout.config.memory
+    found, memory = run_by(schedule, layout), layout.config.memory
     if size > 1 and memory.recomputes_first_layers:
         config = found.config.with_values(recompute_num_layers=_numbers_of_merged(memory, size))
         found = replace(found, config=config)
     return replace(found, split=merged)
-
-
-def interleaved(layout: Layout) -> Layout:
-    """`layout` run by interleaved 1F1B."""
-    return _run_by("interleaved_1f1b", layout)
 
 
 def changes(layout: Layout, other: Layout) -> str:
@@ -51,7 +41,8 @@ def changes(layout: Layout, other: Layout) -> str:
     )
 
 
-def _run_by(schedule: str, layout: Layout) -> Layout:
+def run_by(schedule: str, layout: Layout) -> Layout:
+    """`layout` run by another schedule."""
     config = layout.config.with_values(
         pipeline_schedule=schedule,
         pipeline_in_flight_limit=None,

@@ -7,8 +7,9 @@ from typing import Any
 
 from fivefold.config.sharding import SHARDING
 from fivefold.layout import Layout
+from fivefold.pipeline.layout import CUTTING
+from fivefold.pipeline.schedules.registry import Shape
 from fivefold.tell.export.settings import (
-    SPLITS,
     Export,
     Settings,
     command_line,
@@ -18,7 +19,7 @@ from fivefold.tell.export.settings import (
     in_steps,
     state_types,
 )
-from fivefold.tell.export.stand_in import changes, in_a_loop, one_stage_a_rank
+from fivefold.tell.export.stand_in import changes, one_stage_a_rank
 from fivefold.tell.export.torchtitan_models import (
     ITS_MODELS,
     WITHOUT_MEANING,
@@ -147,7 +148,7 @@ def _its_schedule(layout: Layout) -> str | None:
     if split.num_virtual == 1:
         # One rank runs its microbatches one by one.
         table = _OF_ONE_STAGE if pp > 1 else {"1f1b": "1F1B"}
-    elif pp > 1 and in_a_loop(split):
+    elif pp > 1 and Shape.LOOP.fits(split.placement):
         table = _OF_A_LOOP
     name = table.get(layout.schedule)
     rounds = max(1, microbatches // pp)
@@ -162,7 +163,7 @@ def _fills(layout: Layout) -> bool:
 
 
 def _pipeline(said: Settings, runs: Layout, schedule: str) -> Iterator[str]:
-    said.mention("pipeline_schedule", *SPLITS)
+    said.mention("pipeline_schedule", *CUTTING)
     if runs.grid.pp > 1:
         yield from flag("parallelism.pipeline_parallel_schedule", schedule)
         size = said["micro_batch_size"]
@@ -202,20 +203,16 @@ def _rate(said: Settings) -> dict[str, Any]:
         "warmup_steps": said["lr_warmup_iters"],
         "total_steps": steps,
         "decay_ratio": share,
-        "decay_type": _WSD_DECAYS.get(shape, "linear") if style == "WSD" else _plain(style),
+        "decay_type": _WSD_DECAYS.get(shape if style == "WSD" else style, "linear"),
         "min_lr_factor": said["min_lr"] / said["lr"],
     }
-
-
-def _plain(style: str) -> str:
-    return "cosine" if style == "cosine" else "linear"
 
 
 def _lost_of_the_model(said: Settings, layout: Layout, name: str | None) -> Iterator[str]:
     model, training = layout.config.model, layout.config.training
     said.mention(*vars(model), "fp8_format", "fp4_format", "fp8_recipe")
     if name is None:
-        yield f"--module and --config must name a model: {described(model)}"
+        yield f"--module and --config must name a model: {described(layout.config)}"
         yield why_unknown(model)
     narrow = (training.fp8_format, training.fp8_recipe)
     if training.fp4_format or (
