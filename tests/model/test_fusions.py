@@ -16,7 +16,7 @@ from fivefold.config.training import TrainingConfig
 from fivefold.errors import ConfigError
 from fivefold.memory.offload import Host, install_offload
 from fivefold.memory.recompute import install_recompute
-from fivefold.model import activation, dropout, norms, rope, transformer
+from fivefold.model import activation, dropout, layer, norms, rope
 from fivefold.model.batch import on_device
 from fivefold.model.fusion_rules import joins_norm
 from fivefold.model.fusions import install_fusions
@@ -34,7 +34,7 @@ SMALL |= {"norm_kernels": {"PROGRAMS": 3}}
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Where the kernels run, in small programs, so that a tensor takes several."""
-    device = run_kernels(request.param, monkeypatch, activation, dropout, norms, rope, transformer)
+    device = run_kernels(request.param, monkeypatch, activation, dropout, layer, norms, rope)
     for name, sizes in SMALL.items():
         module = importlib.import_module(f"fivefold.model.{name}")
         for constant, value in sizes.items():
