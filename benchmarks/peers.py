@@ -183,7 +183,9 @@ def answer(system: System, words: list[str], launcher: list[str] | None = None) 
             stop(process)
     said = [line for line in output.splitlines() if line.startswith("{")]
     if process.returncode or not said:
-        return {"error": errors[-2000:].replace(f"{ROOT}/", "")}
+        for folder in (ROOT, PEERS_VENV.parent):  # which are this machine's own
+            errors = errors.replace(f"{folder}/", "")
+        return {"error": errors[-2000:]}
     return json.loads(said[-1])
 
 

@@ -6,20 +6,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fivefold.model.caps import capped, capped_, slope
+
 CAPPED_AT_A_TIME = 1 << 22
 """Logits whose slope below their cap is made at a time: 16 MiB in fp32."""
 IGNORED = -100
 """The label of a token that the loss ignores."""
 
 
-def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """c tanh(logits / c) for a cap c; None: the logits as they are."""
-    return logits if cap is None else (logits / cap).tanh() * cap
-
-
 def capped_into(out: Tensor, logits: Tensor, cap: float | None) -> Tensor:
     """`capped`, made in the memory of `out` and in its type; without a cap the logits."""
-    return logits if cap is None else out.copy_(logits).div_(cap).tanh_().mul_(cap)
+    return logits if cap is None else capped_(out.copy_(logits), cap)
 
 
 def through_cap_(grad_TV: Tensor, logits_TV: Tensor, cap: float | None) -> Tensor:
@@ -28,8 +25,7 @@ def through_cap_(grad_TV: Tensor, logits_TV: Tensor, cap: float | None) -> Tenso
         at_a_time = max(CAPPED_AT_A_TIME // logits_TV.shape[1], 1)
         for start in range(0, len(logits_TV), at_a_time):
             rows = slice(start, start + at_a_time)
-            share = (logits_TV[rows].to(grad_TV.dtype) / cap).tanh_()
-            grad_TV[rows] *= share.square_().neg_().add_(1.0)
+            grad_TV[rows] *= slope(capped(logits_TV[rows].to(grad_TV.dtype), cap), cap)
     return grad_TV
 
 

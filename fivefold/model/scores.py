@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fivefold.model.caps import capped_, slope
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -23,16 +25,11 @@ class Scores:
 
     def of(self, scaled: Tensor) -> Tensor:
         """Scores of scaled products, which are overwritten."""
-        if self.cap is None:
-            return scaled
-        return scaled.div_(self.cap).tanh_().mul_(self.cap)
+        return scaled if self.cap is None else capped_(scaled, self.cap)
 
     def through(self, grad: Tensor, scores: Tensor) -> Tensor:
         """Gradient of the scaled products from that of their scores, which is overwritten."""
-        if self.cap is None:
-            return grad
-        # Of scores that are masked, and so infinite, the gradient is 0.
-        return grad.mul_(1.0 - (scores / self.cap).clamp_(-1.0, 1.0).square_())
+        return grad if self.cap is None else grad.mul_(slope(scores, self.cap))
 
 
 USUAL = Scores()

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from fivefold.config.experts import ExpertsConfig
 from fivefold.config.model import ModelConfig
 from fivefold.model.batch import Batch
+from fivefold.model.caps import capped
 from fivefold.model.context import Context
 from fivefold.model.dropout import Dropout
 from fivefold.model.experts import MoE
 from fivefold.model.layer import TransformerLayer
 from fivefold.model.layers import Column, Embedding, LayerBlock, Linear, plain_column
 from fivefold.model.lora import as_if_trained, freeze
-from fivefold.model.loss import capped, cross_entropy
+from fivefold.model.loss import cross_entropy
 from fivefold.model.norms import LayerNorm, RMSNorm, make_norm
 from fivefold.model.prediction import FurtherToken, objective, targets
 from fivefold.model.rope import rotary_tables

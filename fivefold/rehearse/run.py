@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fivefold.audit.routed import ChosenExperts
 from fivefold.audit.traffic import axes_of, named_groups
-from fivefold.audit.watch import watching
+from fivefold.audit.watch import Watch, watching
 from fivefold.counts.routed import rows_of_choices
 from fivefold.counts.volumes import by_axis, step_volumes
 from fivefold.data.packing import Microbatch
@@ -78,7 +78,7 @@ def rehearse_rank(layout: Layout, rank: int, *, gpus: bool = True) -> Script:
 
 
 def watched_step(
-    layout: Layout, rank: int, *shadow: Shadow, started: float | None = None
+    layout: Layout, rank: int, *watches: Watch, started: float | None = None
 ) -> Script:
     """Build the engine of a rank, run one step, and keep account of it.
 
@@ -87,12 +87,12 @@ def watched_step(
     Args:
         layout: layout of the job.
         rank: number of this rank.
-        shadow: how operations run; none: as they are.
+        watches: who else watches, such as a `Shadow`, by which operations run.
         started: time from which the seconds are counted, by `time.perf_counter`; None: now.
     """
     started = time.perf_counter() if started is None else started
     ledger = StepLedger()
-    with watching(*shadow, ledger):
+    with watching(*watches, ledger):
         engine = Engine(layout, rank, torch.device("cpu"), initialises=False)
         ledger.holdings.leave_out(engine.optimizer.host.tensors())
         ledger.holdings.count_as(OPTIMIZER, engine.optimizer.device.held())

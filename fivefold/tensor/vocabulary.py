@@ -14,11 +14,11 @@ from torch import Tensor
 
 from fivefold.mesh.collectives import all_gather
 from fivefold.mesh.device import uses_gpu_kernels
+from fivefold.model.caps import capped
 from fivefold.model.layers import Embedding, Kept, Products
 from fivefold.model.leaves import local
 from fivefold.model.loss import (
     IGNORED,
-    capped,
     capped_into,
     note_z,
     through_cap_,
@@ -268,9 +268,9 @@ def merge_statistics(parts: Tensor) -> Tensor:
 
 
 def _own_rows(indices_T: Tensor, first: int, held: int) -> tuple[Tensor, Tensor]:
-    """Whether each index is in [first, first + held), and its offset there, or one of any row.
+    """Whether each index is in [first, first + held), and the row that it adds to.
 
-    What others get is 0: spread over all rows, since a GPU adds up what goes to one row in turn.
+    It is its own row there. Others add 0, to rows all over, as a GPU adds to one row in turn.
     """
     local_T = indices_T - first
     here_T = (local_T >= 0) & (local_T < held)

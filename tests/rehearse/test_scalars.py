@@ -11,6 +11,7 @@ from fivefold.audit.watch import Watch, project_line, tensors_in
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import resolve_model
+from fivefold.mesh.device import multiply_
 from fivefold.rehearse.kernels import one_kernel_each
 from fivefold.rehearse.roles import rehearsed_layout
 from fivefold.rehearse.run import watched_step
@@ -47,7 +48,7 @@ def rounded(config: Config) -> set[str]:
     watch = Rounded()
     layout = rehearsed_layout(check(config, RANKS))
     with pretended_world(0, RANKS, gpus=True), one_kernel_each():
-        watched_step(layout, 0, Shadow(gpus=True), watch)  # type: ignore[arg-type]
+        watched_step(layout, 0, Shadow(gpus=True), watch)
     return watch.found
 
 
@@ -67,8 +68,6 @@ def test_no_scalar_of_any_layout_is_rounded(seed: int) -> None:
 
 
 def test_products_by_scalars_are_rounded_once() -> None:
-    from fivefold.mesh.device import multiply_
-
     x = torch.randn(1000, generator=torch.Generator().manual_seed(1)).bfloat16()
     factor = torch.tensor(1 / 3)
     assert torch.equal(multiply_(x.clone(), factor), (x.float() * factor).bfloat16())

@@ -6,8 +6,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from fivefold.model.caps import capped
 from fivefold.model.layers import Embedding
-from fivefold.model.loss import capped
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup, _own_rows
 from tests.pool import run

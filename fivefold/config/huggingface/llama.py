@@ -88,6 +88,11 @@ _DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
 _NULL_HEADS = "llama", "mistral", "mixtral", "gpt_oss"
 """Families in which transformers takes a head_dim of null for hidden size / heads."""
 _GLM = "glm", "glm4", "glm4_moe"
+_COUNTED_HEADS = (
+    *("qwen2_moe", "exaone4", "gemma", "gemma2", "gemma3_text", "minimax_m2"),
+    *_GLM,
+)
+"""Families in which transformers takes no num_key_value_heads of null."""
 _NO_WINDOWS = "llama", "granite", "granitemoe", "olmo2", "olmoe", "gemma", "minimax_m2", *_GLM
 _OWN_ROPE = "olmo3", "gemma3_text"
 _OWN_WINDOWS = "gpt_oss", "exaone4", "gemma2", *_OWN_ROPE
@@ -106,8 +111,7 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
         rope = Rope(defaults.rope_theta, 1.0, "yarn", scaling)
     head_dim = reader.optional_size if kind in _NULL_HEADS else reader.size
     heads = reader.optional_size
-    named = "qwen2_moe", "exaone4", "gemma", "gemma2", "gemma3_text", "minimax_m2"
-    if kind in (*named, *_GLM):
+    if kind in _COUNTED_HEADS:
         heads = reader.size
     rounded = kind in ("gpt_oss", "minimax_m2")
     read_stored_weights(reader, code=rounded or kind == "phi3", rounded=rounded)
