@@ -17,8 +17,8 @@ from pathlib import Path
 
 from fivefold.errors import ConfigError
 from fivefold.files import write_atomic
-from fivefold.pipeline.layout import SplitSettings
-from fivefold.pipeline.layout_language import MAX_SYMBOLS, parse
+from fivefold.pipeline.split.layout import SplitSettings
+from fivefold.pipeline.split.layout_language import MAX_SYMBOLS, parse
 
 RECORD = Path(__file__).parents[1] / "tests" / "pipeline" / "megatron_layouts.json"
 KEPT = 300  # of the accepted texts, and of the refused ones

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.mesh.collectives import all_gather, all_reduce, reduce_scatter
-from fivefold.train.launch import init_process_group, launch_local
-from fivefold.train.rank_env import RankEnv
+from fivefold.train.ranks.launch import init_process_group, launch_local
+from fivefold.train.ranks.rank_env import RankEnv
 from fivefold.units import human_bytes
 
 SIZES = tuple(4096 << shift for shift in (0, 4, 8, 12, 14))  # 4 KB to 64 MB

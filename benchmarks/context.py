@@ -45,13 +45,13 @@ from fivefold.context.transport import Backward, Gather, Own, Ring
 from fivefold.data.packing import Microbatch
 from fivefold.mesh.grid import Grid
 from fivefold.mesh.groups import Groups, build_groups
-from fivefold.model.attention import Kernel, Scope, attention
-from fivefold.model.blocks import Sight
+from fivefold.model.attention.blocks import Sight
+from fivefold.model.attention.grouped_query import Kernel, Scope, attention
 from fivefold.model.dropout import HeadDropout
 from fivefold.model.shards import MicrobatchShare
 from fivefold.train.engine import Engine
-from fivefold.train.launch import init_process_group, launch_local
-from fivefold.train.rank_env import RankEnv
+from fivefold.train.ranks.launch import init_process_group, launch_local
+from fivefold.train.ranks.rank_env import RankEnv
 from fivefold.units import human_bytes
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
@@ -91,7 +91,7 @@ class PublishedUlysses:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, scope: Scope, drop: HeadDropout | None
     ) -> Tensor:
-        """See `model.attention.Kernel`."""
+        """See `model.attention.grouped_query.Kernel`."""
         assert scope.part is not None
         deal = Deal(self.group, scope.part, q.shape[2], k.shape[2])
         q, k, v = (

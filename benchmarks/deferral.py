@@ -25,7 +25,7 @@ from fivefold.memory.recompute import install_recompute
 from fivefold.model.batch import Batch
 from fivefold.model.init import initialise
 from fivefold.model.transformer import Stage
-from fivefold.pipeline.stages import StageSpec
+from fivefold.pipeline.split.stages import StageSpec
 from fivefold.tensor.deferred_weight import DeferredWeights, run_works
 from fivefold.tensor.install import install_deferral
 

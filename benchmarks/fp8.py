@@ -17,8 +17,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fivefold.model.fp8 import RECIPES
-from fivefold.model.fp8_rules import E4M3_ALONE
+from fivefold.model.eight_bit.fp8 import RECIPES
+from fivefold.model.eight_bit.rules import E4M3_ALONE
 
 STEPS, SEEDS = 300, 3
 WAYS = {

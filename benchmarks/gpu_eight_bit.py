@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_layers import recipes, seconds, tell
-from fivefold.model.fp8 import E4M3, RECIPES, Block, Scaled, multiply, quantise
+from fivefold.model.eight_bit.fp8 import E4M3, RECIPES, Block, Scaled, multiply, quantise
 
 REPEATS, WARMUP = 20, 3
 SIZES = {False: (8192, 4096, 14_336), True: (256, 64, 128)}

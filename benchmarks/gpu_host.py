@@ -17,8 +17,8 @@ from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.train.engine import Engine
-from fivefold.train.launch import init_process_group
-from fivefold.train.rank_env import RankEnv
+from fivefold.train.ranks.launch import init_process_group
+from fivefold.train.ranks.rank_env import RankEnv
 
 WARMUP, STEPS, MICROBATCHES = 3, 6, 8
 LAYERS = {False: 16, True: 2}

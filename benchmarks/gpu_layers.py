@@ -30,18 +30,18 @@ from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
 from fivefold.config.training import TrainingConfig
+from fivefold.description.shape import training_flops
 from fivefold.hardware import peak_flops
 from fivefold.model.batch import Batch, on_device
 from fivefold.model.compiled import compile_layers
-from fivefold.model.eight_bit import EightBit
-from fivefold.model.eight_bit_layers import install_eight_bit
-from fivefold.model.fp8 import RECIPES
-from fivefold.model.fp8_rules import BLACKWELL
+from fivefold.model.eight_bit.fp8 import RECIPES
+from fivefold.model.eight_bit.layers import install_eight_bit
+from fivefold.model.eight_bit.linear import EightBit
+from fivefold.model.eight_bit.rules import BLACKWELL
 from fivefold.model.fusions import install_fusions
 from fivefold.model.rope import RotaryTables
-from fivefold.model.shape import training_flops
 from fivefold.model.transformer import Stage
-from fivefold.pipeline.stages import StageSpec
+from fivefold.pipeline.split.stages import StageSpec
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.install import install_deferral
 from fivefold.train.step_graph import CudaRecorder

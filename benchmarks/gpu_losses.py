@@ -18,7 +18,7 @@ from fivefold.config.memory import DEFAULT_VOCAB_SPLIT
 from fivefold.config.model import ModelConfig
 from fivefold.memory.cross_entropy import LinearCrossEntropy, NativeCrossEntropy
 from fivefold.model.transformer import Stage
-from fivefold.pipeline.stages import StageSpec
+from fivefold.pipeline.split.stages import StageSpec
 from fivefold.tensor.deferred_weight import DeferredWeights
 
 LOSSES = ("torch", "plain", "native", "linear")

@@ -32,8 +32,8 @@ from fivefold.hardware import find_gpu
 from fivefold.layout import Layout
 from fivefold.report.audited import outlook
 from fivefold.train.engine import Engine
-from fivefold.train.launch import init_process_group
-from fivefold.train.rank_env import RankEnv
+from fivefold.train.ranks.launch import init_process_group
+from fivefold.train.ranks.rank_env import RankEnv
 
 WARMUP, STEPS = 3, 5
 VOCABULARY = 32_768

@@ -22,7 +22,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.memory.cross_entropy import LinearCrossEntropy, NativeCrossEntropy
 from fivefold.model.init import initialise
 from fivefold.model.transformer import Stage
-from fivefold.pipeline.stages import StageSpec
+from fivefold.pipeline.split.stages import StageSpec
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.units import human_bytes
 

@@ -19,8 +19,8 @@ from fivefold.config.presets import PRESETS
 from fivefold.config.sharding import SHARDING
 from fivefold.counts.policy import StatePolicy, engine_policy, megatron_policy
 from fivefold.counts.state import model_state
-from fivefold.model.activations import saved_activations, total
-from fivefold.model.running import Running
+from fivefold.description.activations import saved_activations, total
+from fivefold.description.running import Running
 from fivefold.units import table
 
 MODEL, RANKS, LENGTH = "gpt3-175b", 8, 2048

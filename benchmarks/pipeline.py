@@ -179,7 +179,7 @@ def compared(values: list[float | None], key: str) -> list[str]:
 
 def work(cell: Cell, steps: int) -> None:
     """The processes of a measurement; rank 0 prints what was found."""
-    from fivefold.train.launch import launch_local
+    from fivefold.train.ranks.launch import launch_local
 
     def rank(env: Any) -> None:
         import torch
@@ -236,7 +236,7 @@ def torch_step(cell: Cell, env: Any) -> Any:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     from benchmarks.peer_systems.common import ADAMW, Model, loss_of
-    from fivefold.train.launch import init_process_group
+    from fivefold.train.ranks.launch import init_process_group
 
     init_process_group(env, "cpu")
     rank, last = env.rank, cell.stages - 1
@@ -282,7 +282,7 @@ def fivefold_step(cell: Cell, env: Any) -> Any:
     from fivefold.config.model import ModelConfig
     from fivefold.data.packing import Microbatch
     from fivefold.train.engine import Engine
-    from fivefold.train.launch import init_process_group
+    from fivefold.train.ranks.launch import init_process_group
 
     config = Config(
         ModelConfig(

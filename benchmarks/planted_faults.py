@@ -30,10 +30,10 @@ from fivefold.cli.main import main
 from fivefold.mesh.slices import local_tensor
 from fivefold.optim.adamw import AdamW
 from fivefold.parallel_model import ParallelModel
-from fivefold.pipeline.executor import _Step
+from fivefold.pipeline.run.executor import _Step
 from fivefold.train.engine import Engine
 from fivefold.train.loop import Trainer
-from fivefold.train.rank_env import read_rank_env
+from fivefold.train.ranks.rank_env import read_rank_env
 
 PAUSE_SECONDS = 4.0
 SLOW_SECONDS = 0.15

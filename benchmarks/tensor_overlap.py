@@ -33,8 +33,8 @@ from fivefold.model.layers import Kept, Linear
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.exchange import Exchange, Factor, SplitTokens, TokensInParts
 from fivefold.tensor.linear import ColumnParallel, RowParallel
-from fivefold.train.launch import init_process_group, launch_local
-from fivefold.train.rank_env import RankEnv
+from fivefold.train.ranks.launch import init_process_group, launch_local
+from fivefold.train.ranks.rank_env import RankEnv
 
 TOKENS, HIDDEN, INNER = 1024, 768, 2048
 STEPS = 3  # timed together

@@ -22,9 +22,9 @@ from fivefold.config.training import TrainingConfig
 from fivefold.data.packing import Microbatch
 from fivefold.layout import Layout
 from fivefold.train.engine import Engine
-from fivefold.train.launch import init_process_group
-from fivefold.train.rank_env import RankEnv
-from fivefold.train.threads import choose_threads
+from fivefold.train.machine.threads import choose_threads
+from fivefold.train.ranks.launch import init_process_group
+from fivefold.train.ranks.rank_env import RankEnv
 from fivefold.units import human_seconds
 
 SIZES = ((64, 64), (128, 128), (256, 128), (256, 256), (512, 256), (512, 512))

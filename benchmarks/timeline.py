@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fivefold.pipeline.measured import (
+from fivefold.pipeline.costs.measured import (
     explained_makespan,
     measured_program,
     median_costs,

@@ -12,17 +12,17 @@ from typing import Any
 
 from fivefold.batch_rules import check_smaller_batches, count_microbatches
 from fivefold.config.config import SETTINGS, Config
-from fivefold.config.dependence import check_dependents
 from fivefold.config.experts import check_routing
 from fivefold.config.foreign import name_of
-from fivefold.config.graph_rules import check_step_graph
-from fivefold.config.lora_rules import check_adapted_run
-from fivefold.config.memory_rules import check_memory
 from fivefold.config.model import ModelConfig
-from fivefold.config.model_rules import check_model
-from fivefold.config.optimizer_rules import check_optimizer
 from fivefold.config.parallel import ParallelConfig
-from fivefold.config.values import check_values
+from fivefold.config.rules.dependence import check_dependents
+from fivefold.config.rules.graph import check_step_graph
+from fivefold.config.rules.lora import check_adapted_run
+from fivefold.config.rules.memory import check_memory
+from fivefold.config.rules.model import check_model
+from fivefold.config.rules.optimizer import check_optimizer
+from fivefold.config.rules.values import check_values
 from fivefold.data_parallel.rules import (
     check_blocks,
     check_contradictions,
@@ -42,11 +42,9 @@ from fivefold.mesh.rules import (
     check_tensor_overlap,
     check_tensor_parallel,
 )
-from fivefold.model.fp8_rules import check_eight_bit, check_gathered, check_gathered_by
+from fivefold.model.eight_bit.rules import check_eight_bit, check_gathered, check_gathered_by
 from fivefold.model.fusion_rules import check_fusions
-from fivefold.pipeline.automatic_split import automatic_split
-from fivefold.pipeline.costs import Footprint
-from fivefold.pipeline.layout import CUTTING, SplitSettings
+from fivefold.pipeline.costs.costs import Footprint
 from fivefold.pipeline.rules import (
     AUTO,
     check_groups_used,
@@ -60,7 +58,9 @@ from fivefold.pipeline.schedules.registry import (
     Shape,
 )
 from fivefold.pipeline.simulate import peak_in_flight
-from fivefold.pipeline.stages import Split
+from fivefold.pipeline.split.automatic import automatic_split
+from fivefold.pipeline.split.layout import CUTTING, SplitSettings
+from fivefold.pipeline.split.stages import Split
 from fivefold.units import several
 
 

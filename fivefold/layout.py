@@ -8,16 +8,16 @@ from fivefold.config.config import Config
 from fivefold.config.memory import MemoryConfig
 from fivefold.mesh.grid import Grid
 from fivefold.mesh.nodes import NodeSizes
-from fivefold.pipeline.costs import Costs
+from fivefold.pipeline.costs.costs import Costs
+from fivefold.pipeline.costs.modelled import modelled_problem
 from fivefold.pipeline.ir import Kind, Program, stages_on
 from fivefold.pipeline.list_scheduler import Problem
 from fivefold.pipeline.lowering import lower
-from fivefold.pipeline.modelled import modelled_problem
 from fivefold.pipeline.order import Order
 from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.pipeline.schedules.registry import Schedule, known_of, with_copies
 from fivefold.pipeline.sharding import with_sharding_actions
-from fivefold.pipeline.stages import Split, StageSpec
+from fivefold.pipeline.split.stages import Split, StageSpec
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from fivefold.mesh.collectives import sum_in_buckets
 from fivefold.mesh.groups import Groups
 from fivefold.mesh.slices import Piece
 from fivefold.model.batch import Batch
-from fivefold.model.delayed import DelayedScaling
+from fivefold.model.eight_bit.delayed import DelayedScaling
+from fivefold.model.eight_bit.step_weights import StepWeights
 from fivefold.model.init import init_slice
-from fivefold.model.step_weights import StepWeights
 from fivefold.model.transformer import Stage
-from fivefold.pipeline.executor import Executor, StepSums
 from fivefold.pipeline.ir import Program
+from fivefold.pipeline.run.executor import Executor, StepSums
 from fivefold.pipeline.sharding import passes
 
 

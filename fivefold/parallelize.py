@@ -20,7 +20,7 @@ from fivefold.memory.parameters import OffloadedParameters
 from fivefold.memory.recompute import install_recompute
 from fivefold.mesh.groups import Groups
 from fivefold.model.compiled import compile_layers
-from fivefold.model.eight_bit_layers import (
+from fivefold.model.eight_bit.layers import (
     eight_bit,
     install_delayed,
     install_eight_bit,
@@ -29,8 +29,8 @@ from fivefold.model.eight_bit_layers import (
 from fivefold.model.fusions import install_fusions
 from fivefold.model.transformer import Stage
 from fivefold.parallel_model import ParallelModel
-from fivefold.pipeline.executor import Executor
-from fivefold.pipeline.turns import Turns
+from fivefold.pipeline.run.executor import Executor
+from fivefold.pipeline.run.turns import Turns
 from fivefold.tensor.deferred_weight import DeferredWeights, SumOf
 from fivefold.tensor.exchange import TokensInParts, exchange_of
 from fivefold.tensor.install import install_deferral, install_ends, install_tensor_parallel

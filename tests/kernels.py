@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.model.fp8 import E4M3, E5M2
+from fivefold.model.eight_bit.fp8 import E4M3, E5M2
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 

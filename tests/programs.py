@@ -26,7 +26,7 @@ from fivefold.cli.main import program
 
 VERBS = ("eval", "plan", "report", "schedule", "train", "verify")
 ROOMS = (
-    *("fivefold.train.run", "fivefold.train.eval", "fivefold.verify.run", "tests.programs"),
+    *("fivefold.train.run", "fivefold.inference.eval", "fivefold.verify.run", "tests.programs"),
     *("fivefold.cli.sample", "fivefold.rehearse.run", "fivefold.tell.report"),
     *("tokenizers", "torch._dynamo"),  # which the rooms import late
 )

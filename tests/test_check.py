@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from fivefold.check import check
 from fivefold.config.config import SETTINGS, Config
-from fivefold.config.dependence import orphans
 from fivefold.config.divisors import divisors
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
+from fivefold.config.rules.dependence import orphans
 from fivefold.errors import ConfigError
-from fivefold.pipeline.layout import NOT_AUTO
+from fivefold.pipeline.split.layout import NOT_AUTO
 from fivefold.pipeline.validate import validate
 from fivefold.predict.cluster import preset
 from fivefold.search.request import Request

@@ -13,7 +13,7 @@ usual = gc.get_threshold()
 from fivefold import process
 process.begin()
 assert gc.get_threshold() != usual
-from fivefold.train.launch import init_process_group, launch_local
+from fivefold.train.ranks.launch import init_process_group, launch_local
 
 def rank(env):
     import os, sys, torch

@@ -33,8 +33,8 @@ from fivefold.config.model import ModelConfig
 from fivefold.data.packing import Microbatch
 from fivefold.layout import Layout
 from fivefold.train.engine import Engine
-from fivefold.train.launch import init_process_group, launch_local
-from fivefold.train.rank_env import RankEnv
+from fivefold.train.ranks.launch import init_process_group, launch_local
+from fivefold.train.ranks.rank_env import RankEnv
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 

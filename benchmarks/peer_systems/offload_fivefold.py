@@ -11,8 +11,8 @@ from benchmarks.peer_systems.fivefold import build, layout_of
 from benchmarks.peer_systems.offload_ways import Asked, asked
 from fivefold.check import check
 from fivefold.layout import Layout
-from fivefold.train.launch import launch_local
-from fivefold.train.rank_env import RankEnv
+from fivefold.train.ranks.launch import launch_local
+from fivefold.train.ranks.rank_env import RankEnv
 
 
 def offloaded(given: Asked) -> Layout:

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from fivefold.audit.watch import Watch
-from fivefold.model.step_weights import StepWeights
+from fivefold.model.eight_bit.step_weights import StepWeights
 
 
 class KeptActivations(Watch):

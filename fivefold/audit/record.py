@@ -17,10 +17,10 @@ from fivefold.counts.rank_work import kept_activations, multiplications
 from fivefold.counts.routed import StepChoices, rows_of_choices
 from fivefold.counts.state import model_state, stages_held
 from fivefold.counts.volumes import by_axis, step_volumes
+from fivefold.description.running import flash_takes
 from fivefold.errors import DataError
 from fivefold.files import read_json, write_atomic
 from fivefold.layout import Layout
-from fivefold.model.running import flash_takes
 
 Amount = Annotated[float, Meta(ge=0)]
 _AGAIN = "  try: train with --audit, which measures one step"

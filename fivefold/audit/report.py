@@ -262,7 +262,7 @@ def _activations(pairs: Pairs) -> Iterator[Finding]:
             [pair for pair in pairs if stage in pair[1].activations],
             partial(_kept_by, stage),
             tolerance=ACTIVATION_TOLERANCE,
-            note="what autograd keeps is not what model/activations.py counts",
+            note="what autograd keeps is not what description/activations.py counts",
         )
 
 

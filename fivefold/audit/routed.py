@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fivefold.counts.routed import Choices, StepChoices
 from fivefold.mesh.collectives import group_size
 from fivefold.mesh.groups import Groups
-from fivefold.model.routing import ExpertChoice
+from fivefold.model.moe.routing import ExpertChoice
 from fivefold.model.transformer import Stage
 
 

@@ -10,7 +10,7 @@ from fivefold.config.training import TrainingConfig
 from fivefold.model.batch import Batch
 from fivefold.model.fusions import install_fusions
 from fivefold.model.transformer import Stage
-from fivefold.pipeline.stages import StageSpec
+from fivefold.pipeline.split.stages import StageSpec
 from fivefold.predict.layer import DENSE_OPERATIONS
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.install import install_deferral

@@ -21,11 +21,11 @@ from fivefold.files import telling_unwritable, write_atomic
 from fivefold.hardware import Gpu, Rates, find_gpu
 from fivefold.predict.cluster import Cluster, Link, preset, to_toml, within_range
 from fivefold.predict.compute import attention_share
-from fivefold.train.devices import Asked, choose_device, visible_gpus
-from fivefold.train.launch import init_process_group, launch_local
-from fivefold.train.meeting import check_place
-from fivefold.train.rank_env import RankEnv, read_rank_env
-from fivefold.train.signals import leave_at_once
+from fivefold.train.machine.devices import Asked, choose_device, visible_gpus
+from fivefold.train.ranks.launch import init_process_group, launch_local
+from fivefold.train.ranks.meeting import check_place
+from fivefold.train.ranks.rank_env import RankEnv, read_rank_env
+from fivefold.train.ranks.signals import leave_at_once
 from fivefold.units import human_bytes, human_flops, human_seconds, several
 
 

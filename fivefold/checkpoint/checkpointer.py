@@ -44,7 +44,7 @@ from fivefold.errors import CheckpointError, DamagedCheckpoint, Mistake
 from fivefold.files import disk_full, free_bytes, read_json, write_atomic
 from fivefold.mesh.groups import new_group
 from fivefold.mesh.slices import Piece, as_piece, as_pieces
-from fivefold.model.fp8_rules import SCALES
+from fivefold.model.eight_bit.rules import SCALES
 
 _HEADER = 1_800  # least bytes added to each tensor by torch.save and by the index
 LOAD_STEP = "--ckpt-step"

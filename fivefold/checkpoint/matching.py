@@ -8,7 +8,7 @@ import torch
 from fivefold.checkpoint.index import SavedTensor
 from fivefold.config.settings import flag_of
 from fivefold.errors import Mistake, OtherSettings, did_you_mean
-from fivefold.model.fp8_rules import SCALES
+from fivefold.model.eight_bit.rules import SCALES
 from fivefold.optim.adamw import OPTIMIZER, state_name
 from fivefold.optim.rounding import MOMENTS
 from fivefold.units import human_count

@@ -60,7 +60,7 @@ def run(argv: Sequence[str]) -> int:
     inward = adapter is not None or of_megatron or (source / "config.json").is_file()
     base, model = _check(options, inward=inward)
     from fivefold.convert.save import MOST_BYTES
-    from fivefold.train.convert import to_hub, to_run
+    from fivefold.train.folder.convert import to_hub, to_run
 
     process.work()
     if inward:

@@ -22,7 +22,7 @@ from fivefold.units import human_bytes, human_flops, human_seconds, several, wra
 if TYPE_CHECKING:
     import torch
 
-    from fivefold.train.rank_env import RankEnv
+    from fivefold.train.ranks.rank_env import RankEnv
 
 Verdict = Literal["ok", "note", "bad"]
 
@@ -195,7 +195,7 @@ def _communication() -> Iterator[HealthLine]:
 
 def _round_trip() -> HealthLine:
     """Test two processes, started as training starts them, with a sum and a message."""
-    from fivefold.train.launch import launch_local
+    from fivefold.train.ranks.launch import launch_local
 
     began = time.perf_counter()
     status = launch_local(_pass_a_message, 2)
@@ -211,7 +211,7 @@ def _pass_a_message(env: "RankEnv") -> int:
     import torch
     import torch.distributed as dist
 
-    from fivefold.train.launch import init_process_group
+    from fivefold.train.ranks.launch import init_process_group
 
     init_process_group(env, "cpu", timeout_seconds=60)
     total = torch.ones(1 << 16)
@@ -269,8 +269,8 @@ def _launches(device: str, speed: float) -> HealthLine:
     import torch
 
     from fivefold.config.presets import PRESETS
-    from fivefold.model.shape import training_flops
-    from fivefold.pipeline.stages import StageSpec
+    from fivefold.description.shape import training_flops
+    from fivefold.pipeline.split.stages import StageSpec
     from fivefold.predict.layer import DENSE_OPERATIONS
 
     x, calls = torch.zeros(8, device=device), 1000
@@ -311,7 +311,7 @@ def _attention(device: str) -> HealthLine:
     """The kernel that computes attention in bf16, and why faster ones cannot."""
     import torch
 
-    from fivefold.model.kernels import KERNELS
+    from fivefold.model.attention.kernels import KERNELS
 
     q = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device=device)
     lacks = {name: lacking(q, q) for name, (_, lacking) in KERNELS.items()}

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from fivefold.check import check
 from fivefold.cli.style import note
 from fivefold.config.config import SETTINGS, Config
-from fivefold.config.dependence import without_orphans
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.parallel import ParallelConfig, option
 from fivefold.config.records import LoggingConfig
+from fivefold.config.rules.dependence import without_orphans
 from fivefold.config.settings import argument, flag_of, settings_of
 from fivefold.config.sharding import ShardingStrategy
 from fivefold.config.sources import load_options
@@ -24,14 +24,14 @@ from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.files import finite
 from fivefold.layout import Layout
 from fivefold.report.settings import run_config
-from fivefold.train.devices import Asked
+from fivefold.train.folder.run_folder import RunFolder
+from fivefold.train.machine.devices import Asked
 from fivefold.train.metrics import check_installed
-from fivefold.train.rank_env import read_rank_env
-from fivefold.train.run_folder import RunFolder
+from fivefold.train.ranks.rank_env import read_rank_env
 from fivefold.units import human_count, human_seconds, several
 
 if TYPE_CHECKING:
-    from fivefold.train.eval import Evaluated
+    from fivefold.inference.eval import Evaluated
 
 _OF_TASKS = ("num_fewshot", "limit")
 _NO_TRAINING: dict[str, Any] = {
@@ -98,7 +98,7 @@ def run(argv: Sequence[str]) -> int:
     if options.tasks:
         return _run_tasks(options)
     layout = check(_config(options), options.nproc)
-    from fivefold.train.eval import evaluate_run
+    from fivefold.inference.eval import evaluate_run
 
     folder = Path(options.run)
     found = evaluate_run(folder, layout, step=options.step, device=options.device, progress=note)
@@ -134,7 +134,7 @@ def _check_tasks(options: Options) -> None:
 
 
 def _run_tasks(options: Options) -> int:
-    from fivefold.train.harness import evaluate_tasks
+    from fivefold.inference.harness import evaluate_tasks
 
     found = evaluate_tasks(
         Path(options.run),

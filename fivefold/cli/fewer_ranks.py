@@ -13,10 +13,10 @@ from fivefold.cli.style import note
 from fivefold.config.config import Config
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
-from fivefold.train.devices import visible_gpus
+from fivefold.train.machine.devices import visible_gpus
 
 if TYPE_CHECKING:
-    from fivefold.train.launch import End
+    from fivefold.train.ranks.launch import End
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 
@@ -47,8 +47,8 @@ class FewerRanks:
 
     def run(self, layout: Layout) -> "End":
         """Train in this layout, then as long as that helps in those of fewer ranks."""
-        from fivefold.train.failures import CONFIG_ERROR
-        from fivefold.train.run_folder import RunFolder
+        from fivefold.train.folder.run_folder import RunFolder
+        from fivefold.train.ranks.failures import CONFIG_ERROR
 
         assert self.config.checkpoint.save is not None
         folder, seen = RunFolder(Path(self.config.checkpoint.save)), set[tuple[str, int]]()

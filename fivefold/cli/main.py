@@ -23,7 +23,7 @@ from fivefold.errors import (
     did_you_mean,
 )
 from fivefold.files import telling_system_errors
-from fivefold.train.signals import leaving_in_order
+from fivefold.train.ranks.signals import leaving_in_order
 
 VERBS: Mapping[str, str] = MappingProxyType(
     {

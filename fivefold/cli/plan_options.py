@@ -15,7 +15,7 @@ from fivefold.config.sources import Loaded, load_options, scan_all
 from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.hardware import GB
 from fivefold.predict.cluster import Cluster, check_together, load_cluster
-from fivefold.train.devices import Asked
+from fivefold.train.machine.devices import Asked
 
 if TYPE_CHECKING:
     from fivefold.learn.posterior import Posterior
@@ -118,8 +118,8 @@ def planned_request(
 
     Raises all mistakes at once, before the search.
     """
-    from fivefold.config.model_rules import check_model
-    from fivefold.config.values import check_values
+    from fivefold.config.rules.model import check_model
+    from fivefold.config.rules.values import check_values
     from fivefold.search.proven import PROVEN
     from fivefold.search.request import request
 

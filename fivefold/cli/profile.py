@@ -13,7 +13,7 @@ from fivefold.errors import ConfigError
 from fivefold.files import telling_unwritable, write_atomic
 from fivefold.report.settings import run_config
 from fivefold.report.traces import RankTrace, longest, merged, read_traces
-from fivefold.train.run_folder import RunFolder
+from fivefold.train.folder.run_folder import RunFolder
 from fivefold.units import human_bytes, human_seconds
 
 WIDTH = 60  # characters of an operation's name

@@ -13,11 +13,11 @@ from fivefold.config.sources import load_options
 from fivefold.errors import DataError, Mistake, Mistakes
 from fivefold.files import read_text
 from fivefold.report.settings import run_config
-from fivefold.train.devices import Asked
-from fivefold.train.run_folder import RunFolder
+from fivefold.train.folder.run_folder import RunFolder
+from fivefold.train.machine.devices import Asked
 
 if TYPE_CHECKING:
-    from fivefold.train.sample import Sampler, Sampling
+    from fivefold.inference.sample import Sampler, Sampling
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
     options = load_options(argv, Options)
     _check(options)
     prompts = _prompts(options)
-    from fivefold.train.sample import Sampler, Sampling, sample_on_ranks
+    from fivefold.inference.sample import Sampler, Sampling, sample_on_ranks
 
     how = Sampling(
         options.max_tokens, options.temperature, options.top_k, options.top_p, options.seed
@@ -120,7 +120,7 @@ def _converse(sampler: "Sampler", how: "Sampling", run: Path) -> None:
 def _template_of(sampler: "Sampler", run: Path) -> str:
     """Where the chat template of a run is: beside its tokenizer, or with what came with weights."""
     from fivefold.data.template import FILES, folder_of
-    from fivefold.train.side_files import side_file
+    from fivefold.train.folder.side_files import side_file
 
     said = sampler.config.data.tokenizer_model
     model = None if said is None else str(RunFolder(run).named(said))

@@ -20,20 +20,13 @@ from fivefold.counts.derived import as_table
 from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.files import telling_unwritable, write_atomic
 from fivefold.mesh.degrees import DEGREES
-from fivefold.pipeline.balance_study import Cut, cut_figures, cut_lines, cut_model
-from fivefold.pipeline.chart import Chart
-from fivefold.pipeline.costs import times_problem
-from fivefold.pipeline.draw import picture
-from fivefold.pipeline.draw_html import to_html
-from fivefold.pipeline.draw_svg import to_svg
-from fivefold.pipeline.exchange import read_csv, to_csv, to_torch_csv, to_trace
-from fivefold.pipeline.figures import comparison, comparison_json, figures, listing, report
-from fivefold.pipeline.ir import Program
-from fivefold.pipeline.measured import measured_program, median_costs, read_measured
-from fivefold.pipeline.parts import joined, read_costs
-from fivefold.pipeline.rules import read_choice
-from fivefold.pipeline.schedules.registry import SCHEDULES
-from fivefold.pipeline.study import (
+from fivefold.pipeline.costs.costs import times_problem
+from fivefold.pipeline.costs.measured import measured_program, median_costs, read_measured
+from fivefold.pipeline.costs.parts import joined, read_costs
+from fivefold.pipeline.draw.chart import Chart
+from fivefold.pipeline.draw.figures import comparison, comparison_json, figures, listing, report
+from fivefold.pipeline.draw.html import to_html
+from fivefold.pipeline.draw.study import (
     AUTO,
     Study,
     StudyResult,
@@ -42,12 +35,19 @@ from fivefold.pipeline.study import (
     run_schedule,
     timed,
 )
+from fivefold.pipeline.draw.svg import to_svg
+from fivefold.pipeline.draw.text import picture
+from fivefold.pipeline.exchange import read_csv, to_csv, to_torch_csv, to_trace
+from fivefold.pipeline.ir import Program
+from fivefold.pipeline.rules import read_choice
+from fivefold.pipeline.schedules.registry import SCHEDULES
+from fivefold.pipeline.split.balance_study import Cut, cut_figures, cut_lines, cut_model
 from fivefold.report.settings import run_config
-from fivefold.train.run_folder import RunFolder
+from fivefold.train.folder.run_folder import RunFolder
 from fivefold.units import wrapped
 
 if TYPE_CHECKING:
-    from fivefold.pipeline.measured_parts import MeasuredPieces
+    from fivefold.pipeline.costs.measured_parts import MeasuredPieces
 
 PLAIN_WIDTH = 120  # characters per line of a picture that is not shown on a terminal
 MOST = 1 << 18  # most stages x microbatches x slices
@@ -284,7 +284,7 @@ def _measured(options: Options) -> "MeasuredPieces | None":
     if options.layer_costs is not None or options.costs != Options.costs:
         raise ConfigError("--measured gives all costs: leave out --layer-costs and --costs")
     # These imports load numpy, which nothing else in this command needs.
-    from fivefold.pipeline.measured_parts import check_same_pieces, measured_pieces
+    from fivefold.pipeline.costs.measured_parts import check_same_pieces, measured_pieces
 
     folder = Path(options.measured)
     config = run_config(folder, RunFolder(folder).profile)

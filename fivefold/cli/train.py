@@ -18,12 +18,12 @@ from fivefold.config.sources import load_consistent, to_toml
 from fivefold.counts.derived import describe
 from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.layout import Layout
-from fivefold.pipeline.draw import draw
-from fivefold.pipeline.stages import stage_table
+from fivefold.pipeline.draw.text import draw
+from fivefold.pipeline.split.stages import stage_table
 from fivefold.tell.columns import listed
-from fivefold.train.devices import Asked
-from fivefold.train.preflight import check_restarts, check_start, with_home
-from fivefold.train.rank_env import read_rank_env
+from fivefold.train.folder.preflight import check_restarts, check_start, with_home
+from fivefold.train.machine.devices import Asked
+from fivefold.train.ranks.rank_env import read_rank_env
 
 PICTURE_WIDTH = 160  # characters; wider pictures wrap and become useless
 PICTURE_ACTS = 64  # microbatches x stages; more make pictures too wide

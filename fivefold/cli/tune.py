@@ -36,9 +36,9 @@ from fivefold.tell.describe import summary
 from fivefold.tell.explain import percent
 from fivefold.tell.infeasible import why_nothing
 from fivefold.train.corpora import check_corpora, open_data
-from fivefold.train.devices import Asked, choose_device, visible_gpus
-from fivefold.train.preflight import with_home
-from fivefold.train.rank_env import RankEnv, read_rank_env
+from fivefold.train.folder.preflight import with_home
+from fivefold.train.machine.devices import Asked, choose_device, visible_gpus
+from fivefold.train.ranks.rank_env import RankEnv, read_rank_env
 from fivefold.units import human_seconds, table
 
 EACH = 8  # layouts of a machine that are looked at

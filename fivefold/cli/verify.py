@@ -7,14 +7,14 @@ from typing import Literal
 from fivefold.check import check
 from fivefold.cli.style import note
 from fivefold.cli.verdict import tell
-from fivefold.config.graph_rules import check_graph_device
 from fivefold.config.parallel import option
+from fivefold.config.rules.graph import check_graph_device
 from fivefold.config.settings import argument
 from fivefold.config.sources import load
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.expert.deepep_rules import check_deepep
-from fivefold.train.devices import Asked, choose_device, visible_gpus
-from fivefold.train.rank_env import RankEnv
+from fivefold.train.machine.devices import Asked, choose_device, visible_gpus
+from fivefold.train.ranks.rank_env import RankEnv
 
 PRECISIONS = ("--precision", *(f"--{name}" for name in ELEMENT_BYTES))
 

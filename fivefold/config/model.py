@@ -1,4 +1,4 @@
-"""The model's architecture. `config.model_rules` checks it."""
+"""The model's architecture. `config.rules.model` checks it."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args

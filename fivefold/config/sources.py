@@ -10,12 +10,12 @@ from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from fivefold.config.config import SECTIONS, Config
-from fivefold.config.dependence import without_orphans
 from fivefold.config.flags import ALIASES, SWITCHES, Given, add_bad_value, scan
 from fivefold.config.foreign import FOREIGN, name_of
 from fivefold.config.huggingface import read_adapter
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS, resolve_model
+from fivefold.config.rules.dependence import without_orphans
 from fivefold.config.settings import Setting, flag_of, settings_of
 from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean, shown
 from fivefold.files import parse_toml, read_text

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from fivefold.context.transport import Own, Transport
 from fivefold.mesh.collectives import all_to_all
-from fivefold.model.attention import Kernel, Scope, attention
-from fivefold.model.blocks import Span, indices
-from fivefold.model.blockwise import Queries
+from fivefold.model.attention.blocks import Span, indices
+from fivefold.model.attention.blockwise import Queries
+from fivefold.model.attention.grouped_query import Kernel, Scope, attention
+from fivefold.model.attention.scores import Scores
 from fivefold.model.dropout import HeadDropout
-from fivefold.model.scores import Scores
 from fivefold.model.shards import MicrobatchShare, Shards
 
 
@@ -34,7 +34,7 @@ class Across:
     def __call__(
         self, q_BSND: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, scope: Scope, drop: HeadDropout | None
     ) -> Tensor:
-        """See `model.attention.Kernel`."""
+        """See `model.attention.grouped_query.Kernel`."""
         out: Tensor = _Across.apply(
             q_BSND, k_BSGD, v_BSGD, scope.sinks, self.transport, scope.part, (drop, scope.scores)
         )
@@ -123,7 +123,7 @@ class Heads:
     def __call__(
         self, q_BSND: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, scope: Scope, drop: HeadDropout | None
     ) -> Tensor:
-        """See `model.attention.Kernel`."""
+        """See `model.attention.grouped_query.Kernel`."""
         part = scope.part
         assert part is not None, "whole rows need no context parallelism"
         deal = self._deal(part, q_BSND, k_BSGD)

@@ -7,7 +7,7 @@ largest first, to the rank with the least work so far. Documents are not padded.
 
 from collections.abc import Sequence
 
-from fivefold.model.blocks import Sight, Span
+from fivefold.model.attention.blocks import Sight, Span
 from fivefold.model.shards import Shards
 
 IMBALANCE = 1.05  # of the busiest rank's work to the mean that needs no finer chunks

@@ -10,9 +10,9 @@ from fivefold.context.balance import split
 from fivefold.context.latent import GatheredLatents
 from fivefold.context.transport import Gather, PeerToPeer
 from fivefold.mesh.groups import Groups
-from fivefold.model.attention import Kernel
+from fivefold.model.attention.blocks import Sight
+from fivefold.model.attention.grouped_query import Kernel
 from fivefold.model.batch import Batch
-from fivefold.model.blocks import Sight
 from fivefold.model.shards import MicrobatchShare, Shards
 from fivefold.model.transformer import Stage
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fivefold.context.attention import own_ids
 from fivefold.context.transport import Gather, Own
-from fivefold.model.attention import Scope, Up
-from fivefold.model.blockwise import Keys, Queries
+from fivefold.model.attention.blockwise import Keys, Queries
+from fivefold.model.attention.grouped_query import Scope, Up
 from fivefold.model.dropout import HeadDropout
 from fivefold.model.shards import MicrobatchShare
 
@@ -43,7 +43,7 @@ class GatheredLatents:
         scope: Scope,
         drop: HeadDropout | None,
     ) -> Tensor:
-        """See `model.attention.LatentKernel`; the shared rotary key follows the latent."""
+        """See `LatentKernel`; the shared rotary key follows the latent."""
         assert scope.part is not None, "whole rows need no context parallelism"
         rest = up, scope.part, Gather(self.group, 1), drop, scope.sinks, scope.scores
         out: Tensor = _Latent.apply(q_BSND, latent_BSC, rest, scope.sinks, *parameters)

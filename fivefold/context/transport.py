@@ -20,8 +20,8 @@ from fivefold.mesh.collectives import (
     start_messages,
     start_reduce_scatter,
 )
-from fivefold.model.blocks import Span, indices, joined, num_tokens
-from fivefold.model.blockwise import Keys
+from fivefold.model.attention.blocks import Span, indices, joined, num_tokens
+from fivefold.model.attention.blockwise import Keys
 from fivefold.model.shards import MicrobatchShare
 
 HEAD_CHUNKS = 4

@@ -19,15 +19,15 @@ from fivefold.config.huggingface.adapter import (
     PeftAdapter,
     read_adapter,
 )
-from fivefold.config.lora_rules import linear_names
 from fivefold.config.model import ModelConfig
+from fivefold.config.rules.lora import linear_names
 from fivefold.convert.save import ReadPart, made_of, theirs
 from fivefold.convert.stored import JOINT, JOINT_MLPS, Stored, has_predictions
 from fivefold.convert.tensor_files import TensorFiles
+from fivefold.description.shape import parameter_shapes, stage_weights
 from fivefold.errors import CheckpointError, Mistake
 from fivefold.files import tensor_names, write_atomic
 from fivefold.model.lora import LORA, MAGNITUDE
-from fivefold.model.shape import parameter_shapes, stage_weights
 
 _OF_EXPERTS = "gate_proj", "up_proj", "down_proj"
 """Names that PEFT 0.21 maps to the joint parameters that experts have in transformers 5."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fivefold.config.model import ModelConfig
-from fivefold.model.shape import parameter_shapes
+from fivefold.description.shape import parameter_shapes
 
 Shape = tuple[int, ...]
 

@@ -7,10 +7,10 @@ from math import prod
 
 from fivefold.config.model import ModelConfig
 from fivefold.counts.policy import StatePolicy
+from fivefold.description.layers import layer_kind
+from fivefold.description.shape import EMBEDDING, StageParts, WholeModel, stage_weights
 from fivefold.layout import Layout
-from fivefold.model.description import layer_kind
-from fivefold.model.fp8_rules import in_eight_bits
-from fivefold.model.shape import EMBEDDING, StageParts, WholeModel, stage_weights
+from fivefold.model.eight_bit.rules import in_eight_bits
 
 
 @dataclass(frozen=True)

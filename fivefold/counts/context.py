@@ -3,7 +3,7 @@
 from fivefold.config.config import Config
 from fivefold.context.balance import split
 from fivefold.layout import Layout
-from fivefold.model.blocks import Sight, num_tokens
+from fivefold.model.attention.blocks import Sight, num_tokens
 
 
 def gathers_latents(config: Config, layer: int) -> bool:

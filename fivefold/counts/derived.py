@@ -9,11 +9,11 @@ from fivefold.config.model import ModelConfig
 from fivefold.config.training import TrainingConfig
 from fivefold.counts.state import ModelState, model_state
 from fivefold.counts.volumes import by_axis, step_volumes
+from fivefold.description.activations import saved_activations
+from fivefold.description.layers import LayerKind, layer_kind
+from fivefold.description.running import Running
+from fivefold.description.shape import WholeModel, count_parameters, forward_flops, training_flops
 from fivefold.layout import Layout
-from fivefold.model.activations import saved_activations
-from fivefold.model.description import LayerKind, layer_kind
-from fivefold.model.running import Running
-from fivefold.model.shape import WholeModel, count_parameters, forward_flops, training_flops
 from fivefold.pipeline.ir import Kind
 from fivefold.units import human_bytes, human_count, human_flops, several
 

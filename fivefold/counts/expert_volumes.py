@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.messages import Flow, wire_bytes
 from fivefold.counts.routed import StepRows
+from fivefold.description.expert_rows import LayerRows, expected_rows, padded_rows
+from fivefold.description.layers import describe, layer_kind
 from fivefold.layout import Layout
-from fivefold.model.description import describe, layer_kind
-from fivefold.model.expert_rows import LayerRows, expected_rows, padded_rows
-from fivefold.pipeline.stages import StageSpec
+from fivefold.pipeline.split.stages import StageSpec
 
 NUMBER_BYTES = 8  # counts of rows and indices of experts are int64
 

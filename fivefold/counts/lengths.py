@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from fivefold.counts.remade import MADE_AGAIN, Remade
+from fivefold.description.layers import describe, layer_kind
+from fivefold.description.lora import Rescaled
+from fivefold.description.weights import Weight
 from fivefold.layout import Layout
-from fivefold.model.description import describe, layer_kind
-from fivefold.model.lora_operations import Rescaled
-from fivefold.model.weights import Weight
 
 
 def length_products(layout: Layout, layer: int, remade: Remade) -> tuple[float, float]:

@@ -4,17 +4,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from fivefold.counts.state import num_expert_shards, num_shards
-from fivefold.layout import Layout
-from fivefold.mesh.grid import EXPERT_AXES
-from fivefold.model.fp8_rules import ScaledLayer, delayed_linears, in_eight_bits
-from fivefold.model.shape import (
+from fivefold.description.shape import (
     EMBEDDING,
     canonical_name,
     embedding_names,
     is_layer_matrix,
     stage_weights,
 )
-from fivefold.model.weights import Weight
+from fivefold.description.weights import Weight
+from fivefold.layout import Layout
+from fivefold.mesh.grid import EXPERT_AXES
+from fivefold.model.eight_bit.rules import ScaledLayer, delayed_linears, in_eight_bits
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from fivefold.config.config import Config
 from fivefold.config.training import BLOCK, ELEMENT_BYTES
 from fivefold.data_parallel.blocks import UNPACKING, reduction_buffers
+from fivefold.description.shape import count_parameters, is_layer_matrix, stage_weights
 from fivefold.layout import Layout
-from fivefold.model.fp8_rules import keeps_weights, weight_bytes
-from fivefold.model.shape import count_parameters, is_layer_matrix, stage_weights
+from fivefold.model.eight_bit.rules import keeps_weights, weight_bytes
 
 
 @dataclass(frozen=True)

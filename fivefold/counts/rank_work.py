@@ -10,9 +10,7 @@ from fivefold.counts.context import gathers_latents, seen_shares
 from fivefold.counts.lengths import length_products
 from fivefold.counts.remade import MADE_AGAIN, Remade, remade_layers
 from fivefold.counts.routed import StepRows
-from fivefold.layout import Layout
-from fivefold.mesh.grid import EXPERT_AXES
-from fivefold.model.activations import (
+from fivefold.description.activations import (
     Saved,
     bookkeeping_bytes,
     embedding_bytes,
@@ -22,9 +20,11 @@ from fivefold.model.activations import (
     saved_activations,
     total,
 )
-from fivefold.model.description import describe, layer_kind
-from fivefold.model.running import Running
-from fivefold.model.shape import has_final_norm, layer_weights
+from fivefold.description.layers import describe, layer_kind
+from fivefold.description.running import Running
+from fivefold.description.shape import has_final_norm, layer_weights
+from fivefold.layout import Layout
+from fivefold.mesh.grid import EXPERT_AXES
 
 
 def kept_activations(

@@ -6,9 +6,9 @@ Shapes: T tokens of a rank, K experts per token, P expert-parallel ranks.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fivefold.description.expert_rows import LayerRows
 from fivefold.layout import Layout
 from fivefold.mesh.grid import EXPERT_AXES
-from fivefold.model.expert_rows import LayerRows
 
 
 @dataclass(frozen=True)

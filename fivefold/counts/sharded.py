@@ -22,7 +22,7 @@ from fivefold.counts.state import (
 from fivefold.data_parallel.blocks import GRADIENT_BITS, UnitSizes
 from fivefold.layout import Layout
 from fivefold.mesh.grid import EXPERT_AXES
-from fivefold.model.fp8_rules import num_scales
+from fivefold.model.eight_bit.rules import num_scales
 from fivefold.pipeline.ir import Kind
 
 

@@ -11,10 +11,10 @@ from fivefold.config.training import BLOCK, TrainingConfig
 from fivefold.counts.blocks import GatheredBlock, stage_blocks
 from fivefold.counts.policy import StatePolicy, engine_policy, layout_policy
 from fivefold.data_parallel.blocks import UnitSizes, shard_dim
+from fivefold.description.layers import layer_kind
+from fivefold.description.shape import StageParts, layer_weights
 from fivefold.layout import Layout
-from fivefold.model.description import layer_kind
-from fivefold.model.fp8_rules import OPERANDS, delayed_bytes
-from fivefold.model.shape import StageParts, layer_weights
+from fivefold.model.eight_bit.rules import OPERANDS, delayed_bytes
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from fivefold.counts.remade import remade_layers
 from fivefold.counts.routed import StepRows
 from fivefold.counts.sharded import ShardedVolumes
 from fivefold.counts.state import held, held_of_experts, num_expert_shards, num_shards
+from fivefold.description.layers import Layer, describe, layer_kind
+from fivefold.description.operations import CoreAttention, Operation
+from fivefold.description.running import Running, at_place
+from fivefold.description.shape import StageParts
 from fivefold.layout import Layout
-from fivefold.model.description import Layer, describe, layer_kind
-from fivefold.model.fp8_rules import num_delayed_scales
-from fivefold.model.operations import CoreAttention, Operation
-from fivefold.model.running import Running, at_place
-from fivefold.model.shape import StageParts
+from fivefold.model.eight_bit.rules import num_delayed_scales
 from fivefold.pipeline.schedules.registry import with_copies
 
 SCALAR_BYTES = 8  # token counts are int64, losses and squared norms fp64

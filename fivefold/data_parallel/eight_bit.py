@@ -21,10 +21,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from fivefold.mesh.collectives import start_all_reduce
-from fivefold.model.delayed import WEIGHT, OperandScales
-from fivefold.model.eight_bit import EightBit
-from fivefold.model.eight_bit_layers import products_of
-from fivefold.model.fp8 import E4M3, largest, narrowed, over, scales
+from fivefold.model.eight_bit.delayed import WEIGHT, OperandScales
+from fivefold.model.eight_bit.fp8 import E4M3, largest, narrowed, over, scales
+from fivefold.model.eight_bit.layers import products_of
+from fivefold.model.eight_bit.linear import EightBit
 from fivefold.model.leaves import local
 
 

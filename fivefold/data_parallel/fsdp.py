@@ -31,7 +31,7 @@ from fivefold.data_parallel.prefetch import last_layer_first, set_prefetch
 from fivefold.data_parallel.quantised import Blocks, Format
 from fivefold.mesh.groups import Groups, NodeGroups
 from fivefold.mesh.slices import local_tensor
-from fivefold.model.experts import Experts
+from fivefold.model.moe.layer import Experts
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import Sum, Work, run_works
 

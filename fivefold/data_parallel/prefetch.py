@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
 
-from fivefold.model.experts import Experts
+from fivefold.model.moe.layer import Experts
 from fivefold.model.prediction import FurtherToken
 
 

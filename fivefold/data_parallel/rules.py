@@ -7,9 +7,9 @@ from fivefold.config.parallel import ParallelConfig
 from fivefold.config.settings import flag_of
 from fivefold.config.sharding import SHARDING
 from fivefold.config.training import BLOCK
+from fivefold.description.shape import cut_rows
 from fivefold.errors import Mistakes
 from fivefold.mesh.rules import tensor_parallel_sizes
-from fivefold.model.shape import cut_rows
 
 
 def check_data_parallel(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fivefold.errors import ConfigError
 from fivefold.expert.dispatch import run_chosen
-from fivefold.model.experts import Beside, RunExperts
-from fivefold.model.routing import ExpertChoice
+from fivefold.model.moe.layer import Beside, RunExperts
+from fivefold.model.moe.routing import ExpertChoice
 
 
 @dataclass

@@ -10,9 +10,9 @@ from fivefold.expert.dispatch import AllToAllDispatch, FlexDispatch, GatherDispa
 from fivefold.mesh.collectives import all_gather, all_reduce, group_size
 from fivefold.mesh.groups import ExpertGroups
 from fivefold.mesh.slices import distributed
-from fivefold.model.experts import Dispatcher, Experts
-from fivefold.model.grouped import GroupedLinear
-from fivefold.model.routing import Surroundings
+from fivefold.model.moe.grouped import GroupedLinear
+from fivefold.model.moe.layer import Dispatcher, Experts
+from fivefold.model.moe.routing import Surroundings
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.grouped import GroupedMultiply

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fivefold.mesh.device import launch
-from fivefold.model.cap_kernels import capped, through_cap
+from fivefold.model.kernels.caps import capped, through_cap
 from fivefold.tensor.vocabulary import Entries
 
 AT_A_TIME = 4096

@@ -18,10 +18,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fivefold.config.memory import MemoryConfig
 from fivefold.memory.host import HostLink
 from fivefold.memory.recompute import RecomputedLayers
-from fivefold.model.experts import Experts
 from fivefold.model.layer import Norm, NormedBlock
 from fivefold.model.layers import LayerBlock
 from fivefold.model.leaves import local
+from fivefold.model.moe.layer import Experts
 from fivefold.model.transformer import Stage
 
 Result = TypeVar("Result")

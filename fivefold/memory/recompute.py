@@ -21,12 +21,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fivefold.config.memory import MemoryConfig
 from fivefold.memory.tiles import Tiles, never_defer
+from fivefold.model.attention.latent import Heads, LatentAttention
 from fivefold.model.context import Context
-from fivefold.model.experts import Experts, MoE
-from fivefold.model.latent_attention import Heads, LatentAttention
 from fivefold.model.layer import Norm, TransformerLayer
 from fivefold.model.layers import LayerBlock
 from fivefold.model.mlp import MLP
+from fivefold.model.moe.layer import Experts, MoE
 from fivefold.model.places import placed_layers
 from fivefold.model.transformer import RunLayer, Stage, plain_layers
 

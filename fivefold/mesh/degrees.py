@@ -6,9 +6,9 @@ from math import prod
 from typing import Any
 
 from fivefold.config.config import SETTINGS, Config
-from fivefold.config.dependence import without_orphans
 from fivefold.config.divisors import divisors
 from fivefold.config.parallel import ParallelConfig
+from fivefold.config.rules.dependence import without_orphans
 from fivefold.errors import Mistakes
 from fivefold.mesh.rules import tensor_parallel_sizes
 from fivefold.units import several

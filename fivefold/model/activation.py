@@ -41,7 +41,7 @@ def activated(
     if up is None and weights_T is None and name != "quick_gelu":
         return _value(name, gate)  # one kernel of PyTorch's
     if fused and runs_triton(gate):
-        from fivefold.model import gate_kernels
+        from fivefold.model.kernels import gates as gate_kernels
 
         return gate_kernels.gated(gate, up, weights_T, name, bound, offset)
     if up is None or name != "silu" or bound is not None or offset:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from fivefold.model.attention import Attention, attention, in_one_call, plain_together
+from fivefold.model.attention.grouped_query import Attention, attention, in_one_call, plain_together
 from fivefold.model.dora import plain_sum
 from fivefold.model.layers import plain_column, plain_row, plain_spread
 from fivefold.model.transformer import Stage

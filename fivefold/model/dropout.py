@@ -101,7 +101,7 @@ class Mask:
     def dropped(self, x: Tensor, onto: Tensor | None) -> Tensor:
         """`drop` without autograd; on a CPU a part at a time, which stays in its cache."""
         if self.fused and runs_triton(x):
-            from fivefold.model import dropout_kernels
+            from fivefold.model.kernels import dropout as dropout_kernels
 
             names = self.ids_Bq, self._named(x), self.key
             numbers = threshold(self.p), self._factor, (self.first_head, self.all_heads)

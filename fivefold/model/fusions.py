@@ -6,8 +6,8 @@ plain ones, too, which the compiler fuses with their neighbours: no kernel break
 """
 
 from fivefold.config.training import TrainingConfig
-from fivefold.model.experts import Experts
 from fivefold.model.mlp import MLP
+from fivefold.model.moe.layer import Experts
 from fivefold.model.transformer import Stage
 
 
@@ -15,12 +15,12 @@ def install_fusions(stage: Stage, training: TrainingConfig) -> None:
     """Switch on what the settings fuse.
 
     `bias_swiglu_fusion`: an activation by a sigmoid with its gate and row weights, forward and
-    backward, is one kernel each (`gate_kernels`); `bias_gelu_fusion`: so is one by GELU (the
+    backward, is one kernel each (`kernels.gates`); `bias_gelu_fusion`: so is one by GELU (the
     product before it adds its bias); `rope_fusion`: so is the rotation of queries and keys
-    (`rotary_kernels`); `bias_dropout_fusion`: so are a dropout mask, what it drops, and the sum
-    with the residual stream (`dropout_kernels`), and attention with dropout of its probabilities
-    (`attention_kernels`); `fused_residual_rmsnorm`: so is the sum after
-    attention, where nothing is dropped, with the norm of the MLP (`norm_kernels`).
+    (`kernels.rotary`); `bias_dropout_fusion`: so are a dropout mask, what it drops, and the sum
+    with the residual stream (`kernels.dropout`), and attention with dropout of its probabilities
+    (`kernels.attention`); `fused_residual_rmsnorm`: so is the sum after
+    attention, where nothing is dropped, with the norm of the MLP (`kernels.norms`).
     """
     stage.fuses_rope = training.rope_fusion
     stage.fuses_dropout = training.bias_dropout_fusion

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from fivefold.config.model import ModelConfig
+from fivefold.description.shape import canonical_name, parameter_shapes
 from fivefold.mesh.slices import Piece, as_piece
 from fivefold.model.lora import LORA, MAGNITUDE
 from fivefold.model.seeds import derive_seed
-from fivefold.model.shape import canonical_name, parameter_shapes
 from fivefold.model.transformer import Stage
 
 _ROWS_PER_BLOCK = 256

@@ -9,16 +9,16 @@ from torch import Tensor, nn
 
 from fivefold.config.experts import ExpertsConfig
 from fivefold.config.model import ModelConfig
+from fivefold.description.layers import layer_kind
 from fivefold.mesh.device import runs_triton
-from fivefold.model.attention import Attention, AttentionBlock
+from fivefold.model.attention.grouped_query import Attention, AttentionBlock
+from fivefold.model.attention.latent import LatentAttention
 from fivefold.model.context import Context
-from fivefold.model.description import layer_kind
 from fivefold.model.dropout import Dropout, HiddenDropout, LayerDropout
-from fivefold.model.experts import MoE
-from fivefold.model.latent_attention import LatentAttention
 from fivefold.model.layers import LayerBlock
 from fivefold.model.lora import add_adapters
 from fivefold.model.mlp import MLP
+from fivefold.model.moe.layer import MoE
 from fivefold.model.norms import RMSNorm, make_norm
 
 Norm = Callable[[Tensor], Tensor]

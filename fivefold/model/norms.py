@@ -84,14 +84,14 @@ class RMSNorm(nn.Module):
         if not self.offset and uses_gpu_kernels(x):
             return F.rms_norm(x, weight.shape, weight, self.epsilon)
         if runs_triton(x):
-            from fivefold.model import norm_kernels
+            from fivefold.model.kernels import norms as norm_kernels
 
             return norm_kernels.norm(x, weight, self.epsilon, self.offset)
         return rms_norm(x, weight, self.epsilon, self.offset)
 
     def of_sum(self, x_TH: Tensor, onto_TH: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """onto + scale x, and that normalised, in one kernel of a GPU (`runs_triton`)."""
-        from fivefold.model import norm_kernels
+        from fivefold.model.kernels import norms as norm_kernels
 
         rest = self.epsilon, self.offset, scale
         return norm_kernels.sum_and_norm(x_TH, onto_TH, local(self.weight), *rest)

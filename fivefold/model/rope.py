@@ -156,7 +156,7 @@ def _turn(
     tensors: list[Tensor], cos: Tensor, sin: Tensor, sign: float, first: int, *, fused: bool
 ) -> list[Tensor]:
     if fused and runs_triton(tensors[0]):
-        from fivefold.model import rotary_kernels
+        from fivefold.model.kernels import rotary as rotary_kernels
 
         return rotary_kernels.turn(tensors, cos, sin, sign, first)
     return [_turn_plainly(x, cos, sin, sign, first) for x in tensors]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fivefold.model.blocks import Block, Sight, Span, common, cut, joined
+from fivefold.model.attention.blocks import Block, Sight, Span, common, cut, joined
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,21 +13,21 @@ from torch import Tensor, nn
 
 from fivefold.config.experts import ExpertsConfig
 from fivefold.config.model import ModelConfig
+from fivefold.description.shape import StageParts, has_final_norm, rotations, whole_model
 from fivefold.model.batch import Batch
 from fivefold.model.caps import capped
 from fivefold.model.context import Context
 from fivefold.model.dropout import Dropout
-from fivefold.model.experts import MoE
 from fivefold.model.layer import TransformerLayer
 from fivefold.model.layers import Column, Embedding, LayerBlock, Linear, plain_column
 from fivefold.model.lora import as_if_trained, freeze
 from fivefold.model.loss import cross_entropy
+from fivefold.model.moe.layer import MoE
+from fivefold.model.moe.routing import Decisions
 from fivefold.model.norms import LayerNorm, RMSNorm, make_norm
 from fivefold.model.prediction import FurtherToken, objective, targets
 from fivefold.model.rope import rotary_tables
-from fivefold.model.routing import Decisions
 from fivefold.model.sequence_slices import KeysAndValues
-from fivefold.model.shape import StageParts, has_final_norm, rotations, whole_model
 
 
 def _dropped_at(site: str, x_TH: Tensor, dropout: Dropout | None, rate: float) -> Tensor:

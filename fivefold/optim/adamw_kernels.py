@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fivefold.config.training import BLOCK
 from fivefold.mesh.device import launch
-from fivefold.model.dropout_kernels import random_bits
+from fivefold.model.kernels.dropout import random_bits
 
 if TYPE_CHECKING:
     from fivefold.optim.rounding import Master, Moment

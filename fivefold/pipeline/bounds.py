@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 
-from fivefold.pipeline.costs import Costs
+from fivefold.pipeline.costs.costs import Costs
 from fivefold.pipeline.ir import COMPUTE, Program, stages_on
 from fivefold.pipeline.list_scheduler import Problem
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from fivefold.errors import ConfigError, Mistake
 from fivefold.files import read_text
-from fivefold.pipeline.chart import Chart
+from fivefold.pipeline.draw.chart import Chart
 from fivefold.pipeline.ir import COMPUTE, Act, Kind, Program, ProgramError, pair
 from fivefold.pipeline.validate import validate
 

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from math import ceil, inf
 
 from fivefold.errors import ConfigError, Mistake
-from fivefold.pipeline.costs import ONE_EACH, Costs, Footprint
+from fivefold.pipeline.costs.costs import ONE_EACH, Costs, Footprint
 from fivefold.pipeline.ir import Act, Kind, Program, stages_on
 
 _KINDS = (Kind.F, Kind.B, Kind.W)  # by the scheduler's kind index

@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import replace
 
-from fivefold.pipeline.costs import Costs
+from fivefold.pipeline.costs.costs import Costs
 from fivefold.pipeline.graph import dependency_graph
 from fivefold.pipeline.ir import COMMUNICATION, COMPUTE, Act, Kind, Program
 

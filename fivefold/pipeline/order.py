@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
+from fivefold.pipeline.costs.modelled import searched_program
 from fivefold.pipeline.holding import with_recompute
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.list_scheduler import Problem
 from fivefold.pipeline.lowering import executed
-from fivefold.pipeline.modelled import searched_program
 from fivefold.pipeline.schedules.registry import build_program
 
 

@@ -10,7 +10,7 @@ from fivefold.config.parallel import ParallelConfig
 from fivefold.config.settings import flag_of
 from fivefold.errors import Mistakes
 from fivefold.pipeline.schedules.registry import SCHEDULES
-from fivefold.pipeline.stages import Split
+from fivefold.pipeline.split.stages import Split
 
 AUTO = "auto"
 """Setting that derives the schedule, or the stages, from other settings."""

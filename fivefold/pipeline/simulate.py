@@ -6,7 +6,7 @@ from enum import StrEnum
 from functools import cached_property
 from statistics import median
 
-from fivefold.pipeline.costs import ONE_EACH, Costs, Footprint
+from fivefold.pipeline.costs.costs import ONE_EACH, Costs, Footprint
 from fivefold.pipeline.graph import Graph, Stream, dependency_graph
 from fivefold.pipeline.ir import COMPUTE, Act, Kind, Message, Program
 

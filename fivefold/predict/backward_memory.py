@@ -6,7 +6,7 @@ from functools import cached_property
 
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.blocks import GatheredBlock
-from fivefold.model.activations import loss_bytes, loss_gradient_bytes, total
+from fivefold.description.activations import loss_bytes, loss_gradient_bytes, total
 from fivefold.predict.passage import Change, Passage
 from fivefold.predict.points import (
     ActPoint,

@@ -14,7 +14,7 @@ from functools import lru_cache
 from math import gcd, log2
 
 from fivefold.config.model import ModelConfig
-from fivefold.model.expert_rows import rows_sent
+from fivefold.description.expert_rows import rows_sent
 from fivefold.predict.cluster import Cluster
 
 

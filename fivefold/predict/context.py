@@ -18,11 +18,11 @@ from fivefold.config.config import Config
 from fivefold.config.divisors import divisors
 from fivefold.config.parallel import CpCommType
 from fivefold.counts.messages import PassVolumes, context_volumes
+from fivefold.description.layers import describe, layer_kind
+from fivefold.description.operations import CoreAttention
+from fivefold.description.shape import mean_keys
 from fivefold.errors import Mistakes
 from fivefold.mesh.rules import check_context
-from fivefold.model.description import describe, layer_kind
-from fivefold.model.operations import CoreAttention
-from fivefold.model.shape import mean_keys
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import all_to_all, gather, send, span
 from fivefold.predict.compute import Phases, attention, overlapped

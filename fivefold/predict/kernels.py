@@ -4,13 +4,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from fivefold.description.experts import ExpertsIn, ExpertsOut
+from fivefold.description.layers import LayerKind, describe, layer_kind
+from fivefold.description.lora import Adapters
+from fivefold.description.operations import CoreAttention, Operation
+from fivefold.description.shape import training_flops
+from fivefold.description.weights import Weight
 from fivefold.layout import Layout
-from fivefold.model.description import LayerKind, describe, layer_kind
-from fivefold.model.expert_operations import ExpertsIn, ExpertsOut
-from fivefold.model.lora_operations import Adapters
-from fivefold.model.operations import CoreAttention, Operation
-from fivefold.model.shape import training_flops
-from fivefold.model.weights import Weight
 from fivefold.predict.layer import LayerTimes
 from fivefold.predict.prediction import Prediction, precision_of
 

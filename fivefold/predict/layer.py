@@ -9,12 +9,12 @@ from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 
 from fivefold.config.model import ModelConfig
+from fivefold.description.activations import saved_activations, total
+from fivefold.description.experts import Dispatch, ExpertsIn, ExpertsOut
+from fivefold.description.layers import LayerKind, describe, layer_kinds
+from fivefold.description.operations import Activation, Operation
+from fivefold.description.running import Running
 from fivefold.layout import Layout
-from fivefold.model.activations import saved_activations, total
-from fivefold.model.description import LayerKind, describe, layer_kinds
-from fivefold.model.expert_operations import Dispatch, ExpertsIn, ExpertsOut
-from fivefold.model.operations import Activation, Operation
-from fivefold.model.running import Running
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import all_reduce, gather
 from fivefold.predict.compute import Phases, elementwise

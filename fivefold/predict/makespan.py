@@ -13,7 +13,7 @@ from math import inf
 import numpy as np
 
 from fivefold.layout import Layout
-from fivefold.pipeline.costs import Costs
+from fivefold.pipeline.costs.costs import Costs
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.order import Order
 from fivefold.pipeline.rules import SYNTHESISED

@@ -1,9 +1,9 @@
 """Predicts the peak memory of each pipeline rank, its parts, and when in the step it occurs.
 
 A liveness analysis of the program adds up, at every pipeline action, the model state
-(`counts.state`), the activations kept between forward and backward (`model.activations`), what
-deferred weight gradients keep, and what exists only during the action. All sizes are bytes on one
-device.
+(`counts.state`), the activations kept between forward and backward (`description.activations`),
+what deferred weight gradients keep, and what exists only during the action. All sizes are bytes on
+one device.
 """
 
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from fivefold.counts.policy import StatePolicy, layout_policy
 from fivefold.counts.state import ModelState, model_state, stages_held
+from fivefold.description.activations import Running
+from fivefold.description.layers import layer_kind
 from fivefold.layout import Layout
-from fivefold.model.activations import Running
-from fivefold.model.description import layer_kind
 from fivefold.pipeline.ir import Kind
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.liveness import Acts, Moments, moments

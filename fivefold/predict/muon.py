@@ -9,11 +9,11 @@ from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.counts.matrices import Matrix
 from fivefold.counts.state import num_expert_shards, num_shards
+from fivefold.description.layers import layer_kind
+from fivefold.description.shape import StageParts, WholeModel, is_layer_matrix, stage_weights
+from fivefold.description.weights import Weight
 from fivefold.hardware import Gpu
 from fivefold.layout import Layout
-from fivefold.model.description import layer_kind
-from fivefold.model.shape import StageParts, WholeModel, is_layer_matrix, stage_weights
-from fivefold.model.weights import Weight
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import all_to_all, span
 from fivefold.predict.compute import ELEMENT, elementwise, matmul

@@ -8,13 +8,11 @@ from collections.abc import Callable
 from functools import cached_property, partial
 
 from fivefold.counts.context import gathers_latents
-from fivefold.layout import Layout
-from fivefold.model.description import LayerKind, describe
-from fivefold.model.expert_operations import Dispatch, ExpertsIn, ExpertsOut, RouterLinear
-from fivefold.model.fusion_rules import joins_norm
-from fivefold.model.latent_operations import LatentDown, LatentUp
-from fivefold.model.lora_operations import Adapters, Rescaled
-from fivefold.model.operations import (
+from fivefold.description.experts import Dispatch, ExpertsIn, ExpertsOut, RouterLinear
+from fivefold.description.latent import LatentDown, LatentUp
+from fivefold.description.layers import LayerKind, describe
+from fivefold.description.lora import Adapters, Rescaled
+from fivefold.description.operations import (
     Activation,
     ColumnLinear,
     CoreAttention,
@@ -23,8 +21,10 @@ from fivefold.model.operations import (
     Residual,
     RowLinear,
 )
-from fivefold.model.prediction_operations import PredictionInput
-from fivefold.model.weights import Weight
+from fivefold.description.prediction import PredictionInput
+from fivefold.description.weights import Weight
+from fivefold.layout import Layout
+from fivefold.model.fusion_rules import joins_norm
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import all_reduce, all_to_all, gather, span, token_copies
 from fivefold.predict.compute import (

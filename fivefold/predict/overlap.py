@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.hardware import Gpu
-from fivefold.pipeline.costs import Costs
+from fivefold.pipeline.costs.costs import Costs
 from fivefold.predict.stage_times import Times
 
 K = TypeVar("K", bound=Hashable)

@@ -21,8 +21,8 @@ from fivefold.counts.state import (
     num_shards,
     partial_sums,
 )
+from fivefold.description.shape import StageParts
 from fivefold.layout import Layout
-from fivefold.model.shape import StageParts
 
 
 class Change(NamedTuple):

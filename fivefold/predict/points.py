@@ -4,12 +4,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
+from fivefold.description.activations import Saved
+from fivefold.description.layers import Layer, layer_kind
+from fivefold.description.operations import Operation
+from fivefold.description.running import Running
+from fivefold.description.shape import StageParts
 from fivefold.layout import Layout
-from fivefold.model.activations import Saved
-from fivefold.model.description import Layer, layer_kind
-from fivefold.model.operations import Operation
-from fivefold.model.running import Running
-from fivefold.model.shape import StageParts
 from fivefold.predict.passage import Copies
 
 

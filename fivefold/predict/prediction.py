@@ -6,7 +6,7 @@ from functools import cached_property
 
 from fivefold.hardware import GPUS
 from fivefold.layout import Layout
-from fivefold.pipeline.costs import Costs
+from fivefold.pipeline.costs.costs import Costs
 from fivefold.pipeline.simulate import Simulation, simulate
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.software import Software
@@ -44,7 +44,8 @@ class Prediction:
         high: upper end of the 80 % interval of the step time, in seconds.
         parts: parts of the step time, in seconds, which add up to `step_time`.
         model_flops: model FLOPs of a step, forward and backward: causal attention counts half,
-            of documents where their length is given, and recomputation not at all (`model.shape`).
+            of documents where their length is given, and recomputation not at all; see
+            `description.shape`.
         notes: ways in which the layout lies outside of what the planner was fitted on.
     """
 

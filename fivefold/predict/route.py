@@ -6,13 +6,13 @@ from functools import cache, cached_property
 
 from fivefold.counts.blocks import GatheredBlock, layer_block, stage_blocks
 from fivefold.counts.policy import StatePolicy
+from fivefold.description.activations import Saved, loss_bytes, saved_activations, total
+from fivefold.description.experts import ExpertsIn
+from fivefold.description.layers import Layer, LayerKind, describe, layer_kind
+from fivefold.description.operations import Activation, Operation
+from fivefold.description.running import Running
+from fivefold.description.shape import StageParts
 from fivefold.layout import Layout
-from fivefold.model.activations import Saved, loss_bytes, saved_activations, total
-from fivefold.model.description import Layer, LayerKind, describe, layer_kind
-from fivefold.model.expert_operations import ExpertsIn
-from fivefold.model.operations import Activation, Operation
-from fivefold.model.running import Running
-from fivefold.model.shape import StageParts
 from fivefold.predict.passage import Copies, all_layers
 from fivefold.predict.points import (
     ActPoint,

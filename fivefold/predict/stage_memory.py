@@ -1,7 +1,7 @@
 """The memory of one microbatch in a stage: what it keeps, and what its actions need temporarily.
 
 All sizes are bytes on one device; what is kept between forward and backward is counted in
-`model.activations`.
+`description.activations`.
 """
 
 from collections import Counter
@@ -12,8 +12,7 @@ from functools import cache, cached_property
 from fivefold.config.model import ModelConfig
 from fivefold.counts.policy import StatePolicy
 from fivefold.counts.state import gathered_bytes, stage_gradients, stage_narrow
-from fivefold.layout import Layout
-from fivefold.model.activations import (
+from fivefold.description.activations import (
     Saved,
     deferred_by_ends,
     embedding_bytes,
@@ -23,9 +22,10 @@ from fivefold.model.activations import (
     saved_activations,
     total,
 )
-from fivefold.model.description import LayerKind, describe, layer_kind
-from fivefold.model.running import Running
-from fivefold.model.shape import StageParts, WholeModel
+from fivefold.description.layers import LayerKind, describe, layer_kind
+from fivefold.description.running import Running
+from fivefold.description.shape import StageParts, WholeModel
+from fivefold.layout import Layout
 from fivefold.pipeline.ir import Kind
 from fivefold.predict.backward_memory import backward_points
 from fivefold.predict.passage import all_layers

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
+from fivefold.description.layers import LayerKind, layer_kind
 from fivefold.layout import Layout
-from fivefold.model.description import LayerKind, layer_kind
 from fivefold.predict.compute import Phases
 
 _NOTHING = Phases()

@@ -15,9 +15,9 @@ from fivefold.counts.blocks import stage_blocks
 from fivefold.counts.offload import times_reduced
 from fivefold.counts.policy import engine_policy
 from fivefold.counts.state import stages_held
+from fivefold.description.shape import StageParts, training_flops
 from fivefold.layout import Layout
-from fivefold.model.shape import StageParts, training_flops
-from fivefold.pipeline.costs import Costs
+from fivefold.pipeline.costs.costs import Costs
 from fivefold.pipeline.schedules.registry import with_copies
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import gather, send

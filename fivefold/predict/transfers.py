@@ -6,10 +6,10 @@ from math import ceil, prod
 
 from fivefold.counts.blocks import stage_blocks
 from fivefold.counts.state import num_expert_shards
+from fivefold.description.shape import StageParts
 from fivefold.layout import Layout
 from fivefold.mesh.buckets import buckets_of
 from fivefold.mesh.nodes import NodeSizes
-from fivefold.model.shape import StageParts
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import (
     GroupSpan,

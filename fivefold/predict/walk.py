@@ -13,7 +13,7 @@ from itertools import islice, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.pipeline.costs import Costs
+from fivefold.pipeline.costs.costs import Costs
 from fivefold.pipeline.graph import dependency_graph
 from fivefold.pipeline.ir import Act, Kind, Program
 

@@ -10,9 +10,9 @@ from functools import cached_property
 from math import inf, prod
 
 from fivefold.config.config import Config
+from fivefold.description.shape import layer_weights
 from fivefold.layout import Layout
-from fivefold.model.shape import layer_weights
-from fivefold.pipeline.stages import layout_of_counts
+from fivefold.pipeline.split.stages import layout_of_counts
 from fivefold.published.replay.step import Replay, weight_shapes
 from fivefold.published.replay.tape import Op
 

@@ -18,10 +18,10 @@ from typing import Any
 
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
+from fivefold.description.shape import count_parameters
 from fivefold.errors import ConfigError, DataError, did_you_mean
 from fivefold.files import read_text
 from fivefold.hardware import GB, find_gpu
-from fivefold.model.shape import count_parameters
 from fivefold.predict.cluster import MAX_GPUS, Cluster, Range, preset
 
 COLUMNS = [

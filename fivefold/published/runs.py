@@ -16,9 +16,9 @@ from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.config.sharding import SHARDING, Sharding
+from fivefold.description.shape import training_flops
 from fivefold.errors import ConfigError, DataError, FivefoldError
 from fivefold.layout import Layout
-from fivefold.model.shape import training_flops
 from fivefold.predict.software import Attention, Software
 from fivefold.published.frameworks.framework import Framework
 from fivefold.published.frameworks.registry import frameworks_of

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.audit.watch import replaced
-from fivefold.model import eight_bit
-from fivefold.model.fp8 import Scaled, has_some_kernel, multiply
+from fivefold.model.eight_bit import linear as eight_bit
+from fivefold.model.eight_bit.fp8 import Scaled, has_some_kernel, multiply
 
 
 @contextmanager

@@ -75,7 +75,7 @@ class StepLedger(Accounting):
 
     @contextmanager
     def act(self, act: Act) -> Iterator[None]:
-        """The time of one act of the pipeline, as `pipeline.executor.Observer` wants it."""
+        """The time of one act of the pipeline, as `pipeline.run.executor.Observer` wants it."""
         self.holdings.settle()
         self.holdings.where, self._acting = str(act), True
         yield

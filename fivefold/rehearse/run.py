@@ -24,15 +24,15 @@ from fivefold.counts.volumes import by_axis, step_volumes
 from fivefold.data.packing import Microbatch
 from fivefold.errors import FivefoldError, Mistake
 from fivefold.layout import Layout
-from fivefold.model.routing import Router
+from fivefold.model.moe.routing import Router
 from fivefold.rehearse.kernels import one_kernel_each
 from fivefold.rehearse.ledger import StepHoldings, StepLedger
 from fivefold.rehearse.script import GRADIENTS, OPTIMIZER, WEIGHTS, Script
 from fivefold.rehearse.shadow import Shadow
 from fivefold.rehearse.world import pretended_world
-from fivefold.train.children import leave_signals_to_parent
 from fivefold.train.engine import Engine
-from fivefold.train.failures import BY_NOBODY
+from fivefold.train.ranks.children import leave_signals_to_parent
+from fivefold.train.ranks.failures import BY_NOBODY
 
 
 def rehearse_ranks(

@@ -11,10 +11,10 @@ from msgspec import UNSET, Meta, UnsetType
 from fivefold.audit.record import RankRecord, read_records
 from fivefold.audit.report import AuditReport, Outlook, audit
 from fivefold.check import check
+from fivefold.description.layers import layer_kind
 from fivefold.errors import DataError
 from fivefold.files import read_json_lines
 from fivefold.layout import Layout
-from fivefold.model.description import layer_kind
 from fivefold.predict.cluster import load_cluster
 from fivefold.predict.layer import forward_operations
 from fivefold.predict.memory import peak_memory
@@ -22,7 +22,7 @@ from fivefold.predict.software import Software
 from fivefold.predict.step import predict
 from fivefold.report.settings import run_config
 from fivefold.report.starts import Alike
-from fivefold.train.run_folder import RunFolder
+from fivefold.train.folder.run_folder import RunFolder
 from fivefold.verify.report import describe
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from fivefold.config.config import Config
-from fivefold.model.shape import count_parameters
+from fivefold.description.shape import count_parameters
 from fivefold.report.story import LAST, Story, evaluated, validation_set
 from fivefold.units import human_bytes, human_count, human_flops, human_seconds
 

@@ -11,11 +11,11 @@ from fivefold.audit.report import AuditReport
 from fivefold.config.sources import config_settings
 from fivefold.errors import DataError
 from fivefold.files import as_kind
-from fivefold.pipeline.draw_html import timelines
+from fivefold.pipeline.draw.html import timelines
 from fivefold.report.charts import charts_of, drawn
 from fivefold.report.facts import facts
 from fivefold.report.story import Story
-from fivefold.train.run_folder import MOST_STEPS, RunFolder
+from fivefold.train.folder.run_folder import MOST_STEPS, RunFolder
 
 _STYLE = """<style>
   table.events td:not(:last-child){white-space:nowrap}

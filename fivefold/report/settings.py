@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from fivefold.config.config import Config
-from fivefold.config.model_rules import check_model
+from fivefold.config.rules.model import check_model
+from fivefold.config.rules.values import check_values
 from fivefold.config.sources import read_config
-from fivefold.config.values import check_values
 from fivefold.errors import ConfigError, DataError, Mistake, Mistakes, did_you_mean
-from fivefold.train.run_folder import RunFolder
+from fivefold.train.folder.run_folder import RunFolder
 
 
 def run_settings(folder: Path) -> Path:

@@ -16,14 +16,14 @@ from fivefold.audit.report import AuditReport
 from fivefold.config.config import Config
 from fivefold.errors import ConfigError, DataError
 from fivefold.files import read_json_lines
-from fivefold.pipeline.chart import Chart
+from fivefold.pipeline.costs.measured import FILE, read_measured
+from fivefold.pipeline.draw.chart import Chart
+from fivefold.pipeline.draw.study import measured_results
 from fivefold.pipeline.ir import ProgramError
-from fivefold.pipeline.measured import FILE, read_measured
-from fivefold.pipeline.study import measured_results
 from fivefold.report.audited import audited
 from fivefold.report.settings import run_config
 from fivefold.report.starts import Alike
-from fivefold.train.run_folder import CHECKPOINTS, RunFolder, is_step
+from fivefold.train.folder.run_folder import CHECKPOINTS, RunFolder, is_step
 
 LAST = 20
 """Steps over which the latest values of a run are averaged."""

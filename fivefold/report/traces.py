@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 from fivefold.errors import DataError
 from fivefold.files import read_json
-from fivefold.train.run_folder import RunFolder
+from fivefold.train.folder.run_folder import RunFolder
 
 _MESSAGE = re.compile(r"(?P<axis>[\w ]+): (?P<op>\w+), (?P<bytes>\d{1,18}) B sent")
 _ACT = re.compile(r"(?P<kind>[A-Z]+)(?: of stage \d+.*)?")

@@ -20,18 +20,18 @@ from numpy.typing import NDArray
 
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
-from fivefold.layout import Layout
-from fivefold.mesh.grid import Grid
-from fivefold.model.description import (
+from fivefold.description.layers import (
     LayerKind,
     describe,
     layer_kind,
     layer_kinds,
 )
-from fivefold.model.shape import StageParts
-from fivefold.model.weights import Weight, embedding_weights, head_weights
-from fivefold.pipeline.layout import SplitSettings
+from fivefold.description.shape import StageParts
+from fivefold.description.weights import Weight, embedding_weights, head_weights
+from fivefold.layout import Layout
+from fivefold.mesh.grid import Grid
 from fivefold.pipeline.schedules.registry import known_of
+from fivefold.pipeline.split.layout import SplitSettings
 from fivefold.search.partitions import Partition
 from fivefold.search.space import Space
 

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 
 from fivefold.counts.policy import engine_policy
-from fivefold.model.description import layer_kind
+from fivefold.description.layers import layer_kind
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import all_reduce, gather, reduce_scatter
 from fivefold.predict.muon import least_orthogonalising

@@ -17,16 +17,16 @@ from numpy.typing import NDArray
 from fivefold.batch_rules import MAX_MICROBATCHES
 from fivefold.check import check
 from fivefold.config.config import Config
-from fivefold.config.dependence import leaves_idle
 from fivefold.config.divisors import divisors
 from fivefold.config.parallel import ParallelConfig, TokenDispatcher
+from fivefold.config.rules.dependence import leaves_idle
 from fivefold.config.sharding import SHARDING
 from fivefold.data_parallel.rules import check_replicas, keeps_blocks
 from fivefold.data_parallel.zeropp_rules import ACTS_ON, part_fits, techniques
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.mesh.grid import Grid
 from fivefold.mesh.rules import check_experts
-from fivefold.model.fp8_rules import gathers_as_multiplied
+from fivefold.model.eight_bit.rules import gathers_as_multiplied
 from fivefold.predict.context import legal_ways
 from fivefold.search.columns import Columns, join, table, where
 from fivefold.search.memory_choices import MemoryChoice, memory_choices

@@ -8,15 +8,15 @@ from numpy.typing import NDArray
 
 from fivefold.config.config import Config
 from fivefold.counts.policy import engine_policy
-from fivefold.model.activations import (
+from fivefold.description.activations import (
     Saved,
     embedding_bytes,
     loss_bytes,
     saved_activations,
     total,
 )
-from fivefold.model.description import layer_kinds
-from fivefold.model.running import Running
+from fivefold.description.layers import layer_kinds
+from fivefold.description.running import Running
 from fivefold.pipeline.schedules.registry import Shape
 from fivefold.predict.stage_memory import waiting_bytes
 from fivefold.search.bound_tables import (

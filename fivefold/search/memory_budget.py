@@ -22,7 +22,7 @@ from typing import Any, get_args
 from fivefold.check import check
 from fivefold.config.config import SETTINGS, Config
 from fivefold.config.memory import OffloadModule, OffloadTensor, RecomputeModule
-from fivefold.config.memory_rules import check_memory
+from fivefold.config.rules.memory import check_memory
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.memory.rules import check_techniques
 from fivefold.predict.layer import TimesCache

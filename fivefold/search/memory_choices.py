@@ -8,8 +8,8 @@ from typing import Any
 
 from fivefold.config.config import Config
 from fivefold.config.memory import MemoryConfig
-from fivefold.config.memory_rules import check_memory
 from fivefold.config.model import ModelConfig
+from fivefold.config.rules.memory import check_memory
 from fivefold.errors import Mistakes
 
 LIMIT = "recompute_in_flight_limit"

@@ -9,15 +9,13 @@ from typing import Any
 import numpy as np
 
 from fivefold.config.config import Config
-from fivefold.config.dependence import leaves_idle
 from fivefold.config.model import ModelConfig
+from fivefold.config.rules.dependence import leaves_idle
 from fivefold.errors import ConfigError, Mistakes
-from fivefold.pipeline.balance import even_stages
+from fivefold.pipeline.costs.modelled import modelled_problem
+from fivefold.pipeline.costs.parts import joined, modelled_parts
 from fivefold.pipeline.ir import Kind
-from fivefold.pipeline.layout import CUTTING, NOT_AUTO, SplitSettings, asks
-from fivefold.pipeline.modelled import modelled_problem
 from fivefold.pipeline.order import Order
-from fivefold.pipeline.parts import joined, modelled_parts
 from fivefold.pipeline.rules import (
     AUTO,
     SYNTHESISED,
@@ -26,7 +24,9 @@ from fivefold.pipeline.rules import (
 )
 from fivefold.pipeline.schedules.limits import Place
 from fivefold.pipeline.schedules.registry import SCHEDULES, Schedule, Shape, known_of
-from fivefold.pipeline.stages import Split, layout_string
+from fivefold.pipeline.split.balance import even_stages
+from fivefold.pipeline.split.layout import CUTTING, NOT_AUTO, SplitSettings, asks
+from fivefold.pipeline.split.stages import Split, layout_string
 from fivefold.search.columns import Columns, where
 
 PP = "pipeline_model_parallel_size"

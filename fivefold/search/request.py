@@ -6,11 +6,11 @@ from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.config import SETTINGS, Config
-from fivefold.config.dependence import check_dependents
-from fivefold.config.graph_rules import check_step_graph
 from fivefold.config.memory import MemoryConfig
-from fivefold.config.memory_rules import check_memory
 from fivefold.config.parallel import ParallelConfig
+from fivefold.config.rules.dependence import check_dependents
+from fivefold.config.rules.graph import check_step_graph
+from fivefold.config.rules.memory import check_memory
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.data_parallel.rules import check_contradictions
 from fivefold.errors import Mistakes

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fivefold.model.shape import count_parameters
+from fivefold.description.shape import count_parameters
 from fivefold.predict.cluster import LARGEST_HOST
 from fivefold.predict.prediction import Prediction, precision_of
 from fivefold.search.proven import PROVEN

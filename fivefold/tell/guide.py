@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from fivefold.model.shape import count_parameters
+from fivefold.description.shape import count_parameters
 from fivefold.search.candidate import Candidate
 from fivefold.search.request import Only, Request
 from fivefold.search.search import SearchResult, search

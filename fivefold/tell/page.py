@@ -5,8 +5,8 @@ from html import escape
 
 from fivefold import pages
 from fivefold.errors import ConfigError
-from fivefold.pipeline.chart import Chart
-from fivefold.pipeline.draw_html import timelines
+from fivefold.pipeline.draw.chart import Chart
+from fivefold.pipeline.draw.html import timelines
 from fivefold.pipeline.simulate import simulate
 from fivefold.predict.memory import MemoryPrediction
 from fivefold.predict.prediction import Prediction

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fivefold.model.eight_bit import scales_of, with_scales
+from fivefold.model.eight_bit.linear import scales_of, with_scales
 from fivefold.model.layers import (
     Kept,
     Linear,

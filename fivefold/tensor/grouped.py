@@ -1,4 +1,4 @@
-"""Grouped linears with deferrable weight gradients. Shapes as in `model.grouped`."""
+"""Grouped linears with deferrable weight gradients. Shapes as in `model.moe.grouped`."""
 
 from dataclasses import dataclass
 from itertools import repeat
@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.model.eight_bit import scales_of, with_scales
-from fivefold.model.grouped import GroupArithmetic, GroupedLinear
+from fivefold.model.eight_bit.linear import scales_of, with_scales
 from fivefold.model.layers import input_gradients, of_one_input, outputs
 from fivefold.model.leaves import local
+from fivefold.model.moe.grouped import GroupArithmetic, GroupedLinear
 from fivefold.tensor.deferred_weight import DeferredWeights
 
 

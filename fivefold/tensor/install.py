@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.groups import Groups
 from fivefold.mesh.slices import distributed
-from fivefold.model.attention import Attention
+from fivefold.model.attention.grouped_query import Attention
 from fivefold.model.transformer import Stage
 from fivefold.tensor.alone import ColumnAlone, RowAlone
 from fivefold.tensor.deferred_weight import DeferredWeights

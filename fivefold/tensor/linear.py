@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.mesh.collectives import Pending, all_gather, all_reduce, all_to_all, reduce_scatter
-from fivefold.model.eight_bit import scales_of, with_scales
+from fivefold.model.eight_bit.linear import scales_of, with_scales
 from fivefold.model.layers import Kept, Linear
 from fivefold.model.leaves import local
 from fivefold.tensor.alone import LinearCall, call_of

@@ -1,1 +1,1 @@
-"""Training: launch, the loop, run folder, console, signals, failures."""
+"""Training: the loop and its engine, with console and metrics."""

@@ -12,12 +12,12 @@ from fivefold.data.validation import validation_sets
 from fivefold.train.console import Console
 from fivefold.train.engine import Engine
 from fivefold.train.evaluation import rank_loader
-from fivefold.train.job import Job
+from fivefold.train.folder.origin import restore, samples_counted
+from fivefold.train.folder.run_folder import CHECKPOINTS, RunFolder
+from fivefold.train.health.stragglers import Stragglers
 from fivefold.train.loop import Trainer
-from fivefold.train.origin import restore, samples_counted
-from fivefold.train.rank_env import RankEnv
-from fivefold.train.run_folder import CHECKPOINTS, RunFolder
-from fivefold.train.stragglers import Stragglers
+from fivefold.train.ranks.job import Job
+from fivefold.train.ranks.rank_env import RankEnv
 
 
 def make_trainer(

@@ -27,8 +27,8 @@ from fivefold.parallelize import parallelize
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.validate import validate
 from fivefold.train.batches import as_batch
-from fivefold.train.device_limit import device_limit
 from fivefold.train.layout_groups import groups_of
+from fivefold.train.machine.device_limit import device_limit
 from fivefold.train.routers import Routers
 from fivefold.train.step_graph import CudaRecorder, StepGraphs
 from fivefold.train.step_result import DeviceResult, StepResult

@@ -15,30 +15,30 @@ from fivefold.checkpoint.local import LocalCheckpoints
 from fivefold.data.loader import Loader
 from fivefold.data.packing import Microbatch
 from fivefold.data.validation import ValidationSet
+from fivefold.description.shape import training_flops
 from fivefold.errors import CheckpointError, Mistake, TrainingError
 from fivefold.files import as_kind
-from fivefold.model.fp8_rules import SCALES
-from fivefold.model.shape import training_flops
+from fivefold.model.eight_bit.rules import SCALES
 from fivefold.optim.adamw import OPTIMIZER
-from fivefold.train.activity import Activity
-from fivefold.train.bad_steps import BadSteps
 from fivefold.train.console import Console
 from fivefold.train.engine import Engine
 from fivefold.train.evaluation import evaluations
-from fivefold.train.garbage import collecting
+from fivefold.train.folder.new_adapters import measure_rows
+from fivefold.train.folder.save_interval import SaveInterval
+from fivefold.train.folder.saved_state import SavedState, read_state, without_adapters
+from fivefold.train.health.activity import Activity
+from fivefold.train.health.bad_steps import BadSteps
+from fivefold.train.health.not_finite import fill_finite, locate, locate_in_state
+from fivefold.train.health.silent_errors import SilentErrors
+from fivefold.train.health.stragglers import Stragglers
+from fivefold.train.health.vitals import Vitals
+from fivefold.train.machine.garbage import collecting
 from fivefold.train.meters import device_peak, peak_memory
 from fivefold.train.metrics import EvalMetrics, Sink, StepMetrics
-from fivefold.train.new_adapters import measure_rows
-from fivefold.train.not_finite import fill_finite, locate, locate_in_state
 from fivefold.train.profile import profiled
-from fivefold.train.save_interval import SaveInterval
-from fivefold.train.saved_state import SavedState, read_state, without_adapters
-from fivefold.train.signals import StopRequest
-from fivefold.train.silent_errors import SilentErrors
+from fivefold.train.ranks.signals import StopRequest
+from fivefold.train.ranks.stopped import stopped
 from fivefold.train.step_result import StepResult
-from fivefold.train.stopped import stopped
-from fivefold.train.stragglers import Stragglers
-from fivefold.train.vitals import Vitals
 from fivefold.units import human_seconds
 
 

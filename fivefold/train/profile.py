@@ -16,11 +16,11 @@ from fivefold.config.records import LoggingConfig
 from fivefold.config.sources import to_toml
 from fivefold.errors import ConfigError, TrainingError
 from fivefold.files import atomic_path, write_atomic
+from fivefold.pipeline.costs.measured import FILE, write_measured
 from fivefold.pipeline.ir import Act
-from fivefold.pipeline.measured import FILE, write_measured
-from fivefold.pipeline.recorder import Recorder
+from fivefold.pipeline.run.recorder import Recorder
 from fivefold.train.engine import Engine
-from fivefold.train.run_folder import RunFolder
+from fivefold.train.folder.run_folder import RunFolder
 
 MOST_ALLOCATIONS = 1_000_000  # that the allocator's history holds
 

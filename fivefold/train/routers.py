@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fivefold.description.layers import layer_kind
 from fivefold.layout import Layout
-from fivefold.model.description import layer_kind
 from fivefold.model.transformer import Stage
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fivefold.checkpoint.local import latest_complete
 from fivefold.config.config import Config
-from fivefold.config.graph_rules import check_graph_device
+from fivefold.config.rules.graph import check_graph_device
 from fivefold.config.sources import to_toml
 from fivefold.counts.derived import describe
 from fivefold.data.prepare import PreparedData
@@ -22,13 +22,19 @@ from fivefold.expert.deepep_rules import check_deepep
 from fivefold.files import telling_system_errors
 from fivefold.layout import Layout
 from fivefold.mesh.collectives import from_first
-from fivefold.model.fp8_rules import check_kernels
-from fivefold.train.alike import check_alike, check_seen, given_data, given_settings
+from fivefold.model.eight_bit.rules import check_kernels
 from fivefold.train.build import local_place, make_trainer, open_local
 from fivefold.train.console import Console
 from fivefold.train.corpora import open_data
-from fivefold.train.cuda_environment import keep_flight_record
-from fivefold.train.devices import (
+from fivefold.train.folder.lock import FolderInUse, RunLock, claim
+from fivefold.train.folder.origin import Origin, find_origin, is_finished
+from fivefold.train.folder.run_folder import RunFolder, new_run_path
+from fivefold.train.folder.side_files import keep_side_files
+from fivefold.train.health.watchdog import Watchdog
+from fivefold.train.health.witness import mark_work
+from fivefold.train.loop import Trainer
+from fivefold.train.machine.cuda_environment import keep_flight_record
+from fivefold.train.machine.devices import (
     Asked,
     DeviceChoice,
     capability,
@@ -37,27 +43,21 @@ from fivefold.train.devices import (
     pci_addresses,
     visible_gpus,
 )
-from fivefold.train.hosts import crossing, gather_hosts
-from fivefold.train.job import Job
-from fivefold.train.launch import End, init_process_group, place_name, run_ranks
-from fivefold.train.lock import FolderInUse, RunLock, claim
-from fivefold.train.loop import Trainer
+from fivefold.train.machine.numa import Binding, bind, choose_bindings, described, prefer_memory
+from fivefold.train.machine.open_files import check_open_files
+from fivefold.train.machine.threads import Threads, choose_threads
 from fivefold.train.meters import device_peak
 from fivefold.train.metrics import close_all
-from fivefold.train.numa import Binding, bind, choose_bindings, described, prefer_memory
-from fivefold.train.open_files import check_open_files
-from fivefold.train.origin import Origin, find_origin, is_finished
 from fivefold.train.profile import check_profiler
-from fivefold.train.rank_env import RankEnv, read_rank_env
-from fivefold.train.rejoin import Orders, keep_on
-from fivefold.train.restarts import Again, NextStart, Restarts, restarting
-from fivefold.train.run_folder import RunFolder, new_run_path
-from fivefold.train.side_files import keep_side_files
+from fivefold.train.ranks.alike import check_alike, check_seen, given_data, given_settings
+from fivefold.train.ranks.hosts import crossing, gather_hosts
+from fivefold.train.ranks.job import Job
+from fivefold.train.ranks.launch import End, init_process_group, place_name, run_ranks
+from fivefold.train.ranks.rank_env import RankEnv, read_rank_env
+from fivefold.train.ranks.rejoin import Orders, keep_on
+from fivefold.train.ranks.restarts import Again, NextStart, Restarts, restarting
+from fivefold.train.ranks.started import run_started
 from fivefold.train.sinks import open_sinks
-from fivefold.train.started import run_started
-from fivefold.train.threads import Threads, choose_threads
-from fivefold.train.watchdog import Watchdog
-from fivefold.train.witness import mark_work
 from fivefold.units import several
 
 

@@ -4,9 +4,9 @@ from dataclasses import asdict
 
 from fivefold.config.config import Config
 from fivefold.train.console import Console
+from fivefold.train.folder.run_folder import MetricsFile, RunFolder
+from fivefold.train.machine.numa import ranges
 from fivefold.train.metrics import Sink, TensorBoard, WeightsAndBiases
-from fivefold.train.numa import ranges
-from fivefold.train.run_folder import MetricsFile, RunFolder
 
 
 def open_sinks(config: Config, folder: RunFolder, step: int, console: Console) -> list[Sink]:

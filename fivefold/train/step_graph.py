@@ -2,7 +2,7 @@
 
 What a graph replays are the same kernels on the same memory. So the batches and the scale of the
 loss are copied to where the recorded step read them, and the gradients are where it left them;
-every other number that a step hands to a kernel must be the same in each (`config.graph_rules`).
+every other number that a step hands to a kernel must be the same in each (`config.rules.graph`).
 """
 
 import gc
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from fivefold.model.batch import Batch, FixedBatches, form, on_device
 from fivefold.parallel_model import ParallelModel
-from fivefold.pipeline.executor import StepSums
 from fivefold.pipeline.ir import Program
+from fivefold.pipeline.run.executor import StepSums
 
 WARMUP = 2
 """Steps of a form before it is recorded: the first one makes what is made once, and the second one

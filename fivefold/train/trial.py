@@ -8,13 +8,13 @@ import time
 from fivefold.data.prepare import PreparedData
 from fivefold.files import write_atomic
 from fivefold.layout import Layout
-from fivefold.train.devices import Asked
 from fivefold.train.engine import Engine
 from fivefold.train.evaluation import rank_loader
-from fivefold.train.launch import run_ranks
-from fivefold.train.rank_env import RankEnv
+from fivefold.train.folder.scratch import scratch_folder
+from fivefold.train.machine.devices import Asked
+from fivefold.train.ranks.launch import run_ranks
+from fivefold.train.ranks.rank_env import RankEnv
 from fivefold.train.run import choose_places, join_group
-from fivefold.train.scratch import scratch_folder
 
 
 def try_layout(

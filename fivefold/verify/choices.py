@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fivefold.model.context import Context
-from fivefold.model.routing import Router, plain_choice
+from fivefold.model.moe.routing import Router, plain_choice
 from fivefold.model.transformer import Stage
 
 Choices = dict[int, Tensor]

@@ -11,7 +11,7 @@ from fivefold.data.packing import Microbatch
 from fivefold.layout import Layout
 from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.slices import Piece, piece_of
-from fivefold.model.fp8_rules import SCALES
+from fivefold.model.eight_bit.rules import SCALES
 from fivefold.train.engine import Engine
 from fivefold.train.step_result import DeviceResult, StepResult
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches, rows_of

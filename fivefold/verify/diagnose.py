@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.counts.state import num_expert_shards, num_shards
+from fivefold.description.shape import EMBEDDING
 from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.slices import local_slices
-from fivefold.model.shape import EMBEDDING
 from fivefold.train.engine import Engine
 from fivefold.train.step_result import StepResult
 from fivefold.units import few

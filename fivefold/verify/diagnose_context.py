@@ -14,9 +14,9 @@ from torch import Tensor
 from fivefold.config.config import Config
 from fivefold.context.install import shards_of
 from fivefold.data.packing import Microbatch
-from fivefold.model.attention import Scope, attention
+from fivefold.model.attention.blockwise import Keys, Queries
+from fivefold.model.attention.grouped_query import Scope, attention
 from fivefold.model.batch import Batch, taken
-from fivefold.model.blockwise import Keys, Queries
 from fivefold.model.dropout import HeadDropout
 from fivefold.model.loss import IGNORED
 from fivefold.model.shards import MicrobatchShare, Shards
@@ -121,7 +121,7 @@ class _LacksLastKeys:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, scope: Scope, drop: HeadDropout | None
     ) -> Tensor:
-        """See `model.attention.Kernel`."""
+        """See `model.attention.grouped_query.Kernel`."""
         shards = self.shards.merged(self.inner)
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         for rank in range(len(shards.chunks)):
@@ -160,7 +160,7 @@ class _InRankOrder:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, scope: Scope, drop: HeadDropout | None
     ) -> Tensor:
-        """See `model.attention.Kernel`."""
+        """See `model.attention.grouped_query.Kernel`."""
         order = self._order()
         rows = self.shards.rows
         q, k, v = (x.reshape(rows, -1, *x.shape[2:])[:, order].reshape(x.shape) for x in (q, k, v))

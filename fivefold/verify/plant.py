@@ -20,10 +20,10 @@ from fivefold.data_parallel.fsdp import ShardedStage
 from fivefold.data_parallel.replicated import local_grad
 from fivefold.layout import Layout
 from fivefold.mesh.collectives import all_reduce
-from fivefold.model.experts import Beside, Dispatcher, RunExperts
 from fivefold.model.layers import LayerBlock, Linear
 from fivefold.model.leaves import local
-from fivefold.model.routing import ExpertChoice
+from fivefold.model.moe.layer import Beside, Dispatcher, RunExperts
+from fivefold.model.moe.routing import ExpertChoice
 from fivefold.model.transformer import Stage
 from fivefold.train.engine import Engine
 from fivefold.verify import plant_context

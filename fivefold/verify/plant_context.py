@@ -8,10 +8,10 @@ from torch import Tensor
 
 from fivefold.context.attention import Across, Deal, Heads
 from fivefold.context.transport import Backward, Own, Transport
-from fivefold.model.attention import Kernel
+from fivefold.model.attention.blocks import common
+from fivefold.model.attention.blockwise import Keys
+from fivefold.model.attention.grouped_query import Kernel
 from fivefold.model.batch import Batch
-from fivefold.model.blocks import common
-from fivefold.model.blockwise import Keys
 from fivefold.model.shards import MicrobatchShare
 from fivefold.train.engine import Engine
 

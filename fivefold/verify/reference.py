@@ -14,14 +14,14 @@ from fivefold.config.config import Config
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.training import OptimizerConfig
 from fivefold.data.packing import IGNORED, Microbatch
+from fivefold.description.shape import is_layer_matrix, stage_weights
 from fivefold.model.batch import Batch
-from fivefold.model.delayed import DelayedScaling
-from fivefold.model.eight_bit_layers import eight_bit, install_delayed, install_eight_bit
-from fivefold.model.fp8_rules import ScaledLayer, delayed_linears
+from fivefold.model.eight_bit.delayed import DelayedScaling
+from fivefold.model.eight_bit.layers import eight_bit, install_delayed, install_eight_bit
+from fivefold.model.eight_bit.rules import ScaledLayer, delayed_linears
 from fivefold.model.init import initialise
+from fivefold.model.moe.routing import Decisions
 from fivefold.model.prediction import valid_by_depth
-from fivefold.model.routing import Decisions
-from fivefold.model.shape import is_layer_matrix, stage_weights
 from fivefold.model.transformer import Stage
 from fivefold.optim.eight_bit import FORMATS
 from fivefold.optim.muon import orthogonalised, update_factor

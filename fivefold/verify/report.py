@@ -8,7 +8,7 @@ from typing import Any
 
 from fivefold.files import finite
 from fivefold.layout import Layout
-from fivefold.pipeline.stages import layout_string
+from fivefold.pipeline.split.stages import layout_string
 from fivefold.units import few, several
 
 TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5}

@@ -13,10 +13,10 @@ from fivefold.data_parallel.policy import DTYPES
 from fivefold.errors import ConfigError, FivefoldError, Mistake, Mistakes
 from fivefold.files import telling_system_errors
 from fivefold.layout import Layout
-from fivefold.train.devices import DeviceChoice
-from fivefold.train.launch import init_process_group, run_ranks
-from fivefold.train.rank_env import RankEnv
-from fivefold.train.scratch import scratch_folder
+from fivefold.train.folder.scratch import scratch_folder
+from fivefold.train.machine.devices import DeviceChoice
+from fivefold.train.ranks.launch import init_process_group, run_ranks
+from fivefold.train.ranks.rank_env import RankEnv
 from fivefold.train.step_graph import WARMUP
 from fivefold.units import several
 from fivefold.verify.compare import compare

@@ -7,17 +7,17 @@ from typing import Any
 
 from fivefold.check import check
 from fivefold.config.config import Config
-from fivefold.config.dependence import without_orphans
 from fivefold.config.layer_pattern import layer_frequency, unrotated_frequency, window_frequency
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
+from fivefold.config.rules.dependence import without_orphans
 from fivefold.counts.state import num_expert_shards
 from fivefold.data_parallel.rules import keeps_blocks
+from fivefold.description.shape import count_parameters
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
-from fivefold.model.shape import count_parameters
 from fivefold.pipeline.ir import v_placement
-from fivefold.pipeline.stages import StageSpec, layout_string
+from fivefold.pipeline.split.stages import StageSpec, layout_string
 from fivefold.units import human_count, several
 from fivefold.verify.last_bits import refuse_last_bits
 

@@ -22,9 +22,9 @@ from fivefold.data_parallel.communication import HierarchicalReduceScatter, Node
 from fivefold.data_parallel.quantised import Blocks, Whole
 from fivefold.mesh.grid import Grid
 from fivefold.model.batch import Batch, taken
-from fivefold.model.eight_bit_layers import change_products, eight_bit_layers
-from fivefold.model.fp8 import EACH_ELEMENT
-from fivefold.model.routing import Router
+from fivefold.model.eight_bit.fp8 import EACH_ELEMENT
+from fivefold.model.eight_bit.layers import change_products, eight_bit_layers
+from fivefold.model.moe.routing import Router
 from fivefold.model.shards import MicrobatchShare
 from fivefold.model.transformer import Stage
 

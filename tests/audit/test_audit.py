@@ -25,7 +25,7 @@ from tests.pool import run
 from tests.verify.cases import chosen, shared_groups
 
 FEW, MANY = 3, 50
-MEASURED_BY_HOST = ("at model/grouped.py", "at expert/transfer.py")
+MEASURED_BY_HOST = ("at model/moe/grouped.py", "at expert/transfer.py")
 SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 SIZES: dict[str, Any] = {
     "num_layers": 4,

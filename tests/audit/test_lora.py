@@ -10,8 +10,8 @@ import pytest
 
 from fivefold.audit.record import expected_record
 from fivefold.check import check
-from fivefold.config.lora_rules import linear_names
 from fivefold.config.model import ModelConfig
+from fivefold.config.rules.lora import linear_names
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
 from tests.audit.layouts import random_layouts

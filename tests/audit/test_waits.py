@@ -83,7 +83,7 @@ _forward = RMSNorm.forward
 PLANTS: dict[str, tuple[Callable[[RMSNorm, Tensor], Tensor], tuple[str, ...]]] = {
     "none": (_forward, ()),
     "forward": (_reads_forward, ("at model/layer.py", "at model/transformer.py")),
-    "backward": (_reads_backward, ("at pipeline/executor.py", "at pipeline/executor.py")),
+    "backward": (_reads_backward, ("at pipeline/run/executor.py", "at pipeline/run/executor.py")),
 }
 
 

@@ -17,8 +17,8 @@ from fivefold.errors import ConfigError
 from fivefold.predict.cluster import Cluster, load_cluster, preset
 from fivefold.predict.communication import GroupSpan, all_reduce, gather
 from fivefold.predict.compute import attention, elementwise, matmul
-from fivefold.train.devices import Asked
-from fivefold.train.rank_env import RankEnv
+from fivefold.train.machine.devices import Asked
+from fivefold.train.ranks.rank_env import RankEnv
 from tests.pool import Pool
 
 

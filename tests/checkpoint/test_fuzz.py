@@ -24,7 +24,7 @@ from fivefold.config.sources import read_config
 from fivefold.data.loader import Loader
 from fivefold.errors import CheckpointError, FivefoldError
 from fivefold.mesh.slices import piece_of
-from fivefold.train.saved_state import SavedState, read_state, same_model
+from fivefold.train.folder.saved_state import SavedState, read_state, same_model
 from tests.checkpoint.forge import forge, tensors
 from tests.checkpoint.mutations import mutated_bytes, mutated_json, mutated_pickle
 

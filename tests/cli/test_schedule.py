@@ -7,12 +7,12 @@ import pytest
 from fivefold.check import check
 from fivefold.cli.main import main
 from fivefold.config.sources import read_config, to_toml
-from fivefold.pipeline.costs import Costs
+from fivefold.pipeline.costs.costs import Costs
+from fivefold.pipeline.costs.measured import FILE, MeasuredAct
+from fivefold.pipeline.draw.study import Study
 from fivefold.pipeline.lowering import eager_dx
-from fivefold.pipeline.measured import FILE, MeasuredAct
 from fivefold.pipeline.schedules.registry import SCHEDULES
 from fivefold.pipeline.simulate import simulate
-from fivefold.pipeline.study import Study
 from tests.pipeline.test_measured import acts_of, write_measured
 
 

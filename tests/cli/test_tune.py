@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from fivefold.cli import tune
-from fivefold.train.signals import leaving_in_order
+from fivefold.train.ranks.signals import leaving_in_order
 from tests.programs import Program
 
 

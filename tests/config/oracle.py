@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fivefold.config.model import ModelConfig
-from fivefold.model.shape import canonical_name
+from fivefold.description.shape import canonical_name
 from fivefold.model.transformer import Stage
 from tests.model.models import batch_of
 

@@ -18,10 +18,10 @@ import pytest
 from fivefold.check import check
 from fivefold.cli.main import main
 from fivefold.config.config import SECTIONS, SETTINGS, Config
-from fivefold.config.dependence import orphans, without_orphans
-from fivefold.config.dependents import DEPENDENTS
 from fivefold.config.flags import ALIASES
-from fivefold.config.run_dependents import Dependents
+from fivefold.config.rules.dependence import orphans, without_orphans
+from fivefold.config.rules.dependents import DEPENDENTS
+from fivefold.config.rules.run_dependents import Dependents
 from fivefold.config.settings import Setting, settings_of
 from fivefold.config.sources import config_settings, read_config, recipe_names, to_toml
 from fivefold.counts.derived import describe

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from fivefold.check import check
 from fivefold.config.config import Config
-from fivefold.config.graph_rules import OFF, check_graph_device
 from fivefold.config.presets import PRESETS
+from fivefold.config.rules.graph import OFF, check_graph_device
 from fivefold.errors import ConfigError
 
 LLAMA = PRESETS["debug-llama"]

@@ -5,8 +5,8 @@ import pytest
 
 from fivefold.config.huggingface import from_hf_config
 from fivefold.config.presets import PRESETS, resolve_model
+from fivefold.description.shape import count_parameters
 from fivefold.errors import ConfigError
-from fivefold.model.shape import count_parameters
 from tests.config.published import (
     DEEPSEEK_V2,
     DEEPSEEK_V2_LITE,

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from fivefold.config.huggingface import from_hf_config
 from fivefold.config.huggingface.generic import WITHOUT_EFFECT
 from fivefold.config.model import ModelConfig
+from fivefold.description.shape import count_parameters
 from fivefold.errors import ConfigError
-from fivefold.model.shape import count_parameters
 from tests.config.oracle import (
     LENGTH,
     both_gradients,

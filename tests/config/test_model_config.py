@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from fivefold.config.layer_pattern import expert_layers, layer_frequency
 from fivefold.config.model import ModelConfig
-from fivefold.config.model_rules import check_model
 from fivefold.config.presets import HUB_NAMES, PRESETS, resolve_model
+from fivefold.config.rules.model import check_model
 from fivefold.config.settings import flag_of
+from fivefold.description.shape import count_parameters
 from fivefold.errors import ConfigError, Mistakes
-from fivefold.model.shape import count_parameters
 
 
 def mistakes_of(model: ModelConfig) -> str:

@@ -12,11 +12,11 @@ from fivefold.context.balance import split
 from fivefold.context.install import make_kernel
 from fivefold.mesh.grid import Grid
 from fivefold.mesh.groups import build_groups
-from fivefold.model.attention import Scope
+from fivefold.model.attention.blocks import Sight
+from fivefold.model.attention.grouped_query import Scope
+from fivefold.model.attention.scores import USUAL, Scores
 from fivefold.model.batch import Batch, Documents, taken
-from fivefold.model.blocks import Sight
 from fivefold.model.dropout import Dropout
-from fivefold.model.scores import USUAL, Scores
 from fivefold.model.shards import MicrobatchShare
 from tests.model.plain_attention import plain_attention
 from tests.pool import run

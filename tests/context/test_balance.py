@@ -5,7 +5,7 @@ import random
 import pytest
 
 from fivefold.context.balance import IMBALANCE, balanced, split, zigzag
-from fivefold.model.blocks import Sight, joined, num_tokens
+from fivefold.model.attention.blocks import Sight, joined, num_tokens
 
 
 def packed(rng: random.Random, length: int, mean: int) -> Sight:

@@ -12,9 +12,9 @@ from fivefold.context.latent import GatheredLatents
 from fivefold.counts.messages import context_volumes
 from fivefold.mesh.grid import Grid
 from fivefold.mesh.groups import build_groups
-from fivefold.model.attention import Scope
+from fivefold.model.attention.grouped_query import Scope
+from fivefold.model.attention.scores import Scores
 from fivefold.model.batch import taken
-from fivefold.model.scores import Scores
 from tests.context.test_attention import Case, documents_of, part_of
 from tests.model.plain_attention import plain_attention
 from tests.pool import run

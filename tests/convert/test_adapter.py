@@ -14,8 +14,8 @@ from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.cli.main import main
 from fivefold.config.config import Config
 from fivefold.config.huggingface import read_adapter
-from fivefold.config.lora_rules import linear_names
 from fivefold.config.model import ModelConfig
+from fivefold.config.rules.lora import linear_names
 from fivefold.config.sources import to_toml
 from fivefold.convert.hub import HubFolder
 from fivefold.convert.load import checked_sources, fill_from_folder, model_in
@@ -23,9 +23,9 @@ from fivefold.errors import CheckpointError
 from fivefold.mesh.slices import piece_of
 from fivefold.model.lora import LORA
 from fivefold.model.transformer import Stage
-from fivefold.train.convert import keep_side_files, to_hub, to_run
-from fivefold.train.run_folder import RunFolder
-from fivefold.train.saved_state import SavedState
+from fivefold.train.folder.convert import keep_side_files, to_hub, to_run
+from fivefold.train.folder.run_folder import RunFolder
+from fivefold.train.folder.saved_state import SavedState
 from tests.config.oracle import LENGTH, InFp64, oracle_logits
 from tests.convert.test_huggingface import FAMILIES, written
 from tests.model.models import batch_of

@@ -11,7 +11,7 @@ from fivefold.config.huggingface.write import differences, to_hf_config
 from fivefold.config.presets import PRESETS
 from fivefold.config.sources import read_config, recipe_names
 from fivefold.errors import CheckpointError, ConfigError
-from fivefold.train.convert import _finished
+from fivefold.train.folder.convert import _finished
 
 
 def test_mistakes_are_told_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

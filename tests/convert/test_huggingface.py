@@ -17,10 +17,10 @@ from fivefold.convert.load import fill_from_folder, model_in
 from fivefold.errors import CheckpointError
 from fivefold.mesh.slices import Piece, piece_of
 from fivefold.model.transformer import Stage
-from fivefold.train.convert import to_hub, to_run
 from fivefold.train.engine import Engine
-from fivefold.train.not_finite import fill_finite
-from fivefold.train.origin import find_origin
+from fivefold.train.folder.convert import to_hub, to_run
+from fivefold.train.folder.origin import find_origin
+from fivefold.train.health.not_finite import fill_finite
 from tests.config.oracle import LENGTH, InFp64, config_of, oracle, oracle_logits
 from tests.config.published import PUBLISHED
 from tests.config.test_huggingface_parity import TINY

@@ -29,7 +29,7 @@ from fivefold.errors import CheckpointError, FivefoldError
 from fivefold.mesh.slices import Piece, as_piece, piece_of
 from fivefold.model.transformer import Stage
 from fivefold.train.engine import Engine
-from fivefold.train.origin import find_origin
+from fivefold.train.folder.origin import find_origin
 from tests.convert.make_megatron import CASES, FOLDER, LENGTH, PADDED, STEP, VOCABULARY, make
 from tests.convert.test_huggingface import SHORT
 from tests.model.models import batch_of

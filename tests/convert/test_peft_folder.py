@@ -23,8 +23,8 @@ from fivefold.errors import CheckpointError, ConfigError, FivefoldError
 from fivefold.mesh.slices import Piece, as_piece, piece_of
 from fivefold.model.lora import LORA
 from fivefold.model.transformer import Stage
-from fivefold.train.convert import to_hub, to_run
 from fivefold.train.engine import Engine
+from fivefold.train.folder.convert import to_hub, to_run
 from tests.config.oracle import LENGTH, InFp64, oracle_logits
 from tests.convert.test_adapter import adapted_alone
 from tests.convert.test_huggingface import FAMILIES, LAYOUTS, SHORT, written

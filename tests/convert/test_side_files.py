@@ -8,10 +8,10 @@ import pytest
 
 from fivefold.config.sources import read_config, to_toml
 from fivefold.data.tokenizer import Tokenizer
-from fivefold.train.convert import to_hub, to_run
-from fivefold.train.origin import Origin
-from fivefold.train.run_folder import CHECKPOINTS
-from fivefold.train.side_files import SIDE, keep_side_files
+from fivefold.train.folder.convert import to_hub, to_run
+from fivefold.train.folder.origin import Origin
+from fivefold.train.folder.run_folder import CHECKPOINTS
+from fivefold.train.folder.side_files import SIDE, keep_side_files
 from tests.convert.test_huggingface import written
 
 BESIDE = {

@@ -18,8 +18,8 @@ from fivefold.convert.hub import INDEX, HubFolder
 from fivefold.convert.load import checked_sources, model_in
 from fivefold.convert.stored import stored_tensors
 from fivefold.errors import CheckpointError, ConfigError
-from fivefold.train.convert import to_hub, to_run
-from fivefold.train.origin import find_origin
+from fivefold.train.folder.convert import to_hub, to_run
+from fivefold.train.folder.origin import find_origin
 from tests.config.oracle import LENGTH, InFp64, oracle, oracle_logits
 from tests.config.test_huggingface_parity import TINY
 from tests.convert.test_huggingface import our_stage, tensors_of, written

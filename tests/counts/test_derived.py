@@ -12,8 +12,8 @@ from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.counts.derived import as_table, describe, moved_and_kept
 from fivefold.counts.volumes import by_axis, step_volumes
-from fivefold.model.activations import saved_activations, total
-from fivefold.model.running import Running
+from fivefold.description.activations import saved_activations, total
+from fivefold.description.running import Running
 from fivefold.units import human_bytes
 
 

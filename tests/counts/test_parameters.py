@@ -11,8 +11,8 @@ from fivefold.check import check
 from fivefold.config.sources import read_config
 from fivefold.counts.parameters import parameter_records
 from fivefold.counts.state import held, num_expert_shards, num_shards
+from fivefold.description.shape import canonical_name, parameter_shapes
 from fivefold.layout import Layout
-from fivefold.model.shape import canonical_name, parameter_shapes
 from tests.audit.layouts import random_layouts
 from tests.verify.cases import MODELS, config, flags
 

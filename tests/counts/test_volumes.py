@@ -12,7 +12,7 @@ from fivefold.config.sources import read_config
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.messages import PassVolumes, context_volumes
 from fivefold.counts.volumes import step_volumes
-from fivefold.model.expert_rows import rows_sent
+from fivefold.description.expert_rows import rows_sent
 from fivefold.pipeline.schedules.registry import SCHEDULES
 
 

@@ -10,15 +10,15 @@ from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.training import TrainingConfig
+from fivefold.description.shape import stage_weights
 from fivefold.errors import ConfigError
 from fivefold.mesh.slices import local_tensor
-from fivefold.model.eight_bit import EightBit
-from fivefold.model.eight_bit_layers import eight_bit, install_eight_bit, products_of
-from fivefold.model.fp8 import E4M3, RECIPES
-from fivefold.model.fp8_rules import SQUARE, in_eight_bits, num_scales
-from fivefold.model.shape import stage_weights
+from fivefold.model.eight_bit.fp8 import E4M3, RECIPES
+from fivefold.model.eight_bit.layers import eight_bit, install_eight_bit, products_of
+from fivefold.model.eight_bit.linear import EightBit
+from fivefold.model.eight_bit.rules import SQUARE, in_eight_bits, num_scales
 from fivefold.model.transformer import Stage
-from fivefold.pipeline.stages import StageSpec
+from fivefold.pipeline.split.stages import StageSpec
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import global_batch, microbatches, rows_of
 from tests.pool import run

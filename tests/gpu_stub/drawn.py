@@ -9,7 +9,7 @@ from fivefold.config.config import Config
 from fivefold.config.presets import resolve_model
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
-from fivefold.model.fp8_rules import check_kernels
+from fivefold.model.eight_bit.rules import check_kernels
 from tests.verify import matrix
 from tests.verify.any_settings import draw
 from tests.verify.cases import EXPERTS, LATENT, MIXTURE, MODELS, config

@@ -9,7 +9,7 @@ import torch
 from fivefold.audit.watch import replaced
 from fivefold.memory.host import HostLink
 from fivefold.mesh.collectives import Messages, Pending
-from fivefold.pipeline.messages import Mail
+from fivefold.pipeline.run.messages import Mail
 
 
 def _nothing(*_: Any) -> None:

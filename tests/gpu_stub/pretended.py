@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fivefold.audit.watch import replaced
 from fivefold.expert import dispatch
-from fivefold.model import experts
-from fivefold.model.eight_bit import EightBitExperts
-from fivefold.model.grouped import PlainGroups
-from fivefold.model.permutation import Rows
-from fivefold.model.routing import ExpertChoice
+from fivefold.model.eight_bit.linear import EightBitExperts
+from fivefold.model.moe import layer as experts
+from fivefold.model.moe.grouped import PlainGroups
+from fivefold.model.moe.permutation import Rows
+from fivefold.model.moe.routing import ExpertChoice
 from fivefold.train.step_result import DeviceResult, StepResult
 
 

@@ -27,8 +27,8 @@ MADE = re.compile(r"(?:init|.* to) comm (\S+) rank (\d+) of \d+")
 USES = re.compile(r"thread (\d+) uses device (\d+)")
 STEP = "at train/step_result.py"
 OF_HOST = ("at memory/host.py",)
-OF_EXPERTS = ("at expert/dispatch.py", "at model/experts.py", "at model/grouped.py")
-OF_SINKHORN = "at model/balance.py"
+OF_EXPERTS = ("at expert/dispatch.py", "at model/moe/layer.py", "at model/moe/grouped.py")
+OF_SINKHORN = "at model/moe/balance.py"
 
 
 def on_stub(

@@ -148,7 +148,7 @@ def test_gpus_without_a_grouped_kernel_wait_once_for_the_rows_of_an_input(tmp_pa
     (rank,) = steps(tmp_path, *words, gpus=1, capability=AMPERE)
     inputs = 4 * 2  # layers, and what goes into and out of their experts
     for waits in rank["waits"]:
-        assert sum(n for place, n in waits.items() if "model/grouped.py" in place) == inputs
+        assert sum(n for place, n in waits.items() if "model/moe/grouped.py" in place) == inputs
 
 
 @needs_stub

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fivefold.config.memory import MemoryConfig, OffloadModule
+from fivefold.description.activations import saved_activations, total
+from fivefold.description.running import Running
 from fivefold.memory.offload import Host, install_offload
 from fivefold.memory.recompute import install_recompute
-from fivefold.model.activations import saved_activations, total
 from fivefold.model.batch import on_device
-from fivefold.model.running import Running
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.install import install_deferral

@@ -7,9 +7,9 @@ import torch
 
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
+from fivefold.description.shape import WholeModel
 from fivefold.model.batch import Batch
 from fivefold.model.init import initialise
-from fivefold.model.shape import WholeModel
 from fivefold.model.transformer import Stage
 
 LLAMA = replace(

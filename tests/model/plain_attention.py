@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fivefold.model.attention import Scope
+from fivefold.model.attention.grouped_query import Scope
 from fivefold.model.dropout import HeadDropout
 
 

@@ -9,16 +9,16 @@ from fivefold.config.config import Config
 from fivefold.config.memory import MemoryConfig, RecomputeModule
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
-from fivefold.model.activations import (
+from fivefold.description.activations import (
     Saved,
     loss_bytes,
     saved_activations,
     total,
 )
-from fivefold.model.expert_rows import LayerRows
+from fivefold.description.expert_rows import LayerRows
+from fivefold.description.running import Running
+from fivefold.description.shape import WholeModel
 from fivefold.model.layer import TransformerLayer
-from fivefold.model.running import Running
-from fivefold.model.shape import WholeModel
 from fivefold.model.transformer import Stage
 from tests.model.models import FAMILIES, LLAMA, batch_of
 

@@ -10,15 +10,23 @@ import pytest
 import torch
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
-from fivefold.model import attention, cuda_kernels, kernels
-from fivefold.model.attention import Scope
+from fivefold.model.attention import cuda_kernels, kernels
+from fivefold.model.attention import grouped_query as attention
+from fivefold.model.attention.blocks import Block, Sight, Span, Visibility, common, cut, joined
+from fivefold.model.attention.blockwise import local_attention
+from fivefold.model.attention.cuda_kernels import Differentiated, Flex, OwnOnCuda, _seen
+from fivefold.model.attention.grouped_query import Scope
+from fivefold.model.attention.kernels import (
+    KERNELS,
+    BlockKernel,
+    Plain,
+    choose_kernel,
+    kernel_of,
+    visible,
+)
+from fivefold.model.attention.scores import USUAL, Scores
 from fivefold.model.batch import Documents
-from fivefold.model.blocks import Block, Sight, Span, Visibility, common, cut, joined
-from fivefold.model.blockwise import local_attention
-from fivefold.model.cuda_kernels import Differentiated, Flex, OwnOnCuda, _seen
 from fivefold.model.dropout import Dropout, PairDropout
-from fivefold.model.kernels import KERNELS, BlockKernel, Plain, choose_kernel, kernel_of, visible
-from fivefold.model.scores import USUAL, Scores
 from tests.kernels import DEVICES, run_kernels
 from tests.model.plain_attention import plain_attention
 

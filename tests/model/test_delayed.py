@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from fivefold.config.training import TrainingConfig
-from fivefold.model.delayed import DelayedScaling
-from fivefold.model.eight_bit import EightBit, EightBitGroups
-from fivefold.model.eight_bit_layers import eight_bit
-from fivefold.model.fp8 import E4M3, E5M2, _by_kernel, multiply
-from fivefold.model.fp8_rules import ScaledLayer
+from fivefold.model.eight_bit.delayed import DelayedScaling
+from fivefold.model.eight_bit.fp8 import E4M3, E5M2, _by_kernel, multiply
+from fivefold.model.eight_bit.layers import eight_bit
+from fivefold.model.eight_bit.linear import EightBit, EightBitGroups
+from fivefold.model.eight_bit.rules import ScaledLayer
 from fivefold.model.layers import of_one_input
 from tests.model.test_fp8 import BITS, _random, _rounded
 

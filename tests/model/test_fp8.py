@@ -10,10 +10,8 @@ from torch import Tensor
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.config.training import TrainingConfig
-from fivefold.model import fp8
-from fivefold.model.eight_bit import EightBit, EightBitGroups
-from fivefold.model.eight_bit_layers import eight_bit, install_eight_bit
-from fivefold.model.fp8 import (
+from fivefold.model.eight_bit import fp8
+from fivefold.model.eight_bit.fp8 import (
     E4M3,
     E5M2,
     EACH_ELEMENT,
@@ -23,8 +21,10 @@ from fivefold.model.fp8 import (
     quantise,
     tiled_scales,
 )
+from fivefold.model.eight_bit.layers import eight_bit, install_eight_bit
+from fivefold.model.eight_bit.linear import EightBit, EightBitGroups
 from fivefold.model.transformer import Stage
-from fivefold.pipeline.stages import StageSpec
+from fivefold.pipeline.split.stages import StageSpec
 
 BITS = {E4M3: (3, -6, 448.0), E5M2: (2, -14, 57344.0)}
 """Bits of the mantissa, least exponent of a normal number, largest number (Micikevicius 2022)."""

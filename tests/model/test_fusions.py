@@ -27,8 +27,12 @@ from tests.model.models import FAMILIES, LLAMA, batch_of, build
 
 TOLERANCE = {torch.float64: 1e-12, torch.bfloat16: 2e-2}
 TYPES = pytest.mark.parametrize("dtype", TOLERANCE)
-SMALL = {"dropout_kernels": {"ROWS": 4, "COLUMNS": 16}, "gate_kernels": {"AT_A_TIME": 16}}
-SMALL |= {"norm_kernels": {"PROGRAMS": 3}}
+SMALL = {
+    "dropout": {"ROWS": 4, "COLUMNS": 16},
+    "gates": {"AT_A_TIME": 16},
+    "norms": {"PROGRAMS": 3},
+    "rotary": {"HEADS": 2},
+}
 
 
 @pytest.fixture(params=DEVICES)
@@ -36,10 +40,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     """Where the kernels run, in small programs, so that a tensor takes several."""
     device = run_kernels(request.param, monkeypatch, activation, dropout, layer, norms, rope)
     for name, sizes in SMALL.items():
-        module = importlib.import_module(f"fivefold.model.{name}")
+        module = importlib.import_module(f"fivefold.model.kernels.{name}")
         for constant, value in sizes.items():
             monkeypatch.setattr(module, constant, value)
-    monkeypatch.setattr(importlib.import_module("fivefold.model.rotary_kernels"), "HEADS", 2)
     return device
 
 
@@ -164,7 +167,7 @@ def test_queries_and_keys_are_turned_by_one_kernel(
     heads: tuple[int, int], dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of any numbers of heads and any strides, one of which may get no gradient."""
-    kernels = importlib.import_module("fivefold.model.rotary_kernels")
+    kernels = importlib.import_module("fivefold.model.kernels.rotary")
     launched: list[Tensor] = []
     real = kernels.launch
 
@@ -259,7 +262,7 @@ def test_a_sum_and_its_norm_by_a_kernel_are_both(
 @TYPES
 def test_a_norm_by_a_kernel_adds_one_to_its_weight(dtype: torch.dtype, device: str) -> None:
     """Of single heads, more rows than there are programs, in any order in memory."""
-    kernels = importlib.import_module("fivefold.model.norm_kernels")
+    kernels = importlib.import_module("fivefold.model.kernels.norms")
     weight = torch.randn(37, device=device).to(dtype).requires_grad_()
     x = torch.randn(5, 37, 3, device=device).to(dtype).transpose(1, 2).requires_grad_()
     upstream, found = torch.randn(5, 3, 37, device=device).to(dtype), []

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from fivefold.description.shape import parameter_shapes
 from fivefold.model.init import init_slice, initialise
-from fivefold.model.shape import parameter_shapes
 from fivefold.model.transformer import Stage
 from tests.model.models import GPT, LLAMA
 

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.config.model import ModelConfig
-from fivefold.model.grouped import COLUMNS, ROWS, GroupedLinear, sums_of_groups
 from fivefold.model.init import initialise
+from fivefold.model.moe.grouped import COLUMNS, ROWS, GroupedLinear, sums_of_groups
 from fivefold.model.prediction import with_further
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import DeferredWeights

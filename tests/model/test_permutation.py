@@ -11,10 +11,10 @@ from torch import Tensor
 
 from fivefold.config.model import ModelConfig
 from fivefold.model.activation import activated
-from fivefold.model.experts import by_expert, by_part_padded
-from fivefold.model.grouped import GroupedLinear
-from fivefold.model.permutation import Rows
-from fivefold.model.routing import ExpertChoice
+from fivefold.model.moe.grouped import GroupedLinear
+from fivefold.model.moe.layer import by_expert, by_part_padded
+from fivefold.model.moe.permutation import Rows
+from fivefold.model.moe.routing import ExpertChoice
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.grouped import GroupedMultiply
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from fivefold.config.model import ModelConfig
+from fivefold.description.shape import WholeModel
 from fivefold.model.batch import Batch
 from fivefold.model.loss import IGNORED
 from fivefold.model.prediction import with_further
-from fivefold.model.shape import WholeModel
 from fivefold.model.transformer import Stage
 from tests.model.models import FAMILIES, GPT, LLAMA, batch_of, build
 

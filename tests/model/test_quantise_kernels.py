@@ -1,4 +1,4 @@
-"""Kernels that quantise against `model.fp8`, bit by bit: interpreted, and compiled on a GPU."""
+"""Kernels that quantise against their twins, bit by bit: interpreted, and compiled on a GPU."""
 
 from itertools import product
 from math import inf, nan
@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.model import fp8
-from fivefold.model.delayed import WEIGHT, OperandScales
-from fivefold.model.fp8 import E4M3, E5M2, Block, Scaled, quantise
+from fivefold.model.eight_bit import fp8
+from fivefold.model.eight_bit.delayed import WEIGHT, OperandScales
+from fivefold.model.eight_bit.fp8 import E4M3, E5M2, Block, Scaled, quantise
 from tests.kernels import DEVICES, run_kernels
 
 BLOCKS: list[Block] = [(None, None), (1, None), (None, 1), (1, 128), (128, 1), (128, 128)]

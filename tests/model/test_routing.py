@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fivefold.config.experts import ExpertsConfig, LoadBalancing
 from fivefold.config.model import ModelConfig
-from fivefold.model.capacity import with_ties
 from fivefold.model.context import Context
-from fivefold.model.routing import Router
+from fivefold.model.moe.capacity import with_ties
+from fivefold.model.moe.routing import Router
 from tests.verify.cases import MIXTURE
 
 TOKENS, EXPERTS = 64, 8

@@ -7,8 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
-from fivefold.model.blocks import Sight
-from fivefold.model.shape import (
+from fivefold.description.shape import (
     WholeModel,
     count_parameters,
     forward_flops,
@@ -17,6 +16,7 @@ from fivefold.model.shape import (
     stage_weights,
     training_flops,
 )
+from fivefold.model.attention.blocks import Sight
 from fivefold.model.transformer import Stage
 from tests.model.models import FAMILIES, GPT, LLAMA, batch_of
 from tests.model.plain_attention import plain_attention

@@ -10,12 +10,12 @@ from fivefold.check import check
 from fivefold.counts.policy import layout_policy
 from fivefold.counts.state import stage_narrow
 from fivefold.mesh.slices import local_tensor
-from fivefold.model.delayed import WEIGHT
-from fivefold.model.eight_bit import EightBit
-from fivefold.model.eight_bit_layers import eight_bit_layers
-from fivefold.model.fp8 import Scaled
-from fivefold.model.grouped import GroupedLinear
-from fivefold.model.step_weights import StepWeights
+from fivefold.model.eight_bit.delayed import WEIGHT
+from fivefold.model.eight_bit.fp8 import Scaled
+from fivefold.model.eight_bit.layers import eight_bit_layers
+from fivefold.model.eight_bit.linear import EightBit
+from fivefold.model.eight_bit.step_weights import StepWeights
+from fivefold.model.moe.grouped import GroupedLinear
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import global_batch, microbatches, rows_of
 from tests.pool import run

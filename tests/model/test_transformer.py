@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fivefold.description.shape import WholeModel, canonical_name, parameter_shapes
 from fivefold.model.batch import Batch
 from fivefold.model.loss import IGNORED
-from fivefold.model.shape import WholeModel, canonical_name, parameter_shapes
 from fivefold.model.transformer import Stage
 from tests.model.models import FAMILIES, GPT, LLAMA, batch_of, build
 from tests.model.plain_attention import plain_attention

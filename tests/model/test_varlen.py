@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.model.attention import Scope, attention
+from fivefold.model.attention.blocks import Sight, cut
+from fivefold.model.attention.cuda_kernels import Grads
+from fivefold.model.attention.grouped_query import Scope, attention
+from fivefold.model.attention.kernels import Plain
+from fivefold.model.attention.scores import Scores
+from fivefold.model.attention.varlen import PackedFlash, Pieces, lacking_packed, packed_attention
 from fivefold.model.batch import Documents
-from fivefold.model.blocks import Sight, cut
-from fivefold.model.cuda_kernels import Grads
-from fivefold.model.kernels import Plain
-from fivefold.model.scores import Scores
-from fivefold.model.varlen import PackedFlash, Pieces, lacking_packed, packed_attention
 from tests.model.plain_attention import plain_attention
 
 IDS = torch.tensor([[0] * 7 + [1] + [2] * 12, [0] * 19 + [1]])

@@ -13,13 +13,13 @@ from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fivefold.model.transformer import Stage
-from fivefold.pipeline.executor import Executor, Observer
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.lowering import eager_dx, lower
+from fivefold.pipeline.run.executor import Executor, Observer
+from fivefold.pipeline.run.turns import Turns
 from fivefold.pipeline.schedules.registry import build_program
 from fivefold.pipeline.sharding import with_sharding_actions
-from fivefold.pipeline.stages import StageSpec
-from fivefold.pipeline.turns import Turns
+from fivefold.pipeline.split.stages import StageSpec
 from fivefold.tensor.deferred_weight import DeferredWeights, Work, run_works
 from fivefold.tensor.install import install_deferral
 from tests.model.models import LLAMA, batch_of, build

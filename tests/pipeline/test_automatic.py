@@ -2,7 +2,7 @@
 
 import pytest
 
-from fivefold.pipeline.costs import Costs, Footprint
+from fivefold.pipeline.costs.costs import Costs, Footprint
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.schedules.automatic import TASTES, AutomaticZeroBubble
 from fivefold.pipeline.schedules.registry import build_program

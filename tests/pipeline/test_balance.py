@@ -9,20 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.config.presets import PRESETS
+from fivefold.description.shape import count_parameters, forward_flops
 from fivefold.errors import ConfigError
-from fivefold.model.shape import count_parameters, forward_flops
-from fivefold.pipeline.balance import (
-    Room,
-    balance,
-    even_stages,
-    schedule_clock,
-    step_clock,
-    weigh,
-)
-from fivefold.pipeline.ir import loop_placement, v_placement
-from fivefold.pipeline.layout import SplitSettings
-from fivefold.pipeline.lowering import eager_dx
-from fivefold.pipeline.parts import (
+from fivefold.pipeline.costs.parts import (
     PARAMETER_BYTES,
     ModelPart,
     Parts,
@@ -30,10 +19,21 @@ from fivefold.pipeline.parts import (
     read_costs,
     stated_parts,
 )
+from fivefold.pipeline.draw.study import Study
+from fivefold.pipeline.ir import loop_placement, v_placement
+from fivefold.pipeline.lowering import eager_dx
 from fivefold.pipeline.schedules.registry import build_program
 from fivefold.pipeline.simulate import simulate
-from fivefold.pipeline.stages import Split, layout_string
-from fivefold.pipeline.study import Study
+from fivefold.pipeline.split.balance import (
+    Room,
+    balance,
+    even_stages,
+    schedule_clock,
+    step_clock,
+    weigh,
+)
+from fivefold.pipeline.split.layout import SplitSettings
+from fivefold.pipeline.split.stages import Split, layout_string
 
 DEEPSEEK = stated_parts(
     ["dense"] * 3 + ["moe"] * 58, 1, read_costs("dense=0.55,moe=1,mtp=1.8,head=0.7,embedding=0")

@@ -13,20 +13,20 @@ import pytest
 
 from fivefold.cli import schedule
 from fivefold.errors import ConfigError, FivefoldError
-from fivefold.pipeline.chart import Chart
-from fivefold.pipeline.costs import Costs
-from fivefold.pipeline.draw import picture
-from fivefold.pipeline.exchange import read_csv, to_csv, to_torch_csv
-from fivefold.pipeline.ir import ProgramError
-from fivefold.pipeline.measured import (
+from fivefold.pipeline.costs.costs import Costs
+from fivefold.pipeline.costs.measured import (
     MeasuredAct,
     measured_program,
     median_costs,
     read_measured,
     write_measured,
 )
+from fivefold.pipeline.draw.chart import Chart
+from fivefold.pipeline.draw.study import Study, measured_results, run_schedule, timed
+from fivefold.pipeline.draw.text import picture
+from fivefold.pipeline.exchange import read_csv, to_csv, to_torch_csv
+from fivefold.pipeline.ir import ProgramError
 from fivefold.pipeline.simulate import simulate
-from fivefold.pipeline.study import Study, measured_results, run_schedule, timed
 from tests.mutations import mutations
 
 COUNT = 5_000

@@ -1,5 +1,5 @@
-from fivefold.pipeline.costs import Costs
-from fivefold.pipeline.draw import draw
+from fivefold.pipeline.costs.costs import Costs
+from fivefold.pipeline.draw.text import draw
 from fivefold.pipeline.holding import with_recompute
 from fivefold.pipeline.ir import loop_placement, v_placement
 from fivefold.pipeline.lowering import eager_dx

@@ -4,8 +4,8 @@ import json
 import pytest
 
 from fivefold.errors import ConfigError
-from fivefold.pipeline.chart import Chart
-from fivefold.pipeline.costs import Costs
+from fivefold.pipeline.costs.costs import Costs
+from fivefold.pipeline.draw.chart import Chart
 from fivefold.pipeline.exchange import read_csv, to_csv, to_torch_csv, to_trace
 from fivefold.pipeline.holding import with_recompute
 from fivefold.pipeline.ir import COMPUTE, ProgramError, loop_placement, v_placement

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.model.transformer import Stage
-from fivefold.pipeline.costs import Costs
+from fivefold.pipeline.costs.costs import Costs
 from fivefold.pipeline.holding import with_recompute
 from fivefold.pipeline.ir import Act, Kind, Program, loop_placement, v_placement
 from fivefold.pipeline.lowering import lower, unpaired

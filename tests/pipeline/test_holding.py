@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.pipeline.costs import Costs
+from fivefold.pipeline.costs.costs import Costs
 from fivefold.pipeline.graph import Stream
 from fivefold.pipeline.holding import with_recompute
 from fivefold.pipeline.ir import Kind, loop_placement, v_placement

@@ -1,6 +1,3 @@
-import subprocess
-import sys
-
 from fivefold.pipeline.ir import Act, Direction, Kind, Program, loop_placement, v_placement
 
 
@@ -42,10 +39,3 @@ def test_acts_name_themselves():
     assert str(pair) == "F of stage 0 microbatch 1&BW of stage 2 microbatch 0"
     assert str(Act(Kind.REDUCE, 3)) == "REDUCE of stage 3"
     assert str(Act(Kind.STEP, -1)) == "STEP"
-
-
-def test_planning_a_pipeline_does_not_load_torch():
-    modules = ("draw", "layout", "lowering", "schedules.registry", "sharding", "validate")
-    lines = ["import sys", *(f"import fivefold.pipeline.{name}" for name in modules)]
-    code = "\n".join([*lines, "assert 'torch' not in sys.modules"])
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigError
-from fivefold.pipeline.layout import SplitSettings
-from fivefold.pipeline.layout_language import parse
-from fivefold.pipeline.stages import StageSpec, layout_string, stage_table
+from fivefold.pipeline.split.layout import SplitSettings
+from fivefold.pipeline.split.layout_language import parse
+from fivefold.pipeline.split.stages import StageSpec, layout_string, stage_table
 
 
 def counts(split):

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from fivefold.errors import ConfigError
 from fivefold.files import read_json
-from fivefold.pipeline.layout import SplitSettings
-from fivefold.pipeline.layout_language import parse
-from fivefold.pipeline.stages import layout_string
+from fivefold.pipeline.split.layout import SplitSettings
+from fivefold.pipeline.split.layout_language import parse
+from fivefold.pipeline.split.stages import layout_string
 
 
 class Record(msgspec.Struct):

@@ -3,9 +3,7 @@ from dataclasses import asdict
 import pytest
 
 from fivefold.errors import ConfigError
-from fivefold.pipeline.figures import report
-from fivefold.pipeline.ir import ProgramError
-from fivefold.pipeline.measured import (
+from fivefold.pipeline.costs.measured import (
     FILE,
     MeasuredAct,
     measured_program,
@@ -13,8 +11,10 @@ from fivefold.pipeline.measured import (
     read_measured,
     write_measured,
 )
+from fivefold.pipeline.draw.figures import report
+from fivefold.pipeline.draw.study import Study, measured_results, run_schedule
+from fivefold.pipeline.ir import ProgramError
 from fivefold.pipeline.simulate import Reason
-from fivefold.pipeline.study import Study, measured_results, run_schedule
 from fivefold.units import human_seconds
 
 

@@ -4,9 +4,9 @@ import pytest
 
 from fivefold.config.presets import PRESETS
 from fivefold.errors import ConfigError
-from fivefold.pipeline.costs import Costs
-from fivefold.pipeline.measured_parts import check_same_pieces, measured_pieces
-from fivefold.pipeline.stages import StageSpec
+from fivefold.pipeline.costs.costs import Costs
+from fivefold.pipeline.costs.measured_parts import check_same_pieces, measured_pieces
+from fivefold.pipeline.split.stages import StageSpec
 
 MODEL = replace(PRESETS["debug-llama"], num_layers=6)
 STAGES = (

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from fivefold.pipeline.draw import picture
-from fivefold.pipeline.draw_html import to_html
-from fivefold.pipeline.draw_svg import to_svg
+from fivefold.pipeline.draw.html import to_html
+from fivefold.pipeline.draw.study import Study, run_schedule
+from fivefold.pipeline.draw.svg import to_svg
+from fivefold.pipeline.draw.text import picture
 from fivefold.pipeline.schedules.registry import SCHEDULES
 from fivefold.pipeline.simulate import Reason
-from fivefold.pipeline.study import Study, run_schedule
 
 COLOUR = re.compile(r"\033\[[0-9;]*m")
 

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigError
-from fivefold.pipeline.costs import Costs
+from fivefold.pipeline.costs.costs import Costs
 from fivefold.pipeline.graph import Stream
 from fivefold.pipeline.ir import Kind, loop_placement, v_placement
 from fivefold.pipeline.lowering import eager_dx, lower, unpaired

@@ -9,7 +9,7 @@ from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
-from fivefold.pipeline.costs import Costs
+from fivefold.pipeline.costs.costs import Costs
 from fivefold.pipeline.ir import Kind, v_placement
 from fivefold.pipeline.lowering import eager_dx
 from fivefold.pipeline.simulate import peak_in_flight, simulate

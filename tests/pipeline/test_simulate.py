@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 
 from fivefold.errors import ConfigError
-from fivefold.pipeline.costs import Costs, Footprint
+from fivefold.pipeline.costs.costs import Costs, Footprint
 from fivefold.pipeline.graph import Stream
 from fivefold.pipeline.ir import Act, Kind, Program, ProgramError, loop_placement, v_placement
 from fivefold.pipeline.lowering import eager_dx, lower

@@ -1,6 +1,6 @@
 import pytest
 
-from fivefold.pipeline.costs import Costs
+from fivefold.pipeline.costs.costs import Costs
 from fivefold.pipeline.ir import loop_placement, v_placement
 from fivefold.pipeline.lowering import eager_dx
 from fivefold.pipeline.schedules.registry import build_program

@@ -4,10 +4,10 @@ import pytest
 
 from fivefold.config.presets import PRESETS
 from fivefold.errors import ConfigError
-from fivefold.pipeline.balance_study import cut_figures, cut_lines, cut_model
-from fivefold.pipeline.figures import comparison, comparison_json, figures, report
+from fivefold.pipeline.draw.figures import comparison, comparison_json, figures, report
+from fivefold.pipeline.draw.study import AUTO, Study, compare, run_schedule
 from fivefold.pipeline.schedules.registry import SCHEDULES
-from fivefold.pipeline.study import AUTO, Study, compare, run_schedule
+from fivefold.pipeline.split.balance_study import cut_figures, cut_lines, cut_model
 
 EIGHT = Study(8, 24)
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from fivefold.errors import ConfigError
 from fivefold.pipeline.bounds import lower_bounds
-from fivefold.pipeline.costs import Costs, Footprint
+from fivefold.pipeline.costs.costs import Costs, Footprint
 from fivefold.pipeline.ir import loop_placement, v_placement
 from fivefold.pipeline.list_scheduler import ListScheduler, Problem, SchedulingPolicy
 from fivefold.pipeline.lowering import lower

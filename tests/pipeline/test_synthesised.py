@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.pipeline.costs import Costs, Footprint
+from fivefold.pipeline.costs.costs import Costs, Footprint
 from fivefold.pipeline.graph import Stream
 from fivefold.pipeline.holding import with_recompute
 from fivefold.pipeline.ir import Program, loop_placement, v_placement

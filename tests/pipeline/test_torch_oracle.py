@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.model.batch import Batch
-from fivefold.pipeline.executor import Executor
 from fivefold.pipeline.ir import loop_placement, v_placement
 from fivefold.pipeline.lowering import eager_dx, lower
+from fivefold.pipeline.run.executor import Executor
+from fivefold.pipeline.run.turns import Turns
 from fivefold.pipeline.schedules.registry import build_program
 from fivefold.pipeline.sharding import with_sharding_actions
-from fivefold.pipeline.stages import StageSpec
-from fivefold.pipeline.turns import Turns
+from fivefold.pipeline.split.stages import StageSpec
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.install import install_deferral
 from tests.model.models import LLAMA, batch_of, build

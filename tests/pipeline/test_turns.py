@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.pipeline.turns import OtherHalfFailed, Turns
+from fivefold.pipeline.run.turns import OtherHalfFailed, Turns
 
 
 def half(turns: Turns, seen: list[str], name: str, pieces: int) -> Callable[[], None]:

@@ -11,7 +11,7 @@ import pytest
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.sharding import SHARDING
 from fivefold.hardware import GPUS
-from fivefold.pipeline.costs import Costs
+from fivefold.pipeline.costs.costs import Costs
 from fivefold.pipeline.ir import Kind, Program
 from fivefold.pipeline.order import Order
 from fivefold.predict.compute import overlapped

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fivefold.model.description import LayerKind
+from fivefold.description.layers import LayerKind
 from fivefold.predict.cluster import preset
 from fivefold.predict.communication import broadcasts, gather, span
 from fivefold.predict.compute import attention, attention_share, matmul, score_matrices

@@ -4,8 +4,8 @@ from types import MappingProxyType
 
 import pytest
 
+from fivefold.description.shape import count_parameters
 from fivefold.errors import DataError
-from fivefold.model.shape import count_parameters
 from fivefold.published.frameworks.registry import FRAMEWORKS, frameworks_of
 from fivefold.published.row import (
     COLUMNS,

@@ -18,8 +18,8 @@ from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import resolve_model
 from fivefold.mesh import device
-from fivefold.model.fp8 import E4M3
-from fivefold.model.fp8_rules import ADA
+from fivefold.model.eight_bit.fp8 import E4M3
+from fivefold.model.eight_bit.rules import ADA
 from fivefold.rehearse.roles import rehearsed_layout
 from fivefold.rehearse.run import rehearse_rank
 
@@ -128,13 +128,13 @@ def launched(steps: Steps) -> set[Compiled]:
         found.add((kernel, tuple(of_kernel.items()), tuple(known.items())))
 
     device.launch = launch
-    from fivefold.model import quantise_kernels  # which takes it from there
+    from fivefold.model.kernels import quantise  # which takes it from there
 
     for model, settings in steps:
         config = Config(resolve_model(model)).with_values(**SHORT, **settings)
         rehearse_rank(rehearsed_layout(check(config, 2)), 0)
     if steps[-1] in NARROW:  # what only a GPU's own 8-bit products ask for
-        quantise_kernels.by_rows(torch.empty(256, 128, dtype=E4M3).t())
+        quantise.by_rows(torch.empty(256, 128, dtype=E4M3).t())
     return found
 
 
@@ -166,7 +166,7 @@ def main(capability: int, *, every: bool) -> None:
         compiled = compile(source, target=target, options={**device.TRITON, **chosen})
         assert compiled.asm["cubin"]
         needed = compiled.metadata.shared / 1024
-        runs = capability >= 80 or not kernel.__module__.endswith("attention_kernels")
+        runs = capability >= 80 or not kernel.__module__.endswith("kernels.attention")
         assert not runs or needed <= SHARED_KIB[capability], (needed, known)
         names.add(kernel.__name__)
     print(*sorted(names))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.model.fp8_rules import ADA
+from fivefold.model.eight_bit.rules import ADA
 
 ROOT = Path(__file__).parents[2]
 EVERY = (75, 80, 89, 90, 100, 120)
@@ -22,14 +22,11 @@ RUNS = [
 @pytest.mark.parametrize("words", RUNS, ids=" ".join)
 def test_every_kernel_of_ours_compiles(words: tuple[str, ...]) -> None:
     pytest.importorskip("triton")
-    files = set((ROOT / "fivefold").rglob("*_kernels.py"))
+    texts = {path: path.read_text() for path in (ROOT / "fivefold").rglob("*.py")}
+    kernels = {path: text for path, text in texts.items() if "@triton.jit" in text}
     if divmod(int(words[0]), 10) < ADA:
-        files.remove(ROOT / "fivefold/model/quantise_kernels.py")
-    ours = {
-        name
-        for text in map(Path.read_text, files)
-        for name in re.findall(r"launch\(\s*(_\w+)", text)
-    }
+        del kernels[ROOT / "fivefold/model/kernels/quantise.py"]
+    ours = {n for text in kernels.values() for n in re.findall(r"launch\(\s*(_\w+)", text)}
     done = subprocess.run(
         [sys.executable, "-m", "tests.rehearse.compiled_kernels", *words],
         cwd=ROOT,

@@ -18,8 +18,8 @@ from fivefold.errors import ConfigError, DataError
 from fivefold.pipeline.ir import COMPUTE, Act, Kind, pair
 from fivefold.report.traces import merged, read_traces
 from fivefold.train.engine import Engine
+from fivefold.train.folder.run_folder import RunFolder
 from fivefold.train.profile import _forget, _is_whole, check_profiler, profiled
-from fivefold.train.run_folder import RunFolder
 from fivefold.verify.batches import global_batch, microbatches
 from tests.pool import run
 from tests.train.test_profile import settings

@@ -8,7 +8,7 @@ import pytest
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
-from fivefold.pipeline.costs import Costs
+from fivefold.pipeline.costs.costs import Costs
 from fivefold.pipeline.ir import Kind, loop_placement, v_placement
 from fivefold.pipeline.lowering import eager_dx
 from fivefold.pipeline.order import Order

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
+from fivefold.description.shape import WholeModel, forward_flops
 from fivefold.errors import ConfigError
-from fivefold.model.shape import WholeModel, forward_flops
-from fivefold.pipeline.layout import SplitSettings
+from fivefold.pipeline.split.layout import SplitSettings
 from fivefold.search.enumeration import enumerate_space
 from fivefold.search.memory_choices import further_choices
 from fivefold.search.partitions import balanced_layout

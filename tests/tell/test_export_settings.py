@@ -12,8 +12,8 @@ from benchmarks.export_cases import CHANGES, changed, layouts
 from fivefold.config.config import SECTIONS
 from fivefold.config.settings import settings_of
 from fivefold.optim.schedule import learning_rate
-from fivefold.pipeline.layout import CUTTING, SplitSettings
-from fivefold.pipeline.stages import layout_string
+from fivefold.pipeline.split.layout import CUTTING, SplitSettings
+from fivefold.pipeline.split.stages import layout_string
 from fivefold.tell.export import settings as exporting
 from fivefold.tell.export.settings import OWN, Settings
 from fivefold.tell.export.targets import export

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.model.eight_bit import EightBit
-from fivefold.model.fp8 import E5M2, RECIPES
+from fivefold.model.eight_bit.fp8 import E5M2, RECIPES
+from fivefold.model.eight_bit.linear import EightBit
 from fivefold.model.layers import Embedding, Linear, plain_column, plain_row
 from fivefold.tensor import vocabulary
 from fivefold.tensor.alone import ColumnAlone, RowAlone

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.model import grouped
-from fivefold.model.grouped import GroupedLinear, grouped_weight_gradient, has_kernel
+from fivefold.model.moe import grouped
+from fivefold.model.moe.grouped import GroupedLinear, grouped_weight_gradient, has_kernel
 from fivefold.tensor.deferred_weight import DeferredWeights, run_works
 from fivefold.tensor.grouped import GroupedMultiply
 from tests.tensor.ways import held_sum, in_rooms

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fivefold.audit.launches import Launches
 from fivefold.mesh.collectives import all_reduce
-from fivefold.model.eight_bit import EightBit
-from fivefold.model.fp8 import E5M2, RECIPES
+from fivefold.model.eight_bit.fp8 import E5M2, RECIPES
+from fivefold.model.eight_bit.linear import EightBit
 from fivefold.model.layers import Kept, Linear, Products, plain_column, plain_row
 from fivefold.tensor.alone import ColumnAlone
 from fivefold.tensor.deferred_weight import DeferredWeights, run_works

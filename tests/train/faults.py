@@ -26,10 +26,10 @@ from fivefold.cli.main import main
 from fivefold.mesh.slices import local_tensor
 from fivefold.optim.adamw import AdamW
 from fivefold.parallel_model import ParallelModel
-from fivefold.pipeline.executor import _Step
+from fivefold.pipeline.run.executor import _Step
 from fivefold.train import run
 from fivefold.train.engine import Engine
-from fivefold.train.rank_env import read_rank_env
+from fivefold.train.ranks.rank_env import read_rank_env
 
 STEP = 2  # in which a fault happens; every step saves
 TIMEOUT_SECONDS = 12.0

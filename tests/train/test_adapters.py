@@ -14,7 +14,7 @@ from fivefold.mesh.slices import local_tensor
 from fivefold.model.lora import MAGNITUDE
 from fivefold.optim.adamw import OPTIMIZER
 from fivefold.train.engine import Engine
-from fivefold.train.new_adapters import measure_rows
+from fivefold.train.folder.new_adapters import measure_rows
 from tests.pool import run
 from tests.verify.cases import LLAMA, config, named, shared_groups
 

@@ -10,10 +10,16 @@ import torch.distributed as dist
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.sources import config_settings, read_config
 from fivefold.errors import CheckpointError, ConfigError
-from fivefold.train import alike
-from fivefold.train.alike import OF_A_HOST, check_alike, check_seen, given_data, given_settings
 from fivefold.train.corpora import open_data
-from fivefold.train.lock import claim
+from fivefold.train.folder.lock import claim
+from fivefold.train.ranks import alike
+from fivefold.train.ranks.alike import (
+    OF_A_HOST,
+    check_alike,
+    check_seen,
+    given_data,
+    given_settings,
+)
 from tests import pool
 
 HOSTS = ("a", "b", "b", "c")

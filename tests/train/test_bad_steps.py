@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from fivefold.check import check
 from fivefold.cli.main import main
 from fivefold.config.training import TrainingConfig
-from fivefold.train.bad_steps import LEAST, MOST, BadSteps
 from fivefold.train.engine import Engine
+from fivefold.train.health.bad_steps import LEAST, MOST, BadSteps
 from fivefold.train.step_result import DeviceResult, StepResult
 from fivefold.verify.batches import global_batch, microbatches
 from tests.pool import run

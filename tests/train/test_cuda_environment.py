@@ -6,8 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.train import cuda_environment
-from fivefold.train.cuda_environment import keep_flight_record, let_segments_grow, set_defaults
+from fivefold.train.machine import cuda_environment
+from fivefold.train.machine.cuda_environment import (
+    keep_flight_record,
+    let_segments_grow,
+    set_defaults,
+)
 from tests import programs
 
 

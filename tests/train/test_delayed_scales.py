@@ -10,7 +10,7 @@ from fivefold.check import check
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.errors import CheckpointError
 from fivefold.mesh.slices import piece_of
-from fivefold.model.fp8_rules import SCALES
+from fivefold.model.eight_bit.rules import SCALES
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import global_batch, microbatches, rows_of
 from tests.pool import run

@@ -3,8 +3,8 @@
 import pytest
 
 from fivefold.errors import ConfigError
-from fivefold.train.devices import Asked, choose_device, lacks_units
-from fivefold.train.rank_env import Launcher, RankEnv
+from fivefold.train.machine.devices import Asked, choose_device, lacks_units
+from fivefold.train.ranks.rank_env import Launcher, RankEnv
 
 
 def env(launcher: Launcher, ranks: int) -> RankEnv:

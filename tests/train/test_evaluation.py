@@ -28,16 +28,16 @@ from fivefold.data.tokenizer import Tokenizer
 from fivefold.data.validation import validation_sets
 from fivefold.errors import CheckpointError, ConfigError
 from fivefold.files import parse_json
+from fivefold.inference.eval import evaluate_rank
 from fivefold.model.init import initialise
 from fivefold.report.charts import charts_of
 from fivefold.report.facts import facts
 from fivefold.report.story import read_story
 from fivefold.train.corpora import open_data
 from fivefold.train.engine import Engine
-from fivefold.train.eval import evaluate_rank
 from fivefold.train.evaluation import evaluations
+from fivefold.train.folder.run_folder import CHECKPOINTS
 from fivefold.train.metrics import EvalMetrics
-from fivefold.train.run_folder import CHECKPOINTS
 from fivefold.verify.reference import batches_of, plain_model
 from tests import programs
 from tests.pool import run
@@ -209,7 +209,7 @@ def test_eval_says_losses_first_and_the_next_command_last(
 
 def _diverged(run: str) -> int:
     found = [EvalMetrics(2, loss, 9, 1.0, name) for loss, name in zip(NOT_TOLD, SETS, strict=True)]
-    with patch("fivefold.train.eval.evaluate_rank", lambda *_: found):
+    with patch("fivefold.inference.eval.evaluate_rank", lambda *_: found):
         return main(["eval", run, "--json"])
 
 

@@ -19,7 +19,7 @@ from benchmarks.peers import free_port
 from fivefold.cli.fewer_ranks import DEVICES, leave_out
 from fivefold.cli.main import main
 from fivefold.train.engine import Engine
-from fivefold.train.rank_env import RankEnv
+from fivefold.train.ranks.rank_env import RankEnv
 from fivefold.train.step_result import DeviceResult
 from tests.train.test_run import command, losses, wait_for
 

@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 
 from fivefold.config.training import TrainingConfig
-from fivefold.train.garbage import collecting
+from fivefold.train.machine.garbage import collecting
 
 
 @pytest.mark.parametrize(("interval", "steps"), [(0, []), (1, [1, 2, 3, 4]), (2, [2, 4])])

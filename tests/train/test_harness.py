@@ -20,11 +20,11 @@ from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
-from fivefold.train.convert import to_run  # noqa: E402
-from fivefold.train.harness import HarnessModel, load_tasks  # noqa: E402
-from fivefold.train.sample import load_model  # noqa: E402
-from fivefold.train.score import Scorer  # noqa: E402
-from fivefold.train.text_bounds import TextBounds  # noqa: E402
+from fivefold.inference.harness import HarnessModel, load_tasks  # noqa: E402
+from fivefold.inference.sample import load_model  # noqa: E402
+from fivefold.inference.score import Scorer  # noqa: E402
+from fivefold.inference.text_bounds import TextBounds  # noqa: E402
+from fivefold.train.folder.convert import to_run  # noqa: E402
 from tests.config.oracle import InFp64, oracle  # noqa: E402
 from tests.config.test_huggingface_parity import TINY  # noqa: E402
 from tests.train.test_sample_parity import SIZES, backend  # noqa: E402

@@ -3,7 +3,7 @@
 import pytest
 
 from fivefold.check import check
-from fivefold.train.hosts import crossing
+from fivefold.train.ranks.hosts import crossing
 from tests.verify.cases import MODELS, config
 
 TP2 = check(config(MODELS["gpt"], tensor_model_parallel_size=2), 8)

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from fivefold.errors import ConfigError, FivefoldError, Mistake, OtherSettings
-from fivefold.train.launch import init_process_group, launch_local, run_ranks
-from fivefold.train.rank_env import RankEnv, read_rank_env
-from fivefold.train.signals import StopRequest
+from fivefold.train.ranks.launch import init_process_group, launch_local, run_ranks
+from fivefold.train.ranks.rank_env import RankEnv, read_rank_env
+from fivefold.train.ranks.signals import StopRequest
 from tests.programs import Program
 
 pytestmark = pytest.mark.slow

@@ -17,8 +17,8 @@ from unittest.mock import patch
 import pytest
 
 from fivefold.errors import ConfigError, TrainingError
-from fivefold.train import lock
-from fivefold.train.lock import FILE, FolderInUse, claim
+from fivefold.train.folder import lock
+from fivefold.train.folder.lock import FILE, FolderInUse, claim
 
 ELSEWHERE = {"host": "node7", "machine": "another boot", "pid": 4711, "since": "then"}
 
@@ -74,7 +74,7 @@ def test_what_has_begun_stays_and_the_lock_goes(tmp_path):
 CONTENDER = """
     import sys, time
     from pathlib import Path
-    from fivefold.train.lock import FolderInUse, claim
+    from fivefold.train.folder.lock import FolderInUse, claim
     run, ready, go = map(Path, sys.argv[1:])
     ready.touch()
     while not go.exists():
@@ -116,7 +116,7 @@ def test_of_many_that_start_at_once_one_wins_and_the_others_name_it(tmp_path):
 OWNER = """
     import os, sys, time
     from pathlib import Path
-    from fivefold.train.lock import claim
+    from fivefold.train.folder.lock import claim
     with claim(Path(sys.argv[1]), tell=lambda text: None) as held:
         held.begin()
         if sys.argv[2] == "with a rank" and os.fork() == 0:
@@ -160,7 +160,7 @@ def test_ranks_that_will_not_end_are_told_apart_from_their_parent(tmp_path, impa
 CLAIMS_AGAIN_AND_AGAIN = """
     import os, random, sys, time
     from pathlib import Path
-    from fivefold.train.lock import FolderInUse, claim
+    from fivefold.train.folder.lock import FolderInUse, claim
     run, seed, begin, until = Path(sys.argv[1]), *map(float, sys.argv[2:])
     chance, mine, holder = random.Random(seed), str(os.getpid()), run.with_name("holder")
     until += time.monotonic()

@@ -8,9 +8,9 @@ from datetime import timedelta
 import pytest
 
 from fivefold.errors import PlaceError
-from fivefold.train import meeting
-from fivefold.train.meeting import check_place, meet
-from fivefold.train.rank_env import RankEnv
+from fivefold.train.ranks import meeting
+from fivefold.train.ranks.meeting import check_place, meet
+from fivefold.train.ranks.rank_env import RankEnv
 
 LIMIT = timedelta(seconds=1)
 

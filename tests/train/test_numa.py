@@ -8,7 +8,7 @@ import pytest
 
 from fivefold.config.training import NumaBinding
 from fivefold.errors import ConfigError
-from fivefold.train.numa import bind, choose_bindings, described, prefer_memory, ranges
+from fivefold.train.machine.numa import bind, choose_bindings, described, prefer_memory, ranges
 from tests.pool import run
 
 

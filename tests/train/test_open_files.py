@@ -14,7 +14,7 @@ from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.errors import ConfigError
 from fivefold.train.engine import Engine
-from fivefold.train.open_files import OTHERS, check_open_files, gloo_groups, open_files
+from fivefold.train.machine.open_files import OTHERS, check_open_files, gloo_groups, open_files
 from tests.pool import run
 from tests.predict.layouts import planned
 

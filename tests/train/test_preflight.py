@@ -8,7 +8,7 @@ from fivefold.cli.main import main
 from fivefold.config.config import SETTINGS, Config
 from fivefold.config.huggingface.write import to_hf_config
 from fivefold.config.presets import PRESETS
-from fivefold.train.preflight import with_home
+from fivefold.train.folder.preflight import with_home
 
 OPENED_BY_DATA = ("data_path", "data_cache_path")
 FOLDERS = [name for name, each in SETTINGS.items() if each.kind is str and "folder" in each.help]

@@ -9,10 +9,15 @@ from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.errors import ConfigError
-from fivefold.pipeline.measured import FILE, explained_makespan, measured_program, read_measured
+from fivefold.pipeline.costs.measured import (
+    FILE,
+    explained_makespan,
+    measured_program,
+    read_measured,
+)
 from fivefold.train.engine import Engine
+from fivefold.train.folder.run_folder import RunFolder
 from fivefold.train.profile import profiled
-from fivefold.train.run_folder import RunFolder
 from fivefold.verify.batches import global_batch, microbatches
 from tests.pool import run
 from tests.verify.cases import shared_groups

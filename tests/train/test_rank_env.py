@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from fivefold.errors import ConfigError, PlaceError
-from fivefold.train.rank_env import MPI_SIZES, RankEnv, first_host, read_rank_env
+from fivefold.train.ranks.rank_env import MPI_SIZES, RankEnv, first_host, read_rank_env
 
 TORCHRUN = {
     "RANK": "5",
@@ -161,7 +161,6 @@ def test_whatever_a_launcher_sets_is_a_possible_rank_or_a_message():
 
 
 def test_imports_no_torch():
-    code = (
-        "import sys, fivefold.train.rank_env, fivefold.hardware; assert 'torch' not in sys.modules"
-    )
+    modules = "fivefold.train.ranks.rank_env, fivefold.hardware"
+    code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

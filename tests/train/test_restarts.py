@@ -20,15 +20,15 @@ from fivefold.cli.main import main
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.errors import CheckpointError, ConfigError, TrainingError
-from fivefold.train import rejoin
 from fivefold.train.engine import Engine
-from fivefold.train.launch import End, run_ranks
-from fivefold.train.origin import Origin
-from fivefold.train.preflight import check_restarts
-from fivefold.train.rank_env import RankEnv
-from fivefold.train.rejoin import Generations
-from fivefold.train.restarts import Again, NextStart, Restarts
-from fivefold.train.run_folder import RunFolder
+from fivefold.train.folder.origin import Origin
+from fivefold.train.folder.preflight import check_restarts
+from fivefold.train.folder.run_folder import RunFolder
+from fivefold.train.ranks import rejoin
+from fivefold.train.ranks.launch import End, run_ranks
+from fivefold.train.ranks.rank_env import RankEnv
+from fivefold.train.ranks.rejoin import Generations
+from fivefold.train.ranks.restarts import Again, NextStart, Restarts
 from tests import programs
 from tests.programs import Program
 from tests.train.test_run import command, losses, wait_for

@@ -12,8 +12,7 @@ from dataclasses import asdict
 import pytest
 import torch.distributed as dist
 
-from fivefold.train.rank_env import RankEnv
-from fivefold.train.roll_call import (
+from fivefold.train.health.roll_call import (
     ANSWER_SECONDS,
     PATIENCE,
     Answer,
@@ -23,7 +22,8 @@ from fivefold.train.roll_call import (
     call,
     key,
 )
-from fivefold.train.witness import LOOK_SECONDS
+from fivefold.train.health.witness import LOOK_SECONDS
+from fivefold.train.ranks.rank_env import RankEnv
 
 WAITS = Answer("finish (a.py:1)", waits=True, moves=False, stack="", doing="step 1", idle=3.0)
 
@@ -110,7 +110,7 @@ def test_a_rank_that_answers_late_is_waited_for_unless_it_is_stopped(
         time.sleep(0.5)  # it has ended, and nobody has asked how
         pid = child.pid
     clock = Clock(store, after)
-    monkeypatch.setattr("fivefold.train.roll_call.time.monotonic", clock.monotonic)
+    monkeypatch.setattr("fivefold.train.health.roll_call.time.monotonic", clock.monotonic)
     given = await_answers(store, {1: pid}, 1, clock.pause)
     assert (given == {1: WAITS}) is (after < 100.0)
     assert clock.now == pytest.approx(waited, abs=0.25)

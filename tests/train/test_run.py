@@ -19,8 +19,8 @@ import pytest
 from benchmarks import kill
 from benchmarks.peers import free_port
 from fivefold.cli.main import main
-from fivefold.train.lock import FILE, RunLock, claim
-from fivefold.train.save_interval import SaveInterval
+from fivefold.train.folder.lock import FILE, RunLock, claim
+from fivefold.train.folder.save_interval import SaveInterval
 from tests import programs
 from tests.checkpoint.forge import Call, forge
 from tests.cli.advice import Line, read_message, type_suggestion

@@ -25,9 +25,9 @@ from fivefold.learn.runs import observed
 from fivefold.report.page import page
 from fivefold.report.settings import run_config
 from fivefold.report.story import read_story
-from fivefold.train.lock import FILE, Owner
+from fivefold.train.folder.lock import FILE, Owner
+from fivefold.train.folder.run_folder import MetricsFile, RunFolder
 from fivefold.train.metrics import LayerRouting
-from fivefold.train.run_folder import MetricsFile, RunFolder
 from tests.train.test_metrics import step_metrics
 
 TIMES = int(os.environ.get("FIVEFOLD_MUTATIONS", "0"))

@@ -24,14 +24,14 @@ from fivefold.config.model import ModelConfig
 from fivefold.data.prompts import encode_prompt
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import DataError
+from fivefold.inference.decoder import Decoder
+from fivefold.inference.sample import Sampling, _Text
 from fivefold.mesh.slices import piece_of
 from fivefold.model.batch import Batch
 from fivefold.model.init import initialise
 from fivefold.model.transformer import Stage
 from fivefold.parallelize import parallelize
-from fivefold.train.decoder import Decoder
 from fivefold.train.layout_groups import groups_of
-from fivefold.train.sample import Sampling, _Text
 from tests import programs
 from tests.pool import run
 from tests.verify.cases import MODELS, chosen, config, named, shared_groups

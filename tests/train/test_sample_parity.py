@@ -14,9 +14,9 @@ from tokenizers import processors
 
 from fivefold.cli.sample import _converse
 from fivefold.data.tokenizer import Tokenizer
-from fivefold.train.convert import to_run
-from fivefold.train.sample import Sampler, Sampling
-from fivefold.train.text_bounds import TextBounds
+from fivefold.inference.sample import Sampler, Sampling
+from fivefold.inference.text_bounds import TextBounds
+from fivefold.train.folder.convert import to_run
 from tests.byte_level import byte_level
 from tests.config.oracle import oracle
 from tests.config.test_huggingface_parity import TINY

@@ -3,8 +3,8 @@
 import pytest
 
 from fivefold.reliability import DEVICE_MTBF, best_interval
-from fivefold.train import save_interval
-from fivefold.train.save_interval import FIRST, SaveInterval
+from fivefold.train.folder import save_interval
+from fivefold.train.folder.save_interval import FIRST, SaveInterval
 
 DEVICES = 1 << 16
 

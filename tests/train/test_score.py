@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from fivefold.config.sources import read_config
 from fivefold.errors import FivefoldError
+from fivefold.inference.score import Scorer
 from fivefold.model.batch import Batch
 from fivefold.model.init import initialise
 from fivefold.model.transformer import Stage
-from fivefold.train.score import Scorer
 from fivefold.verify.reference import plain_model
 
 WINDOW = 12

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.train.scratch import NEW_SECONDS, scratch_folder
+from fivefold.train.folder.scratch import NEW_SECONDS, scratch_folder
 
 
 @pytest.fixture

@@ -6,8 +6,13 @@ import time
 import pytest
 
 from fivefold.cli.main import main
-from fivefold.train import signals
-from fivefold.train.signals import SAME_PRESS_SECONDS, StopRequest, leaving_in_order, passed_on
+from fivefold.train.ranks import signals
+from fivefold.train.ranks.signals import (
+    SAME_PRESS_SECONDS,
+    StopRequest,
+    leaving_in_order,
+    passed_on,
+)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from fivefold.mesh.slices import local_tensor
 from fivefold.optim.adamw import STATES, state_name
 from fivefold.optim.rounding import MASTER, REMAINDER
 from fivefold.train.engine import Engine
-from fivefold.train.silent_errors import SilentErrors, fingerprint, odd_ones
+from fivefold.train.health.silent_errors import SilentErrors, fingerprint, odd_ones
 from fivefold.verify.batches import global_batch, microbatches
 from tests.pool import run
 from tests.verify.cases import LLAMA, MODELS, chosen, config, named, shared_groups
@@ -300,7 +300,7 @@ def test_any_bit_changes_the_fingerprint(
     place = data.draw(st.integers(0, raw.numel() - 1))
     bit = data.draw(st.integers(0, 7))
     with patch(
-        "fivefold.train.silent_errors._PIECE", data.draw(st.sampled_from([7, 1000, 1 << 20]))
+        "fivefold.train.health.silent_errors._PIECE", data.draw(st.sampled_from([7, 1000, 1 << 20]))
     ):
         before = fingerprint(raw.view(dtype))
         raw[place] ^= 1 << bit

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from benchmarks.peers import free_port
 from fivefold.errors import ConfigError
-from fivefold.train.meeting import meet
-from fivefold.train.rank_env import RankEnv, read_rank_env
-from fivefold.train.started import run_started
+from fivefold.train.ranks.meeting import meet
+from fivefold.train.ranks.rank_env import RankEnv, read_rank_env
+from fivefold.train.ranks.started import run_started
 from tests.programs import Program
 
 WHAT = "the run folder is in use"

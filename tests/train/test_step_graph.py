@@ -25,12 +25,12 @@ from fivefold.cli.main import program
 from fivefold.config.config import Config
 from fivefold.mesh.slices import as_piece, local_tensor
 from fivefold.model.batch import Batch, FixedBatches, form, on_device
-from fivefold.pipeline.measured import FILE, read_measured
+from fivefold.pipeline.costs.measured import FILE, read_measured
 from fivefold.train.batches import as_batch
 from fivefold.train.engine import Engine
-from fivefold.train.launch import init_process_group
 from fivefold.train.profile import profiled
-from fivefold.train.rank_env import RankEnv
+from fivefold.train.ranks.launch import init_process_group
+from fivefold.train.ranks.rank_env import RankEnv
 from fivefold.train.step_graph import WARMUP, Replay, StepGraphs, _Recorded
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches, rows_of
 from tests.pool import run

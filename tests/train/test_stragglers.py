@@ -10,11 +10,11 @@ import pytest
 
 from fivefold.cli.main import main
 from fivefold.mesh.grid import Grid
-from fivefold.pipeline.executor import _Step
 from fivefold.pipeline.ir import Act, Direction, Kind, Message
-from fivefold.train.activity import Activity
-from fivefold.train.rank_env import read_rank_env
-from fivefold.train.stragglers import compare
+from fivefold.pipeline.run.executor import _Step
+from fivefold.train.health.activity import Activity
+from fivefold.train.health.stragglers import compare
+from fivefold.train.ranks.rank_env import read_rank_env
 
 GRID = Grid(pp=2, dp_shard=4, tp=2)
 

@@ -7,7 +7,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.training import TrainingConfig
 from fivefold.layout import Layout
-from fivefold.train.threads import GRAIN, choose_threads
+from fivefold.train.machine.threads import GRAIN, choose_threads
 
 MODEL = ModelConfig(
     num_layers=2,

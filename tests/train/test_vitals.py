@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fivefold.train.health.vitals import DEAD_STEPS, SAME_STEPS, Symptom, Vitals
 from fivefold.train.step_result import StepResult
-from fivefold.train.vitals import DEAD_STEPS, SAME_STEPS, Symptom, Vitals
 
 VOCABULARY = 512
 

@@ -15,7 +15,7 @@ from fivefold.audit.watch import Watch
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.mesh.slices import local_tensor
-from fivefold.model.grouped import group_ends
+from fivefold.model.moe.grouped import group_ends
 from fivefold.parallel_model import ParallelModel
 from fivefold.pipeline.ir import Act
 from fivefold.train.engine import Engine
@@ -120,7 +120,7 @@ def _events(rank: int, world: int, settings: Config) -> list[str]:
         del events[before:]
         return ends
 
-    with shared_groups(), patch("fivefold.model.grouped.group_ends", unseen):
+    with shared_groups(), patch("fivefold.model.moe.grouped.group_ends", unseen):
         engine = _engine(rank, world, settings)
         _step(engine, 0)
         with _forwards(engine, events), _Methods(events), _Operations(events):

@@ -14,11 +14,11 @@ import pytest
 import torch.distributed as dist
 
 from fivefold.pipeline.ir import Act, Direction, Kind, Message
-from fivefold.train import watchdog as watchdog_
-from fivefold.train.activity import Activity
-from fivefold.train.rank_env import RankEnv
-from fivefold.train.watchdog import Watchdog
-from fivefold.train.witness import Answer
+from fivefold.train.health import watchdog as watchdog_
+from fivefold.train.health.activity import Activity
+from fivefold.train.health.watchdog import Watchdog
+from fivefold.train.health.witness import Answer
+from fivefold.train.ranks.rank_env import RankEnv
 
 SECONDS = 0.4
 MESSAGE = Message(5, 0, 1, 2, 3, mb=4, direction=Direction.FORWARD)

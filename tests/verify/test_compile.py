@@ -15,13 +15,13 @@ from fivefold.audit.measure import measured
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.errors import ConfigError
-from fivefold.model import attention
+from fivefold.model.attention import grouped_query as attention
+from fivefold.model.attention.cuda_kernels import Grads
+from fivefold.model.attention.varlen import Pieces
 from fivefold.model.batch import on_device
 from fivefold.model.compiled import compile_layers
-from fivefold.model.cuda_kernels import Grads
 from fivefold.model.transformer import Stage
-from fivefold.model.varlen import Pieces
-from fivefold.pipeline.stages import StageSpec
+from fivefold.pipeline.split.stages import StageSpec
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import global_batch, microbatches
 from tests.model.models import batch_of

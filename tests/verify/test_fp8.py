@@ -12,13 +12,13 @@ from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError
 from fivefold.model.compiled import compile_layers
-from fivefold.model.eight_bit import EightBit
-from fivefold.model.eight_bit_layers import install_eight_bit
-from fivefold.model.fp8 import E5M2, RECIPES
-from fivefold.model.fp8_rules import check_kernels
+from fivefold.model.eight_bit.fp8 import E5M2, RECIPES
+from fivefold.model.eight_bit.layers import install_eight_bit
+from fivefold.model.eight_bit.linear import EightBit
+from fivefold.model.eight_bit.rules import check_kernels
 from fivefold.model.init import initialise
 from fivefold.model.transformer import Stage
-from fivefold.pipeline.stages import StageSpec
+from fivefold.pipeline.split.stages import StageSpec
 from fivefold.verify.shrink import prepare
 from tests.model.models import batch_of
 from tests.verify.cases import MIXTURE, MODELS, chosen, config, flags, named, verify_in_pool

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fivefold.check import check
 from fivefold.mesh.slices import piece_of
-from fivefold.pipeline.stages import layout_string
+from fivefold.pipeline.split.stages import layout_string
 from fivefold.verify.compare import _number, _tensor
 from fivefold.verify.report import (
     FLOORS,

@@ -11,9 +11,9 @@ from fivefold.audit.traffic import Traffic, axes_of
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
+from fivefold.description.expert_rows import rows_sent
 from fivefold.expert.transfer import join, share
 from fivefold.layout import Layout
-from fivefold.model.expert_rows import rows_sent
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import global_batch, microbatches, rows_of
 from tests.pool import run

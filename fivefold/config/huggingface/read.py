@@ -24,7 +24,7 @@ from fivefold.config.huggingface.mixtures import (
 from fivefold.config.huggingface.naming import in_words_of
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.model import ModelConfig
-from fivefold.config.model_rules import check_model
+from fivefold.config.rules.model import check_model
 from fivefold.errors import ConfigError, Mistake, did_you_mean
 from fivefold.files import read_json
 

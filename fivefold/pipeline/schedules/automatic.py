@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import inf
 
-from fivefold.pipeline.costs import Costs, Footprint
+from fivefold.pipeline.costs.costs import Costs, Footprint
 from fivefold.pipeline.ir import Act, Kind
 from fivefold.pipeline.schedules.fixed import Orders
 

@@ -10,7 +10,7 @@ from bisect import insort
 from collections.abc import Callable
 from itertools import accumulate
 
-from fivefold.pipeline.costs import Costs, Footprint
+from fivefold.pipeline.costs.costs import Costs, Footprint
 from fivefold.pipeline.ir import stages_on
 from fivefold.pipeline.list_scheduler import ListScheduler, Problem, SchedulingPolicy
 from fivefold.pipeline.schedules.fixed import Orders, Task

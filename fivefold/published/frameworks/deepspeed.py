@@ -4,7 +4,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from fivefold.config.config import Config
-from fivefold.pipeline.stages import layout_of_counts
+from fivefold.pipeline.split.stages import layout_of_counts
 from fivefold.published.frameworks.framework import OTHERS, Framework
 
 

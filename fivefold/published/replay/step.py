@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from math import inf
 
 from fivefold.counts.state import num_shards
+from fivefold.description.shape import layer_weights
 from fivefold.layout import Layout
-from fivefold.model.shape import layer_weights
 from fivefold.pipeline.ir import Kind
 from fivefold.published.replay.allocator import Allocator
 from fivefold.published.replay.tape import Op, Tape, saved_by

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from fivefold.layout import Layout
-from fivefold.pipeline.layout import CUTTING
 from fivefold.pipeline.schedules.registry import Shape
-from fivefold.pipeline.stages import layout_string
+from fivefold.pipeline.split.layout import CUTTING
+from fivefold.pipeline.split.stages import layout_string
 from fivefold.tell.export.settings import Settings, flag, flags
 from fivefold.tell.export.stand_in import changes, one_stage_a_rank, run_by
 

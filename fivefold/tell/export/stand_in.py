@@ -6,11 +6,11 @@ from math import lcm
 
 from fivefold.config.memory import MemoryConfig
 from fivefold.layout import Layout
-from fivefold.pipeline.costs import Costs, Footprint
+from fivefold.pipeline.costs.costs import Costs, Footprint
 from fivefold.pipeline.ir import loop_placement, stages_on
 from fivefold.pipeline.schedules.registry import with_copies
 from fivefold.pipeline.simulate import peak_in_flight, simulate
-from fivefold.pipeline.stages import Split, StageSpec
+from fivefold.pipeline.split.stages import Split, StageSpec
 
 _MOST_ACTS = 1 << 12  # most actions to simulate; further microbatches add the same to both
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from fivefold.config.sharding import SHARDING
 from fivefold.layout import Layout
-from fivefold.pipeline.layout import CUTTING
 from fivefold.pipeline.schedules.registry import Shape
+from fivefold.pipeline.split.layout import CUTTING
 from fivefold.tell.export.settings import (
     Export,
     Settings,

@@ -1,0 +1,1 @@
+"""Rules of settings: their values, what they depend on, and what goes together."""

@@ -1,0 +1,105 @@
+"""Settings that have an effect only together with another setting."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fivefold.config.config import SETTINGS, Config
+from fivefold.config.rules.dependents import DEPENDENTS
+from fivefold.config.rules.run_dependents import Dependents
+from fivefold.errors import Mistakes
+
+
+@dataclass(frozen=True)
+class Orphan:
+    """A setting that was changed from its default and has no effect."""
+
+    name: str
+    of: Dependents
+    config: Config
+
+    @property
+    def default(self) -> object:
+        """The value at which the setting is no mistake."""
+        return SETTINGS[self.name].default
+
+    @property
+    def off(self) -> str:
+        """The flag that resets the setting."""
+        return SETTINGS[self.name].typed(self.default)
+
+    @property
+    def shown(self) -> str:
+        """The name and value of the setting, for messages."""
+        return _shown(self.config, self.name)
+
+    @property
+    def why(self) -> str:
+        """The purpose of the setting, and what is missing for it."""
+        return f"it {self.of.why}, and {_shown(self.config, self.of.on, ' is ')}"
+
+
+def orphans(config: Config) -> Iterator[Orphan]:
+    """Every setting that differs from its default and has no effect; a degree of -1 is unknown."""
+    for of in DEPENDENTS:
+        yield from _orphans(of, config)
+
+
+def check_dependents(config: Config, mistakes: Mistakes, *, planned: bool = False) -> None:
+    """Refuse settings that have no effect.
+
+    Args:
+        config: configuration with all inferable degrees filled in.
+        mistakes: collection to which mistakes are added.
+        planned: whether the layout is still to be chosen.
+    """
+    for orphan in orphans(config):
+        if orphan.of.refused and not (planned and orphan.of.searched):
+            mistakes.add(
+                f"{orphan.shown} has no effect: {orphan.why}",
+                works=[*orphan.of.add, orphan.off],
+            )
+
+
+def leaves_idle(config: Config, decides: str, **settings: Any) -> bool:
+    """Whether these values leave a given setting that depends on `decides` without effect.
+
+    Args:
+        config: configuration with the given settings.
+        decides: name of a setting in `settings`.
+        settings: values of settings, by field name.
+    """
+    found = orphans(config.with_values(**settings))
+    return any(orphan.of.refused and orphan.of.on == decides for orphan in found)
+
+
+def without_orphans(config: Config, by_flag: Collection[str]) -> tuple[Config, list[Orphan]]:
+    """Leave out the settings of a recipe that have no effect because of a flag.
+
+    Settings given by flags stay, and so do those that have no effect in the recipe itself.
+
+    Args:
+        config: configuration of a recipe and flags.
+        by_flag: names of the settings that were given by flags.
+
+    Returns:
+        The remaining configuration, and the settings that are left out.
+    """
+    left_out = []
+    for of in DEPENDENTS:  # one after the other, as some hang on settings that others leave out
+        if of.on in by_flag:
+            found = [orphan for orphan in _orphans(of, config) if orphan.name not in by_flag]
+            config = config.with_values(**{orphan.name: orphan.default for orphan in found})
+            left_out += found
+    return config, left_out
+
+
+def _orphans(of: Dependents, config: Config) -> Iterator[Orphan]:
+    if not of.alive(config):
+        for name in of.names:
+            if config.value(name) != SETTINGS[name].default:
+                yield Orphan(name, of, config)
+
+
+def _shown(config: Config, name: str, equals: str = " = ") -> str:
+    return f"{name}{equals}{SETTINGS[name].words(config.value(name))}"

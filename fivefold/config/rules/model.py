@@ -1,0 +1,374 @@
+"""Validation of a model's architecture on its own."""
+
+from typing import Literal, get_args, get_origin, get_type_hints
+
+from fivefold.config.config import SETTINGS
+from fivefold.config.divisors import divisors, nearest
+from fivefold.config.layer_pattern import (
+    MAX_LAYERS,
+    expert_layers,
+    unrotated_layers,
+    window_layers,
+)
+from fivefold.config.lora import OF_ADAPTERS
+from fivefold.config.model import MAX_SIZE, ModelConfig
+from fivefold.config.rules.lora import check_adapters
+from fivefold.config.settings import flag_of
+from fivefold.errors import Mistakes, did_you_mean
+
+_POSITIVE = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "vocab_size",
+    "num_query_groups",
+    "kv_channels",
+    "ffn_hidden_size",
+    "max_position_embeddings",
+    "norm_epsilon",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+    "softmax_scale",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "rotary_base",
+    "rotary_base_local",
+    "rotary_percent",
+    "rotary_seq_len_interpolation_factor",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "rope_scaling_factor",
+    "rope_low_freq_factor",
+    "rope_high_freq_factor",
+    "rope_original_max_position_embeddings",
+    "window_size",
+    "init_method_std",
+    "make_vocab_size_divisible_by",
+)
+_AT_MOST = {
+    name: MAX_LAYERS if name in ("num_layers", "mtp_num_layers") else MAX_SIZE
+    for name, kind in get_type_hints(ModelConfig).items()
+    if kind in (int, int | None)
+}
+_OF_EXPERTS = (
+    "moe_router_topk",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_group_scores",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_layer_freq",
+)
+_OF_LATENTS = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+)
+_CHOICES = {
+    name: get_args(kind)
+    for name, kind in get_type_hints(ModelConfig).items()
+    if get_origin(kind) is Literal
+}
+
+
+def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
+    """Report everything that is wrong with the architecture on its own."""
+    not_positive = [
+        name for name in _POSITIVE if (value := getattr(model, name)) is not None and not value > 0
+    ]
+    for name in not_positive:
+        mistakes.add(f"{name} must be positive, not {getattr(model, name)}")
+    too_large = [
+        (name, most) for name, most in _AT_MOST.items() if (getattr(model, name) or 0) > most
+    ]
+    for name, most in too_large:
+        mistakes.add(f"{name} must be at most {most}, not {getattr(model, name)}")
+    if too_large:
+        return
+    for name, choices in _CHOICES.items():
+        value = getattr(model, name)
+        if value not in choices:
+            mistakes.add(f"unknown {name} {value!r}{did_you_mean(value, choices)}", works=choices)
+    if model.parallel_residual and not model.norms_before:
+        mistakes.add(
+            "parallel_residual feeds attention and MLP the same state, normalised for each, and "
+            f"norm_placement {model.norm_placement} has no norms before them",
+            works=["--no-parallel-residual", "--norm-placement both"],
+        )
+    for name in ("hidden_dropout", "attention_dropout"):
+        value = getattr(model, name)
+        if not 0.0 <= value < 1.0:
+            mistakes.add(f"{name} must be in [0, 1), not {value}")
+    if not not_positive:
+        _check_heads(model, mistakes)
+        _check_experts(model, mistakes)
+    _check_latents(model, mistakes)
+    if model.lora_rank is None:
+        _check_unused(model, OF_ADAPTERS, "--lora-rank", "--lora-rank 16", mistakes)
+    check_adapters(model, mistakes)
+    _check_rope(model, mistakes)
+    _check_unrotated(model, mistakes)
+    _check_gate(model, mistakes)
+    if model.window_attn_skip_freq is not None:
+        with mistakes.collecting():
+            if not any(window_layers(model.window_attn_skip_freq, model.num_layers)):
+                mistakes.add(
+                    f"window_attn_skip_freq {model.window_attn_skip_freq!r} gives none of the "
+                    "layers a window",
+                    works=("--window-attn-skip-freq none",),
+                )
+
+
+def _check_rope(model: ModelConfig, mistakes: Mistakes) -> None:
+    rope, stretched = model.position_embedding_type == "rope", model.rope_type == "yarn"
+    if model.rotary_percent > 1.0:
+        mistakes.add(
+            f"rotary_percent {model.rotary_percent} is more than all of a head's features",
+            works=["--rotary-percent 1.0"],
+        )
+    if model.rotary_percent != 1.0 and model.multi_latent_attention:
+        mistakes.add(
+            f"rotary_percent {model.rotary_percent} has no effect on multi_latent_attention, whose "
+            f"heads have qk_pos_emb_head_dim {model.qk_pos_emb_head_dim} rotary features",
+            works=["--rotary-percent 1.0"],
+        )
+    if stretched and not rope:
+        mistakes.add("rope_type yarn needs position_embedding_type rope")
+    if stretched and model.use_rope_scaling:
+        mistakes.add(
+            "rope_type yarn and use_rope_scaling both stretch the frequencies of RoPE",
+            works=["--rope-type rope", "--no-use-rope-scaling"],
+        )
+    if stretched and model.beta_fast < model.beta_slow:
+        mistakes.add(
+            "beta_fast must not be less than beta_slow", f"{model.beta_fast} < {model.beta_slow}"
+        )
+    if model.mscale_all_dim and not model.multi_latent_attention:
+        mistakes.add(
+            f"mscale_all_dim = {model.mscale_all_dim} has an effect on multi_latent_attention only",
+            works=["--mscale-all-dim 0.0", "--multi-latent-attention"],
+        )
+    if min(model.mscale, model.mscale_all_dim) < 0.0:
+        mistakes.add("mscale and mscale_all_dim must not be negative")
+    if model.use_rope_scaling and model.rope_high_freq_factor <= model.rope_low_freq_factor:
+        mistakes.add(
+            "rope_high_freq_factor must be larger than rope_low_freq_factor",
+            f"{model.rope_high_freq_factor} <= {model.rope_low_freq_factor}",
+        )
+    if model.rotary_base_local is not None and (not rope or model.multi_latent_attention):
+        mistakes.add(
+            f"rotary_base_local {model.rotary_base_local:g} needs position_embedding_type rope, "
+            "without multi_latent_attention",
+            works=["--rotary-base-local none"],
+        )
+    if model.rotary_seq_len_interpolation_factor is not None:
+        _check_interpolation(model, mistakes)
+    if model.use_rope_scaling and model.position_embedding_type != "rope":
+        mistakes.add("use_rope_scaling needs position_embedding_type rope")
+
+
+def _check_interpolation(model: ModelConfig, mistakes: Mistakes) -> None:
+    """Check that there are positions to divide, and that nothing else stretches them."""
+    off = "--rotary-seq-len-interpolation-factor none"
+    if model.position_embedding_type != "rope":
+        what = "rotary_seq_len_interpolation_factor needs position_embedding_type rope"
+        mistakes.add(what, works=[off])
+    for name, stretched in (
+        ("rope_type yarn", model.rope_type == "yarn"),
+        ("use_rope_scaling", model.use_rope_scaling),
+    ):
+        if stretched:
+            what = f"{name} and rotary_seq_len_interpolation_factor both stretch RoPE"
+            mistakes.add(what, works=[off])
+
+
+def _check_unrotated(model: ModelConfig, mistakes: Mistakes) -> None:
+    """Check that some layers have RoPE, if some have none."""
+    if model.no_rope_freq is None:
+        return
+    if model.multi_latent_attention:
+        mistakes.add(
+            f"no_rope_freq {model.no_rope_freq!r} has no effect on multi_latent_attention, whose "
+            "heads have rotary features in all layers",
+            works=("--no-rope-freq none",),
+        )
+    with mistakes.collecting():
+        if all(unrotated_layers(model.no_rope_freq, model.num_layers)):
+            mistakes.add(
+                f"no_rope_freq {model.no_rope_freq!r} leaves all layers without positions",
+                works=("--no-rope-freq none", "--no-rope-freq 2")[: min(model.num_layers, 2)],
+            )
+
+
+def _check_gate(model: ModelConfig, mistakes: Mistakes) -> None:
+    """Check that the activation supports the gate's offset and clamp."""
+    fused = model.gated_linear_unit and model.activation_func in ("silu", "quick_gelu")
+    for name, default in (("glu_linear_offset", 0.0), ("activation_func_clamp_value", None)):
+        value = getattr(model, name)
+        if value != default and not fused:
+            mistakes.add(
+                f"{name} = {value} is of gates with activation_func silu or quick_gelu",
+                works=(
+                    "--gated-linear-unit --activation-func silu",
+                    f"{flag_of(name)} {'none' if default is None else default}",
+                ),
+            )
+    clamp = model.activation_func_clamp_value
+    if clamp is not None and not clamp > 0.0:
+        mistakes.add(f"activation_func_clamp_value must be positive, not {clamp}")
+
+
+def _check_heads(model: ModelConfig, mistakes: Mistakes) -> None:
+    heads, groups, hidden = model.num_attention_heads, model.num_kv_heads, model.hidden_size
+    if model.kv_channels is None and hidden % heads and not model.multi_latent_attention:
+        mistakes.add(
+            f"hidden_size {hidden} cannot be split over {heads} heads",
+            f"{hidden} / {heads} = {hidden / heads:.2f} (must be whole, or set kv_channels)",
+            works=[f"--num-attention-heads {n}" for n in nearest(heads, divisors(hidden))],
+        )
+    if heads % groups and not model.multi_latent_attention:
+        mistakes.add(
+            f"{heads} query heads cannot share {groups} key/value heads",
+            f"num_attention_heads / num_query_groups = {heads} / {groups} = {heads / groups:.2f} "
+            "(must be whole)",
+            works=[f"--num-query-groups {n}" for n in nearest(groups, divisors(heads))],
+        )
+    if model.position_embedding_type == "rope" and (model.rotary_dim % 2 or not model.rotary_dim):
+        size = f"{model.rotary_dim}"
+        if model.rotary_percent != 1.0:
+            size = f"{model.head_dim} x rotary_percent {model.rotary_percent} = {model.rotary_dim}"
+        what = "odd" if model.rotary_dim else "nothing"
+        whence = f"hidden_size {hidden} / num_attention_heads {heads}"
+        if model.kv_channels is not None:
+            whence = f"kv_channels {model.kv_channels}"
+        if model.multi_latent_attention:
+            whence = f"qk_pos_emb_head_dim {model.qk_pos_emb_head_dim}"
+        mistakes.add(f"RoPE turns pairs of features, and head size {size} is {what}", whence)
+
+
+def _check_experts(model: ModelConfig, mistakes: Mistakes) -> None:
+    if model.num_experts is None:
+        _check_unused(model, _OF_EXPERTS, "--num-experts", "--num-experts 8", mistakes)
+        return
+    if model.moe_router_topk > model.num_experts:
+        mistakes.add(
+            f"moe_router_topk {model.moe_router_topk} exceeds num_experts {model.num_experts}",
+            works=[
+                f"--moe-router-topk {model.num_experts}",
+                f"--num-experts {model.moe_router_topk}",
+            ],
+        )
+    _check_groups(model, model.num_experts, mistakes)
+    if model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid":
+        mistakes.add(
+            "moe_router_pre_softmax has no effect on sigmoid scores",
+            works=["--no-moe-router-pre-softmax", "--moe-router-score-function softmax"],
+        )
+    if model.moe_shared_expert_gate and not model.shared_ffn_size:
+        mistakes.add(
+            "moe_shared_expert_gate needs moe_shared_expert_intermediate_size",
+            works=["--no-moe-shared-expert-gate"],
+        )
+    with mistakes.collecting():
+        if not any(expert_layers(model.moe_layer_freq, model.num_layers)):
+            mistakes.add(
+                f"moe_layer_freq {model.moe_layer_freq!r} gives none of the layers experts",
+                works=("--moe-layer-freq 1", "--num-experts none"),
+            )
+
+
+def _check_latents(model: ModelConfig, mistakes: Mistakes) -> None:
+    if not model.multi_latent_attention:
+        flag = "--multi-latent-attention"
+        _check_unused(model, _OF_LATENTS, flag, flag, mistakes)
+        return
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if groups not in (None, heads):
+        mistakes.add(
+            f"multi_latent_attention makes keys and values for each of {heads} query heads from "
+            f"latents, and num_query_groups {groups} would share them",
+            works=("--num-query-groups none", "--no-multi-latent-attention"),
+        )
+    if model.kv_channels is not None and {model.qk_head_dim, model.v_head_dim} != {
+        model.kv_channels
+    }:
+        mistakes.add(
+            f"kv_channels {model.kv_channels} has no effect on multi_latent_attention, whose heads "
+            f"have qk_head_dim {model.qk_head_dim} and v_head_dim {model.v_head_dim}",
+            works=("--kv-channels none",),
+        )
+    if model.norms_together:
+        mistakes.add(
+            "qk_layernorm_type all_heads has no effect on multi_latent_attention, which normalises "
+            "its latents",
+            works=("--qk-layernorm-type per_head",),
+        )
+    if model.add_qkv_bias and not model.add_bias_linear:
+        mistakes.add(
+            "add_qkv_bias has no effect on multi_latent_attention, whose projections have a bias "
+            "where all linear layers of a block do",
+            works=("--no-add-qkv-bias", "--add-bias-linear"),
+        )
+    if model.position_embedding_type != "rope":
+        mistakes.add("multi_latent_attention needs position_embedding_type rope")
+
+
+def _check_groups(model: ModelConfig, experts: int, mistakes: Mistakes) -> None:
+    groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
+    if groups is None and chosen is None:
+        if model.moe_router_group_scores is not None:
+            mistakes.add(
+                "moe_router_group_scores needs moe_router_num_groups",
+                works=["--moe-router-group-scores none"],
+            )
+        return
+    if groups is None or chosen is None:
+        names = ["moe_router_num_groups", "moe_router_group_topk"]
+        given, missing = names if chosen is None else reversed(names)
+        mistakes.add(
+            f"{given} = {groups if chosen is None else chosen} needs {missing}",
+            "a router that chooses among groups needs both",
+            works=[f"{flag_of(given)} none"],
+        )
+    elif experts % groups or chosen > groups:
+        mistakes.add(
+            f"{experts} experts in {groups} groups, of which {chosen} are chosen",
+            f"num_experts {experts} / moe_router_num_groups {groups} = {experts / groups:.2f} "
+            "must be whole",
+            f"moe_router_group_topk {chosen} must be at most {groups}",
+            works=[f"--moe-router-num-groups {n}" for n in nearest(groups, divisors(experts))],
+        )
+    elif model.moe_router_topk > chosen * experts // groups:
+        held = chosen * experts // groups
+        mistakes.add(
+            f"moe_router_topk {model.moe_router_topk} exceeds the experts of {chosen} groups",
+            f"{chosen} x {experts} / {groups} = {held}",
+            works=[f"--moe-router-topk {held}"],
+        )
+    elif (model.moe_router_group_scores or 1) > experts // groups:
+        mistakes.add(
+            f"moe_router_group_scores {model.moe_router_group_scores} exceeds a group's experts",
+            f"{experts} / {groups} = {experts // groups}",
+            works=[f"--moe-router-group-scores {experts // groups}"],
+        )
+
+
+def _check_unused(
+    model: ModelConfig, names: tuple[str, ...], needs: str, add: str, mistakes: Mistakes
+) -> None:
+    """Settings that say something about a part that the model does not have: `add` gives it."""
+    for name in names:
+        setting, value = SETTINGS[name], getattr(model, name)
+        if value != setting.default:
+            what = f"{name} = {setting.words(value)} needs {needs}"
+            mistakes.add(what, works=[add, setting.typed(setting.default)])

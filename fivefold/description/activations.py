@@ -1,0 +1,314 @@
+"""Activation memory: bytes per token that each layer keeps from forward to backward.
+
+Derived from what each operation of a layer keeps (`description.operations`), with recomputation and
+offloading applied.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import inf
+from types import MappingProxyType
+
+from fivefold.config.memory import LOSS_TOKENS, MemoryConfig, vocab_split_sizes
+from fivefold.config.model import ModelConfig
+from fivefold.description.latent import LatentDown
+from fivefold.description.layers import LayerKind, describe, layer_kind
+from fivefold.description.operations import Kept, Norm
+from fivefold.description.running import Running, at_place, scale_bytes
+from fivefold.description.shape import StageParts, has_final_norm, rotations
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Bytes per token that one module keeps for the backward.
+
+    Attributes:
+        kept: bytes on the device from the forward to the backward.
+        offloaded: bytes in host memory from the forward to the backward.
+        remade: bytes that the backward recomputes, present only while it runs.
+    """
+
+    kept: float = 0.0
+    offloaded: float = 0.0
+    remade: float = 0.0
+
+
+def total(saved: Mapping[str, Saved] | Iterable[Saved]) -> Saved:
+    """The sum over modules or layers."""
+    items = list(saved.values() if isinstance(saved, Mapping) else saved)
+    return Saved(
+        sum(item.kept for item in items),
+        sum(item.offloaded for item in items),
+        sum(item.remade for item in items),
+    )
+
+
+def saved_activations(
+    model: ModelConfig, layer: int, running: Running, *, position: int = 0
+) -> Mapping[str, Saved]:
+    """What one layer keeps for its backward on one rank: module -> bytes per token.
+
+    Tokens are those of the rank's microbatch (batch x sequence / CP) before sequence parallelism
+    splits them. Full recomputation keeps only layer inputs: that of every
+    `recompute_num_layers`-th layer (uniform), or those of the first `recompute_num_layers` layers
+    (block). What the backward recomputes counts as `remade`; a uniform group recomputes all its
+    layers at once.
+
+    Args:
+        model: the architecture.
+        layer: index of the layer in the model; indices from num_layers on mean multi-token
+            prediction layers, whose norms and projection are included.
+        running: degrees, dtypes, recomputation and offloading, of its stage.
+        position: its place among the layers of its stage, for recomputation of some of them.
+    """
+    running = at_place(running.of_layer(layer), position)
+    memory, kind = running.memory, layer_kind(model, layer)
+    if memory.recompute_granularity != "full" or not _is_recomputed(memory, position):
+        return _saved(model, kind, running)
+    starts = memory.recompute_method == "block" or position % memory.recompute_num_layers[0] == 0
+    return _saved_by_recomputation(model, kind, running, starts)
+
+
+@lru_cache(maxsize=1024)
+def _saved(model: ModelConfig, kind: LayerKind, running: Running) -> Mapping[str, Saved]:
+    """What a layer of this kind keeps that is not recomputed as a whole."""
+    memory = running.memory
+    moved = memory.moved_items
+    saved = {}
+    for item in _kept_items(model, kind, running):
+        if item.held_by:
+            remade = set(running.remade) & set(item.remade_by)
+            if item.module in moved and item.held_by not in moved and not remade:
+                away = _away(item, running)
+                rest = away / memory.activation_offload_fraction - away  # held by nothing else
+                saved[item.name] = Saved(kept=rest, offloaded=away)
+        elif set(running.remade) & set(item.remade_by):
+            saved[item.name] = Saved(remade=_remade(item, running))
+        else:
+            away = _away(item, running) if item.module in moved else 0.0
+            saved[item.name] = Saved(kept=item.size - away, offloaded=away)
+    return MappingProxyType(saved)
+
+
+@lru_cache(maxsize=1024)
+def _saved_by_recomputation(
+    model: ModelConfig, kind: LayerKind, running: Running, starts_group: bool
+) -> Mapping[str, Saved]:
+    """What a layer keeps that is recomputed as a whole; the first of a group keeps its input."""
+    saved = {}
+    if starts_group:
+        size = running.element_bytes * model.hidden_size / running.token_parts
+        moves = "layer_input" in running.memory.moved_items
+        away = _away(Kept("layer_input", (size,)), running) if moves else 0.0
+        saved["layer_input"] = Saved(kept=size - away, offloaded=away)
+    for item in _kept_items(model, kind, running):
+        if not item.held_by:
+            remade = Saved(remade=_remade(item, running))
+            saved[item.name] = Saved(kept=item.size) if item.stays else remade
+    return MappingProxyType(saved)
+
+
+def kept_items(model: ModelConfig, layer: int, running: Running) -> list[Kept]:
+    """What the operations of a layer keep without recomputation and offloading."""
+    return _kept_items(model, layer_kind(model, layer), running.of_layer(layer))
+
+
+def _kept_items(model: ModelConfig, kind: LayerKind, running: Running) -> list[Kept]:
+    operations = describe(model, kind).operations
+    items = (item for operation in operations for item in operation.kept(running))
+    return [item for item in items if item.size]
+
+
+def embedding_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
+    """Bytes per token that the input embedding keeps, unless it is frozen: token ids, and a dropout
+    mask."""
+    if not model.trains_all:
+        return {}
+    mask = model.hidden_size / running.token_parts if model.hidden_dropout else 0.0
+    mask *= running.mask_bytes
+    return {"tokens": Saved(kept=8.0), "embedding_dropout": Saved(kept=mask)}
+
+
+def prediction_bytes(model: ModelConfig, parts: StageParts, running: Running) -> dict[str, Saved]:
+    """Bytes per token that a stage keeps for multi-token prediction, outside the layers.
+
+    These are the ids of the tokens looked up and their dropout masks. If another stage has the
+    output layer, also the states predicted from and the input of the final norm, which the output
+    layer would otherwise count as its own input; so where that keeps none, or them divided.
+    """
+    if not parts.mtp:
+        return {}
+    around = model.hidden_size / running.token_parts
+    mask = running.mask_bytes * around * parts.mtp if model.hidden_dropout else 0.0
+    states = 1 + parts.mtp
+    if parts.head:
+        shared = _keeps_states(model, running) and model.logits_scaling == 1.0
+        states = 0 if shared else parts.mtp
+    return {
+        "further_tokens": Saved(kept=8.0 * parts.mtp * model.trains_all),
+        "further_dropout": Saved(kept=mask),
+        "states": Saved(kept=running.element_bytes * around * states),
+    }
+
+
+def entry_bytes(model: ModelConfig, parts: StageParts, running: Running) -> dict[str, Saved]:
+    """Bytes per token of a stage's input that stays on the device, beside its copy in host memory.
+
+    The pipeline holds it for its gradient. Elsewhere the first layer counts it as its own: as its
+    input if it is recomputed, else as that of its first norm, or of its first product.
+    """
+    if parts.embedding or not parts.layers:
+        return {}
+    size = running.element_bytes * model.hidden_size / running.token_parts
+    again = running.memory.recompute_granularity == "full"
+    first = describe(model, layer_kind(model, parts.layers[0])).operations[0]
+    own = running.of_layer(parts.layers[0])
+    if not (model.norms_before or again) and (own.narrows() or not first.keeps_inputs(own)):
+        return {"entry": Saved(kept=size)}  # the first product keeps a copy in 8 bits, or none
+    moves = not {"layer_input", "attn_norm"}.isdisjoint(running.memory.moved_items)
+    moves = moves and _away(Kept("entry", (size,)), running) > 0
+    return {"entry": Saved(kept=size)} if moves else {}
+
+
+def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
+    """Bytes per token that the final norm, the output layer and the loss keep on one rank.
+
+    Logits are kept in the compute dtype. A fused loss makes an fp32 gradient of them, except "te"
+    and Fivefold's, which overwrite the logits; an unfused loss holds the fp32 copy of narrower
+    logits, their exponentials and the logits at once, or, in the compute dtype, the logits, their
+    log-softmax (both kept) and the gradients of both. A loss fused with the output layer ("linear")
+    holds some tokens and a slice of the vocabulary at a time. With multi-token prediction the
+    output layer runs once more per further token, but only one loss is computed at a time.
+    """
+    memory, element = running.memory, running.element_bytes
+    runs = 1 + model.mtp_num_layers
+    around = model.hidden_size / running.token_parts
+    entries, wide = _logits(model, running), max(element, 4)
+    kept, busy, sums = element * entries, (1 + (element < wide)) * wide * entries, wide
+    if running.narrow_loss:
+        kept, busy, sums = 2 * element * entries, 2 * element * entries, 0.0
+    if memory.cross_entropy_loss_fusion:
+        busy, sums = wide * entries, 0.0  # the forward already computes the gradient
+        if memory.cross_entropy_fusion_impl == "te" or not running.others:
+            busy = 0.0
+        if memory.cross_entropy_fusion_impl == "linear":
+            known = running.microbatch_tokens < inf
+            share = min(LOSS_TOKENS / running.microbatch_tokens, 1.0) if known else 1.0
+            slice_ = min(entries, max(vocab_split_sizes(os.environ)))
+            kept, busy, sums = 0.0, (element + wide) * slice_ * share, wide
+    return {
+        "final_norm": Saved(kept=element * around),
+        "output_layer": Saved(kept=runs * element * around * _keeps_states(model, running)),
+        "logits": Saved(kept=runs * kept, remade=busy),
+        "log_sum_exp": Saved(kept=runs * sums),
+    }
+
+
+def _keeps_states(model: ModelConfig, running: Running) -> bool:
+    """Whether the output layer keeps what it reads."""
+    return model.trains_all or running.memory.makes_logits_again
+
+
+def loss_gradient_bytes(model: ModelConfig, running: Running) -> float:
+    """Bytes per token that the backward of Fivefold's loss takes beside its logits, on one rank.
+
+    An unfused loss makes their gradient in at least fp32, then in their own type; a fused one has
+    made it in its forward.
+    """
+    wide = max(running.element_bytes, 4)
+    narrowed = running.element_bytes if running.element_bytes < wide else 0
+    fused = running.memory.cross_entropy_loss_fusion
+    return 0.0 if fused else (wide + narrowed) * _logits(model, running)
+
+
+def deferred_by_ends(model: ModelConfig, parts: StageParts, running: Running) -> float:
+    """Bytes per token that deferred weight gradients of a stage's ends keep: x and dY.
+
+    The embedding's dY is that of all tokens of the tensor-parallel ranks. The output layer runs
+    once for each predicted token; fused with the loss it computes its gradient at once.
+    """
+    if not model.trains_all:
+        return 0.0
+    found = (parts.embedding + parts.mtp) * (8.0 + running.element_bytes * model.hidden_size)
+    if parts.head and not running.memory.makes_logits_again:
+        x = model.hidden_size / running.token_parts
+        runs = 1 + model.mtp_num_layers
+        found += runs * running.element_bytes * (x + _logits(model, running))
+    return found
+
+
+def _logits(model: ModelConfig, running: Running) -> float:
+    """Logits of a token on one rank."""
+    return model.padded_vocab_size / (1 if running.whole_logits else running.tensor_parallel)
+
+
+def bookkeeping_bytes(
+    model: ModelConfig, parts: StageParts, running: Running, *, smoothed: bool
+) -> float:
+    """Bytes per token of a stage that Fivefold keeps beyond the published formulas.
+
+    These are row statistics of norms, RoPE tables, and copies of labels and loss weights (with a
+    split vocabulary: of the labels' logits and their mask), and scales of 8-bit inputs. Not counted
+    are those of experts' rows, which depend on the number of rows.
+
+    Args:
+        model: the architecture.
+        parts: what the stage holds.
+        running: degrees, dtypes, recomputation and offloading, of the stage.
+        smoothed: whether the loss uses label smoothing.
+    """
+    wide, tp, tokens = max(running.element_bytes, 4), running.tensor_parallel, running.token_parts
+    # PyTorch's layer norm keeps mean and deviation; on a CPU, in the compute dtype.
+    norm = (2 * running.element_bytes if model.normalization == "LayerNorm" else wide) / tokens
+    size = 0.0
+    groups = running.memory.recomputed_groups(len(parts.layers))
+    kept_whole = [(at, parts.layers[at]) for group, again in groups if not again for at in group]
+    if running.memory.recompute_granularity != "full":
+        kept_whole += [(0, model.num_layers)] * parts.mtp
+        # The norm of a frozen embedding has no backward.
+        size += (3 if model.trains_all else 2) * norm * parts.mtp
+    for place, layer in kept_whole:
+        own = at_place(running, place)
+        for item in kept_items(model, layer, own):
+            if not {*own.remade} & {*item.remade_by}:
+                size += sum(scale_bytes(own, features) for features in item.scaled)
+        for operation in describe(model, layer_kind(model, layer)).operations:
+            if "a2a_overlap_attn" in {*own.remade}.intersection(operation.rerun_by):
+                continue
+            if isinstance(operation, Norm):
+                queries, keys = operation.heads or (0, 0)
+                each = 2 if operation.together else queries / tp + max(keys / tp, 1)
+                size += wide * each if queries else norm
+            if isinstance(operation, LatentDown):
+                size += norm * operation.norms
+    tables = len(rotations(model, parts))
+    size += tables * running.element_bytes * 1.5 * model.rotary_dim  # cos [R] and sin [R / 2]
+    if tp > 1 and model.trains_all:
+        size += parts.embedding + parts.mtp
+    if has_final_norm(model, parts):
+        size += norm
+    if parts.head:
+        runs = 1 + model.mtp_num_layers
+        if not running.memory.cross_entropy_loss_fusion:
+            size += runs * (wide * (1 + smoothed) if tp > 1 else 8.0 + wide)
+        elif running.memory.cross_entropy_fusion_impl == "linear":
+            size += runs * wide * (2 + smoothed)
+    return size
+
+
+def _is_recomputed(memory: MemoryConfig, position: int) -> bool:
+    return memory.recompute_method == "uniform" or position < max(memory.recompute_num_layers)
+
+
+def _remade(item: Kept, running: Running) -> float:
+    """Bytes per token of an item that are recomputed at a time."""
+    return item.size * running.share_at_once(item.remade_by)
+
+
+def _away(item: Kept, running: Running) -> float:
+    """Bytes per token that are offloaded of an item's tensors that are large enough."""
+    least = running.memory.min_offloaded_tensor_size / running.microbatch_tokens
+    large = sum(tensor for tensor in item.tensors if tensor >= least)
+    return running.memory.activation_offload_fraction * large

@@ -1,0 +1,91 @@
+"""The operations of latent attention before its scores, and their costs."""
+
+from dataclasses import dataclass
+
+from fivefold.description.operations import Kept, Operation
+from fivefold.description.running import Running
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentDown(Operation):
+    """Down-projections into the latents of queries and of keys and values; replicated over TP.
+
+    Attributes:
+        inputs: features of a token.
+        norms: number of latent normalisations.
+        remade_by: recomputed modules that recompute the input.
+    """
+
+    inputs: int
+    norms: int
+    remade_by: tuple[str, ...] = ()
+
+    def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
+        """Its input, in the dtype of the matrix multiplication."""
+        size = running.input_size("layernorm") * self.inputs / running.token_parts
+        # Each rank multiplies its own tokens.
+        scaled = (self.inputs,) if running.narrows("layernorm") else ()
+        return (Kept(self.name, (size,), self.remade_by, scaled=scaled),)
+
+    def deferred(self, running: Running) -> float:
+        """Its input; gradients of the latents are negligible."""
+        return running.input_bytes * self.inputs / running.token_parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentUp(Operation):
+    """Up-projections from latents to this rank's heads.
+
+    Attributes:
+        latents: features of all latents together.
+        keys: features of the key/value latent, included in `latents`.
+        uncompressed: features of the hidden state if queries are projected from it directly;
+            else 0.
+        shared: rotary features of the key that all heads share.
+        outputs: features of queries, keys and values together.
+        reads_alone: whether nothing else keeps the hidden state that queries are projected from.
+    """
+
+    latents: int
+    keys: int
+    uncompressed: int
+    shared: int
+    outputs: int
+    reads_alone: bool = False
+
+    def kept_else(self, running: Running) -> tuple[Kept, ...]:
+        """The latents before their norms, and the shared key if it is recomputed from."""
+        before = running.element_bytes * self.latents / running.token_parts
+        key = running.element_bytes * self.shared / running.token_parts
+        key = key if "mla_up_proj" in running.remade else 0.0
+        again = ("a2a_overlap_attn",)
+        return Kept("latents", (before,), again), Kept("shared_key", (key,), again)
+
+    def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
+        """The latents after their norms.
+
+        If ranks gather key/value latents, the gathered ones count with attention instead.
+        """
+        read = self.latents - (self.keys if running.gathers_latents else 0)
+        # Queries that are projected from the hidden state read it apart from the latents.
+        read += self.uncompressed if self.reads_alone or running.narrows("layernorm") else 0
+        after = running.input_bytes * read / running.token_parts
+        queries = self.latents - self.keys or self.uncompressed
+        scaled = (queries, self.keys) if running.narrows() else ()
+        return (Kept("mla_up_proj", (after,), ("a2a_overlap_attn",), scaled=scaled),)
+
+    def gathered_narrow(self, running: Running) -> float:
+        """See `Operation.gathered_narrow`."""
+        whole = self.uncompressed if running.narrows("layernorm") else 0
+        return self.latents + whole if running.narrows() else 0.0
+
+    def deferred(self, running: Running) -> float:
+        """Gradients of queries, keys and values."""
+        return running.element_bytes * self.outputs / running.tensor_parallel
+
+    def tensor_features(self, *, sequence_parallel: bool) -> tuple[int, int]:
+        """As for column-parallel layers of the latents; the shared key is not gathered again."""
+        inputs = self.latents + self.uncompressed
+        if sequence_parallel:
+            return inputs + self.shared, (1 if self.frozen else 2) * inputs + self.shared
+        return 0, 2 * (inputs + self.shared)

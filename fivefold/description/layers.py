@@ -1,0 +1,392 @@
+"""What a model is made of: the operations of each kind of layer.
+
+This is the one place that knows which layers a model has. Names are those of the modules in
+`model.transformer`; layer indices from num_layers on mean multi-token prediction layers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
+
+from fivefold.config.model import ModelConfig
+from fivefold.description.experts import (
+    Dispatch,
+    ExpertsIn,
+    ExpertsOut,
+    RouterLinear,
+    SharedOut,
+)
+from fivefold.description.latent import LatentDown, LatentUp
+from fivefold.description.lora import Adapters, Rescaled, with_adapters
+from fivefold.description.operations import (
+    Activation,
+    ColumnLinear,
+    CoreAttention,
+    Norm,
+    Operation,
+    Residual,
+    RowLinear,
+)
+from fivefold.description.prediction import PredictionInput
+from fivefold.description.weights import (
+    Weight,
+    column,
+    mlp_weights,
+    norm_weights,
+    of_experts,
+    row,
+    whole,
+)
+
+_SHARED_GATE = "mlp.shared_expert_gate.weight"
+OperationT = TypeVar("OperationT", bound=Operation)
+
+
+class LayerKind(NamedTuple):
+    """The kind of a layer; layers of one kind have equal descriptions.
+
+    Attributes:
+        experts: whether the layer has experts instead of a dense MLP.
+        predicts: whether it is a multi-token prediction layer, with a projection and norms.
+    """
+
+    experts: bool = False
+    predicts: bool = False
+
+    @property
+    def name(self) -> str:
+        """Short name, under which layer costs are reported: dense, moe or mtp."""
+        return "mtp" if self.predicts else "moe" if self.experts else "dense"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The description of one kind of layer.
+
+    Attributes:
+        kind: the kind of layer described.
+        operations: operations in execution order.
+    """
+
+    kind: LayerKind
+    operations: tuple[Operation, ...]
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """All parameters, by their names in the layer."""
+        return tuple(weight for operation in self.operations for weight in operation.weights)
+
+    def one(self, kind: type[OperationT]) -> OperationT:
+        """The only operation of type `kind`."""
+        (found,) = (each for each in self.operations if isinstance(each, kind))
+        return found
+
+    @property
+    def mlp_input(self) -> ColumnLinear | ExpertsIn:
+        """The first projection into the inner features of the MLP or experts."""
+        return self.mlp_inputs[0]
+
+    @cached_property
+    def mlp_inputs(self) -> tuple[ColumnLinear | ExpertsIn, ...]:
+        """All projections into inner features, including those of shared experts."""
+        return tuple(op for op in self.mlp if isinstance(op, ColumnLinear | ExpertsIn))
+
+    @property
+    def remade_mlp(self) -> tuple[Operation, ...]:
+        """The linear layers of the MLP that its recomputation runs: all but the last product,
+        unless what that makes is kept, to be scaled."""
+        kinds = ColumnLinear | ExpertsIn | Adapters | Rescaled
+        *_, last = (op for op in self.mlp if not isinstance(op, Norm | Residual))
+        again = kinds | RowLinear if isinstance(last, Rescaled) else kinds
+        return tuple(op for op in self.mlp if isinstance(op, again))
+
+    @cached_property
+    def after_mlp_input(self) -> tuple[Operation, ...]:
+        """The operations after the first projection into inner features."""
+        return self.operations[self.operations.index(self.mlp_input) + 1 :]
+
+    @cached_property
+    def attention(self) -> tuple[Operation, ...]:
+        """The operations up to and including the attention residual sum."""
+        return self.operations[: self._middle]
+
+    @cached_property
+    def mlp(self) -> tuple[Operation, ...]:
+        """The operations after the attention residual sum."""
+        return self.operations[self._middle :]
+
+    @cached_property
+    def _middle(self) -> int:
+        return next(n for n, op in enumerate(self.operations, 1) if isinstance(op, Residual))
+
+    @property
+    def ends_with_sum(self) -> bool:
+        """Whether the layer ends with a tensor-parallel reduction whose result nothing keeps."""
+        gated = any(weight.name == _SHARED_GATE for weight in self.weights)
+        return isinstance(self.operations[-2], RowLinear) and not gated and not self.keeps_end
+
+    @property
+    def keeps_end(self) -> bool:
+        """Whether something after the MLP saves tensors: a norm, or dropout."""
+        *_, last, residual = self.operations
+        assert isinstance(residual, Residual)
+        return residual.dropout or isinstance(last, Norm)
+
+
+def layer_kind(model: ModelConfig, layer: int) -> LayerKind:
+    """The kind of a layer."""
+    return LayerKind(model.is_moe(layer), layer >= model.num_layers)
+
+
+@lru_cache(maxsize=64)
+def layer_kinds(model: ModelConfig) -> Mapping[LayerKind, int]:
+    """The index of the first layer of each kind that the model has."""
+    found: dict[LayerKind, int] = {}
+    for layer in range(model.num_layers + (model.mtp_num_layers > 0)):
+        found.setdefault(layer_kind(model, layer), layer)
+    return MappingProxyType(found)
+
+
+@lru_cache(maxsize=512)
+def describe(model: ModelConfig, kind: LayerKind) -> Layer:
+    """The operations of a kind of layer."""
+    mlp = _experts(model) if kind.experts else _dense(model)
+    around = (_prediction(model),) if kind.predicts else ()
+    operations = *around, *_attention(model), *mlp
+    adapted = operations if model.trains_all else (*with_adapters(operations, model),)
+    return Layer(kind, adapted)
+
+
+def _attention(model: ModelConfig) -> tuple[Operation, ...]:
+    h, heads = model.hidden_size, model.num_attention_heads
+    latent = model.multi_latent_attention
+    sinks: tuple[Weight, ...] = ()
+    if model.softmax_type == "learnable":
+        sinks = (Weight("self_attn.sinks.weight", (heads,), split=0),)
+    return (
+        *_norm_before("attn_norm", "input_layernorm", model, "a2a_overlap_attn"),
+        *(_latent_projections(model) if latent else _projections(model)),
+        CoreAttention(
+            "core_attn",
+            sinks,
+            ("core_attn", "a2a_overlap_attn"),
+            model=model,
+            from_latents=latent,
+            sent_latent=model.kv_lora_rank + model.qk_pos_emb_head_dim if latent else 0,
+        ),
+        RowLinear(
+            "attn_proj",
+            row("self_attn.o_proj", model.attention_size, h, model.add_bias_linear),
+            inputs=model.attention_size,
+            outputs=h,
+            remade_by=("a2a_overlap_attn",),
+        ),
+        *_norm_after("attn_output_norm", "post_self_attn_layernorm", model),
+        Residual(
+            "attn_residual", features=h, dropout=bool(model.hidden_dropout), mask="attn_dropout"
+        ),
+    )
+
+
+def _projections(model: ModelConfig) -> tuple[Operation, ...]:
+    h, bias = model.hidden_size, model.qkv_bias
+    queries, keys = model.num_attention_heads, model.num_kv_heads
+    weights = (
+        *column("self_attn.q_proj", h, model.q_size, bias),
+        *column("self_attn.k_proj", h, model.k_size, bias, keys),
+        *column("self_attn.v_proj", h, model.v_size, bias, keys),
+    )
+    outputs = model.q_size + model.k_size + model.v_size
+    again = ("a2a_overlap_attn",)
+    remade_by = _makes_input(model, *again)
+    qkv = ColumnLinear("qkv", weights, again, inputs=h, outputs=outputs, remade_by=remade_by)
+    if not model.qk_layernorm:
+        return (qkv,)
+    names = [f"self_attn.{each}_norm.weight" for each in "qk"]
+    scales = [Weight(name, (model.head_dim,), sees="heads") for name in names]
+    if model.norms_together:
+        sizes = zip(names, (model.q_size, model.k_size), (0, keys), strict=True)
+        scales = [Weight(name, (size,), 0, heads) for name, size, heads in sizes]
+    size, heads, together = model.q_size + model.k_size, (queries, keys), model.norms_together
+    return qkv, Norm("qk_norm", tuple(scales), again, features=size, heads=heads, together=together)
+
+
+def _latent_projections(model: ModelConfig) -> tuple[Operation, ...]:
+    """DeepSeek-V2's MLA: normalised latents, and one rotary key shared by all heads."""
+    h, bias, rank = model.hidden_size, model.add_bias_linear, model.kv_lora_rank
+    down: tuple[Weight, ...] = ()
+    up = column("self_attn.q_proj", h, model.q_size, bias)
+    if model.q_lora_rank is not None:
+        down = (
+            *whole("self_attn.q_a_proj", h, model.q_lora_rank, bias),
+            *norm_weights("self_attn.q_a_layernorm", model, model.q_lora_rank),
+        )
+        up = column("self_attn.q_b_proj", model.q_lora_rank, model.q_size, bias)
+    down += whole("self_attn.kv_a_proj", h, rank + model.qk_pos_emb_head_dim, bias)
+    down += norm_weights("self_attn.kv_a_layernorm", model, rank)
+    unrotated = model.num_attention_heads * model.qk_head_dim
+    up += column("self_attn.kv_b_proj", rank, unrotated + model.v_size, bias)
+    return (
+        LatentDown(
+            "qkv",
+            down,
+            ("a2a_overlap_attn",),
+            inputs=h,
+            norms=1 if model.q_lora_rank is None else 2,
+            remade_by=_makes_input(model, "a2a_overlap_attn"),
+        ),
+        LatentUp(
+            "mla_up",
+            up,
+            ("mla_up_proj", "a2a_overlap_attn"),
+            latents=(model.q_lora_rank or 0) + rank,
+            keys=rank,
+            uncompressed=h if model.q_lora_rank is None else 0,
+            shared=model.qk_pos_emb_head_dim,
+            outputs=model.q_size + model.k_size + model.v_size,
+        ),
+    )
+
+
+def _mlp_norm(model: ModelConfig, *again: str) -> tuple[Norm, ...]:
+    """With parallel residuals its input is attention's, and is counted there."""
+    read = model.parallel_residual
+    return _norm_before("mlp_norm", "post_attention_layernorm", model, *again, shared_input=read)
+
+
+def _norm_before(
+    name: str, module: str, model: ModelConfig, *again: str, shared_input: bool = False
+) -> tuple[Norm, ...]:
+    weights, rerun_by = norm_weights(module, model), ("layernorm", *again)
+    norm = Norm(name, weights, rerun_by, features=model.hidden_size, shared_input=shared_input)
+    return (norm,) if model.norms_before else ()
+
+
+def _makes_input(model: ModelConfig, *again: str) -> tuple[str, ...]:
+    """Recomputed modules that make the input of attention or MLP again, if a norm makes it."""
+    return ("layernorm", *again) if model.norms_before else ()
+
+
+def _norm_after(name: str, module: str, model: ModelConfig) -> tuple[Norm, ...]:
+    """Nothing keeps its output, so that no recomputation runs it again."""
+    norm = Norm(name, norm_weights(module, model), features=model.hidden_size)
+    return (norm,) if model.norms_after else ()
+
+
+def _dense(model: ModelConfig) -> tuple[Operation, ...]:
+    h, inner = model.hidden_size, model.ffn_size
+    first, last = mlp_weights("mlp", model, inner)
+    return (
+        *_mlp_norm(model),
+        ColumnLinear(
+            "fc1",
+            first,
+            ("mlp",),
+            inputs=h,
+            outputs=inner * _gates(model),
+            remade_by=_makes_input(model),
+            kept_whole_by=("layernorm", "mlp"),
+        ),
+        Activation(
+            "mlp_act",
+            rerun_by=("mlp",),
+            item="mlp_act",
+            features=inner,
+            widths=_gates(model),
+            remade_by=("mlp",),
+        ),
+        RowLinear("fc2", last, inputs=inner, outputs=h, remade_by=("mlp",)),
+        *_end(model),
+    )
+
+
+def _experts(model: ModelConfig) -> tuple[Operation, ...]:
+    assert model.num_experts is not None
+    h, experts, copies = model.hidden_size, model.num_experts, model.moe_router_topk
+    inner, widths = model.expert_ffn_size, _gates(model)
+    each = mlp_weights("mlp.experts", model, inner)
+    first, last = (tuple(of_experts(weight, experts) for weight in part) for part in each)
+    router = whole("mlp.router", h, experts, model.add_bias_linear)
+    again, read = "a2a_overlap_post_attn", bool(model.shared_ffn_size)
+    return (
+        *_mlp_norm(model, again),
+        RouterLinear(
+            "router",
+            router,
+            ("moe", again),
+            inputs=h,
+            model=model,
+            read=read,
+            remade_by=_makes_input(model, again),
+        ),
+        Dispatch("dispatch", rerun_by=("moe",), copies=copies, model=model),
+        ExpertsIn(
+            "expert_fc1",
+            first,
+            ("moe", "routed_experts"),
+            inputs=h,
+            outputs=inner * widths,
+            copies=copies,
+        ),
+        Activation(
+            "moe_act",
+            rerun_by=("moe", "moe_act", "routed_experts"),
+            item="moe_act",
+            features=inner,
+            widths=widths,
+            copies=copies,
+            remade_by=("moe", "routed_experts"),
+        ),
+        ExpertsOut("expert_fc2", last, ("moe",), inputs=inner, outputs=h, copies=copies),
+        *(_shared_experts(model) if model.shared_ffn_size else ()),
+        *_end(model),
+    )
+
+
+def _shared_experts(model: ModelConfig) -> tuple[Operation, ...]:
+    h, inner, again = model.hidden_size, model.shared_ffn_size, ("moe", "shared_experts")
+    first, last = mlp_weights("mlp.shared_experts", model, inner)
+    widths = _gates(model)  # the activation keeps what it reads
+    gated = model.moe_shared_expert_gate
+    gate = whole(_SHARED_GATE.removesuffix(".weight"), h, 1, False) if gated else ()
+    return (
+        ColumnLinear(
+            "shared_fc1",
+            (*first, *gate),
+            again,
+            inputs=h,
+            outputs=inner * widths,
+            shared_input=True,
+        ),
+        Activation("shared_act", rerun_by=again, features=inner, widths=widths),
+        SharedOut(
+            "shared_fc2", last, inputs=inner, outputs=h, widths=widths, features=h, gated=gated
+        ),
+    )
+
+
+def _end(model: ModelConfig) -> tuple[Operation, ...]:
+    """What follows the last product of an MLP."""
+    h, dropout = model.hidden_size, bool(model.hidden_dropout)
+    residual = Residual("mlp_residual", features=h, dropout=dropout, mask="mlp_dropout")
+    return *_norm_after("mlp_output_norm", "post_mlp_layernorm", model), residual
+
+
+def _prediction(model: ModelConfig) -> PredictionInput:
+    """As in DeepSeek-V3: the hidden state and the next token's embedding are normalised and
+    projected together to one hidden state; a layer and a norm follow."""
+    h = model.hidden_size
+    weights = (
+        *norm_weights("hnorm", model),
+        *norm_weights("enorm", model),
+        *column("eh_proj", 2 * h, h, False),
+        *norm_weights("norm", model),
+    )
+    return PredictionInput("prediction", weights, features=h)
+
+
+def _gates(model: ModelConfig) -> int:
+    """Number of projections into the inner features."""
+    return 2 if model.gated_linear_unit else 1

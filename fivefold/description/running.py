@@ -1,0 +1,253 @@
+"""How a layer is run, as far as its memory and cost depend on it."""
+
+from dataclasses import dataclass, field, replace
+from math import ceil, inf
+
+from fivefold.config.config import Config
+from fivefold.config.experts import ExpertsConfig
+from fivefold.config.memory import MemoryConfig
+from fivefold.config.model import ModelConfig
+from fivefold.config.parallel import TokenDispatcher
+from fivefold.config.training import ELEMENT_BYTES
+from fivefold.description.expert_rows import LayerRows, expected_rows, padded_rows
+
+SCALE_ROWS = {"rowwise": inf, "blockwise": 128, "mxfp8": 32}
+"""Rows of an operand of dW that share a scale for each feature, by recipe."""
+_SCALE, _EXPONENT = 4, 1  # bytes of a scale in fp32, and of one for 32 rows, an exponent
+
+
+@dataclass(frozen=True)
+class Running:
+    """Degrees, dtypes and memory techniques under which a layer runs on one rank.
+
+    Attributes:
+        seq_length: keys that a token can attend to; matters only for unfused attention.
+        element_bytes: bytes per element of the compute dtype.
+        input_bytes: bytes per element of a linear layer's kept input; fewer in fp8 or fp4.
+        scale_rows: rows of it that share a scale for each feature; inf: all; 0: one scale or none.
+        tensor_parallel: ranks that split heads, MLPs and vocabulary.
+        sequence_parallel: whether these ranks split the tokens of everything else.
+        expert_parallel: ranks that hold the experts of a layer, equally many each.
+        expert_tensor_parallel: ranks that split each expert.
+        dispatcher: token dispatcher.
+        experts: settings of routers.
+        adds_expert_bias: whether this one of the ranks that split an expert adds its output bias.
+        routed: known rows of the layer's experts per microbatch; None: expected rows.
+        fused_attention: whether attention never holds S x S scores, as is so in Fivefold.
+        others: whether another framework runs it: dropout keeps a byte per value, losses more.
+        whole_logits: whether every tensor-parallel rank holds the logits of the whole vocabulary.
+        narrow_loss: whether an unfused loss works in the compute dtype, on tensors of its own.
+        memory: settings of recomputation, offloading and fusion.
+        microbatch_tokens: tokens that pass a layer at once on this rank, before sequence
+            parallelism splits them; decides which tensors are too small to be offloaded.
+        microbatch_rows: sequences that pass a layer at once on this rank.
+        latents_gathered: whether context-parallel ranks gather latents, not keys and values: one
+            entry for all layers, or one per layer, repeated; empty: never.
+    """
+
+    seq_length: int
+    element_bytes: float = 2
+    input_bytes: float = 2
+    scale_rows: float = 0
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    expert_parallel: int = 1
+    expert_tensor_parallel: int = 1
+    dispatcher: TokenDispatcher = "alltoall"
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    adds_expert_bias: bool = True
+    routed: LayerRows | None = None
+    fused_attention: bool = True
+    others: bool = True
+    whole_logits: bool = False
+    narrow_loss: bool = False
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    microbatch_tokens: float = inf
+    microbatch_rows: int = 1
+    latents_gathered: tuple[bool, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        *,
+        fused_attention: bool = True,
+        others: bool = False,
+    ) -> "Running":
+        """From a configuration whose tensor-parallel degrees are set."""
+        training, parallel = config.training, config.parallel
+        element = ELEMENT_BYTES[training.precision]
+        tokens = config.rank_tokens / parallel.num_sequence_slices
+        latents = parallel.context_parallel_size > 1 and config.model.multi_latent_attention
+        gathers = tuple(latents and kind == "all_gather" for kind in parallel.cp_comm_type)
+        return cls(
+            seq_length=training.seq_length,
+            element_bytes=element,
+            input_bytes=0.5 if training.fp4_format else 1 if training.fp8_format else element,
+            scale_rows=SCALE_ROWS.get(training.fp8_recipe, 0) if training.fp8_format else 0,
+            tensor_parallel=parallel.tensor_model_parallel_size,
+            sequence_parallel=parallel.sequence_parallel,
+            expert_parallel=parallel.expert_model_parallel_size,
+            expert_tensor_parallel=parallel.expert_tensor_parallel_size,
+            dispatcher=parallel.moe_token_dispatcher_type,
+            experts=config.experts,
+            routed=_padded(config, tokens),
+            fused_attention=fused_attention,
+            others=others,
+            memory=config.memory,
+            microbatch_tokens=tokens,
+            microbatch_rows=training.micro_batch_size,
+            latents_gathered=gathers if any(gathers) else (),
+        )
+
+    def of_layer(self, layer: int) -> "Running":
+        """The same for one layer, where settings differ between layers."""
+        if len(self.latents_gathered) < 2:
+            return self
+        gathers = self.latents_gathered[layer % len(self.latents_gathered)]
+        return replace(self, latents_gathered=(gathers,))
+
+    @property
+    def gathers_latents(self) -> bool:
+        """Whether latents are gathered in this layer; call on the result of `of_layer`."""
+        return self.latents_gathered == (True,)
+
+    @property
+    def remade(self) -> tuple[str, ...]:
+        """Modules (Megatron's names) that the backward recomputes."""
+        return self.memory.remade_modules
+
+    def share_at_once(self, rerun_by: tuple[str, ...]) -> float:
+        """Share of the tokens that an operation works on at a time: a tile's, in a tiled MLP.
+
+        Args:
+            rerun_by: recomputed modules that rerun the operation.
+        """
+        if not self.tiles(rerun_by) or self.microbatch_tokens == inf:
+            return 1.0
+        tokens = int(self.microbatch_tokens) // self.token_parts
+        return self.memory.tile_of(tokens) / tokens
+
+    def tiles(self, rerun_by: tuple[str, ...]) -> bool:
+        """Whether an operation that these recomputed modules rerun runs in tiles of the tokens."""
+        return "mlp" in rerun_by and self.memory.tiled_mlp_num_shards > 1
+
+    @property
+    def mask_bytes(self) -> float:
+        """Bytes kept for each value that can be dropped."""
+        return 1.0 if self.others else 0.0
+
+    @property
+    def token_parts(self) -> int:
+        """Number of ranks that split the tokens outside heads, MLPs and vocabulary."""
+        return self.tensor_parallel if self.sequence_parallel else 1
+
+    def by_heads(self, features: int) -> float:
+        """Bytes per token on one rank of `features` split with the query heads."""
+        return self.element_bytes * (features / self.tensor_parallel)
+
+    def by_key_heads(self, features: int, heads: int) -> float:
+        """Bytes per token on one rank of `features` split with `heads` key or value heads.
+
+        A rank holds at least one of these heads.
+        """
+        return self.element_bytes * (features / min(self.tensor_parallel, heads))
+
+    def copies(self, experts: int) -> float:
+        """Rows this rank dispatches per token of the microbatch with `experts` experts."""
+        return experts / self.token_parts
+
+    def rows(self, experts: int) -> float:
+        """Rows that reach this rank's experts per token of the microbatch.
+
+        Includes rows from the other ranks that split the same experts.
+        """
+        if self.routed is not None:
+            return self.routed.reached / self.microbatch_tokens
+        return self.copies(experts) * self.expert_tensor_parallel
+
+    def rows_of_one(self, experts: int) -> float:
+        """Rows per token of the microbatch that this rank's share of the experts amounts to."""
+        return self.rows(experts) / self.expert_tensor_parallel
+
+    def layer_rows(self, model: ModelConfig) -> LayerRows:
+        """Rows of a layer with experts, per token of the microbatch."""
+        if self.routed is not None:
+            return self.routed.times(1 / self.microbatch_tokens)
+        expected = expected_rows(
+            self.dispatcher, model, ep=self.expert_parallel, etp=self.expert_tensor_parallel
+        )
+        return expected.times(1 / self.token_parts)
+
+    def narrows(self, *unless: str) -> bool:
+        """Whether a linear layer keeps 8 bits of its input: not if one of these is made again."""
+        return self.input_bytes < self.element_bytes and not {*unless} & {*self.remade}
+
+    def input_size(self, *unless: str) -> float:
+        """Bytes per element of what it keeps of its input; arguments as in `narrows`."""
+        return self.input_bytes if self.narrows(*unless) else self.element_bytes
+
+    @property
+    def pads_rows(self) -> bool:
+        """Whether the rows of every expert are padded to its capacity."""
+        pads = self.experts.moe_pad_expert_input_to_capacity
+        return pads and self.experts.moe_expert_capacity_factor is not None
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of ranks that together hold the experts of a layer."""
+        return self.expert_parallel * self.expert_tensor_parallel
+
+    @property
+    def score_bytes(self) -> float:
+        """Bytes per score, and per weight of a row."""
+        return max(self.router_bytes, 4)
+
+    @property
+    def router_bytes(self) -> float:
+        """Bytes per element in the router's matrix product."""
+        named = {"fp64": 8, "fp32": 4, None: 0}[self.experts.moe_router_dtype]
+        return max(named, self.element_bytes)
+
+    def by_microbatch(self, size: float) -> float:
+        """Bytes per token of a tensor with `size` bytes per microbatch."""
+        return size / self.microbatch_tokens
+
+
+def at_place(running: Running, place: int) -> Running:
+    """The same for the layer at this place in its stage, as `MemoryConfig.of_layer` has it."""
+    memory = running.memory.of_layer(place)
+    return running if memory is running.memory else replace(running, memory=memory)
+
+
+def scale_bytes(running: Running, features: float) -> float:
+    """Bytes per token of the scales of an 8-bit input with `features` on this rank.
+
+    Scales cover the whole input of a product, where ranks split its tokens before it, too.
+    """
+    if running.input_bytes >= running.element_bytes:
+        return 0.0
+    blocks = 1.0
+    if running.scale_rows:
+        blocks = features * max(ceil(running.microbatch_tokens / running.scale_rows), 1)
+    size = _EXPONENT if running.scale_rows == SCALE_ROWS["mxfp8"] else _SCALE
+    return running.by_microbatch(size * blocks)
+
+
+def flash_takes(features: int) -> bool:
+    """Whether FlashAttention has kernels for heads of this many features."""
+    return features % 8 == 0 and features <= 256
+
+
+def _padded(config: Config, tokens: float) -> LayerRows | None:
+    parallel = config.parallel
+    if config.model.num_experts is None:
+        return None
+    return padded_rows(
+        parallel.moe_token_dispatcher_type,
+        config.experts,
+        config.model,
+        ep=parallel.expert_model_parallel_size,
+        etp=parallel.expert_tensor_parallel_size,
+        tokens=int(tokens / parallel.token_parts),
+    )

@@ -1,0 +1,336 @@
+"""Parameter and FLOP counts of a model, from its configuration alone.
+
+Conventions, as in the literature:
+- FLOPs are model FLOPs. A multiply-add is two FLOPs; norms, activations, softmax and the input
+  embedding are free; recomputation adds nothing. Training is three times the forward. Of a layer's
+  experts, only those that a token is sent to count.
+- Attention is causal: a token attends to half the sequence on average.
+- Vocabularies include padding, since it is held and multiplied, unless requested otherwise.
+
+`description.activations` counts what is kept between forward and backward.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+from fivefold.config.model import ModelConfig
+from fivefold.description.layers import (
+    LayerKind,
+    describe,
+    layer_kind,
+)
+from fivefold.description.operations import CoreAttention
+from fivefold.description.prediction import PredictionInput
+from fivefold.description.weights import Weight, embedding_weights, head_weights
+
+Shapes = Mapping[str, tuple[int, ...]]
+Weights = Mapping[str, Weight]
+
+
+class StageParts(Protocol):
+    """The parts of the model that a pipeline stage holds."""
+
+    @property
+    def embedding(self) -> bool:
+        """Whether it holds the input embedding."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Indices in the model of the layers it holds."""
+
+    @property
+    def head(self) -> bool:
+        """Whether it holds the output layer and the loss."""
+
+    @property
+    def mtp(self) -> int:
+        """Number of multi-token prediction layers it holds: all or 0."""
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """A stage that holds the whole model."""
+
+    layers: tuple[int, ...]
+    embedding: bool = True
+    head: bool = True
+    mtp: int = 0
+
+
+def whole_model(model: ModelConfig) -> WholeModel:
+    """The stage that holds all of `model`."""
+    return WholeModel(tuple(range(model.num_layers)), mtp=model.mtp_num_layers)
+
+
+def canonical_name(model: ModelConfig, name: str) -> str:
+    """The name under which a parameter is initialised and stored.
+
+    With tied embeddings the last pipeline stage owns a copy of `embed_tokens.weight` named
+    `lm_head.weight`. A stage that predicts further tokens may own another copy,
+    `mtp_embed_tokens.weight`. Every other parameter has one name.
+    """
+    return EMBEDDING if name in embedding_names(model) else name
+
+
+EMBEDDING = "embed_tokens.weight"
+
+
+def embedding_names(model: ModelConfig) -> tuple[str, ...]:
+    """The names of the token embedding and of all copies that stages may hold."""
+    output = () if model.untie_embeddings_and_output_weights else ("lm_head.weight",)
+    return EMBEDDING, *output, "mtp_embed_tokens.weight"
+
+
+def is_layer_matrix(name: str, weight: Weight) -> bool:
+    """Whether a parameter is a matrix of the model's layers, and neither an embedding nor the
+    output layer."""
+    return weight.multiplies and name.startswith(("layers.", "mtp."))
+
+
+def has_final_norm(model: ModelConfig, parts: StageParts) -> bool:
+    """Whether a stage holds the final norm, which precedes the output layer and all prediction."""
+    return parts.mtp > 0 if model.mtp_num_layers else parts.head
+
+
+def rotations(model: ModelConfig, parts: StageParts) -> frozenset[bool]:
+    """Of the layers of a stage that RoPE turns: whether they have a base of their own."""
+    layers = (*parts.layers, *[model.num_layers] * parts.mtp)
+    return frozenset(turns_locally(model, layer) for layer in layers if model.rotates(layer))
+
+
+def turns_locally(model: ModelConfig, layer: int) -> bool:
+    """Whether a layer has the base of RoPE that layers with a window have."""
+    return model.rotary_base_local is not None and model.window_of(layer) is not None
+
+
+def layer_weights(model: ModelConfig, layer: int) -> Weights:
+    """Name within the layer -> parameter, for every parameter of one transformer layer.
+
+    All experts of a layer are one parameter, [E, out, in]. An index from `num_layers` on means a
+    multi-token prediction layer, here without its norms and projection.
+    """
+    kind = layer_kind(model, layer)
+    return {weight.name: weight for weight in describe(model, LayerKind(kind.experts)).weights}
+
+
+def stage_weights(model: ModelConfig, parts: StageParts | None = None) -> Weights:
+    """Global name -> parameter, for every parameter that a stage (default: the model) owns.
+
+    A tied output weight is listed only if the stage does not hold the input embedding. A stage that
+    predicts further tokens without holding the embedding has a copy of it.
+    """
+    parts = parts or whole_model(model)
+    found: dict[str, Weight] = {}
+    if parts.embedding:
+        found |= {weight.name: weight for weight in embedding_weights(model)}
+    for layer in parts.layers:
+        in_layer = layer_weights(model, layer)
+        found |= {f"layers.{layer}.{name}": weight for name, weight in in_layer.items()}
+    for depth in range(parts.mtp):
+        in_layer = layer_weights(model, model.num_layers)
+        around = describe(model, layer_kind(model, model.num_layers)).one(PredictionInput)
+        found |= {f"mtp.{depth}.{weight.name}": weight for weight in around.weights}
+        found |= {f"mtp.{depth}.layer.{name}": weight for name, weight in in_layer.items()}
+    norm, output = _head(model)
+    if has_final_norm(model, parts):
+        found |= {weight.name: weight for weight in norm}
+    if parts.head and canonical_name(model, output.name) not in found:
+        found[output.name] = output
+    if _copies_embedding(model, parts):
+        found["mtp_embed_tokens.weight"] = embedding_weights(model)[0]
+    return found
+
+
+def cut_rows(model: ModelConfig, part: int, tp: int, etp: int) -> dict[str, tuple[int, int]]:
+    """Matrices whose rows tensor parallelism cuts within a part: (length, length on a rank).
+
+    Args:
+        model: the model.
+        part: elements of a row that belong together, from its start.
+        tp: ranks that split dense parameters.
+        etp: ranks that split those of experts.
+    """
+    matrices = {n: w for n, w in stage_weights(model).items() if len(w.shape) > 1 and w.trained}
+    lengths = {n: (w.shape[-1], w.local(tp, 1, etp)[-1]) for n, w in matrices.items()}
+    return {
+        n: (whole, here) for n, (whole, here) in lengths.items() if here < whole and here % part
+    }
+
+
+def parameter_shapes(model: ModelConfig, parts: StageParts | None = None) -> Shapes:
+    """Global name -> global shape, for every parameter that a stage (default: the model) owns."""
+    return {name: weight.shape for name, weight in stage_weights(model, parts).items()}
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters by place; a tied weight counts with the embedding if the stage holds both."""
+
+    embedding: int
+    layers: int
+    head: int
+    mtp: int
+
+    @property
+    def total(self) -> int:
+        """Parameters of all places."""
+        return self.embedding + self.layers + self.head + self.mtp
+
+
+def count_parameters(
+    model: ModelConfig,
+    parts: StageParts | None = None,
+    *,
+    padded: bool = True,
+    active: bool = False,
+) -> ParameterCount:
+    """Parameters that a stage (default: the whole model) owns.
+
+    Args:
+        model: the architecture.
+        parts: what the stage holds.
+        padded: whether to include vocabulary padding.
+        active: count only as many experts as a token is sent to.
+    """
+    parts = parts or whole_model(model)
+    shared = parts.embedding and not model.untie_embeddings_and_output_weights
+    table = model.padded_vocab_size * model.hidden_size
+    padding = 0 if padded else table - model.vocab_size * model.hidden_size
+    embedding = sum(weight.size for weight in embedding_weights(model)) - padding
+    if not parts.embedding:
+        embedding = table - padding if _copies_embedding(model, parts) else 0
+    norm, output = _head(model)
+    head = sum(weight.size for weight in norm) if has_final_norm(model, parts) else 0
+    head += (0 if shared else output.size - padding) if parts.head else 0
+    return ParameterCount(
+        embedding=embedding,
+        layers=sum(
+            _size(model, kind, active) * count for kind, count in _kinds(model, parts.layers)
+        ),
+        head=head,
+        mtp=_size(model, layer_kind(model, model.num_layers), active) * parts.mtp,
+    )
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations per token."""
+
+    matmul: int
+    attention: int
+
+    @property
+    def total(self) -> int:
+        """Matrix multiplications plus attention."""
+        return self.matmul + self.attention
+
+
+def forward_flops(
+    model: ModelConfig,
+    seq_length: int,
+    parts: StageParts | None = None,
+    *,
+    causal: bool = True,
+) -> Flops:
+    """Forward FLOPs per token of a stage (default: the whole model).
+
+    2 x weights of the linear layers (including router, chosen experts and output layer), plus per
+    layer 2 x keys attended x heads x (key + value features of a head). The mean number of keys is
+    half the sequence if causal, fewer with a window. The output layer runs once per predicted
+    token.
+    """
+    parts = parts or whole_model(model)
+    further = [(layer_kind(model, model.num_layers), parts.mtp)] if parts.mtp else []
+    weights, per_key = 0, defaultdict[int | None, int](int)
+    for kind, count in (*_kinds(model, parts.layers), *further):
+        weights += _size(model, kind, active=True, multiplied=True) * count
+    for layer in (*parts.layers, *[model.num_layers] * parts.mtp):
+        core = describe(model, layer_kind(model, layer)).one(CoreAttention)
+        per_key[model.window_of(layer)] += core.flops_per_key
+    if parts.head:
+        weights += (1 + model.mtp_num_layers) * model.padded_vocab_size * model.hidden_size
+    scores = sum(
+        count * mean_keys(window, seq_length, causal=causal) for window, count in per_key.items()
+    )
+    return Flops(2 * weights, int(scores))
+
+
+def mean_keys(window: int | None, seq_length: int, *, causal: bool = True) -> float:
+    """Mean number of keys a query sees: half of all, or fewer with a window."""
+    if not causal:
+        return seq_length
+    window = min(window or seq_length, seq_length)
+    return window - window**2 / (2 * seq_length)
+
+
+def training_flops(
+    model: ModelConfig,
+    seq_length: int,
+    parts: StageParts | None = None,
+    *,
+    causal: bool = True,
+) -> Flops:
+    """FLOPs per token of forward and backward: 6 x linear weights (4 x if they are frozen), and
+    attention three times."""
+    forward = forward_flops(model, seq_length, parts, causal=causal)
+    frozen = forward.matmul - 2 * trained_weights(model, parts)
+    return Flops(matmul=3 * forward.matmul - frozen, attention=3 * forward.attention)
+
+
+def trained_weights(model: ModelConfig, parts: StageParts | None) -> int:
+    """Elements of the matrices of linear layers by which a token is multiplied and which are
+    trained, the output layer's once per predicted token."""
+    parts = parts or whole_model(model)
+    further = [(layer_kind(model, model.num_layers), parts.mtp)] if parts.mtp else []
+    kinds = (*_kinds(model, parts.layers), *further)
+    layers = sum(_size(model, kind, True, True, True) * count for kind, count in kinds)
+    *_, output = head_weights(model)
+    runs = (1 + model.mtp_num_layers) * (parts.head and output.trained)
+    return layers + runs * output.size
+
+
+@lru_cache(maxsize=1024)
+def _size(
+    model: ModelConfig,
+    kind: LayerKind,
+    active: bool = False,
+    multiplied: bool = False,
+    trained: bool = False,
+) -> int:
+    """Parameters of one layer.
+
+    Args:
+        model: the architecture.
+        kind: kind of the layer.
+        active: count only as many experts as a token is sent to.
+        multiplied: count only matrices of linear layers, not norms and biases.
+        trained: count only what is trained.
+    """
+    weights = [
+        weight
+        for weight in describe(model, kind).weights
+        if (weight.multiplies or not multiplied) and (weight.trained or not trained)
+    ]
+    experts = sum(weight.size for weight in weights if weight.of_experts)
+    chosen = experts * model.moe_router_topk // (model.num_experts or 1)
+    return sum(weight.size for weight in weights) - experts + (chosen if active else experts)
+
+
+def _kinds(model: ModelConfig, layers: Iterable[int]) -> Iterator[tuple[LayerKind, int]]:
+    """(kind, number of layers) for each kind among `layers`."""
+    yield from Counter(layer_kind(model, layer) for layer in layers).items()
+
+
+def _head(model: ModelConfig) -> tuple[tuple[Weight, ...], Weight]:
+    """The final norm's weights, and the output layer's weight."""
+    *norm, output = head_weights(model)
+    return tuple(norm), output
+
+
+def _copies_embedding(model: ModelConfig, parts: StageParts) -> bool:
+    """Whether a stage needs the embedding for further predictions only."""
+    tied_here = parts.head and not model.untie_embeddings_and_output_weights
+    return parts.mtp > 0 and not parts.embedding and not tied_here

@@ -1,0 +1,1 @@
+"""Mixtures of experts on one device: router, capacity, grouped products."""

@@ -1,0 +1,1 @@
+"""What the actions of a program cost: modelled, stated or measured."""

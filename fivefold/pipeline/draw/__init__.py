@@ -1,0 +1,1 @@
+"""Shows programs as text, pictures, pages and figures."""

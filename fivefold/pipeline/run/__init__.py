@@ -1,0 +1,1 @@
+"""Runs programs, with torch: actions, messages between stages, recorded times."""

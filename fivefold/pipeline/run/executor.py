@@ -1,0 +1,371 @@
+"""Runs a lowered program on one rank: the only training (and evaluation) step there is."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from fivefold.model.batch import Batch
+from fivefold.model.moe.routing import Decisions
+from fivefold.model.sequence_slices import SlicedSequence
+from fivefold.model.transformer import Stage
+from fivefold.pipeline.ir import COMPUTE, READS_PARAMETERS, Act, Direction, Kind, Message, Program
+from fivefold.pipeline.run.messages import Mail
+from fivefold.pipeline.run.turns import Turns
+from fivefold.tensor.deferred_weight import DeferredWeights, Work
+
+Piece = tuple[int, int, int]
+"""Stage, microbatch, slice."""
+
+Observer = Callable[[Act], AbstractContextManager[object]]
+"""Entered once what a compute act needs is there, left when the act has ended."""
+
+
+class StageGradients(Protocol):
+    """What the executor needs of data parallelism, per stage."""
+
+    def before_backward(self, *, whole: bool, last: bool) -> None:
+        """What the next backward computes: `whole` with weight gradients, or dX only; `last`: no
+        later act of the step adds to this stage's gradients."""
+
+    def after_backward(self, *, last: bool) -> None:
+        """A backward with weight gradients has ended; `last` as above."""
+
+    def run_weights(self, works: list[Work], *, last: bool) -> None:
+        """Compute weight gradients that a backward has put aside; `last` as above."""
+
+    def reduce(self) -> None:
+        """All weight gradients of the step are there: start summing what is not yet."""
+
+    def unshard(self) -> None:
+        """Start gathering the stage's parameters, which stay until `reshard`."""
+
+    def await_unshard(self) -> None:
+        """Wait for the stage's parameters, which the next act reads."""
+
+    def reshard(self) -> None:
+        """Free the gathered parameters."""
+
+
+@dataclass
+class _Forward:
+    """What a forward leaves for its backward: its input, and the edge to start from.
+
+    Attributes:
+        x: None for the first stage.
+        edge: None where the forward is to be recomputed.
+    """
+
+    x: Tensor | None
+    edge: GradientEdge | None
+
+
+@dataclass
+class Executor:
+    """One rank's interpreter of pipeline programs.
+
+    Attributes:
+        stages: this rank's stages by index.
+        gradients: data parallelism of each of them.
+        deferred: where their linears leave weight gradients during a B.
+        group: the pipeline group; None for one rank.
+        hidden_shape: shape of one hidden state of every token, [T or T/tp, H], of a slice where
+            sequences are cut.
+        dtype: type of hidden states.
+        device: where stages live.
+        turns: lets the halves of an FB run in turns; where experts wait for messages, the other
+            half goes on.
+        delays_weights: whether an FB computes dW while its messages travel.
+        observe: told of every compute act, of an FB as a whole; what measures a step sets it.
+        enter: told of every act that begins, again when a compute act has what it needs, and of the
+            end (None).
+        states_into: hidden states of a token that enter a stage, by its index, where further tokens
+            are predicted; None: always one.
+        loss_scale: factor of the loss in its gradients, scalar; None: 1.
+        lines: groups of two ranks by sender and receiver, for messages between them; other messages
+            use `group`.
+    """
+
+    stages: Mapping[int, Stage]
+    gradients: Mapping[int, StageGradients]
+    deferred: DeferredWeights
+    group: dist.ProcessGroup | None
+    hidden_shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    turns: Turns
+    delays_weights: bool = False
+    observe: Observer = field(default=nullcontext)
+    enter: Callable[[Act | None], None] = field(default=lambda act: None)
+    loss_scale: Tensor | None = None
+    states_into: Callable[[int], int] | None = None
+    lines: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
+
+    @property
+    def pp_rank(self) -> int:
+        """Which of a program's ranks this is."""
+        return 0 if self.group is None else self.group.rank()
+
+    def run(self, program: Program, batches: Sequence[Batch], scale: Tensor) -> "StepSums":
+        """Run one step's forwards and backwards.
+
+        Args:
+            program: lowered.
+            batches: the microbatches, the same on every pipeline rank; of each, one after the
+                other, as many slices as the program has.
+            scale: scale by which each microbatch's summed loss is multiplied: one over the number
+                of valid tokens of the global batch; on the device, a scalar, or [1 + D] where the
+                batches ask for D further predictions, one for the loss of each depth.
+
+        Returns:
+            This rank's sums. Gradients are on the parameters, reductions started.
+        """
+        return _Step(self, program, batches, scale).run()
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """What the forwards of a step on one rank come to.
+
+    Attributes:
+        loss: this rank's part of the loss, shaped as the step's scale, in at least fp32; 0 without
+            the head.
+        routing: sums of its routers' decisions that had a backward, by layer.
+        z_loss: part of the loss of the next token that is z-loss, scalar.
+    """
+
+    loss: Tensor
+    routing: Mapping[int, Tensor]
+    z_loss: Tensor
+
+
+class _Step:
+    """The state of one run of a program.
+
+    One class because every kind of action reads and writes the same few tables by microbatch.
+    """
+
+    def __init__(
+        self, executor: Executor, program: Program, batches: Sequence[Batch], scale: Tensor
+    ) -> None:
+        self._on = executor
+        self._program, self._batches = program, batches
+        self._scale = scale.to(torch.promote_types(executor.dtype, torch.float32))
+        self._acts = program.ranks[executor.pp_rank]
+        self._predicts = batches[0].num_further > 0
+        self._mail = Mail(
+            executor.group,
+            executor.lines,
+            executor.hidden_shape,
+            executor.dtype,
+            executor.device,
+        )
+        self._recomputed = {_piece(act) for act in self._acts if act.kind is Kind.R}
+        self._forwards: dict[Piece, _Forward] = {}
+        self._weights: dict[Piece, list[Work]] = {}
+        self._sequences: dict[tuple[int, int], SlicedSequence] = {}
+        self._losses: list[Tensor] = []
+        self._z_sums: list[Tensor] = []
+        self._decisions: dict[Piece, Decisions] = {}
+        self._routing: dict[int, Tensor] = {}
+        weights = (
+            kid for act in self._acts for kid in act.elementary if kid.kind in (Kind.W, Kind.BW)
+        )
+        self._last_weights = {kid.stage: kid for kid in weights}
+
+    def run(self) -> StepSums:
+        with torch.set_grad_enabled(not self._program.forward_only):
+            for act in self._acts:
+                self._on.enter(act)
+                if act.kind in COMPUTE:
+                    self._compute(act)
+                else:
+                    self._manage(act)
+        self._mail.finish()
+        self._on.enter(None)
+        loss = torch.stack(self._losses).sum(0) if self._losses else torch.zeros_like(self._scale)
+        z_loss = torch.zeros_like(self._scale.flatten()[0])
+        if self._z_sums:
+            z_loss = torch.stack(self._z_sums).sum() * self._scale.flatten()[0]
+        return StepSums(loss, self._routing, z_loss)
+
+    def _manage(self, act: Act) -> None:
+        """What only starts something; a STEP belongs to the training loop."""
+        match act.kind:
+            case Kind.SEND | Kind.RECV:
+                assert act.message is not None
+                if act.kind is Kind.SEND:
+                    self._mail.send(act.message)
+                else:
+                    self._mail.receive(act.message, self._states_of(act.message))
+            case Kind.UNSHARD:
+                self._on.gradients[act.stage].unshard()
+            case Kind.RESHARD:
+                self._on.gradients[act.stage].reshard()
+            case Kind.REDUCE:
+                self._on.gradients[act.stage].reduce()
+
+    def _states_of(self, message: Message) -> int:
+        """Hidden states of a token, or their gradients, in a message."""
+        if self._on.states_into is None or not self._predicts:
+            return 1
+        backward = message.direction is Direction.BACKWARD
+        return self._on.states_into(message.dst_stage + backward)
+
+    def _compute(self, act: Act) -> None:
+        """Wait for what the act needs, then do it.
+
+        What both halves of an FB have received is there before it begins.
+        """
+        for kid in act.elementary:
+            self._await(kid)
+            if kid.kind in READS_PARAMETERS:
+                self._on.gradients[kid.stage].await_unshard()
+        self._on.enter(act)
+        with self._on.observe(act):
+            self._run(act)
+
+    def _run(self, act: Act) -> None:
+        match act.kind:
+            case Kind.FB:
+                self._in_turns(*act.kids)
+            case Kind.F:
+                self._forward(act)
+            case Kind.R:
+                self._recompute(act)
+            case Kind.BW:
+                self._backward(act)
+            case Kind.B:
+                self._backward_input(act)
+            case Kind.W:
+                self._backward_weights(act)
+
+    def _await(self, act: Act) -> None:
+        parts = self._on.stages[act.stage].parts
+        if act.kind is Kind.F and not parts.embedding:
+            self._mail.wait((Direction.FORWARD, *_piece(act)))
+        if act.kind in (Kind.B, Kind.BW) and not parts.head:
+            self._mail.wait((Direction.BACKWARD, *_piece(act)))
+
+    def _forward(self, act: Act) -> None:
+        piece, module = _piece(act), self._on.stages[act.stage]
+        x = None
+        if not module.parts.embedding:
+            x = self._mail.take((Direction.FORWARD, *piece))
+        keeps = not self._program.forward_only and piece not in self._recomputed
+        with torch.set_grad_enabled(keeps):
+            out = self._run_stage(act, x)
+        if module.parts.head:
+            self._losses.append(out.detach())
+            self._z_sums += module.z_sums[:1]
+        else:
+            # Detached: once sent, nothing but the graph holds what the stage made.
+            self._give(act, Direction.FORWARD, act.stage + 1, out.detach())
+        if not self._program.forward_only:
+            self._forwards[piece] = _Forward(x, self._edge(act, out) if keeps else None)
+        else:
+            del self._decisions[piece]
+            if act.slice == self._program.num_slices - 1:
+                self._sequences.pop((act.stage, act.mb), None)
+
+    def _recompute(self, act: Act) -> None:
+        """Run a forward of which only the input was kept once more, with its graph."""
+        forward = self._forwards[_piece(act)]
+        forward.edge = self._edge(act, self._run_stage(act, forward.x))
+
+    def _edge(self, act: Act, out: Tensor) -> GradientEdge:
+        """Where the backward of a stage begins: at its hidden states, or its objective."""
+        module = self._on.stages[act.stage]
+        return get_gradient_edge(module.objective(out) if module.parts.head else out)
+
+    def _run_stage(self, act: Act, x: Tensor | None) -> Tensor:
+        """Hidden states, or the scaled losses."""
+        program, module = self._program, self._on.stages[act.stage]
+        sequence = None
+        if program.num_slices > 1:
+            sequence = self._sequences.setdefault((act.stage, act.mb), SlicedSequence())
+            sequence.begin(act.slice)
+        if x is not None:
+            x.requires_grad_(torch.is_grad_enabled())
+        batch = self._batches[act.mb * program.num_slices + act.slice]
+        decisions = self._decisions.setdefault(_piece(act), Decisions())
+        out: Tensor = module(x, batch, sequence, decisions)
+        return out * self._scale if module.parts.head else out
+
+    def _in_turns(self, forward: Act, backward: Act) -> None:
+        """The backward begins: its first message travels under the forward's first computation."""
+        turns, ahead = self._on.turns, partial(self._forward, forward)
+        if not (self._on.delays_weights and backward.kind is Kind.BW):
+            turns.run(partial(self._run, backward), ahead)
+            return
+
+        def back() -> None:
+            self._backward_input(backward)
+            last = self._last_weights[backward.stage] == backward
+            rest = self._weights.pop(_piece(backward))
+            self._on.gradients[backward.stage].run_weights(rest, last=last)
+
+        turns.run(back, ahead, between=self._on.deferred.run_early)
+
+    def _backward(self, act: Act) -> None:
+        last = self._last_weights[act.stage] == act
+        self._on.gradients[act.stage].before_backward(whole=True, last=last)
+        self._differentiate(act)
+        self._on.gradients[act.stage].after_backward(last=last)
+
+    def _backward_input(self, act: Act) -> None:
+        """Only dX; what makes dW is put aside."""
+        self._on.gradients[act.stage].before_backward(whole=False, last=False)
+        with self._on.deferred.collect() as works:
+            self._differentiate(act)
+        self._weights[_piece(act)] = works
+
+    def _differentiate(self, act: Act) -> None:
+        """Run autograd from the gradient of the output, and of what later slices attended to."""
+        piece, module = _piece(act), self._on.stages[act.stage]
+        forward = self._forwards.pop(piece)
+        assert forward.edge is not None
+        edges: list[GradientEdge] = [forward.edge]
+        grads: list[Tensor | None] = [self._on.loss_scale]
+        if not module.parts.head:
+            grads = [self._mail.take((Direction.BACKWARD, *piece))]
+        if self._program.num_slices > 1:
+            for edge, grad in self._sequences[act.stage, act.mb].release(act.slice):
+                edges.append(edge)
+                grads.append(grad)
+        torch.autograd.backward(edges, grads)
+        for layer, decision in self._decisions.pop(piece).items():
+            before = self._routing.get(layer)
+            self._routing[layer] = decision.sums if before is None else before + decision.sums
+        if forward.x is not None:
+            assert forward.x.grad is not None
+            self._give(act, Direction.BACKWARD, act.stage - 1, forward.x.grad)
+
+    def _backward_weights(self, act: Act) -> None:
+        """The dW that a B has put aside, or one part of it."""
+        works, parts = self._weights[_piece(act)], self._program.num_weight_parts
+        share = -(-len(works) // (parts - act.part))
+        now, self._weights[_piece(act)] = works[:share], works[share:]
+        del works
+        last = self._last_weights[act.stage] == act
+        self._on.gradients[act.stage].run_weights(now, last=last)
+        if act.part == parts - 1:
+            del self._weights[_piece(act)]
+
+    def _give(self, act: Act, direction: Direction, stage: int, tensor: Tensor) -> None:
+        """Hand a tensor to `stage`, here or by the SEND that follows."""
+        address = (direction, stage, act.mb, act.slice)
+        if self._program.placement[stage] == self._on.pp_rank:
+            self._mail.hand_over(address, tensor)
+        else:
+            self._mail.post(address, tensor)
+
+
+def _piece(act: Act) -> Piece:
+    return act.stage, act.mb, act.slice

@@ -1,0 +1,1 @@
+"""Which layers each stage holds, and which rank each stage is on."""

@@ -1,0 +1,1 @@
+"""What a run keeps, and what it starts from."""

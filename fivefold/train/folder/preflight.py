@@ -1,0 +1,128 @@
+"""Checks a run's folders, trackers and restarts before anything starts. Imports no torch."""
+
+import os
+from pathlib import Path
+from shlex import quote
+
+from fivefold.config.config import Config
+from fivefold.config.megatron import is_megatron
+from fivefold.config.records import CheckpointConfig
+from fivefold.config.settings import flag_of
+from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean
+from fivefold.train.folder.run_folder import CHECKPOINTS
+from fivefold.train.metrics import check_installed
+
+_FOLDERS = (
+    *("save", "load", "load_adapter", "non_persistent_local_ckpt_dir"),
+    *("optimizer_offload_path", "param_offload_path"),
+)
+
+
+def with_home(config: Config) -> Config:
+    """The configuration with `~` in front of folders replaced: no shell does it in a recipe, or
+    after `--save=`."""
+    given = {name: path for name in _FOLDERS if (path := config.value(name)) is not None}
+    return config.with_values(**{name: os.path.expanduser(path) for name, path in given.items()})
+
+
+def check_start(config: Config) -> None:
+    """Check that the run folder can be written, --load exists, and trackers are installed.
+
+    Raises:
+        ConfigError: all mistakes at once.
+    """
+    mistakes = Mistakes()
+    save = config.checkpoint.save
+    _check_folder("save", "runs" if save is None else save, "runs/NAME", mistakes)
+    if save is not None and not mistakes.found:
+        _check_folder("save", save, "runs/NAME", mistakes, within=CHECKPOINTS)
+    for name in ("optimizer_offload_path", "param_offload_path"):
+        if (away := config.value(name)) is not None:
+            _check_folder(name, away, "offloaded", mistakes)
+    _check_load(config.checkpoint, mistakes)
+    with mistakes.collecting():
+        if config.logging.tensorboard:
+            check_installed("tensorboard", "TensorBoard")
+    with mistakes.collecting():
+        if config.logging.wandb_project is not None:
+            check_installed("wandb", "W&B")
+    mistakes.raise_if_any()
+
+
+def _check_folder(
+    name: str, given: str, example: str, mistakes: Mistakes, within: str = ""
+) -> None:
+    """Add why the folder that a setting names, or one in it, can neither be written nor made."""
+    flag = flag_of(name)
+    if not given.strip():
+        works = (f"{flag} {example}", f"no {flag}")
+        mistakes.add(f"{name} is empty, and must name a folder", works=works)
+        return
+    try:
+        path = Path(given, within)
+        there = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
+        if not there.is_dir():
+            what = "a link to nothing" if there.is_symlink() else "not a folder"
+            mistakes.add(f"{name} = {given}: {there} is {what}", attempt=f"another {flag}")
+        elif not os.access(there, os.W_OK | os.X_OK):
+            mistakes.add(f"{name} = {given}: {there} cannot be written", attempt=f"another {flag}")
+    except (OSError, ValueError) as error:  # a name that is too long, or has a null
+        mistakes.add(f"{name} = {given!r} can be no folder: {getattr(error, 'strerror', error)}")
+
+
+def _check_load(checkpoint: CheckpointConfig, mistakes: Mistakes) -> None:
+    load = checkpoint.load
+    continues = checkpoint.save is not None and (Path(checkpoint.save) / CHECKPOINTS).is_dir()
+    if continues:
+        _check_step(checkpoint, mistakes)
+    if load is None or continues or (load.strip() and Path(load).is_dir()):
+        return
+    if not load.strip():
+        mistakes.add("load is empty, and must name a run folder", works=("no --load",))
+        return
+    path = Path(load)
+    near = [p.name for p in path.parent.glob("*") if p.is_dir()]
+    meant = did_you_mean(path.name, near)
+    mistakes.add(f"there is no checkpoint in {load}: no such folder{meant}")
+
+
+def _check_step(checkpoint: CheckpointConfig, mistakes: Mistakes) -> None:
+    """Add that a run, which goes on from its latest checkpoint, is asked to go back to another."""
+    save, load, step = checkpoint.save, checkpoint.load, checkpoint.ckpt_step
+    if save is None or load is None or step is None or is_megatron(Path(load)):
+        return
+    own, other = Path(save).resolve(), Path(f"{Path(save)}-step-{step}")
+    if Path(load).resolve() in (own, own / CHECKPOINTS):
+        mistakes.add(
+            f"ckpt_step {step} has no effect: {save} goes on from its own latest checkpoint",
+            "from an earlier one another run starts, in a folder of its own",
+            works=(f"--save {quote(str(other))}", "--ckpt-step none"),
+        )
+
+
+def check_restarts(most: int, launcher: str, save: str | None) -> None:
+    """Check that something can start the ranks again, and that they will find their run.
+
+    Args:
+        most: restarts that the command asks for.
+        launcher: program that started this process.
+        save: the run folder of --save.
+
+    Raises:
+        ConfigError: the number is negative, ranks of torchrun or srun ask for restarts, or ranks
+            that torchrun would start again would begin a run of their own.
+    """
+    if most < 0:
+        raise ConfigError(Mistake(f"--max-restarts must be at least 0, not {most}"))
+    if launcher in ("torchrun", "slurm") and most:
+        again = {
+            "torchrun": f"torchrun --max-restarts {most} starts them again",
+            "slurm": "the job, submitted again, goes on from its last checkpoint",
+        }[launcher]
+        what = f"--max-restarts {most} is for the ranks of --nproc; {launcher} started these"
+        raise ConfigError(Mistake(what, (again,), works=("--max-restarts 0",)))
+    torchrun_restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if launcher == "torchrun" and torchrun_restarts != "0" and save is None:
+        what = f"torchrun --max-restarts {torchrun_restarts} needs --save: ranks that it starts"
+        what += " again would begin another run"
+        raise ConfigError(Mistake(what, attempt="--save runs/NAME"))

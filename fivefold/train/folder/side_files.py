@@ -1,0 +1,54 @@
+"""The files beside weights on the hub, which a run keeps so that its conversion has them, too."""
+
+import shutil
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+from fivefold.convert.hub import CONFIG
+from fivefold.train.folder.run_folder import TOKENIZER
+
+SIDE = "huggingface"
+"""Folder of a run with what lay beside the weights: tokenizer, settings of generation."""
+GENERATION = "generation_config.json"
+_OF_MODELS = (CONFIG, "configuration_*.py", "modeling_*.py")  # with what auto_map names
+_OF_TOKENIZERS = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("chat_template*", "*.model", "*.tiktoken", "tokenization_*.py"),
+    GENERATION,  # numbers of tokens
+)
+
+
+def keep_side_files(source: Path, run: Path) -> None:
+    """Copy what lies beside a Hugging Face folder's weights, or what another run kept of it."""
+    if source.resolve() == (run / SIDE).resolve():
+        return
+    (run / SIDE).mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.is_file() and _is_any(file, (*_OF_MODELS, *_OF_TOKENIZERS)):
+            shutil.copyfile(file, run / SIDE / file.name)
+
+
+def side_files(run: Path) -> Iterator[Path]:
+    """The files that a run has kept, but those of a tokenizer only if it is the run's own."""
+    if not (run / SIDE).is_dir():
+        return
+    other = _has_another_tokenizer(run)
+    for file in (run / SIDE).iterdir():
+        if not (other and _is_any(file, _OF_TOKENIZERS)):
+            yield file
+
+
+def side_file(run: Path, name: str) -> Path | None:
+    """One of `side_files`; None if it is not there."""
+    return next((file for file in side_files(run) if file.name == name), None)
+
+
+def _has_another_tokenizer(run: Path) -> bool:
+    own, its = run / TOKENIZER, run / SIDE / TOKENIZER
+    there = own.is_file() and its.is_file()
+    return there and own.read_text("utf-8") != its.read_text("utf-8")
+
+
+def _is_any(file: Path, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(file.name, pattern) for pattern in patterns)

@@ -1,0 +1,1 @@
+"""What a run asks of its machine: devices, processors, memory, open files."""

@@ -1,0 +1,1 @@
+"""How the ranks of a run start, meet, fail and start again."""

@@ -1,0 +1,168 @@
+"""Processes forked from this one, each of which runs a rank and reports how that ended."""
+
+import faulthandler
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fivefold.errors import FivefoldError
+from fivefold.files import telling_system_errors
+from fivefold.process import die_with_parent
+from fivefold.train.health.roll_call import RollCall
+from fivefold.train.ranks import failures
+from fivefold.train.ranks.failures import Failure
+from fivefold.train.ranks.rank_env import RankEnv
+from fivefold.train.ranks.signals import STOP_SIGNALS
+
+Worker = Callable[[RankEnv], int | None]
+
+POLL_SECONDS = 0.02
+GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
+DONE = b"done"  # the report of a rank whose work is done
+
+
+@dataclass
+class Child:
+    """A child process and the pipe on which it reports how it ended.
+
+    Attributes:
+        failure: the reason for which it failed; None if it did not.
+        done: time at which its work was done, in seconds on the system's monotonic clock.
+    """
+
+    rank: int
+    pid: int
+    reports: int
+    failure: Failure | None = None
+    done: float | None = None
+    running: bool = True
+
+    def poll(self, stopping: bool) -> None:
+        """Check whether the process has ended; `stopping` says whether it was told to."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if pid == 0:
+            return
+        self.running = False
+        with open(self.reports, "rb", buffering=0) as pipe:
+            report = pipe.read()  # None if nothing came but a helper of the rank holds the pipe
+        code = os.waitstatus_to_exitcode(status)
+        if report == DONE and code == 0:
+            self.done = time.monotonic()
+        elif report and report != DONE:
+            self.failure = Failure(**json.loads(report))
+        elif code < 0:
+            self.failure = failures.killed(-code, stopping)
+        else:
+            self.failure = failures.left(code)
+
+
+def leave_signals_to_parent(parent: int) -> None:
+    """End with process `parent`, which forked this one, and by its signals only: a terminal sends
+    Ctrl-C to the whole process group, and the parent answers."""
+    die_with_parent(parent)
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def import_what_ranks_import() -> None:
+    """Import once what every rank would import when it has been forked.
+
+    The first DTensor or optimizer of a process has PyTorch import its compiler, used or not: a
+    second of CPU time for each rank.
+    """
+    import_module("torch._dynamo")
+
+
+def fork(worker: Worker, env: RankEnv, errors_folder: Path | None, threads: int | None) -> Child:
+    """Run a rank in a new process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reports_in, reports_out = os.pipe()
+    parent = os.getpid()
+    # Signals wait until the child has its own handlers: the inherited ones would swallow them.
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    # What the parent has left over may wait for threads that are not in the child, whose first
+    # allocations, in Python's own hooks of a fork, could collect it before it is frozen.
+    collects = gc.isenabled()
+    gc.disable()
+    pid = os.fork()
+    if pid == 0:
+        gc.freeze()
+    if collects:
+        gc.enable()
+    if pid == 0:
+        status = 1
+        try:
+            _become_rank(env, parent, threads)
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+            status = _run_worker(worker, env, reports_out, errors_folder)
+        finally:
+            # Not sys.exit: the frames and exit handlers of the parent must not run here.
+            os._exit(status)
+    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    os.close(reports_out)
+    os.set_blocking(reports_in, False)
+    return Child(env.rank, pid, reports_in)
+
+
+def _become_rank(env: RankEnv, parent: int, threads: int | None) -> None:
+    leave_signals_to_parent(parent)
+    faulthandler.enable(file=2)
+    os.environ.update(env.variables)
+    # Gloo would look the host's name up, which fails on many laptops.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    if "OMP_NUM_THREADS" in os.environ:  # as with torchrun, what the user set is per rank
+        threads = torch.get_num_threads()
+    threads = threads or max(1, torch.get_num_threads() // env.world_size)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    # Even to what it is: this replaces the pool of threads that a fork leaves broken. Autograd's
+    # threads, one for each GPU, would do so at the same time, and one would find none.
+    torch.set_num_threads(threads)
+
+
+def _run_worker(worker: Worker, env: RankEnv, reports: int, errors_folder: Path | None) -> int:
+    try:
+        with RollCall(env), telling_system_errors(FivefoldError):
+            status = worker(env) or 0
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        report = DONE
+    except BaseException as error:
+        failure = failures.raised(error, env.rank, errors_folder)
+        report = json.dumps(asdict(failure), ensure_ascii=False).encode(errors="replace")
+        status = failure.status
+    os.write(reports, report)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status
+
+
+def signal_all(ranks: list[Child], signum: int) -> None:
+    """Send a signal to the ranks that still run."""
+    for rank in ranks:
+        if rank.running:
+            os.kill(rank.pid, signum)
+
+
+def terminate(ranks: list[Child], *, at_once: bool = False) -> None:
+    """Stop the ranks that still run: SIGTERM, then SIGKILL, or that at once."""
+    signal_all(ranks, signal.SIGKILL if at_once else signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_SECONDS
+    while any(r.running for r in ranks):
+        if time.monotonic() > deadline:
+            signal_all(ranks, signal.SIGKILL)
+        for rank in ranks:
+            if rank.running:
+                rank.poll(stopping=True)
+        time.sleep(POLL_SECONDS)
