@@ -78,7 +78,7 @@ def parse() -> argparse.Namespace:
 
 
 def summary(report: dict) -> str:
-    """Markdown: CPU seconds of a step and MB sent in it, the README's table."""
+    """Markdown: CPU seconds of a step and MB sent in it, the table of speed.md."""
     return "\n".join(table(report, medians(report), both_cell))
 
 

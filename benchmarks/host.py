@@ -117,7 +117,7 @@ def measured(asked: argparse.Namespace, tp: int) -> dict[str, dict[str, Any]]:
 
 
 def summary(results: dict[str, Any]) -> str:
-    """Markdown: launches of a layer, and host time relative to Fivefold's, the README's table."""
+    """Markdown: launches of a layer, and host time relative to Fivefold's, for speed.md."""
     rows = {key: found for key, found in results.items() if key.startswith("tp ")}
     names = list(rows["tp 1"])
     lines = [
