@@ -32,11 +32,12 @@ from packaging.version import Version
 
 from benchmarks.export_cases import CHANGES, changed, layouts
 from benchmarks.export_combinations import combinations
+from benchmarks.translations import command_of, differing
 from fivefold.config.layer_pattern import expert_layers
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.settings import settings_of
-from fivefold.config.training import OF_MUON
+from fivefold.config.training import ELEMENT_BYTES, OF_MUON
 from fivefold.files import write_atomic
 from fivefold.layout import Layout
 from fivefold.optim.schedule import learning_rate
@@ -160,6 +161,13 @@ def read_by_megatron(found: Export, layout: Layout) -> None:
         _compare_stages(core, layout)
     _compare_activation(core, layout, named)
     _compare_rates(_rates_of_megatron(args), layout)
+    told = StringIO()
+    with redirect_stdout(told):
+        arguments.is_rank0 = lambda: True
+        arguments._print_args("arguments", args)
+    for job in (told.getvalue(), command_of(found.text, layout)):
+        if wrong := differing(job, found, layout):
+            raise ValueError(f"fivefold translate makes another layout of it: {wrong}")
 
 
 def _values(layout: Layout) -> Iterator[tuple[str, Any]]:
@@ -186,6 +194,8 @@ def _values(layout: Layout) -> Iterator[tuple[str, Any]]:
         values["moe_aux_loss_coeff"] = factors * (len(losses) // len(factors))
     if model.position_embedding_type != "rope":
         del values["rope_type"]
+    width = ELEMENT_BYTES[values["precision"]]
+    values["min_offloaded_tensor_size"] = -(-values["min_offloaded_tensor_size"] // width)
     values["add_qkv_bias"] = model.qkv_bias
     values["qk_layernorm"] = model.qk_layernorm or model.multi_latent_attention
     values["num_query_groups"] = model.num_query_groups
