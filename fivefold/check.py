@@ -12,11 +12,11 @@ from typing import Any
 
 from fivefold.batch_rules import check_smaller_batches, count_microbatches
 from fivefold.config.config import SETTINGS, Config
-from fivefold.config.experts import check_routing
 from fivefold.config.foreign import name_of
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.rules.dependence import check_dependents
+from fivefold.config.rules.experts import check_routing
 from fivefold.config.rules.graph import check_step_graph
 from fivefold.config.rules.lora import check_adapted_run
 from fivefold.config.rules.memory import check_memory

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from shlex import quote
 
-from fivefold.config.training import MOCK, DataConfig
+from fivefold.config.data import MOCK, DataConfig
 from fivefold.data.corpus import BUILTIN, resolve
 from fivefold.data.indexed import is_indexed
 from fivefold.errors import Mistakes

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from fivefold.config.config import Config
-from fivefold.config.training import MOCK, DataConfig
+from fivefold.config.data import MOCK, DataConfig
 from fivefold.data.corpus import BUILTIN
 from fivefold.data.dataset import check_labels
 from fivefold.data.mixture import Source, grouped, parse_named_paths

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
-from fivefold.config.training import MOCK, DataConfig
+from fivefold.config.data import MOCK, DataConfig
 from fivefold.data.corpus import BUILTIN
 from fivefold.data.mixture import grouped
 from fivefold.data.mock import NUM_TOKENS, CountedTokens, number_tokenizer
