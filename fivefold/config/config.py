@@ -72,6 +72,12 @@ class Config:
         """Tokens that attend to each other, on average over tokens: of a document, or of a row."""
         return min(self.data.document_length or self.training.seq_length, self.training.seq_length)
 
+    def gathers_latents(self, layer: int) -> bool:
+        """Whether context-parallel ranks gather a layer's latents, not its keys and values."""
+        gathered = self.parallel.cp_comm_of(layer) == "all_gather"
+        latent = self.model.multi_latent_attention
+        return latent and gathered and self.parallel.context_parallel_size > 1
+
     def gathers_weights(self, strategy: str | None = None) -> bool:
         """Whether FSDP2 gathers weights in the compute type: from shards, or, where some masters
         are off the device, from masters of another type.

@@ -242,6 +242,10 @@ class ModelConfig:
         """Key/value heads."""
         return self.num_query_groups or self.num_attention_heads
 
+    def kv_heads_of(self, ranks: int) -> int:
+        """Key/value heads on each of `ranks` ranks that split the heads: one at least."""
+        return max(self.num_kv_heads // ranks, 1)
+
     @property
     def head_dim(self) -> int:
         """Features of one attention head."""

@@ -7,7 +7,6 @@ layer, transfers from the process groups of `mesh.grid`.
 from collections.abc import Callable
 from functools import cached_property, partial
 
-from fivefold.counts.context import gathers_latents
 from fivefold.description.experts import Dispatch, ExpertsIn, ExpertsOut, RouterLinear
 from fivefold.description.latent import LatentDown, LatentUp
 from fivefold.description.layers import LayerKind, describe
@@ -169,7 +168,7 @@ class OperationTimes:
             times += self._column(partial(self._linear, weight), weight[1] / hidden)
         read = (keys[1] + op.shared) / hidden
         layers = self.model.num_layers
-        share = sum(gathers_latents(self.config, layer) for layer in range(layers)) / layers
+        share = sum(map(self.config.gathers_latents, range(layers))) / layers
         times += self._column(partial(self._linear, keys), read) * (1 - share)
         every = self._linear(keys, self.tokens * self.grid.cp)
         moved = gather(self.cluster, self.tp, read * self.hidden_bytes) if self.parts > 1 else 0.0

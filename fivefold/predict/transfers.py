@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from fivefold.counts.blocks import stage_blocks
-from fivefold.counts.state import num_expert_shards
+from fivefold.counts.shards import num_expert_shards
 from fivefold.description.shape import StageParts
 from fivefold.layout import Layout
 from fivefold.mesh.buckets import buckets_of

@@ -11,7 +11,7 @@ from fivefold.config.layer_pattern import layer_frequency, unrotated_frequency, 
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.config.rules.dependence import without_orphans
-from fivefold.counts.state import num_expert_shards
+from fivefold.counts.shards import num_expert_shards
 from fivefold.data_parallel.rules import keeps_blocks
 from fivefold.description.shape import count_parameters
 from fivefold.errors import ConfigError
