@@ -6,14 +6,7 @@ from typing import Any, Literal, get_args
 
 from fivefold.config.layer_pattern import expert_layers, unrotated_layers, window_layers
 from fivefold.config.lora import OF_ADAPTERS, LoraTarget
-from fivefold.config.settings import (
-    Count,
-    NonNegative,
-    Positive,
-    Share,
-    Whole,
-    option,
-)
+from fivefold.config.settings import Count, NonNegative, Positive, Share, Whole, option
 
 MAX_SIZE = (1 << 31) - 1  # of any dimension, so that products of two fit into 64 bits
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from fivefold.config.data import MOCK
 from fivefold.config.megatron_job.arguments import MegatronJob, Named, lost_argument
 from fivefold.config.megatron_job.model import needed
-from fivefold.config.training import MOCK
 from fivefold.errors import Mistakes
 
 _TYPES: Mapping[str, str] = MappingProxyType(
