@@ -47,7 +47,7 @@ def differing(job: str, found: Export, layout: Layout) -> list[str]:
             made = check(theirs, layout.grid.world_size)
         except ConfigError:  # one that is planned, and not trained yet
             return []
-        if made.grid != layout.grid:
+        if made.grid != layout.grid and "num_distributed_optimizer_instances" not in named:
             wrong.append(f"{layout.grid} became {made.grid}")
         if made.split != layout.split and "layout" not in named and "schedule" not in named:
             wrong.append(f"{layout.split} became {made.split}")
@@ -67,4 +67,6 @@ def spelt_out(config: Config) -> Config:
         moe_router_load_balancing_type=kinds,
         moe_aux_loss_coeff=factors * (len(kinds) // len(factors)),
     )
-    return replace(config, model=config.model.spelt_out(), experts=experts)
+    model = config.model.spelt_out()
+    model = replace(model, qk_layernorm=model.qk_layernorm or model.multi_latent_attention)
+    return replace(config, model=model, experts=experts)

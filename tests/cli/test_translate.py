@@ -21,10 +21,10 @@ def translated(source: Path, capsys: pytest.CaptureFixture[str], *more: str) -> 
 
 def test_a_recipe_and_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = tmp_path / "job 1.log"
-    job.write_text(DENSE + "--decoupled-lr 0.1 --log-throughput --save /runs")
+    job.write_text(DENSE + "--exit-interval 7 --log-throughput --save /runs")
     out, err = translated(job, capsys)
-    assert "# - decoupled_lr = 0.1: all weights have one learning rate" in out
-    assert "decoupled_lr" in err and "log_throughput" in err and "log_throughput" not in out
+    assert "# - exit_interval = 7: --train-iters; with" in out
+    assert "exit_interval" in err and "log_throughput" in err and "log_throughput" not in out
     assert err.endswith("next\n  fivefold train 'job 1.toml' --nproc 16 --dry-run\n")
     recipe = tmp_path / "job.toml"
     recipe.write_text(out)

@@ -225,5 +225,6 @@ def _ranks(launcher: Sequence[str]) -> int | None:
 def lost_argument(name: str, value: Any) -> str:
     """A sentence about an argument that has no counterpart."""
     foreign = FOREIGN.get(name)
-    note = "" if foreign is None else foreign.note or " or ".join(foreign.flags)
+    notes = [] if foreign is None else [" or ".join(foreign.flags), foreign.note]
+    note = "; ".join(filter(None, notes))
     return f"{name} = {shown(value)}" + (f": {note}" if note else "")

@@ -170,7 +170,16 @@ def of_optimizer(job: MegatronJob, lost: list[str]) -> Named:
             lost.append(lost_argument("muon_tp_mode", "blockwise"))
     else:
         job.mention("muon_tp_mode")
-    yield from job.same("lr", "min_lr", "lr_decay_style", "weight_decay", "clip_grad")
+    yield from job.same("lr", "min_lr", "lr_decay_style", "clip_grad")
+    yield from job.same("decoupled_lr")
+    if job["decoupled_lr"] is not None and job["lr_decay_style"] != "constant":
+        yield from job.same("decoupled_min_lr")
+    if job["weight_decay_incr_style"] == "constant":
+        yield from job.same("weight_decay")
+        job.mention("start_weight_decay", "end_weight_decay")
+    else:
+        yield from job.same("weight_decay_incr_style", "start_weight_decay", "end_weight_decay")
+        job.mention("weight_decay")
     yield from job.same("adam_beta1", "adam_beta2", "adam_eps")
     counted = "samples" if job["train_samples"] else "iters"
     decay = job[f"lr_decay_{counted}"]
@@ -182,10 +191,6 @@ def of_optimizer(job: MegatronJob, lost: list[str]) -> Named:
     yield from job.same("lr_warmup_init")
     if job["lr_decay_style"] == "WSD":
         yield from job.same(f"lr_wsd_decay_{counted}", "lr_wsd_decay_style")
-    if job["weight_decay_incr_style"] != "constant":
-        lost.append(lost_argument("weight_decay_incr_style", job["weight_decay_incr_style"]))
-    else:
-        job.mention("start_weight_decay", "end_weight_decay")
     if job["apply_wd_to_qk_layernorm"] and job["qk_layernorm"]:
         lost.append(lost_argument("apply_wd_to_qk_layernorm", True))
 
