@@ -1,5 +1,6 @@
 """Settings: dataclass fields with their type, flag and TOML key."""
 
+import json
 import math
 import shlex
 from collections.abc import Callable, Iterator
@@ -221,12 +222,5 @@ def _setting(of: Field, hint: Any) -> Setting:
 
 
 def _quoted(text: str) -> str:
-    """A TOML basic string."""
-    return '"' + "".join(_ESCAPES.get(c) or _plain(c) for c in text) + '"'
-
-
-_ESCAPES = {'"': '\\"', "\\": "\\\\"}
-
-
-def _plain(char: str) -> str:
-    return f"\\u{ord(char):04x}" if char < " " or char == "\x7f" else char
+    """A TOML basic string: one of JSON, in which TOML wants one more character escaped."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

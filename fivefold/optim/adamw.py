@@ -142,7 +142,10 @@ class AdamW:
             found_inf: fp32 scalar on the device. Where it is 1, weights and moments stay bitwise
                 unchanged, and the caller must then decrement `steps`. None: 0.
         """
-        for name, parameter, leaf in self._shards():
+        for name, leaf in self._leaves.items():
+            if not leaf.numel():
+                continue
+            parameter = self._parameters[name]
             if name not in self._apart:
                 # `Module.to` or an assigning load may have replaced the parameter's storage.
                 leaf.data = local_tensor(parameter)
@@ -217,12 +220,6 @@ class AdamW:
         weights = [local_tensor(self._parameters[name]) for name in names]
         if weights:
             torch._foreach_copy_(weights, [self._leaves[name] for name in names])
-
-    def _shards(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """(name, parameter, local tensor) of parameters whose shard on this rank is not empty."""
-        for name, parameter in self._parameters.items():
-            if self._leaves[name].numel():
-                yield name, parameter, self._leaves[name]
 
 
 def moments_like(leaf: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:

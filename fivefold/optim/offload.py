@@ -34,6 +34,9 @@ from fivefold.optim.offload_state import (
 from fivefold.optim.rounding import MASTER, NamedElements
 from fivefold.optim.schedule import StepRates
 
+_Left = Callable[[Bucket], Mark]
+_Update = Callable[[Bucket, Lines], None]
+
 
 class HostAdamW:
     """AdamW whose state is in host memory, for parameters whose weights are on the device.
@@ -175,7 +178,7 @@ class HostAdamW:
             self._step_on_device(self._rooms, left, update)
         self._left = {}
 
-    def _step_on_host(self, left: "_Left", update: "_Update") -> None:
+    def _step_on_host(self, left: _Left, update: _Update) -> None:
         on_the_way: list[Mark] = []
         for visit in self.state.visits():
             self.link.arrive(left(visit.bucket))
@@ -185,7 +188,7 @@ class HostAdamW:
         for mark in on_the_way:
             self.link.wait(mark)
 
-    def _step_on_device(self, rooms: UpdateRooms, left: "_Left", update: "_Update") -> None:
+    def _step_on_device(self, rooms: UpdateRooms, left: _Left, update: _Update) -> None:
         before: tuple[Visit, Mark] | None = None
         on_the_way: list[tuple[BucketPart, Tensor, Mark]] = []
         for visit in chain(self.state.visits(), [None]):
@@ -256,10 +259,6 @@ def _like(
     """On the meta device, what is kept of a parameter of this shape."""
     master, gradient = (torch.empty(shape, dtype=d, device="meta") for d in (dtype, gradient_dtype))
     return {GRADIENT: gradient, MASTER: master} | moments_like(master, config)
-
-
-_Left = Callable[[Bucket], Mark]
-_Update = Callable[[Bucket, Lines], None]
 
 
 class _Weights:

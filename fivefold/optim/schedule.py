@@ -4,7 +4,6 @@ import math
 from typing import NamedTuple
 
 from fivefold.config.training import OptimizerConfig, TrainingConfig
-from fivefold.errors import ConfigError, Mistake
 
 
 class StepRates(NamedTuple):
@@ -55,9 +54,6 @@ def learning_rate(step: int, optimizer: OptimizerConfig, training: TrainingConfi
     until `lr_decay_iters` (default: `train_iters`), then `min_lr`; with `train_samples` all of
     these are counted in samples. As in Megatron-LM (`OptimizerParamScheduler.get_lr`), the first
     step of a warm-up runs at `lr_warmup_init`, and a constant rate never falls to `min_lr`.
-
-    Raises:
-        ConfigError: WSD decay without lr_wsd_decay_iters.
     """
     peak, floor = optimizer.lr, optimizer.min_lr
     warmup, end, last = optimizer.durations(training)
@@ -71,13 +67,7 @@ def learning_rate(step: int, optimizer: OptimizerConfig, training: TrainingConfi
     if done >= end:
         return floor
     if optimizer.lr_decay_style == "WSD":
-        if last is None:
-            raise ConfigError(
-                Mistake(
-                    "lr_decay_style WSD needs the length of its final decay",
-                    attempt=f"--lr-wsd-decay-{training.counted_in} {max(1, end // 10)}",
-                )
-            )
+        assert last is not None, "check_values asks for it"
         start, style = end - last, str(optimizer.lr_wsd_decay_style)
     else:
         start, style = warmup, optimizer.lr_decay_style

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from fivefold.config.training import OptimizerConfig, TrainingConfig
-from fivefold.errors import ConfigError
 from fivefold.optim import schedule
 from fivefold.optim.schedule import learning_rate
 
@@ -59,11 +58,6 @@ def test_wsd_is_stable_until_its_decay(style: str, half_way: float) -> None:
         lr_wsd_decay_style=style,
     )
     assert found == pytest.approx([1.0, 1.0, 0.1 + 0.9 * half_way, 0.1])
-
-
-def test_wsd_without_a_length_is_a_mistake() -> None:
-    with pytest.raises(ConfigError, match="--lr-wsd-decay-iters 11"):
-        rates([5], lr_decay_style="WSD")
 
 
 def test_no_torch_is_imported() -> None:

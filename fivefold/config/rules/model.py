@@ -10,20 +10,7 @@ from fivefold.config.rules.values import check_ranges
 from fivefold.config.settings import flag_of
 from fivefold.errors import Mistakes, did_you_mean
 
-_OF_EXPERTS = (
-    "moe_router_topk",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_group_scores",
-    "moe_router_score_function",
-    "moe_router_pre_softmax",
-    "moe_router_topk_scaling_factor",
-    "moe_router_enable_expert_bias",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate",
-    "moe_layer_freq",
-)
+_OF_EXPERTS = tuple(s.name for s in SECTION_SETTINGS["model"] if s.name.startswith("moe_"))
 _OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 

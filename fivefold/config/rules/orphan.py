@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
-from fivefold.config.config import SETTINGS, Config
+from fivefold.config.config import SECTION_OF, SETTINGS, Config
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,18 @@ def where(names: str, condition: str, why: str, *add: str, **others: bool) -> De
         add: flags with which they have an effect; none: that of the first condition's value.
         others: further attributes of `Dependents`.
     """
-    tests = [test.split() for test in condition.split(" or ")]
-    values = [(on, _value(on, text), sign == "=") for on, sign, text in tests]
-
-    def alive(config: Config) -> bool:
-        return any((config.value(on) == value) == wanted for on, value, wanted in values)
-
-    on, value, wanted = values[0]
-    flags = add or ((SETTINGS[on].typed(value),) if wanted else ())
+    tests = [_test(*each.split()) for each in condition.split(" or ")]
+    on, sign, text = condition.split(" or ")[0].split()
+    flags = add or ((SETTINGS[on].typed(_value(on, text)),) if sign == "=" else ())
+    alive = tests[0] if len(tests) == 1 else lambda config: any(test(config) for test in tests)
     return Dependents((*names.split(),), on, alive, why, flags, **others)
+
+
+def _test(on: str, sign: str, text: str) -> Callable[[Config], bool]:
+    """Whether a setting has a value, or has not: a layout search asks it often."""
+    value, wanted = _value(on, text), sign == "="
+    of = attrgetter(f"{SECTION_OF[on]}.{on}")
+    return lambda config: (of(config) == value) is wanted
 
 
 def _value(name: str, text: str) -> Any:

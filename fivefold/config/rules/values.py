@@ -16,12 +16,18 @@ _OF_THE_RATE = {
 def check_ranges(section: str, values: Any, mistakes: Mistakes) -> set[str]:
     """Collect settings of a section that are out of their range; their names."""
     found = set()
-    for setting in SECTION_SETTINGS[section]:
-        value = getattr(values, setting.name)
-        if setting.within and value is not None and not setting.within.holds(value):
-            mistakes.add(f"{setting.name} must be {setting.within.words}, not {value}")
-            found.add(setting.name)
+    for name, within in _RANGES[section]:
+        value = getattr(values, name)
+        if value is not None and not within.holds(value):
+            mistakes.add(f"{name} must be {within.words}, not {value}")
+            found.add(name)
     return found
+
+
+_RANGES = {
+    section: [(setting.name, setting.within) for setting in settings if setting.within]
+    for section, settings in SECTION_SETTINGS.items()
+}
 
 
 def check_values(config: Config, mistakes: Mistakes) -> None:
