@@ -13,7 +13,7 @@ from fivefold.description.shape import all_layers, kinds_of, training_flops
 from fivefold.description.weights import Weight
 from fivefold.layout import Layout
 from fivefold.predict.layer import LayerTimes
-from fivefold.predict.prediction import Prediction, precision_of
+from fivefold.predict.prediction import Prediction
 
 MEMORY_BOUND = "norms, sums, activations"
 HOST = "waiting for the host"
@@ -56,7 +56,7 @@ def kernels(prediction: Prediction) -> list[KernelKind]:
     layout, cluster, software = prediction.layout, prediction.cluster, prediction.software
     config = layout.config
     tokens = config.training.step_tokens
-    peak = cluster.gpu.peak.of(precision_of(layout)) * layout.grid.world_size
+    peak = cluster.gpu.peak.of(layout.config.product_precision) * layout.grid.world_size
     seconds, ideals = defaultdict[str, float](float), defaultdict[str, float](float)
     shapes: dict[str, str] = {}
     share = layout.num_microbatches / layout.grid.pp

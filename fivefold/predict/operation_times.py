@@ -61,14 +61,13 @@ class OperationTimes:
 
     def __init__(self, layout: Layout, cluster: Cluster, software: Software) -> None:
         config, grid, training = layout.config, layout.grid, layout.config.training
-        self.config = config
+        self.layout, self.config = layout, config
         self.cluster, self.software = software.on(cluster), software
         self.gpu = self.cluster.gpu
         self.model, self.parallel, self.grid = config.model, config.parallel, grid
         self.memory, self.training = config.memory, training
         self.tokens, self.parts = config.rank_tokens, config.parallel.token_parts
-        narrow = "fp4" if training.fp4_format else "fp8" if training.fp8_format else None
-        self.precision = narrow or training.precision
+        self.precision = config.product_precision
         self.tp = span(cluster, grid.tp, 1)
         self.ep = span(cluster, grid.ep, grid.etp)
         self.etp = span(cluster, grid.etp, 1)

@@ -7,6 +7,7 @@ message when it reduces the next block. Sizes are bytes on one device.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from fivefold.config.training import ELEMENT_BYTES
@@ -46,7 +47,7 @@ class Passage:
     last: bool
     deferred: bool
 
-    @property
+    @cached_property
     def _first(self) -> ShardPlace:
         """The first of the ranks that share the optimizer state."""
         return ShardPlace.first(self.layout)

@@ -49,6 +49,11 @@ class Route:
         return all_layers(self.layout.config.model, self.stage)
 
     @cached_property
+    def _placed(self) -> list[tuple[int, int]]:
+        """The layers with their places."""
+        return placed_layers(self.layout.config.model, self.stage)
+
+    @cached_property
     def tokens(self) -> int:
         """Tokens of a microbatch on this rank."""
         return self.layout.config.rank_tokens
@@ -174,7 +179,7 @@ class Route:
         """A point at which what a layer of the stage has kept for these operations, has made again
         or has back from the host, is free."""
         model = self.layout.config.model
-        position, number = placed_layers(model, self.stage)[place]
+        position, number = self._placed[place]
         saved = saved_activations(model, number, self.running, position=position)
         names = {item.name for op in operations for item in op.kept(self.running)}
         freed = total(item for name, item in saved.items() if name in names)
