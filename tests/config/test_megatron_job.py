@@ -47,6 +47,7 @@ JOBS = (DENSE, DENSE + EXPERTS, DATA + OTHERS, DENSE + SHARDED)
 INERT = {
     *("start_weight_decay", "end_weight_decay"),  # of a weight decay that is constant
     "accumulate_allreduce_grads_in_fp32",  # as they always are
+    "finetune",  # weights alone are loaded, however
 }
 
 
@@ -184,3 +185,16 @@ def test_flags_of_other_releases_are_named() -> None:
         line for line in found("--newest-thing 3 4 --log-throughput").lost if "new" in line
     ]
     assert lost.startswith("--newest-thing 3 4: no argument of Megatron-LM 0.16")
+
+
+@pytest.mark.parametrize(
+    ("topk", "weighs"), [(1, ("sigmoid", False, None)), (2, ("softmax", True, None))]
+)
+def test_sinkhorn_weighs_as_there(topk: int, weighs: tuple[str, bool, float | None]) -> None:
+    """Its router's code looks at no setting of the weights then; an export says so."""
+    values = found(
+        f"--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-router-topk {topk} "
+        "--moe-router-topk-scaling-factor 2.5 --moe-router-score-function softmax"
+    ).values
+    names = ("score_function", "pre_softmax", "topk_scaling_factor")
+    assert tuple(values[f"moe_router_{name}"] for name in names) == weighs

@@ -4,7 +4,7 @@ _OF_OTHERS = (
     *("bert_", "biencoder_", "dino_", "fim_", "ft_", "grpo_", "ict_", "img_", "inference_"),
     *("inprocess_", "kitchen_attention_", "langrl_", "linear_", "mamba_", "mask_", "moe_hybridep_"),
     *("num_layers_at_", "qk_clip_", "refit_", "relative_attention_", "retriever_", "rl_"),
-    *("swin_", "vision_backbone_", "dsa_", "indexer_", "app_tag_"),
+    *("max_tokens_to_oom", "swin_", "vision_backbone_", "dsa_", "indexer_", "app_tag_"),
 )
 """Beginnings of names of what belongs to another program, or to a switch of its own."""
 _TOLD = (
@@ -43,7 +43,7 @@ _NAMES = (
     # How it starts, ends and is watched
     *("perform_initialization", "use_cpu_initialization", "init_model_with_meta_device"),
     *("exit_signal", "exit_signal_handler", "exit_signal_handler_for_dataloader"),
-    *("manual_gc_eval", "empty_unused_memory_level", "train_sync_interval"),
+    *("manual_gc_eval", "logging_level", "empty_unused_memory_level", "train_sync_interval"),
     *("barrier_with_L1_time", "rerun_mode", "check_for_large_grads"),
     *("result_rejected_tracker_filename", "disable_straggler_on_startup"),
     *("run_workload_inspector_server", "enable_msc", "enable_one_logger"),

@@ -60,7 +60,8 @@ def _activation(job: MegatronJob) -> Named:
 
 
 def _positions(job: MegatronJob, mistakes: Mistakes) -> Named:
-    kind = "rope" if job["use_rotary_position_embeddings"] else job["position_embedding_type"]
+    kind, rotates = job["position_embedding_type"], job["use_rotary_position_embeddings"]
+    kind = "rope" if rotates else kind
     if not job["add_position_embedding"] and kind != "rope":
         kind = "none"
     yield from needed(job, "max_position_embeddings", mistakes)
@@ -110,12 +111,12 @@ def of_experts(job: MegatronJob) -> Named:
     """Experts, their routers, and how tokens come to them."""
     if not job["num_experts"]:
         return
-    yield from job.same("num_experts", "moe_router_topk", "moe_router_score_function")
+    yield from job.same("num_experts", "moe_router_topk")
+    yield from _weights_of_experts(job)
     yield "moe_ffn_hidden_size", job["moe_ffn_hidden_size"] or job["ffn_hidden_size"]
     yield "moe_layer_freq", _pattern(job["moe_layer_freq"])
     yield from job.same("moe_shared_expert_intermediate_size", "moe_shared_expert_gate")
     yield from job.same("moe_shared_expert_overlap", "moe_router_dtype")
-    yield from job.same("moe_router_pre_softmax", "moe_router_topk_scaling_factor")
     yield from job.same("moe_router_num_groups", "moe_router_group_topk")
     yield from job.same("moe_router_enable_expert_bias", "moe_router_bias_update_rate")
     yield from job.same("moe_router_force_load_balancing", "moe_z_loss_coeff")
@@ -136,6 +137,18 @@ def of_experts(job: MegatronJob) -> Named:
     yield from job.same("delay_wgrad_compute")
     of_experts = job["expert_tensor_parallel_size"]
     yield "expert_tensor_parallel_size", of_experts or job["tensor_model_parallel_size"]
+
+
+def _weights_of_experts(job: MegatronJob) -> Named:
+    """By Sinkhorn's assignment it always weighs in one way, as its router's code says."""
+    function, first = job["moe_router_score_function"], job["moe_router_pre_softmax"]
+    factor = job["moe_router_topk_scaling_factor"]
+    if "sinkhorn" in job["moe_router_load_balancing_type"]:
+        alone = job["moe_router_topk"] == 1
+        function, first, factor = "sigmoid" if alone else "softmax", True, None
+    yield "moe_router_score_function", function
+    yield "moe_router_pre_softmax", first and function == "softmax"
+    yield "moe_router_topk_scaling_factor", factor
 
 
 def needed(job: MegatronJob, name: str, mistakes: Mistakes, older: str = "") -> Named:

@@ -58,7 +58,7 @@ def translate(job: MegatronJob, vocabulary: int | None = None) -> Translation:
         *of_vocabulary(job, vocabulary, mistakes),
         *of_experts(job),
         *of_parallel(job, lost),
-        *of_memory(job),
+        *of_memory(job, lost),
         *of_formats(job),
         *of_training(job, mistakes, lost),
         *of_optimizer(job, lost),

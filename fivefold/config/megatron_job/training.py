@@ -36,7 +36,7 @@ def of_parallel(job: MegatronJob, lost: list[str]) -> Named:
         yield "hierarchical_context_parallel_sizes", job["hierarchical_context_parallel_sizes"]
     if job["pipeline_model_parallel_size"] > 1:
         yield from _pipeline(job)
-    yield from _sharding(job)
+    yield from _sharding(job, lost)
     yield from job.same("distributed_timeout_minutes", "num_distributed_optimizer_instances")
     if job["use_tp_pp_dp_mapping"]:
         lost.append(lost_argument("use_tp_pp_dp_mapping", True))
@@ -58,7 +58,7 @@ def _pipeline(job: MegatronJob) -> Named:
         yield "microbatch_group_size_per_virtual_pipeline_stage", group
 
 
-def _sharding(job: MegatronJob) -> Named:
+def _sharding(job: MegatronJob, lost: list[str]) -> Named:
     if job["use_megatron_fsdp"]:
         strategy = job["data_parallel_sharding_strategy"]
     elif job["use_torch_fsdp2"]:
@@ -68,16 +68,21 @@ def _sharding(job: MegatronJob) -> Named:
         shares = job["use_distributed_optimizer"] or job["optimizer"] == "dist_muon"
         strategy = "optim" if shares else "no_shard"
     job.mention("data_parallel_sharding_strategy", "torch_fsdp2_reshard_after_forward")
+    job.mention("use_distributed_optimizer")
     yield "data_parallel_sharding_strategy", strategy
     yield from job.same("overlap_grad_reduce", "grad_reduce_in_bf16", "ddp_bucket_size")
     yield from job.same("ddp_reduce_scatter_with_fp32_accumulation")
     if strategy != "no_shard":
         yield "overlap_param_gather", job["overlap_param_gather"]
-        yield from job.same("overlap_param_gather_with_optimizer_step")
-    yield from job.same("check_weight_hash_across_dp_replicas_interval")
+        yield from job.same("overlap_param_gather_with_optimizer_step", "fp8_param_gather")
+    hashes = "check_weight_hash_across_dp_replicas_interval"
+    if strategy == "no_shard":
+        yield from job.same(hashes)
+    elif job[hashes]:
+        lost.append(f"{hashes} = {job[hashes]}: {strategy} keeps each weight once between steps")
 
 
-def of_memory(job: MegatronJob) -> Named:
+def of_memory(job: MegatronJob, lost: list[str]) -> Named:
     """Recomputation, offloading, types of the optimizer's state, graphs."""
     granularity = job["recompute_granularity"] or (
         "selective" if job["recompute_activations"] else None
@@ -101,9 +106,12 @@ def of_memory(job: MegatronJob) -> Named:
     if job["use_precision_aware_optimizer"] and set(types.values()) != {"fp32"}:
         yield "use_precision_aware_optimizer", True
         yield from types.items()
-    if job["cuda_graph_impl"] not in (None, "none"):
-        yield "cuda_graph_impl", job["cuda_graph_impl"]
-        yield "cuda_graph_scope", next(iter(job["cuda_graph_scope"] or ()), None)
+    graphs, scope = job["cuda_graph_impl"], job["cuda_graph_scope"] or ()
+    if graphs == "local" and "full_iteration" in scope:
+        yield "cuda_graph_impl", graphs
+    elif graphs not in (None, "none"):
+        of = f"cuda_graph_impl = {graphs}" + "".join(f", {part}" for part in scope)
+        lost.append(f"{of}: graphs of parts; here a graph is a whole step")
 
 
 def of_formats(job: MegatronJob) -> Named:
@@ -115,7 +123,7 @@ def of_formats(job: MegatronJob) -> Named:
         yield from job.same("loss_scale") if job["loss_scale"] else by_trial
     if job["fp8"]:
         yield "fp8_format", job["fp8"]
-        yield from job.same("fp8_recipe", "fp8_param_gather")
+        yield from job.same("fp8_recipe")
         if job["fp8_recipe"] == "delayed":
             yield from job.same("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
     if job["fp4"]:
@@ -220,6 +228,7 @@ def of_data(job: MegatronJob, lost: list[str]) -> Named:
             f"its tokenizer ({kind or 'of a vocab_file'}): --tokenizer-model wants a "
             "tokenizer.json with the same tokens"
         )
+    job.mention("finetune")
     for name in ("load", "save"):
         if job[name] is not None:
             lost.append(f"{name} = {job[name]}: {_FOLDERS[name]}")
