@@ -92,3 +92,5 @@ def _told(found: "Translation", recipe: str, stream: TextIO) -> Iterator[str]:
     ranks = f" --nproc {found.ranks}" if found.ranks else ""
     yield paint("next", "bold", stream)
     yield f"  fivefold train {quote(recipe)}{ranks} --dry-run"
+    if found.ranks:
+        yield f"  fivefold rehearse {quote(recipe)}{ranks}"

@@ -25,7 +25,8 @@ def test_a_recipe_and_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixtur
     out, err = translated(job, capsys)
     assert "# - exit_interval = 7: --train-iters; with" in out
     assert "exit_interval" in err and "log_throughput" in err and "log_throughput" not in out
-    assert err.endswith("next\n  fivefold train 'job 1.toml' --nproc 16 --dry-run\n")
+    for command in ("train 'job 1.toml' --nproc 16 --dry-run", "rehearse 'job 1.toml' --nproc 16"):
+        assert f"  fivefold {command}\n" in err.partition("next\n")[2]
     recipe = tmp_path / "job.toml"
     recipe.write_text(out)
     assert read_config(recipe).model.num_layers == 4
