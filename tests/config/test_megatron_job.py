@@ -4,7 +4,9 @@
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
+from random import Random
 from typing import Any
 
 import pytest
@@ -198,3 +200,17 @@ def test_sinkhorn_weighs_as_there(topk: int, weighs: tuple[str, bool, float | No
     ).values
     names = ("score_function", "pre_softmax", "topk_scaling_factor")
     assert tuple(values[f"moe_router_{name}"] for name in names) == weighs
+
+
+ODD = (None, "x", -1, 0, [1], ["a", "b"], 1e9, "", True, False, "1", 2.5, "[1, 2]", {"a": 1})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_values_of_any_kind_are_read_or_refused(seed: int) -> None:
+    """As logs and checkpoints of other programs may have them."""
+    draw, names = Random(seed), [argument.name for argument in known().arguments]
+    for _ in range(100):
+        values = {draw.choice(names): draw.choice(ODD) for _ in range(draw.choice((1, 1, 2, 4)))}
+        with suppress(ConfigError):
+            translated = translate(job_of(read_job(draw.choice(JOBS)).given | values))
+            read_config(**translated.values)

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from fivefold.config.foreign import FOREIGN
-from fivefold.errors import ConfigError, Mistake, shown
+from fivefold.errors import ConfigError, Mistake, Mistakes, shown
 
 _FIRST, _LAST = re.compile(r"-{3,} arguments -{3,}"), re.compile(r"-{3,} end of arguments -{3,}")
 _LINE = re.compile(r"(\w+) \.{2,}(?: (.*))?$")
@@ -36,6 +36,19 @@ class Argument(NamedTuple):
     nargs: str | int | None
     kind: str | None
     default: Any
+
+    def can_be(self, value: Any) -> bool:
+        """Whether a value is of its kind, as logs and checkpoints of others may not have it."""
+        if self.action != "Store":
+            return value is None or isinstance(value, bool)
+        if self.nargs is not None and isinstance(value, list):
+            return all(map(self._replace(nargs=None).can_be, value))
+        if value is None or self.kind not in ("int", "float"):
+            return value is not None or self.default != 1
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if self.kind == "float":
+            return whole or isinstance(value, float)
+        return whole and not (self.default == 1 and value < 1)  # a degree
 
 
 class Known(NamedTuple):
@@ -64,6 +77,9 @@ def known() -> Known:
 class MegatronJob:
     """The arguments of a job; it notes which of them have been read.
 
+    Raises:
+        ConfigError: values of arguments are of the wrong kind.
+
     Attributes:
         given: arguments by name, as far as they are known to have been given.
         unknown: flags that the release does not have, with their values.
@@ -77,9 +93,22 @@ class MegatronJob:
     vocabulary: int | None = None
     _read: set[str] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        mistakes = Mistakes()
+        for argument in known().arguments:
+            value = self.given.get(argument.name, argument.default)
+            if not argument.can_be(value):
+                mistakes.add(f"{argument.name} of the job cannot be {shown(value)}")
+        mistakes.raise_if_any()
+
     def __getitem__(self, name: str) -> Any:
         self._read.add(name)
         return self.given[name] if name in self.given else known().defaults.get(name)
+
+    def listed(self, name: str) -> list[Any]:
+        """An argument of which there may be several values."""
+        value = self[name]
+        return value if isinstance(value, list) else [] if value is None else [value]
 
     def same(self, *names: str) -> Named:
         """Arguments that are settings of the same name."""

@@ -92,9 +92,9 @@ def _pattern(value: object) -> str | None:
 def of_vocabulary(job: MegatronJob, vocabulary: int | None, mistakes: Mistakes) -> Named:
     """Megatron-LM pads to a multiple of a number times tp, Fivefold to one of the number."""
     null = str(job["tokenizer_type"]) == "NullTokenizer"  # which counts its end of text besides
-    told = job["vocab_size"] and int(job["vocab_size"]) + null
+    told = job["vocab_size"] and job["vocab_size"] + null
     size = vocabulary or job.vocabulary or told or job["padded_vocab_size"]
-    by, tp = job["make_vocab_size_divisible_by"], job["tensor_model_parallel_size"]
+    by, tp = job["make_vocab_size_divisible_by"] or 1, job["tensor_model_parallel_size"]
     if not size:
         mistakes.add(
             "the job does not say how many tokens its tokenizer has",
@@ -122,9 +122,8 @@ def of_experts(job: MegatronJob) -> Named:
     yield from job.same("moe_router_force_load_balancing", "moe_z_loss_coeff")
     yield from job.same("moe_input_jitter_eps", "moe_expert_capacity_factor")
     yield from job.same("moe_pad_expert_input_to_capacity", "moe_token_drop_policy")
-    kinds, factors = job["moe_router_load_balancing_type"], job["moe_aux_loss_coeff"]
-    kinds, factors = (x if isinstance(x, list) else [x] for x in (kinds, factors))
-    off = all(kind.endswith("aux_loss") for kind in kinds) and not any(map(float, factors))
+    kinds, factors = map(job.listed, ("moe_router_load_balancing_type", "moe_aux_loss_coeff"))
+    off = all(str(kind).endswith("aux_loss") for kind in kinds) and not any(factors)
     yield "moe_router_load_balancing_type", ["none"] if off else kinds
     yield "moe_aux_loss_coeff", [0.0] if off else factors
     dispatcher = job["moe_token_dispatcher_type"]
@@ -143,7 +142,7 @@ def _weights_of_experts(job: MegatronJob) -> Named:
     """By Sinkhorn's assignment it always weighs in one way, as its router's code says."""
     function, first = job["moe_router_score_function"], job["moe_router_pre_softmax"]
     factor = job["moe_router_topk_scaling_factor"]
-    if "sinkhorn" in job["moe_router_load_balancing_type"]:
+    if "sinkhorn" in job.listed("moe_router_load_balancing_type"):
         alone = job["moe_router_topk"] == 1
         function, first, factor = "sigmoid" if alone else "softmax", True, None
     yield "moe_router_score_function", function

@@ -102,11 +102,11 @@ def of_memory(job: MegatronJob, lost: list[str]) -> Named:
     if job["optimizer_cpu_offload"]:
         yield from job.same("optimizer_cpu_offload", "optimizer_offload_fraction")
     of_state = "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"
-    types = {name: _TYPES.get(str(job[name]), job[name]) for name in of_state}
+    types = {name: _TYPES.get(str(job[name]), str(job[name])) for name in of_state}
     if job["use_precision_aware_optimizer"] and set(types.values()) != {"fp32"}:
         yield "use_precision_aware_optimizer", True
         yield from types.items()
-    graphs, scope = job["cuda_graph_impl"], job["cuda_graph_scope"] or ()
+    graphs, scope = job["cuda_graph_impl"], job.listed("cuda_graph_scope")
     if graphs == "local" and "full_iteration" in scope:
         yield "cuda_graph_impl", graphs
     elif graphs not in (None, "none"):
