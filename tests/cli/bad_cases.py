@@ -473,15 +473,6 @@ CORPORA = [
             ("--data-cache-path", f"{NOBODY}/c", ""),
         )
     ),
-    *(
-        layout(f"{flag} of nobody", f"{beside}{flag} {NOBODY}/x", f"knows no home {NOBODY}")
-        for flag, beside in (
-            ("--save", ""),
-            ("--load", ""),
-            ("--non-persistent-local-ckpt-dir", "--non-persistent-save-interval 2 "),
-            ("--optimizer-offload-path", "--optimizer-cpu-offload "),
-        )
-    ),
     corpus(
         "corpus typo", "--data-path texd.txt", "did you mean 'text.txt'?", text_dot_txt=DOCUMENT
     ),

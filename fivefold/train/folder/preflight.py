@@ -9,7 +9,6 @@ from fivefold.config.megatron import is_megatron
 from fivefold.config.records import CheckpointConfig
 from fivefold.config.settings import flag_of
 from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean
-from fivefold.files import at_home
 from fivefold.train.folder.run_folder import CHECKPOINTS
 from fivefold.train.metrics import check_installed
 
@@ -21,14 +20,8 @@ _FOLDERS = (
 
 def with_home(config: Config) -> Config:
     """The configuration with `~` in front of folders replaced: no shell does it in a recipe, or
-    after `--save=`.
-
-    Raises:
-        ConfigError: there is no such home.
-    """
+    after `--save=`."""
     given = {name: path for name in _FOLDERS if (path := config.value(name)) is not None}
-    for path in given.values():
-        at_home(path, ConfigError)
     return config.with_values(**{name: os.path.expanduser(path) for name, path in given.items()})
 
 
