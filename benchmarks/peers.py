@@ -208,7 +208,7 @@ def machine() -> dict:
     return {
         "system": platform.platform(),
         "python": platform.python_version(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": os.cpu_count(),
     }
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from fivefold.audit.record import RankRecord, expected_record
-from fivefold.counts.context import gathers_latents
 from fivefold.layout import Layout
 from fivefold.units import human_bytes, human_flops, human_seconds, table
 
@@ -269,7 +268,7 @@ def _activations(pairs: Pairs) -> Iterator[Finding]:
 def _products(layout: Layout, pairs: Pairs) -> Finding:
     """The finding for FLOPs of linear layers."""
     layers = {layer for spec in layout.split.stages for layer in spec.layers}
-    gathers = any(gathers_latents(layout.config, layer) for layer in layers)
+    gathers = any(map(layout.config.gathers_latents, layers))
     told = gathers and any(record.any_packed for _, record in pairs)
     note = (
         "told, not judged: the formula is for whole rows, and gathered latents that no query of "

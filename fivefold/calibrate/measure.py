@@ -52,6 +52,16 @@ class Sample:
     seconds: float
     hops: float = 1.0
 
+    @property
+    def rate(self) -> float:
+        """FLOPs, bytes or kernels per second."""
+        return self.amount / self.seconds
+
+    @property
+    def each(self) -> float:
+        """Seconds of one kernel."""
+        return self.seconds / self.amount
+
 
 def clock(call: Callable[[], object], device: torch.device, group: dist.ProcessGroup) -> float:
     """Usual seconds of a call that all ranks of `group` make at the same time.
@@ -218,7 +228,7 @@ def line(samples: Sequence[Sample]) -> tuple[float, float]:
     latency = (wy - slope * wx) / w
     largest = max(samples, key=lambda s: s.amount)
     if slope <= 0:
-        return 0.0, largest.amount / largest.seconds
+        return 0.0, largest.rate
     return (latency, 1 / slope) if latency >= 0 else (0.0, wxx / wxy)
 
 

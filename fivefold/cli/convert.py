@@ -58,13 +58,17 @@ def run(argv: Sequence[str]) -> int:
     of_megatron = adapter is None and is_megatron(source)
     inward = adapter is not None or of_megatron or (source / "config.json").is_file()
     base, model = _check(options, inward=inward)
+    from fivefold.convert.hub import HubFolder, is_hub_folder
     from fivefold.convert.save import MOST_BYTES
     from fivefold.train.folder.convert import to_hub, to_run
+    from fivefold.train.folder.side_files import whole_model
 
     process.work()
     if inward:
         size = to_run(base, target, adapter, model)
         print(f"{target}: a run folder with {human_bytes(size)} of weights at step 0")
+        if is_hub_folder(base) and (left_out := HubFolder(base).told_parts()):
+            print(f"  the text model of {base}; left out: {left_out}")
         file, after = target / "tokenizer.json", f"fivefold sample {quote(str(target))} PROMPT"
         missing = "" if file.is_file() else f"the model's tokenizer, copied to {file}, then "
         print(f"  next: {missing}{after}")
@@ -82,6 +86,8 @@ def run(argv: Sequence[str]) -> int:
         what, class_ = "adapters for PEFT, {}", "peft import AutoPeftModel"
     opened = f"Model.from_pretrained({json.dumps(str(target), ensure_ascii=False)})"
     print(f"{target}: {what.format(human_bytes(size))}")
+    if (whole := whole_model(source)) is not None:
+        print(f"  the text model alone of the {whole} model that the run began with")
     if options.adapter and read_adapter(target).base is None:
         print("  next: say in its adapter_config.json where the weights are that it adapts")
         return 0

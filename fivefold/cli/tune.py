@@ -25,8 +25,9 @@ from fivefold.layout import Layout
 from fivefold.learn.posterior import half_width
 from fivefold.learn.tell import constants_table
 from fivefold.learn.tuning import Tried, Tuning
-from fivefold.predict.cluster import Cluster, load_cluster
-from fivefold.predict.cluster import to_toml as machine_toml
+from fivefold.predict.cluster import Cluster
+from fivefold.predict.cluster_file import load_cluster
+from fivefold.predict.cluster_file import to_toml as machine_toml
 from fivefold.process import die_with_parent
 from fivefold.search.candidate import Candidate
 from fivefold.search.request import ASSUMABLE, request

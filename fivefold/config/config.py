@@ -68,9 +68,27 @@ class Config:
         return training.micro_batch_size * training.seq_length // parallel.context_parallel_size
 
     @property
+    def product_precision(self) -> str:
+        """Precision of the operands of most matrix products: fp4, fp8, or the compute dtype."""
+        training = self.training
+        narrow = "fp4" if training.fp4_format else "fp8" if training.fp8_format else None
+        return narrow or training.precision
+
+    @property
+    def narrow_products(self) -> bool:
+        """Whether most matrix products have operands of 8 or 4 bits."""
+        return self.product_precision in ("fp8", "fp4")
+
+    @property
     def attended_length(self) -> int:
         """Tokens that attend to each other, on average over tokens: of a document, or of a row."""
         return min(self.data.document_length or self.training.seq_length, self.training.seq_length)
+
+    def gathers_latents(self, layer: int) -> bool:
+        """Whether context-parallel ranks gather a layer's latents, not its keys and values."""
+        gathered = self.parallel.cp_comm_of(layer) == "all_gather"
+        latent = self.model.multi_latent_attention
+        return latent and gathered and self.parallel.context_parallel_size > 1
 
     def gathers_weights(self, strategy: str | None = None) -> bool:
         """Whether FSDP2 gathers weights in the compute type: from shards, or, where some masters

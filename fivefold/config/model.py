@@ -6,14 +6,7 @@ from typing import Any, Literal, get_args
 
 from fivefold.config.layer_pattern import expert_layers, unrotated_layers, window_layers
 from fivefold.config.lora import OF_ADAPTERS, LoraTarget
-from fivefold.config.settings import (
-    Count,
-    NonNegative,
-    Positive,
-    Share,
-    Whole,
-    option,
-)
+from fivefold.config.settings import Count, NonNegative, Positive, Share, Whole, option
 
 MAX_SIZE = (1 << 31) - 1  # of any dimension, so that products of two fit into 64 bits
 
@@ -241,6 +234,10 @@ class ModelConfig:
     def num_kv_heads(self) -> int:
         """Key/value heads."""
         return self.num_query_groups or self.num_attention_heads
+
+    def kv_heads_of(self, ranks: int) -> int:
+        """Key/value heads on each of `ranks` ranks that split the heads: one at least."""
+        return max(self.num_kv_heads // ranks, 1)
 
     @property
     def head_dim(self) -> int:

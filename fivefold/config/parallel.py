@@ -184,6 +184,10 @@ class ParallelConfig:
         """Ranks that train on different samples."""
         return self.data_parallel_shard_size * self.num_distributed_optimizer_instances
 
+    def cp_comm_of(self, layer: int) -> CpCommType:
+        """How context-parallel ranks exchange the keys and values of a layer."""
+        return self.cp_comm_type[layer % len(self.cp_comm_type)]
+
     @property
     def token_parts(self) -> int:
         """Number of ranks that split the tokens outside heads, MLPs and vocabulary."""

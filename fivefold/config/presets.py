@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.config.huggingface import from_hf_config
+from fivefold.config.huggingface.multimodal import told_of
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError, Mistake, did_you_mean, shown
 
@@ -64,6 +65,28 @@ _QWEN3_30B_A3B = replace(
     num_experts=128,
     moe_router_topk=8,
     moe_ffn_hidden_size=768,
+)
+_GEMMA3_4B = ModelConfig(  # its text model
+    num_layers=34,
+    hidden_size=2560,
+    num_attention_heads=8,
+    num_query_groups=4,
+    kv_channels=256,
+    ffn_hidden_size=10240,
+    vocab_size=262208,
+    max_position_embeddings=131072,
+    norm_epsilon=1e-6,
+    apply_layernorm_1p=True,
+    norm_placement="both",
+    embedding_multiplier=2560**0.5,
+    rotary_base=1000000.0,
+    rotary_base_local=10000.0,
+    rotary_seq_len_interpolation_factor=8.0,
+    activation_func="gelu_tanh",
+    qk_layernorm=True,
+    untie_embeddings_and_output_weights=False,
+    window_size=1023,
+    window_attn_skip_freq="6",
 )
 _OLMO2_7B = ModelConfig(
     num_layers=32,
@@ -317,26 +340,39 @@ PRESETS: Mapping[str, ModelConfig] = {
         no_rope_freq="4",
         untie_embeddings_and_output_weights=False,
     ),
-    "gemma3-1b": ModelConfig(
+    "gemma3-1b": replace(
+        _GEMMA3_4B,
         num_layers=26,
         hidden_size=1152,
         num_attention_heads=4,
         num_query_groups=1,
-        kv_channels=256,
         ffn_hidden_size=6912,
         vocab_size=262144,
         max_position_embeddings=32768,
-        norm_epsilon=1e-6,
-        apply_layernorm_1p=True,
-        norm_placement="both",
         embedding_multiplier=1152**0.5,
-        rotary_base=1000000.0,
-        rotary_base_local=10000.0,
-        activation_func="gelu_tanh",
-        qk_layernorm=True,
-        untie_embeddings_and_output_weights=False,
+        rotary_seq_len_interpolation_factor=None,
         window_size=511,
-        window_attn_skip_freq="6",
+    ),
+    "gemma3-4b": _GEMMA3_4B,
+    "gemma3-12b": replace(
+        _GEMMA3_4B,
+        num_layers=48,
+        hidden_size=3840,
+        num_attention_heads=16,
+        num_query_groups=8,
+        ffn_hidden_size=15360,
+        embedding_multiplier=3840**0.5,
+    ),
+    "gemma3-27b": replace(
+        _GEMMA3_4B,
+        num_layers=62,
+        hidden_size=5376,
+        num_attention_heads=32,
+        num_query_groups=16,
+        kv_channels=128,
+        ffn_hidden_size=21504,
+        embedding_multiplier=5376**0.5,
+        softmax_scale=168**-0.5,
     ),
     "olmo2-7b": _OLMO2_7B,
     "olmo2-13b": replace(
@@ -569,6 +605,12 @@ HUB_NAMES: Mapping[str, str] = {
     "HuggingFaceTB/SmolLM3-3B": "smollm3-3b",
     "google/gemma-3-1b-pt": "gemma3-1b",
     "google/gemma-3-1b-it": "gemma3-1b",
+    "google/gemma-3-4b-pt": "gemma3-4b",
+    "google/gemma-3-4b-it": "gemma3-4b",
+    "google/gemma-3-12b-pt": "gemma3-12b",
+    "google/gemma-3-12b-it": "gemma3-12b",
+    "google/gemma-3-27b-pt": "gemma3-27b",
+    "google/gemma-3-27b-it": "gemma3-27b",
     "allenai/OLMo-2-1124-7B": "olmo2-7b",
     "allenai/OLMo-2-1124-13B": "olmo2-13b",
     "allenai/OLMo-2-0325-32B": "olmo2-32b",
@@ -613,12 +655,11 @@ def resolve_model(name_or_path: str | Path) -> ModelConfig:
     preset = PRESETS.get(HUB_NAMES.get(name, name))
     if preset is not None:
         return preset
-    with suppress(OSError):  # a name that is too long for a path
-        if (path := Path(os.path.expanduser(name))).exists():
-            if path.suffix == ".toml":
-                what = f"{shown(name)} is a recipe, where a preset or a config.json is asked for"
-                raise ConfigError(Mistake(what, ("a recipe is given without a flag",)))
-            return from_hf_config(path)
+    if (path := _path(name)) is not None:
+        if path.suffix == ".toml":
+            what = f"{shown(name)} is a recipe, where a preset or a config.json is asked for"
+            raise ConfigError(Mistake(what, ("a recipe is given without a flag",)))
+        return from_hf_config(path)
     raise ConfigError(
         Mistake(
             f"unknown model {shown(name)}{did_you_mean(name, [*PRESETS, *HUB_NAMES])}",
@@ -626,3 +667,16 @@ def resolve_model(name_or_path: str | Path) -> ModelConfig:
             works=tuple(PRESETS),
         )
     )
+
+
+def left_out_of(name: str) -> str | None:
+    """What of a model is not read, for people; None: all of it is."""
+    path = None if HUB_NAMES.get(name, name) in PRESETS else _path(name)
+    return None if path is None or path.suffix == ".toml" else told_of(path)
+
+
+def _path(name: str) -> Path | None:
+    with suppress(OSError):  # a name that is too long for a path
+        if (path := Path(os.path.expanduser(name))).exists():
+            return path
+    return None

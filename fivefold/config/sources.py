@@ -12,7 +12,7 @@ from fivefold.config.flags import ALIASES, SWITCHES, Given, add_bad_value, scan
 from fivefold.config.foreign import FOREIGN, name_of
 from fivefold.config.huggingface import read_adapter
 from fivefold.config.model import ModelConfig
-from fivefold.config.presets import PRESETS, resolve_model
+from fivefold.config.presets import PRESETS, left_out_of, resolve_model
 from fivefold.config.rules.dependence import without_orphans
 from fivefold.config.settings import Setting, flag_of, settings_of
 from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean, shown
@@ -113,6 +113,8 @@ def load_consistent(
     config, left_out = without_orphans(loaded.config, loaded.by_flag)
     for orphan in (each for each in left_out if each.name not in ignored):
         note(f"{orphan.shown} of the recipe is left out: {orphan.why}")
+    if loaded.model is not None and (told := left_out_of(loaded.model)) is not None:
+        note(told)
     return replace(loaded, config=config)
 
 

@@ -1,7 +1,7 @@
 """Settings of training and optimizer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Annotated, Literal
 
@@ -247,7 +247,13 @@ class OptimizerConfig:
     )
     lr: Positive = option(3e-4, "peak learning rate")
     min_lr: NonNegative = option(0.0, "learning rate that the decay ends at")
-    lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = option(
+    decoupled_lr: Positive | None = option(
+        None, "peak learning rate of the embedding and of the output layer (default: lr)"
+    )
+    decoupled_min_lr: NonNegative | None = option(
+        None, "learning rate that their decay ends at (default: min_lr)"
+    )
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
         "cosine", "shape of the decay after the warm-up"
     )
     lr_decay_iters: Count | None = option(
@@ -267,6 +273,11 @@ class OptimizerConfig:
         "exponential", "shape of WSD's final decay"
     )
     weight_decay: NonNegative = option(0.1, "decoupled weight decay; biases and norms have none")
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = option(
+        "constant", "shape in which the weight decay grows over the run"
+    )
+    start_weight_decay: NonNegative | None = option(None, "weight decay that it grows from")
+    end_weight_decay: NonNegative | None = option(None, "weight decay that it grows to")
     adam_beta1: Share = option(0.9, "decay of the first moment")
     adam_beta2: Share = option(0.95, "decay of the second moment")
     adam_eps: Positive = option(1e-8, "added to the root of the second moment")
@@ -316,6 +327,14 @@ class OptimizerConfig:
         1000, "steps without a gradient that overflows, after which the factor is doubled"
     )
     hysteresis: Count = option(2, "gradients that overflow before the factor is halved")
+
+    @property
+    def of_ends(self) -> "OptimizerConfig":
+        """The same with the learning rates of the embedding and the output layer."""
+        if self.decoupled_lr is None:
+            return self
+        floor = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
+        return replace(self, lr=self.decoupled_lr, min_lr=floor)
 
     def durations(self, training: TrainingConfig) -> tuple[int, int, int | None]:
         """The end of the warm-up, that of the decay, and the length of WSD's final decay; in what

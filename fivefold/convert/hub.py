@@ -1,6 +1,7 @@
 """Reads parts of the tensors in a Hugging Face folder, of several files or one."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.convert.stored import Shape, base_of
+from fivefold.config.huggingface.multimodal import (
+    is_multimodal,
+    part_of,
+    text_kind,
+    text_name,
+)
+from fivefold.convert.stored import HEADS, Shape, base_of
 from fivefold.convert.tensor_files import TensorFiles
 from fivefold.errors import CheckpointError, Mistake
 from fivefold.files import as_kind, read_json, tensor_names
+from fivefold.units import several
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -30,15 +38,18 @@ def is_hub_folder(path: Path) -> bool:
 class HubFolder:
     """The tensors of a folder, each read by slices, so that a rank reads no more than its own.
 
-    fp8 weights with block scales (DeepSeek-V3) and MXFP4 (gpt-oss) are widened as they are read.
+    fp8 weights with block scales (DeepSeek-V3) and MXFP4 (gpt-oss) are widened as they are read. Of
+    a multimodal model, the tensors are those of its text model, by the names that they have there.
 
     Attributes:
         path: the folder.
         fields: its config.json.
+        parts: parts beside the text model, with the names of their tensors.
     """
 
     path: Path
     fields: Mapping[str, Any] = field(init=False)
+    parts: dict[str, list[str]] = field(default_factory=dict, init=False)
     _tensors: TensorFiles = field(init=False)
     _actual: dict[str, str] = field(init=False)
 
@@ -46,14 +57,35 @@ class HubFolder:
         self.fields = read_json(self.path / CONFIG, dict[str, Any], CheckpointError)
         files = self._find()
         self._tensors = TensorFiles(self.path, files)
-        base = base_of(self.kind)
-        heads = ("lm_head.", "embed_out.", base)
-        self._actual = {name if name.startswith(heads) else base + name: name for name in files}
+        self._actual = self._by_full_name(files)
 
     @property
     def kind(self) -> str:
-        """The model's family."""
-        return str(self.fields.get("model_type"))
+        """The model's family; of a multimodal one, that of its text model."""
+        return str(text_kind(self.fields))
+
+    def told_parts(self) -> str:
+        """What is left out of a multimodal model: each part with its size; empty if nothing is."""
+        told = []
+        for part, names in self.parts.items():
+            size = sum(math.prod(self._tensors.shape(name)) for name in names)
+            told.append(f"{part} ({several(len(names), 'tensor')}, {size:,} parameters)")
+        return ", ".join(told)
+
+    def _by_full_name(self, files: Iterable[str]) -> dict[str, str]:
+        """The name in the files of each tensor, by the one in the model, or in its text model."""
+        found: dict[str, str] = {}
+        base, whole = base_of(self.kind), is_multimodal(self.fields)
+        for name in files:
+            if whole and (part := part_of(name)) is not None:
+                self.parts.setdefault(part, []).append(name)
+                continue
+            text = text_name(name) if whole else name
+            full = text if text.startswith((*HEADS, base)) else base + text
+            if full in found:
+                raise CheckpointError(f"{self.path} has {full} twice: as {found[full]} and {name}")
+            found[full] = name
+        return found
 
     @property
     def names(self) -> set[str]:

@@ -3,6 +3,7 @@
 import errno
 import mmap
 import os
+import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from ctypes import c_char
 from pathlib import Path
@@ -138,9 +139,20 @@ def _new_file(folder: Path, nbytes: int, flag: str, what: str) -> Any:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = TemporaryFile(dir=folder)  # noqa: SIM115
-        os.posix_fallocate(file.fileno(), 0, nbytes)
+        _reserve(file, nbytes)
     except OSError as error:
         room = f"{human_bytes(nbytes)} more of {what}"
         why = "has no room for" if error.errno == errno.ENOSPC else "cannot hold"
         raise FivefoldError(f"{flag} {folder} {why} {room}: {error.strerror}") from error
     return file
+
+
+def _reserve(file: Any, nbytes: int) -> None:
+    """Take the room for all bytes of a file, so that mapped pages can be written on a full disk."""
+    if sys.platform == "linux":
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+    else:  # macOS has no such call
+        zeros = bytes(min(nbytes, 1 << 24))
+        for start in range(0, nbytes, len(zeros)):
+            file.write(zeros[: nbytes - start])
+        file.flush()

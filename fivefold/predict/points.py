@@ -5,10 +5,10 @@ from math import prod
 from typing import NamedTuple
 
 from fivefold.description.activations import Saved
-from fivefold.description.layers import Layer, layer_kind
-from fivefold.description.operations import Operation
+from fivefold.description.layers import Layer, describe_layer
+from fivefold.description.operations import CoreAttention, Operation
 from fivefold.description.running import Running
-from fivefold.description.shape import StageParts
+from fivefold.description.shape import StageParts, all_layers
 from fivefold.layout import Layout
 from fivefold.predict.passage import Copies
 
@@ -119,14 +119,15 @@ def buffers(layout: Layout, stage: StageParts, running: Running) -> tuple[float,
     """
     model, grid, tokens = layout.config.model, layout.grid, layout.config.rank_tokens
     element, between, inside = running.element_bytes, 0.0, 0.0
+    layers = [describe_layer(model, layer) for layer in all_layers(model, stage)]
     if grid.pp > 1:
         between = 2 * element * model.hidden_size / running.token_parts
-    if grid.cp > 1 and stage.layers:
-        keys = element * (model.k_size + model.v_size) / running.tensor_parallel
+    if grid.cp > 1 and layers:
+        keys = element * layers[0].one(CoreAttention).key_value_features(grid.tp)
         whole = "all_gather" in layout.config.parallel.cp_comm_type
         # A ring holds the current block and the arriving one, and the gradients of both.
         inside += keys * (2 * grid.cp if whole else 4)
-    if grid.ep > 1 and any(layer_kind(model, layer).experts for layer in stage.layers):
+    if grid.ep > 1 and any(layer.kind.experts for layer in layers):
         rows = running.rows_of_one(model.moe_router_topk)
         inside += 2 * element * model.hidden_size * rows
     return tokens * between, tokens * (between + inside)

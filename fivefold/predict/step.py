@@ -31,7 +31,6 @@ from fivefold.predict.prediction import (
     Prediction,
     TimePart,
     interval,
-    precision_of,
     sends_dx_early,
     unusual,
 )
@@ -187,9 +186,7 @@ class _Predictor:
             )
             for block in stage_blocks(self.layout, spec)
         )
-        once = bringing_seconds(self.cluster, self.policy, parameters)
-        backward = self.times.beside_dx(work)
-        return Phases(max(0.0, once - work.forward), max(0.0, once - backward))
+        return self.times.later(bringing_seconds(self.cluster, self.policy, parameters), work)
 
     def _moves(self, kind: StageKind, spec: StageParts) -> Moves:
         """What data parallelism sends for a stage."""
@@ -333,8 +330,7 @@ class _Predictor:
         """
         if self.software.accumulates_apart != "grouped" or self._sharding.splits_gradients:
             return 0.0
-        training, stages = self.layout.config.training, self.layout.split.stages
-        narrow = bool(training.fp8_format or training.fp4_format)
+        narrow, stages = self.layout.config.narrow_products, self.layout.split.stages
         most = 0
         for own in self._ranks:
             layers = (replace(stages[s], embedding=False, head=False) for s in own)
@@ -353,15 +349,15 @@ class _Predictor:
         """
         layout, grid = self.layout, self.grid
         training = layout.config.training
-        count = layout.num_microbatches
-        each = sum(self.stages, Times()) * (count / grid.pp)
+        each = sum(self.stages, Times()) * (layout.num_microbatches / grid.pp)
         paired = self.clock.hidden(self.costs) / grid.pp
         unwaited = max(0.0, paired - each.ep.total)  # for the host, as pairs hide messages first
         repeated = self.clock.repeated(self.costs) / grid.pp
         busy = each.total.total - paired + repeated
-        tokens = training.step_tokens
-        flops = tokens * training_flops(layout.config.model, layout.config.attended_length).total
-        ideal = flops / grid.world_size / self.cluster.gpu.peak.of(precision_of(layout))
+        token_flops = training_flops(layout.config.model, layout.config.attended_length).total
+        flops = training.step_tokens * token_flops
+        peak = self.cluster.gpu.peak.of(layout.config.product_precision)
+        ideal = flops / grid.world_size / peak
         optimizer, on_host = self._optimizer
         jitter = self.cluster.jitter * sqrt(2 * log(grid.world_size)) * whole
         parts = (

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fivefold.counts.policy import StatePolicy, megatron_policy
-from fivefold.counts.state import num_shards
+from fivefold.counts.shards import num_shards
 from fivefold.layout import Layout
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.memory import peak_memory

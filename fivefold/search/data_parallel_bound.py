@@ -132,8 +132,8 @@ class DataParallelBound:
         """Seconds in which kernels of their own add a microbatch's gradients to those of earlier
         ones, where these are kept whole, on the rank with most of them: those of experts, and in 8
         and 4 bits of all layers."""
-        training, partition = self.space.config.training, self.space.columns["partition"]
-        narrow = bool(training.fp8_format or training.fp4_format)
+        narrow = self.space.config.narrow_products
+        partition = self.space.columns["partition"]
         most = np.zeros(len(self.space))
         for which in FOR_TIME:
             layers = ranks.held[partition, which] * (np.arange(KINDS) < EMBEDDING)

@@ -342,6 +342,8 @@ def _begin(
     trainer.sinks = open_sinks(job.layout.config, folder, trainer.step, console)
     if (across := crossing(job.layout, job.hosts)) is not None:
         console.warning(across)
+    if job.origin is not None and job.origin.left_out:
+        console.note(f"left out of {job.origin.checkpoints}: {job.origin.left_out}")
     console.note(f"run folder: {folder.path}")
     if trainer.step:
         console.note(f"continues after step {trainer.step}")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.counts.state import num_expert_shards, num_shards
+from fivefold.counts.shards import num_expert_shards, num_shards
 from fivefold.description.shape import EMBEDDING
 from fivefold.mesh.collectives import all_reduce, gather_objects
 from fivefold.mesh.slices import local_slices

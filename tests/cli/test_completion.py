@@ -16,7 +16,7 @@ from fivefold.config.sources import recipe_names
 
 def test_commands_flags_values_and_recipes() -> None:
     assert {*VERBS} < {*continuations("fivefold ")}
-    assert continuations("fivefold tr") == ["train"]
+    assert continuations("fivefold tra") == ["train", "translate"]
     assert {*recipe_names()} <= {*continuations("fivefold train ")}
     assert continuations("fivefold train demo --pipeline-schedule zb") == ["zb_h1", "zb_h2", "zb_v"]
     assert "--plant" in continuations("fivefold verify --pl")

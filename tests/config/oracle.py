@@ -50,8 +50,11 @@ def oracle(fields: Mapping[str, Any], *, meta: bool = False) -> nn.Module:
     with torch.device("meta" if meta else "cpu"), InFp64():
         config._experts_implementation = "eager"
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config)
-    if meta:
-        return model
+    return model if meta else fill(model)
+
+
+def fill(model: nn.Module) -> nn.Module:
+    """The same model with random fp64 weights."""
     model.double().eval()
     for module in model.modules():
         if hasattr(module, "scalar_embed_scale"):  # which is rounded to fp32

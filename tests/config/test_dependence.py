@@ -28,7 +28,7 @@ from fivefold.counts.derived import describe
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
 from fivefold.optim.schedule import learning_rate
-from fivefold.predict.cluster import load_cluster
+from fivefold.predict.cluster_file import load_cluster
 from fivefold.predict.memory import peak_memory
 from fivefold.predict.step import predict
 
@@ -162,6 +162,10 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "adam_beta2": (0.5,),
     "adam_eps": (1e-3,),
     "min_lr": (1e-4,),
+    "decoupled_lr": (1e-4,),
+    "decoupled_min_lr": (1e-5,),
+    "start_weight_decay": (0.01,),
+    "end_weight_decay": (0.2,),
     "lr_warmup_init": (1e-4,),
     "save": ("saved",),
     "load": ("donor",),

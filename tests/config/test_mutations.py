@@ -16,7 +16,9 @@ from fivefold.config.presets import PRESETS
 from fivefold.config.sources import RECIPES, read_config, to_toml
 from fivefold.errors import ConfigError
 from tests.config.published import PUBLISHED
+from tests.config.published_multimodal import MULTIMODAL
 
+FILES = PUBLISHED | MULTIMODAL
 MUTATIONS = 5000
 
 _BYTES = [
@@ -98,18 +100,18 @@ def _is_read(read: Callable[[], Config]) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", FILES)
 def test_mutated_config_json_is_answered(name: str, tmp_path: Path) -> None:
     chance = random.Random(name)
-    data = json.dumps(PUBLISHED[name], indent=2).encode()
+    data = json.dumps(FILES[name], indent=2).encode()
     file = tmp_path / "config.json"
     read = 0
-    for turn in range(MUTATIONS // len(PUBLISHED) + 1):
+    for turn in range(MUTATIONS // len(FILES) + 1):
         if turn % 4 == 0:
             file.write_bytes(_mutated_bytes(data, chance))
             read += _is_read(lambda: Config(from_hf_config(file)))
         else:
-            fields = _mutated_fields(PUBLISHED[name], chance)
+            fields = _mutated_fields(FILES[name], chance)
             read += _is_read(lambda fields=fields: Config(from_hf_config(fields)))
     assert read
 

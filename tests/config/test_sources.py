@@ -15,7 +15,7 @@ from fivefold.config.settings import argument, option, settings_of
 from fivefold.config.sources import load, load_options, read_config, recipe_names, to_toml
 from fivefold.errors import ConfigError
 from fivefold.hardware import GPUS
-from fivefold.predict.cluster import load_cluster
+from fivefold.predict.cluster_file import load_cluster
 
 GPT2 = {
     **{"model_type": "gpt2", "n_embd": 32, "n_head": 4},

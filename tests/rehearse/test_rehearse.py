@@ -24,7 +24,7 @@ from fivefold.layout import Layout
 from fivefold.mesh.collectives import start_row_exchange
 from fivefold.optim import offload
 from fivefold.predict import memory
-from fivefold.predict.cluster import load_cluster
+from fivefold.predict.cluster_file import load_cluster
 from fivefold.rehearse.agree import disagreements
 from fivefold.rehearse.ledger import StepLedger
 from fivefold.rehearse.report import make_report

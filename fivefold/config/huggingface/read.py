@@ -21,6 +21,7 @@ from fivefold.config.huggingface.mixtures import (
     olmoe,
     qwen_moe,
 )
+from fivefold.config.huggingface.multimodal import MULTIMODAL, is_multimodal, text_reader
 from fivefold.config.huggingface.naming import in_words_of
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.model import ModelConfig
@@ -67,8 +68,9 @@ _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType
 def from_hf_config(source: Mapping[str, Any] | str | Path) -> ModelConfig:
     """The architecture that a Hugging Face config.json (its content, path or folder) describes.
 
-    Supports the families in `_FAMILIES`, as transformers v4 and v5 write them. A missing field has
-    transformers' default; sizes are required. Unsupported features that leave sizes unchanged, such
+    Supports the families in `_FAMILIES`, as transformers v4 and v5 write them, and the text models
+    of those in `MULTIMODAL`. A missing field has transformers' default; sizes are required, but for
+    those of a text model within another. Unsupported features that leave sizes unchanged, such
     as how a router scores, are listed in `unmodelled` for families that can be planned with but not
     trained; any other unsupported feature is refused.
 
@@ -78,9 +80,12 @@ def from_hf_config(source: Mapping[str, Any] | str | Path) -> ModelConfig:
     """
     fields = source if isinstance(source, Mapping) else _read_file(Path(source))
     kind = fields.get("model_type")
-    if not isinstance(kind, str) or kind not in _FAMILIES:
+    if is_multimodal(fields):
+        reader, kind = text_reader(fields)
+    elif isinstance(kind, str) and kind in _FAMILIES:
+        reader = Reader(fields, f"this {kind} model")
+    else:
         raise _unknown_family(kind)
-    reader = Reader(fields, f"this {kind} model")
     model = _FAMILIES[kind](reader, kind)
     read_generic(reader)
     reader.without_effect("model_type")
@@ -90,7 +95,7 @@ def from_hf_config(source: Mapping[str, Any] | str | Path) -> ModelConfig:
     try:
         reader.mistakes.raise_if_any()
     except ConfigError as error:
-        raise in_words_of(error, fields, reader.known) from None
+        raise in_words_of(error, reader.fields, reader.known) from None
     return replace(model, unmodelled=tuple(reader.left_out))
 
 
@@ -100,8 +105,9 @@ def _read_file(path: Path) -> Mapping[str, Any]:
 
 
 def _unknown_family(kind: object) -> ConfigError:
+    families = *_FAMILIES, *MULTIMODAL
     if not isinstance(kind, str):
         what = "config.json needs a text for 'model_type', which names the family of the model"
-        return ConfigError(Mistake(what, works=tuple(_FAMILIES)))
-    what = f"unsupported model_type {kind[:80]!r}{did_you_mean(kind, _FAMILIES)}"
-    return ConfigError(Mistake(what, works=tuple(_FAMILIES)))
+        return ConfigError(Mistake(what, works=families))
+    what = f"unsupported model_type {kind[:80]!r}{did_you_mean(kind, families)}"
+    return ConfigError(Mistake(what, works=families))

@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.huggingface.comparing import differences, softmax_scale
+from fivefold.config.huggingface.multimodal import text_reader
 from fivefold.config.huggingface.read import from_hf_config
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError, Mistake
@@ -34,6 +35,23 @@ def to_hf_config(model: ModelConfig) -> Fields:
     why = [] if nearest is None else [f"nearest: {nearest[0]}, but for", *nearest[1]]
     what = "no model family of Hugging Face's that is supported has this architecture"
     raise ConfigError(Mistake(what, tuple(why)))
+
+
+def text_model_fields(fields: Mapping[str, Any]) -> Fields:
+    """The config.json of the text model alone, from that of a multimodal one.
+
+    Raises:
+        ConfigError: it is not supported.
+    """
+    reader, kind = text_reader(fields)
+    reader.mistakes.raise_if_any()
+    whole = {name: fields[name] for name in _TOKENS if name in fields}
+    named = {"architectures": [_FAMILIES[kind][0]], "model_type": kind}
+    return {**reader.fields, **whole, **named}
+
+
+_TOKENS = "bos_token_id", "eos_token_id", "pad_token_id"
+"""Fields of a whole model that go before those of its text model."""
 
 
 def _sizes(model: ModelConfig) -> Fields:

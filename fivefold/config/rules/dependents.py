@@ -309,10 +309,32 @@ DEPENDENTS = (
         "--train-samples 1000000",
     ),
     where(
-        "min_lr lr_decay_iters lr_decay_samples",
+        "min_lr decoupled_min_lr lr_decay_iters lr_decay_samples",
         "lr_decay_style != constant",
         "is for a learning rate that decays",
         "--lr-decay-style cosine",
+    ),
+    where(
+        "decoupled_lr",
+        "lora_rank = none",
+        "is for the embedding and the output layer, which adapters leave as they are",
+    ),
+    where(
+        "decoupled_min_lr",
+        "decoupled_lr != none",
+        "is the end of a learning rate of their own, of the embedding and the output layer",
+        "--decoupled-lr 1e-3",
+    ),
+    where(
+        "start_weight_decay end_weight_decay",
+        "weight_decay_incr_style != constant",
+        "is for a weight decay that grows",
+        "--weight-decay-incr-style linear",
+    ),
+    where(
+        "weight_decay",
+        "weight_decay_incr_style = constant",
+        "is that of every step",
     ),
     where(
         "lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style",

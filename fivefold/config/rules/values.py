@@ -111,6 +111,13 @@ def _check_rate(config: Config, mistakes: Mistakes) -> None:
             f"min_lr {optimizer.min_lr} exceeds lr {optimizer.lr}",
             works=[f"--min-lr {optimizer.lr}"],
         )
+    ends = optimizer.of_ends
+    if ends is not optimizer and ends.min_lr > ends.lr:
+        mistakes.add(
+            f"decoupled_lr {ends.lr} is below the rate that its decay ends at, {ends.min_lr}",
+            works=[f"--decoupled-min-lr {ends.lr}"],
+        )
+    _check_growing_decay(optimizer, mistakes)
     if optimizer.lr_warmup_init > optimizer.lr:
         mistakes.add(
             f"lr_warmup_init {optimizer.lr_warmup_init} exceeds lr {optimizer.lr}",
@@ -131,4 +138,23 @@ def _check_rate(config: Config, mistakes: Mistakes) -> None:
         mistakes.add(
             f"lr_decay_style WSD needs lr_wsd_decay_{kind}, the length of the final decay",
             works=[f"--lr-wsd-decay-{kind} {max(end // 10, 1)}"],
+        )
+
+
+def _check_growing_decay(optimizer: OptimizerConfig, mistakes: Mistakes) -> None:
+    """Collect mistakes of a weight decay that grows."""
+    style, ends = optimizer.weight_decay_incr_style, ("start_weight_decay", "end_weight_decay")
+    first, last = (getattr(optimizer, name) for name in ends)
+    if style == "constant":
+        return
+    for name, value, other in zip(ends, (first, last), (0.0, optimizer.weight_decay), strict=True):
+        if value is None:
+            mistakes.add(
+                f"weight_decay_incr_style {style} needs {name}",
+                works=[f"--{name.replace('_', '-')} {other}"],
+            )
+    if first is not None and last is not None and first > last:
+        mistakes.add(
+            f"start_weight_decay {first} exceeds end_weight_decay {last}",
+            works=[f"--end-weight-decay {first}"],
         )

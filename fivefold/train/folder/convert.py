@@ -52,7 +52,13 @@ from fivefold.train.folder.run_folder import CHECKPOINTS, TOKENIZER, RunFolder
 from fivefold.train.folder.run_tokenizer import run_tokenizer
 from fivefold.train.folder.saved_state import SavedState, read_state, reading
 from fivefold.train.folder.scratch import holding
-from fivefold.train.folder.side_files import GENERATION, SIDE, keep_side_files, side_files
+from fivefold.train.folder.side_files import (
+    GENERATION,
+    SIDE,
+    keep_side_files,
+    side_files,
+    whole_model,
+)
 
 
 def to_run(
@@ -202,11 +208,13 @@ class _Types:
 
 
 def _base(source: Path) -> str | None:
-    """Where the weights are that a run started from, if they are still there."""
+    """Where the weights are that a run started from, if they are still there, and are its own."""
     config = _config(source)
     load = None if config is None else config.checkpoint.load
     weights = None if load is None else RunFolder(source).named(load)
-    return None if weights is None or not weights.exists() else str(weights.resolve())
+    if weights is None or not weights.exists() or whole_model(source) is not None:
+        return None  # of a multimodal model PEFT would look for the adapters of its text model
+    return str(weights.resolve())
 
 
 def _trained_in(source: Path) -> torch.dtype:

@@ -38,6 +38,7 @@ class Origin:
         foreign: whether it is a folder of weights as Hugging Face or Megatron-core keeps them.
         adapter: folder of an adapter that PEFT saved, beside these; None: there is none.
         damage: why a later checkpoint of the run was passed over; empty if none was.
+        left_out: parts of a multimodal model there that are not read; empty if all is.
     """
 
     checkpoints: Path
@@ -46,6 +47,7 @@ class Origin:
     foreign: bool = False
     adapter: Path | None = None
     damage: str = ""
+    left_out: str = ""
 
     @property
     def beside(self) -> Path | None:
@@ -142,7 +144,8 @@ def _from_hub(folder: Path, config: Config) -> Origin:
     load = config.checkpoint.load_adapter
     adapter = None if load is None else Path(load)
     checked_sources(folder, config.model, adapter)  # before any rank starts
-    return Origin(folder, 0, weights_only=True, foreign=True, adapter=adapter)
+    parts = hub.told_parts()
+    return Origin(folder, 0, weights_only=True, foreign=True, adapter=adapter, left_out=parts)
 
 
 def restore(trainer: Trainer, origin: Origin | None) -> str:

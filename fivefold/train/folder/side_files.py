@@ -1,17 +1,27 @@
 """The files beside weights on the hub, which a run keeps so that its conversion has them, too."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
+from fivefold.config.huggingface.multimodal import is_multimodal
+from fivefold.config.huggingface.write import text_model_fields
 from fivefold.convert.hub import CONFIG
+from fivefold.errors import CheckpointError
+from fivefold.files import read_json, write_atomic
 from fivefold.train.folder.run_folder import TOKENIZER
 
 SIDE = "huggingface"
 """Folder of a run with what lay beside the weights: tokenizer, settings of generation."""
 GENERATION = "generation_config.json"
-_OF_MODELS = (CONFIG, "configuration_*.py", "modeling_*.py")  # with what auto_map names
+WHOLE_MODEL = "multimodal_config.json"
+"""There, the config.json of a multimodal model; `config.json` is then that of its text model."""
+_OF_MODELS = (  # the last two with what auto_map names
+    *(CONFIG, WHOLE_MODEL, "configuration_*.py", "modeling_*.py"),
+)
 _OF_TOKENIZERS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template*", "*.model", "*.tiktoken", "tokenization_*.py"),
@@ -27,15 +37,29 @@ def keep_side_files(source: Path, run: Path) -> None:
     for file in source.iterdir():
         if file.is_file() and _is_any(file, (*_OF_MODELS, *_OF_TOKENIZERS)):
             shutil.copyfile(file, run / SIDE / file.name)
+    config = run / SIDE / CONFIG
+    if config.is_file() and is_multimodal(fields := _fields(config)):
+        config.replace(run / SIDE / WHOLE_MODEL)
+        write_atomic(config, json.dumps(text_model_fields(fields), indent=2) + "\n")
+
+
+def whole_model(run: Path) -> str | None:
+    """The multimodal family whose text model a run began with; None: it began with another."""
+    file = run / SIDE / WHOLE_MODEL
+    return str(_fields(file)["model_type"]) if file.is_file() else None
+
+
+def _fields(file: Path) -> dict[str, Any]:
+    return read_json(file, dict[str, Any], CheckpointError)
 
 
 def side_files(run: Path) -> Iterator[Path]:
-    """The files that a run has kept, but those of a tokenizer only if it is the run's own."""
+    """What goes beside its weights on the hub; a tokenizer's files only if it is the run's own."""
     if not (run / SIDE).is_dir():
         return
     other = _has_another_tokenizer(run)
     for file in (run / SIDE).iterdir():
-        if not (other and _is_any(file, _OF_TOKENIZERS)):
+        if file.name != WHOLE_MODEL and not (other and _is_any(file, _OF_TOKENIZERS)):
             yield file
 
 

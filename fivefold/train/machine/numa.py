@@ -64,7 +64,7 @@ def choose_bindings(
     Raises:
         ConfigError: a GPU's node has no processor for its ranks, or the system binds none.
     """
-    if not hasattr(os, "sched_getaffinity"):
+    if sys.platform != "linux":
         raise _impossible("this system does not bind processes to processors")
     usable = os.sched_getaffinity(0) if allowed is None else allowed
     nodes = _nodes(sysfs, frozenset(usable))
@@ -90,9 +90,10 @@ def bind(binding: Binding) -> None:
 
     Preferred, not required: a rank whose node is full takes memory of another rather than die.
     """
-    for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):  # it has just ended
-            os.sched_setaffinity(int(thread), binding.cpus)
+    if sys.platform == "linux":  # elsewhere there are no bindings, see `choose_bindings`
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(ProcessLookupError):  # it has just ended
+                os.sched_setaffinity(int(thread), binding.cpus)
     prefer_memory(binding.node)
 
 

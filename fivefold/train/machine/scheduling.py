@@ -1,6 +1,7 @@
 """Keeps threads of ranks on CPUs from pushing each other aside."""
 
 import os
+import sys
 from contextlib import suppress
 
 
@@ -13,7 +14,7 @@ def finish_before_others() -> None:
     Linux has a policy for this, SCHED_BATCH; elsewhere, if the user has chosen a policy, and where
     a container forbids to, nothing is changed. See sched(7).
     """
-    batch = getattr(os, "SCHED_BATCH", None)
-    with suppress(OSError):
-        if batch is not None and os.sched_getscheduler(0) == os.SCHED_OTHER:
-            os.sched_setscheduler(0, batch, os.sched_param(0))
+    if sys.platform == "linux":
+        with suppress(OSError):
+            if os.sched_getscheduler(0) == os.SCHED_OTHER:
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -1,0 +1,263 @@
+"""Multimodal models, of which the text model is read: its fields, and the names of its tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from fivefold.config.huggingface.generic import read_generic, read_stored_weights
+from fivefold.config.huggingface.reader import Reader
+from fivefold.errors import ConfigError
+from fivefold.files import read_json
+
+Fields = Mapping[str, Any]
+
+
+def _sizes(
+    vocab: int, hidden: int, inner: int, layers: int, heads: int, positions: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": positions,
+        **more,
+    }
+
+
+_QWEN2_VL = _sizes(
+    *(152064, 8192, 29568, 80, 64, 32768),
+    num_key_value_heads=8,
+    rms_norm_eps=1e-5,
+    max_window_layers=80,
+    rope_theta=1e6,
+)
+TEXTS: Mapping[str, tuple[str, Fields]] = MappingProxyType(
+    {
+        "gemma3_text": ("gemma3_text", _sizes(262208, 2304, 9216, 26, 8, 131072)),
+        "llama": ("llama", _sizes(32000, 4096, 11008, 32, 32, 2048)),
+        "mistral": ("mistral", _sizes(32000, 4096, 14336, 32, 32, 131072)),
+        "qwen2": ("qwen2", _sizes(151936, 4096, 22016, 32, 32, 32768)),
+        "qwen3": ("qwen3", _sizes(151936, 4096, 22016, 32, 32, 32768)),
+        "qwen2_vl_text": ("qwen2", _QWEN2_VL),
+        "qwen2_5_vl_text": ("qwen2", _QWEN2_VL),
+        "qwen3_vl_text": (
+            "qwen3",
+            _sizes(151936, 4096, 22016, 32, 32, 128000, rope_theta=500000.0),
+        ),
+    }
+)
+"""Of a text model's `model_type`: the family that computes the same from text alone, and what
+transformers takes an absent field for, which published files leave out."""
+_IN_SECTIONS = "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"
+"""Text models with a position for time, height and width each, which are the same in text."""
+
+
+@dataclass(frozen=True)
+class _Multimodal:
+    """How a multimodal family describes its text model.
+
+    Attributes:
+        texts: the `model_type`s of text models that it may have; the first, if the file says none.
+        unused: fields without effect on text.
+        tied: whether head and embedding are one if the file does not say.
+    """
+
+    texts: tuple[str, ...]
+    unused: tuple[str, ...]
+    tied: bool = False
+
+
+_ANY_TEXT = "llama", "mistral", "qwen2", "qwen3"
+_PROJECTOR = ("image_token_index", "image_token_id", "projector_hidden_act", "vision_feature_layer")
+_LLAVA = (
+    *_PROJECTOR,
+    *("vision_feature_select_strategy", "multimodal_projector_bias", "image_seq_length"),
+    "ignore_index",
+)
+_LLAVA_NEXT = (*_LLAVA, "image_grid_pinpoints", "use_image_newline_parameter")
+_QWEN_VL = (
+    *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    "vision_token_id",
+)
+MULTIMODAL: Mapping[str, _Multimodal] = MappingProxyType(
+    {
+        "gemma3": _Multimodal(
+            ("gemma3_text",),
+            (
+                *("mm_tokens_per_image", "image_token_index", "image_token_id"),
+                *("boi_token_index", "boi_token_id", "eoi_token_index", "eoi_token_id"),
+                "initializer_range",
+            ),
+            tied=True,
+        ),
+        "mistral3": _Multimodal(
+            ("mistral",), (*_PROJECTOR, "multimodal_projector_bias", "spatial_merge_size")
+        ),
+        "llava": _Multimodal(_ANY_TEXT, _LLAVA),
+        "llava_next": _Multimodal(_ANY_TEXT, _LLAVA_NEXT),
+        "llava_onevision": _Multimodal(
+            ("qwen2", "llama", "mistral", "qwen3"),
+            (*_LLAVA_NEXT, "video_token_index", "video_token_id", "vision_aspect_ratio"),
+        ),
+        "internvl": _Multimodal(
+            ("qwen2", "llama", "mistral", "qwen3"),
+            (
+                *_PROJECTOR,
+                *("image_seq_length", "downsample_ratio", "vision_feature_select_strategy"),
+            ),
+        ),
+        "qwen2_vl": _Multimodal(("qwen2_vl_text",), _QWEN_VL),
+        "qwen2_5_vl": _Multimodal(("qwen2_5_vl_text",), _QWEN_VL),
+        "qwen3_vl": _Multimodal(("qwen3_vl_text",), _QWEN_VL),
+    }
+)
+_FLAT = "qwen2_vl", "qwen2_5_vl"
+"""Families that were published with the text model's fields among the others."""
+
+_TIED_BY_EITHER = *_FLAT, "llava", "llava_onevision"
+"""Families in which the text model's field is heeded, too, where the whole model's is false."""
+
+
+def is_multimodal(fields: Fields) -> bool:
+    """Whether a config.json is that of a multimodal model whose text model can be read."""
+    return _kind(fields) in MULTIMODAL
+
+
+def _kind(fields: Fields) -> str | None:
+    kind = fields.get("model_type")
+    return kind if isinstance(kind, str) else None
+
+
+def text_kind(fields: Fields) -> str | None:
+    """The family of the text model; of a file that is no multimodal one, its own."""
+    kind = _kind(fields)
+    if kind is None or kind not in MULTIMODAL:
+        return kind
+    texts, table = MULTIMODAL[kind].texts, fields.get("text_config")
+    told = _kind(table) if isinstance(table, Mapping) else None
+    return TEXTS[told if told in texts else texts[0]][0]
+
+
+def text_reader(fields: Fields) -> tuple[Reader, str]:
+    """A reader of the text model's fields, as its family has them, and that family.
+
+    What else the file has was read, and its mistakes are among the reader's.
+    """
+    kind = _kind(fields)
+    assert kind is not None
+    family, texts = MULTIMODAL[kind], MULTIMODAL[kind].texts
+    whole = Reader(fields, f"this {kind} model")
+    read_generic(whole)
+    read_stored_weights(whole)
+    whole.without_effect("model_type", "vision_config", *family.unused)
+    table, place = whole.table("text_config"), "text_config."
+    if table is None:
+        unused = {"model_type", "vision_config", "text_config", *family.unused}
+        flat = {name: value for name, value in fields.items() if name not in unused}
+        if kind not in _FLAT:
+            whole.mistakes.add("config.json needs an object for 'text_config'")
+        table, place = Reader(flat, f"this {kind} model"), ""
+        tied = whole.flag("tie_word_embeddings", family.tied)
+    else:
+        tied = _tied(whole, table, kind)
+        _read_copies(whole, table, kind)
+        whole.refuse_unread()
+    told = table.text("model_type", default=texts[0], choices=texts) or texts[0]
+    text = dict(table.fields) | {"tie_word_embeddings": tied}
+    if told in _IN_SECTIONS:
+        text = {name: _without_sections(value) for name, value in text.items()}
+    ropes = [text.get(name) for name in ("rope_scaling", "rope_parameters")]
+    known = [name for rope in ropes if isinstance(rope, Mapping) for name in rope]
+    defaults = {name: value for name, value in TEXTS[told][1].items() if name not in known}
+    reader = Reader(defaults | text, f"this {kind} model", place)
+    reader.mistakes = whole.mistakes
+    _read_text_fields(reader, kind, told)
+    return reader, TEXTS[told][0]
+
+
+def _read_copies(whole: Reader, table: Reader, kind: str) -> None:
+    """Read what a file has beside its text_config, too: the size of the vocabulary; all, as
+    versions of transformers between 4 and 5 wrote it of Qwen's."""
+    names = {"vocab_size", *(table.fields if kind in _FLAT else ())} & {*whole.fields}
+    for name in names - {"model_type", "tie_word_embeddings"}:
+        one, other = (_without_sections(of.fields.get(name)) for of in (whole, table))
+        whole.without_effect(name)
+        if name in table.fields and one != other:
+            whole.contradict({name: whole.fields[name], f"text_config.{name}": table.fields[name]})
+
+
+def _tied(whole: Reader, table: Reader, kind: str) -> bool:
+    """Whether head and embedding are one: transformers 5 asks the whole model, 4 the text's."""
+    text = table.flag("tie_word_embeddings", MULTIMODAL[kind].tied)
+    tied = whole.flag("tie_word_embeddings", text)
+    return tied or (text and kind in _TIED_BY_EITHER)
+
+
+def _without_sections(value: Any) -> Any:
+    """A table of RoPE without what tells which features turn by time, height and width; any other
+    value as it is."""
+    if not isinstance(value, Mapping):
+        return value
+    kept = {
+        name: "default" if each == "mrope" else each
+        for name, each in value.items()
+        if name not in ("mrope_section", "mrope_interleaved")
+    }
+    if "type" in kept and kept["type"] == kept.get("rope_type", kept["type"]):
+        kept["rope_type"] = kept.pop("type")
+    return kept
+
+
+def _read_text_fields(reader: Reader, kind: str, told: str) -> None:
+    """Refuse what the text model of a multimodal one ignores, and its family does not."""
+    if kind == "gemma3":
+        reader.fixed(
+            "final_logit_softcapping", None, why="transformers caps logits of the text model alone"
+        )
+    if told == "qwen3_vl_text":
+        reader.fixed("use_sliding_window", False)
+    if told in ("qwen2_vl_text", "qwen2_5_vl_text"):
+        sizes = (reader.fields.get(name) for name in ("hidden_size", "num_attention_heads"))
+        hidden, heads = (size if type(size) is int and size > 0 else 1 for size in sizes)
+        reader.fixed("head_dim", hidden // heads, None)
+
+
+def told_of(path: Path) -> str | None:
+    """What of a model at a path is not read, for people; None: it is all read, or there is none."""
+    file = path / "config.json" if path.is_dir() else path
+    if file.suffix != ".json" or not file.is_file():
+        return None
+    fields = read_json(file, dict[str, Any], ConfigError)
+    if not is_multimodal(fields):
+        return None
+    return (
+        f"{path} is a {_kind(fields)} model, of which the text model ({text_kind(fields)}) is read"
+    )
+
+
+_TEXT_NAMES = (
+    ("language_model.model.", "model."),  # as transformers 4 writes them until 4.52
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+    ("language_model.", "model."),  # of the model without a head
+)
+_PARTS = ("vision_tower", "multi_modal_projector", "visual", "image_newline")
+"""Parts beside the text model, by the names of their tensors."""
+
+
+def text_name(name: str) -> str:
+    """The name that the text model has for a tensor of the multimodal one."""
+    for theirs, ours in _TEXT_NAMES:
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
+def part_of(name: str) -> str | None:
+    """The part beside the text model that a tensor belongs to; None: none that is known."""
+    part = name.removeprefix("model.").partition(".")[0]
+    return part if part in _PARTS else None

@@ -1,0 +1,127 @@
+"""Small multimodal models of transformers, which get text alone."""
+
+import copy
+import logging
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.config.huggingface.multimodal import text_name
+from tests.config.oracle import InFp64, fill
+
+_TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "pad_token_id": None,
+    "vocab_size": 100,
+}
+_VISION = {
+    "hidden_size": 16,
+    "image_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "patch_size": 8,
+}
+_QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+}
+_SECTIONS = {"mrope_section": [1, 2, 1]}
+TINY: Mapping[str, dict[str, Any]] = {
+    "gemma3": {
+        "mm_tokens_per_image": 4,
+        "text_config": _TEXT
+        | {
+            "head_dim": 12,
+            "num_hidden_layers": 3,
+            "query_pre_attn_scalar": 8,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 5,
+            "sliding_window_pattern": 2,
+        },
+        "vision_config": _VISION | {"model_type": "siglip_vision_model", "vision_use_head": False},
+    },
+    "mistral3": {
+        "text_config": _TEXT | {"head_dim": 12, "sliding_window": None, "rope_theta": 100.0},
+        "tie_word_embeddings": False,
+        "vision_config": _VISION | {"model_type": "pixtral", "head_dim": 8},
+    },
+    "llava": {"text_config": _TEXT, "vision_config": _VISION},
+    "llava_next": {
+        "text_config": _TEXT | {"model_type": "mistral", "sliding_window": 5},
+        "vision_config": _VISION,
+    },
+    "llava_onevision": {"text_config": _TEXT, "vision_config": _VISION},
+    "internvl": {
+        "text_config": _TEXT | {"model_type": "qwen3", "head_dim": 12},
+        "tie_word_embeddings": False,
+        "vision_config": _VISION,
+    },
+    "qwen2_vl": {
+        "text_config": _TEXT
+        | {"rope_scaling": {"type": "mrope", **_SECTIONS}, "use_sliding_window": True}
+        | {"sliding_window": 5, "max_window_layers": 1},
+        "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2},
+    },
+    "qwen2_5_vl": {
+        "text_config": _TEXT | {"rope_scaling": {"type": "mrope", **_SECTIONS}},
+        "vision_config": _QWEN_VISION | {"fullatt_block_indexes": [0]},
+    },
+    "qwen3_vl": {
+        "text_config": _TEXT
+        | {"head_dim": 12, "rope_scaling": {"rope_type": "default", "mrope_interleaved": True}}
+        | {"rope_theta": 50.0},
+        "vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0]},
+    },
+}
+"""The smallest of each family, with what its text model can have."""
+
+
+def config_of(fields: Mapping[str, Any]) -> Any:
+    """What transformers reads of a config.json."""
+    from transformers import CONFIG_MAPPING
+
+    logging.getLogger("transformers").setLevel(logging.CRITICAL)
+    return CONFIG_MAPPING[fields["model_type"]].from_dict(copy.deepcopy(dict(fields)))
+
+
+def multimodal(fields: Mapping[str, Any], *, meta: bool = False) -> nn.Module:
+    """transformers' model of a config.json, with random fp64 weights."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as CLASSES
+
+    config = config_of(fields)
+    with torch.device("meta" if meta else "cpu"), InFp64():
+        model = CLASSES[type(config)]._from_config(config)
+    return model if meta else fill(model)
+
+
+class TextModel(nn.Module):
+    """The text model within a multimodal one, under the names of its family."""
+
+    def __init__(self, whole: nn.Module, kind: str) -> None:
+        super().__init__()
+        self.whole = whole
+        self.config = SimpleNamespace(model_type=kind)
+
+    def named_parameters(self, *args: Any, **how: Any) -> Any:
+        """Those of the text model alone."""
+        for name, parameter in self.whole.named_parameters():
+            text = text_name(name)
+            if text != name or name.startswith("lm_head."):
+                yield text, parameter
+
+    def forward(self, tokens: Tensor) -> Any:
+        """What the whole model gives for text alone."""
+        return self.whole(input_ids=tokens)
