@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Literal
 from fivefold import __version__
 from fivefold.cli.style import Style, paint
 from fivefold.config.sources import load_options
+from fivefold.errors import FivefoldError
+from fivefold.files import at_home
 from fivefold.tell.columns import line_width
 from fivefold.units import human_bytes, human_flops, human_seconds, several, wrapped
 
@@ -147,7 +149,10 @@ def _machine() -> Iterator[HealthLine]:
     free = f"{human_bytes(memory.available)} of {human_bytes(memory.total)} free"
     yield HealthLine("ok", "memory", free)
     yield disk("disk here", Path.cwd(), "--save")
-    yield disk("disk of cache", Path(DEFAULT_CACHE).expanduser(), "--data-cache-path")
+    try:
+        yield disk("disk of cache", at_home(DEFAULT_CACHE), "--data-cache-path")
+    except FivefoldError as error:
+        yield HealthLine("bad", "disk of cache", f"{error}: runs need --data-cache-path")
     yield from _gpus()
 
 

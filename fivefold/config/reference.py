@@ -224,6 +224,7 @@ def _table(settings: Iterable[Setting]) -> Iterator[str]:
     yield "|---|---|---|---|"
     for setting in settings:
         value = setting.expected.removeprefix("one of ").replace("|", "\\|")
+        value += f"; {setting.within.words}" if setting.within else ""
         default = _default(setting) or ("off" if setting.default is False else "")
         shown = f"`{default}`" if default else "required" if setting.default is MISSING else ""
         text = setting.help.replace("|", "\\|")

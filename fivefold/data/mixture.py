@@ -138,7 +138,7 @@ def counted_from(folder: Path, data: DataConfig) -> DataConfig:
     """Data whose relative paths count from a folder, where something is there; others stay."""
 
     def meant(path: str) -> str:
-        found = str(folder / Path(path).expanduser())
+        found = str(folder / os.path.expanduser(path))
         there = os.path.exists(found) or is_indexed(found) or glob.glob(found, recursive=True)
         return found if there and path not in (BUILTIN, MOCK) else path
 

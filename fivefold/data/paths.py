@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from fivefold.errors import DataError, did_you_mean
-from fivefold.files import read_json
+from fivefold.files import at_home, read_json
 from fivefold.recipes import how_to_get
 from fivefold.units import several
 
@@ -59,7 +59,7 @@ def resolve(spec: str, flag: str = "--data-path ") -> list[Path]:
     if spec == BUILTIN:
         return _builtin_files()
     try:
-        return _resolve(spec, Path(spec).expanduser(), flag)
+        return _resolve(spec, at_home(spec, DataError), flag)
     except OSError as error:  # a name that is too long, a folder that may not be read
         raise DataError(f"{spec} cannot be read: {error.strerror}") from error
 

@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fivefold.errors import DataError
-from fivefold.files import read_json
+from fivefold.files import at_home, read_json
 
 # Noncharacters of Unicode, which no text has: they mark an answer in what a template makes.
 BEGIN, END = "\ufdd0", "\ufdd1"
@@ -128,7 +128,7 @@ class ChatTemplate:
 
 def folder_of(tokenizer_model: str) -> Path:
     """Where the files of a tokenizer are, of which this is the tokenizer.json or the folder."""
-    path = Path(tokenizer_model).expanduser()
+    path = at_home(tokenizer_model, DataError)
     return path if path.is_dir() else path.parent
 
 

@@ -45,6 +45,7 @@ def model(name: str, config: object, *says: str) -> Case:
     return Case(name, "train --model hf", says, files={"hf/config.json": text})
 
 
+NOBODY = "~nobody-is-called-so"
 LLAMA = {
     "model_type": "llama",
     "num_hidden_layers": 2,
@@ -463,6 +464,15 @@ DOCUMENT = "It is only a short text. " * 4
 
 CORPORA = [
     corpus("no such corpus", "--data-path nothere.txt", "no such file or folder: nothere.txt"),
+    *(
+        corpus(f"{flag} of nobody", f"{beside}{flag} {path}", f"knows no home {NOBODY}")
+        for flag, path, beside in (
+            ("--data-path", f"{NOBODY}/*.txt", ""),
+            ("--valid-data-path", f"held={NOBODY}/x", "--eval-interval 2 "),
+            ("--tokenizer-model", f"{NOBODY}/t", ""),
+            ("--data-cache-path", f"{NOBODY}/c", ""),
+        )
+    ),
     corpus(
         "corpus typo", "--data-path texd.txt", "did you mean 'text.txt'?", text_dot_txt=DOCUMENT
     ),
