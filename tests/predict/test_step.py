@@ -9,7 +9,7 @@ from fivefold.counts.volumes import step_volumes
 from fivefold.pipeline.lowering import executed
 from fivefold.pipeline.simulate import simulate
 from fivefold.predict.cluster import Link, preset
-from fivefold.predict.makespan import Clock, leveled_program
+from fivefold.predict.program.makespan import Clock, leveled_program
 from fivefold.predict.software import Software
 from fivefold.predict.step import predict
 from tests.predict.layouts import planned

@@ -19,8 +19,8 @@ from fivefold.pipeline.order import Order
 from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.pipeline.schedules.limits import Place
 from fivefold.pipeline.schedules.registry import known_of
-from fivefold.predict.once import Once
-from fivefold.predict.walk import LeveledProgram
+from fivefold.predict.data_parallel.once import Once
+from fivefold.predict.program.walk import LeveledProgram
 
 
 @lru_cache(maxsize=256)
