@@ -8,8 +8,7 @@ from typing import Literal
 from fivefold.check import check
 from fivefold.cli.style import note
 from fivefold.cli.verdict import tell
-from fivefold.config.parallel import option
-from fivefold.config.settings import argument
+from fivefold.config.settings import argument, option
 from fivefold.config.sources import load
 from fivefold.errors import ConfigError
 from fivefold.predict.cluster_file import load_cluster

@@ -17,8 +17,7 @@ from fivefold.cli.auto_layout import ranks_for_gpus, with_layout
 from fivefold.cli.style import note
 from fivefold.cli.train import ranks, recipe_name
 from fivefold.config.config import Config
-from fivefold.config.parallel import option
-from fivefold.config.settings import argument
+from fivefold.config.settings import argument, option
 from fivefold.config.sources import Loaded, load_consistent, to_toml
 from fivefold.errors import ConfigError, FivefoldError, Mistakes
 from fivefold.files import telling_unwritable, write_atomic

@@ -10,9 +10,9 @@ from itertools import chain
 from pathlib import Path
 from shlex import quote
 
-from fivefold.config.training import MOCK, DataConfig
-from fivefold.data.corpus import BUILTIN, resolve
+from fivefold.config.data import MOCK, DataConfig
 from fivefold.data.indexed import is_indexed
+from fivefold.data.paths import BUILTIN, resolve
 from fivefold.errors import Mistakes
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")

@@ -27,7 +27,7 @@ from fivefold.errors import DataError
 from fivefold.units import human_bytes, human_count, human_seconds, several
 
 if TYPE_CHECKING:
-    from fivefold.config.training import DataConfig
+    from fivefold.config.data import DataConfig
     from fivefold.data.template import ChatTemplate
 
 DEFAULT_CACHE = "~/.cache/fivefold/data"

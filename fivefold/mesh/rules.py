@@ -142,6 +142,7 @@ def _check_no_experts(parallel: ParallelConfig, mistakes: Mistakes) -> None:
         "expert_model_parallel_size",
         "expert_tensor_parallel_size",
         "moe_token_dispatcher_type",
+        "moe_enable_deepep",
         "moe_shared_expert_overlap",
         "overlap_moe_expert_parallel_comm",
         "delay_wgrad_compute",

@@ -80,6 +80,8 @@ def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
         "lr_warmup_iters": 0,
         "train_samples": None,
     }
+    if config.optimizer.decoupled_lr is not None:
+        constant["decoupled_lr"] = 2 * LEARNING_RATE
     config, _ = without_orphans(config.with_values(**constant, adam_eps=ADAM_EPS), constant)
     config = _with_few_iterations(config, changes)
     if config.memory.fine_grained_activation_offloading:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from fivefold.config.training import DataConfig
+from fivefold.config.data import DataConfig
 from fivefold.data import prepare as module
 from fivefold.data.indexed import write_indexed
 from fivefold.data.mixture import parse_data_path

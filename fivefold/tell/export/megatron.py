@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from math import ceil
 
+from fivefold.config.data import MOCK
 from fivefold.config.layer_pattern import runs
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
-from fivefold.config.training import MOCK, SCALE_BY_TRIAL, TrainingConfig
+from fivefold.config.training import SCALE_BY_TRIAL, TrainingConfig
 from fivefold.layout import Layout
 from fivefold.tell.export.megatron_experts import (
     auxiliary,
