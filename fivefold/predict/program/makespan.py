@@ -88,10 +88,6 @@ class Clock:
         tables = (table_of(short), 1 - more), (table_of(short + a_round), more)
         return cls(layout.schedule, group, total, tables)
 
-    def makespans(self, costs: Sequence[Costs]) -> list[float]:
-        """Seconds of the program for each set of costs."""
-        return self.walk(costs, [])[0]
-
     def walk(
         self, costs: Sequence[Costs], sent: Sequence[tuple[int, Once]]
     ) -> tuple[list[float], list[float]]:
