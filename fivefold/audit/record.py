@@ -17,10 +17,10 @@ from fivefold.counts.routed import StepChoices, rows_of_choices
 from fivefold.counts.shards import ShardPlace
 from fivefold.counts.state import model_state
 from fivefold.counts.volumes import by_axis, step_volumes
-from fivefold.description.running import flash_takes
 from fivefold.errors import DataError
 from fivefold.files import read_json, write_atomic
 from fivefold.layout import Layout
+from fivefold.model.attention.blocks import flash_takes
 
 Amount = Annotated[float, Meta(ge=0)]
 _AGAIN = "  try: train with --audit, which measures one step"

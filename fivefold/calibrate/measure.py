@@ -196,7 +196,7 @@ def host_copy(device: torch.device, group: dist.ProcessGroup) -> Sample:
 def collectives(device: torch.device, group: dist.ProcessGroup) -> tuple[Sample, ...]:
     """Measure gathers, scatters and all-reduces of several sizes, in bytes sent by a rank."""
     ranks = group.size()
-    ring, tree = ranks - 1, 2 * log2(ranks)  # hops, as `predict.communication` has them
+    ring, tree = ranks - 1, 2 * log2(ranks)  # hops, as `predict.times.communication` has them
     ways: Mapping[str, Callable[[Tensor], object]] = {
         "all_gather": lambda x: all_gather(x[: x.numel() // ranks], group),
         "reduce_scatter": lambda x: reduce_scatter(x, group),

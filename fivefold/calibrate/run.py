@@ -21,7 +21,7 @@ from fivefold.files import telling_unwritable, write_atomic
 from fivefold.hardware import Gpu, Rates, find_gpu
 from fivefold.predict.cluster import Cluster, Link, preset
 from fivefold.predict.cluster_file import to_toml, within_range
-from fivefold.predict.compute import attention_share
+from fivefold.predict.times.compute import attention_share
 from fivefold.train.machine.devices import Asked, choose_device, visible_gpus
 from fivefold.train.ranks.launch import init_process_group, launch_local
 from fivefold.train.ranks.meeting import check_place

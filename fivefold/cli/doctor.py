@@ -276,7 +276,7 @@ def _launches(device: str, speed: float) -> HealthLine:
     from fivefold.config.presets import PRESETS
     from fivefold.description.shape import training_flops
     from fivefold.pipeline.split.stages import StageSpec
-    from fivefold.predict.layer import DENSE_OPERATIONS
+    from fivefold.predict.times.layer import DENSE_OPERATIONS
 
     x, calls = torch.zeros(8, device=device), 1000
     seconds = []

@@ -229,11 +229,6 @@ def scale_bytes(running: Running, features: float) -> float:
     return running.by_microbatch(size * blocks)
 
 
-def flash_takes(features: int) -> bool:
-    """Whether FlashAttention has kernels for heads of this many features."""
-    return features % 8 == 0 and features <= 256
-
-
 def _padded(config: Config, tokens: float) -> LayerRows | None:
     parallel = config.parallel
     if config.model.num_experts is None:

@@ -1,7 +1,7 @@
 """Predicts the time of a training step: its pipeline program, and the work before and after it.
 
-The program is simulated event by event with the layer times of `predict.layer`. The exposed parts
-of gathering parameters, reducing gradients and the optimizer are added to it.
+The program is simulated event by event with the layer times of `predict.times.layer`. The exposed
+parts of gathering parameters, reducing gradients and the optimizer are added to it.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -20,13 +20,16 @@ from fivefold.layout import Layout
 from fivefold.pipeline.costs.costs import Costs
 from fivefold.pipeline.schedules.registry import with_copies
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import gather, send
-from fivefold.predict.compute import Phases, overlapped
-from fivefold.predict.layer import LayerTimes, TimesCache
-from fivefold.predict.makespan import Clock
-from fivefold.predict.muon import orthogonalising_seconds
-from fivefold.predict.once import Once, sent_once
-from fivefold.predict.overlap import Paired, pair_seconds
+from fivefold.predict.data_parallel.muon import orthogonalising_seconds
+from fivefold.predict.data_parallel.once import Once, sent_once
+from fivefold.predict.data_parallel.transfers import Moves, data_groups, moves
+from fivefold.predict.data_parallel.update import (
+    bringing_seconds,
+    leaving_seconds,
+    offload_seconds,
+    summing_seconds,
+    update_seconds,
+)
 from fivefold.predict.prediction import (
     Prediction,
     TimePart,
@@ -34,16 +37,13 @@ from fivefold.predict.prediction import (
     sends_dx_early,
     unusual,
 )
+from fivefold.predict.program.makespan import Clock
+from fivefold.predict.program.pairs import Paired, pair_seconds
 from fivefold.predict.software import Software
-from fivefold.predict.stage_times import StageKind, Times
-from fivefold.predict.transfers import Moves, data_groups, moves
-from fivefold.predict.update import (
-    bringing_seconds,
-    leaving_seconds,
-    offload_seconds,
-    summing_seconds,
-    update_seconds,
-)
+from fivefold.predict.times.communication import gather, send
+from fivefold.predict.times.compute import Phases, overlapped
+from fivefold.predict.times.layer import LayerTimes, TimesCache
+from fivefold.predict.times.stage import StageKind, Times
 
 
 def predict(layout: Layout, cluster: Cluster, software: Software | None = None) -> Prediction:

@@ -12,7 +12,7 @@ from fivefold.counts.policy import StatePolicy, megatron_policy
 from fivefold.counts.shards import num_shards
 from fivefold.layout import Layout
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.memory import peak_memory
+from fivefold.predict.memory.peak import peak_memory
 from fivefold.predict.software import Software
 from fivefold.published.frameworks.framework import Framework
 from fivefold.published.row import PublishedRow

@@ -8,10 +8,10 @@ import numpy as np
 from fivefold.counts.policy import engine_policy
 from fivefold.description.layers import layer_kind
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import all_reduce, gather, reduce_scatter
-from fivefold.predict.muon import least_orthogonalising
-from fivefold.predict.update import offload_seconds, summing_seconds, update_seconds
-from fivefold.predict.zeropp import least_bytes
+from fivefold.predict.data_parallel.muon import least_orthogonalising
+from fivefold.predict.data_parallel.update import offload_seconds, summing_seconds, update_seconds
+from fivefold.predict.data_parallel.zeropp import least_bytes
+from fivefold.predict.times.communication import all_reduce, gather, reduce_scatter
 from fivefold.search.bound_tables import (
     EMBEDDING,
     EXPERTS,

@@ -9,7 +9,7 @@ from fivefold.config.config import SETTINGS
 from fivefold.config.flags import ALIASES, scan
 from fivefold.errors import ConfigError, Mistakes, did_you_mean
 from fivefold.predict.cluster import Cluster, Link
-from fivefold.predict.memory import MemoryPrediction
+from fivefold.predict.memory.peak import MemoryPrediction
 from fivefold.predict.prediction import Prediction
 from fivefold.predict.step import predict_all
 from fivefold.search.candidate import Candidate, evaluate

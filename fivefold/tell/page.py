@@ -8,7 +8,7 @@ from fivefold.errors import ConfigError
 from fivefold.pipeline.draw.chart import Chart
 from fivefold.pipeline.draw.html import timelines
 from fivefold.pipeline.simulate import simulate
-from fivefold.predict.memory import MemoryPrediction
+from fivefold.predict.memory.peak import MemoryPrediction
 from fivefold.predict.prediction import Prediction
 from fivefold.search.candidate import Candidate
 from fivefold.search.search import SearchResult

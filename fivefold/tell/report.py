@@ -6,8 +6,8 @@ from math import ceil, inf
 
 from fivefold.counts.policy import checkpoint_bytes, saved_bytes
 from fivefold.hardware import GB
-from fivefold.predict.context import configured_ways, context_ways
 from fivefold.predict.prediction import Prediction
+from fivefold.predict.times.context import configured_ways, context_ways
 from fivefold.reliability import (
     DAYS,
     HOURS,

@@ -29,7 +29,7 @@ from fivefold.errors import ConfigError
 from fivefold.layout import Layout
 from fivefold.optim.schedule import learning_rate
 from fivefold.predict.cluster_file import load_cluster
-from fivefold.predict.memory import peak_memory
+from fivefold.predict.memory.peak import peak_memory
 from fivefold.predict.step import predict
 
 

@@ -18,12 +18,12 @@ from fivefold.description.running import Running
 from fivefold.layout import Layout
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.order import Order
-from fivefold.predict import stage_memory
-from fivefold.predict.backward_memory import backward_points
 from fivefold.predict.cluster import preset
-from fivefold.predict.liveness import moments
-from fivefold.predict.memory import MemoryPrediction, peak_memory
-from fivefold.predict.points import buffers
+from fivefold.predict.memory import stage as stage_memory
+from fivefold.predict.memory.backward import backward_points
+from fivefold.predict.memory.liveness import moments
+from fivefold.predict.memory.peak import MemoryPrediction, peak_memory
+from fivefold.predict.memory.sizes import buffers
 
 H100 = preset("H100", 64)
 SHORT_LLAMA = replace(PRESETS["llama3-70b"], num_layers=12)

@@ -13,9 +13,9 @@ from fivefold.description.operations import Activation, Operation
 from fivefold.description.running import Running
 from fivefold.description.shape import StageParts, all_layers, placed_layers
 from fivefold.layout import Layout
-from fivefold.predict.passage import Copies
-from fivefold.predict.points import (
-    ActPoint,
+from fivefold.predict.memory.passage import Copies
+from fivefold.predict.memory.points import ActPoint
+from fivefold.predict.memory.sizes import (
     buffers,
     deferred_bytes,
     first_linear,

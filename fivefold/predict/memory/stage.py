@@ -32,9 +32,10 @@ from fivefold.description.shape import (
 )
 from fivefold.layout import Layout
 from fivefold.pipeline.ir import Kind
-from fivefold.predict.backward_memory import backward_points
-from fivefold.predict.points import ActPoint, deferred_bytes, gathers
-from fivefold.predict.route import Route
+from fivefold.predict.memory.backward import backward_points
+from fivefold.predict.memory.points import ActPoint, gathers
+from fivefold.predict.memory.route import Route
+from fivefold.predict.memory.sizes import deferred_bytes
 
 
 @dataclass(frozen=True)

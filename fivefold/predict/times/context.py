@@ -24,8 +24,8 @@ from fivefold.description.shape import mean_keys
 from fivefold.errors import Mistakes
 from fivefold.mesh.rules import check_context
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import all_to_all, gather, send, span
-from fivefold.predict.compute import Phases, attention, overlapped
+from fivefold.predict.times.communication import all_to_all, gather, send, span
+from fivefold.predict.times.compute import Phases, attention, overlapped
 
 ELEMENT, SUMMED = 2, 4  # bytes of keys and values, and of gradients that a ring sums on their way
 

@@ -12,8 +12,8 @@ from fivefold.description.operations import CoreAttention, Operation
 from fivefold.description.shape import all_layers, kinds_of, training_flops
 from fivefold.description.weights import Weight
 from fivefold.layout import Layout
-from fivefold.predict.layer import LayerTimes
 from fivefold.predict.prediction import Prediction
+from fivefold.predict.times.layer import LayerTimes
 
 MEMORY_BOUND = "norms, sums, activations"
 HOST = "waiting for the host"

@@ -12,8 +12,8 @@ from fivefold.hardware import Gpu
 from fivefold.layout import Layout
 from fivefold.mesh.nodes import NodeSizes
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import GroupSpan, gather, reduce_scatter, span
-from fivefold.predict.compute import elementwise
+from fivefold.predict.times.communication import GroupSpan, gather, reduce_scatter, span
+from fivefold.predict.times.compute import elementwise
 
 _PACK_KERNELS, _UNPACK_KERNELS = 4, 5
 """Kernels of a layer, whose matrices lie in two runs: one for each, the rest for its vectors."""

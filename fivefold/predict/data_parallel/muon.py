@@ -19,8 +19,8 @@ from fivefold.description.weights import Weight
 from fivefold.hardware import Gpu
 from fivefold.layout import Layout
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import all_to_all, span
-from fivefold.predict.compute import ELEMENT, elementwise, matmul
+from fivefold.predict.times.communication import all_to_all, span
+from fivefold.predict.times.compute import ELEMENT, elementwise, matmul
 
 TOUCHED = 10.0
 """Bytes read and written for each element besides the products: for its norm, and its division,

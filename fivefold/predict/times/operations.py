@@ -25,8 +25,9 @@ from fivefold.description.weights import Weight
 from fivefold.layout import Layout
 from fivefold.model.fusion_rules import joins_norm
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import all_reduce, all_to_all, gather, span, token_copies
-from fivefold.predict.compute import (
+from fivefold.predict.software import Software
+from fivefold.predict.times.communication import all_reduce, all_to_all, gather, span, token_copies
+from fivefold.predict.times.compute import (
     CAST,
     RECIPE_RATE,
     Phases,
@@ -35,9 +36,8 @@ from fivefold.predict.compute import (
     overlapped,
     score_matrices,
 )
-from fivefold.predict.context import configured_ways
-from fivefold.predict.software import Software
-from fivefold.predict.stage_times import Times
+from fivefold.predict.times.context import configured_ways
+from fivefold.predict.times.stage import Times
 
 ELEMENT = 2.0  # bytes of an activation in bf16, whatever precision multiplies
 ADDED = 8.0  # bytes an element that a gradient takes to be added to a sum by a kernel of its own

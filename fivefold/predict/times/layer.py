@@ -16,11 +16,11 @@ from fivefold.description.operations import Activation, Operation
 from fivefold.description.running import Running
 from fivefold.layout import Layout
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import all_reduce, gather
-from fivefold.predict.compute import Phases, elementwise
-from fivefold.predict.operation_times import ELEMENT, OperationTimes
 from fivefold.predict.software import Software
-from fivefold.predict.stage_times import Again, Times, added, repeated
+from fivefold.predict.times.communication import all_reduce, gather
+from fivefold.predict.times.compute import Phases, elementwise
+from fivefold.predict.times.operations import ELEMENT, OperationTimes
+from fivefold.predict.times.stage import Again, Times, added, repeated
 
 TimesCache = dict[tuple[object, ...], dict[str, Times]]
 """Times of layers and operations, by the kinds and degrees that they depend on."""

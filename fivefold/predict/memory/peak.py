@@ -20,11 +20,11 @@ from fivefold.description.layers import layer_kind
 from fivefold.layout import Layout
 from fivefold.pipeline.ir import Kind
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.liveness import Acts, Moments, moments
-from fivefold.predict.muon import orthogonalising_bytes
-from fivefold.predict.points import ActPoint
+from fivefold.predict.data_parallel.muon import orthogonalising_bytes
+from fivefold.predict.memory.liveness import Acts, Moments, moments
+from fivefold.predict.memory.points import ActPoint
+from fivefold.predict.memory.stage import StageBytes, stage_bytes
 from fivefold.predict.software import Software
-from fivefold.predict.stage_memory import StageBytes, stage_bytes
 
 OPTIMIZER = "optimizer step"
 

@@ -10,16 +10,16 @@ from fivefold.description.shape import StageParts
 from fivefold.layout import Layout
 from fivefold.mesh.buckets import buckets_of
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import (
+from fivefold.predict.data_parallel.zeropp import Together, gather_seconds, reduction_seconds
+from fivefold.predict.software import Software
+from fivefold.predict.times.communication import (
     GroupSpan,
     all_reduce,
     broadcasts,
     reduce_scatter,
     span,
 )
-from fivefold.predict.compute import elementwise
-from fivefold.predict.software import Software
-from fivefold.predict.zeropp import Together, gather_seconds, reduction_seconds
+from fivefold.predict.times.compute import elementwise
 
 COPIED = 6.0
 """Elements read and written for each of a bucket: copied into it, divided, and copied back."""
