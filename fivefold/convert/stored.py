@@ -96,7 +96,7 @@ def _place(kind: str, model: ModelConfig, name: str, shape: Shape, neighbours: b
 def _experts(kind: str, model: ModelConfig, name: str, place: Stored) -> Stored:
     """Experts one by one; in gpt-oss together, gate and up alternating; in Megatron-core and
     Granite one after the other."""
-    if kind in ("megatron", "granitemoe"):
+    if kind == "megatron" or kind.startswith("granitemoe"):
         joint = _joint(kind, model, name, place.shape[1:])
         return place if joint is None else replace(place, rows=joint[0], of=joint[1])
     if kind != "gpt_oss":
@@ -178,9 +178,9 @@ def their_name(kind: str, model: ModelConfig, name: str) -> str:
 HEADS = ("lm_head.", "embed_out.")
 JOINT = ("gpt2", "gpt_neox", "phi3", "megatron")
 """Kinds whose queries, keys and values are one linear layer."""
-JOINT_MLPS = ("phi3", "glm", "glm4", "granitemoe", "megatron")
+JOINT_MLPS = ("phi3", "glm", "glm4", "granitemoe", "granitemoeshared", "megatron")
 """Kinds whose gate and up are one linear layer."""
-_PAIRS = ("glm", "glm4")
+_PAIRS = ("glm", "glm4", "ernie4_5")
 """Kinds with heads of their own whose rotary features are pairs of neighbours."""
 _PREDICTING = ("deepseek_v3", "kimi_k2", "glm4_moe")  # whose files have layers after the last
 _EACH = {".experts.": ".experts.{e}."}
@@ -200,6 +200,12 @@ _MIXTRAL = {
     ".mlp.experts.gate_proj.": ".block_sparse_moe.experts.{e}.w1.",
     ".mlp.experts.down_proj.": ".block_sparse_moe.experts.{e}.w2.",
     ".mlp.experts.up_proj.": ".block_sparse_moe.experts.{e}.w3.",
+}
+_GRANITE_MOE = {
+    ".mlp.router.": ".block_sparse_moe.router.layer.",
+    ".mlp.experts.gate_proj.": ".block_sparse_moe.input_linear.",
+    ".mlp.experts.up_proj.": ".block_sparse_moe.input_linear.",
+    ".mlp.experts.down_proj.": ".block_sparse_moe.output_linear.",
 }
 _GATE_UP = {".mlp.gate_proj.": ".mlp.gate_up_proj.", ".mlp.up_proj.": ".mlp.gate_up_proj."}
 _AFTER = {
@@ -261,11 +267,12 @@ _NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             ".mlp.router.expert_bias": ".block_sparse_moe.e_score_correction_bias",
             **_MIXTRAL,
         },
-        "granitemoe": {
-            ".mlp.router.": ".block_sparse_moe.router.layer.",
-            ".mlp.experts.gate_proj.": ".block_sparse_moe.input_linear.",
-            ".mlp.experts.up_proj.": ".block_sparse_moe.input_linear.",
-            ".mlp.experts.down_proj.": ".block_sparse_moe.output_linear.",
+        "granitemoe": _GRANITE_MOE,
+        "granitemoeshared": {
+            ".mlp.shared_experts.gate_proj.": ".shared_mlp.input_linear.",
+            ".mlp.shared_experts.up_proj.": ".shared_mlp.input_linear.",
+            ".mlp.shared_experts.down_proj.": ".shared_mlp.output_linear.",
+            **_GRANITE_MOE,
         },
         "qwen2_moe": _QWEN_MOE,
         "qwen3_moe": _QWEN_MOE,

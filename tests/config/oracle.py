@@ -140,7 +140,7 @@ def renamed(config: ModelConfig, model: nn.Module, tensors: dict[str, Tensor]) -
     gpt2 = model.config.model_type == "gpt2"
     second = model.config.model_type == "deepseek_v2"  # which does not read the field
     interleaved = second or getattr(model.config, "rope_interleave", True)
-    glm = model.config.model_type in ("glm", "glm4")
+    pairs = model.config.model_type in ("glm", "glm4", "ernie4_5")
     after = model.config.model_type in ("exaone4", "olmo2", "olmo3", "gemma2", "gemma3_text")
     found: dict[str, Tensor] = {}
     for name, value in tensors.items():
@@ -159,13 +159,14 @@ def renamed(config: ModelConfig, model: nn.Module, tensors: dict[str, Tensor]) -
             found |= _experts(config, name, value)
         elif config.multi_latent_attention and interleaved and "self_attn." in name:
             found[name] = _in_halves(config, name, value)
-        elif glm and ("q_proj" in name or "k_proj" in name):
+        elif pairs and ("q_proj" in name or "k_proj" in name):
             turned, rest = value.unflatten(0, (-1, config.head_dim)).split(
                 (config.rotary_dim, config.head_dim - config.rotary_dim), dim=1
             )
             halves = torch.cat((turned[:, ::2], turned[:, 1::2], rest), dim=1)
             found[name] = halves.flatten(0, 1)
-        elif "gate_up_proj" in name:
+        elif "gate_up_proj" in name or "shared_mlp.input_linear" in name:
+            name = name.replace("shared_mlp.input_linear", "mlp.shared_experts.gate_up_proj")
             for part, rows in zip(("gate", "up"), value.chunk(2), strict=True):
                 found[name.replace("gate_up", part)] = rows
         elif any(joint in name for joint in ("c_attn", "query_key_value", "qkv_proj")):
@@ -232,6 +233,7 @@ _NAMES = {
     "mlp.gate.": "mlp.router.",
     "block_sparse_moe.": "mlp.",
     "mlp.shared_expert.": "mlp.shared_experts.",
+    "shared_mlp.output_linear.": "mlp.shared_experts.down_proj.",
     "dense_h_to_4h.": "up_proj.",
     "dense_4h_to_h.": "down_proj.",
 }

@@ -71,6 +71,11 @@ TINY: Mapping[str, dict[str, Any]] = {
     "smollm3": _SIZES | {"num_hidden_layers": 5, "pad_token_id": None},
     "granite": _SIZES | {"num_key_value_heads": 2, **_GRANITE},
     "granitemoe": _SIZES | _EXPERTS | _GRANITE | {"num_local_experts": 4},
+    "granitemoeshared": _SIZES
+    | _EXPERTS
+    | _GRANITE
+    | {"num_local_experts": 4, "shared_intermediate_size": 20},
+    "ernie4_5": _SIZES | {"num_key_value_heads": 2, "head_dim": 12, "pad_token_id": None},
     "phi3": _SIZES | {"num_key_value_heads": 2, "pad_token_id": None},
     "olmo2": _SIZES | {"num_key_value_heads": 2, "pad_token_id": None},
     "olmoe": _SIZES | _EXPERTS | {"num_experts": 4, "pad_token_id": None},
@@ -243,6 +248,7 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "swiglu_limit": [0.2, 7.0],
     "swiglu_alpha": [1.0, 1.702],
     "shared_expert_intermediate_size": [8, 24],
+    "shared_intermediate_size": [0, 24],
     "qkv_bias": _SWITCH,
     "first_k_dense_replace": [0, 1],
     "q_lora_rank": [None, 24],
@@ -379,6 +385,14 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
         {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, **_YARN},
     ),
     "granitemoe, wide heads": ("granitemoe", {"head_dim": 16, "num_experts_per_tok": 3}),
+    "granitemoeshared, without shared experts": (
+        "granitemoeshared",
+        {"shared_intermediate_size": 0, "num_experts_per_tok": 3},
+    ),
+    "ernie4_5, biases": (
+        "ernie4_5",
+        {"use_bias": True, "tie_word_embeddings": False, "head_dim": None, **_YARN},
+    ),
     "phi3, shares and windows": (
         "phi3",
         {"partial_rotary_factor": 0.75, "sliding_window": 5, "num_key_value_heads": 1},

@@ -162,7 +162,7 @@ def _llama_like(model: ModelConfig, kind: str) -> Fields:
         "attention_dropout": model.attention_dropout,
         **_rope(model),
     }
-    if kind.startswith(("phi3", "smollm3", "glm", "olmo", "gemma")):
+    if kind.startswith(("phi3", "smollm3", "glm", "olmo", "gemma", "ernie")):
         fields["pad_token_id"] = None  # the family's default may be outside of this vocabulary
     if kind == "phi3":
         fields |= {"resid_pdrop": model.hidden_dropout, "embd_pdrop": model.hidden_dropout}
@@ -228,6 +228,16 @@ def _mixtral(model: ModelConfig, kind: str) -> Fields:
         "num_experts_per_tok": model.moe_router_topk,
         "intermediate_size": model.expert_ffn_size,
     }
+
+
+def _granite_moe_shared(model: ModelConfig, kind: str) -> Fields:
+    return _mixtral(model, kind) | {"shared_intermediate_size": model.shared_ffn_size}
+
+
+def _ernie4_5(model: ModelConfig, kind: str) -> Fields:
+    fields = _llama_like(model, kind) | {"use_bias": model.add_bias_linear}
+    del fields["attention_dropout"]  # there is none in this family
+    return fields
 
 
 def _minimax_m2(model: ModelConfig, kind: str) -> Fields:
@@ -358,6 +368,8 @@ _FAMILIES: Mapping[str, tuple[str, Callable[[ModelConfig, str], Fields]]] = Mapp
         "gpt_neox": ("GPTNeoXForCausalLM", _gpt_neox),
         "mixtral": ("MixtralForCausalLM", _mixtral),
         "granitemoe": ("GraniteMoeForCausalLM", _mixtral),
+        "granitemoeshared": ("GraniteMoeSharedForCausalLM", _granite_moe_shared),
+        "ernie4_5": ("Ernie4_5ForCausalLM", _ernie4_5),
         "olmoe": ("OlmoeForCausalLM", _olmoe),
         "minimax_m2": ("MiniMaxM2ForCausalLM", _minimax_m2),
         "qwen2_moe": ("Qwen2MoeForCausalLM", _qwen_moe),
