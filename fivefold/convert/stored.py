@@ -33,6 +33,7 @@ class Stored:
         of: size of that dim there.
         transposed: whether the last two dims are swapped there.
         by_expert: whether each expert, an index of our first dim, is a tensor of its own.
+        in_row: whether it is the one row of a matrix there.
     """
 
     shape: Shape
@@ -42,6 +43,7 @@ class Stored:
     of: int | None = None
     transposed: bool = False
     by_expert: bool = False
+    in_row: bool = False
 
     @property
     def their_shape(self) -> Shape:
@@ -50,7 +52,7 @@ class Stored:
         shape[self.axis] = shape[self.axis] if self.of is None else self.of
         if self.transposed:
             shape[-2:] = shape[:-3:-1]
-        return tuple(shape)
+        return (1, *shape) if self.in_row else tuple(shape)
 
 
 def stored_tensors(kind: str, model: ModelConfig, *, neighbours: bool = True) -> dict[str, Stored]:
@@ -79,6 +81,8 @@ def _expert_biases(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
 def _place(kind: str, model: ModelConfig, name: str, shape: Shape, neighbours: bool) -> Stored:
     of_bias = name.endswith("bias") or len(shape) == 1
     place = Stored(tuple(shape), (their_name(kind, model, name),), -1 if of_bias else -2)
+    if kind == "ernie4_5_moe" and name.endswith("expert_bias"):
+        return replace(place, in_row=True)
     if name in ("embed_tokens.weight", "lm_head.weight"):
         return replace(place, rows=torch.arange(model.vocab_size), of=model.vocab_size)
     if ".experts." in name:
@@ -180,7 +184,7 @@ JOINT = ("gpt2", "gpt_neox", "phi3", "megatron")
 """Kinds whose queries, keys and values are one linear layer."""
 JOINT_MLPS = ("phi3", "glm", "glm4", "granitemoe", "granitemoeshared", "megatron")
 """Kinds whose gate and up are one linear layer."""
-_PAIRS = ("glm", "glm4", "ernie4_5")
+_PAIRS = ("glm", "glm4", "ernie4_5", "ernie4_5_moe")
 """Kinds with heads of their own whose rotary features are pairs of neighbours."""
 _PREDICTING = ("deepseek_v3", "kimi_k2", "glm4_moe")  # whose files have layers after the last
 _EACH = {".experts.": ".experts.{e}."}
@@ -281,6 +285,11 @@ _NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "kimi_k2": _DEEPSEEK,
         "glm4_moe": _DEEPSEEK,
         "dots1": _DEEPSEEK,
+        "ernie4_5_moe": {
+            ".mlp.router.expert_bias": ".mlp.moe_statics.e_score_correction_bias",
+            ".mlp.router.": ".mlp.gate.",
+            **_EACH,
+        },
         "phi3": {
             ".self_attn.q_proj.": ".self_attn.qkv_proj.",
             ".self_attn.k_proj.": ".self_attn.qkv_proj.",
@@ -329,6 +338,8 @@ def harmless(kind: str, model: ModelConfig, name: str) -> bool:
     if kind in ("gpt2", "gpt_neox") and tail.endswith(
         (".attn.bias", ".masked_bias", "attention.bias")
     ):
+        return True
+    if kind == "ernie4_5_moe" and tail.startswith("mtp_"):
         return True
     depth, _ = _predicting(kind, model, name)
     return depth >= model.mtp_num_layers and kind in _PREDICTING

@@ -69,6 +69,7 @@ _DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
         "granitemoe": _Defaults(),
         "granitemoeshared": _Defaults(),
         "ernie4_5": _Defaults(2, 128, 1e-5, 500000.0, tied=True),
+        "ernie4_5_moe": _Defaults(4, None, 1e-5, 500000.0, tied=True),
         "phi3": _Defaults(None, None, 1e-5, sliding_window=None, rotary_share=1.0),
         "glm": _Defaults(2, 128, 1.5625e-7, rotary_share=0.5),
         "glm4": _Defaults(2, 128, 1.5625e-7, rotary_share=0.5, norms="both"),
@@ -91,17 +92,17 @@ _NULL_HEADS = "llama", "mistral", "mixtral", "gpt_oss", "ernie4_5"
 """Families in which transformers takes a head_dim of null for hidden size / heads."""
 _GLM = "glm", "glm4", "glm4_moe"
 _COUNTED_HEADS = (
-    *("qwen2_moe", "exaone4", "gemma", "gemma2", "gemma3_text", "minimax_m2"),
+    *("qwen2_moe", "exaone4", "gemma", "gemma2", "gemma3_text", "minimax_m2", "ernie4_5_moe"),
     *_GLM,
 )
 """Families in which transformers takes no num_key_value_heads of null."""
 _NO_WINDOWS = (
     *("llama", "granite", "granitemoe", "granitemoeshared", "olmo2", "olmoe", "gemma"),
-    *("minimax_m2", "ernie4_5", *_GLM),
+    *("minimax_m2", "ernie4_5", "ernie4_5_moe", *_GLM),
 )
 _OWN_ROPE = "olmo3", "gemma3_text"
 _OWN_WINDOWS = "gpt_oss", "exaone4", "gemma2", *_OWN_ROPE
-_WITH_CODE = "phi3", "ernie4_5"
+_WITH_CODE = "phi3", "ernie4_5", "ernie4_5_moe"
 """Families that were published with code of their own before transformers had them."""
 _PHI3_DROPOUTS = "resid_pdrop", "embd_pdrop"
 

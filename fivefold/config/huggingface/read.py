@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.huggingface.deepseek import deepseek
-from fivefold.config.huggingface.ernie import ernie4_5
+from fivefold.config.huggingface.ernie import ernie4_5, ernie4_5_moe
 from fivefold.config.huggingface.generic import read_generic
 from fivefold.config.huggingface.gpt import gpt2, gpt_neox, starcoder2
 from fivefold.config.huggingface.layered import exaone4, gemma, gemma2, gemma3, olmo3
@@ -43,6 +43,7 @@ _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType
         "granitemoe": granite_moe,
         "granitemoeshared": granite_moe,
         "ernie4_5": ernie4_5,
+        "ernie4_5_moe": ernie4_5_moe,
         "olmo2": llama_like,
         "olmoe": olmoe,
         "olmo3": olmo3,

@@ -240,6 +240,20 @@ def _ernie4_5(model: ModelConfig, kind: str) -> Fields:
     return fields
 
 
+def _ernie4_5_moe(model: ModelConfig, kind: str) -> Fields:
+    sparse = [layer for layer in range(model.num_layers) if model.is_moe(layer)]
+    interval = sparse[1] - sparse[0] if len(sparse) > 1 else 1
+    return _ernie4_5(model, kind) | {
+        "moe_num_experts": model.num_experts,
+        "moe_k": model.moe_router_topk,
+        "moe_intermediate_size": model.expert_ffn_size,
+        "moe_num_shared_experts": model.shared_ffn_size // model.expert_ffn_size,
+        "moe_layer_start_index": sparse[0] if sparse else model.num_layers,
+        "moe_layer_end_index": sparse[-1] if sparse else -1,
+        "moe_layer_interval": interval,
+    }
+
+
 def _minimax_m2(model: ModelConfig, kind: str) -> Fields:
     return _mixtral(model, kind) | {
         "rotary_dim": model.rotary_dim,
@@ -370,6 +384,7 @@ _FAMILIES: Mapping[str, tuple[str, Callable[[ModelConfig, str], Fields]]] = Mapp
         "granitemoe": ("GraniteMoeForCausalLM", _mixtral),
         "granitemoeshared": ("GraniteMoeSharedForCausalLM", _granite_moe_shared),
         "ernie4_5": ("Ernie4_5ForCausalLM", _ernie4_5),
+        "ernie4_5_moe": ("Ernie4_5_MoeForCausalLM", _ernie4_5_moe),
         "olmoe": ("OlmoeForCausalLM", _olmoe),
         "minimax_m2": ("MiniMaxM2ForCausalLM", _minimax_m2),
         "qwen2_moe": ("Qwen2MoeForCausalLM", _qwen_moe),
