@@ -225,7 +225,11 @@ def _read(folder: Reads, place: Stored, name: str, slices: tuple[slice, ...]) ->
         wanted[axis] = slice(int(rows.min()), int(rows.max()) + 1)
     if place.transposed:
         wanted[-2:] = wanted[:-3:-1]
+    if place.in_row:
+        wanted.insert(0, slice(0, 1))
     part = folder.read(name, tuple(wanted))
+    if place.in_row:
+        part = part[0]
     if place.transposed:
         part = part.transpose(-1, -2)
     if rows is None:

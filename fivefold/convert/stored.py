@@ -33,6 +33,7 @@ class Stored:
         of: size of that dim there.
         transposed: whether the last two dims are swapped there.
         by_expert: whether each expert, an index of our first dim, is a tensor of its own.
+        in_row: whether it is the one row of a matrix there.
     """
 
     shape: Shape
@@ -42,6 +43,7 @@ class Stored:
     of: int | None = None
     transposed: bool = False
     by_expert: bool = False
+    in_row: bool = False
 
     @property
     def their_shape(self) -> Shape:
@@ -50,7 +52,7 @@ class Stored:
         shape[self.axis] = shape[self.axis] if self.of is None else self.of
         if self.transposed:
             shape[-2:] = shape[:-3:-1]
-        return tuple(shape)
+        return (1, *shape) if self.in_row else tuple(shape)
 
 
 def stored_tensors(kind: str, model: ModelConfig, *, neighbours: bool = True) -> dict[str, Stored]:
@@ -79,6 +81,8 @@ def _expert_biases(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
 def _place(kind: str, model: ModelConfig, name: str, shape: Shape, neighbours: bool) -> Stored:
     of_bias = name.endswith("bias") or len(shape) == 1
     place = Stored(tuple(shape), (their_name(kind, model, name),), -1 if of_bias else -2)
+    if kind == "ernie4_5_moe" and name.endswith("expert_bias"):
+        return replace(place, in_row=True)
     if name in ("embed_tokens.weight", "lm_head.weight"):
         return replace(place, rows=torch.arange(model.vocab_size), of=model.vocab_size)
     if ".experts." in name:
@@ -96,7 +100,7 @@ def _place(kind: str, model: ModelConfig, name: str, shape: Shape, neighbours: b
 def _experts(kind: str, model: ModelConfig, name: str, place: Stored) -> Stored:
     """Experts one by one; in gpt-oss together, gate and up alternating; in Megatron-core and
     Granite one after the other."""
-    if kind in ("megatron", "granitemoe"):
+    if kind == "megatron" or kind.startswith("granitemoe"):
         joint = _joint(kind, model, name, place.shape[1:])
         return place if joint is None else replace(place, rows=joint[0], of=joint[1])
     if kind != "gpt_oss":
@@ -178,9 +182,9 @@ def their_name(kind: str, model: ModelConfig, name: str) -> str:
 HEADS = ("lm_head.", "embed_out.")
 JOINT = ("gpt2", "gpt_neox", "phi3", "megatron")
 """Kinds whose queries, keys and values are one linear layer."""
-JOINT_MLPS = ("phi3", "glm", "glm4", "granitemoe", "megatron")
+JOINT_MLPS = ("phi3", "glm", "glm4", "granitemoe", "granitemoeshared", "megatron")
 """Kinds whose gate and up are one linear layer."""
-_PAIRS = ("glm", "glm4")
+_PAIRS = ("glm", "glm4", "ernie4_5", "ernie4_5_moe")
 """Kinds with heads of their own whose rotary features are pairs of neighbours."""
 _PREDICTING = ("deepseek_v3", "kimi_k2", "glm4_moe")  # whose files have layers after the last
 _EACH = {".experts.": ".experts.{e}."}
@@ -200,6 +204,12 @@ _MIXTRAL = {
     ".mlp.experts.gate_proj.": ".block_sparse_moe.experts.{e}.w1.",
     ".mlp.experts.down_proj.": ".block_sparse_moe.experts.{e}.w2.",
     ".mlp.experts.up_proj.": ".block_sparse_moe.experts.{e}.w3.",
+}
+_GRANITE_MOE = {
+    ".mlp.router.": ".block_sparse_moe.router.layer.",
+    ".mlp.experts.gate_proj.": ".block_sparse_moe.input_linear.",
+    ".mlp.experts.up_proj.": ".block_sparse_moe.input_linear.",
+    ".mlp.experts.down_proj.": ".block_sparse_moe.output_linear.",
 }
 _GATE_UP = {".mlp.gate_proj.": ".mlp.gate_up_proj.", ".mlp.up_proj.": ".mlp.gate_up_proj."}
 _AFTER = {
@@ -261,11 +271,12 @@ _NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             ".mlp.router.expert_bias": ".block_sparse_moe.e_score_correction_bias",
             **_MIXTRAL,
         },
-        "granitemoe": {
-            ".mlp.router.": ".block_sparse_moe.router.layer.",
-            ".mlp.experts.gate_proj.": ".block_sparse_moe.input_linear.",
-            ".mlp.experts.up_proj.": ".block_sparse_moe.input_linear.",
-            ".mlp.experts.down_proj.": ".block_sparse_moe.output_linear.",
+        "granitemoe": _GRANITE_MOE,
+        "granitemoeshared": {
+            ".mlp.shared_experts.gate_proj.": ".shared_mlp.input_linear.",
+            ".mlp.shared_experts.up_proj.": ".shared_mlp.input_linear.",
+            ".mlp.shared_experts.down_proj.": ".shared_mlp.output_linear.",
+            **_GRANITE_MOE,
         },
         "qwen2_moe": _QWEN_MOE,
         "qwen3_moe": _QWEN_MOE,
@@ -274,6 +285,11 @@ _NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "kimi_k2": _DEEPSEEK,
         "glm4_moe": _DEEPSEEK,
         "dots1": _DEEPSEEK,
+        "ernie4_5_moe": {
+            ".mlp.router.expert_bias": ".mlp.moe_statics.e_score_correction_bias",
+            ".mlp.router.": ".mlp.gate.",
+            **_EACH,
+        },
         "phi3": {
             ".self_attn.q_proj.": ".self_attn.qkv_proj.",
             ".self_attn.k_proj.": ".self_attn.qkv_proj.",
@@ -322,6 +338,8 @@ def harmless(kind: str, model: ModelConfig, name: str) -> bool:
     if kind in ("gpt2", "gpt_neox") and tail.endswith(
         (".attn.bias", ".masked_bias", "attention.bias")
     ):
+        return True
+    if kind == "ernie4_5_moe" and tail.startswith("mtp_"):
         return True
     depth, _ = _predicting(kind, model, name)
     return depth >= model.mtp_num_layers and kind in _PREDICTING

@@ -91,16 +91,19 @@ def our_stage(config: ModelConfig, model: nn.Module) -> Stage:
     """This project's model with the weights of theirs, in fp64."""
     stage = Stage(config).double().eval()
     theirs = renamed(config, model, dict(model.named_parameters()))
-    biases = {name: buffer for name, buffer in model.named_buffers() if "score_correction" in name}
+    held = (*model.named_buffers(), *model.named_parameters())
+    biases = {name: bias for name, bias in held if "score_correction" in name}
     with torch.no_grad():
         for name, parameter in stage.named_parameters():
             source = theirs[canonical_name(config, name)]
             assert parameter.shape[1:] == source.shape[1:], name
             parameter.zero_()
             parameter[: len(source)] = source  # the vocabulary is padded
-        for name, buffer in biases.items():
+        for name, bias in biases.items():
             layer = name.split("layers.")[1].split(".")[0]
-            dict(stage.named_buffers())[f"layers.{layer}.mlp.router.expert_bias"].copy_(buffer)
+            dict(stage.named_buffers())[f"layers.{layer}.mlp.router.expert_bias"].copy_(
+                bias.squeeze()
+            )
     return stage
 
 
@@ -140,7 +143,7 @@ def renamed(config: ModelConfig, model: nn.Module, tensors: dict[str, Tensor]) -
     gpt2 = model.config.model_type == "gpt2"
     second = model.config.model_type == "deepseek_v2"  # which does not read the field
     interleaved = second or getattr(model.config, "rope_interleave", True)
-    glm = model.config.model_type in ("glm", "glm4")
+    pairs = model.config.model_type in ("glm", "glm4", "ernie4_5", "ernie4_5_moe")
     after = model.config.model_type in ("exaone4", "olmo2", "olmo3", "gemma2", "gemma3_text")
     found: dict[str, Tensor] = {}
     for name, value in tensors.items():
@@ -159,13 +162,14 @@ def renamed(config: ModelConfig, model: nn.Module, tensors: dict[str, Tensor]) -
             found |= _experts(config, name, value)
         elif config.multi_latent_attention and interleaved and "self_attn." in name:
             found[name] = _in_halves(config, name, value)
-        elif glm and ("q_proj" in name or "k_proj" in name):
+        elif pairs and ("q_proj" in name or "k_proj" in name):
             turned, rest = value.unflatten(0, (-1, config.head_dim)).split(
                 (config.rotary_dim, config.head_dim - config.rotary_dim), dim=1
             )
             halves = torch.cat((turned[:, ::2], turned[:, 1::2], rest), dim=1)
             found[name] = halves.flatten(0, 1)
-        elif "gate_up_proj" in name:
+        elif "gate_up_proj" in name or "shared_mlp.input_linear" in name:
+            name = name.replace("shared_mlp.input_linear", "mlp.shared_experts.gate_up_proj")
             for part, rows in zip(("gate", "up"), value.chunk(2), strict=True):
                 found[name.replace("gate_up", part)] = rows
         elif any(joint in name for joint in ("c_attn", "query_key_value", "qkv_proj")):
@@ -232,6 +236,7 @@ _NAMES = {
     "mlp.gate.": "mlp.router.",
     "block_sparse_moe.": "mlp.",
     "mlp.shared_expert.": "mlp.shared_experts.",
+    "shared_mlp.output_linear.": "mlp.shared_experts.down_proj.",
     "dense_h_to_4h.": "up_proj.",
     "dense_4h_to_h.": "down_proj.",
 }

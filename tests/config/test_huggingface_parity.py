@@ -71,6 +71,14 @@ TINY: Mapping[str, dict[str, Any]] = {
     "smollm3": _SIZES | {"num_hidden_layers": 5, "pad_token_id": None},
     "granite": _SIZES | {"num_key_value_heads": 2, **_GRANITE},
     "granitemoe": _SIZES | _EXPERTS | _GRANITE | {"num_local_experts": 4},
+    "granitemoeshared": _SIZES
+    | _EXPERTS
+    | _GRANITE
+    | {"num_local_experts": 4, "shared_intermediate_size": 20},
+    "ernie4_5": _SIZES | {"num_key_value_heads": 2, "head_dim": 12, "pad_token_id": None},
+    "ernie4_5_moe": _SIZES
+    | {"num_key_value_heads": 2, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}
+    | {"moe_num_shared_experts": 1, "pad_token_id": None},
     "phi3": _SIZES | {"num_key_value_heads": 2, "pad_token_id": None},
     "olmo2": _SIZES | {"num_key_value_heads": 2, "pad_token_id": None},
     "olmoe": _SIZES | _EXPERTS | {"num_experts": 4, "pad_token_id": None},
@@ -243,6 +251,14 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "swiglu_limit": [0.2, 7.0],
     "swiglu_alpha": [1.0, 1.702],
     "shared_expert_intermediate_size": [8, 24],
+    "shared_intermediate_size": [0, 24],
+    "moe_num_experts": [2, 4],
+    "moe_k": [1, 3],
+    "moe_num_shared_experts": [0, 2],
+    "moe_layer_start_index": [0, 1, 2],
+    "moe_layer_end_index": [-1, 0, 1, 5],
+    "moe_layer_interval": [1, 2, 3],
+    "moe_norm_min": [1e-12, 0.5],
     "qkv_bias": _SWITCH,
     "first_k_dense_replace": [0, 1],
     "q_lora_rank": [None, 24],
@@ -277,7 +293,7 @@ def agrees(fields: Mapping[str, Any]) -> bool:
         assert fields["model_type"] == "mixtral" and ours.rope_type == "yarn"
         return False
     counted = count_parameters(ours, padded=False).total
-    assert counted == sum(p.numel() for p in theirs.parameters())
+    assert counted == sum(p.numel() for p in theirs.parameters() if p.requires_grad)
     if trained:
         windows = [ours.window_of(layer) for layer in range(ours.num_layers)]
         assert windows == oracle_windows(theirs)  # however much longer than the text
@@ -379,6 +395,26 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
         {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, **_YARN},
     ),
     "granitemoe, wide heads": ("granitemoe", {"head_dim": 16, "num_experts_per_tok": 3}),
+    "granitemoeshared, without shared experts": (
+        "granitemoeshared",
+        {"shared_intermediate_size": 0, "num_experts_per_tok": 3},
+    ),
+    "ernie4_5, biases": (
+        "ernie4_5",
+        {"use_bias": True, "tie_word_embeddings": False, "head_dim": None, **_YARN},
+    ),
+    "ernie4_5_moe, some layers, no shared experts": (
+        "ernie4_5_moe",
+        {
+            "num_hidden_layers": 6,
+            "moe_layer_start_index": 2,
+            "moe_layer_end_index": 4,
+            "moe_layer_interval": 2,
+            "moe_num_shared_experts": 0,
+            "tie_word_embeddings": False,
+            "head_dim": 12,
+        },
+    ),
     "phi3, shares and windows": (
         "phi3",
         {"partial_rotary_factor": 0.75, "sliding_window": 5, "num_key_value_heads": 1},
@@ -567,5 +603,5 @@ def test_published_models_have_as_many_parameters_as_in_transformers(name: str) 
     model = replace(from_hf_config(PUBLISHED[name]), mtp_num_layers=0)  # which it leaves out
     theirs = oracle(PUBLISHED[name], meta=True)
     assert count_parameters(model, padded=False).total == sum(
-        parameter.numel() for parameter in theirs.parameters()
+        parameter.numel() for parameter in theirs.parameters() if parameter.requires_grad
     )

@@ -34,9 +34,9 @@ FAMILIES = sorted(TINY)
 def written(kind: str, folder: Path, dtype: torch.dtype = torch.float64, **how: Any) -> Any:
     """transformers' model of a family, saved as it saves models; returns the model."""
     model = oracle({**TINY[kind], "model_type": kind}).to(dtype)
-    for name, buffer in model.named_buffers():
+    for name, held in (*model.named_buffers(), *model.named_parameters()):
         if "score_correction" in name:
-            buffer.data = buffer.data.float()
+            held.data = held.data.float()
     model.save_pretrained(folder, **how)
     return model
 

@@ -67,6 +67,9 @@ _DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
         "gpt_oss": _Defaults(8, 64, 1e-5, 150000.0),
         "granite": _Defaults(),
         "granitemoe": _Defaults(),
+        "granitemoeshared": _Defaults(),
+        "ernie4_5": _Defaults(2, 128, 1e-5, 500000.0, tied=True),
+        "ernie4_5_moe": _Defaults(4, None, 1e-5, 500000.0, tied=True),
         "phi3": _Defaults(None, None, 1e-5, sliding_window=None, rotary_share=1.0),
         "glm": _Defaults(2, 128, 1.5625e-7, rotary_share=0.5),
         "glm4": _Defaults(2, 128, 1.5625e-7, rotary_share=0.5, norms="both"),
@@ -85,17 +88,22 @@ _DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
         ),
     }
 )
-_NULL_HEADS = "llama", "mistral", "mixtral", "gpt_oss"
+_NULL_HEADS = "llama", "mistral", "mixtral", "gpt_oss", "ernie4_5"
 """Families in which transformers takes a head_dim of null for hidden size / heads."""
 _GLM = "glm", "glm4", "glm4_moe"
 _COUNTED_HEADS = (
-    *("qwen2_moe", "exaone4", "gemma", "gemma2", "gemma3_text", "minimax_m2"),
+    *("qwen2_moe", "exaone4", "gemma", "gemma2", "gemma3_text", "minimax_m2", "ernie4_5_moe"),
     *_GLM,
 )
 """Families in which transformers takes no num_key_value_heads of null."""
-_NO_WINDOWS = "llama", "granite", "granitemoe", "olmo2", "olmoe", "gemma", "minimax_m2", *_GLM
+_NO_WINDOWS = (
+    *("llama", "granite", "granitemoe", "granitemoeshared", "olmo2", "olmoe", "gemma"),
+    *("minimax_m2", "ernie4_5", "ernie4_5_moe", *_GLM),
+)
 _OWN_ROPE = "olmo3", "gemma3_text"
 _OWN_WINDOWS = "gpt_oss", "exaone4", "gemma2", *_OWN_ROPE
+_WITH_CODE = "phi3", "ernie4_5", "ernie4_5_moe"
+"""Families that were published with code of their own before transformers had them."""
 _PHI3_DROPOUTS = "resid_pdrop", "embd_pdrop"
 
 
@@ -114,7 +122,7 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
     if kind in _COUNTED_HEADS:
         heads = reader.size
     rounded = kind in ("gpt_oss", "minimax_m2")
-    read_stored_weights(reader, code=rounded or kind == "phi3", rounded=rounded)
+    read_stored_weights(reader, code=rounded or kind in _WITH_CODE, rounded=rounded)
     _read_unused(reader, kind)
     unrotated = _unrotated(reader, sizes["num_layers"]) if kind == "smollm3" else ()
     return ModelConfig(

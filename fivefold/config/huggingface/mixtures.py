@@ -45,11 +45,15 @@ def minimax_m2(reader: Reader, kind: str) -> ModelConfig:
 
 
 def granite_moe(reader: Reader, kind: str) -> ModelConfig:
-    """Mixtral's experts, with the factors of Granite."""
+    """Mixtral's experts, with the factors of Granite; or also with an expert of all tokens."""
     model = llama_like(reader, kind)
     read_balancing(reader)
+    shared = 0
+    if kind == "granitemoeshared":
+        shared = reader.size("shared_intermediate_size", default=0, least=0)
     return replace(
         model,
+        moe_shared_expert_intermediate_size=shared or None,
         num_experts=reader.size("num_local_experts", "num_experts", default=8),
         moe_router_topk=reader.size("num_experts_per_tok", default=2),
     )

@@ -44,8 +44,10 @@ _THEIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "mscale_all_dim": _in_rope("mscale_all_dim"),
         "qk_pos_emb_head_dim": ("qk_rope_head_dim",),
         "qk_head_dim": ("qk_nope_head_dim",),
-        "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-        "moe_router_topk": ("num_experts_per_tok",),
+        "num_experts": (
+            *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+        ),
+        "moe_router_topk": ("num_experts_per_tok", "moe_k"),
         "moe_router_num_groups": ("n_group",),
         "moe_router_group_topk": ("topk_group",),
         "moe_ffn_hidden_size": ("moe_intermediate_size",),

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.huggingface.deepseek import deepseek
+from fivefold.config.huggingface.ernie import ernie4_5, ernie4_5_moe
 from fivefold.config.huggingface.generic import read_generic
 from fivefold.config.huggingface.gpt import gpt2, gpt_neox, starcoder2
 from fivefold.config.huggingface.layered import exaone4, gemma, gemma2, gemma3, olmo3
@@ -40,6 +41,9 @@ _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType
         "smollm3": llama_like,
         "granite": llama_like,
         "granitemoe": granite_moe,
+        "granitemoeshared": granite_moe,
+        "ernie4_5": ernie4_5,
+        "ernie4_5_moe": ernie4_5_moe,
         "olmo2": llama_like,
         "olmoe": olmoe,
         "olmo3": olmo3,

@@ -162,7 +162,7 @@ def _llama_like(model: ModelConfig, kind: str) -> Fields:
         "attention_dropout": model.attention_dropout,
         **_rope(model),
     }
-    if kind.startswith(("phi3", "smollm3", "glm", "olmo", "gemma")):
+    if kind.startswith(("phi3", "smollm3", "glm", "olmo", "gemma", "ernie")):
         fields["pad_token_id"] = None  # the family's default may be outside of this vocabulary
     if kind == "phi3":
         fields |= {"resid_pdrop": model.hidden_dropout, "embd_pdrop": model.hidden_dropout}
@@ -227,6 +227,30 @@ def _mixtral(model: ModelConfig, kind: str) -> Fields:
         "num_local_experts": model.num_experts,
         "num_experts_per_tok": model.moe_router_topk,
         "intermediate_size": model.expert_ffn_size,
+    }
+
+
+def _granite_moe_shared(model: ModelConfig, kind: str) -> Fields:
+    return _mixtral(model, kind) | {"shared_intermediate_size": model.shared_ffn_size}
+
+
+def _ernie4_5(model: ModelConfig, kind: str) -> Fields:
+    fields = _llama_like(model, kind) | {"use_bias": model.add_bias_linear}
+    del fields["attention_dropout"]  # there is none in this family
+    return fields
+
+
+def _ernie4_5_moe(model: ModelConfig, kind: str) -> Fields:
+    sparse = [layer for layer in range(model.num_layers) if model.is_moe(layer)]
+    interval = sparse[1] - sparse[0] if len(sparse) > 1 else 1
+    return _ernie4_5(model, kind) | {
+        "moe_num_experts": model.num_experts,
+        "moe_k": model.moe_router_topk,
+        "moe_intermediate_size": model.expert_ffn_size,
+        "moe_num_shared_experts": model.shared_ffn_size // model.expert_ffn_size,
+        "moe_layer_start_index": sparse[0] if sparse else model.num_layers,
+        "moe_layer_end_index": sparse[-1] if sparse else -1,
+        "moe_layer_interval": interval,
     }
 
 
@@ -358,6 +382,9 @@ _FAMILIES: Mapping[str, tuple[str, Callable[[ModelConfig, str], Fields]]] = Mapp
         "gpt_neox": ("GPTNeoXForCausalLM", _gpt_neox),
         "mixtral": ("MixtralForCausalLM", _mixtral),
         "granitemoe": ("GraniteMoeForCausalLM", _mixtral),
+        "granitemoeshared": ("GraniteMoeSharedForCausalLM", _granite_moe_shared),
+        "ernie4_5": ("Ernie4_5ForCausalLM", _ernie4_5),
+        "ernie4_5_moe": ("Ernie4_5_MoeForCausalLM", _ernie4_5_moe),
         "olmoe": ("OlmoeForCausalLM", _olmoe),
         "minimax_m2": ("MiniMaxM2ForCausalLM", _minimax_m2),
         "qwen2_moe": ("Qwen2MoeForCausalLM", _qwen_moe),

@@ -1,0 +1,51 @@
+"""ERNIE 4.5: Llama's layers with RoPE in pairs of neighbours, and its mixtures of experts."""
+
+from dataclasses import replace
+
+from fivefold.config.huggingface.generic import read_balancing
+from fivefold.config.huggingface.llama import llama_like
+from fivefold.config.huggingface.reader import Reader
+from fivefold.config.layer_pattern import layer_frequency
+from fivefold.config.model import ModelConfig
+
+
+def ernie4_5(reader: Reader, kind: str) -> ModelConfig:
+    """The dense model, whose linear layers all have biases, or none."""
+    model = llama_like(reader, kind)
+    reader.fixed("attention_dropout", 0.0, why="transformers has none in this family")
+    return replace(model, add_bias_linear=reader.flag("use_bias", False))
+
+
+def ernie4_5_moe(reader: Reader, kind: str) -> ModelConfig:
+    """Experts after dense layers, chosen by a softmax with a bias, and some of all tokens."""
+    model = llama_like(reader, kind)
+    layers = model.num_layers
+    read_balancing(reader)
+    reader.fixed("attention_dropout", 0.0, why="transformers has none in this family")
+    reader.fixed("use_bias", False, why="it would give the output layer one, too")
+    # Of the published files, which transformers has no use for; further predictions are left out.
+    reader.fixed("use_rmsnorm", True)
+    reader.fixed("moe_use_aux_free", True)
+    reader.fixed("moe_gate", "topk")
+    reader.without_effect("moe_capacity", "num_nextn_predict_layers")
+    reader.fixed("moe_norm_min", 1e-12)
+    first = reader.size("moe_layer_start_index", default=1, least=0)
+    last = reader.size("moe_layer_end_index", default=-1, least=-1)
+    last = layers - 1 if last == -1 else last
+    step = reader.size("moe_layer_interval", default=1)
+    inner = reader.size("moe_intermediate_size")
+    shared = reader.size("moe_num_shared_experts", default=2, least=0)
+    experts = reader.size("moe_num_experts", "num_experts", default=64)
+    topk = reader.size("moe_k", "num_experts_per_tok", default=6)
+    sparse = [first <= layer <= last and (layer + 1) % step == 0 for layer in range(layers)]
+    if not any(sparse):
+        return model
+    return replace(
+        model,
+        num_experts=experts,
+        moe_router_topk=topk,
+        moe_router_enable_expert_bias=True,
+        moe_ffn_hidden_size=inner,
+        moe_shared_expert_intermediate_size=shared * inner or None,
+        moe_layer_freq=layer_frequency(sparse),
+    )
