@@ -14,7 +14,7 @@ from fivefold.files import read_json, read_text
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = "metadata.json"
 _NEVER = (
-    *("apply_residual_connection_post_layernorm", "attention_output_gate", "squared_relu"),
+    *("apply_residual_connection_post_layernorm", "attention_output_gate"),
     *("moe_apply_probs_on_input", "qk_l2_norm", "rotary_interleaved", "use_mup"),
 )
 """Switches that no model here has, most of which change what the same weights compute."""
@@ -150,9 +150,11 @@ def _told(model: ModelConfig) -> Iterator[tuple[str, Any]]:
     if model.has_dense_layers:
         yield "ffn_hidden_size", model.ffn_size
     yield "quick_geglu", model.gated_linear_unit and model.activation_func == "quick_gelu"
+    yield "squared_relu", model.activation_func == "squared_relu"
     for name in ("glu_linear_offset", "activation_func_clamp_value"):
         yield name, getattr(model, name)
-    if model.num_experts is None and model.add_bias_linear and not model.gated_linear_unit:
+    gelu = model.activation_func != "squared_relu" and not model.gated_linear_unit
+    if model.num_experts is None and model.add_bias_linear and gelu:
         # Fused with the bias its GELU is by tanh, else by erf.
         yield "bias_gelu_fusion", model.activation_func == "gelu_tanh"
     for switch in _NEVER:
