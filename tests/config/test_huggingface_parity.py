@@ -75,6 +75,8 @@ TINY: Mapping[str, dict[str, Any]] = {
     | _EXPERTS
     | _GRANITE
     | {"num_local_experts": 4, "shared_intermediate_size": 20},
+    "seed_oss": _SIZES
+    | {"num_key_value_heads": 2, "head_dim": 12, "residual_dropout": 0.0, "pad_token_id": None},
     "arcee": _SIZES | {"num_key_value_heads": 2},
     "nemotron": _SIZES | {"num_key_value_heads": 2},
     "ernie4_5": _SIZES | {"num_key_value_heads": 2, "head_dim": 12, "pad_token_id": None},
@@ -177,6 +179,7 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "rope_parameters": _ROPES,
     "attention_bias": _SWITCH,
     "mlp_bias": _SWITCH,
+    "attention_out_bias": _SWITCH,
     "head_dim": [None, 4, 6, 8, 12, 16],
     "num_key_value_heads": [None, 1, 2, 4],
     "tie_word_embeddings": _SWITCH,
@@ -403,6 +406,10 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
         {"shared_intermediate_size": 0, "num_experts_per_tok": 3},
     ),
     "llama, squared": ("llama", {"hidden_act": "relu2"}),
+    "seed_oss, all biases": (
+        "seed_oss",
+        {"attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True, **_YARN},
+    ),
     "arcee, biases": (
         "arcee",
         {"attention_bias": True, "mlp_bias": True, "head_dim": 16, **_YARN},

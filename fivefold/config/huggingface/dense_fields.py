@@ -125,7 +125,7 @@ def llama_like(model: ModelConfig, kind: str) -> Fields:
         "attention_dropout": model.attention_dropout,
         **rope_fields(model),
     }
-    if kind.startswith(("phi3", "smollm3", "glm", "olmo", "gemma", "ernie", "nemotron")):
+    if kind.startswith(("phi3", "smollm3", "glm", "olmo", "gemma", "ernie", "nemotron", "seed")):
         fields["pad_token_id"] = None  # the family's default may be outside of this vocabulary
     if kind == "phi3":
         fields |= {"resid_pdrop": model.hidden_dropout, "embd_pdrop": model.hidden_dropout}
@@ -148,6 +148,9 @@ def llama_like(model: ModelConfig, kind: str) -> Fields:
         fields |= _qwen_windows(model)
     if kind.startswith("glm"):
         fields["attention_bias"] = model.add_qkv_bias
+    if kind == "seed_oss":
+        fields |= dict.fromkeys(("attention_out_bias", "mlp_bias"), model.add_bias_linear)
+        fields |= {"attention_bias": model.qkv_bias, "residual_dropout": 0.0}
     if kind in ("exaone4", "olmo3", "gemma2", "gemma3_text"):
         fields |= listed_windows(model)
     if kind in ("gemma2", "gemma3_text"):

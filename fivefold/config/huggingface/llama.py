@@ -69,6 +69,7 @@ _DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
         "granite": _Defaults(),
         "granitemoe": _Defaults(),
         "granitemoeshared": _Defaults(),
+        "seed_oss": _Defaults(8, 128),
         "arcee": _Defaults(None, None, 1e-5, activation="relu2"),
         "nemotron": _Defaults(None, None, 1e-5, rotary_share=0.5, activation="relu2"),
         "ernie4_5": _Defaults(2, 128, 1e-5, 500000.0, tied=True),
@@ -91,7 +92,7 @@ _DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
         ),
     }
 )
-_NULL_HEADS = "llama", "mistral", "mixtral", "gpt_oss", "ernie4_5", "arcee", "nemotron"
+_NULL_HEADS = "llama", "mistral", "mixtral", "gpt_oss", "ernie4_5", "arcee", "nemotron", "seed_oss"
 """Families in which transformers takes a head_dim of null for hidden size / heads."""
 _GLM = "glm", "glm4", "glm4_moe"
 _COUNTED_HEADS = (
@@ -102,7 +103,7 @@ _COUNTED_HEADS = (
 """Families in which transformers takes no num_key_value_heads of null."""
 _NO_WINDOWS = (
     *("llama", "granite", "granitemoe", "granitemoeshared", "olmo2", "olmoe", "gemma"),
-    *("minimax_m2", "ernie4_5", "ernie4_5_moe", "arcee", "nemotron", *_GLM),
+    *("minimax_m2", "ernie4_5", "ernie4_5_moe", "arcee", "nemotron", "seed_oss", *_GLM),
 )
 _OWN_ROPE = "olmo3", "gemma3_text"
 _OWN_WINDOWS = "gpt_oss", "exaone4", "gemma2", *_OWN_ROPE
@@ -239,7 +240,7 @@ def _biases(reader: Reader, kind: str) -> bool:
     if kind == "gpt_oss":  # biases in attention, router and experts
         reader.fixed("attention_bias", True)
         return True
-    if kind in _GLM:
+    if kind in (*_GLM, "seed_oss"):
         return False  # attention_bias means queries, keys and values
     if kind not in ("llama", "smollm3", "granite", "arcee", "nemotron"):
         # In Qwen3 and Granite's mixtures it affects attention alone; others have no such field.
@@ -254,7 +255,7 @@ def _biases(reader: Reader, kind: str) -> bool:
 
 def _qkv_bias(reader: Reader, kind: str) -> bool:
     """Whether the projections of queries, keys and values have biases, and no others."""
-    if kind in _GLM:
+    if kind in (*_GLM, "seed_oss"):
         return reader.flag("attention_bias", kind != "glm4_moe")
     return kind == "qwen2" or (kind == "qwen2_moe" and reader.flag("qkv_bias", True))
 

@@ -95,6 +95,7 @@ _FAMILIES: Mapping[str, tuple[str, Callable[[ModelConfig, str], Fields]]] = Mapp
         "mixtral": ("MixtralForCausalLM", mixtral),
         "granitemoe": ("GraniteMoeForCausalLM", mixtral),
         "granitemoeshared": ("GraniteMoeSharedForCausalLM", granite_moe_shared),
+        "seed_oss": ("SeedOssForCausalLM", llama_like),
         "arcee": ("ArceeForCausalLM", llama_like),
         "nemotron": ("NemotronForCausalLM", llama_like),
         "ernie4_5": ("Ernie4_5ForCausalLM", ernie4_5),
