@@ -77,6 +77,7 @@ TINY: Mapping[str, dict[str, Any]] = {
     | {"num_local_experts": 4, "shared_intermediate_size": 20},
     "seed_oss": _SIZES
     | {"num_key_value_heads": 2, "head_dim": 12, "residual_dropout": 0.0, "pad_token_id": None},
+    "stablelm": _SIZES | {"num_key_value_heads": 2, "partial_rotary_factor": 0.5},
     "arcee": _SIZES | {"num_key_value_heads": 2},
     "nemotron": _SIZES | {"num_key_value_heads": 2},
     "ernie4_5": _SIZES | {"num_key_value_heads": 2, "head_dim": 12, "pad_token_id": None},
@@ -266,6 +267,9 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "moe_layer_interval": [1, 2, 3],
     "moe_norm_min": [1e-12, 0.5],
     "qkv_bias": _SWITCH,
+    "use_qkv_bias": _SWITCH,
+    "qk_layernorm": _SWITCH,
+    "hidden_dropout": [0.1],
     "first_k_dense_replace": [0, 1],
     "q_lora_rank": [None, 24],
     "moe_layer_freq": [1, 2],
@@ -409,6 +413,10 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
     "seed_oss, all biases": (
         "seed_oss",
         {"attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True, **_YARN},
+    ),
+    "stablelm, whole heads": (
+        "stablelm",
+        {"use_qkv_bias": True, "partial_rotary_factor": 1.0, "tie_word_embeddings": True, **_YARN},
     ),
     "arcee, biases": (
         "arcee",

@@ -129,7 +129,7 @@ def llama_like(model: ModelConfig, kind: str) -> Fields:
         fields["pad_token_id"] = None  # the family's default may be outside of this vocabulary
     if kind == "phi3":
         fields |= {"resid_pdrop": model.hidden_dropout, "embd_pdrop": model.hidden_dropout}
-    if kind.startswith(("phi3", "glm", "nemotron")):
+    if kind.startswith(("phi3", "glm", "nemotron", "stablelm")):
         fields["partial_rotary_factor"] = model.rotary_percent
     if kind == "smollm3":
         rotates = [int(model.rotates(layer)) for layer in range(model.num_layers)]
@@ -144,6 +144,10 @@ def llama_like(model: ModelConfig, kind: str) -> Fields:
         fields["sliding_window"] = _width(model.widest_window)
     if kind == "nemotron":
         fields["norm_eps"] = fields.pop("rms_norm_eps")
+    if kind == "stablelm":
+        fields["layer_norm_eps"] = fields.pop("rms_norm_eps")
+        fields["use_qkv_bias"] = model.qkv_bias
+        del fields["head_dim"]  # hidden_size / num_attention_heads
     if kind.startswith("qwen"):
         fields |= _qwen_windows(model)
     if kind.startswith("glm"):

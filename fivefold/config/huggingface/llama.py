@@ -70,6 +70,7 @@ _DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
         "granitemoe": _Defaults(),
         "granitemoeshared": _Defaults(),
         "seed_oss": _Defaults(8, 128),
+        "stablelm": _Defaults(32, None, 1e-5, rotary_share=0.25),
         "arcee": _Defaults(None, None, 1e-5, activation="relu2"),
         "nemotron": _Defaults(None, None, 1e-5, rotary_share=0.5, activation="relu2"),
         "ernie4_5": _Defaults(2, 128, 1e-5, 500000.0, tied=True),
@@ -92,19 +93,25 @@ _DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
         ),
     }
 )
-_NULL_HEADS = "llama", "mistral", "mixtral", "gpt_oss", "ernie4_5", "arcee", "nemotron", "seed_oss"
+_NULL_HEADS = (
+    *("llama", "mistral", "mixtral", "gpt_oss", "ernie4_5", "arcee", "nemotron", "seed_oss"),
+    "stablelm",
+)
 """Families in which transformers takes a head_dim of null for hidden size / heads."""
 _GLM = "glm", "glm4", "glm4_moe"
 _COUNTED_HEADS = (
     *("qwen2_moe", "exaone4", "gemma", "gemma2", "gemma3_text", "minimax_m2", "ernie4_5_moe"),
-    "nemotron",
+    *("nemotron", "stablelm"),
     *_GLM,
 )
 """Families in which transformers takes no num_key_value_heads of null."""
 _NO_WINDOWS = (
     *("llama", "granite", "granitemoe", "granitemoeshared", "olmo2", "olmoe", "gemma"),
-    *("minimax_m2", "ernie4_5", "ernie4_5_moe", "arcee", "nemotron", "seed_oss", *_GLM),
+    *("minimax_m2", "ernie4_5", "ernie4_5_moe", "arcee", "nemotron", "seed_oss", "stablelm"),
+    *_GLM,
 )
+_EPSILONS = MappingProxyType({"nemotron": "norm_eps", "stablelm": "layer_norm_eps"})
+"""Names of the norms' epsilon, where it is not rms_norm_eps."""
 _OWN_ROPE = "olmo3", "gemma3_text"
 _OWN_WINDOWS = "gpt_oss", "exaone4", "gemma2", *_OWN_ROPE
 _WITH_CODE = "phi3", "ernie4_5", "ernie4_5_moe"
@@ -136,9 +143,7 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
         ffn_hidden_size=reader.size("intermediate_size"),
         num_query_groups=heads("num_key_value_heads", default=key_value_heads),
         kv_channels=head_dim("head_dim", default=defaults.head_dim),
-        norm_epsilon=reader.number(
-            "norm_eps" if kind == "nemotron" else "rms_norm_eps", defaults.rms_norm_eps
-        ),
+        norm_epsilon=reader.number(_EPSILONS.get(kind, "rms_norm_eps"), defaults.rms_norm_eps),
         activation_func=activation(
             reader,
             "hidden_activation" if kind in ("gemma2", "gemma3_text") else "hidden_act",

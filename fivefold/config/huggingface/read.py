@@ -26,6 +26,7 @@ from fivefold.config.huggingface.multimodal import MULTIMODAL, is_multimodal, te
 from fivefold.config.huggingface.naming import in_words_of
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.huggingface.seed import seed_oss
+from fivefold.config.huggingface.stablelm import stablelm
 from fivefold.config.huggingface.ungated import arcee, nemotron
 from fivefold.config.model import ModelConfig
 from fivefold.config.rules.model import check_model
@@ -45,6 +46,7 @@ _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType
         "granitemoe": granite_moe,
         "granitemoeshared": granite_moe,
         "seed_oss": seed_oss,
+        "stablelm": stablelm,
         "arcee": arcee,
         "nemotron": nemotron,
         "ernie4_5": ernie4_5,

@@ -96,6 +96,7 @@ _FAMILIES: Mapping[str, tuple[str, Callable[[ModelConfig, str], Fields]]] = Mapp
         "granitemoe": ("GraniteMoeForCausalLM", mixtral),
         "granitemoeshared": ("GraniteMoeSharedForCausalLM", granite_moe_shared),
         "seed_oss": ("SeedOssForCausalLM", llama_like),
+        "stablelm": ("StableLmForCausalLM", llama_like),
         "arcee": ("ArceeForCausalLM", llama_like),
         "nemotron": ("NemotronForCausalLM", llama_like),
         "ernie4_5": ("Ernie4_5ForCausalLM", ernie4_5),
