@@ -76,6 +76,11 @@ LAYOUTS: Mapping[str, tuple[str, int, dict[str, Any]]] = {
             "data_parallel_sharding_strategy": "no_shard",
         },
     ),
+    "squared": (
+        "nemotron-8b",
+        8,
+        {"tensor_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim"},
+    ),
     "in a V": (
         "qwen3-14b",
         8,

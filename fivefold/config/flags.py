@@ -58,6 +58,7 @@ SWITCHES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "mock_data": {"data_path": (MOCK,), "tokenizer_model": None},
         "use_distributed_optimizer": {"data_parallel_sharding_strategy": "optim"},
         "swiglu": {"activation_func": "silu", "gated_linear_unit": True},
+        "squared_relu": {"activation_func": "squared_relu", "gated_linear_unit": False},
         "disable_bias_linear": {"add_bias_linear": False},
         "use_rotary_position_embeddings": {"position_embedding_type": "rope"},
         **{name: {} for name in IDLE_SWITCHES},

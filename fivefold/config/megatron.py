@@ -14,8 +14,8 @@ from fivefold.files import read_json, read_text
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = "metadata.json"
 NEVER = (
-    *("apply_residual_connection_post_layernorm", "attention_output_gate", "squared_relu"),
-    *("moe_apply_probs_on_input", "qk_l2_norm", "rotary_interleaved", "use_mup"),
+    *("apply_residual_connection_post_layernorm", "attention_output_gate", "qk_l2_norm"),
+    *("moe_apply_probs_on_input", "rotary_interleaved", "use_mup"),
     *("experimental_attention_variant", "moe_latent_size", "hybrid_override_pattern"),
 )
 """Switches that no model here has, most of which change what the same weights compute."""
@@ -151,9 +151,11 @@ def _told(model: ModelConfig) -> Iterator[tuple[str, Any]]:
     if model.has_dense_layers:
         yield "ffn_hidden_size", model.ffn_size
     yield "quick_geglu", model.gated_linear_unit and model.activation_func == "quick_gelu"
+    yield "squared_relu", model.activation_func == "squared_relu"
     for name in ("glu_linear_offset", "activation_func_clamp_value"):
         yield name, getattr(model, name)
-    if model.num_experts is None and model.add_bias_linear and not model.gated_linear_unit:
+    gelu = model.activation_func != "squared_relu" and not model.gated_linear_unit
+    if model.num_experts is None and model.add_bias_linear and gelu:
         # Fused with the bias its GELU is by tanh, else by erf.
         yield "bias_gelu_fusion", model.activation_func == "gelu_tanh"
     for switch in NEVER:

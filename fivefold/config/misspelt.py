@@ -21,6 +21,7 @@ MEANT: Mapping[str, Mapping[str, str]] = MappingProxyType(
             **dict.fromkeys(("swish", "swiglu"), "silu"),
             **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh"),
             "geglu": "gelu",
+            "relu2": "squared_relu",
         },
         "position_embedding_type": {"rotary": "rope", "learned": "learned_absolute"},
         "normalization": {"rms": "RMSNorm", "ln": "LayerNorm"},

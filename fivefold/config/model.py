@@ -108,8 +108,9 @@ class ModelConfig:
     yarn_correction_range_round_to_int: bool = option(
         True, "round the ends of YaRN's ramp to whole feature pairs"
     )
-    activation_func: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"] = option(
-        "silu", "activation of the MLP; quick_gelu is x sigmoid(1.702 x)"
+    activation_func: Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "squared_relu"] = option(
+        "silu",
+        "activation of the MLP; quick_gelu is x sigmoid(1.702 x), squared_relu max(x, 0) squared",
     )
     gated_linear_unit: bool = option(True, "gate the MLP: activation(gate) x up")
     glu_linear_offset: float = option(

@@ -227,10 +227,10 @@ _NEMOTRON_8B = ModelConfig(
     ffn_hidden_size=16384,
     vocab_size=256000,
     normalization="LayerNorm",
-    activation_func="gelu",
+    apply_layernorm_1p=True,
+    activation_func="squared_relu",
     gated_linear_unit=False,
     rotary_percent=0.5,
-    unmodelled=("squared ReLU, for which stands GELU",),
 )
 _DEMO_LLAMA = ModelConfig(
     num_layers=4,

@@ -102,7 +102,9 @@ class TrainingConfig:
         "full_iteration", "what cuda_graph_impl records: the forwards and backwards of whole steps"
     )
     bias_swiglu_fusion: bool = option(
-        True, "compute SwiGLU or quick GeGLU in one kernel of a GPU, and its backward in another"
+        True,
+        "compute SwiGLU, quick GeGLU or a squared ReLU in one kernel of a GPU, and its backward in "
+        "another",
     )
     bias_gelu_fusion: bool = option(
         True, "compute GeGLU, or GELU with row weights, in one kernel of a GPU, backward in another"

@@ -12,7 +12,7 @@ from torch import Tensor
 from fivefold.config.huggingface.multimodal import (
     is_multimodal,
     part_of,
-    text_kind,
+    stored_kind,
     text_name,
 )
 from fivefold.convert.stored import HEADS, Shape, base_of
@@ -61,8 +61,8 @@ class HubFolder:
 
     @property
     def kind(self) -> str:
-        """The model's family; of a multimodal one, that of its text model."""
-        return str(text_kind(self.fields))
+        """The family as which tensors are stored; of a multimodal model, its text model's."""
+        return str(stored_kind(self.fields))
 
     def told_parts(self) -> str:
         """What is left out of a multimodal model: each part with its size; empty if nothing is."""

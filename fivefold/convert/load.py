@@ -51,6 +51,8 @@ def places_in(hub: HubFolder, model: ModelConfig) -> dict[str, Stored]:
         CheckpointError: tensors are missing, of another shape or left over.
     """
     places = stored_tensors(hub.kind, model, neighbours=stores_neighbours(hub.fields))
+    if hub.kind == "qwen3_vl_moe_text":
+        places = _as_saved(hub, places)
     embedding, head = places["embed_tokens.weight"], their_name(hub.kind, model, "lm_head.weight")
     tied, names = not model.untie_embeddings_and_output_weights, hub.names
     if tied and head in names and embedding.names[0] not in names:  # safetensors' save_model
@@ -64,6 +66,19 @@ def places_in(hub: HubFolder, model: ModelConfig) -> dict[str, Stored]:
     if wrong := mismatches(asked, saved, ()):
         raise CheckpointError("\n".join([f"{hub.path}: {wrong[0]}", *map(str, wrong[1:])]))
     return places
+
+
+def _as_saved(hub: HubFolder, places: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Matrices of Qwen3-VL's experts as published, or as transformers 5 saves them: not transposed.
+
+    One of the two sizes of a matrix may be the other, but not of both kinds of matrices.
+    """
+    moved = {name: replace(at, transposed=False) for name, at in places.items() if at.transposed}
+    names, there = hub.names, [places[name] for name in moved]
+    found = [at for at in there if at.names[0] in names]
+    if all(hub.shape(at.names[0]) == at.their_shape for at in found):
+        return dict(places)
+    return {**places, **moved}
 
 
 def check_copies(hub: HubFolder, model: ModelConfig) -> None:

@@ -98,12 +98,12 @@ def _place(kind: str, model: ModelConfig, name: str, shape: Shape, neighbours: b
 
 
 def _experts(kind: str, model: ModelConfig, name: str, place: Stored) -> Stored:
-    """Experts one by one; in gpt-oss together, gate and up alternating; in Megatron-core and
-    Granite one after the other."""
+    """Experts one by one; in gpt-oss together, gate and up alternating; in Megatron-core, Granite
+    and Qwen3-VL one after the other."""
     if kind == "megatron" or kind.startswith("granitemoe"):
         joint = _joint(kind, model, name, place.shape[1:])
         return place if joint is None else replace(place, rows=joint[0], of=joint[1])
-    if kind != "gpt_oss":
+    if kind not in ("gpt_oss", "qwen3_vl_moe_text"):
         assert model.num_experts is not None
         names = tuple(place.names[0].replace("{e}", str(e)) for e in range(model.num_experts))
         return replace(place, names=names, by_expert=True)
@@ -111,7 +111,10 @@ def _experts(kind: str, model: ModelConfig, name: str, place: Stored) -> Stored:
     if "down_proj" in name:
         return place
     inner = model.expert_ffn_size
-    return replace(place, rows=2 * torch.arange(inner) + ("up_proj" in name), of=2 * inner)
+    gate, up = torch.arange(2 * inner).chunk(2)
+    if kind == "gpt_oss":
+        gate, up = 2 * torch.arange(inner), 2 * torch.arange(inner) + 1
+    return replace(place, rows=up if "up_proj" in name else gate, of=2 * inner)
 
 
 def _joint(
@@ -193,6 +196,11 @@ _DEEPSEEK = {
     ".mlp.router.expert_bias": ".mlp.gate.e_score_correction_bias",
     ".mlp.router.": ".mlp.gate.",
     **_EACH,
+}
+_TOGETHER = {
+    ".mlp.experts.gate_proj.weight": ".mlp.experts.gate_up_proj",
+    ".mlp.experts.up_proj.weight": ".mlp.experts.gate_up_proj",
+    ".mlp.experts.down_proj.weight": ".mlp.experts.down_proj",
 }
 _QWEN_MOE = {
     ".mlp.router.": ".mlp.gate.",
@@ -310,13 +318,12 @@ _NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
         "gpt_oss": {
             ".self_attn.sinks.weight": ".self_attn.sinks",
-            ".mlp.experts.gate_proj.weight": ".mlp.experts.gate_up_proj",
-            ".mlp.experts.up_proj.weight": ".mlp.experts.gate_up_proj",
             ".mlp.experts.gate_proj.bias": ".mlp.experts.gate_up_proj_bias",
             ".mlp.experts.up_proj.bias": ".mlp.experts.gate_up_proj_bias",
-            ".mlp.experts.down_proj.weight": ".mlp.experts.down_proj",
             ".mlp.experts.down_proj.bias": ".mlp.experts.down_proj_bias",
+            **_TOGETHER,
         },
+        "qwen3_vl_moe_text": {".mlp.router.": ".mlp.gate.", **_TOGETHER},
     }
 )
 _LAST: Mapping[str, str] = MappingProxyType(

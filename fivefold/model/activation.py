@@ -17,6 +17,9 @@ from fivefold.model.traced import result
 _QUICK = 1.702
 """Slope of quick_gelu, x * sigmoid(1.702 x) (Hendrycks and Gimpel 2016)."""
 
+_PLAIN = "silu", "gelu", "gelu_tanh"
+"""Activations that are one operation of PyTorch, which saves its input alone."""
+
 
 def activated(
     model: ModelConfig,
@@ -38,7 +41,7 @@ def activated(
     name, gate = model.activation_func, inner[0]
     up = inner[1] if len(inner) == 2 else None
     bound, offset = model.activation_func_clamp_value, model.glu_linear_offset
-    if up is None and weights_T is None and name != "quick_gelu":
+    if up is None and weights_T is None and name in _PLAIN:
         return _value(name, gate)  # one kernel of PyTorch's
     if fused and runs_triton(gate):
         from fivefold.model.kernels import gates as gate_kernels
@@ -59,6 +62,8 @@ def _value(name: str, x: Tensor) -> Tensor:
         return F.silu(x)
     if name == "quick_gelu":
         return (x * _QUICK).sigmoid_().mul_(x)
+    if name == "squared_relu":
+        return x.relu().square_()
     return F.gelu(x, approximate=_approximation(name))
 
 
@@ -70,6 +75,8 @@ def _gradient(name: str, grad: Tensor, x: Tensor) -> Tensor:
     elif name == "quick_gelu":
         share = (x * _QUICK).sigmoid_()
         found = grad * share * (1.0 + _QUICK * x * (1.0 - share))
+    elif name == "squared_relu":
+        found = x.relu().mul_(grad).mul_(2.0)
     else:
         found = torch.ops.aten.gelu_backward(grad, x, approximate=_approximation(name))
     return found

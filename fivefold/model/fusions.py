@@ -14,12 +14,12 @@ from fivefold.model.transformer import Stage
 def install_fusions(stage: Stage, training: TrainingConfig) -> None:
     """Switch on what the settings fuse.
 
-    `bias_swiglu_fusion`: an activation by a sigmoid with its gate and row weights, forward and
-    backward, is one kernel each (`kernels.gates`); `bias_gelu_fusion`: so is one by GELU (the
-    product before it adds its bias); `rope_fusion`: so is the rotation of queries and keys
-    (`kernels.rotary`); `bias_dropout_fusion`: so are a dropout mask, what it drops, and the sum
-    with the residual stream (`kernels.dropout`), and attention with dropout of its probabilities
-    (`kernels.attention`); `fused_residual_rmsnorm`: so is the sum after
+    `bias_swiglu_fusion`: an activation by a sigmoid, or a squared ReLU, with its gate and row
+    weights, forward and backward, is one kernel each (`kernels.gates`); `bias_gelu_fusion`: so is
+    one by GELU (the product before it adds its bias); `rope_fusion`: so is the rotation of
+    queries and keys (`kernels.rotary`); `bias_dropout_fusion`: so are a dropout mask, what it
+    drops, and the sum with the residual stream (`kernels.dropout`), and attention with dropout of
+    its probabilities (`kernels.attention`); `fused_residual_rmsnorm`: so is the sum after
     attention, where nothing is dropped, with the norm of the MLP (`kernels.norms`).
     """
     stage.fuses_rope = training.rope_fusion

@@ -79,6 +79,12 @@ TINY: Mapping[str, dict[str, Any]] = {
         "text_config": _TEXT | {"rope_scaling": {"type": "mrope", **_SECTIONS}},
         "vision_config": _QWEN_VISION | {"fullatt_block_indexes": [0]},
     },
+    "qwen3_vl_moe": {
+        "text_config": _TEXT
+        | {"head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 24, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+        "vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0]},
+    },
     "qwen3_vl": {
         "text_config": _TEXT
         | {"head_dim": 12, "rope_scaling": {"rope_type": "default", "mrope_interleaved": True}}
@@ -103,6 +109,7 @@ def multimodal(fields: Mapping[str, Any], *, meta: bool = False) -> nn.Module:
 
     config = config_of(fields)
     with torch.device("meta" if meta else "cpu"), InFp64():
+        config.text_config._experts_implementation = "eager"
         model = CLASSES[type(config)]._from_config(config)
     return model if meta else fill(model)
 

@@ -75,6 +75,11 @@ TINY: Mapping[str, dict[str, Any]] = {
     | _EXPERTS
     | _GRANITE
     | {"num_local_experts": 4, "shared_intermediate_size": 20},
+    "seed_oss": _SIZES
+    | {"num_key_value_heads": 2, "head_dim": 12, "residual_dropout": 0.0, "pad_token_id": None},
+    "stablelm": _SIZES | {"num_key_value_heads": 2, "partial_rotary_factor": 0.5},
+    "arcee": _SIZES | {"num_key_value_heads": 2},
+    "nemotron": _SIZES | {"num_key_value_heads": 2},
     "ernie4_5": _SIZES | {"num_key_value_heads": 2, "head_dim": 12, "pad_token_id": None},
     "ernie4_5_moe": _SIZES
     | {"num_key_value_heads": 2, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}
@@ -175,6 +180,7 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "rope_parameters": _ROPES,
     "attention_bias": _SWITCH,
     "mlp_bias": _SWITCH,
+    "attention_out_bias": _SWITCH,
     "head_dim": [None, 4, 6, 8, 12, 16],
     "num_key_value_heads": [None, 1, 2, 4],
     "tie_word_embeddings": _SWITCH,
@@ -193,7 +199,7 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "hidden_activation": [None, "gelu_pytorch_tanh"],
     "add_cross_attention": _SWITCH,
     "is_decoder": _SWITCH,
-    "hidden_act": ["silu", "swish", "gelu", "gelu_new", "gelu_fast", "quick_gelu", "relu"],
+    "hidden_act": ["silu", "swish", "gelu", "gelu_new", "gelu_fast", "quick_gelu", "relu", "relu2"],
     "activation_function": ["gelu", "gelu_python", "gelu_pytorch_tanh", "gelu_accurate", "silu"],
     "rms_norm_eps": [1e-6, 1e-1, 1],
     "layer_norm_eps": [1e-1],
@@ -217,6 +223,7 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "use_bias": _SWITCH,
     "use_qk_norm": _SWITCH,
     "norm_epsilon": [1e-1],
+    "norm_eps": [1e-1],
     "original_max_position_embeddings": [8],
     "embedding_dropout": [0.1],
     "residual_dropout": [0.0, 0.1],
@@ -260,6 +267,9 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "moe_layer_interval": [1, 2, 3],
     "moe_norm_min": [1e-12, 0.5],
     "qkv_bias": _SWITCH,
+    "use_qkv_bias": _SWITCH,
+    "qk_layernorm": _SWITCH,
+    "hidden_dropout": [0.1],
     "first_k_dense_replace": [0, 1],
     "q_lora_rank": [None, 24],
     "moe_layer_freq": [1, 2],
@@ -398,6 +408,30 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
     "granitemoeshared, without shared experts": (
         "granitemoeshared",
         {"shared_intermediate_size": 0, "num_experts_per_tok": 3},
+    ),
+    "llama, squared": ("llama", {"hidden_act": "relu2"}),
+    "seed_oss, all biases": (
+        "seed_oss",
+        {"attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True, **_YARN},
+    ),
+    "stablelm, whole heads": (
+        "stablelm",
+        {"use_qkv_bias": True, "partial_rotary_factor": 1.0, "tie_word_embeddings": True, **_YARN},
+    ),
+    "arcee, biases": (
+        "arcee",
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 16, **_YARN},
+    ),
+    "nemotron, biases, whole heads": (
+        "nemotron",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "partial_rotary_factor": 1.0,
+            "head_dim": 12,
+            "norm_eps": 0.1,
+            "tie_word_embeddings": True,
+        },
     ),
     "ernie4_5, biases": (
         "ernie4_5",

@@ -172,7 +172,7 @@ def test_vocabularies_are_padded_as_there(tp: int, tokenizer: str, padded: int) 
         (DENSE + "'--lr", "no command that a shell reads"),
         (DENSE.replace("--num-layers 4", ""), "does not say num_layers"),
         (DENSE.replace("--vocab-size 1000", ""), "how many tokens its tokenizer has"),
-        (DENSE + "--squared-relu", "squared_relu = True: no model here has that"),
+        (DENSE + "--qk-l2-norm", "qk_l2_norm = True: no model here has that"),
         (DENSE + "--position-embedding-type none", "position_embedding_type cannot be"),
         ("---- arguments ----\n  a ...... 1\n---- end of arguments ----", "has no num_layers"),
     ],

@@ -155,6 +155,8 @@ def test_a_model_can_be_written_out_without_a_preset() -> None:
         ("--use-distributed-optimizer", "data_parallel_sharding_strategy", "optim"),
         ("--swiglu", "gated_linear_unit", True),
         ("--swiglu", "activation_func", "silu"),
+        ("--squared-relu", "gated_linear_unit", False),
+        ("--squared-relu", "activation_func", "squared_relu"),
         ("--disable-bias-linear", "add_bias_linear", False),
         ("--group-query-attention --num-query-groups 1", "num_query_groups", 1),
         ("--layernorm-epsilon 1e-6", "norm_epsilon", 1e-6),

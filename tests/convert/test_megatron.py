@@ -250,6 +250,10 @@ def test_what_changes_results_alone_is_told_apart(name: str) -> None:
         assert unlike(fused, {"bias_gelu_fusion": False}) and not unlike(
             fused, {"bias_gelu_fusion": True}
         )
+        squared = replace(MODELS[name], activation_func="squared_relu")
+        assert unlike(squared, {"squared_relu": False}) and not unlike(
+            squared, {"squared_relu": True}
+        )
     if name == "mixed":
         both |= {
             "moe_apply_probs_on_input": (False, True),

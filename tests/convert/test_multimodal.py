@@ -69,6 +69,27 @@ def test_logits_are_those_of_the_whole_model_in_either_spelling(kind: str, tmp_p
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_experts_are_read_as_published_and_as_transformers_5_saves_them(tmp_path: Path) -> None:
+    """Qwen3-VL's are published transposed; where a matrix has one size twice, others tell."""
+    for inner in (24, 16, 32):
+        theirs = written("qwen3_vl_moe", tmp_path / f"new-{inner}", moe_intermediate_size=inner)
+        tensors = load_file(tmp_path / f"new-{inner}" / "model.safetensors")
+        for name, tensor in tensors.items():
+            if ".experts." in name:
+                tensors[name] = tensor.transpose(1, 2).contiguous()
+        (tmp_path / f"old-{inner}").mkdir()
+        save_file(tensors, tmp_path / f"old-{inner}" / "model.safetensors", {"format": "pt"})
+        fields = (tmp_path / f"new-{inner}" / "config.json").read_bytes()
+        (tmp_path / f"old-{inner}" / "config.json").write_bytes(fields)
+        for age in ("new", "old"):
+            config, stage = our_stage(tmp_path / f"{age}-{inner}")
+            batch = batch_of(config.model, [[LENGTH]])
+            with torch.no_grad():
+                ours = stage.logits(batch)[:, : config.model.vocab_size]
+            expected = oracle_logits(theirs.eval(), batch.tokens)
+            torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("kind", TINY)
 def test_the_text_model_is_written_as_a_model_of_its_own(kind: str, tmp_path: Path) -> None:
     """With the settings of its own family, of which transformers makes the same model."""
@@ -82,6 +103,7 @@ def test_the_text_model_is_written_as_a_model_of_its_own(kind: str, tmp_path: Pa
     assert {**fields, "dtype": None} == {**expected, "dtype": None}
     with InFp64():
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64).eval()
+    again.config._experts_implementation = "eager"
     tokens = torch.arange(LENGTH)[None] % 90
     torch.testing.assert_close(
         oracle_logits(again, tokens), oracle_logits(theirs, tokens), rtol=1e-12, atol=1e-12

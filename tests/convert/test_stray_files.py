@@ -255,6 +255,8 @@ def read_by(verb: str, folder: Path) -> None:
         ("deepseek_v3", {"n_shared_experts": 0}),
         ("gpt_oss", {"layer_types": ["full_attention"] * 2}),
         ("ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
+        ("stablelm", {"use_qkv_bias": True}),
+        ("seed_oss", {"attention_bias": False}),
         ("granitemoeshared", {"shared_intermediate_size": 0}),
         ("ernie4_5_moe", {"num_hidden_layers": 5, "moe_layer_interval": 2}),
     ],

@@ -102,7 +102,7 @@ NEOX = replace(
     no_rope_freq="2",
     residual_multiplier=0.6,
     parallel_residual=True,
-    activation_func="quick_gelu",
+    activation_func="squared_relu",
 )
 FAMILIES = {
     "sinks": SINKS,

@@ -62,10 +62,14 @@ def _norm(model: ModelConfig, own: dict[str, Tensor], name: str, x: Tensor) -> T
 def _mlp(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:
     up = _linear(own, "mlp.up_proj", x)
     slope = 1.702 if model.activation_func == "quick_gelu" else 1.0
+    squared = model.activation_func == "squared_relu"
     if model.gated_linear_unit:
         gate, bound = _linear(own, "mlp.gate_proj", x), model.activation_func_clamp_value or 1e9
         gate, up = gate.clamp(max=bound), up.clamp(-bound, bound) + model.glu_linear_offset
-        return _linear(own, "mlp.down_proj", gate / (1 + (-slope * gate).exp()) * up)
+        curve = gate.clamp(min=0) ** 2 if squared else gate / (1 + (-slope * gate).exp())
+        return _linear(own, "mlp.down_proj", curve * up)
+    if squared:
+        return _linear(own, "mlp.down_proj", up.clamp(min=0) ** 2)
     if model.activation_func == "quick_gelu":
         return _linear(own, "mlp.down_proj", up / (1 + (-slope * up).exp()))
     cubic = math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)

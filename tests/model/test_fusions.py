@@ -85,6 +85,8 @@ def curve(name: str, x: Tensor) -> Tensor:
         return x / (1 + torch.exp(-x * (1.0 if name == "silu" else 1.702)))
     if name == "gelu":
         return x * torch.special.ndtr(x)
+    if name == "squared_relu":
+        return x.clamp(min=0) ** 2
     return x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
 
@@ -94,6 +96,7 @@ GATES = (
     ("quick_gelu", None, 1.0),
     ("gelu", None, 0.0),
     ("gelu_tanh", None, 0.0),
+    ("squared_relu", None, 0.0),
 )
 
 

@@ -21,6 +21,7 @@ ACTIVATIONS: Mapping[str, Any] = MappingProxyType(
         "gelu_pytorch_tanh": "gelu_tanh",
         "gelu_fast": "gelu_tanh",
         "gelu_accurate": "gelu_tanh",
+        "relu2": "squared_relu",
     }
 )
 
@@ -68,6 +69,10 @@ _DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
         "granite": _Defaults(),
         "granitemoe": _Defaults(),
         "granitemoeshared": _Defaults(),
+        "seed_oss": _Defaults(8, 128),
+        "stablelm": _Defaults(32, None, 1e-5, rotary_share=0.25),
+        "arcee": _Defaults(None, None, 1e-5, activation="relu2"),
+        "nemotron": _Defaults(None, None, 1e-5, rotary_share=0.5, activation="relu2"),
         "ernie4_5": _Defaults(2, 128, 1e-5, 500000.0, tied=True),
         "ernie4_5_moe": _Defaults(4, None, 1e-5, 500000.0, tied=True),
         "phi3": _Defaults(None, None, 1e-5, sliding_window=None, rotary_share=1.0),
@@ -88,18 +93,25 @@ _DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
         ),
     }
 )
-_NULL_HEADS = "llama", "mistral", "mixtral", "gpt_oss", "ernie4_5"
+_NULL_HEADS = (
+    *("llama", "mistral", "mixtral", "gpt_oss", "ernie4_5", "arcee", "nemotron", "seed_oss"),
+    "stablelm",
+)
 """Families in which transformers takes a head_dim of null for hidden size / heads."""
 _GLM = "glm", "glm4", "glm4_moe"
 _COUNTED_HEADS = (
     *("qwen2_moe", "exaone4", "gemma", "gemma2", "gemma3_text", "minimax_m2", "ernie4_5_moe"),
+    *("nemotron", "stablelm"),
     *_GLM,
 )
 """Families in which transformers takes no num_key_value_heads of null."""
 _NO_WINDOWS = (
     *("llama", "granite", "granitemoe", "granitemoeshared", "olmo2", "olmoe", "gemma"),
-    *("minimax_m2", "ernie4_5", "ernie4_5_moe", *_GLM),
+    *("minimax_m2", "ernie4_5", "ernie4_5_moe", "arcee", "nemotron", "seed_oss", "stablelm"),
+    *_GLM,
 )
+_EPSILONS = MappingProxyType({"nemotron": "norm_eps", "stablelm": "layer_norm_eps"})
+"""Names of the norms' epsilon, where it is not rms_norm_eps."""
 _OWN_ROPE = "olmo3", "gemma3_text"
 _OWN_WINDOWS = "gpt_oss", "exaone4", "gemma2", *_OWN_ROPE
 _WITH_CODE = "phi3", "ernie4_5", "ernie4_5_moe"
@@ -131,7 +143,7 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
         ffn_hidden_size=reader.size("intermediate_size"),
         num_query_groups=heads("num_key_value_heads", default=key_value_heads),
         kv_channels=head_dim("head_dim", default=defaults.head_dim),
-        norm_epsilon=reader.number("rms_norm_eps", defaults.rms_norm_eps),
+        norm_epsilon=reader.number(_EPSILONS.get(kind, "rms_norm_eps"), defaults.rms_norm_eps),
         activation_func=activation(
             reader,
             "hidden_activation" if kind in ("gemma2", "gemma3_text") else "hidden_act",
@@ -233,9 +245,9 @@ def _biases(reader: Reader, kind: str) -> bool:
     if kind == "gpt_oss":  # biases in attention, router and experts
         reader.fixed("attention_bias", True)
         return True
-    if kind in _GLM:
+    if kind in (*_GLM, "seed_oss"):
         return False  # attention_bias means queries, keys and values
-    if kind not in ("llama", "smollm3", "granite"):
+    if kind not in ("llama", "smollm3", "granite", "arcee", "nemotron"):
         # In Qwen3 and Granite's mixtures it affects attention alone; others have no such field.
         reader.fixed("attention_bias", False)
         reader.fixed("mlp_bias", False)
@@ -248,7 +260,7 @@ def _biases(reader: Reader, kind: str) -> bool:
 
 def _qkv_bias(reader: Reader, kind: str) -> bool:
     """Whether the projections of queries, keys and values have biases, and no others."""
-    if kind in _GLM:
+    if kind in (*_GLM, "seed_oss"):
         return reader.flag("attention_bias", kind != "glm4_moe")
     return kind == "qwen2" or (kind == "qwen2_moe" and reader.flag("qkv_bias", True))
 

@@ -48,12 +48,27 @@ TEXTS: Mapping[str, tuple[str, Fields]] = MappingProxyType(
             "qwen3",
             _sizes(151936, 4096, 22016, 32, 32, 128000, rope_theta=500000.0),
         ),
+        "qwen3_vl_moe_text": (
+            "qwen3_moe",
+            _sizes(
+                *(151936, 2048, 5632, 24, 16, 128000),
+                num_key_value_heads=16,
+                moe_intermediate_size=1408,
+                norm_topk_prob=True,
+                num_experts_per_tok=4,
+                rope_theta=500000.0,
+            ),
+        ),
     }
 )
 """Of a text model's `model_type`: the family that computes the same from text alone, and what
 transformers takes an absent field for, which published files leave out."""
-_IN_SECTIONS = "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"
+_IN_SECTIONS = "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"
 """Text models with a position for time, height and width each, which are the same in text."""
+
+
+_OWN_FILES = ("qwen3_vl_moe_text",)
+"""Text models whose tensors are stored otherwise than those of the family."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +128,7 @@ MULTIMODAL: Mapping[str, _Multimodal] = MappingProxyType(
         "qwen2_vl": _Multimodal(("qwen2_vl_text",), _QWEN_VL),
         "qwen2_5_vl": _Multimodal(("qwen2_5_vl_text",), _QWEN_VL),
         "qwen3_vl": _Multimodal(("qwen3_vl_text",), _QWEN_VL),
+        "qwen3_vl_moe": _Multimodal(("qwen3_vl_moe_text",), _QWEN_VL),
     }
 )
 _FLAT = "qwen2_vl", "qwen2_5_vl"
@@ -134,12 +150,24 @@ def _kind(fields: Fields) -> str | None:
 
 def text_kind(fields: Fields) -> str | None:
     """The family of the text model; of a file that is no multimodal one, its own."""
+    told = _text_type(fields)
+    return _kind(fields) if told is None else TEXTS[told][0]
+
+
+def stored_kind(fields: Fields) -> str | None:
+    """The family whose tensors are stored as those of the text model."""
+    told = _text_type(fields)
+    return told if told in _OWN_FILES else text_kind(fields)
+
+
+def _text_type(fields: Fields) -> str | None:
+    """The `model_type` of the text model; None: it is no multimodal file."""
     kind = _kind(fields)
     if kind is None or kind not in MULTIMODAL:
-        return kind
+        return None
     texts, table = MULTIMODAL[kind].texts, fields.get("text_config")
     told = _kind(table) if isinstance(table, Mapping) else None
-    return TEXTS[told if told in texts else texts[0]][0]
+    return told if told in texts else texts[0]
 
 
 def text_reader(fields: Fields) -> tuple[Reader, str]:
@@ -173,6 +201,8 @@ def text_reader(fields: Fields) -> tuple[Reader, str]:
     ropes = [text.get(name) for name in ("rope_scaling", "rope_parameters")]
     known = [name for rope in ropes if isinstance(rope, Mapping) for name in rope]
     defaults = {name: value for name, value in TEXTS[told][1].items() if name not in known}
+    if told == "qwen3_vl_moe_text" and not {"num_experts", "num_local_experts"} & text.keys():
+        defaults["num_experts"] = 60
     reader = Reader(defaults | text, f"this {kind} model", place)
     reader.mistakes = whole.mistakes
     _read_text_fields(reader, kind, told)
@@ -218,8 +248,10 @@ def _read_text_fields(reader: Reader, kind: str, told: str) -> None:
         reader.fixed(
             "final_logit_softcapping", None, why="transformers caps logits of the text model alone"
         )
-    if told == "qwen3_vl_text":
+    if told in ("qwen3_vl_text", "qwen3_vl_moe_text"):
         reader.fixed("use_sliding_window", False)
+    if told == "qwen3_vl_moe_text":
+        reader.fixed("norm_topk_prob", True, why="transformers normalises them in any case")
     if told in ("qwen2_vl_text", "qwen2_5_vl_text"):
         sizes = (reader.fields.get(name) for name in ("hidden_size", "num_attention_heads"))
         hidden, heads = (size if type(size) is int and size > 0 else 1 for size in sizes)

@@ -25,6 +25,9 @@ from fivefold.config.huggingface.mixtures import (
 from fivefold.config.huggingface.multimodal import MULTIMODAL, is_multimodal, text_reader
 from fivefold.config.huggingface.naming import in_words_of
 from fivefold.config.huggingface.reader import Reader
+from fivefold.config.huggingface.seed import seed_oss
+from fivefold.config.huggingface.stablelm import stablelm
+from fivefold.config.huggingface.ungated import arcee, nemotron
 from fivefold.config.model import ModelConfig
 from fivefold.config.rules.model import check_model
 from fivefold.errors import ConfigError, Mistake, did_you_mean
@@ -42,6 +45,10 @@ _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType
         "granite": llama_like,
         "granitemoe": granite_moe,
         "granitemoeshared": granite_moe,
+        "seed_oss": seed_oss,
+        "stablelm": stablelm,
+        "arcee": arcee,
+        "nemotron": nemotron,
         "ernie4_5": ernie4_5,
         "ernie4_5_moe": ernie4_5_moe,
         "olmo2": llama_like,

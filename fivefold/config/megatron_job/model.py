@@ -50,6 +50,8 @@ def _activation(job: MegatronJob) -> Named:
         inner = inner or (hidden and int(8 * hidden / 3 / 64) * 64)
     elif job["quick_geglu"]:
         function = "quick_gelu"
+    elif job["squared_relu"]:
+        function = "squared_relu"
     else:
         function = "gelu_tanh" if tanh or job["openai_gelu"] else "gelu"
     yield "ffn_hidden_size", inner or (hidden and 4 * hidden)

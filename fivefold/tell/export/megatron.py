@@ -119,11 +119,13 @@ def _activation(said: Settings, model: ModelConfig) -> Iterator[str]:
         yield "--swiglu"
     elif model.gated_linear_unit and model.activation_func == "quick_gelu":
         yield "--quick-geglu"
+    squared = (model.activation_func, model.gated_linear_unit) == ("squared_relu", False)
+    yield from set_flag("squared_relu", squared)
     exact = model.activation_func == "gelu" and model.add_bias_linear
     if exact or _has_tanh(model):  # as its fusion is on or off
         said.mention("activation_func")
     unfused = not said["bias_gelu_fusion"] and not _has_tanh(model)
-    yield from set_flag("no_bias_gelu_fusion", exact or unfused)
+    yield from set_flag("no_bias_gelu_fusion", exact or squared or unfused)
     fuses = said["bias_swiglu_fusion"]
     if said["glu_linear_offset"]:
         yield from flags(said, "glu_linear_offset")
@@ -250,9 +252,8 @@ def _lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
             yield f"its RoPE scaling has these numbers in its code: {'; '.join(others)}"
     function = (model.activation_func, model.gated_linear_unit)
     exact = model.activation_func == "gelu" or model.add_bias_linear
-    if function not in (("silu", True), ("quick_gelu", True)) and (
-        model.gated_linear_unit or function[0] == "silu" or not exact
-    ):
+    named = function in (("silu", True), ("quick_gelu", True), ("squared_relu", False))
+    if not named and (model.gated_linear_unit or function[0] == "silu" or not exact):
         yield (
             f"activation_func {function[0]} with gated_linear_unit {function[1]} and "
             f"add_bias_linear {model.add_bias_linear} has no flag there: its MLP runs "

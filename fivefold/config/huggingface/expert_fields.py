@@ -1,0 +1,156 @@
+"""What goes into the config.json of a mixture of experts."""
+
+from fivefold.config.huggingface.dense_fields import (
+    ACTIVATIONS,
+    Fields,
+    ernie4_5,
+    layer_types,
+    listed_windows,
+    llama_like,
+    rope_fields,
+    size_fields,
+)
+from fivefold.config.model import ModelConfig
+
+
+def mixtral(model: ModelConfig, kind: str) -> Fields:
+    """Of Mixtral and Granite."""
+    fields = llama_like(model, kind)
+    return fields | {
+        "num_local_experts": model.num_experts,
+        "num_experts_per_tok": model.moe_router_topk,
+        "intermediate_size": model.expert_ffn_size,
+    }
+
+
+def granite_moe_shared(model: ModelConfig, kind: str) -> Fields:
+    """Of Granite's mixtures with an expert of all tokens."""
+    return mixtral(model, kind) | {"shared_intermediate_size": model.shared_ffn_size}
+
+
+def ernie4_5_moe(model: ModelConfig, kind: str) -> Fields:
+    """Of ERNIE 4.5's mixtures."""
+    sparse = [layer for layer in range(model.num_layers) if model.is_moe(layer)]
+    interval = sparse[1] - sparse[0] if len(sparse) > 1 else 1
+    return ernie4_5(model, kind) | {
+        "moe_num_experts": model.num_experts,
+        "moe_k": model.moe_router_topk,
+        "moe_intermediate_size": model.expert_ffn_size,
+        "moe_num_shared_experts": model.shared_ffn_size // model.expert_ffn_size,
+        "moe_layer_start_index": sparse[0] if sparse else model.num_layers,
+        "moe_layer_end_index": sparse[-1] if sparse else -1,
+        "moe_layer_interval": interval,
+    }
+
+
+def minimax_m2(model: ModelConfig, kind: str) -> Fields:
+    """Of MiniMax-M2."""
+    return mixtral(model, kind) | {
+        "rotary_dim": model.rotary_dim,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+    }
+
+
+def olmoe(model: ModelConfig, kind: str) -> Fields:
+    """Of OLMoE."""
+    return mixtral(model, kind) | {"norm_topk_prob": not model.moe_router_pre_softmax}
+
+
+def qwen_moe(model: ModelConfig, kind: str) -> Fields:
+    """Of Qwen2-MoE and Qwen3-MoE."""
+    fields = llama_like(model, kind)
+    dense = [layer for layer in range(model.num_layers) if not model.is_moe(layer)]
+    fields |= {
+        "num_experts": model.num_experts,
+        "num_experts_per_tok": model.moe_router_topk,
+        "moe_intermediate_size": model.expert_ffn_size,
+        "norm_topk_prob": not model.moe_router_pre_softmax,
+        "mlp_only_layers": dense,
+        "decoder_sparse_step": 1,
+    }
+    if kind == "qwen2_moe":
+        fields["shared_expert_intermediate_size"] = model.shared_ffn_size
+        fields["qkv_bias"] = model.add_qkv_bias
+    return fields
+
+
+def gpt_oss(model: ModelConfig, kind: str) -> Fields:
+    """Of gpt-oss."""
+    return llama_like(model, kind) | {
+        "attention_bias": True,
+        "intermediate_size": model.expert_ffn_size,
+        # transformers asks for a width even where no layer has a window.
+        "sliding_window": 128 if model.window_size is None else model.window_size + 1,
+        "layer_types": layer_types(model),
+        "swiglu_limit": model.activation_func_clamp_value,
+        "num_local_experts": model.num_experts,
+        "num_experts_per_tok": model.moe_router_topk,
+    }
+
+
+def deepseek(model: ModelConfig, kind: str) -> Fields:
+    """Of DeepSeek-V2, V3 and Kimi-K2."""
+    second = kind == "deepseek_v2"
+    fields = {
+        **size_fields(model),
+        **rope_fields(model),
+        **grouped_experts(model, second),
+        "intermediate_size": model.ffn_size,
+        "num_key_value_heads": model.num_attention_heads,
+        "hidden_act": ACTIVATIONS.get(model.activation_func, model.activation_func),
+        "rms_norm_eps": model.norm_epsilon,
+        "attention_bias": False,
+        "attention_dropout": model.attention_dropout,
+        "q_lora_rank": model.q_lora_rank,
+        "kv_lora_rank": model.kv_lora_rank,
+        "qk_nope_head_dim": model.qk_head_dim,
+        "qk_rope_head_dim": model.qk_pos_emb_head_dim,
+        "v_head_dim": model.v_head_dim,
+    }
+    if second:
+        grouped = model.moe_router_num_groups is not None
+        fields["topk_method"] = "group_limited_greedy" if grouped else "greedy"
+        return fields
+    return fields | {
+        "topk_method": "noaux_tc",
+        "num_nextn_predict_layers": model.mtp_num_layers,
+        "rope_interleave": True,
+    }
+
+
+def grouped_experts(model: ModelConfig, second: bool = False) -> Fields:
+    """Fields of experts as DeepSeek-V3 has them, or V2."""
+    dense = [layer for layer in range(model.num_layers) if not model.is_moe(layer)]
+    return {
+        "n_routed_experts": model.num_experts or 1,  # of no layer, but transformers wants a number
+        "num_experts_per_tok": model.moe_router_topk,
+        "moe_intermediate_size": model.expert_ffn_size,
+        "n_shared_experts": model.shared_ffn_size // model.expert_ffn_size,
+        "first_k_dense_replace": len(dense),
+        "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+        "n_group": model.moe_router_num_groups or 1,
+        "topk_group": model.moe_router_group_topk or 1,
+        "scoring_func": "softmax" if second else "sigmoid",
+        "norm_topk_prob": not second,
+        "moe_layer_freq": 1,
+    }
+
+
+def glm4_moe(model: ModelConfig, kind: str) -> Fields:
+    """Of GLM-4.5."""
+    return (
+        llama_like(model, kind)
+        | grouped_experts(model)
+        | {
+            "use_qk_norm": model.qk_layernorm,
+            "num_nextn_predict_layers": model.mtp_num_layers,
+        }
+    )
+
+
+def dots1(model: ModelConfig, kind: str) -> Fields:
+    """Of dots.llm1."""
+    return llama_like(model, kind) | grouped_experts(model) | listed_windows(model)

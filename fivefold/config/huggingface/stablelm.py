@@ -1,0 +1,21 @@
+"""StableLM: Llama's layers with LayerNorm, and RoPE in a quarter of each head."""
+
+from dataclasses import replace
+
+from fivefold.config.huggingface.llama import llama_like
+from fivefold.config.huggingface.reader import Reader
+from fivefold.config.model import ModelConfig
+
+
+def stablelm(reader: Reader, kind: str) -> ModelConfig:
+    """Those in which attention and MLP run one after the other, and heads are not normalised."""
+    model = llama_like(reader, kind)
+    usual = model.hidden_size // model.num_attention_heads
+    if model.head_dim != usual:
+        reader.unsupported("head_dim", model.head_dim, [usual], "hidden_size / num_attention_heads")
+    reader.fixed("use_parallel_residual", False, why="attention and MLP would share their norm")
+    reader.fixed("qk_layernorm", False, why="each head would have a norm of its own")
+    reader.fixed("hidden_dropout", 0.0, why="it is of MLPs alone")
+    return replace(
+        model, normalization="LayerNorm", add_qkv_bias=reader.flag("use_qkv_bias", False)
+    )
