@@ -87,7 +87,8 @@ def run(argv: Sequence[str]) -> int:
     opened = f"Model.from_pretrained({json.dumps(str(target), ensure_ascii=False)})"
     print(f"{target}: {what.format(human_bytes(size))}")
     if (whole := whole_model(source)) is not None:
-        print(f"  the text model alone of the {whole} model that the run began with")
+        of = "for the" if options.adapter else "the"
+        print(f"  {of} text model alone of the {whole} model that the run began with")
     if options.adapter and read_adapter(target).base is None:
         print("  next: say in its adapter_config.json where the weights are that it adapts")
         return 0
