@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fivefold.config.config import SETTINGS
-from fivefold.config.megatron_job.arguments import MegatronJob, lost_argument
+from fivefold.config.megatron_job.arguments import MegatronJob, known, lost_argument
 from fivefold.config.megatron_job.harmless import DERIVED, is_harmless
 from fivefold.config.megatron_job.model import of_experts, of_model, of_vocabulary
 from fivefold.config.megatron_job.training import (
@@ -70,7 +70,7 @@ def translate(job: MegatronJob, vocabulary: int | None = None) -> Translation:
     unread = {name: value for name, value in job.unread().items() if not _idles(job, name)}
     harmless = tuple(sorted(filter(is_harmless, unread)))
     lost += [lost_argument(name, value) for name, value in unread.items() if name not in harmless]
-    lost += [f"{flag}: no argument of Megatron-LM 0.16" for flag in job.unknown]
+    lost += [f"{flag}: no argument of Megatron-LM {known().release}" for flag in job.unknown]
     mistakes.raise_if_any()
     return Translation(values, tuple(lost), harmless, job.ranks)
 
