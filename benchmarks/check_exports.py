@@ -32,14 +32,16 @@ from packaging.version import Version
 
 from benchmarks.export_cases import CHANGES, changed, layouts
 from benchmarks.export_combinations import combinations
+from benchmarks.translations import command_of, differing
 from fivefold.config.layer_pattern import expert_layers
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.settings import settings_of
-from fivefold.config.training import OF_MUON
+from fivefold.config.training import ELEMENT_BYTES, OF_MUON
 from fivefold.files import write_atomic
 from fivefold.layout import Layout
-from fivefold.optim.schedule import learning_rate
+from fivefold.optim.schedule import StepRates
+from fivefold.optim.schedule import rates as rates_of
 from fivefold.tell.export.settings import OWN, Export
 from fivefold.tell.export.targets import export
 from fivefold.tell.export.torchtitan_models import ITS_MODELS
@@ -160,6 +162,13 @@ def read_by_megatron(found: Export, layout: Layout) -> None:
         _compare_stages(core, layout)
     _compare_activation(core, layout, named)
     _compare_rates(_rates_of_megatron(args), layout)
+    told = StringIO()
+    with redirect_stdout(told):
+        arguments.is_rank0 = lambda: True
+        arguments._print_args("arguments", args)
+    for job in (told.getvalue(), command_of(found.text, layout)):
+        if wrong := differing(job, found, layout):
+            raise ValueError(f"fivefold translate makes another layout of it: {wrong}")
 
 
 def _values(layout: Layout) -> Iterator[tuple[str, Any]]:
@@ -186,6 +195,8 @@ def _values(layout: Layout) -> Iterator[tuple[str, Any]]:
         values["moe_aux_loss_coeff"] = factors * (len(losses) // len(factors))
     if model.position_embedding_type != "rope":
         del values["rope_type"]
+    width = ELEMENT_BYTES[values["precision"]]
+    values["min_offloaded_tensor_size"] = -(-values["min_offloaded_tensor_size"] // width)
     values["add_qkv_bias"] = model.qkv_bias
     values["qk_layernorm"] = model.qk_layernorm or model.multi_latent_attention
     values["num_query_groups"] = model.num_query_groups
@@ -250,11 +261,13 @@ def _compare_activation(core: Any, layout: Layout, named: str) -> None:
         raise ValueError(f"its activation is {name}, gated {core.gated_linear_unit}")
 
 
-def _rates_of_megatron(args: Any) -> Iterator[float]:
+def _rates_of_megatron(args: Any) -> Iterator[float | StepRates]:
     from megatron.core import num_microbatches_calculator as calculator
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     group: dict[str, Any] = {"params": []}
+    ends = {"max_lr": args.decoupled_lr, "min_lr": args.decoupled_min_lr}
+    of_ends = {name: rate for name, rate in ends.items() if rate is not None}
     scheduler = OptimizerParamScheduler(
         SimpleNamespace(param_groups=[group]),
         init_lr=args.lr_warmup_init,
@@ -263,10 +276,10 @@ def _rates_of_megatron(args: Any) -> Iterator[float]:
         lr_warmup_steps=args.lr_warmup_samples or args.lr_warmup_iters,
         lr_decay_steps=_durations(args, "lr_decay") or _durations(args, "train"),
         lr_decay_style=args.lr_decay_style,
-        start_wd=args.weight_decay,
-        end_wd=args.weight_decay,
+        start_wd=args.start_weight_decay,
+        end_wd=args.end_weight_decay,
         wd_incr_steps=_durations(args, "train"),
-        wd_incr_style="constant",
+        wd_incr_style=args.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=False,
         wsd_decay_steps=_durations(args, "lr_wsd_decay"),
         lr_wsd_decay_style=args.lr_wsd_decay_style,
@@ -277,7 +290,8 @@ def _rates_of_megatron(args: Any) -> Iterator[float]:
     )
     while True:
         sizes.update(scheduler.num_steps, True)
-        yield scheduler.get_lr(group)
+        lr, of_both = scheduler.get_lr(group), scheduler.get_lr(of_ends)
+        yield StepRates(lr, of_both, scheduler.get_wd())
         scheduler.num_steps += sizes.current_running_global_batch_size if args.train_samples else 1
 
 
@@ -287,13 +301,15 @@ def _durations(args: Any, what: str) -> int | None:
     return found
 
 
-def _compare_rates(theirs: Iterator[float], layout: Layout, *, first: int = 0) -> None:
-    """Of each step from `first` on."""
+def _compare_rates(theirs: Iterator[float | StepRates], layout: Layout, *, first: int = 0) -> None:
+    """Of each step from `first` on: the learning rate, or all rates."""
     optimizer, training = layout.config.optimizer, layout.config.training
-    for step, rate in zip(range(training.num_steps), theirs, strict=False):
-        ours = learning_rate(step, optimizer, training)
-        if step >= first and abs(rate - ours) > 1e-9 * optimizer.lr:
-            raise ValueError(f"the learning rate of step {step} is {ours} here and {rate} there")
+    for step, found in zip(range(training.num_steps), theirs, strict=False):
+        ours = rates_of(step, optimizer, training)
+        there = found if isinstance(found, StepRates) else StepRates(found, *ours[1:])
+        wrong = max(abs(a - b) for a, b in zip(ours, there, strict=True))
+        if step >= first and wrong > 1e-9 * optimizer.lr:
+            raise ValueError(f"the rates of step {step} are {ours} here and {there} there")
 
 
 _NO_SAMPLES = "it counts no samples"  # so that its rates are those of whole steps

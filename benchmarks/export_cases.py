@@ -176,6 +176,11 @@ _ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
 _SAMPLES = {"train_samples": 9000}
 _WARM_UP = {"lr_warmup_iters": 10}
 _WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 20}
+_GROWS = {
+    "weight_decay_incr_style": "linear",
+    "start_weight_decay": 0.01,
+    "end_weight_decay": 0.3,
+}
 _FUSED = {"cross_entropy_loss_fusion": True}
 _MOVED = {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn",)}
 _HOST = {**_ZERO3, "optimizer_cpu_offload": True}
@@ -447,6 +452,11 @@ CHANGES: Mapping[str, Change] = {
     ),
     "lr_wsd_decay_style": Change("minus_sqrt", _WSD),
     "weight_decay": Change(0.05),
+    "weight_decay_incr_style": Change("cosine", _GROWS),
+    "start_weight_decay": Change(0.02, _GROWS),
+    "end_weight_decay": Change(0.4, _GROWS),
+    "decoupled_lr": Change(5e-4),
+    "decoupled_min_lr": Change(2e-5, {"decoupled_lr": 4e-4}),
     "adam_beta1": Change(0.875),
     "adam_beta2": Change(0.9375),
     "adam_eps": Change(2e-8),

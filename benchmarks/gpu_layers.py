@@ -66,7 +66,7 @@ class PlainLayer(nn.Module):
         self.heads, self.size = model.num_attention_heads, model.head_dim
         self.norms = nn.ModuleList(nn.RMSNorm(hidden, model.norm_epsilon) for _ in range(2))
         self.q, self.o = made(hidden, model.q_size), made(model.q_size, hidden)
-        self.k, self.v = made(hidden, model.kv_size), made(hidden, model.kv_size)
+        self.k, self.v = made(hidden, model.k_size), made(hidden, model.v_size)
         self.gate, self.up = made(hidden, model.ffn_size), made(hidden, model.ffn_size)
         self.down = made(model.ffn_size, hidden)
 

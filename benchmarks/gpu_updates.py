@@ -24,6 +24,7 @@ from fivefold.counts.matrices import Matrix
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.muon import MuonAdamW
 from fivefold.optim.rounding import NamedElements
+from fivefold.optim.schedule import StepRates
 
 SHAPES = {False: (53_248, 4096), True: (64, 64)}
 MATRICES = {False: (14_336, 4096), True: (64, 32)}
@@ -52,7 +53,7 @@ def rows(dry: bool) -> Iterator[dict[str, Any]]:
 
         def step(held: Any = held, optimizer: AdamW = optimizer, grad: Any = grad) -> None:
             held["w.weight"].grad = grad
-            optimizer.step(lr=1e-4)
+            optimizer.step(StepRates(1e-4, 1e-4, 0.1))
 
         found = {"what": kind, "seconds": usual(step, device)}
         if config.needs_rounding:
@@ -72,7 +73,7 @@ def _muon(device: torch.device, shape: tuple[int, int]) -> dict[str, Any]:
 
     def step() -> None:
         weight.grad = grad
-        optimizer.step(lr=1e-4)
+        optimizer.step(StepRates(1e-4, 1e-4, 0.1))
 
     what = f"Muon, a matrix of {shape[0]:,} x {shape[1]:,}"
     return {"what": what, "seconds": usual(step, device)}

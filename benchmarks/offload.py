@@ -26,9 +26,11 @@ from fivefold.config.training import OptimizerConfig
 from fivefold.memory.host import HostLink
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.offload import HostAdamW
+from fivefold.optim.schedule import StepRates
 from fivefold.units import human_bytes, human_seconds
 
 CONFIG = OptimizerConfig(clip_grad=1.0)
+RATES = StepRates(1e-3, 1e-3, CONFIG.weight_decay)
 NORM = 2.0  # so that gradients are clipped
 Way = tuple[Callable[[], None], int, int]
 """A step, the bytes of its state in memory, and those in files."""
@@ -70,7 +72,7 @@ def on_host(named: dict[str, tuple[int, ...]], folder: Path | None = None) -> Wa
         for name in reversed(list(weights)):
             weights[name].grad = gradients[name]
             host.leave(name)
-        host.step(1e-3, NORM, CONFIG.clip_grad, None)
+        host.step(RATES, NORM, None)
         host.state.settle()  # what would go on beside the next step
 
     return step, sum(tensor.nbytes for tensor in host.tensors()), host.disk_bytes()
@@ -85,7 +87,7 @@ def plain(named: dict[str, tuple[int, ...]]) -> Way:
     def step() -> None:
         for name, weight in weights.items():
             weight.grad = gradients[name]
-        optimizer.step(1e-3)
+        optimizer.step(RATES)
 
     return step, sum(4 * weight.nbytes for weight in weights.values()), 0
 

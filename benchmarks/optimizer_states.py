@@ -19,6 +19,7 @@ from benchmarks.fp8 import compare, parser
 from fivefold.config.training import MomentType, OptimizerConfig
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.rounding import NamedElements
+from fivefold.optim.schedule import StepRates
 
 STEPS, SEEDS, ROUNDS, SIDE = 500, 2, 9, 2048
 _AWARE = ("--bf16", "--use-precision-aware-optimizer")
@@ -57,7 +58,7 @@ def update_times() -> None:
         for parameter, optimizer, times in optimizers:
             parameter.grad = torch.randn(shape)
             begun = time.process_time()
-            optimizer.step(1e-3)
+            optimizer.step(StepRates(1e-3, 1e-3, config.weight_decay))
             times.append(time.process_time() - begun)
     base = statistics.median(optimizers[0][2])
     for (first, second), (*_, times) in zip(MOMENTS, optimizers, strict=True):

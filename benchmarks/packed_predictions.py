@@ -20,7 +20,7 @@ from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.hardware import find_gpu
 from fivefold.layout import Layout
-from fivefold.predict.cluster import load_cluster
+from fivefold.predict.cluster_file import load_cluster
 from fivefold.predict.step import predict
 
 RESULTS = Path(__file__).parent / "results"

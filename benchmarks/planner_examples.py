@@ -14,7 +14,7 @@ from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
 from fivefold.predict.cluster import preset
-from fivefold.predict.memory import peak_memory
+from fivefold.predict.memory.peak import peak_memory
 from fivefold.predict.step import predict
 from fivefold.reliability import checkpoint_seconds, goodput
 

@@ -18,7 +18,7 @@ from typing import Any
 from fivefold.check import check
 from fivefold.cli.rehearse import Options
 from fivefold.config.sources import load
-from fivefold.predict.cluster import load_cluster
+from fivefold.predict.cluster_file import load_cluster
 from fivefold.rehearse.report import make_report
 from fivefold.rehearse.roles import rehearsed_layout, roles
 from fivefold.rehearse.run import rehearse_ranks

@@ -22,7 +22,7 @@ from fivefold.config.sources import load_consistent
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
 from fivefold.learn.tuning import Tuning
-from fivefold.predict.cluster import load_cluster
+from fivefold.predict.cluster_file import load_cluster
 from fivefold.tell.describe import summary
 from fivefold.train.corpora import open_data
 from fivefold.train.trial import try_layout

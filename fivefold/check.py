@@ -12,11 +12,11 @@ from typing import Any
 
 from fivefold.batch_rules import check_smaller_batches, count_microbatches
 from fivefold.config.config import SETTINGS, Config
-from fivefold.config.experts import check_routing
 from fivefold.config.foreign import name_of
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.rules.dependence import check_dependents
+from fivefold.config.rules.experts import check_routing
 from fivefold.config.rules.graph import check_step_graph
 from fivefold.config.rules.lora import check_adapted_run
 from fivefold.config.rules.memory import check_memory
@@ -34,8 +34,7 @@ from fivefold.errors import ConfigError, Mistakes
 from fivefold.expert.rules import check_routers
 from fivefold.layout import Layout
 from fivefold.memory.rules import check_techniques
-from fivefold.mesh.degrees import DEGREES, infer_degrees
-from fivefold.mesh.grid import Grid
+from fivefold.mesh.degrees import DEGREES, grid_of, infer_degrees
 from fivefold.mesh.rules import (
     check_context,
     check_experts,
@@ -53,10 +52,7 @@ from fivefold.pipeline.rules import (
     read_choice,
     resolved_schedule,
 )
-from fivefold.pipeline.schedules.registry import (
-    SCHEDULES,
-    Shape,
-)
+from fivefold.pipeline.schedules.registry import SCHEDULES, Shape
 from fivefold.pipeline.simulate import peak_in_flight
 from fivefold.pipeline.split.automatic import automatic_split
 from fivefold.pipeline.split.layout import CUTTING, SplitSettings
@@ -144,7 +140,7 @@ def _check(
     assert split is not None
     schedule = resolved_schedule(parallel, split.num_virtual)
     layout = Layout(
-        replace(config, parallel=parallel), _grid(parallel), split, schedule, microbatches
+        replace(config, parallel=parallel), grid_of(parallel), split, schedule, microbatches
     )
     check_smaller_batches(layout, mistakes)
     try:
@@ -251,18 +247,6 @@ def _split(config: Config, parallel: ParallelConfig) -> Split:
     ranks = parallel.pipeline_model_parallel_size
     settings = SplitSettings(layers, ranks, mtp_num_layers=further, in_a_v=in_a_v, **cuts)
     return settings.split()
-
-
-def _grid(parallel: ParallelConfig) -> Grid:
-    return Grid(
-        pp=parallel.pipeline_model_parallel_size,
-        dp_replicate=parallel.num_distributed_optimizer_instances,
-        dp_shard=parallel.data_parallel_shard_size,
-        cp=parallel.context_parallel_size,
-        tp=parallel.tensor_model_parallel_size,
-        ep=parallel.expert_model_parallel_size,
-        etp=parallel.expert_tensor_parallel_size,
-    )
 
 
 def lacking(config: Config) -> int:

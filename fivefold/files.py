@@ -192,6 +192,20 @@ def free_bytes(path: str | os.PathLike[str]) -> int | None:
     return blocks * system.f_frsize if system.f_blocks else None
 
 
+def at_home(path: str | os.PathLike[str], error: type[FivefoldError] = FivefoldError) -> Path:
+    """A path in which `~` and `~NAME` are replaced by the homes of users.
+
+    Raises:
+        FivefoldError: of the class `error`; there is no such user, or this one has no home, as in
+            containers that know no name for it.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        whose = Path(path).parts[0]
+        raise error(f"{os.fspath(path)}: this system knows no home {whose}") from None
+
+
 def finite(value: Any) -> Any:
     """A value for JSON, which has neither infinities nor NaN: they become None, inside it as well.
 

@@ -7,7 +7,7 @@ import torch
 
 from fivefold.context.install import install_context_parallel
 from fivefold.counts.parameters import ParameterRecord, delayed_layers, parameter_records
-from fivefold.counts.state import unit_of, units_on_host
+from fivefold.counts.units import unit_of, units_on_host
 from fivefold.data_parallel.fsdp import ShardedStage
 from fivefold.data_parallel.policy import Policy, make_policy
 from fivefold.data_parallel.replicated import ReplicatedStage

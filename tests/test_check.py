@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.check import check
-from fivefold.config.config import SETTINGS, Config
+from fivefold.config.config import SECTION_SETTINGS, SETTINGS, Config
 from fivefold.config.divisors import divisors
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
@@ -231,6 +231,25 @@ def test_layers_of_further_prediction_are_in_the_stages() -> None:
 def test_experts_divide_over_ranks(preset: str, values: dict, parts: list[str]) -> None:
     message = _refusal(preset, **values)
     assert all(part in message for part in parts), message
+
+
+OF_EXPERTS = {
+    setting.name: setting
+    for setting in SECTION_SETTINGS["parallel"]
+    if re.search("expert|moe|delay_wgrad", setting.name) and setting.name != "moe_deepep_num_sms"
+}
+
+
+@pytest.mark.parametrize("name", OF_EXPERTS)
+def test_what_is_of_experts_is_taken_back_where_there_are_none(name: str) -> None:
+    """Not changed further: every other flag that is suggested would be refused as well."""
+    setting = OF_EXPERTS[name]
+    value = {bool: True, int: 2, str: "flex"}[setting.kind]
+    with pytest.raises(ConfigError) as refused:
+        check(Config(PRESETS["debug-llama"]).with_values(**{name: value}), 2)
+    assert [mistake.works for mistake in refused.value.mistakes] == [
+        (setting.typed(setting.default),)
+    ]
 
 
 def test_inner_features_of_dense_layers_matter_only_where_there_are_some() -> None:

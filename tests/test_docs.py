@@ -24,8 +24,9 @@ import pytest
 
 from fivefold.check import NOT_BUILT, check
 from fivefold.cli.main import VERBS, main
+from fivefold.config.config import SECTION_SETTINGS
 from fivefold.config.flags import ALIASES, SWITCHES
-from fivefold.config.sources import config_settings, load, load_options, read_config
+from fivefold.config.sources import load, load_options, read_config
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -226,7 +227,7 @@ def _flags_of(title: str) -> list[str]:
 
 
 def _known_flags() -> set[str]:
-    return {s.name for each in config_settings().values() for s in each} | set(ALIASES)
+    return {s.name for each in SECTION_SETTINGS.values() for s in each} | set(ALIASES)
 
 
 def test_megatrons_flags_are_where_the_page_says() -> None:

@@ -7,26 +7,25 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.audit.watch import tensors_in
 from fivefold.counts.messages import wire_bytes
 from fivefold.errors import FivefoldError
 from fivefold.mesh.arguments import PLACES
 
-_OPS: Mapping[str, tuple[str, int | None]] = {
-    "c10d::_allgather_base_": ("all_gather", 0),
-    "c10d::allgather_": ("all_gather", 0),
-    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
-    "c10d::reduce_scatter_": ("reduce_scatter", 1),
-    "c10d::allreduce_": ("all_reduce", 0),
-    "c10d::allreduce_coalesced_": ("all_reduce", 0),
-    "c10d::alltoall_base_": ("all_to_all", 1),
-    "c10d::alltoall_": ("all_to_all", 1),
-    "c10d::send": ("send", 0),
-    "c10d::recv_": ("receive", None),
-    "c10d::barrier": ("barrier", None),
-    "c10d::monitored_barrier_": ("barrier", None),
+_OPS: Mapping[str, str] = {
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::allgather_": "all_gather",
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::reduce_scatter_": "reduce_scatter",
+    "c10d::allreduce_": "all_reduce",
+    "c10d::allreduce_coalesced_": "all_reduce",
+    "c10d::alltoall_base_": "all_to_all",
+    "c10d::alltoall_": "all_to_all",
+    "c10d::send": "send",
+    "c10d::recv_": "receive",
+    "c10d::barrier": "barrier",
+    "c10d::monitored_barrier_": "barrier",
 }
-"""The name of an operation, and the place of the tensors of which `wire_bytes` counts the bytes;
-None: nothing is sent."""
 FUSED_GATHER = "symm_mem::fused_all_gather_matmul"
 FUSED_SCATTER = "symm_mem::fused_matmul_reduce_scatter"
 """Products of matrices that gather rows before, or sum them over the ranks after."""
@@ -77,12 +76,12 @@ def call_of(func: Any, args: tuple[Any, ...]) -> Call | None:
         return _fused(name, args)
     if name not in _OPS:
         raise FivefoldError(f"no wire model is known for {name}")
-    op, whole = _OPS[name]
-    places = PLACES[name]
+    op, places = _OPS[name], PLACES[name]
     message = op in ("send", "receive")
     group = dist.ProcessGroup.unbox(args[places.group])
-    gives = () if places.gives is None else _flat(args[places.gives])
-    gets = () if places.gets is None else _flat(args[places.gets])
+    gives, gets = (
+        () if at is None else tuple(tensors_in(args[at])) for at in (places.gives, places.gets)
+    )
     parts: tuple[tuple[int, ...], ...] = ()
     if op == "all_to_all":
         gets_rows, gives_rows = args[3:5] if name == "c10d::alltoall_base_" else ((), ())
@@ -93,7 +92,7 @@ def call_of(func: Any, args: tuple[Any, ...]) -> Call | None:
         group,
         gives,
         gets,
-        0 if whole is None else sum(map(bytes_of, _flat(args[whole]))),
+        sum(tensor.nbytes for tensor in (gets if op == "all_gather" else gives)),
         parts,
         args[2] if message else None,
         args[3] if message else 0,
@@ -115,24 +114,12 @@ def is_call(func: Any) -> bool:
     return func.namespace in ("c10d", "_c10d_functional", "symm_mem")
 
 
-def bytes_of(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements."""
-    return tensor.numel() * tensor.element_size()
-
-
 def _parts(tensors: tuple[Tensor, ...], rows: Sequence[int], ranks: int) -> tuple[int, ...]:
     """Bytes for, or from, each rank: a tensor each, or one of so many rows each; none: even."""
     if len(tensors) == ranks > 1:
-        return tuple(map(bytes_of, tensors))
+        return tuple(tensor.nbytes for tensor in tensors)
     (whole,) = tensors
     if not rows:
-        return (bytes_of(whole) // ranks,) * ranks
-    row = bytes_of(whole) // max(len(whole), 1)
+        return (whole.nbytes // ranks,) * ranks
+    row = whole.nbytes // max(len(whole), 1)
     return tuple(row * count for count in rows)
-
-
-def _flat(buffers: Any) -> tuple[Tensor, ...]:
-    """A tensor, or all tensors in a nested list."""
-    if isinstance(buffers, Tensor):
-        return (buffers,)
-    return tuple(tensor for inner in buffers for tensor in _flat(inner))

@@ -11,16 +11,16 @@ from msgspec import Meta
 from fivefold.config.config import Config
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.offload import host_traffic
-from fivefold.counts.parameters import shards_of
 from fivefold.counts.policy import engine_policy
 from fivefold.counts.rank_work import kept_activations, multiplications
 from fivefold.counts.routed import StepChoices, rows_of_choices
-from fivefold.counts.state import model_state, stages_held
+from fivefold.counts.shards import ShardPlace
+from fivefold.counts.state import model_state
 from fivefold.counts.volumes import by_axis, step_volumes
-from fivefold.description.running import flash_takes
 from fivefold.errors import DataError
 from fivefold.files import read_json, write_atomic
 from fivefold.layout import Layout
+from fivefold.model.attention.blocks import flash_takes
 
 Amount = Annotated[float, Meta(ge=0)]
 _AGAIN = "  try: train with --audit, which measures one step"
@@ -145,17 +145,11 @@ def expected_record(
     if every:
         rows = rows_of_choices(layout, measured.rank, [record.chosen for record in every])
     at = layout.grid.coordinates(measured.rank)
-    shard, expert_shard = shards_of(layout, measured.rank)
     traffic = host_traffic(layout, measured.rank)
-    state = model_state(layout, at["pp"], shard, expert_shard=expert_shard)
+    state = model_state(layout, at["pp"], ShardPlace.of(layout, measured.rank))
     on_gpu, count = measured.peak_allocated is not None, len(layout.split.stages)
     joined = measured.packed and not (on_gpu and _in_one_call(layout.config))
-    # A second copy of the model has its own stages, numbered on from those of the first.
-    stages = [
-        stage + copy * count
-        for copy, stage in enumerate(stages_held(layout, at["pp"]))
-        if layout.num_copies > 1
-    ] or stages_held(layout, at["pp"])
+    stages = layout.stages_of(at["pp"])
     return replace(
         measured,
         sent=by_axis(step_volumes(layout, measured.rank, rows)),

@@ -1,11 +1,10 @@
 """The report of an audit: predicted and measured values, and notes; imports no torch."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from fivefold.audit.record import RankRecord, expected_record
-from fivefold.counts.context import gathers_latents
 from fivefold.layout import Layout
 from fivefold.units import human_bytes, human_flops, human_seconds, table
 
@@ -19,22 +18,22 @@ class Finding:
 
     Attributes:
         name: name of the quantity.
-        predicted: predicted value; None if it cannot be predicted.
         measured: measured value; None if it was not measured.
-        tolerance: largest allowed relative difference; None: the quantity is only shown.
-        rank: rank of these values; None for values of the whole run.
-        wrong: number of ranks on which the difference is larger than allowed.
         shown: function that formats a value.
+        predicted: predicted value; None if it cannot be predicted.
+        rank: rank of these values; None for values of the whole run.
+        tolerance: largest allowed relative difference; None: the quantity is only shown.
+        wrong: number of ranks on which the difference is larger than allowed.
         note: explanation of a difference.
     """
 
     name: str
-    predicted: float | None
     measured: float | None
-    tolerance: float | None
-    rank: int | None
-    wrong: int
     shown: Callable[[float], str]
+    predicted: float | None = None
+    rank: int | None = None
+    tolerance: float | None = None
+    wrong: int = 0
     note: str = ""
 
     @property
@@ -193,8 +192,8 @@ def _compare(
     values = [(value(expected), value(record), record.rank) for expected, record in pairs]
     predicted, measured, rank = max(values, key=lambda v: abs(_deviation(v[0], v[1])))
     off = sum(abs(_deviation(a, b)) > tolerance for a, b, _ in values)
-    allowed, wrong = (tolerance, off) if judged else (None, 0)
-    return Finding(name, predicted, measured, allowed, rank, wrong, shown, note if off else "")
+    found = Finding(name, measured, shown, predicted, rank, note=note if off else "")
+    return replace(found, tolerance=tolerance, wrong=off) if judged else found
 
 
 def _sent(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
@@ -251,7 +250,7 @@ def _hidden(what: str, found: Sequence[tuple[float, float, int]]) -> Iterator[Fi
     if moved:  # copies that the host does not make itself take it no time
         hidden = max(0.0, 1 - waited / moved)
         note = f"of {human_seconds(moved)} of reading, writing and copying, {hidden:.0%} was hidden"
-        yield Finding(f"waited for {what}", None, waited, None, rank, 0, human_seconds, note)
+        yield Finding(f"waited for {what}", waited, human_seconds, rank=rank, note=note)
 
 
 def _activations(pairs: Pairs) -> Iterator[Finding]:
@@ -269,7 +268,7 @@ def _activations(pairs: Pairs) -> Iterator[Finding]:
 def _products(layout: Layout, pairs: Pairs) -> Finding:
     """The finding for FLOPs of linear layers."""
     layers = {layer for spec in layout.split.stages for layer in spec.layers}
-    gathers = any(gathers_latents(layout.config, layer) for layer in layers)
+    gathers = any(map(layout.config.gathers_latents, layers))
     told = gathers and any(record.any_packed for _, record in pairs)
     note = (
         "told, not judged: the formula is for whole rows, and gathered latents that no query of "
@@ -296,8 +295,7 @@ def _operations(
     for index, way in enumerate(("forward", "backward") if of_layers else ()):
         measured, rank = max((both[index], rank) for both, rank in of_layers)
         expected = None if predicted is None else predicted[index]
-        name = f"launches of a layer's {way}"
-        yield Finding(name, expected, measured, None, rank, 0, "{:,.0f}".format)
+        yield Finding(f"launches of a layer's {way}", measured, _whole, expected, rank)
     counted = [(r.operations, r.rank) for r in records if r.operations is not None]
     if counted:
         measured, rank = max(counted)
@@ -307,8 +305,7 @@ def _operations(
             each, share = human_seconds(outlook.host_operation), host / outlook.seconds
             note = f"at {each} each the host launches for {human_seconds(host)}, "
             note += f"{share:.0%} of the predicted step"
-        shown = "{:,.0f}".format
-        yield Finding("launches of the step", None, measured, None, rank, 0, shown, note)
+        yield Finding("launches of the step", measured, _whole, rank=rank, note=note)
 
 
 def _waits(records: Sequence[RankRecord]) -> Iterator[Finding]:
@@ -318,7 +315,7 @@ def _waits(records: Sequence[RankRecord]) -> Iterator[Finding]:
         most, rank, places = max(counted, key=lambda found: found[0])
         often = sorted(places.items(), key=lambda place: -place[1])
         note = "; ".join(f"{times:,.0f} {where}" for where, times in often)
-        yield Finding("waits of the host", None, most, None, rank, 0, "{:,.0f}".format, note)
+        yield Finding("waits of the host", most, _whole, rank=rank, note=note)
 
 
 def _kept_by(stage: int, record: RankRecord) -> float:
@@ -337,7 +334,7 @@ def _peaks(
     if outlook is not None:
         predicted = outlook.peaks[layout.grid.coordinates(rank)["pp"]]
     note = "" if outlook is not None else _NO_CLUSTER
-    yield Finding("device memory", predicted, measured, None, rank, 0, human_bytes, note)
+    yield Finding("device memory", measured, human_bytes, predicted, rank, note=note)
 
 
 def _step_time(seconds: float | None, outlook: Outlook | None) -> Finding:
@@ -350,7 +347,7 @@ def _step_time(seconds: float | None, outlook: Outlook | None) -> Finding:
         low, high = map(human_seconds, outlook.interval)
         note = f"expected between {low} and {high} with a probability of 80 %"
     predicted = None if outlook is None else outlook.seconds
-    return Finding("step time", predicted, seconds, None, None, 0, human_seconds, note)
+    return Finding("step time", seconds, human_seconds, predicted, note=note)
 
 
 _NO_CLUSTER = "to predict it, name the machine: --cluster NAME or FILE.toml"
@@ -360,3 +357,7 @@ def _deviation(predicted: float, measured: float) -> float:
     if predicted == measured:
         return 0.0
     return measured / predicted - 1 if predicted else float("inf")
+
+
+def _whole(count: float) -> str:
+    return f"{count:,.0f}"

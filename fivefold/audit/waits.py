@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.audit.calls import bytes_of
 from fivefold.audit.watch import Watch, after, project_line, tensors_in
 from fivefold.memory.host import HostLink
 
@@ -42,7 +41,7 @@ def awaited(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result:
     if name not in _COPIES:
         return False
     every = [*tensors_in(args), *tensors_in(result)]
-    if all(x.is_cuda or not bytes_of(x) for x in every):
+    if all(x.is_cuda or not x.nbytes for x in every):
         return False
     later = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
     return not later and any(x.is_cuda for x in every)

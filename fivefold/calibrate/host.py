@@ -11,7 +11,7 @@ from fivefold.model.batch import Batch
 from fivefold.model.fusions import install_fusions
 from fivefold.model.transformer import Stage
 from fivefold.pipeline.split.stages import StageSpec
-from fivefold.predict.layer import DENSE_OPERATIONS
+from fivefold.predict.times.layer import DENSE_OPERATIONS
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.install import install_deferral
 

@@ -52,6 +52,16 @@ class Sample:
     seconds: float
     hops: float = 1.0
 
+    @property
+    def rate(self) -> float:
+        """FLOPs, bytes or kernels per second."""
+        return self.amount / self.seconds
+
+    @property
+    def each(self) -> float:
+        """Seconds of one kernel."""
+        return self.seconds / self.amount
+
 
 def clock(call: Callable[[], object], device: torch.device, group: dist.ProcessGroup) -> float:
     """Usual seconds of a call that all ranks of `group` make at the same time.
@@ -186,7 +196,7 @@ def host_copy(device: torch.device, group: dist.ProcessGroup) -> Sample:
 def collectives(device: torch.device, group: dist.ProcessGroup) -> tuple[Sample, ...]:
     """Measure gathers, scatters and all-reduces of several sizes, in bytes sent by a rank."""
     ranks = group.size()
-    ring, tree = ranks - 1, 2 * log2(ranks)  # hops, as `predict.communication` has them
+    ring, tree = ranks - 1, 2 * log2(ranks)  # hops, as `predict.times.communication` has them
     ways: Mapping[str, Callable[[Tensor], object]] = {
         "all_gather": lambda x: all_gather(x[: x.numel() // ranks], group),
         "reduce_scatter": lambda x: reduce_scatter(x, group),
@@ -218,7 +228,7 @@ def line(samples: Sequence[Sample]) -> tuple[float, float]:
     latency = (wy - slope * wx) / w
     largest = max(samples, key=lambda s: s.amount)
     if slope <= 0:
-        return 0.0, largest.amount / largest.seconds
+        return 0.0, largest.rate
     return (latency, 1 / slope) if latency >= 0 else (0.0, wxx / wxy)
 
 

@@ -19,8 +19,9 @@ from fivefold.data_parallel.policy import DTYPES
 from fivefold.errors import ConfigError, Mistake
 from fivefold.files import telling_unwritable, write_atomic
 from fivefold.hardware import Gpu, Rates, find_gpu
-from fivefold.predict.cluster import Cluster, Link, preset, to_toml, within_range
-from fivefold.predict.compute import attention_share
+from fivefold.predict.cluster import Cluster, Link, preset
+from fivefold.predict.cluster_file import to_toml, within_range
+from fivefold.predict.times.compute import attention_share
 from fivefold.train.machine.devices import Asked, choose_device, visible_gpus
 from fivefold.train.ranks.launch import init_process_group, launch_local
 from fivefold.train.ranks.meeting import check_place
@@ -197,16 +198,13 @@ def as_cluster(measured: Measured) -> Cluster:
     best measured rate, and model FLOP utilisation is relative to that. A network that nobody
     measured is that of usual machines with this device, or else as fast as the links of a node.
     """
-    best = {
-        name: max(s.amount / s.seconds for s in samples)
-        for name, samples in measured.matmuls.items()
-    }
+    best = {name: max(s.rate for s in samples) for name, samples in measured.matmuls.items()}
     known = find_gpu(measured.device)
     peak = known.peak if known else Rates(**best)
     forward, backward = measured.attention
     length = measure.SEQUENCE[measured.kind]
     attention_peak = peak.of(measured.precision) * attention_share(length, measure.HEAD_DIM)
-    bandwidth = measured.traffic.amount / measured.traffic.seconds
+    bandwidth, copy = measured.traffic.rate, measured.copy.rate
     like = known or Gpu(
         measured.device, measured.memory_bytes, bandwidth, peak, peak, measured.multiprocessors
     )
@@ -216,12 +214,11 @@ def as_cluster(measured: Measured) -> Cluster:
         matmul=replace(like.matmul, **best),
         multiprocessors=measured.multiprocessors,
         sustained=measured.sustained,
-        attention_forward=forward.amount / forward.seconds / attention_peak,
-        attention_backward=backward.amount / backward.seconds / attention_peak,
+        attention_forward=forward.rate / attention_peak,
+        attention_backward=backward.rate / attention_peak,
         memory_efficiency=bandwidth / like.memory_bandwidth,
-        launch=measured.launch.seconds / measured.launch.amount,
+        launch=measured.launch.each,
     )
-    copy = measured.copy.amount / measured.copy.seconds
     node = _link(measured.node) or Link(copy, gpu.launch, 1.0)  # never used by a rank alone
     usual = preset(known.name).network_link if known else node
     cluster = Cluster(
@@ -234,7 +231,7 @@ def as_cluster(measured: Measured) -> Cluster:
         host_bandwidth=copy,
         host_memory_bytes=within_range("host_memory_bytes", measured.host_memory_bytes),
         jitter=within_range("jitter", measured.jitter),
-        host_operation=measured.host.seconds / measured.host.amount,
+        host_operation=measured.host.each,
     )
     # No driver takes anything of what a CPU has free.
     return replace(cluster, reserved_bytes=0.0) if measured.kind == "cpu" else cluster
@@ -257,10 +254,9 @@ def describe(measured: Measured) -> list[str]:
     lines += [
         _rate(f"memory, {measured.traffic.note}", measured.traffic, human_bytes),
         _rate(f"copy {measured.copy.note}", measured.copy, human_bytes),
-        f"{'an operation with nothing to do':<44}"
-        f"{human_seconds(measured.launch.seconds / measured.launch.amount):>16}",
+        f"{'an operation with nothing to do':<44}{human_seconds(measured.launch.each):>16}",
         f"{'an operation of a small layer, for the host':<44}"
-        f"{human_seconds(measured.host.seconds / measured.host.amount):>16}",
+        f"{human_seconds(measured.host.each):>16}",
         f"{'sustained over seconds':<44}{measured.sustained:>16.1%}",
         f"{'spread of a block of products':<44}{measured.jitter:>16.1%}",
     ]
@@ -277,7 +273,7 @@ def describe(measured: Measured) -> list[str]:
 
 
 def _rate(what: str, sample: Sample, human: Callable[[float], str]) -> str:
-    rate = human(sample.amount / sample.seconds) + "/s"
+    rate = human(sample.rate) + "/s"
     return f"{what:<44}{rate:>16}  {human_seconds(sample.seconds):>8}"
 
 

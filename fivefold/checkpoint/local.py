@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +30,6 @@ CHUNK = 1 << 28  # bytes of a message
 _FILE = re.compile(r"rank-(\d{5,})-([0-9a-f]{16})\.safetensors")
 _STEP = re.compile(r"step-(\d{8,})")
 _LOST = -1  # the size of a file that could not be written
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A step whose state all ranks can get.
-
-    Attributes:
-        step: number of optimizer steps done.
-        holders: for each rank, a rank on whose host its file lies; itself if possible.
-    """
-
-    step: int
-    holders: tuple[int, ...]
 
 
 class LocalCheckpoints:
@@ -77,7 +63,8 @@ class LocalCheckpoints:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._complete = 0
-        self._found: _Found | None = None
+        # A step whose state all ranks can get, and for each rank one on whose host its file lies.
+        self._found: tuple[int, tuple[int, ...]] | None = None
         self.damage = ""
 
     def save(self, step: int, tensors: Mapping[str, Tensor | Piece], meta: Any) -> None:
@@ -124,7 +111,7 @@ class LocalCheckpoints:
             if holders is not None:
                 if self.damage:
                     self.damage += f"; step {step} is the latest that is whole there"
-                self._found = _Found(step, holders)
+                self._found = step, holders
                 return step
         return None
 
@@ -158,18 +145,18 @@ class LocalCheckpoints:
             CheckpointError: on every rank, if a file is damaged.
         """
         assert self._found is not None
+        (step, holders), rank = self._found, self._team.rank
         pieces = as_pieces(tensors)
-        found, rank = self._found, self._team.rank
-        folder, own = self._folder / _folder(found.step), _signature(pieces)
+        folder, own = self._folder / _folder(step), _signature(pieces)
         signatures = self._team.together("loading", lambda: own)
-        for owner, holder in enumerate(found.holders):
+        for owner, holder in enumerate(holders):
             path = folder / _name(owner, signatures[owner])
             if owner != holder and rank == holder:
                 self._send(path, owner)
             elif owner != holder and rank == owner:
                 self._receive(path, holder)
-        self._complete = found.step
-        job = f"loading step {found.step} from {self._folder}"
+        self._complete = step
+        job = f"loading step {step} from {self._folder}"
         path = folder / _name(rank, own)
         meta = self._team.each(job, lambda: read_state(path, pieces))  # before anything is changed
         self._team.each(job, lambda: fill_from_state(path, pieces))

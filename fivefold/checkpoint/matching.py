@@ -11,7 +11,7 @@ from fivefold.errors import Mistake, OtherSettings, did_you_mean
 from fivefold.model.eight_bit.rules import SCALES
 from fivefold.optim.adamw import OPTIMIZER, state_name
 from fivefold.optim.rounding import MOMENTS
-from fivefold.units import human_count
+from fivefold.units import human_count, several
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -47,7 +47,7 @@ def mismatches(asked: Shapes, saved: Shapes, skip: tuple[str, ...]) -> list[Mist
         ),
     ]
     return [
-        Mistake(what.format(_tensors(len(lines))), (*_short(lines), total))
+        Mistake(what.format(several(len(lines), "tensor")), (*_short(lines), total))
         for what, lines in kinds
         if lines
     ]
@@ -121,13 +121,9 @@ def _differ(saved: torch.dtype, here: torch.dtype) -> bool:
     return here.itemsize < min(saved.itemsize, torch.float32.itemsize)
 
 
-def _tensors(count: int) -> str:
-    return f"{count:,} tensor{'s' * (count != 1)}"
-
-
 def _sum(shapes: Shapes) -> str:
     elements = sum(prod(shape) for shape in shapes.values())
-    return f"{_tensors(len(shapes))} of {human_count(elements)} elements"
+    return f"{several(len(shapes), 'tensor')} of {human_count(elements)} elements"
 
 
 def _shape(shape: Sequence[int]) -> str:

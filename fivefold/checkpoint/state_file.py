@@ -4,7 +4,6 @@ A file system in memory has no checksums of its own, and no device reports a bit
 """
 
 import json
-import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, uint8
 
 from fivefold.checkpoint.tensor_file import write_tensors
 from fivefold.errors import CheckpointError
+from fivefold.files import crc32
 from fivefold.mesh.slices import Piece
 
 _META, _CRC, _PLACE = "meta", "crc32", "place"
@@ -82,9 +82,9 @@ def _place(path: Path) -> str:
 
 def _crc32(meta: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Of names, types, shapes and values, in an order that does not depend on the file's."""
-    crc = zlib.crc32(meta.encode())
+    crc = crc32(meta.encode())
     parts = []
     for name, tensor in tensors:
-        values = zlib.crc32(tensor.cpu().reshape(-1).view(uint8).numpy().data)
+        values = crc32(tensor.cpu().reshape(-1).view(uint8).numpy().data)
         parts.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {values:08x}")
-    return f"{zlib.crc32(' '.join(sorted(parts)).encode(), crc):08x}"
+    return f"{crc32(' '.join(sorted(parts)).encode(), crc):08x}"

@@ -10,6 +10,7 @@ from fivefold.errors import CheckpointError, FivefoldError, Mistake
 from fivefold.files import caused_by_full_disk
 from fivefold.mesh.collectives import gather_objects
 from fivefold.mesh.groups import lost_connection
+from fivefold.units import ranks_named
 
 T = TypeVar("T")
 
@@ -97,10 +98,7 @@ def _reasons(failed: Mapping[int, _Failure], size: int) -> list[str]:
     by_reason: dict[str, list[int]] = {}
     for rank, failure in sorted(failed.items()):
         by_reason.setdefault(failure.reason, []).append(rank)
-    return [f"{_ranks(ranks, size)}{reason}" for reason, ranks in by_reason.items()]
-
-
-def _ranks(ranks: list[int], size: int) -> str:
-    if len(ranks) == size:
-        return ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: "
+    return [
+        reason if len(ranks) == size else f"{ranks_named(ranks)}: {reason}"
+        for reason, ranks in by_reason.items()
+    ]

@@ -63,19 +63,13 @@ class PieceSavePlanner(DefaultSavePlanner):
         return self.state_dict[index.fqn].local
 
 
-def _chunk(piece: Piece) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(
-        offsets=torch.Size(part.start for part in piece.slices), sizes=piece.local.shape
-    )
-
-
 def _write(name: str, piece: Piece) -> WriteItem:
-    chunk = _chunk(piece)
+    offsets = torch.Size(part.start for part in piece.slices)
     return WriteItem(
-        index=MetadataIndex(name, chunk.offsets),
+        index=MetadataIndex(name, offsets),
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
-            chunk=chunk,
+            chunk=ChunkStorageMetadata(offsets, piece.local.shape),
             properties=TensorProperties.create_from_tensor(piece.local),
             size=piece.shape,
         ),

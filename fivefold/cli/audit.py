@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fivefold.cli.verdict import tell
-from fivefold.config.parallel import option
-from fivefold.config.settings import argument
+from fivefold.config.settings import argument, option
 from fivefold.config.sources import load_options
 from fivefold.report.audited import audited
 

@@ -3,7 +3,8 @@
 from fivefold.cli.style import note
 from fivefold.config.config import Config
 from fivefold.errors import ConfigError, Mistake
-from fivefold.predict.cluster import Cluster, load_cluster
+from fivefold.predict.cluster import Cluster
+from fivefold.predict.cluster_file import load_cluster
 from fivefold.units import read_bytes
 
 AUTO = "auto"

@@ -7,10 +7,10 @@ from types import MappingProxyType
 from typing import Literal
 
 from fivefold.cli.main import VERBS
+from fivefold.config.config import SECTION_SETTINGS
 from fivefold.config.flags import ALIASES, SWITCHES
-from fivefold.config.parallel import option
-from fivefold.config.settings import Setting, argument, flag_of, settings_of
-from fivefold.config.sources import MODEL, config_settings, load_options, recipe_names
+from fivefold.config.settings import Setting, argument, flag_of, option, settings_of
+from fivefold.config.sources import MODEL, load_options, recipe_names
 
 Shell = Literal["bash", "zsh", "fish"]
 
@@ -91,7 +91,7 @@ def _words(before: list[str], begun: str) -> Iterator[str]:
 
 
 def _of_config() -> Iterator[Setting]:
-    for settings in config_settings().values():
+    for settings in SECTION_SETTINGS.values():
         yield from settings
 
 

@@ -11,9 +11,8 @@ from fivefold import process
 from fivefold.config.huggingface import is_adapter, read_adapter
 from fivefold.config.megatron import is_megatron, megatron_checkpoint
 from fivefold.config.model import ModelConfig
-from fivefold.config.parallel import option
 from fivefold.config.presets import resolve_model
-from fivefold.config.settings import argument
+from fivefold.config.settings import argument, option
 from fivefold.config.sources import load_options
 from fivefold.errors import Mistakes
 from fivefold.report.settings import run_config

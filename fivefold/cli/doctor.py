@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Literal
 from fivefold import __version__
 from fivefold.cli.style import Style, paint
 from fivefold.config.sources import load_options
+from fivefold.errors import FivefoldError
+from fivefold.files import at_home
 from fivefold.tell.columns import line_width
 from fivefold.units import human_bytes, human_flops, human_seconds, several, wrapped
 
@@ -147,7 +149,10 @@ def _machine() -> Iterator[HealthLine]:
     free = f"{human_bytes(memory.available)} of {human_bytes(memory.total)} free"
     yield HealthLine("ok", "memory", free)
     yield disk("disk here", Path.cwd(), "--save")
-    yield disk("disk of cache", Path(DEFAULT_CACHE).expanduser(), "--data-cache-path")
+    try:
+        yield disk("disk of cache", at_home(DEFAULT_CACHE), "--data-cache-path")
+    except FivefoldError as error:
+        yield HealthLine("bad", "disk of cache", f"{error}: runs need --data-cache-path")
     yield from _gpus()
 
 
@@ -271,7 +276,7 @@ def _launches(device: str, speed: float) -> HealthLine:
     from fivefold.config.presets import PRESETS
     from fivefold.description.shape import training_flops
     from fivefold.pipeline.split.stages import StageSpec
-    from fivefold.predict.layer import DENSE_OPERATIONS
+    from fivefold.predict.times.layer import DENSE_OPERATIONS
 
     x, calls = torch.zeros(8, device=device), 1000
     seconds = []

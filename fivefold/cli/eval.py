@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 from fivefold.check import check
 from fivefold.cli.style import note
 from fivefold.config.config import SETTINGS, Config
+from fivefold.config.data import MOCK
 from fivefold.config.memory import MemoryConfig
-from fivefold.config.parallel import ParallelConfig, option
+from fivefold.config.parallel import ParallelConfig
 from fivefold.config.records import LoggingConfig
 from fivefold.config.rules.dependence import without_orphans
-from fivefold.config.settings import argument, flag_of, settings_of
+from fivefold.config.settings import argument, flag_of, option, settings_of
 from fivefold.config.sharding import ShardingStrategy
 from fivefold.config.sources import load_options
-from fivefold.config.training import MOCK, OptimizerConfig
+from fivefold.config.training import OptimizerConfig
 from fivefold.counts.derived import as_table
 from fivefold.data.mixture import counted_from
 from fivefold.errors import ConfigError, Mistake, Mistakes

@@ -9,7 +9,7 @@ from fivefold.files import telling_unwritable, write_atomic
 from fivefold.learn.posterior import Posterior, learned
 from fivefold.learn.runs import machine_of, observed
 from fivefold.learn.tell import advice, constants_table, runs_table
-from fivefold.predict.cluster import load_cluster, to_toml
+from fivefold.predict.cluster_file import load_cluster, to_toml
 from fivefold.report.settings import run_settings
 from fivefold.search.request import ASSUMABLE, request
 from fivefold.search.search import SearchResult, search

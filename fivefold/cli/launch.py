@@ -12,8 +12,7 @@ from typing import Literal, NamedTuple
 from fivefold.check import check
 from fivefold.cli.style import note
 from fivefold.cli.train import recipe_name
-from fivefold.config.parallel import option
-from fivefold.config.settings import argument, settings_of
+from fivefold.config.settings import argument, option, settings_of
 from fivefold.config.sources import load
 from fivefold.errors import ConfigError, FivefoldError, Mistake, Mistakes
 from fivefold.files import telling_unwritable, write_atomic

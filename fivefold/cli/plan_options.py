@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Literal
 
 from fivefold.cli.budget import BUDGET_HELP, budget_bytes
 from fivefold.config.flags import SWITCHES
-from fivefold.config.parallel import option
-from fivefold.config.settings import argument, flag_of, settings_of
+from fivefold.config.settings import argument, flag_of, option, settings_of
 from fivefold.config.sources import Loaded, load_options, scan_all
 from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.hardware import GB
-from fivefold.predict.cluster import Cluster, check_together, load_cluster
+from fivefold.predict.cluster import Cluster
+from fivefold.predict.cluster_file import check_together, load_cluster
 from fivefold.train.machine.devices import Asked
 
 if TYPE_CHECKING:

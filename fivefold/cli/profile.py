@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fivefold.cli.style import note
-from fivefold.config.parallel import option
-from fivefold.config.settings import argument
+from fivefold.config.settings import argument, option
 from fivefold.config.sources import load_options
 from fivefold.errors import ConfigError
 from fivefold.files import telling_unwritable, write_atomic

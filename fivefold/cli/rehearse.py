@@ -8,11 +8,10 @@ from typing import Literal
 from fivefold.check import check
 from fivefold.cli.style import note
 from fivefold.cli.verdict import tell
-from fivefold.config.parallel import option
-from fivefold.config.settings import argument
+from fivefold.config.settings import argument, option
 from fivefold.config.sources import load
 from fivefold.errors import ConfigError
-from fivefold.predict.cluster import load_cluster
+from fivefold.predict.cluster_file import load_cluster
 from fivefold.rehearse.report import make_report
 from fivefold.rehearse.roles import rehearsed_layout, roles
 from fivefold.verify.report import describe

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fivefold.config.parallel import option
-from fivefold.config.settings import argument
+from fivefold.config.settings import argument, option
 from fivefold.config.sources import load_options
 from fivefold.errors import FivefoldError
 from fivefold.files import telling_unwritable, write_atomic

@@ -7,8 +7,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fivefold.config.parallel import option
-from fivefold.config.settings import argument, flag_of
+from fivefold.config.settings import argument, flag_of, option
 from fivefold.config.sources import load_options
 from fivefold.errors import DataError, Mistake, Mistakes
 from fivefold.files import read_text

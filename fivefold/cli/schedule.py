@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from fivefold.check import check
 from fivefold.cli.style import paint, shows_styles
 from fivefold.config.flags import choice_meant
-from fivefold.config.parallel import option
 from fivefold.config.presets import resolve_model
-from fivefold.config.settings import argument, settings_of
+from fivefold.config.settings import argument, option, settings_of
 from fivefold.config.sources import load_options
 from fivefold.counts.derived import as_table
 from fivefold.errors import ConfigError, Mistake, Mistakes

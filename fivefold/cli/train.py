@@ -12,8 +12,7 @@ from fivefold.cli.budget import BUDGET_HELP, within_budget
 from fivefold.cli.plan_options import USUAL_CLUSTER
 from fivefold.cli.style import note, paint
 from fivefold.config.config import Config
-from fivefold.config.parallel import option
-from fivefold.config.settings import argument
+from fivefold.config.settings import argument, option
 from fivefold.config.sources import load_consistent, to_toml
 from fivefold.counts.derived import describe
 from fivefold.errors import ConfigError, Mistake, Mistakes

@@ -17,8 +17,7 @@ from fivefold.cli.auto_layout import ranks_for_gpus, with_layout
 from fivefold.cli.style import note
 from fivefold.cli.train import ranks, recipe_name
 from fivefold.config.config import Config
-from fivefold.config.parallel import option
-from fivefold.config.settings import argument
+from fivefold.config.settings import argument, option
 from fivefold.config.sources import Loaded, load_consistent, to_toml
 from fivefold.errors import ConfigError, FivefoldError, Mistakes
 from fivefold.files import telling_unwritable, write_atomic
@@ -26,8 +25,9 @@ from fivefold.layout import Layout
 from fivefold.learn.posterior import half_width
 from fivefold.learn.tell import constants_table
 from fivefold.learn.tuning import Tried, Tuning
-from fivefold.predict.cluster import Cluster, load_cluster
-from fivefold.predict.cluster import to_toml as machine_toml
+from fivefold.predict.cluster import Cluster
+from fivefold.predict.cluster_file import load_cluster
+from fivefold.predict.cluster_file import to_toml as machine_toml
 from fivefold.process import die_with_parent
 from fivefold.search.candidate import Candidate
 from fivefold.search.request import ASSUMABLE, request

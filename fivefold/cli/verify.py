@@ -7,9 +7,8 @@ from typing import Literal
 from fivefold.check import check
 from fivefold.cli.style import note
 from fivefold.cli.verdict import tell
-from fivefold.config.parallel import option
 from fivefold.config.rules.graph import check_graph_device
-from fivefold.config.settings import argument
+from fivefold.config.settings import argument, option
 from fivefold.config.sources import load
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.expert.deepep_rules import check_deepep

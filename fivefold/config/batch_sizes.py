@@ -1,7 +1,6 @@
 """How many sequences each optimizer step takes, in a run whose batch grows as it goes on."""
 
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -50,16 +49,7 @@ class BatchSizes:
 
     def levels(self) -> tuple[BatchLevel, ...]:
         """All levels in order, of which the last has no end."""
-        return _known(self)
-
-    def _levels(self) -> Iterator[BatchLevel]:
-        samples, counts = 0, range(self.ramp + 2)
-        while (size := self.at(samples)) != self.full:
-            end = bisect_right(counts, size, samples, key=self.at)  # the first of the next level
-            steps = -(-(end - samples) // size)
-            yield BatchLevel(samples, size, steps)
-            samples += steps * size
-        yield BatchLevel(samples, self.full, None)
+        return _levels_of(self)
 
     def sizes(self) -> list[int]:
         """Every size, from the first to the whole batch."""
@@ -90,6 +80,12 @@ class BatchSizes:
 
 
 @lru_cache(maxsize=64)
-def _known(sizes: BatchSizes) -> tuple[BatchLevel, ...]:
+def _levels_of(sizes: BatchSizes) -> tuple[BatchLevel, ...]:
     """Every step asks for the levels of the same run, which may be thousands."""
-    return tuple(sizes._levels())
+    levels, samples, counts = list[BatchLevel](), 0, range(sizes.ramp + 2)
+    while (size := sizes.at(samples)) != sizes.full:
+        end = bisect_right(counts, size, samples, key=sizes.at)  # the first of the next level
+        steps = -(-(end - samples) // size)
+        levels.append(BatchLevel(samples, size, steps))
+        samples += steps * size
+    return (*levels, BatchLevel(samples, sizes.full, None))

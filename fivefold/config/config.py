@@ -3,20 +3,16 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_type_hints
 
+from fivefold.config.data import DataConfig
 from fivefold.config.experts import ExpertsConfig
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.records import CheckpointConfig, LoggingConfig
 from fivefold.config.settings import Setting, settings_of
-from fivefold.config.training import (
-    ELEMENT_BYTES,
-    DataConfig,
-    OptimizerConfig,
-    TrainingConfig,
-)
+from fivefold.config.training import ELEMENT_BYTES, OptimizerConfig, TrainingConfig
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,7 @@ class Config:
         """
         changes: dict[str, dict[str, Any]] = {}
         for key, value in values.items():
-            changes.setdefault(_SECTION_OF[key], {})[key] = value
+            changes.setdefault(SECTION_OF[key], {})[key] = value
         return replace(
             self,
             **{name: replace(getattr(self, name), **values) for name, values in changes.items()},
@@ -58,7 +54,7 @@ class Config:
         Raises:
             KeyError: no section has such a field.
         """
-        return getattr(getattr(self, _SECTION_OF[name]), name)
+        return getattr(getattr(self, SECTION_OF[name]), name)
 
     @property
     def master_bytes(self) -> int:
@@ -72,9 +68,27 @@ class Config:
         return training.micro_batch_size * training.seq_length // parallel.context_parallel_size
 
     @property
+    def product_precision(self) -> str:
+        """Precision of the operands of most matrix products: fp4, fp8, or the compute dtype."""
+        training = self.training
+        narrow = "fp4" if training.fp4_format else "fp8" if training.fp8_format else None
+        return narrow or training.precision
+
+    @property
+    def narrow_products(self) -> bool:
+        """Whether most matrix products have operands of 8 or 4 bits."""
+        return self.product_precision in ("fp8", "fp4")
+
+    @property
     def attended_length(self) -> int:
         """Tokens that attend to each other, on average over tokens: of a document, or of a row."""
         return min(self.data.document_length or self.training.seq_length, self.training.seq_length)
+
+    def gathers_latents(self, layer: int) -> bool:
+        """Whether context-parallel ranks gather a layer's latents, not its keys and values."""
+        gathered = self.parallel.cp_comm_of(layer) == "all_gather"
+        latent = self.model.multi_latent_attention
+        return latent and gathered and self.parallel.context_parallel_size > 1
 
     def gathers_weights(self, strategy: str | None = None) -> bool:
         """Whether FSDP2 gathers weights in the compute type: from shards, or, where some masters
@@ -118,20 +132,15 @@ class Config:
             yield section.name, getattr(self, section.name)
 
 
-SECTIONS: dict[str, type] = {
-    "model": ModelConfig,
-    "parallel": ParallelConfig,
-    "experts": ExpertsConfig,
-    "memory": MemoryConfig,
-    "training": TrainingConfig,
-    "data": DataConfig,
-    "optimizer": OptimizerConfig,
-    "checkpoint": CheckpointConfig,
-    "logging": LoggingConfig,
-}
-SETTINGS: Mapping[str, Setting] = MappingProxyType(
-    {s.name: s for cls in SECTIONS.values() for s in settings_of(cls)}
+SECTIONS: Mapping[str, type] = MappingProxyType(get_type_hints(Config))
+"""The dataclass of each section."""
+SECTION_SETTINGS: Mapping[str, tuple[Setting, ...]] = MappingProxyType(
+    {name: tuple(settings_of(cls)) for name, cls in SECTIONS.items()}
 )
-_SECTION_OF = MappingProxyType(
-    {f.name: name for name, cls in SECTIONS.items() for f in fields(cls)}
+"""Every setting of a run, by section."""
+SETTINGS: Mapping[str, Setting] = MappingProxyType(
+    {setting.name: setting for settings in SECTION_SETTINGS.values() for setting in settings}
+)
+SECTION_OF = MappingProxyType(
+    {setting.name: name for name, settings in SECTION_SETTINGS.items() for setting in settings}
 )

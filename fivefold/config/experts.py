@@ -1,13 +1,13 @@
 """Training settings of experts: balancing, capacity and router numerics (Megatron-LM's names)."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from fivefold.config.model import ModelConfig
-from fivefold.config.parallel import option
-from fivefold.errors import Mistakes
+from fivefold.config.settings import Allowed, NonNegative, Positive, option
 
 LoadBalancing = Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"]
+Jitter = Annotated[float, Allowed(lambda v: 0 < v < 1, "between 0 and 1")]
 AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
@@ -23,29 +23,29 @@ class ExpertsConfig:
     moe_aux_loss_coeff: tuple[float, ...] = option(
         (0.0,), "coefficient of the balancing losses: one for all, or one for each"
     )
-    moe_z_loss_coeff: float | None = option(
+    moe_z_loss_coeff: NonNegative | None = option(
         None,
         "coefficient of the router's z-loss, its squared log-sum-exp of logits; none: no z-loss",
     )
-    moe_router_bias_update_rate: float = option(
+    moe_router_bias_update_rate: NonNegative = option(
         1e-3, "step by which an expert's bias moves towards an even load"
     )
     moe_router_dtype: Literal["fp32", "fp64"] | None = option(
         None,
         "dtype of the router's matrix product; none: the compute dtype; scores are at least fp32",
     )
-    moe_input_jitter_eps: float | None = option(
+    moe_input_jitter_eps: Jitter | None = option(
         None, "multiply the router's input by random factors in 1 +- this; none: no jitter"
     )
     moe_router_force_load_balancing: bool = option(
         False, "send tokens to experts in turn and ignore the router: for benchmarks only"
     )
-    moe_expert_capacity_factor: float | None = option(
+    moe_expert_capacity_factor: Positive | None = option(
         None,
         "rows that an expert accepts from a rank, as a multiple of an even share; the rest are "
         "dropped; none: no limit",
     )
-    moe_expert_rank_capacity_factor: float | None = option(
+    moe_expert_rank_capacity_factor: Positive | None = option(
         None,
         "rows that the experts of a rank together accept from a rank, as a multiple of an even "
         "share; the rest are dropped, and fewer are padded with zeros; none: no limit",
@@ -115,45 +115,3 @@ class ExpertsConfig:
             factors *= len(kinds)
         pairs = zip(kinds, factors, strict=False)
         return tuple((kind, factor) for kind, factor in pairs if kind in AUX_LOSSES and factor)
-
-
-def check_routing(experts: ExpertsConfig, model: ModelConfig, mistakes: Mistakes) -> None:
-    """Report routing settings that conflict, or have no effect on a model with experts."""
-    kinds, factors = experts.moe_router_load_balancing_type, experts.moe_aux_loss_coeff
-    alone = [kind for kind in kinds if kind not in AUX_LOSSES]
-    if (len(kinds) > 1 and alone) or len(set(kinds)) < len(kinds):
-        mistakes.add(
-            f"moe_router_load_balancing_type {' '.join(kinds)}: only different losses add up",
-            works=[f"--moe-router-load-balancing-type {kind}" for kind in dict.fromkeys(kinds)],
-        )
-    if len(factors) not in (1, len(kinds)):
-        mistakes.add(
-            f"{len(factors)} moe_aux_loss_coeff for {len(kinds)} balancing losses",
-            "one for all is needed, or one for each",
-            works=[f"--moe-aux-loss-coeff {factors[0]}"] if factors else [],
-        )
-    if any(factor < 0 for factor in factors):
-        mistakes.add(f"moe_aux_loss_coeff must not be negative: {factors}")
-    if "sinkhorn" in kinds and (model.moe_router_num_groups or model.moe_router_enable_expert_bias):
-        mistakes.add(
-            "sinkhorn assigns tokens by itself: groups of experts and biases have no effect on it",
-            works=["--moe-router-load-balancing-type aux_loss"],
-        )
-    padded = experts.moe_pad_expert_input_to_capacity
-    if padded and experts.moe_expert_rank_capacity_factor is not None:
-        mistakes.add(
-            "moe_pad_expert_input_to_capacity pads the rows of every expert, and "
-            "moe_expert_rank_capacity_factor those of every rank",
-            works=[
-                "--no-moe-pad-expert-input-to-capacity",
-                "--moe-expert-rank-capacity-factor none",
-            ],
-        )
-    if padded and experts.moe_expert_capacity_factor is None:
-        mistakes.add(
-            "moe_pad_expert_input_to_capacity needs moe_expert_capacity_factor, which says how far",
-            works=[
-                "--moe-expert-capacity-factor 1.0",
-                "--no-moe-pad-expert-input-to-capacity",
-            ],
-        )

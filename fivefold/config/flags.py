@@ -8,10 +8,10 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
+from fivefold.config.data import MOCK
 from fivefold.config.foreign import FOREIGN, Foreign, name_of, without_section
 from fivefold.config.misspelt import MEANT
 from fivefold.config.settings import NONE, Setting, flag_of
-from fivefold.config.training import MOCK
 from fivefold.errors import Mistakes, shown
 
 ALIASES: Mapping[str, str] = MappingProxyType(
@@ -35,7 +35,20 @@ ALIASES: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Megatron-LM's switches that say with one word what is a value here.
+IDLE_SWITCHES: Mapping[str, str] = MappingProxyType(
+    {
+        "group_query_attention": "needs --num-query-groups, which says it all",
+        "moe_grouped_gemm": "needs --num-experts; experts always run grouped",
+        "moe_permute_fusion": "needs --num-experts; rows are always fused",
+        "calculate_per_token_loss": "nothing: the loss is always a mean over all valid tokens",
+        "masked_softmax_fusion": "nothing: attention is fused as a whole where it can be",
+        "no_masked_softmax_fusion": "nothing: attention is fused as a whole where it can be",
+        "persist_layer_norm": "nothing: PyTorch's norms are one kernel",
+        "no_persist_layer_norm": "nothing: PyTorch's norms are one kernel",
+    }
+)
+"""Megatron-LM's switches that set nothing here, and what they mean; `sources` sees that what they
+need is there."""
 SWITCHES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "bf16": {"precision": "bf16"},
@@ -48,19 +61,10 @@ SWITCHES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "squared_relu": {"activation_func": "squared_relu", "gated_linear_unit": False},
         "disable_bias_linear": {"add_bias_linear": False},
         "use_rotary_position_embeddings": {"position_embedding_type": "rope"},
-        # Another setting says it; `sources` sees that it is there.
-        "group_query_attention": {},
-        "moe_grouped_gemm": {},
-        "moe_permute_fusion": {},
-        # How the loss is always divided.
-        "calculate_per_token_loss": {},
-        # They switch what Fivefold does not have apart.
-        "masked_softmax_fusion": {},
-        "no_masked_softmax_fusion": {},
-        "persist_layer_norm": {},
-        "no_persist_layer_norm": {},
+        **{name: {} for name in IDLE_SWITCHES},
     }
 )
+"""Megatron-LM's switches that say with one word what is a value here."""
 
 _SWITCHED = re.compile(r"true|false|none|[\d.]+", re.IGNORECASE)  # what others give to switches
 _DASHES = "-\u2013\u2014"  # documents turn "--" into en or em dashes, which are then pasted

@@ -13,9 +13,10 @@ from fivefold.files import read_json, read_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = "metadata.json"
-_NEVER = (
+NEVER = (
     *("apply_residual_connection_post_layernorm", "attention_output_gate"),
     *("moe_apply_probs_on_input", "qk_l2_norm", "rotary_interleaved", "use_mup"),
+    *("experimental_attention_variant", "moe_latent_size", "hybrid_override_pattern"),
 )
 """Switches that no model here has, most of which change what the same weights compute."""
 _OURS: Mapping[str, float | str | None] = MappingProxyType(
@@ -157,7 +158,7 @@ def _told(model: ModelConfig) -> Iterator[tuple[str, Any]]:
     if model.num_experts is None and model.add_bias_linear and gelu:
         # Fused with the bias its GELU is by tanh, else by erf.
         yield "bias_gelu_fusion", model.activation_func == "gelu_tanh"
-    for switch in _NEVER:
+    for switch in NEVER:
         yield switch, False
     yield "softmax_scale", model.softmax_scale
     for name in _OURS:

@@ -5,7 +5,7 @@ _MESSAGES = "messages between stages are always asynchronous, each direction by 
 _OPTIMIZERS = "AdamW and Muon are the optimizers"
 _BATCH = "a batch is whole microbatches on every rank, or refused"
 _SIGNALS = "SIGTERM, SIGUSR1 and Ctrl-C end a run, which saves its step before"
-_RATES = "all weights have one learning rate, and all but biases and norms one weight decay"
+_RATES = "all weights but biases and norms have one weight decay"
 _RECORDER = "NCCL's last 2,000 calls are written to the run folder when one times out"
 STEPS = "Fivefold counts optimizer steps"
 _WHOLE = "checkpoints hold weights, moments and the place in the data; each rank writes its part"
@@ -87,9 +87,6 @@ MEGATRON_NAMES: tuple[tuple[str, str, str], ...] = (
     ("--manual-gc-interval", "manual_gc_eval no_manual_gc_eval", "evaluations collect nothing"),
     ("", "empty_unused_memory_level", _ONE_WAY),
     # Optimizer
-    ("--lr", "decoupled_lr", _RATES),
-    ("--min-lr", "decoupled_min_lr", _RATES),
-    ("--weight-decay", "start_weight_decay end_weight_decay weight_decay_incr_style", _RATES),
     ("--weight-decay", "apply_wd_to_qk_layernorm no_weight_decay_cond_type", _RATES),
     ("--lr-wsd-decay-iters", "wsd_decay_steps", STEPS),
     (

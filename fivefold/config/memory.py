@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fivefold.config.parallel import option
+from fivefold.config.settings import Count, PositiveShare, option
 from fivefold.errors import Mistakes
 
 RecomputeModule = Literal[
@@ -44,7 +44,7 @@ class MemoryConfig:
     recompute_modules: tuple[RecomputeModule, ...] = option(
         ("core_attn",), "modules that selective recomputation runs again in the backward"
     )
-    tiled_mlp_num_shards: int = option(
+    tiled_mlp_num_shards: Count = option(
         1,
         "tiles of the tokens in which recomputed dense MLPs run, forward and backward, so that the "
         "inner features of one tile exist at a time",
@@ -65,8 +65,8 @@ class MemoryConfig:
         "tensors that are offloaded; dispatched_input: the tokens that reach experts; layer_input: "
         "what full recomputation keeps",
     )
-    min_offloaded_tensor_size: int = option(1 << 20, "bytes of the smallest tensor to offload")
-    activation_offload_fraction: float = option(
+    min_offloaded_tensor_size: Count = option(1 << 20, "bytes of the smallest tensor to offload")
+    activation_offload_fraction: PositiveShare = option(
         1.0, "share of the bytes of each offloaded tensor that goes; the rest stays on the device"
     )
     cross_entropy_loss_fusion: bool = option(
@@ -87,7 +87,9 @@ class MemoryConfig:
         "keep optimizer state in host memory, and bring it to the device bucket by bucket for each "
         "update there",
     )
-    optimizer_offload_fraction: float = option(1.0, "share of the optimizer state in host memory")
+    optimizer_offload_fraction: PositiveShare = option(
+        1.0, "share of the optimizer state in host memory"
+    )
     optimizer_offload_path: str | None = option(
         None, "folder of the disk on which offloaded masters and moments lie, in place of memory"
     )

@@ -1,11 +1,12 @@
 """The model's architecture. `config.rules.model` checks it."""
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, replace
 from typing import Any, Literal, get_args
 
 from fivefold.config.layer_pattern import expert_layers, unrotated_layers, window_layers
 from fivefold.config.lora import OF_ADAPTERS, LoraTarget
-from fivefold.config.parallel import option
+from fivefold.config.settings import Count, NonNegative, Positive, Share, Whole, option
 
 MAX_SIZE = (1 << 31) - 1  # of any dimension, so that products of two fit into 64 bits
 
@@ -17,18 +18,18 @@ class ModelConfig:
     Lengths are in tokens, sizes in features. The defaults of the optional fields are Llama's.
     """
 
-    num_layers: int = field(metadata={"help": "transformer layers"})
-    hidden_size: int = field(metadata={"help": "features of the residual stream"})
-    num_attention_heads: int = field(metadata={"help": "query heads"})
-    vocab_size: int = field(metadata={"help": "entries of the vocabulary, before padding"})
-    num_query_groups: int | None = option(None, "key/value heads (default: one per query head)")
-    kv_channels: int | None = option(None, "features of a head (default: hidden size / heads)")
-    ffn_hidden_size: int | None = option(
+    num_layers: Count = option(MISSING, "transformer layers")
+    hidden_size: Count = option(MISSING, "features of the residual stream")
+    num_attention_heads: Count = option(MISSING, "query heads")
+    vocab_size: Count = option(MISSING, "entries of the vocabulary, before padding")
+    num_query_groups: Count | None = option(None, "key/value heads (default: one per query head)")
+    kv_channels: Count | None = option(None, "features of a head (default: hidden size / heads)")
+    ffn_hidden_size: Count | None = option(
         None, "inner features of the MLP (default: 4 x hidden size)"
     )
-    max_position_embeddings: int = option(4096, "longest supported sequence, in tokens")
+    max_position_embeddings: Count = option(4096, "longest supported sequence, in tokens")
     normalization: Literal["RMSNorm", "LayerNorm"] = option("RMSNorm", "normalisation layers")
-    norm_epsilon: float = option(1e-5, "added to the variance by the normalisation layers")
+    norm_epsilon: Positive = option(1e-5, "added to the variance by the normalisation layers")
     apply_layernorm_1p: bool = option(
         False, "multiply by 1 + the weight of a norm, which starts at 0, as Gemma does"
     )
@@ -37,33 +38,33 @@ class ModelConfig:
         "normalise what attention and MLP read, what they add to the residual stream (EXAONE 4), "
         "or both (GLM-4)",
     )
-    embedding_multiplier: float = option(
+    embedding_multiplier: Positive = option(
         1.0, "factor of what is looked up of tokens, in Granite 12 for example"
     )
-    residual_multiplier: float = option(
+    residual_multiplier: Positive = option(
         1.0, "factor of what attention and MLP add to the residual stream, as in Granite"
     )
-    logits_scaling: float = option(1.0, "logits are divided by this, as in Granite")
-    softmax_scale: float | None = option(
+    logits_scaling: Positive = option(1.0, "logits are divided by this, as in Granite")
+    softmax_scale: Positive | None = option(
         None, "factor of queries' products with keys; none: 1 / sqrt(features of a query)"
     )
-    attn_logit_softcapping: float | None = option(
+    attn_logit_softcapping: Positive | None = option(
         None, "c: attention scores become c tanh(score / c), as in Gemma 2; none: as they are"
     )
-    final_logit_softcapping: float | None = option(
+    final_logit_softcapping: Positive | None = option(
         None, "c: logits become c tanh(logit / c), as in Gemma 2; none: as they are"
     )
     position_embedding_type: Literal["rope", "learned_absolute"] = option(
         "rope", "position encoding: rotary, or a learned table"
     )
-    rotary_base: float = option(10000.0, "base (theta) of RoPE")
-    rotary_base_local: float | None = option(
+    rotary_base: Positive = option(10000.0, "base (theta) of RoPE")
+    rotary_base_local: Positive | None = option(
         None, "RoPE's base in layers with a window, unscaled there, as in Gemma 3; none: the same"
     )
-    rotary_percent: float = option(
+    rotary_percent: Positive = option(
         1.0, "share of a head's features that RoPE rotates, from the first one on"
     )
-    rotary_seq_len_interpolation_factor: float | None = option(
+    rotary_seq_len_interpolation_factor: Positive | None = option(
         None, "positions are divided by this for RoPE, as in Gemma 3 from 4B on; none: as they are"
     )
     no_rope_freq: str | None = option(
@@ -72,34 +73,36 @@ class ModelConfig:
         "none: no layers",
     )
     use_rope_scaling: bool = option(False, "stretch low RoPE frequencies as Llama 3.1 does")
-    rope_scaling_factor: float = option(
+    rope_scaling_factor: Positive = option(
         8.0, "factor by which RoPE scaling stretches the longest wavelengths"
     )
-    rope_low_freq_factor: float = option(
+    rope_low_freq_factor: Positive = option(
         1.0, "wavelengths above original length / this are stretched fully"
     )
-    rope_high_freq_factor: float = option(
+    rope_high_freq_factor: Positive = option(
         4.0, "wavelengths below original length / this are not stretched"
     )
-    rope_original_max_position_embeddings: int = option(
+    rope_original_max_position_embeddings: Count = option(
         8192, "sequence length before RoPE scaling, in tokens"
     )
     rope_type: Literal["rope", "yarn"] = option(
         "rope", "rotary positions: unscaled, or stretched to longer contexts with YaRN"
     )
-    rotary_scaling_factor: float = option(40.0, "factor by which YaRN stretches long wavelengths")
-    original_max_position_embeddings: int = option(
+    rotary_scaling_factor: Positive = option(
+        40.0, "factor by which YaRN stretches long wavelengths"
+    )
+    original_max_position_embeddings: Count = option(
         4096, "sequence length before YaRN scaling, in tokens"
     )
-    beta_fast: float = option(
+    beta_fast: Positive = option(
         32.0, "YaRN keeps frequencies with more rotations than this in the original length"
     )
-    beta_slow: float = option(
+    beta_slow: Positive = option(
         1.0,
         "YaRN fully stretches frequencies with fewer rotations than this in the original length",
     )
-    mscale: float = option(1.0, "YaRN scales rotary features by 1 + 0.1 mscale ln(factor)")
-    mscale_all_dim: float = option(
+    mscale: NonNegative = option(1.0, "YaRN scales rotary features by 1 + 0.1 mscale ln(factor)")
+    mscale_all_dim: NonNegative = option(
         0.0, "YaRN's mscale for all features of MLA's scores; rotary features are divided by it"
     )
     yarn_correction_range_round_to_int: bool = option(
@@ -113,7 +116,7 @@ class ModelConfig:
     glu_linear_offset: float = option(
         0.0, "added to the up projection of a gated MLP: activation(gate) x (up + this)"
     )
-    activation_func_clamp_value: float | None = option(
+    activation_func_clamp_value: Positive | None = option(
         None, "clamp the gate from above and up on both sides, as gpt-oss does; none: no clamp"
     )
     add_bias_linear: bool = option(False, "give every linear layer of a block a bias")
@@ -127,13 +130,13 @@ class ModelConfig:
         "normalise each head by itself, or all heads of a token together, as OLMo 2 does",
     )
     untie_embeddings_and_output_weights: bool = option(True, "give the output layer its own weight")
-    hidden_dropout: float = option(0.0, "dropout of embeddings and of both residual branches")
-    attention_dropout: float = option(0.0, "dropout of attention probabilities")
+    hidden_dropout: Share = option(0.0, "dropout of embeddings and of both residual branches")
+    attention_dropout: Share = option(0.0, "dropout of attention probabilities")
     softmax_type: Literal["vanilla", "learnable"] = option(
         "vanilla",
         "attention softmax: over keys only, or with a learned sink logit per head, as gpt-oss has",
     )
-    window_size: int | None = option(
+    window_size: Count | None = option(
         None, "sliding window: tokens before itself that each token attends to; none: all"
     )
     window_attn_skip_freq: str | None = option(
@@ -144,17 +147,17 @@ class ModelConfig:
     parallel_residual: bool = option(
         False, "feed attention and MLP of a layer the same hidden state, as GPT-NeoX does"
     )
-    init_method_std: float = option(0.02, "standard deviation of initial weights")
-    make_vocab_size_divisible_by: int = option(128, "pad the vocabulary to a multiple of this")
-    num_experts: int | None = option(
+    init_method_std: Positive = option(0.02, "standard deviation of initial weights")
+    make_vocab_size_divisible_by: Count = option(128, "pad the vocabulary to a multiple of this")
+    num_experts: Count | None = option(
         None, "experts of a mixture-of-experts layer; none: dense MLPs"
     )
-    moe_router_topk: int = option(2, "experts per token")
-    moe_router_num_groups: int | None = option(
+    moe_router_topk: Count = option(2, "experts per token")
+    moe_router_num_groups: Count | None = option(
         None, "number of equal groups of experts, of which a token uses a few; none: no groups"
     )
-    moe_router_group_topk: int | None = option(None, "groups of experts per token")
-    moe_router_group_scores: int | None = option(
+    moe_router_group_topk: Count | None = option(None, "groups of experts per token")
+    moe_router_group_scores: Count | None = option(
         None,
         "number of best experts whose scores add up to their group's score (default: experts per "
         "token / groups per token)",
@@ -165,16 +168,16 @@ class ModelConfig:
     moe_router_pre_softmax: bool = option(
         False, "softmax over all experts, rather than only over the chosen ones"
     )
-    moe_router_topk_scaling_factor: float | None = option(
+    moe_router_topk_scaling_factor: Positive | None = option(
         None, "factor on the weights of the chosen experts; none: 1"
     )
     moe_router_enable_expert_bias: bool = option(
         False, "balance experts by biases that affect only the choice, without a loss (DeepSeek-V3)"
     )
-    moe_ffn_hidden_size: int | None = option(
+    moe_ffn_hidden_size: Count | None = option(
         None, "inner features of an expert (default: ffn_hidden_size)"
     )
-    moe_shared_expert_intermediate_size: int | None = option(
+    moe_shared_expert_intermediate_size: Count | None = option(
         None, "inner features of all shared experts together (they process every token)"
     )
     moe_shared_expert_gate: bool = option(
@@ -188,16 +191,16 @@ class ModelConfig:
     multi_latent_attention: bool = option(
         False, "compress queries, keys and values into latents, as DeepSeek-V2 does (MLA)"
     )
-    q_lora_rank: int | None = option(None, "features of MLA's query latent; none: no compression")
-    kv_lora_rank: int = option(512, "features of MLA's key/value latent")
-    qk_head_dim: int = option(128, "non-rotary features of an MLA query or key head")
-    qk_pos_emb_head_dim: int = option(64, "rotary features of an MLA query or key head")
-    v_head_dim: int = option(128, "features of an MLA value head")
-    mtp_num_layers: int = option(0, "multi-token prediction layers")
+    q_lora_rank: Count | None = option(None, "features of MLA's query latent; none: no compression")
+    kv_lora_rank: Count = option(512, "features of MLA's key/value latent")
+    qk_head_dim: Count = option(128, "non-rotary features of an MLA query or key head")
+    qk_pos_emb_head_dim: Count = option(64, "rotary features of an MLA query or key head")
+    v_head_dim: Count = option(128, "features of an MLA value head")
+    mtp_num_layers: Whole = option(0, "multi-token prediction layers")
     lora_rank: int | None = option(
         None, "rank of adapters (LoRA), which alone are trained; none: all weights are trained"
     )
-    lora_alpha: float = option(32.0, "adapters are multiplied by this / rank")
+    lora_alpha: Positive = option(32.0, "adapters are multiplied by this / rank")
     lora_target_modules: tuple[LoraTarget, ...] = option(
         ("all-linear",), "linear layers with adapters, by their names in PEFT; all-linear: all"
     )
@@ -207,7 +210,7 @@ class ModelConfig:
     use_dora: bool = option(
         False, "also train the length of each row of a weight with its adapter (DoRA)"
     )
-    lora_dropout: float = option(0.0, "dropout of what adapters read, of each a mask of its own")
+    lora_dropout: Share = option(0.0, "dropout of what adapters read, of each a mask of its own")
     unmodelled: tuple[str, ...] = option(
         (),
         "features of the original that are not modelled; the model can be planned, not trained",
@@ -232,6 +235,10 @@ class ModelConfig:
     def num_kv_heads(self) -> int:
         """Key/value heads."""
         return self.num_query_groups or self.num_attention_heads
+
+    def kv_heads_of(self, ranks: int) -> int:
+        """Key/value heads on each of `ranks` ranks that split the heads: one at least."""
+        return max(self.num_kv_heads // ranks, 1)
 
     @property
     def head_dim(self) -> int:
@@ -336,11 +343,6 @@ class ModelConfig:
         return self.num_attention_heads * self.value_dim
 
     @property
-    def kv_size(self) -> int:
-        """Features of all key (or value) heads together, without latent attention."""
-        return self.num_kv_heads * self.head_dim
-
-    @property
     def expert_ffn_size(self) -> int:
         """Inner features of one expert."""
         return self.moe_ffn_hidden_size or self.ffn_size
@@ -350,22 +352,24 @@ class ModelConfig:
         """Inner features of all shared experts together; 0 without them."""
         return self.moe_shared_expert_intermediate_size or 0
 
-    def window_of(self, layer: int) -> int | None:
-        """How many tokens before itself a token of a layer attends to; None: all.
+    def _at(
+        self, layer: int, layers_of: Callable[[str, int], tuple[bool, ...]], pattern: str
+    ) -> bool:
+        """What a pattern says of a layer; those of further predictions are like the last one."""
+        return layers_of(pattern, self.num_layers)[min(layer, self.num_layers - 1)]
 
-        Multi-token prediction layers are like the last layer.
-        """
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens before itself a token of a layer attends to; None: all."""
         if self.window_size is None or self.window_attn_skip_freq is None:
             return self.window_size
-        limited = window_layers(self.window_attn_skip_freq, self.num_layers)
-        return self.window_size if limited[min(layer, self.num_layers - 1)] else None
+        limited = self._at(layer, window_layers, self.window_attn_skip_freq)
+        return self.window_size if limited else None
 
     def rotates(self, layer: int) -> bool:
-        """Whether RoPE turns queries and keys of a layer; further predictions are like the last."""
+        """Whether RoPE turns queries and keys of a layer."""
         if self.no_rope_freq is None:
             return self.position_embedding_type == "rope"
-        without = unrotated_layers(self.no_rope_freq, self.num_layers)
-        return not without[min(layer, self.num_layers - 1)]
+        return not self._at(layer, unrotated_layers, self.no_rope_freq)
 
     @property
     def rotated_share(self) -> float:
@@ -378,10 +382,9 @@ class ModelConfig:
         return None if self.window_attn_skip_freq is not None else self.window_size
 
     def is_moe(self, layer: int) -> bool:
-        """Whether a layer has experts; multi-token prediction layers are like the last layer."""
-        if self.num_experts is None:
-            return False
-        return expert_layers(self.moe_layer_freq, self.num_layers)[min(layer, self.num_layers - 1)]
+        """Whether a layer has experts."""
+        has = self.num_experts is not None
+        return has and self._at(layer, expert_layers, self.moe_layer_freq)
 
     @property
     def has_dense_layers(self) -> bool:

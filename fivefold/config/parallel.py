@@ -1,22 +1,10 @@
 """Settings of the layout: degrees of parallelism, sharding, pipeline; under Megatron's names."""
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from fivefold.config.settings import NONE
+from fivefold.config.settings import Count, Whole, option
 from fivefold.config.sharding import SHARDING, Sharding, ShardingStrategy
-
-
-def option(default: Any, help: str, none: str = NONE) -> Any:
-    """A dataclass field whose help text feeds --help and the flag reference.
-
-    Args:
-        default: default value.
-        help: description in one line.
-        none: how flags and TOML spell None.
-    """
-    return field(default=default, metadata={"help": help, "none": none})
-
 
 PipelineSchedule = Literal[
     "auto",
@@ -52,10 +40,10 @@ class ParallelConfig:
         False, "split the norm, dropout and residual regions along the tokens over TP"
     )
     pipeline_model_parallel_size: int = option(1, "ranks that hold consecutive stages (PP)")
-    num_virtual_stages_per_pipeline_rank: int | None = option(
+    num_virtual_stages_per_pipeline_rank: Count | None = option(
         None, "stages per pipeline rank (V); more than one interleaves them"
     )
-    num_layers_per_virtual_pipeline_stage: int | None = option(
+    num_layers_per_virtual_pipeline_stage: Count | None = option(
         None, "layers per stage; another way to set V"
     )
     pipeline_model_parallel_layout: str | None = option(
@@ -63,8 +51,8 @@ class ParallelConfig:
         "all stages as a layout string, such as 'Et*2|(tt|)*3tL' ('|' ends a stage), or auto: "
         "stages of equal times, estimated from FLOPs",
     )
-    decoder_first_pipeline_num_layers: int | None = option(None, "layers on the first PP rank")
-    decoder_last_pipeline_num_layers: int | None = option(None, "layers on the last PP rank")
+    decoder_first_pipeline_num_layers: Whole | None = option(None, "layers on the first PP rank")
+    decoder_last_pipeline_num_layers: Whole | None = option(None, "layers on the last PP rank")
     account_for_embedding_in_pipeline_split: bool = option(
         False, "count the embedding as one layer when splitting evenly"
     )
@@ -86,16 +74,16 @@ class ParallelConfig:
         "most activations that a synthesised schedule may hold on a rank, in microbatches of a "
         "full rank's layers (default: PP, as 1f1b)",
     )
-    num_sequence_slices: int = option(
+    num_sequence_slices: Count = option(
         1, "causal slices of each sequence, which pass through the pipeline in turn (sliced_1f1b)"
     )
-    pipeline_max_unsharded_stages: int | None = option(
+    pipeline_max_unsharded_stages: Count | None = option(
         None,
         "with optim_grads_params: most stages of a rank whose parameters are gathered at once; "
         "each stays gathered for as many pipeline actions as possible (default: gather layer by "
         "layer, each time)",
     )
-    microbatch_group_size_per_virtual_pipeline_stage: int | None = option(
+    microbatch_group_size_per_virtual_pipeline_stage: Count | None = option(
         None, "microbatches a rank runs on one stage before the next (default: PP)"
     )
     context_parallel_size: int = option(1, "ranks that split every sequence (CP)")
@@ -108,15 +96,15 @@ class ParallelConfig:
     hierarchical_context_parallel_sizes: tuple[int, ...] = option(
         (), "for a2a+p2p: sizes of the inner Ulysses group and of the outer ring"
     )
-    expert_model_parallel_size: int = option(1, "ranks that split the experts (EP)")
-    expert_tensor_parallel_size: int = option(1, "ranks that split each expert (ETP)")
+    expert_model_parallel_size: Count = option(1, "ranks that split the experts (EP)")
+    expert_tensor_parallel_size: Count = option(1, "ranks that split each expert (ETP)")
     moe_token_dispatcher_type: TokenDispatcher = option(
         "alltoall", "how tokens reach their experts"
     )
     moe_enable_deepep: bool = option(
         False, "send the tokens of flex by DeepEP's kernels, on GPUs, where deep_ep is installed"
     )
-    moe_deepep_num_sms: int = option(
+    moe_deepep_num_sms: Count = option(
         20, "multiprocessors of a GPU that DeepEP's kernels take, an even number"
     )
     moe_shared_expert_overlap: bool = option(
@@ -153,7 +141,7 @@ class ParallelConfig:
     overlap_param_gather: bool = option(
         True, "gather the next block's sharded parameters while the current block computes"
     )
-    ddp_bucket_size: int = option(
+    ddp_bucket_size: Count = option(
         2_097_152,
         "with no_shard: elements of gradients that are summed over ranks in one message",
     )
@@ -171,7 +159,7 @@ class ParallelConfig:
     zero_quantized_weights: bool = option(
         False, "gather sharded weights as INT8 with a scale per block (qwZ of ZeRO++)"
     )
-    zero_hpz_partition_size: int = option(
+    zero_hpz_partition_size: Count = option(
         1,
         "with optim_grads_params: ranks, of a node, that keep a second copy of the weights of a "
         "step and gather from it (hpZ of ZeRO++)",
@@ -180,7 +168,7 @@ class ParallelConfig:
         False,
         "reduce sharded gradients as INT4 with a scale per block, by all-to-all (qgZ of ZeRO++)",
     )
-    zero_qgz_partition_size: int = option(
+    zero_qgz_partition_size: Count = option(
         1,
         "with zero_quantized_gradients: ranks, of a node, that sum among themselves before they "
         "send to other nodes",
@@ -195,6 +183,10 @@ class ParallelConfig:
     def data_parallel_size(self) -> int:
         """Ranks that train on different samples."""
         return self.data_parallel_shard_size * self.num_distributed_optimizer_instances
+
+    def cp_comm_of(self, layer: int) -> CpCommType:
+        """How context-parallel ranks exchange the keys and values of a layer."""
+        return self.cp_comm_type[layer % len(self.cp_comm_type)]
 
     @property
     def token_parts(self) -> int:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fivefold.config.parallel import option
+from fivefold.config.settings import Count, Whole, option
 
 
 @dataclass(frozen=True)
@@ -20,25 +20,25 @@ class CheckpointConfig:
     load_adapter: str | None = option(
         None, "folder of an adapter that PEFT saved, to go on with beside the weights of --load"
     )
-    ckpt_step: int | None = option(None, "step of --load to start from (default: its latest)")
+    ckpt_step: Whole | None = option(None, "step of --load to start from (default: its latest)")
     finetune: bool = option(
         False, "load only the weights of --load; step, optimizer and data start anew"
     )
-    save_interval: int | None = option(
+    save_interval: Whole | None = option(
         0,
         "steps between checkpoints; 0: only the last step; auto: as often as loses the least "
         "time, by what a checkpoint costs here and how often devices fail",
         none="auto",
     )
-    keep_latest_k: int | None = option(3, "number of checkpoints to keep; none: all")
+    keep_latest_k: Count | None = option(3, "number of checkpoints to keep; none: all")
     async_save: bool = option(True, "write checkpoints while training goes on")
-    non_persistent_save_interval: int = option(
+    non_persistent_save_interval: Whole = option(
         0, "steps between copies of each rank's state in the memory of its host; 0: none"
     )
     non_persistent_local_ckpt_dir: str = option(
         "/dev/shm", "folder in the memory of each host for these copies"
     )
-    replication_jump: int | None = option(
+    replication_jump: Whole | None = option(
         None,
         "ranks between a rank and the one on whose host its second copy is kept; none: so many "
         "that it is another host",
@@ -49,7 +49,7 @@ class CheckpointConfig:
 class LoggingConfig:
     """Console, metrics, profiles and audits; metrics.jsonl is always written."""
 
-    log_interval: int = option(1, "steps between console lines")
+    log_interval: Count = option(1, "steps between console lines")
     log_straggler: bool = option(
         False, "compare the times of replicas at each console line, and name those that are slow"
     )

@@ -4,15 +4,14 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from inspect import getdoc
-from types import MappingProxyType
 from typing import TextIO
 
-from fivefold.config.config import SECTIONS
-from fivefold.config.flags import ALIASES, SWITCHES
+from fivefold.config.config import SECTION_SETTINGS, SECTIONS
+from fivefold.config.flags import ALIASES, IDLE_SWITCHES, SWITCHES
 from fivefold.config.foreign import FOREIGN, name_of
 from fivefold.config.presets import PRESETS
 from fivefold.config.settings import NONE, Setting, flag_of, settings_of
-from fivefold.config.sources import MODEL, config_settings, recipe_names
+from fivefold.config.sources import MODEL, recipe_names
 from fivefold.errors import ConfigError, did_you_mean
 from fivefold.units import wrapped
 
@@ -60,7 +59,7 @@ def help_text(verb: str, options: type, stream: TextIO, topic: str | None) -> st
     columns = shutil.get_terminal_size().columns if stream.isatty() else MAX_WIDTH
     width = min(columns, MAX_WIDTH)
     own = list(settings_of(options))
-    sections = config_settings() if any(s.name == "recipe" for s in own) else {}
+    sections = SECTION_SETTINGS if any(s.name == "recipe" for s in own) else {}
     named = None if topic in (None, "all", *sections) else topic
     if named is not None:
         settings = [*own, *_of(sections)]
@@ -89,7 +88,7 @@ def help_text(verb: str, options: type, stream: TextIO, topic: str | None) -> st
 
 def is_topic(topic: str) -> bool:
     """Whether a section or a setting of a run is called so."""
-    return topic in SECTIONS or bool(_named(topic, [*_of(config_settings())], MAX_WIDTH))
+    return topic in SECTIONS or bool(_named(topic, [*_of(SECTION_SETTINGS)], MAX_WIDTH))
 
 
 def _own_lines(verb: str, options: type, own: list[Setting], width: int) -> Iterator[str]:
@@ -202,7 +201,7 @@ def _page_lines() -> Iterator[str]:
         "such as `sequence_parallel` with `--tp 1`, is left out, with a note; if both are flags, "
         "it is an error."
     )
-    for section, settings in config_settings().items():
+    for section, settings in SECTION_SETTINGS.items():
         yield from ("", f"## [{section}]", "", _summary(SECTIONS[section]), "")
         if section == "model":
             yield (
@@ -225,24 +224,11 @@ def _table(settings: Iterable[Setting]) -> Iterator[str]:
     yield "|---|---|---|---|"
     for setting in settings:
         value = setting.expected.removeprefix("one of ").replace("|", "\\|")
+        value += f"; {setting.within.words}" if setting.within else ""
         default = _default(setting) or ("off" if setting.default is False else "")
         shown = f"`{default}`" if default else "required" if setting.default is MISSING else ""
         text = setting.help.replace("|", "\\|")
         yield f"| `{setting.name}` | {value} | {shown} | {text} |"
-
-
-_SAID_BY_OTHERS = MappingProxyType(
-    {
-        "group_query_attention": "needs --num-query-groups, which says it all",
-        "moe_grouped_gemm": "needs --num-experts; experts always run grouped",
-        "moe_permute_fusion": "needs --num-experts; rows are always fused",
-        "calculate_per_token_loss": "nothing: the loss is always a mean over all valid tokens",
-        "masked_softmax_fusion": "nothing: attention is fused as a whole where it can be",
-        "no_masked_softmax_fusion": "nothing: attention is fused as a whole where it can be",
-        "persist_layer_norm": "nothing: PyTorch's norms are one kernel",
-        "no_persist_layer_norm": "nothing: PyTorch's norms are one kernel",
-    }
-)
 
 
 def _switch(name: str) -> str:
@@ -250,9 +236,9 @@ def _switch(name: str) -> str:
 
 
 def _implied(name: str, implied: Mapping[str, object]) -> str:
-    if not implied:
-        return _SAID_BY_OTHERS[name]
-    return ", ".join(f"{name} = {_shown(value)}" for name, value in implied.items())
+    return IDLE_SWITCHES.get(name) or ", ".join(
+        f"{name} = {_shown(value)}" for name, value in implied.items()
+    )
 
 
 def _shown(value: object) -> str:

@@ -1,15 +1,47 @@
 """Settings: dataclass fields with their type, flag and TOML key."""
 
+import json
 import math
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
 from types import MappingProxyType, NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 _SPELLINGS = MappingProxyType({"allgather": "all_gather"})  # a word that Megatron-LM has both ways
 _MAX_WHOLE = 1 << 64  # of which sums and ratios are still floats
 NONE = "none"  # how flags and TOML, which has no null, spell None
+
+
+class Allowed(NamedTuple):
+    """Numbers that a setting may have: `Annotated[int, Allowed(...)]` is its type.
+
+    Attributes:
+        holds: tells whether it may have a number.
+        words: which ones, to follow "must be".
+    """
+
+    holds: Callable[[float], bool]
+    words: str
+
+
+Count = Annotated[int, Allowed(lambda v: v >= 1, "at least 1")]
+Whole = Annotated[int, Allowed(lambda v: v >= 0, "0 or more")]
+Positive = Annotated[float, Allowed(lambda v: v > 0, "positive")]
+NonNegative = Annotated[float, Allowed(lambda v: v >= 0, "0 or more")]
+Share = Annotated[float, Allowed(lambda v: 0 <= v < 1, "in [0, 1)")]
+PositiveShare = Annotated[float, Allowed(lambda v: 0 < v <= 1, "in (0, 1]")]
+
+
+def option(default: Any, help: str, none: str = NONE) -> Any:
+    """A dataclass field for a flag, whose help text feeds --help and the flag reference.
+
+    Args:
+        default: default value; MISSING if there is none.
+        help: description in one line.
+        none: how flags and TOML spell None.
+    """
+    return field(default=default, metadata={"help": help, "none": none})
 
 
 def argument(help: str, default: Any = MISSING) -> Any:
@@ -33,24 +65,26 @@ class Setting:
     Attributes:
         name: name of the field and of the TOML key; the flag has dashes instead of underscores.
         kind: type of the value, or of its items if `many`: bool, int, float or str.
+        help: description in one line.
+        default: default value; MISSING if there is none.
         choices: allowed values; empty: all.
         optional: whether None is allowed.
         many: whether it takes several values, which are kept as a tuple.
         positional: whether it is a positional argument rather than a flag.
-        default: default value; MISSING if there is none.
-        help: description in one line.
         none: how None is spelled.
+        within: numbers that it may have; None: any.
     """
 
     name: str
     kind: type
-    choices: tuple[str, ...]
-    optional: bool
-    many: bool
-    positional: bool
-    default: Any
     help: str
+    default: Any
+    choices: tuple[str, ...] = ()
+    optional: bool = False
+    many: bool = False
+    positional: bool = False
     none: str = NONE
+    within: Allowed | None = None
 
     @property
     def flag(self) -> str:
@@ -157,7 +191,7 @@ class Setting:
 
 def settings_of(cls: type) -> Iterator[Setting]:
     """The settings of a dataclass, in the order of its fields."""
-    hints = get_type_hints(cls)
+    hints = get_type_hints(cls, include_extras=True)
     for of in fields(cls):
         yield _setting(of, hints[of.name])
 
@@ -169,6 +203,9 @@ def _setting(of: Field, hint: Any) -> Setting:
     many = get_origin(hint) is tuple
     if many:
         hint = get_args(hint)[0]
+    within = None
+    if get_origin(hint) is Annotated:
+        hint, within = get_args(hint)
     choices = get_args(hint) if get_origin(hint) is Literal else ()
     return Setting(
         name=of.name,
@@ -180,16 +217,10 @@ def _setting(of: Field, hint: Any) -> Setting:
         default=of.default,
         help=of.metadata["help"],
         none=of.metadata.get("none", NONE),
+        within=within,
     )
 
 
 def _quoted(text: str) -> str:
-    """A TOML basic string."""
-    return '"' + "".join(_ESCAPES.get(c) or _plain(c) for c in text) + '"'
-
-
-_ESCAPES = {'"': '\\"', "\\": "\\\\"}
-
-
-def _plain(char: str) -> str:
-    return f"\\u{ord(char):04x}" if char < " " or char == "\x7f" else char
+    """A TOML basic string: one of JSON, in which TOML wants one more character escaped."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -3,13 +3,11 @@
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
-from functools import cache
 from pathlib import Path
 from shlex import quote
-from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
-from fivefold.config.config import SECTIONS, Config
+from fivefold.config.config import SECTION_OF, SECTION_SETTINGS, SECTIONS, SETTINGS, Config
 from fivefold.config.flags import ALIASES, SWITCHES, Given, add_bad_value, scan
 from fivefold.config.foreign import FOREIGN, name_of
 from fivefold.config.huggingface import read_adapter
@@ -29,19 +27,9 @@ PRESET = "preset"  # key of [model] whose value is what --model takes
 MODEL = Setting(
     name="model",
     kind=str,
-    choices=(),
-    optional=False,
-    many=False,
-    positional=False,
     default=None,
     help="preset, hub name, or path of a config.json; replaces all of the recipe's [model]",
 )
-
-
-@cache
-def config_settings() -> Mapping[str, tuple[Setting, ...]]:
-    """Every setting of a run, by section."""
-    return MappingProxyType({name: tuple(settings_of(cls)) for name, cls in SECTIONS.items()})
 
 
 def recipe_names() -> list[str]:
@@ -160,8 +148,8 @@ def load_with_origins(argv: Sequence[str], options: type[T], *, models: bool = F
 
 def scan_all(argv: Sequence[str], options: type, mistakes: Mistakes) -> Given:
     """The flags and words of a command line, which may set a command's options and any setting."""
-    of_config = [s for section in config_settings().values() for s in section]
-    return scan(argv, [*settings_of(options), MODEL, *of_config], mistakes, SWITCHES)
+    of_all = [*settings_of(options), MODEL, *SETTINGS.values()]
+    return scan(argv, of_all, mistakes, SWITCHES)
 
 
 def _is_recipe(name: str) -> bool:
@@ -187,7 +175,7 @@ def to_toml(config: Config, *, changes_only: bool = False) -> str:
     """The recipe of a configuration, with all settings or only those that are not defaults."""
     lines = []
     for (section, settings), (_, values) in zip(
-        config_settings().items(), config.sections(), strict=True
+        SECTION_SETTINGS.items(), config.sections(), strict=True
     ):
         written = [(s, getattr(values, s.name)) for s in settings]
         kept = [(s, v) for s, v in written if not changes_only or v != s.default]
@@ -234,7 +222,7 @@ def _config(
 ) -> Config | None:
     found_before = mistakes.found
     sections: dict[str, Any] = {}
-    for name, settings in config_settings().items():
+    for name, settings in SECTION_SETTINGS.items():
         flags = {s.name: given.values[s.name] for s in settings if s.name in given.values}
         if name == "model":
             adapter = written.get("checkpoint", {}).get("load_adapter")
@@ -275,7 +263,7 @@ def _model(
     if name is not None:
         with mistakes.collecting():
             values = vars(resolve_model(name)) | values
-    required = [s for s in config_settings()["model"] if s.default is MISSING]
+    required = [s for s in SECTION_SETTINGS["model"] if s.default is MISSING]
     missing = [s.flag for s in required if s.name not in values]
     if missing:
         if not found_before and name is None:
@@ -341,17 +329,15 @@ def _find_recipe(recipe: str) -> Path:
 
 
 def _read_section(section: str, table: Any, path: Path, mistakes: Mistakes) -> dict[str, Any]:
-    sections = config_settings()
-    owner = {s.name: name for name, settings in sections.items() for s in settings}
-    owner[PRESET] = "model"
-    if section not in sections:
+    owner = {**SECTION_OF, PRESET: "model"}
+    if section not in SECTIONS:
         if not isinstance(table, dict) and section in owner:
             mistakes.add(f"{path}: {section} belongs in [{owner[section]}], not above all sections")
         elif not isinstance(table, dict):
             mistakes.add(f"{path}: unknown key {section!r}{_meant(section, owner)}")
         else:
-            suggestion = did_you_mean(section, sections)
-            mistakes.add(f"{path}: unknown section [{section}]{suggestion}", works=sections)
+            suggestion = did_you_mean(section, SECTIONS)
+            mistakes.add(f"{path}: unknown section [{section}]{suggestion}", works=SECTIONS)
         return {}
     if not isinstance(table, dict):
         mistakes.add(
@@ -360,7 +346,7 @@ def _read_section(section: str, table: Any, path: Path, mistakes: Mistakes) -> d
         )
         return {}
     values: dict[str, Any] = {}
-    settings = {s.name: s for s in sections[section]}
+    settings = {s.name: s for s in SECTION_SETTINGS[section]}
     if section == "model":
         settings[PRESET] = MODEL
     for key, value in table.items():

@@ -1,12 +1,20 @@
-"""Settings of training, data and optimizer."""
+"""Settings of training and optimizer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Annotated, Literal
 
 from fivefold.config.batch_sizes import BatchSizes
-from fivefold.config.parallel import option
+from fivefold.config.settings import (
+    Allowed,
+    Count,
+    NonNegative,
+    Positive,
+    Share,
+    Whole,
+    option,
+)
 
 ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8})
 """Bytes of an element, by precision."""
@@ -16,6 +24,9 @@ MasterType = Literal["fp32", "bf16"]
 GradientType = Literal["fp32", "bf16"]
 LARGEST_LOSS_SCALE = 2.0**64
 """Beyond it, or below one over it, a scaled gradient may leave the range of fp32."""
+LossScale = Annotated[
+    float, Allowed(lambda v: 1 / LARGEST_LOSS_SCALE <= v <= LARGEST_LOSS_SCALE, "in 2^-64 .. 2^64")
+]
 OF_MUON = (
     *("muon_momentum", "muon_nesterov", "muon_num_ns_steps"),
     *("muon_scale_mode", "muon_extra_scale_factor"),
@@ -25,8 +36,6 @@ SCALE_BY_TRIAL = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "
 """Settings of a loss scale that is not constant."""
 BLOCK = 32
 """Elements of a row that share a scale in a moment of 8 bits; the scale takes a byte."""
-MOCK = "mock"
-"""The data path of numbers that are made up."""
 NumaBinding = Literal["node", "socket", "exclusive"]
 BadStepAction = Literal["stop", "skip", "rewind"]
 
@@ -35,19 +44,21 @@ BadStepAction = Literal["stop", "skip", "rewind"]
 class TrainingConfig:
     """Batch, length, precision and evaluation."""
 
-    micro_batch_size: int = option(1, "sequences per microbatch and data-parallel rank")
-    global_batch_size: int = option(8, "sequences per optimizer step over all ranks")
-    seq_length: int = option(1024, "tokens per sequence")
+    micro_batch_size: Count = option(1, "sequences per microbatch and data-parallel rank")
+    global_batch_size: Count = option(8, "sequences per optimizer step over all ranks")
+    seq_length: Count = option(1024, "tokens per sequence")
     rampup_batch_size: tuple[int, ...] = option(
         (),
         "three numbers: sequences of the first step, how many are added again and again until "
         "they are global_batch_size, and the samples that this takes",
     )
-    train_iters: int = option(100, "optimizer steps")
-    train_samples: int | None = option(
+    train_iters: Count = option(100, "optimizer steps")
+    train_samples: Count | None = option(
         None, "sequences of the whole run, in place of train_iters: rates count samples, too"
     )
-    seed: int = option(1234, "seed of initial weights, data order and dropout, whatever the layout")
+    seed: Annotated[int, Allowed(lambda v: 0 <= v < 1 << 63, "in 0 .. 2^63 - 1")] = option(
+        1234, "seed of initial weights, data order and dropout, whatever the layout"
+    )
     precision: Precision = option(
         "bf16", "compute type; bf16 and fp16 keep fp32 master weights and reduce in fp32"
     )
@@ -61,7 +72,7 @@ class TrainingConfig:
     fp8_margin: int = option(
         0, "with delayed scales: powers of two that are left free above the largest element"
     )
-    fp8_amax_history_len: int = option(
+    fp8_amax_history_len: Count = option(
         1, "with delayed scales: steps whose largest elements are remembered"
     )
     fp8_amax_compute_algo: Literal["most_recent", "max"] = option(
@@ -110,15 +121,15 @@ class TrainingConfig:
     gradient_accumulation_fusion: bool = option(
         True, "let products add weight gradients to those of earlier microbatches, in their type"
     )
-    label_smoothing: float = option(0.0, "probability spread evenly over the true vocabulary")
-    z_loss_coeff: float = option(
+    label_smoothing: Share = option(0.0, "probability spread evenly over the true vocabulary")
+    z_loss_coeff: NonNegative = option(
         0.0, "factor of the squared log-sum-exp of logits that is added to a token's training loss"
     )
-    mtp_loss_scaling_factor: float = option(
+    mtp_loss_scaling_factor: NonNegative = option(
         0.1, "weight of the mean loss of further predictions (multi-token prediction)"
     )
-    eval_interval: int = option(0, "steps between evaluations on the validation sets; 0: never")
-    eval_iters: int = option(4, "global batches per evaluation of a set; 0: no evaluations")
+    eval_interval: Whole = option(0, "steps between evaluations on the validation sets; 0: never")
+    eval_iters: Whole = option(4, "global batches per evaluation of a set; 0: no evaluations")
     full_validation: bool = option(
         False, "evaluate each sample of the validation sets, not eval_iters batches"
     )
@@ -128,7 +139,7 @@ class TrainingConfig:
     check_for_spiky_loss: bool = option(
         False, "treat a step whose loss is far above those before it as one that is not finite"
     )
-    spiky_loss_factor: float = option(
+    spiky_loss_factor: Annotated[float, Allowed(lambda v: v > 1, "above 1")] = option(
         2.0, "a loss above so many times the median of the last 100 steps is a spike"
     )
     bad_step_action: BadStepAction = option(
@@ -136,18 +147,18 @@ class TrainingConfig:
         "what follows a step that is not finite or spikes: stop; skip to the next data; or rewind "
         "to the latest saved state, with the next data",
     )
-    check_weight_hash_across_dp_replicas_interval: int = option(
+    check_weight_hash_across_dp_replicas_interval: Whole = option(
         0, "steps after which replicas compare hashes of their weights, as before a save; 0: never"
     )
-    check_loss_across_dp_replicas_interval: int = option(
+    check_loss_across_dp_replicas_interval: Whole = option(
         0,
         "steps after which replicas compare their losses and gradients of the same microbatches; "
         "0: never",
     )
-    distributed_timeout_minutes: float = option(
+    distributed_timeout_minutes: Positive = option(
         10.0, "minutes after which a waiting collective fails"
     )
-    watchdog_timeout_seconds: float = option(
+    watchdog_timeout_seconds: NonNegative = option(
         60.0,
         "seconds without progress after which the rank at fault is named; 0: never",
     )
@@ -156,13 +167,13 @@ class TrainingConfig:
         "bind each rank to CPUs near its GPU, or near its memory: those of its NUMA node, of its "
         "socket, or cores of its own",
     )
-    exit_duration_in_mins: float | None = option(
+    exit_duration_in_mins: Positive | None = option(
         None, "minutes after which a start saves the step then under way, and ends, as by SIGTERM"
     )
     manual_gc: bool = option(
         False, "collect Python's garbage on all ranks at the same steps, not whenever each likes"
     )
-    manual_gc_interval: int = option(
+    manual_gc_interval: Whole = option(
         0, "steps between collections with manual_gc; 0: only before the first step"
     )
     deterministic_mode: bool = option(
@@ -230,91 +241,62 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """Corpora, tokenizer and packing."""
-
-    data_path: tuple[str, ...] = option(
-        ("builtin",),
-        "files, folders, globs (.txt .md .py .jsonl .parquet .arrow), Megatron .bin/.idx prefixes, "
-        "'builtin' (the Python standard library's sources), or 'mock' (numbers, to measure "
-        "without text); alternate with weights to blend",
-    )
-    valid_data_path: tuple[str, ...] = option(
-        (),
-        "validation sets, each NAME=PATH of a kind that data_path takes, with a loss of its own "
-        "(eval_loss_NAME) beside that of the validation split",
-    )
-    tokenizer_model: str | None = option(
-        None, "path of a tokenizer.json; without it a byte-level BPE is trained on the corpus"
-    )
-    tokenizer_vocab_size: int | None = option(
-        None, "vocabulary of the tokenizer to train (default: the model's vocab_size)"
-    )
-    data_cache_path: str | None = option(
-        None, "folder for tokenised corpora (default: ~/.cache/fivefold/data)"
-    )
-    split: str = option("969,30,1", "shares of train, validation and test")
-    text_key: str = option("text", "field of a JSON line or Parquet row that holds the text")
-    sft: bool = option(
-        False,
-        "data_path holds conversations: the tokenizer's chat template, loss on answers alone",
-    )
-    reset_position_ids: bool = option(True, "count positions from each document's start")
-    reset_attention_mask: bool = option(True, "let no token attend beyond its document")
-    eod_mask_loss: bool = option(
-        True, "mask the loss of predicting the token after an end of document"
-    )
-    document_length: int | None = option(
-        None,
-        "tokens of the document that a token lies in, on average, by which predictions count what "
-        "it attends to (default: seq_length)",
-    )
-
-
-@dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW or Muon, the learning-rate schedule and clipping."""
 
     optimizer: Literal["adam", "muon"] = option(
         "adam", "AdamW for all weights, or Muon for the matrices of the layers and AdamW for others"
     )
-    lr: float = option(3e-4, "peak learning rate")
-    min_lr: float = option(0.0, "learning rate that the decay ends at")
-    lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = option(
+    lr: Positive = option(3e-4, "peak learning rate")
+    min_lr: NonNegative = option(0.0, "learning rate that the decay ends at")
+    decoupled_lr: Positive | None = option(
+        None, "peak learning rate of the embedding and of the output layer (default: lr)"
+    )
+    decoupled_min_lr: NonNegative | None = option(
+        None, "learning rate that their decay ends at (default: min_lr)"
+    )
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
         "cosine", "shape of the decay after the warm-up"
     )
-    lr_decay_iters: int | None = option(None, "step at which the decay ends (default: train_iters)")
-    lr_decay_samples: int | None = option(
+    lr_decay_iters: Count | None = option(
+        None, "step at which the decay ends (default: train_iters)"
+    )
+    lr_decay_samples: Count | None = option(
         None, "with train_samples: sample at which the decay ends (default: train_samples)"
     )
-    lr_warmup_iters: int = option(0, "steps of linear warm-up")
-    lr_warmup_samples: int = option(0, "with train_samples: samples of linear warm-up")
-    lr_warmup_init: float = option(0.0, "learning rate that the warm-up starts from")
-    lr_wsd_decay_iters: int | None = option(None, "length of WSD's final decay, in steps")
-    lr_wsd_decay_samples: int | None = option(
+    lr_warmup_iters: Whole = option(0, "steps of linear warm-up")
+    lr_warmup_samples: Whole = option(0, "with train_samples: samples of linear warm-up")
+    lr_warmup_init: NonNegative = option(0.0, "learning rate that the warm-up starts from")
+    lr_wsd_decay_iters: Count | None = option(None, "length of WSD's final decay, in steps")
+    lr_wsd_decay_samples: Count | None = option(
         None, "with train_samples: length of WSD's final decay, in samples"
     )
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = option(
         "exponential", "shape of WSD's final decay"
     )
-    weight_decay: float = option(0.1, "decoupled weight decay; biases and norms have none")
-    adam_beta1: float = option(0.9, "decay of the first moment")
-    adam_beta2: float = option(0.95, "decay of the second moment")
-    adam_eps: float = option(1e-8, "added to the root of the second moment")
-    muon_momentum: float = option(0.95, "decay of Muon's mean of gradients")
+    weight_decay: NonNegative = option(0.1, "decoupled weight decay; biases and norms have none")
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = option(
+        "constant", "shape in which the weight decay grows over the run"
+    )
+    start_weight_decay: NonNegative | None = option(None, "weight decay that it grows from")
+    end_weight_decay: NonNegative | None = option(None, "weight decay that it grows to")
+    adam_beta1: Share = option(0.9, "decay of the first moment")
+    adam_beta2: Share = option(0.95, "decay of the second moment")
+    adam_eps: Positive = option(1e-8, "added to the root of the second moment")
+    muon_momentum: Share = option(0.95, "decay of Muon's mean of gradients")
     muon_nesterov: bool = option(
         False, "orthogonalise the mean with the present gradient once more, as Nesterov's momentum"
     )
-    muon_num_ns_steps: int = option(5, "Newton-Schulz iterations that orthogonalise a matrix")
+    muon_num_ns_steps: Count = option(5, "Newton-Schulz iterations that orthogonalise a matrix")
     muon_scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] = option(
         "spectral",
         "factor of Muon's updates of [out, in]: sqrt(max(out, in)), sqrt(max(1, out/in)), or "
         "sqrt(out/in)",
     )
-    muon_extra_scale_factor: float = option(
+    muon_extra_scale_factor: Positive = option(
         1.0, "further factor; 0.2 with spectral makes updates about as large as AdamW's"
     )
-    clip_grad: float = option(1.0, "largest global gradient norm; 0: no clipping")
+    clip_grad: NonNegative = option(1.0, "largest global gradient norm; 0: no clipping")
     use_precision_aware_optimizer: bool = option(
         False, "let the types of gradients, masters and moments be chosen, each by its setting"
     )
@@ -334,17 +316,27 @@ class OptimizerConfig:
         "fp32", "type of the second moment between steps; fewer bits are rounded stochastically"
     )
 
-    loss_scale: float | None = option(
+    loss_scale: LossScale | None = option(
         None,
         "factor of the loss in fp16, whose small gradients would vanish without one; none: as "
         "large a one as they allow",
     )
-    initial_loss_scale: float = option(2.0**32, "the first of the factors that are found by trial")
-    min_loss_scale: float = option(1.0, "the least of these factors")
-    loss_scale_window: int = option(
+    initial_loss_scale: LossScale = option(
+        2.0**32, "the first of the factors that are found by trial"
+    )
+    min_loss_scale: LossScale = option(1.0, "the least of these factors")
+    loss_scale_window: Count = option(
         1000, "steps without a gradient that overflows, after which the factor is doubled"
     )
-    hysteresis: int = option(2, "gradients that overflow before the factor is halved")
+    hysteresis: Count = option(2, "gradients that overflow before the factor is halved")
+
+    @property
+    def of_ends(self) -> "OptimizerConfig":
+        """The same with the learning rates of the embedding and the output layer."""
+        if self.decoupled_lr is None:
+            return self
+        floor = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
+        return replace(self, lr=self.decoupled_lr, min_lr=floor)
 
     def durations(self, training: TrainingConfig) -> tuple[int, int, int | None]:
         """The end of the warm-up, that of the decay, and the length of WSD's final decay; in what

@@ -1,14 +1,13 @@
 """The parameters of a stage by blocks, which are gathered and reduced together."""
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 
 from fivefold.config.model import ModelConfig
 from fivefold.counts.policy import StatePolicy
-from fivefold.description.layers import layer_kind
-from fivefold.description.shape import EMBEDDING, StageParts, WholeModel, stage_weights
+from fivefold.description.layers import layer_kinds
+from fivefold.description.shape import EMBEDDING, ModelParts, StageParts, kinds_of, stage_weights
 from fivefold.layout import Layout
 from fivefold.model.eight_bit.rules import in_eight_bits
 
@@ -89,7 +88,7 @@ def stage_blocks(
     `trained`: only the parameters that are trained; `whole_embedding`: the token embedding is not
     split by tensor parallelism, unless it is the output layer, too.
     """
-    parts = WholeModel(stage.layers, stage.embedding, stage.head, stage.mtp)
+    parts = ModelParts(stage.layers, embedding=stage.embedding, head=stage.head, mtp=stage.mtp)
     degrees = (layout.grid.tp, layout.grid.ep, layout.grid.etp)
     return _blocks(layout.config.model, degrees, parts, trained, whole_embedding)
 
@@ -99,15 +98,15 @@ def layer_block(layout: Layout, layer: int, *, trained: bool = False) -> Gathere
     model = layout.config.model
     degrees = (layout.grid.tp, layout.grid.ep, layout.grid.etp)
     if layer < model.num_layers:
-        return _block(model, degrees, WholeModel((layer,), False, False), trained)
-    return _block(model, degrees, WholeModel((), False, False, 1), trained, only="mtp.0.")
+        return _block(model, degrees, ModelParts((layer,)), trained)
+    return _block(model, degrees, ModelParts(mtp=1), trained, only="mtp.0.")
 
 
 @lru_cache(maxsize=4096)
 def _blocks(
     model: ModelConfig,
     degrees: tuple[int, int, int],
-    parts: WholeModel,
+    parts: ModelParts,
     trained: bool,
     whole_embedding: bool,
 ) -> tuple[GatheredBlock, ...]:
@@ -117,12 +116,10 @@ def _blocks(
     ends = _block(model, degrees, around, trained, leaves_out="mtp.", whole=whole)
     predicts = _block(model, degrees, around, trained, only="mtp.0.")
     further = [replace(predicts, count=parts.mtp)] if parts.mtp else []
-    each = [layer_kind(model, layer) for layer in parts.layers]
-    kinds, first = Counter(each), dict(zip(reversed(each), reversed(parts.layers), strict=True))
-    layers = [
-        replace(_block(model, degrees, WholeModel((first[kind],), False, False), trained), count=n)
-        for kind, n in kinds.items()
-    ]
+    layers = []
+    for kind, count in kinds_of(model, parts.layers).items():
+        one = ModelParts((layer_kinds(model)[kind],))
+        layers.append(replace(_block(model, degrees, one, trained), count=count))
     return (ends, *further, *layers)
 
 
@@ -130,7 +127,7 @@ def _blocks(
 def _block(
     model: ModelConfig,
     degrees: tuple[int, int, int],
-    parts: WholeModel,
+    parts: ModelParts,
     trained: bool,
     *,
     only: str = "",

@@ -1,17 +1,8 @@
 """Context-parallel communication of keys, values and latents; torch-free."""
 
-from fivefold.config.config import Config
 from fivefold.context.balance import split
 from fivefold.layout import Layout
 from fivefold.model.attention.blocks import Sight, num_tokens
-
-
-def gathers_latents(config: Config, layer: int) -> bool:
-    """Whether ranks gather a layer's latents instead of its keys and values."""
-    kinds = config.parallel.cp_comm_type
-    gathered = kinds[layer % len(kinds)] == "all_gather"
-    several = config.parallel.context_parallel_size > 1
-    return several and gathered and config.model.multi_latent_attention
 
 
 def seen_shares(

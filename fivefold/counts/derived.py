@@ -10,9 +10,15 @@ from fivefold.config.training import TrainingConfig
 from fivefold.counts.state import ModelState, model_state
 from fivefold.counts.volumes import by_axis, step_volumes
 from fivefold.description.activations import saved_activations
-from fivefold.description.layers import LayerKind, layer_kind
+from fivefold.description.layers import layer_kind, layer_kinds
 from fivefold.description.running import Running
-from fivefold.description.shape import WholeModel, count_parameters, forward_flops, training_flops
+from fivefold.description.shape import (
+    ModelParts,
+    count_parameters,
+    forward_flops,
+    kinds_of,
+    training_flops,
+)
 from fivefold.layout import Layout
 from fivefold.pipeline.ir import Kind
 from fivefold.units import human_bytes, human_count, human_flops, several
@@ -148,15 +154,12 @@ def _parameters(layout: Layout) -> list[Row]:
 
 def _layers(model: ModelConfig) -> str:
     """'32 layers x 218 M', or dense layers and layers with experts separately."""
-    kinds: dict[LayerKind, list[int]] = {}
-    for layer in range(model.num_layers):
-        kinds.setdefault(layer_kind(model, layer), []).append(layer)
-    parts = []
-    for which, layers in kinds.items():
-        size = count_parameters(model, WholeModel((layers[0],), embedding=False, head=False)).layers
-        number = several(len(layers), "dense layer" if len(kinds) > 1 else "layer")
-        if which.experts:
-            number = f"{several(len(layers), 'layer')} with experts"
+    kinds, parts = kinds_of(model, range(model.num_layers)), []
+    for kind, count in kinds.items():
+        size = count_parameters(model, ModelParts((layer_kinds(model)[kind],))).layers
+        number = several(count, "dense layer" if len(kinds) > 1 else "layer")
+        if kind.experts:
+            number = f"{several(count, 'layer')} with experts"
         parts.append(f"{number} x {human_count(size)}")
     return " + ".join(parts)
 

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.messages import Flow, wire_bytes
+from fivefold.counts.remade import remade_layers
 from fivefold.counts.routed import StepRows
 from fivefold.description.expert_rows import LayerRows, expected_rows, padded_rows
 from fivefold.description.layers import describe, layer_kind
+from fivefold.description.running import Running
 from fivefold.layout import Layout
-from fivefold.pipeline.split.stages import StageSpec
 
 NUMBER_BYTES = 8  # counts of rows and indices of experts are int64
 
@@ -24,9 +25,9 @@ def expert_flows(layout: Layout, rank: int, rows: StepRows | None) -> Iterator[F
     """
     flows = _ExpertFlows(layout)
     recomputed = layout.recomputed()
-    for stage, spec in layout.stages_of(layout.grid.coordinates(rank)["pp"]).items():
+    for stage in layout.stages_of(layout.grid.coordinates(rank)["pp"]):
         again = recomputed[stage]
-        for layer, (forwards, returns) in _forwards(layout, stage, spec).items():
+        for layer, (forwards, returns) in _forwards(layout, stage).items():
             yield from flows.travelled(
                 _Trips(flows.microbatches, forwards, returns, 1),
                 None if rows is None else rows.every[layer],
@@ -65,28 +66,21 @@ class _Trips:
         return self.returns + self.backwards
 
 
-def _forwards(layout: Layout, stage: int, spec: StageSpec) -> dict[int, tuple[int, int]]:
+def _forwards(layout: Layout, stage: int) -> dict[int, tuple[int, int]]:
     """Layer -> how often a step's forwards dispatch rows to experts, and combine their results.
 
     Recomputation stops at the last tensor that was saved, which precedes the combine unless shared
     experts, a dropout mask, a norm or another layer follow.
     """
-    model, memory = layout.config.model, layout.memory_of(stage)
-    found = {}
-    for group, again in memory.recomputed_groups(len(spec.layers)):
-        for place in group:
-            kind = layer_kind(model, spec.layers[place])
-            goes_on = bool(model.shared_ffn_size)
-            if again:
-                goes_on |= place != group[-1] or describe(model, kind).keeps_end
-            repeated = again or "moe" in memory.of_layer(place).remade_modules
-            if kind.experts:
-                found[spec.layers[place]] = 1 + repeated, 1 + (repeated and goes_on)
-    for layer in range(model.num_layers, model.num_layers + spec.mtp):
-        whole, selected = memory.recompute_granularity == "full", "moe" in memory.remade_modules
-        returns = 1 + (whole or (selected and bool(model.shared_ffn_size)))
-        if layer_kind(model, layer).experts:
-            found[layer] = 1 + (whole or selected), returns
+    model, found = layout.config.model, {}
+    for layer, remade in remade_layers(layout, stage):
+        kind = layer_kind(model, layer)
+        repeated = remade.whole or "moe" in remade.modules
+        goes_on = bool(model.shared_ffn_size)
+        if remade.whole:
+            goes_on |= not remade.ends_group or describe(model, kind).keeps_end
+        if kind.experts:
+            found[layer] = 1 + repeated, 1 + (repeated and goes_on)
     return found
 
 
@@ -102,9 +96,8 @@ class _ExpertFlows:
         self._model, self._settings, self._parallel = config.model, config.experts, config.parallel
         training, self._kind = config.training, self._parallel.moe_token_dispatcher_type
         element = ELEMENT_BYTES[training.precision]
-        router = {"fp64": 8, "fp32": 4, None: 0}[config.experts.moe_router_dtype]
         self._row = config.model.hidden_size * element
-        self._wide = max(element, router, 4)  # of scores and weights
+        self._wide = Running.of(config).score_bytes
         self._experts = config.model.num_experts or 1
         self._rows_B = training.micro_batch_size
         self.microbatches = layout.num_microbatches // layout.num_copies

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from fivefold.counts.remade import MADE_AGAIN, Remade
-from fivefold.description.layers import describe, layer_kind
+from fivefold.description.layers import describe_layer
 from fivefold.description.lora import Rescaled
 from fivefold.description.weights import Weight
 from fivefold.layout import Layout
@@ -48,7 +48,7 @@ def summed_lengths(layout: Layout, layer: int, remade: Remade) -> tuple[int, int
 
 def _measured(layout: Layout, layer: int) -> Iterator[Weight]:
     model = layout.config.model
-    for op in describe(model, layer_kind(model, layer)).operations:
+    for op in describe_layer(model, layer).operations:
         if isinstance(op, Rescaled):
             yield from op.measured
 
@@ -65,7 +65,7 @@ def _runs(layout: Layout, layer: int, weight: Weight, remade: Remade) -> tuple[i
     if remade.whole:
         again += 1 + (tiles > 1)
     again *= tiles
-    kind = layer_kind(config.model, layer)
-    if tiles > 1 and remade.ends_group and not describe(config.model, kind).keeps_end:
+    ends = remade.ends_group and not describe_layer(config.model, layer).keeps_end
+    if tiles > 1 and ends:
         again -= 1  # the last tile's input is the last that is saved
     return tiles, again

@@ -10,7 +10,7 @@ from heapq import heapreplace
 from math import prod
 
 from fivefold.counts.parameters import ParameterRecord
-from fivefold.counts.state import num_expert_shards, num_shards
+from fivefold.counts.shards import num_expert_shards, num_shards
 from fivefold.data_parallel.blocks import shard_dim
 from fivefold.layout import Layout
 
@@ -126,6 +126,13 @@ class MatrixDeal:
         return sum(each * prod(m.shape) - m.size(rank) for m, each in copies)
 
 
+def parts_and_shards(layout: Layout) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Ranks that split a matrix, and ranks that share what this leaves: of dense matrices, and of
+    those of experts."""
+    grid = layout.grid
+    return (grid.tp, num_shards(layout)), (grid.etp, num_expert_shards(layout))
+
+
 def layer_matrices(
     layout: Layout, records: Iterable[ParameterRecord]
 ) -> dict[bool, tuple[int, list[Matrix]]]:
@@ -133,12 +140,8 @@ def layer_matrices(
 
     Each with the number of ranks that hold their parts.
     """
-    grid, found = layout.grid, {}
-    every = [record for record in records if record.orthogonal]
-    for experts, parts, shards in (
-        (False, grid.tp, num_shards(layout)),
-        (True, grid.etp, num_expert_shards(layout)),
-    ):
+    found, every = {}, [record for record in records if record.orthogonal]
+    for experts, (parts, shards) in zip((False, True), parts_and_shards(layout), strict=True):
         matrices = [
             Matrix(each.name, each.shape, each.split_dim, parts, shards)
             for each in every

@@ -2,18 +2,12 @@
 
 from dataclasses import dataclass
 
-from fivefold.counts.parameters import parameter_records, shards_of
+from fivefold.counts.parameters import parameter_records
+from fivefold.counts.policy import engine_policy
 from fivefold.counts.sharded import ShardedVolumes
-from fivefold.counts.state import (
-    beyond,
-    engine_policy,
-    held,
-    held_of_experts,
-    num_expert_shards,
-    num_shards,
-    unit_of,
-    units_on_host,
-)
+from fivefold.counts.shards import ShardPlace, num_expert_shards
+from fivefold.counts.state import beyond
+from fivefold.counts.units import unit_of, units_on_host
 from fivefold.layout import Layout
 
 
@@ -38,16 +32,12 @@ def host_traffic(layout: Layout, rank: int) -> HostTraffic:
     units = units_on_host(layout, layout.grid.coordinates(rank)["pp"])
     policy = engine_policy(layout.config)
     state = policy.master + policy.moments
-    shards, expert_shards = num_shards(layout), num_expert_shards(layout)
-    shard, expert_shard = shards_of(layout, rank)
+    at, first = ShardPlace.of(layout, rank), ShardPlace.first(layout)
     out = back = brought = 0.0
     often = ShardedVolumes(layout, rank).gathers()
     for record in parameter_records(layout, rank):
         if (record.stage, unit_of(record.name)) in units:
-            if record.experts:
-                size = held_of_experts(record.shape, expert_shards, expert_shard)
-            else:
-                size = held(record.shape, shards, shard)
+            size = at.part(record.shape, experts=record.experts)
             times = 1 if len(record.sums) > 1 else times_reduced(layout, experts=record.experts)
             out += size * times * policy.gradient
             back += size * (times - 1) * policy.gradient
@@ -56,8 +46,7 @@ def host_traffic(layout: Layout, rank: int) -> HostTraffic:
                 out += kept + size * (policy.compute if policy.away else 0)
                 back += kept + size * policy.gradient
             if policy.away:
-                part = held_of_experts if record.experts else held
-                padded = part(record.shape, expert_shards if record.experts else shards)
+                padded = first.part(record.shape, experts=record.experts)
                 brought += padded * policy.compute * often[record.stage]
             elif not policy.visits:
                 back += size * policy.compute

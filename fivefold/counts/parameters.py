@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from fivefold.counts.state import num_expert_shards, num_shards
+from fivefold.counts.shards import num_expert_shards, num_shards
 from fivefold.description.shape import (
     EMBEDDING,
     canonical_name,
@@ -117,14 +117,6 @@ def delayed_layers(
             first = ep * held if record.experts else 0
             found.append(ScaledLayer(name, record.stage, record.written, every[name], first, held))
     return tuple(found)
-
-
-def shards_of(layout: Layout, rank: int) -> tuple[int, int]:
-    """A rank's index among those that share the state of dense parameters, and that of experts."""
-    at, grid = layout.grid.coordinates(rank), layout.grid
-    shard = at["dp_shard"] * grid.cp + at["cp"] if num_shards(layout) > 1 else 0
-    expert_at = grid.coordinates(rank, EXPERT_AXES)["edp"]
-    return shard, expert_at % num_expert_shards(layout)
 
 
 def tied_ranks(layout: Layout) -> tuple[tuple[int, ...], ...]:

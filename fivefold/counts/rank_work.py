@@ -1,12 +1,12 @@
 """Theoretical activation bytes and linear-layer FLOPs of a rank; torch-free."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
-from fivefold.config.memory import MemoryConfig
+from fivefold.config.model import ModelConfig
 from fivefold.config.training import ELEMENT_BYTES
-from fivefold.counts.context import gathers_latents, seen_shares
+from fivefold.counts.context import seen_shares
 from fivefold.counts.lengths import length_products
 from fivefold.counts.remade import MADE_AGAIN, Remade, remade_layers
 from fivefold.counts.routed import StepRows
@@ -20,9 +20,10 @@ from fivefold.description.activations import (
     saved_activations,
     total,
 )
-from fivefold.description.layers import describe, layer_kind
+from fivefold.description.layers import describe_layer, layer_kind
+from fivefold.description.operations import CoreAttention
 from fivefold.description.running import Running
-from fivefold.description.shape import has_final_norm, layer_weights
+from fivefold.description.shape import has_final_norm, layer_weights, placed_layers
 from fivefold.layout import Layout
 from fivefold.mesh.grid import EXPERT_AXES
 
@@ -51,9 +52,8 @@ def kept_activations(
     etp = layout.grid.coordinates(rank, EXPERT_AXES)["etp"]
     running = replace(Running.of(config), memory=memory, adds_expert_bias=etp == 0)
     tokens = config.rank_tokens
-    further = [model.num_layers + depth for depth in range(parts.mtp)]
     saved = []
-    for place, layer in [*enumerate(parts.layers), *((0, layer) for layer in further)]:
+    for place, layer in placed_layers(model, parts):
         known = running
         if rows is not None and layer in rows.first and running.routed is None:
             known = replace(running, routed=rows.first[layer])
@@ -75,43 +75,31 @@ def kept_activations(
         saved.append(total(loss))
     smoothed = config.training.label_smoothing > 0
     small = bookkeeping_bytes(model, parts, running, smoothed=smoothed)
-    groups = memory.recomputed_groups(len(parts.layers))
-    kept_whole = [(at, parts.layers[at]) for group, again in groups if not again for at in group]
-    if memory.recompute_granularity != "full":
-        kept_whole += [(0, layer) for layer in further]
+    layers = dict(remade_layers(layout, stage))
     copies = sum(
-        _copies(layout, layer, joined) for at, layer in kept_whole if _keeps_copies(memory, at)
+        _copies(layout, layer, joined)
+        for layer, remade in layers.items()
+        if not (remade.whole or {"core_attn", "a2a_overlap_attn"} & {*remade.modules})
     )
     kept = total(saved).kept + small + running.element_bytes * copies
-    every = (*parts.layers, *further)
-    whole = {layer for _, layer in kept_whole}
-    places = looks_up * (model.hidden_dropout > 0) + _dropout_places(layout, memory, every, whole)
+    places = looks_up * (model.hidden_dropout > 0) + _dropout_places(layout, layers)
     if layout.grid.cp > 1:  # indices of this rank's tokens, of which masks are made again
-        repeats = _repeats(layout, stage, len(kept_whole) < len(every))
+        repeats = any(_asks_for_indices(model, *each) for each in layers.items())
         kept += 8.0 * (places > 0 or (repeats and model.drops))
         kept += 8.0 * (repeats and model.num_experts is not None)
     if model.attention_dropout:  # not saved tensors, which recomputation would free
-        places += len(every)
+        places += len(layers)
     return tokens * (kept + (total(saved).offloaded if on_host else 0.0)) + 8.0 * places
 
 
-def _dropout_places(
-    layout: Layout, memory: MemoryConfig, every: Sequence[int], whole: Set[int]
-) -> int:
-    """Places of layers that drop features, each of which keeps the key of its mask.
-
-    Args:
-        layout: layout of the run.
-        memory: memory settings of the stage.
-        every: layers of the stage.
-        whole: those of them that are not recomputed as a whole.
-    """
+def _dropout_places(layout: Layout, layers: Mapping[int, Remade]) -> int:
+    """Places of layers that drop features, each of which keeps the key of its mask."""
     model = layout.config.model
-    places = 2 * len(whole) if model.hidden_dropout else 0
+    holding = {layer for layer, remade in layers.items() if not remade.whole}
+    places = 2 * len(holding) if model.hidden_dropout else 0
     if model.lora_dropout:
-        holding = {*whole}
-        if memory.tiled_mlp_num_shards > 1:  # a tile holds it until it is run again
-            holding |= {layer for layer in every if not layer_kind(model, layer).experts}
+        if layout.config.memory.tiled_mlp_num_shards > 1:  # a tile holds it until it is run again
+            holding |= {layer for layer in layers if not layer_kind(model, layer).experts}
         places += sum(_adapters(layout, layer) for layer in holding)
     return places
 
@@ -122,29 +110,10 @@ def _adapters(layout: Layout, layer: int) -> int:
     return sum(name.endswith("lora_A.weight") for name in weights)
 
 
-def _repeats(layout: Layout, stage: int, whole: bool) -> bool:
-    """Whether the backward of a stage recomputes what may ask for the tokens' indices.
-
-    Args:
-        layout: layout of the run.
-        stage: index of the stage in the split.
-        whole: whether some of its layers are recomputed as a whole.
-    """
-    memory, model, parts = layout.memory_of(stage), layout.config.model, layout.split.stages[stage]
-    if memory.recompute_granularity != "selective":
-        return whole
-    further = [(0, model.num_layers + depth) for depth in range(parts.mtp)]
-    for place, layer in (*enumerate(parts.layers), *further):
-        experts = layer_kind(model, layer).experts
-        asking = {"moe", "a2a_overlap_post_attn"} if experts else {"mlp"}
-        if {"a2a_overlap_attn", *asking} & {*memory.of_layer(place).remade_modules}:
-            return True
-    return False
-
-
-def _keeps_copies(memory: MemoryConfig, place: int) -> bool:
-    """Whether the layer at this place of a stage keeps what attention has made."""
-    return not {"core_attn", "a2a_overlap_attn"} & {*memory.of_layer(place).remade_modules}
+def _asks_for_indices(model: ModelConfig, layer: int, remade: Remade) -> bool:
+    """Whether the backward of a layer recomputes what may ask for the indices of its tokens."""
+    mlp = ("moe", "a2a_overlap_post_attn") if layer_kind(model, layer).experts else ("mlp",)
+    return remade.whole or not {"a2a_overlap_attn", *mlp}.isdisjoint(remade.modules)
 
 
 def _copies(layout: Layout, layer: int, joined: bool) -> float:
@@ -155,7 +124,7 @@ def _copies(layout: Layout, layer: int, joined: bool) -> float:
     ranks.
     """
     model, parallel, grid = layout.config.model, layout.config.parallel, layout.grid
-    kind = parallel.cp_comm_type[layer % len(parallel.cp_comm_type)]
+    kind = parallel.cp_comm_of(layer)
     read = model.trains_all or model.reads_shared("o_proj")
     output = model.attention_size / grid.tp * (read and not _is_moved(layout))
     if grid.cp == 1:
@@ -167,9 +136,8 @@ def _copies(layout: Layout, layer: int, joined: bool) -> float:
     if kind not in ("a2a", "a2a+p2p"):
         return 0.0
     exchanging = grid.cp if kind == "a2a" else parallel.hierarchical_context_parallel_sizes[0]
-    heads = max(model.num_kv_heads // grid.tp, 1)
-    keys = heads * (model.query_dim + model.value_dim)
-    return output + (max(exchanging / heads, 1) - 1) * keys
+    keys = describe_layer(model, layer).one(CoreAttention).key_value_features(grid.tp)
+    return output + (max(exchanging / model.kv_heads_of(grid.tp), 1) - 1) * keys
 
 
 def _is_moved(layout: Layout) -> bool:
@@ -248,12 +216,12 @@ class _Products:
     def of_layer(self, layer: int, remade: Remade) -> tuple[float, float]:
         """Products per token of a step, and of one forward, without experts."""
         sizes, model = _linear_weights(self._layout, layer), self._model
-        stops = remade.ends_group and not describe(model, layer_kind(model, layer)).keeps_end
+        stops = remade.ends_group and not describe_layer(model, layer).keeps_end
         again = remade.whole
-        predicts = layer >= model.num_layers
+        trained = {weight.name for weight in describe_layer(model, layer).weights if weight.trained}
         once = sum(sizes.values())
-        once += 2 * model.hidden_size**2 // self._layout.grid.tp if predicts else 0
-        passes = (3 + again) * once - self._frozen(layer, sizes)
+        passes = (3 + again) * once
+        passes -= sum(size for name, size in sizes.items() if name not in trained)  # no dW
         tiled = [name for name in sizes if again and name.startswith(MADE_AGAIN["mlp"])]
         if self._memory.tiled_mlp_num_shards == 1:
             tiled = []
@@ -263,7 +231,7 @@ class _Products:
             passes -= self._last_tile * sum(sizes[name] for name in tiled)
         elif stops:
             passes -= sum(sizes[name] for name in sizes if self._ends(name, "layer"))
-        if gathers_latents(self._layout.config, layer):
+        if self._layout.config.gathers_latents(layer):
             _, got = seen_shares(self._layout, self._cp_rank, model.window_of(layer))
             # Of all latents, in the forward; the backward projects again for dX and dW.
             around = "a2a_overlap_attn" in remade.modules  # counted with the other projections
@@ -281,16 +249,6 @@ class _Products:
         """Products of a step per row of an expert."""
         again = remade.whole or not {"moe", "routed_experts"}.isdisjoint(remade.modules)
         return (2 + self._model.trains_all + again) * self.of_one_expert(layer)
-
-    def _frozen(self, layer: int, sizes: Mapping[str, float]) -> float:
-        """Elements of the weights among `sizes`, and of a prediction's, that have no dW."""
-        model = self._model
-        if model.trains_all:
-            return 0.0
-        weights = layer_weights(model, layer)
-        around = 2 * model.hidden_size**2 // self._layout.grid.tp
-        frozen = sum(size for name, size in sizes.items() if not weights[name].trained)
-        return frozen + (around if layer >= model.num_layers else 0)
 
     def of_one_expert(self, layer: int) -> float:
         """Products of one forward per row of an expert."""
@@ -323,7 +281,7 @@ def _linear_weights(layout: Layout, layer: int) -> dict[str, float]:
     model, grid = layout.config.model, layout.grid
     parts = layout.config.parallel.token_parts
     sizes: dict[str, float] = {}
-    for name, weight in layer_weights(model, layer).items():
+    for weight in describe_layer(model, layer).weights:
         if not weight.multiplies or weight.of_experts:
             continue
         size: float = prod(weight.local(grid.tp))
@@ -331,6 +289,6 @@ def _linear_weights(layout: Layout, layer: int) -> dict[str, float]:
             size /= parts
         if weight.heads % grid.tp:
             size //= weight.heads
-        apart = model.lora_dropout > 0 and model.keeps_made(name.split(".")[-2])
-        sizes[name] = 2 * size if apart else size
+        apart = model.lora_dropout > 0 and model.keeps_made(weight.name.split(".")[-2])
+        sizes[weight.name] = 2 * size if apart else size
     return sizes

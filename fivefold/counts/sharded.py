@@ -12,13 +12,8 @@ from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.matrices import Matrix, MatrixDeal, layer_matrices
 from fivefold.counts.messages import Flow, wire_bytes
 from fivefold.counts.parameters import parameter_records
-from fivefold.counts.state import (
-    held,
-    held_of_experts,
-    num_expert_shards,
-    num_shards,
-    unit_of,
-)
+from fivefold.counts.shards import held, num_expert_shards, num_shards
+from fivefold.counts.units import unit_of
 from fivefold.data_parallel.blocks import GRADIENT_BITS, UnitSizes
 from fivefold.layout import Layout
 from fivefold.mesh.grid import EXPERT_AXES
@@ -175,8 +170,7 @@ class ShardedVolumes:
         narrow: Counter[tuple[int, str]] = Counter()
         for record in self.records:
             if group in record.sums and record.trained >= trained:
-                part = held_of_experts if record.experts else held
-                size = part(record.shape, shards)
+                size = held(record.shape, shards)
                 units[record.stage, unit_of(record.name)].append((record.shape, size))
                 narrow[record.stage, unit_of(record.name)] += record.narrow * size
         return {unit: UnitSizes.of(of, narrow[unit]) for unit, of in units.items()}

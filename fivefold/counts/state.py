@@ -1,16 +1,16 @@
 """Bytes of weights, gradients and optimizer state per rank; all who count state use these."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from itertools import accumulate
 from math import prod
 
 from fivefold.config.memory import WEIGHT_ROOMS, room_for, update_rooms
 from fivefold.config.training import BLOCK, TrainingConfig
 from fivefold.counts.blocks import GatheredBlock, stage_blocks
-from fivefold.counts.policy import StatePolicy, engine_policy, layout_policy
-from fivefold.data_parallel.blocks import UnitSizes, shard_dim
+from fivefold.counts.policy import StatePolicy, layout_policy
+from fivefold.counts.shards import ShardPlace, num_expert_shards
+from fivefold.counts.units import units_on_host
+from fivefold.data_parallel.blocks import UnitSizes
 from fivefold.description.layers import layer_kind
 from fivefold.description.shape import StageParts, layer_weights
 from fivefold.layout import Layout
@@ -71,65 +71,36 @@ def stages_held(layout: Layout, pp_rank: int) -> tuple[int, ...]:
     return stages
 
 
-def num_shards(layout: Layout) -> int:
-    """Number of ranks that share the optimizer state of a dense parameter."""
-    shared = layout.config.parallel.sharding.splits_optimizer
-    return layout.grid.dp_shard * layout.grid.cp if shared else 1
-
-
-def num_expert_shards(layout: Layout) -> int:
-    """Number of ranks that share the optimizer state of an expert's parameter."""
-    return 1 if num_shards(layout) == 1 else layout.grid.expert_shards
-
-
-def held(shape: tuple[int, ...], shards: int, shard: int = 0) -> int:
-    """Elements of a parameter in one shard; FSDP2 splits rows, and last shards may be shorter."""
-    each = -(-shape[0] // shards)
-    return min(max(shape[0] - shard * each, 0), each) * prod(shape[1:])
-
-
-def held_of_experts(shape: tuple[int, ...], shards: int, shard: int = 0) -> int:
-    """Like `held` for experts: shards split features if they do not divide the experts."""
-    return prod(shape) // shards if shard_dim(shape, shards) else held(shape, shards, shard)
-
-
 def model_state(
     layout: Layout,
     pp_rank: int,
-    shard: int = 0,
-    policy: StatePolicy | None = None,
+    at: ShardPlace | None = None,
     *,
-    expert_shard: int = 0,
+    policy: StatePolicy | None = None,
 ) -> ModelState:
     """Bytes that a rank keeps of weights, gradients and optimizer state.
 
     Args:
         layout: layout of the run.
         pp_rank: pipeline rank.
-        shard: index among the ranks that share the state; the first one holds the most.
+        at: the rank's place among those that share the state; None: the first, which keeps most.
         policy: the framework's policy; None: Fivefold's.
-        expert_shard: index among the ranks that share the state of experts.
     """
     policy = policy or layout_policy(layout)
-    at = _Shard(num_shards(layout), shard, num_expert_shards(layout), expert_shard)
-    whole = frozen = 0
-    copies = gathered = 0.0
+    at = at or ShardPlace.first(layout)
+    places = at if policy.splits_optimizer else ShardPlace()
+    whole = frozen = linears = waiting = 0
     trained, own = 0, 0  # all that is trained here, and this rank's shards of it
     beyond = 0.0  # bytes of moments in 8 bits that are more than those of whole blocks
-    places = at if policy.splits_optimizer else _Shard(1, 0, 1, 0)
-    kept = 0.0
-    linears = waiting = 0
+    copies = gathered = kept = 0.0
     for index in stages_held(layout, pp_rank):
-        stage = layout.split.stages[index]
-        ends, *layers = stage_blocks(layout, stage, whole_embedding=policy.whole_embedding)
-        for block in stage_blocks(
-            layout, stage, trained=True, whole_embedding=policy.whole_embedding
-        ):
+        stage, table = layout.split.stages[index], policy.whole_embedding
+        for block in stage_blocks(layout, stage, trained=True, whole_embedding=table):
             trained += block.count * block.size
             own += block.count * at.held(block)
             waiting += block.count * at.held(partial_sums(layout, block))
-            beyond += block.count * places.beyond(block, policy)
-        for block in (ends, *layers):
+            beyond += block.count * _beyond_of_block(places, block, policy)
+        for block in stage_blocks(layout, stage, whole_embedding=table):
             whole += block.count * block.size
             linears += block.count * block.linears
             copies += block.count * block.copied(policy)
@@ -179,8 +150,9 @@ def stage_gradients(layout: Layout, stage: StageParts, policy: StatePolicy) -> f
     """Bytes of a stage's gradients on the first of the ranks that share them."""
     whole = policy.whole_embedding
     blocks = stage_blocks(layout, stage, trained=True, whole_embedding=whole)
-    each = partial(first_shard, layout) if policy.splits_gradient else (lambda block: block.size)
-    return policy.gradient * sum(block.count * each(block) for block in blocks)
+    first, splits = ShardPlace.first(layout), policy.splits_gradient
+    sizes = (block.count * (first.held(block) if splits else block.size) for block in blocks)
+    return policy.gradient * sum(sizes)
 
 
 def stage_narrow(layout: Layout, stage: StageParts, policy: StatePolicy) -> float:
@@ -188,17 +160,6 @@ def stage_narrow(layout: Layout, stage: StageParts, policy: StatePolicy) -> floa
     return policy.step_weight * sum(
         block.count * sum(block.narrow) for block in stage_blocks(layout, stage)
     )
-
-
-def first_shard(layout: Layout, block: GatheredBlock) -> int:
-    """Elements of a block on the first of the ranks that share the optimizer state."""
-    return _Shard.first(layout).held(block)
-
-
-def largest_of_shard(layout: Layout, block: GatheredBlock) -> int:
-    """Those of the parameter of which that rank has most."""
-    parts = _Shard.first(layout).parts(block)
-    return max((size for _, size in parts), default=0)
 
 
 @dataclass(frozen=True)
@@ -219,13 +180,13 @@ class _OffDevice:
 
 
 def _off_device(
-    at: "_Shard", blocks: Collection[GatheredBlock], policy: StatePolicy, elements: int
+    at: ShardPlace, blocks: Collection[GatheredBlock], policy: StatePolicy, elements: int
 ) -> _OffDevice:
     """What is off the device of so many elements, those of some blocks."""
     each = policy.master + policy.moments
-    beyond = sum(at.beyond(block, policy) for block in blocks)
+    beyond = sum(_beyond_of_block(at, block, policy) for block in blocks)
     number, capacity = update_rooms(elements)
-    room = capacity * each + at.beyond_of_room(blocks, policy, capacity)
+    room = capacity * each + _beyond_of_room(at, blocks, policy, capacity)
     gradients = number * capacity * policy.gradient
     return _OffDevice(elements * each + beyond, beyond, number * room, gradients)
 
@@ -240,7 +201,7 @@ def _away(layout: Layout, pp_rank: int, policy: StatePolicy) -> tuple[float, flo
     once."""
     if not policy.away:
         return 0.0, 0.0
-    first = _Shard.first(layout)
+    first = ShardPlace.first(layout)
     blocks = units_on_host(layout, pp_rank).values()
     parts = [replace(b, dense=()) for b in blocks] + [replace(b, experts=()) for b in blocks]
     sizes = [first.held(part) * policy.compute for part in parts]
@@ -259,56 +220,26 @@ def _second_copy(layout: Layout, block: GatheredBlock, policy: StatePolicy) -> f
     )
 
 
-@dataclass(frozen=True)
-class _Shard:
-    """A rank's place among those that share the state of dense parameters, and of experts."""
-
-    shards: int
-    shard: int
-    expert_shards: int
-    expert_shard: int
-
-    @classmethod
-    def first(cls, layout: Layout) -> "_Shard":
-        """The place of the first rank, which keeps most."""
-        return cls(num_shards(layout), 0, num_expert_shards(layout), 0)
-
-    def held(self, block: GatheredBlock) -> int:
-        """Elements of one block that the rank keeps."""
-        return _elements(self, block)
-
-    def beyond(self, block: GatheredBlock, policy: StatePolicy) -> float:
-        """Bytes of a block's moments that are more than `policy.moments` says: of some in 8 bits,
-        and with Muon the second ones."""
-        if policy.muon:
-            return policy.wide * (self.held(block) - self.held(block.matrices))
-        return sum(beyond(shape, size, policy) for shape, size in self.parts(block))
-
-    def beyond_of_room(
-        self, blocks: Collection[GatheredBlock], policy: StatePolicy, elements: int
-    ) -> float:
-        """The same of a room through which the state of some blocks passes."""
-        if not (blocks and policy.eight_bit):
-            return 0.0
-        pairs = [part for block in blocks for part in self.parts(block)]
-        vectors = room_for(elements, ((size, size * (len(shape) == 1)) for shape, size in pairs))
-        numbers = room_for(elements, ((size, size * (len(shape) > 1)) for shape, size in pairs))
-        scales = room_for(elements, ((size, _moment_scales(shape, size)) for shape, size in pairs))
-        room = numbers + scales + policy.wide * vectors
-        return policy.eight_bit * (room - elements * (1 + 1 / BLOCK))
-
-    def parts(self, block: GatheredBlock) -> Iterator[tuple[tuple[int, ...], int]]:
-        """The shape of each parameter of a block, and the elements that the rank keeps."""
-        for shape in block.dense:
-            yield shape, held(shape, self.shards, self.shard)
-        for shape in block.experts:
-            yield shape, held_of_experts(shape, self.expert_shards, self.expert_shard)
+def _beyond_of_block(at: ShardPlace, block: GatheredBlock, policy: StatePolicy) -> float:
+    """Bytes of a block's moments that are more than `policy.moments` says: of some in 8 bits, and
+    with Muon the second ones."""
+    if policy.muon:
+        return policy.wide * (at.held(block) - at.held(block.matrices))
+    return sum(beyond(shape, size, policy) for shape, size in at.parts(block))
 
 
-@lru_cache(maxsize=4096)
-def _elements(at: _Shard, block: GatheredBlock) -> int:
-    """As `_Shard.held` has it: a search asks often, and for few."""
-    return sum(size for _, size in at.parts(block))
+def _beyond_of_room(
+    at: ShardPlace, blocks: Collection[GatheredBlock], policy: StatePolicy, elements: int
+) -> float:
+    """The same of a room through which the state of some blocks passes."""
+    if not (blocks and policy.eight_bit):
+        return 0.0
+    pairs = [part for block in blocks for part in at.parts(block)]
+    vectors = room_for(elements, ((size, size * (len(shape) == 1)) for shape, size in pairs))
+    numbers = room_for(elements, ((size, size * (len(shape) > 1)) for shape, size in pairs))
+    scales = room_for(elements, ((size, _moment_scales(shape, size)) for shape, size in pairs))
+    room = numbers + scales + policy.wide * vectors
+    return policy.eight_bit * (room - elements * (1 + 1 / BLOCK))
 
 
 def beyond(shape: tuple[int, ...], size: int, policy: StatePolicy) -> float:
@@ -336,55 +267,6 @@ def partial_sums(layout: Layout, block: GatheredBlock) -> GatheredBlock:
         dense=block.dense if several and grid.dp_replicate > 1 else (),
         experts=block.experts if several and grid.edp > num_expert_shards(layout) else (),
     )
-
-
-def units_on_host(layout: Layout, pp_rank: int) -> dict[tuple[int, str], GatheredBlock]:
-    """What of a rank's state is in host memory: (stage, "layers.3", "mtp.0", or "" for the ends).
-
-    Whole layers, the last ones first, since their gradients come first, and the ends of the stages
-    after all of them, until the share is at least `optimizer_offload_fraction`.
-    """
-    share = engine_policy(layout.config).offloaded
-    shards, expert_shards = num_shards(layout), num_expert_shards(layout)
-    units = [
-        ((index, name), block)
-        for index, stage in reversed(layout.stages_of(pp_rank).items())
-        for name, block in _stage_units(layout, stage)
-    ]
-    units.sort(key=lambda unit: _ORDER.index(unit[0][1].partition(".")[0]))
-    sizes = [
-        sum(map(prod, block.dense)) / shards + sum(map(prod, block.experts)) / expert_shards
-        for _, block in units
-    ]
-    before = accumulate(sizes, initial=0.0)
-    return {
-        unit: block
-        for (unit, block), moved in zip(units, before, strict=False)
-        if moved < share * sum(sizes)
-    }
-
-
-_ORDER = ("layers", "mtp", "")
-
-
-def _stage_units(layout: Layout, stage: StageParts) -> Iterator[tuple[str, GatheredBlock]]:
-    """The blocks of a stage one by one, by the start of their names, last layers first."""
-    ends, *blocks = stage_blocks(layout, stage)
-    model = layout.config.model
-    if stage.mtp:
-        yield from ((f"mtp.{depth}", blocks[0]) for depth in reversed(range(stage.mtp)))
-        blocks = blocks[1:]
-    kinds = dict.fromkeys(layer_kind(model, layer) for layer in stage.layers)
-    of = dict(zip(kinds, blocks, strict=True))
-    for layer in reversed(stage.layers):
-        yield f"layers.{layer}", of[layer_kind(model, layer)]
-    yield "", ends
-
-
-def unit_of(name: str) -> str:
-    """The unit of `units_on_host` that a parameter belongs to."""
-    kind, _, rest = name.partition(".")
-    return f"{kind}.{rest.partition('.')[0]}" if kind in _ORDER[:2] else ""
 
 
 def _distinct_weights(layout: Layout, pp_rank: int) -> int:

@@ -5,21 +5,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from fivefold.config.memory import MemoryConfig
 from fivefold.config.training import ELEMENT_BYTES
-from fivefold.counts.context import gathers_latents, seen_shares
+from fivefold.counts.context import seen_shares
 from fivefold.counts.expert_volumes import expert_flows
 from fivefold.counts.lengths import summed_lengths
 from fivefold.counts.messages import Flow, context_volumes, wire_bytes
-from fivefold.counts.parameters import parameter_records, shards_of, tied_ranks
+from fivefold.counts.parameters import parameter_records, tied_ranks
 from fivefold.counts.remade import remade_layers
 from fivefold.counts.routed import StepRows
 from fivefold.counts.sharded import ShardedVolumes
-from fivefold.counts.state import held, held_of_experts, num_expert_shards, num_shards
-from fivefold.description.layers import Layer, describe, layer_kind
+from fivefold.counts.shards import ShardPlace
+from fivefold.description.layers import Layer, describe_layer, layer_kind
 from fivefold.description.operations import CoreAttention, Operation
 from fivefold.description.running import Running, at_place
-from fivefold.description.shape import StageParts
+from fivefold.description.shape import all_layers, placed_layers
 from fivefold.layout import Layout
 from fivefold.model.eight_bit.rules import num_delayed_scales
 from fivefold.pipeline.schedules.registry import with_copies
@@ -68,8 +67,7 @@ class _Volumes:
         self.tp, self.microbatches = grid.tp, layout.num_microbatches // layout.num_copies
         self.slices = self.parallel.num_sequence_slices
         self.data = grid.dp * grid.cp
-        self.shards = num_shards(layout)
-        self.shard, self.expert_shard = shards_of(layout, rank)
+        self.place = ShardPlace.of(layout, rank)
         self.element = ELEMENT_BYTES[config.training.precision]
         self.running = Running.of(config)
         self.master, self.gradient = config.master_bytes, config.gradient_bytes
@@ -77,7 +75,6 @@ class _Volumes:
         self.stages = layout.stages_of(self.at["pp"])
         self.recomputed = layout.recomputed()
         self.records = parameter_records(layout, rank)
-        self.expert_shards = num_expert_shards(layout)
 
     def tensor_parallel(self) -> Iterator[Flow]:
         """Tensor-parallel bytes, per microbatch and hidden state of N bytes, in (t-1)/t N.
@@ -100,16 +97,14 @@ class _Volumes:
         loss = self.tp * numbers * self.tokens * self.master
         for stage, spec in self.stages.items():
             twice = self.recomputed[stage]  # forwards of the whole stage
-            exchanged, memory = self._exchanged(spec.mtp), self.layout.memory_of(stage)
+            exchanged = self._exchanged(spec.mtp)
             sent = [self._features(*layer) for layer in self._layers_of(stage)]
             forward = sum(features for features, _ in sent) + exchanged
             backward = sum(features for _, features in sent) + exchanged
             yield Flow(
                 "tp", "activations of layers", self.microbatches * (forward + backward) * feature
             )
-            again = self._repeated(memory, spec.layers)
-            again += self._repeated_further(memory, spec.mtp)
-            again = self.microbatches * again + twice * forward
+            again = self.microbatches * self._repeated(stage) + twice * forward
             yield Flow("tp", "activations made again", again * feature)
             trains = self.model.trains_all  # a frozen embedding has no backward
             once = 1 if sequence else 2
@@ -144,15 +139,10 @@ class _Volumes:
         size = 2 * self.tokens * max(self.element, 4) * runs * self.model.norms_together
         return wire_bytes("all_reduce", size, self.tp)
 
-    def _further(self, spec: StageParts) -> range:
-        """Indices of a stage's multi-token prediction layers."""
-        return range(self.model.num_layers, self.model.num_layers + spec.mtp)
-
     def _layers_of(self, stage: int) -> Iterator[tuple[int, Running]]:
         """The layers of a stage of the program, and how each runs."""
-        spec = self.stages[stage]
         running = replace(self.running, memory=self.layout.memory_of(stage))
-        for place, layer in (*enumerate(spec.layers), *((0, n) for n in self._further(spec))):
+        for place, layer in placed_layers(self.model, self.stages[stage]):
             yield layer, at_place(running, place)
 
     def _exchanged(self, predictions: int) -> float:
@@ -160,41 +150,28 @@ class _Volumes:
         sequence = self.parallel.sequence_parallel
         return predictions * self.model.hidden_size / self.tp if sequence else 0.0
 
-    def _repeated_further(self, memory: MemoryConfig, predictions: int) -> float:
-        """Like `_repeated` for further predictions, each of which ends with a norm that saves."""
-        layer = self.model.num_layers
-        if memory.recompute_granularity != "full":
-            return predictions * self._repeated(memory, [layer])
-        each = self._features(layer)[0] + self._tiled_again(self._layer(layer))
-        return predictions * each + self._exchanged(predictions)
-
-    def _repeated(self, memory: MemoryConfig, layers: Sequence[int]) -> float:
+    def _repeated(self, stage: int) -> float:
         """Features per token that recomputation in the backward of a stage sends.
 
         These are those of the forward, except that recomputation stops at the last saved tensor,
-        before the sum that ends an MLP (unless a dropout mask follows).
-
-        Args:
-            memory: settings of the stage.
-            layers: indices of its layers.
+        before the sum that ends an MLP (unless a dropout mask or a norm follows, which ends each
+        further prediction).
         """
-        sequence = self.parallel.sequence_parallel
-        if memory.recompute_granularity == "selective":
-            return sum(
-                self._repeated_block(self._layer(layer), {*memory.of_layer(place).remade_modules})
-                for place, layer in enumerate(layers)
-            )
-        last = (1 if sequence else 2) * self.model.hidden_size
+        last = (1 if self.parallel.sequence_parallel else 2) * self.model.hidden_size
         features = 0.0
-        for group, again in memory.recomputed_groups(len(layers)):
-            if again:
-                features += sum(self._features(layers[index])[0] for index in group)
-                features += sum(self._tiled_again(self._layer(layers[index])) for index in group)
-                end = self._layer(layers[group[-1]])
-                skipped = float(last * end.ends_with_sum)
-                if self._is_tiled(end) and not end.keeps_end:
-                    skipped = (self._tiled_again(end) + skipped) * self._last_tile
+        for number, remade in remade_layers(self.layout, stage):
+            layer = self._layer(number)
+            if not remade.whole:
+                features += self._repeated_block(layer, {*remade.modules})
+                continue
+            features += self._features(number)[0] + self._tiled_again(layer)
+            if remade.ends_group:
+                skipped = float(last * layer.ends_with_sum)
+                if self._is_tiled(layer) and not layer.keeps_end:
+                    skipped = (self._tiled_again(layer) + skipped) * self._last_tile
                 features -= skipped
+        if self.layout.memory_of(stage).recompute_granularity == "full":
+            features += self._exchanged(self.stages[stage].mtp)
         return features
 
     @property
@@ -231,24 +208,24 @@ class _Volumes:
 
     def context_parallel(self) -> Iterator[Flow]:
         """Keys and values, or the heads-for-tokens exchange, of every layer of this rank."""
-        grid, model, kinds = self.layout.grid, self.model, self.parallel.cp_comm_type
+        grid, model = self.layout.grid, self.model
         if grid.cp == 1:
             return
         sizes = self.parallel.hierarchical_context_parallel_sizes
-        heads = max(model.num_kv_heads // self.tp, 1)
         for stage, spec in self.stages.items():
             whole, kernels = self._remade_attention(stage)
-            for layer in (*spec.layers, *self._further(spec)):
-                kind = kinds[layer % len(kinds)]
+            for layer in all_layers(model, spec):
+                kind = self.parallel.cp_comm_of(layer)
+                gathered, core = kind == "all_gather", self._layer(layer).one(CoreAttention)
                 # A ring accumulates gradients in flight, in the master dtype; others at the target.
                 volumes = partial(
                     context_volumes,
                     kind,
                     grid.cp,
-                    key_value=self.tokens * self._key_value_features(layer),
+                    key_value=self.tokens * core.key_value_features(self.tp, gathered=gathered),
                     element=self.element,
-                    grad_element=self.element if kind == "all_gather" else self.master,
-                    key_value_heads=heads,
+                    grad_element=self.element if gathered else self.master,
+                    key_value_heads=model.kv_heads_of(self.tp),
                     inner=sizes[0] if sizes else 1,
                     seen=seen_shares(
                         self.layout,
@@ -267,21 +244,12 @@ class _Volumes:
                 sent = self.microbatches * size + self.recomputed[stage] * once.forward
                 yield Flow("cp", "keys, values and heads", sent)
 
-    def _key_value_features(self, layer: int) -> int:
-        kinds = self.parallel.cp_comm_type
-        gathered = kinds[layer % len(kinds)] == "all_gather"
-        return self._layer(layer).one(CoreAttention).key_value_features(self.tp, gathered=gathered)
-
     def _remade_attention(self, stage: int) -> tuple[set[int], set[int]]:
         """Layers whose attention is recomputed with the whole layer, and those where alone."""
-        memory, spec = self.layout.memory_of(stage), self.stages[stage]
-        remade = {layer: {*running.remade} for layer, running in self._layers_of(stage)}
-        alone = {layer for layer, modules in remade.items() if "core_attn" in modules}
-        whole = {layer for layer, modules in remade.items() if "a2a_overlap_attn" in modules}
-        for group, again in memory.recomputed_groups(len(spec.layers)):
-            whole |= {spec.layers[place] for place in group if again}
-        if memory.recompute_granularity == "full":
-            whole |= {*self._further(spec)}
+        remade = dict(remade_layers(self.layout, stage))
+        alone = {layer for layer, each in remade.items() if "core_attn" in each.modules}
+        around = "a2a_overlap_attn"
+        whole = {layer for layer, each in remade.items() if each.whole or around in each.modules}
         return whole, alone
 
     def pipeline(self) -> Iterator[Flow]:
@@ -297,7 +265,7 @@ class _Volumes:
         for ranks in tied_ranks(self.layout):
             if self.at["pp"] in ranks:
                 embedding = next(record for record in self.records if "tied" in record.sums)
-                size = held(embedding.shape, self.shards, self.shard) * self.gradient
+                size = self.place.part(embedding.shape, experts=False) * self.gradient
                 tied = wire_bytes("all_reduce", size, len(ranks))
                 axis = "pp" if len(ranks) == pp else "tied"
                 yield Flow(axis, "gradient of the tied embedding", tied)
@@ -330,7 +298,7 @@ class _Volumes:
         yield Flow("world", "largest elements of 8-bit operands", size)
 
     def _layer(self, layer: int) -> Layer:
-        return describe(self.model, layer_kind(self.model, layer))
+        return describe_layer(self.model, layer)
 
     def _features(self, layer: int, running: Running | None = None) -> tuple[int, float]:
         """Features per token that tensor-parallel ranks send in a layer's forward and backward.
@@ -345,7 +313,7 @@ class _Volumes:
         operations = self._layer(layer).operations
         sent = [op.tensor_features(sequence_parallel=sequence) for op in operations]
         forward, backward = (sum(features) for features in zip(*sent, strict=True))
-        if sequence and gathers_latents(self.layout.config, layer):
+        if sequence and self.layout.config.gathers_latents(layer):
             backward -= self.model.kv_lora_rank  # the gathered latent is kept
         if not sequence:
             return forward, backward
@@ -356,9 +324,7 @@ class _Volumes:
     def _held(self, group: str) -> int:
         """Elements of this rank's shards of the parameters whose gradients a group sums."""
         return sum(
-            held_of_experts(record.shape, self.expert_shards, self.expert_shard)
-            if record.experts
-            else held(record.shape, self.shards, self.shard)
+            self.place.part(record.shape, experts=record.experts)
             for record in self.records
             if group in record.sums
         )

@@ -16,7 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from fivefold.data.corpus import JSON_SUFFIXES, TABLE_SUFFIXES, kind, records
+from fivefold.data.corpus import records
+from fivefold.data.paths import JSON_SUFFIXES, TABLE_SUFFIXES, kind
 from fivefold.data.template import BEGIN, END, ChatTemplate, Message, Span
 from fivefold.errors import DataError, did_you_mean
 from fivefold.files import json_kind, parse_json
@@ -91,7 +92,8 @@ def documents(talk: Conversation, template: ChatTemplate) -> Iterator[tuple[str,
     answers otherwise than the last one (without their thoughts: Qwen3) make a text of each answer,
     with what the model would have seen.
     """
-    if template.marks(talk.tools) and len(talk.answers) == _count_answers(talk.messages):
+    answers = sum(each["role"] == "assistant" for each in talk.messages)
+    if template.marks(talk.tools) and len(talk.answers) == answers:
         text, spans = template.render(talk.messages, talk.tools, talk.place)
         if not spans:
             raise DataError(
@@ -155,10 +157,6 @@ def conversation(record: Mapping[str, Any], place: str) -> Conversation:
         roles = ", ".join(each["role"] for each in messages) or "none"
         raise DataError(f"{place} has no answer to learn: roles are {roles}")
     return found
-
-
-def _count_answers(messages: Iterable[Message]) -> int:
-    return sum(each["role"] == "assistant" for each in messages)
 
 
 def _messages(value: Any, place: str, key: str, role: str | None = None) -> list[dict[str, Any]]:

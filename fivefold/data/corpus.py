@@ -1,13 +1,9 @@
-"""Reads documents from text, JSON lines, Parquet, Arrow, folders, globs and Python's library."""
+"""Reads documents from text, JSON lines, Parquet and Arrow."""
 
 import codecs
-import glob
 import gzip
 import io
-import os
-import re
 import shlex
-import sysconfig
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -16,88 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fivefold.data.borders import last_border
+from fivefold.data.paths import COMPRESSED, JSON_SUFFIXES, TABLE_SUFFIXES, kind
 from fivefold.errors import DataError, did_you_mean
 from fivefold.files import json_kind, parse_json
-from fivefold.recipes import how_to_get
-from fivefold.units import several
 
 if TYPE_CHECKING:
     from pyarrow import DataType, RecordBatch, Schema
 
-BUILTIN = "builtin"
 BYTE_ORDER_MARK = "\ufeff"
-TEXT_SUFFIXES = (
-    frozenset({".txt", ".text", ".md", ".rst", ".tex", ".html", ".toml", ".yaml", ".yml"})
-    | frozenset({".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go"})
-    | frozenset({".js", ".ts", ".java", ".sh", ".sql"})
-)
-_COMPRESSED = (".gz", ".zst")
-JSON_SUFFIXES = frozenset(
-    lines + end for lines in (".jsonl", ".ndjson") for end in ("", *_COMPRESSED)
-)
-TABLE_SUFFIXES = frozenset({".parquet", ".arrow"})
-SUFFIXES = TEXT_SUFFIXES | JSON_SUFFIXES | TABLE_SUFFIXES
 # Text files are read in pieces of about this size, so that memory stays bounded: tokenising takes
 # about a hundred bytes a character.
 PIECE_BYTES = 1 << 20
-# Not of the library proper; or tables of characters and help texts, from which little is learnt.
-_NOT_BUILTIN = frozenset({"site-packages", "dist-packages", "_bundled", "__pycache__", "lib2to3"})
-# Hidden files, and what the library `datasets` caches beside the data of a folder.
-_NOT_DATA = re.compile(r"\.|cache-.*\.arrow$")
 _STRINGS = frozenset({"string", "large_string", "string_view"})  # types of Arrow
-_NOT_BUILTIN |= {"test", "tests", "idle_test", "encodings", "pydoc_data"}
-
-
-def kind(path: Path) -> str:
-    """The end of a file's name that says what it holds: `.jsonl`, or `.jsonl.zst`."""
-    suffix = path.suffix.lower()
-    return Path(path.stem).suffix.lower() + suffix if suffix in _COMPRESSED else suffix
-
-
-def resolve(spec: str, flag: str = "--data-path ") -> list[Path]:
-    """The files that a data path names, sorted: a file, a folder, a glob or `builtin`.
-
-    Folders are read recursively; hidden files and files of other kinds are left out.
-
-    Args:
-        spec: the data path.
-        flag: what stands before it on a command line.
-
-    Raises:
-        DataError: the path does not exist, or names no file that can be read.
-    """
-    if spec == BUILTIN:
-        return _builtin_files()
-    try:
-        return _resolve(spec, Path(spec).expanduser(), flag)
-    except OSError as error:  # a name that is too long, a folder that may not be read
-        raise DataError(f"{spec} cannot be read: {error.strerror}") from error
-
-
-def _resolve(spec: str, path: Path, flag: str) -> list[Path]:
-    if path.is_dir():
-        _refuse_splits(spec, path)
-        return _known(spec, _walk(path))
-    if os.path.lexists(path):  # a link to nothing is there, too
-        if kind(path) not in SUFFIXES:
-            raise DataError(
-                f"{path} cannot be read as text: unknown extension {kind(path) or '(none)'!r}\n"
-                f"  what can be read: {_kinds()}, or a .bin/.idx prefix\n"
-                f"  works: {flag}{BUILTIN}"
-            )
-        return _known(spec, [path])
-    if glob.has_magic(spec):
-        matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
-        return _known(spec, (match for match in matches if not match.is_dir()))
-    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    where = path.absolute()
-    raise DataError(
-        f"no such file or folder: {spec}{did_you_mean(path.name, [*siblings, BUILTIN])}\n"
-        f"  looked for: {where}, or {where}.bin and .idx\n"
-        f"{how_to_get(spec)}"
-        f"  what can be read: a file ({_kinds()}), a folder, a glob, or a .bin/.idx prefix\n"
-        f"  works: {flag}{BUILTIN}"
-    )
 
 
 def pieces(
@@ -116,7 +42,9 @@ def pieces(
         if kind(path) in TABLE_SUFFIXES:
             yield from _rows(path, text_key)
         elif kind(path) in JSON_SUFFIXES:
-            yield from _json_lines(path, text_key)
+            for place, record in _json_records(path):
+                if document := _json_text(record, place, text_key):
+                    yield document, True
         else:
             yield from _text(path, whole)
     except OSError as error:
@@ -138,68 +66,6 @@ def records(path: Path, keys: Collection[str]) -> Iterator[tuple[str, dict[str, 
             yield from _json_records(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-def _builtin_files() -> list[Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = [path for path in _walk(root, _NOT_BUILTIN) if path.suffix == ".py"]
-    if not files:
-        raise DataError(f"the standard library in {root} has no .py files to serve as {BUILTIN!r}")
-    return files
-
-
-def _walk(root: Path, skipped: Collection[str] = ()) -> list[Path]:
-    """Files below a folder in an order that does not depend on the file system.
-
-    Links to folders are followed, each folder is read once.
-    """
-    found, seen = [], {os.path.realpath(root)}
-    for folder, folders, names in os.walk(root, onerror=_refuse, followlinks=True):
-        unread: dict[str, str] = {}  # real path -> name
-        for name in sorted(folders):
-            if name[0] != "." and name not in skipped:
-                unread.setdefault(os.path.realpath(os.path.join(folder, name)), name)
-        folders[:] = [name for real, name in unread.items() if real not in seen]
-        seen |= unread.keys()
-        found += [Path(folder, name) for name in names if not _NOT_DATA.match(name)]
-    return sorted(found)
-
-
-def _refuse_splits(spec: str, folder: Path) -> None:
-    """Refuse the folder of a `DatasetDict`, whose splits are not to be mixed unasked."""
-    said = folder / "dataset_dict.json"
-    if not said.is_file():
-        return
-    held = parse_json(said.read_text("utf-8"), dict[str, list[str]], str(said), DataError)
-    splits = [shlex.quote(f"{spec.rstrip('/')}/{name}") for name in held.get("splits", ())]
-    raise DataError(
-        f"{spec} holds {len(splits)} splits of a data set: {', '.join(held.get('splits', ()))}\n"
-        f"  works: {' | '.join(f'--data-path {split}' for split in splits)}"
-    )
-
-
-def _refuse(error: OSError) -> None:
-    raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
-
-
-def _known(spec: str, paths: Iterable[Path]) -> list[Path]:
-    seen = list(paths)
-    known = [path for path in seen if kind(path) in SUFFIXES]
-    if not known:
-        others = sorted({path.suffix or "(none)" for path in seen})
-        raise DataError(
-            f"nothing to read in {spec}: {several(len(seen), 'file')}"
-            + (f", with extensions {' '.join(others[:8])}" if others else "")
-            + f"\n  what can be read: {_kinds()}\n  works: --data-path {BUILTIN}"
-        )
-    for path in known:
-        if not path.is_file():
-            raise DataError(f"{path} is a link to nothing, a folder, a pipe or a device, no file")
-    return known
-
-
-def _kinds() -> str:
-    return " ".join(sorted(SUFFIXES))
 
 
 def _decode(data: bytes, path: Path, offset: int, place: str = "") -> str:
@@ -236,13 +102,6 @@ def _text(path: Path, whole: bool) -> Iterator[tuple[str, bool]]:
         yield text, True
 
 
-def _json_lines(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
-    for place, record in _json_records(path):
-        document = _json_text(record, place, text_key)
-        if document:
-            yield document, True
-
-
 def _json_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each line that is not empty, with its file and number."""
     with _open_lines(path) as file:
@@ -264,7 +123,7 @@ def _json_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 @contextmanager
 def _open_lines(path: Path) -> Iterator[Iterable[bytes]]:
     """The lines of a file that may be compressed."""
-    if path.suffix.lower() in _COMPRESSED and not path.stat().st_size:
+    if path.suffix.lower() in COMPRESSED and not path.stat().st_size:
         raise DataError(
             f"{path} cannot be read: it has no bytes, which not even an empty text compresses to"
         )

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 from fivefold.config.batch_sizes import BatchSizes
 from fivefold.data.dataset import Dataset
 from fivefold.data.packing import IGNORED, Microbatch
-from fivefold.errors import ConfigError, DataError
+from fivefold.errors import DataError
 
 
 class LoaderState(TypedDict):
@@ -51,17 +51,9 @@ class Loader:
         """With `prefetch`, a thread (started by the first batch) prepares one batch ahead.
 
         Global samples from `end` on have no labels: they fill the last batch of a whole pass.
-
-        Raises:
-            ConfigError: a global batch is not a multiple of micro_batch_size * dp_size.
         """
         unit = micro_batch_size * dp_size
-        for size in batch_sizes.sizes():
-            if size < 1 or size % unit:
-                raise ConfigError(
-                    f"a global batch of {size} is not a multiple of micro_batch_size "
-                    f"{micro_batch_size} x dp {dp_size} = {unit}"
-                )
+        assert not any(size % unit for size in batch_sizes.sizes()), "batch_rules asks for it"
         self._dataset = dataset
         self._batch_sizes = batch_sizes
         self._micro_batch_size = micro_batch_size

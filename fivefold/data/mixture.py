@@ -10,9 +10,9 @@ from itertools import chain
 from pathlib import Path
 from shlex import quote
 
-from fivefold.config.training import MOCK, DataConfig
-from fivefold.data.corpus import BUILTIN, resolve
+from fivefold.config.data import MOCK, DataConfig
 from fivefold.data.indexed import is_indexed
+from fivefold.data.paths import BUILTIN, resolve
 from fivefold.errors import Mistakes
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -138,7 +138,7 @@ def counted_from(folder: Path, data: DataConfig) -> DataConfig:
     """Data whose relative paths count from a folder, where something is there; others stay."""
 
     def meant(path: str) -> str:
-        found = str(folder / Path(path).expanduser())
+        found = str(folder / os.path.expanduser(path))
         there = os.path.exists(found) or is_indexed(found) or glob.glob(found, recursive=True)
         return found if there and path not in (BUILTIN, MOCK) else path
 

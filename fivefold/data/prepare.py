@@ -23,11 +23,12 @@ from fivefold.data.mock import MockTokens, number_tokenizer
 from fivefold.data.packing import BEGINS, LEARNT, Packing
 from fivefold.data.rules import DEFAULT_VOCAB_SIZE, checked_sources
 from fivefold.data.tokenizer import Tokenizer
-from fivefold.errors import DataError
+from fivefold.errors import DataError, FivefoldError
+from fivefold.files import at_home
 from fivefold.units import human_bytes, human_count, human_seconds, several
 
 if TYPE_CHECKING:
-    from fivefold.config.training import DataConfig
+    from fivefold.config.data import DataConfig
     from fivefold.data.template import ChatTemplate
 
 DEFAULT_CACHE = "~/.cache/fivefold/data"
@@ -107,13 +108,12 @@ def prepare(
         DataError: a file is missing, or is not of its format.
     """
     sources = checked_sources(config, seed)
-    cache = Path(config.data_cache_path or DEFAULT_CACHE).expanduser()
     groups = [] if named_only else grouped(sources)
     named = {n: grouped([s])[0] for n, s in parse_named_paths(config.valid_data_path).items()}
     files = [file for group in groups for file in group.files]
     beside = [file for group in named.values() for file in group.files]
-    if files or beside:  # tokens that are there already need no cache
-        _make_folder(cache)
+    # Tokens that are there already need no cache.
+    cache = _cache_folder(config.data_cache_path or DEFAULT_CACHE) if files or beside else Path()
     template = None
     if config.sft and config.tokenizer_model is not None:
         from fivefold.data.conversations import check_conversations
@@ -144,14 +144,17 @@ def prepare(
     )
 
 
-def _make_folder(cache: Path) -> None:
+def _cache_folder(path: str) -> Path:
     try:
+        cache = at_home(path)
         cache.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, FivefoldError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise DataError(
-            f"cannot make the cache folder {cache}: {error.strerror}\n"
+            f"cannot make the cache folder {path}: {why}\n"
             "  data_cache_path has to be a folder that can be written"
         ) from error
+    return cache
 
 
 @contextmanager

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fivefold.config.training import MOCK
+from fivefold.config.data import MOCK
 from fivefold.data.dataset import parse_split
 from fivefold.data.mixture import Source, parse_data_path, parse_named_paths
 from fivefold.data.tokenizer import SMALLEST_VOCAB_SIZE
 from fivefold.errors import Mistakes
 
 if TYPE_CHECKING:
-    from fivefold.config.training import DataConfig
+    from fivefold.config.data import DataConfig
 
 DEFAULT_VOCAB_SIZE = 8192
 

@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fivefold.errors import DataError
-from fivefold.files import parse_json
+from fivefold.files import at_home, read_json
 
 # Noncharacters of Unicode, which no text has: they mark an answer in what a template makes.
 BEGIN, END = "\ufdd0", "\ufdd1"
@@ -75,7 +75,7 @@ class ChatTemplate:
         folder = folder_of(tokenizer_model)
         own, config = (folder / name for name in FILES)
         try:
-            said = _said(config)
+            said = read_json(config, dict[str, Any], DataError) if config.exists() else {}
             kept = own.read_text("utf-8") if own.exists() else said.get("chat_template")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"the chat template in {folder} cannot be read: {error}") from error
@@ -128,14 +128,8 @@ class ChatTemplate:
 
 def folder_of(tokenizer_model: str) -> Path:
     """Where the files of a tokenizer are, of which this is the tokenizer.json or the folder."""
-    path = Path(tokenizer_model).expanduser()
+    path = at_home(tokenizer_model, DataError)
     return path if path.is_dir() else path.parent
-
-
-def _said(config: Path) -> dict[str, Any]:
-    if not config.exists():
-        return {}
-    return parse_json(config.read_text("utf-8"), dict[str, Any], str(config), DataError)
 
 
 def _by_name(kept: Any, origin: str) -> dict[str, str]:

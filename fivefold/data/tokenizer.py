@@ -5,14 +5,13 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
 from fivefold.data.borders import may_cut
 from fivefold.errors import DataError
-from fivefold.files import parse_json, write_atomic
+from fivefold.files import at_home, parse_json, write_atomic
 from fivefold.recipes import how_to_get
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ class Tokenizer:
         Raises:
             DataError: the file does not exist, is not UTF-8, or is not a tokenizer.
         """
-        file = Path(path).expanduser()
+        file = at_home(path, DataError)
         try:
             if file.is_dir():
                 file /= "tokenizer.json"

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from fivefold.config.memory import LOSS_TOKENS, MemoryConfig, vocab_split_sizes
 from fivefold.config.model import ModelConfig
 from fivefold.description.latent import LatentDown
-from fivefold.description.layers import LayerKind, describe, layer_kind
+from fivefold.description.layers import LayerKind, describe, describe_layer, layer_kind
 from fivefold.description.operations import Kept, Norm
 from fivefold.description.running import Running, at_place, scale_bytes
 from fivefold.description.shape import StageParts, has_final_norm, rotations
@@ -163,7 +163,7 @@ def entry_bytes(model: ModelConfig, parts: StageParts, running: Running) -> dict
         return {}
     size = running.element_bytes * model.hidden_size / running.token_parts
     again = running.memory.recompute_granularity == "full"
-    first = describe(model, layer_kind(model, parts.layers[0])).operations[0]
+    first = describe_layer(model, parts.layers[0]).operations[0]
     own = running.of_layer(parts.layers[0])
     if not (model.norms_before or again) and (own.narrows() or not first.keeps_inputs(own)):
         return {"entry": Saved(kept=size)}  # the first product keeps a copy in 8 bits, or none
@@ -274,7 +274,7 @@ def bookkeeping_bytes(
         for item in kept_items(model, layer, own):
             if not {*own.remade} & {*item.remade_by}:
                 size += sum(scale_bytes(own, features) for features in item.scaled)
-        for operation in describe(model, layer_kind(model, layer)).operations:
+        for operation in describe_layer(model, layer).operations:
             if "a2a_overlap_attn" in {*own.remade}.intersection(operation.rerun_by):
                 continue
             if isinstance(operation, Norm):

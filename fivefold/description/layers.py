@@ -159,6 +159,11 @@ def describe(model: ModelConfig, kind: LayerKind) -> Layer:
     return Layer(kind, adapted)
 
 
+def describe_layer(model: ModelConfig, layer: int) -> Layer:
+    """The operations of a layer of the model."""
+    return describe(model, layer_kind(model, layer))
+
+
 def _attention(model: ModelConfig) -> tuple[Operation, ...]:
     h, heads = model.hidden_size, model.num_attention_heads
     latent = model.multi_latent_attention

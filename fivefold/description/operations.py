@@ -260,7 +260,7 @@ class CoreAttention(Operation):
         """FLOPs of one query token per key it attends to."""
         return 2 * (self.model.q_size + self.model.attention_size)
 
-    def key_value_features(self, tp: int, *, gathered: bool) -> int:
+    def key_value_features(self, tp: int, *, gathered: bool = False) -> int:
         """Features per token of the keys and values that context-parallel ranks exchange.
 
         Args:
@@ -269,8 +269,7 @@ class CoreAttention(Operation):
                 all-to-all.
         """
         model = self.model
-        heads = max(model.num_kv_heads // tp, 1)
-        whole = heads * (model.query_dim + model.value_dim)
+        whole = model.kv_heads_of(tp) * (model.query_dim + model.value_dim)
         return self.sent_latent if self.sent_latent and gathered else whole
 
     def kept_else(self, running: Running) -> tuple[Kept, ...]:

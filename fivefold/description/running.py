@@ -78,8 +78,7 @@ class Running:
         training, parallel = config.training, config.parallel
         element = ELEMENT_BYTES[training.precision]
         tokens = config.rank_tokens / parallel.num_sequence_slices
-        latents = parallel.context_parallel_size > 1 and config.model.multi_latent_attention
-        gathers = tuple(latents and kind == "all_gather" for kind in parallel.cp_comm_type)
+        gathers = tuple(map(config.gathers_latents, range(len(parallel.cp_comm_type))))
         return cls(
             seq_length=training.seq_length,
             element_bytes=element,
@@ -153,10 +152,6 @@ class Running:
         """
         return self.element_bytes * (features / min(self.tensor_parallel, heads))
 
-    def copies(self, experts: int) -> float:
-        """Rows this rank dispatches per token of the microbatch with `experts` experts."""
-        return experts / self.token_parts
-
     def rows(self, experts: int) -> float:
         """Rows that reach this rank's experts per token of the microbatch.
 
@@ -164,7 +159,7 @@ class Running:
         """
         if self.routed is not None:
             return self.routed.reached / self.microbatch_tokens
-        return self.copies(experts) * self.expert_tensor_parallel
+        return experts / self.token_parts * self.expert_tensor_parallel
 
     def rows_of_one(self, experts: int) -> float:
         """Rows per token of the microbatch that this rank's share of the experts amounts to."""
@@ -206,8 +201,8 @@ class Running:
     @property
     def router_bytes(self) -> float:
         """Bytes per element in the router's matrix product."""
-        named = {"fp64": 8, "fp32": 4, None: 0}[self.experts.moe_router_dtype]
-        return max(named, self.element_bytes)
+        named = self.experts.moe_router_dtype
+        return max(ELEMENT_BYTES[named], self.element_bytes) if named else self.element_bytes
 
     def by_microbatch(self, size: float) -> float:
         """Bytes per token of a tensor with `size` bytes per microbatch."""
@@ -232,11 +227,6 @@ def scale_bytes(running: Running, features: float) -> float:
         blocks = features * max(ceil(running.microbatch_tokens / running.scale_rows), 1)
     size = _EXPONENT if running.scale_rows == SCALE_ROWS["mxfp8"] else _SCALE
     return running.by_microbatch(size * blocks)
-
-
-def flash_takes(features: int) -> bool:
-    """Whether FlashAttention has kernels for heads of this many features."""
-    return features % 8 == 0 and features <= 256
 
 
 def _padded(config: Config, tokens: float) -> LayerRows | None:

@@ -11,17 +11,13 @@ Conventions, as in the literature:
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
 from fivefold.config.model import ModelConfig
-from fivefold.description.layers import (
-    LayerKind,
-    describe,
-    layer_kind,
-)
+from fivefold.description.layers import LayerKind, describe, describe_layer, layer_kind
 from fivefold.description.operations import CoreAttention
 from fivefold.description.prediction import PredictionInput
 from fivefold.description.weights import Weight, embedding_weights, head_weights
@@ -51,18 +47,37 @@ class StageParts(Protocol):
 
 
 @dataclass(frozen=True)
-class WholeModel:
-    """A stage that holds the whole model."""
+class ModelParts:
+    """Any parts of the model, as `StageParts` names them; none unless given."""
 
-    layers: tuple[int, ...]
-    embedding: bool = True
-    head: bool = True
+    layers: tuple[int, ...] = ()
+    embedding: bool = False
+    head: bool = False
     mtp: int = 0
 
 
-def whole_model(model: ModelConfig) -> WholeModel:
-    """The stage that holds all of `model`."""
-    return WholeModel(tuple(range(model.num_layers)), mtp=model.mtp_num_layers)
+def whole_model(model: ModelConfig) -> ModelParts:
+    """All parts of the model."""
+    layers, further = tuple(range(model.num_layers)), model.mtp_num_layers
+    return ModelParts(layers, embedding=True, head=True, mtp=further)
+
+
+def all_layers(model: ModelConfig, parts: StageParts) -> tuple[int, ...]:
+    """The layers of a stage, multi-token prediction layers last."""
+    first = model.num_layers
+    return *parts.layers, *range(first, first + parts.mtp)
+
+
+def placed_layers(model: ModelConfig, parts: StageParts) -> list[tuple[int, int]]:
+    """The layers of a stage with their places, by which some of them are recomputed.
+
+    Multi-token prediction layers come last, each at place 0: they are recomputed by themselves,
+    wherever the stage recomputes anything.
+    """
+    return [
+        (place if layer < model.num_layers else 0, layer)
+        for place, layer in enumerate(all_layers(model, parts))
+    ]
 
 
 def canonical_name(model: ModelConfig, name: str) -> str:
@@ -84,6 +99,11 @@ def embedding_names(model: ModelConfig) -> tuple[str, ...]:
     return EMBEDDING, *output, "mtp_embed_tokens.weight"
 
 
+def kinds_of(model: ModelConfig, layers: Iterable[int]) -> Counter[LayerKind]:
+    """The number of layers of each kind among `layers`, in the order in which they come."""
+    return Counter(layer_kind(model, layer) for layer in layers)
+
+
 def is_layer_matrix(name: str, weight: Weight) -> bool:
     """Whether a parameter is a matrix of the model's layers, and neither an embedding nor the
     output layer."""
@@ -97,8 +117,8 @@ def has_final_norm(model: ModelConfig, parts: StageParts) -> bool:
 
 def rotations(model: ModelConfig, parts: StageParts) -> frozenset[bool]:
     """Of the layers of a stage that RoPE turns: whether they have a base of their own."""
-    layers = (*parts.layers, *[model.num_layers] * parts.mtp)
-    return frozenset(turns_locally(model, layer) for layer in layers if model.rotates(layer))
+    rotated = filter(model.rotates, all_layers(model, parts))
+    return frozenset(turns_locally(model, layer) for layer in rotated)
 
 
 def turns_locally(model: ModelConfig, layer: int) -> bool:
@@ -131,7 +151,7 @@ def stage_weights(model: ModelConfig, parts: StageParts | None = None) -> Weight
         found |= {f"layers.{layer}.{name}": weight for name, weight in in_layer.items()}
     for depth in range(parts.mtp):
         in_layer = layer_weights(model, model.num_layers)
-        around = describe(model, layer_kind(model, model.num_layers)).one(PredictionInput)
+        around = describe_layer(model, model.num_layers).one(PredictionInput)
         found |= {f"mtp.{depth}.{weight.name}": weight for weight in around.weights}
         found |= {f"mtp.{depth}.layer.{name}": weight for name, weight in in_layer.items()}
     norm, output = _head(model)
@@ -202,14 +222,13 @@ def count_parameters(
     embedding = sum(weight.size for weight in embedding_weights(model)) - padding
     if not parts.embedding:
         embedding = table - padding if _copies_embedding(model, parts) else 0
+    kinds = kinds_of(model, parts.layers).items()
     norm, output = _head(model)
     head = sum(weight.size for weight in norm) if has_final_norm(model, parts) else 0
     head += (0 if shared else output.size - padding) if parts.head else 0
     return ParameterCount(
         embedding=embedding,
-        layers=sum(
-            _size(model, kind, active) * count for kind, count in _kinds(model, parts.layers)
-        ),
+        layers=sum(_size(model, kind, active) * count for kind, count in kinds),
         head=head,
         mtp=_size(model, layer_kind(model, model.num_layers), active) * parts.mtp,
     )
@@ -243,12 +262,11 @@ def forward_flops(
     token.
     """
     parts = parts or whole_model(model)
-    further = [(layer_kind(model, model.num_layers), parts.mtp)] if parts.mtp else []
     weights, per_key = 0, defaultdict[int | None, int](int)
-    for kind, count in (*_kinds(model, parts.layers), *further):
+    for kind, count in kinds_of(model, all_layers(model, parts)).items():
         weights += _size(model, kind, active=True, multiplied=True) * count
-    for layer in (*parts.layers, *[model.num_layers] * parts.mtp):
-        core = describe(model, layer_kind(model, layer)).one(CoreAttention)
+    for layer in all_layers(model, parts):
+        core = describe_layer(model, layer).one(CoreAttention)
         per_key[model.window_of(layer)] += core.flops_per_key
     if parts.head:
         weights += (1 + model.mtp_num_layers) * model.padded_vocab_size * model.hidden_size
@@ -284,8 +302,7 @@ def trained_weights(model: ModelConfig, parts: StageParts | None) -> int:
     """Elements of the matrices of linear layers by which a token is multiplied and which are
     trained, the output layer's once per predicted token."""
     parts = parts or whole_model(model)
-    further = [(layer_kind(model, model.num_layers), parts.mtp)] if parts.mtp else []
-    kinds = (*_kinds(model, parts.layers), *further)
+    kinds = kinds_of(model, all_layers(model, parts)).items()
     layers = sum(_size(model, kind, True, True, True) * count for kind, count in kinds)
     *_, output = head_weights(model)
     runs = (1 + model.mtp_num_layers) * (parts.head and output.trained)
@@ -317,11 +334,6 @@ def _size(
     experts = sum(weight.size for weight in weights if weight.of_experts)
     chosen = experts * model.moe_router_topk // (model.num_experts or 1)
     return sum(weight.size for weight in weights) - experts + (chosen if active else experts)
-
-
-def _kinds(model: ModelConfig, layers: Iterable[int]) -> Iterator[tuple[LayerKind, int]]:
-    """(kind, number of layers) for each kind among `layers`."""
-    yield from Counter(layer_kind(model, layer) for layer in layers).items()
 
 
 def _head(model: ModelConfig) -> tuple[tuple[Weight, ...], Weight]:

@@ -58,7 +58,7 @@ def check_deepep(config: Config, device_type: str, *, shared: bool = False) -> N
 def check_deepep_settings(config: Config, mistakes: Mistakes) -> None:
     """Add what contradicts DeepEP on any machine."""
     parallel = config.parallel
-    if not parallel.moe_enable_deepep:
+    if not parallel.moe_enable_deepep or config.model.num_experts is None:
         return
     if parallel.moe_token_dispatcher_type != "flex":
         mistakes.add(

@@ -1,13 +1,14 @@
 """The constants of a machine that runs on it can teach, and how far each may be off beforehand."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import exp
 from types import MappingProxyType
 from typing import Any
 
-from fivefold.hardware import GPUS, Gpu
-from fivefold.predict.cluster import Cluster, Link, within_range
+from fivefold.hardware import GPUS
+from fivefold.predict.cluster import Cluster
+from fivefold.predict.cluster_file import within_range
 
 _LEAST_LOST, _MOST_LOST = 0.02, 0.98  # shares between which odds say something
 
@@ -39,54 +40,36 @@ class Constant:
         return self.sure if cluster.gpu.name in GPUS else self.unsure
 
 
-def _of_gpu(*names: str) -> Callable[[Cluster, float], Cluster]:
-    """Moves fields of the GPU together, within what a cluster's file may say."""
+def _scaled(*paths: str) -> Callable[[Cluster, float], Cluster]:
+    """Moves fields of a cluster together, such as "gpu.launch", within what its file may say."""
 
     def moved(cluster: Cluster, factor: float) -> Cluster:
-        gpu = cluster.gpu
-        values: dict[str, Any] = {
-            name: within_range(name, getattr(gpu, name) * factor) for name in names
-        }
-        return replace(cluster, gpu=replace(gpu, **values))
+        for path in paths:
+            holder, _, name = path.rpartition(".")
+            part: Any = getattr(cluster, holder) if holder else cluster
+            part = replace(part, **{name: within_range(name, getattr(part, name) * factor)})
+            changed: dict[str, Any] = {holder: part}
+            cluster = replace(cluster, **changed) if holder else part
+        return cluster
 
     return moved
-
-
-def _of_link(which: str, name: str) -> Callable[[Cluster, float], Cluster]:
-    def moved(cluster: Cluster, factor: float) -> Cluster:
-        link: Link = getattr(cluster, which)
-        value = within_range(name, getattr(link, name) * factor)
-        changed: dict[str, Any] = {which: replace(link, **{name: value})}
-        return replace(cluster, **changed)
-
-    return moved
-
-
-def _of_cluster(name: str) -> Callable[[Cluster, float], Cluster]:
-    def moved(cluster: Cluster, factor: float) -> Cluster:
-        changed: dict[str, Any] = {name: within_range(name, getattr(cluster, name) * factor)}
-        return replace(cluster, **changed)
-
-    return moved
-
-
-def _lost(gpu: Gpu) -> float:
-    return min(max(gpu.overlap_slowdown, _LEAST_LOST), _MOST_LOST)
 
 
 def _overlap(cluster: Cluster, factor: float) -> Cluster:
+    """Moves the odds of the share of overlapped time that is lost."""
     if factor == 1.0:
         return cluster
-    lost = _lost(cluster.gpu)
+    lost = min(max(cluster.gpu.overlap_slowdown, _LEAST_LOST), _MOST_LOST)
     odds = lost / (1 - lost) * factor
     return replace(cluster, gpu=replace(cluster.gpu, overlap_slowdown=odds / (1 + odds)))
 
 
+_GB, _US = ("GB/s", 1e9), ("us", 1e-6)
 CONSTANTS: tuple[Constant, ...] = (
     Constant(
         "rate of matrix products",
         lambda c: c.gpu.matmul.bf16 * c.gpu.sustained,
-        _of_gpu("sustained", "sustained_narrow"),
+        _scaled("gpu.sustained", "gpu.sustained_narrow"),
         0.10,
         0.8,
         ("TFLOP/s in bf16", 1e12),
@@ -94,7 +77,7 @@ CONSTANTS: tuple[Constant, ...] = (
     Constant(
         "rate of attention",
         lambda c: c.gpu.peak.bf16 * c.gpu.attention_forward,
-        _of_gpu("attention_forward", "attention_backward"),
+        _scaled("gpu.attention_forward", "gpu.attention_backward"),
         0.15,
         0.8,
         ("TFLOP/s in bf16, forward", 1e12),
@@ -102,21 +85,19 @@ CONSTANTS: tuple[Constant, ...] = (
     Constant(
         "rate of memory",
         lambda c: c.gpu.memory_bandwidth * c.gpu.memory_efficiency,
-        _of_gpu("memory_efficiency"),
+        _scaled("gpu.memory_efficiency"),
         0.10,
         0.6,
-        ("GB/s", 1e9),
+        _GB,
     ),
-    Constant(
-        "time between kernels", lambda c: c.gpu.launch, _of_gpu("launch"), 0.4, 1.5, ("us", 1e-6)
-    ),
+    Constant("time between kernels", lambda c: c.gpu.launch, _scaled("gpu.launch"), 0.4, 1.5, _US),
     Constant(
         "host time of an operation",
         lambda c: c.host_operation,
-        _of_cluster("host_operation"),
+        _scaled("host_operation"),
         0.4,
         1.0,
-        ("us", 1e-6),
+        _US,
     ),
     Constant(
         "computation lost beside messages",
@@ -129,42 +110,37 @@ CONSTANTS: tuple[Constant, ...] = (
     Constant(
         "bandwidth in a node",
         lambda c: c.node_link.rate,
-        _of_link("node_link", "bandwidth"),
+        _scaled("node_link.bandwidth"),
         0.15,
         0.8,
-        ("GB/s", 1e9),
+        _GB,
     ),
     Constant(
         "latency in a node",
         lambda c: c.node_link.latency,
-        _of_link("node_link", "latency"),
+        _scaled("node_link.latency"),
         0.5,
         1.2,
-        ("us", 1e-6),
+        _US,
     ),
     Constant(
         "bandwidth between nodes",
         lambda c: c.network_link.rate,
-        _of_link("network_link", "bandwidth"),
+        _scaled("network_link.bandwidth"),
         0.3,
         0.8,
-        ("GB/s", 1e9),
+        _GB,
     ),
     Constant(
         "latency between nodes",
         lambda c: c.network_link.latency,
-        _of_link("network_link", "latency"),
+        _scaled("network_link.latency"),
         0.5,
         1.2,
-        ("us", 1e-6),
+        _US,
     ),
     Constant(
-        "copies to the host",
-        lambda c: c.host_bandwidth,
-        _of_cluster("host_bandwidth"),
-        0.2,
-        0.6,
-        ("GB/s", 1e9),
+        "copies to the host", lambda c: c.host_bandwidth, _scaled("host_bandwidth"), 0.2, 0.6, _GB
     ),
 )
 """All of them. The doubts are stated, not fitted: those of a known GPU's rates are about what
@@ -176,7 +152,7 @@ UNEXPLAINED: Mapping[bool, float] = MappingProxyType({True: 0.05, False: 0.25})
 deviation of its logarithm; by whether the kind of GPU is known."""
 
 
-def moved(cluster: Cluster, shifts: Sequence[float]) -> Cluster:
+def moved(cluster: Cluster, shifts: Iterable[float]) -> Cluster:
     """The cluster whose constants are moved by logarithms, one for each of `CONSTANTS`."""
     for constant, shift in zip(CONSTANTS, shifts, strict=True):
         cluster = constant.moved(cluster, exp(shift))

@@ -72,7 +72,7 @@ class Posterior:
 
     def at(self, shifts: Vector) -> Cluster:
         """The machine with these shifts."""
-        return moved(self.prior, shifts.tolist())
+        return moved(self.prior, shifts)
 
     @cached_property
     def doubts(self) -> Vector:
@@ -173,7 +173,7 @@ def log_seconds(layouts: Sequence[Layout], cluster: Cluster) -> Vector:
 def _residuals(observations: Sequence[Observation], cluster: Cluster, shifts: Vector) -> Vector:
     measured = np.array([log(each.seconds) for each in observations])
     layouts = [each.layout for each in observations]
-    found: Vector = measured - log_seconds(layouts, moved(cluster, shifts.tolist()))
+    found: Vector = measured - log_seconds(layouts, moved(cluster, shifts))
     return found
 
 
@@ -184,8 +184,8 @@ def _slopes(layouts: Sequence[Layout], cluster: Cluster, shifts: Vector) -> NDAr
         ahead, behind = shifts.copy(), shifts.copy()
         ahead[index] += _STEP
         behind[index] -= _STEP
-        up = log_seconds(layouts, moved(cluster, ahead.tolist()))
-        down = log_seconds(layouts, moved(cluster, behind.tolist()))
+        up = log_seconds(layouts, moved(cluster, ahead))
+        down = log_seconds(layouts, moved(cluster, behind))
         columns.append((up - down) / (2 * _STEP))
     return np.stack(columns, axis=1)
 

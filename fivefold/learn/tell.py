@@ -1,6 +1,7 @@
 """What runs have taught, in words."""
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from math import exp
 from statistics import NormalDist
 from typing import Any
@@ -19,20 +20,30 @@ _NARROWED = 0.8  # share of its doubt above which nothing was learned of a const
 
 def runs_table(known: Posterior) -> Iterator[str]:
     """The runs: measured, and predicted before and after they were known."""
-    runs = known.observations
-    layouts = [each.layout for each in runs]
-    before, after = log_seconds(layouts, known.prior), log_seconds(layouts, known.cluster)
-    rows = [("run", "measured", "predicted", "off", "now", "off", "layout")]
-    for run, old, new in zip(runs, before.tolist(), after.tolist(), strict=True):
-        offs = (percent(exp(each) / run.seconds - 1) for each in (old, new))
-        shown = (human_seconds(exp(old)), next(offs), human_seconds(exp(new)), next(offs))
-        rows.append((run.name, human_seconds(run.seconds), *shown, summary(run.layout)))
+    rows: list[tuple[str, ...]] = [("run", "measured", "predicted", "off", "now", "off", "layout")]
+    for run, *predicted in _before_and_now(known):
+        told = ((human_seconds(each), percent(each / run.seconds - 1)) for each in predicted)
+        rows.append((run.name, human_seconds(run.seconds), *chain(*told), summary(run.layout)))
     yield from table(rows, right=range(1, 6))
+    runs = known.observations
     yield (
         f"mean error {mean_error(runs, known.prior):.1%} before, "
         f"{mean_error(runs, known.cluster):.1%} now; 80 % of new runs are expected within "
-        f"{half_width(float(known.spread(layouts).mean())) - 1:.0%}"
+        f"{_interval_factor(known) - 1:.0%}"
     )
+
+
+def _before_and_now(known: Posterior) -> Iterator[tuple[Observation, float, float]]:
+    """The runs, with the seconds of a step predicted before and after they were known."""
+    layouts = [run.layout for run in known.observations]
+    both = (log_seconds(layouts, cluster).tolist() for cluster in (known.prior, known.cluster))
+    for run, old, new in zip(known.observations, *both, strict=True):
+        yield run, exp(old), exp(new)
+
+
+def _interval_factor(known: Posterior) -> float:
+    """The factor from the middle to an end of the 80 % interval of new runs like these."""
+    return half_width(float(known.spread([run.layout for run in known.observations]).mean()))
 
 
 def mean_error(runs: Sequence[Observation], cluster: Cluster) -> float:
@@ -64,14 +75,10 @@ def constants_table(known: Posterior) -> Iterator[str]:
 
 def record(known: Posterior) -> dict[str, Any]:
     """What was learned as a value for JSON; times in seconds, rates in bytes or FLOPs a second."""
-    runs = known.observations
-    layouts = [each.layout for each in runs]
-    before, after = log_seconds(layouts, known.prior), log_seconds(layouts, known.cluster)
-    told = zip(runs, before.tolist(), after.tolist(), strict=True)
     return {
         "runs": [
-            {"run": r.name, "measured": r.seconds, "before": exp(old), "now": exp(new)}
-            for r, old, new in told
+            {"run": run.name, "measured": run.seconds, "before": old, "now": new}
+            for run, old, new in _before_and_now(known)
         ],
         "constants": {
             constant.name: {
@@ -81,7 +88,7 @@ def record(known: Posterior) -> dict[str, Any]:
             }
             for constant, doubt in zip(CONSTANTS, known.doubts.tolist(), strict=True)
         },
-        "interval_factor": half_width(float(known.spread(layouts).mean())),
+        "interval_factor": _interval_factor(known),
     }
 
 

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -63,7 +62,7 @@ class OffloadedParameters:
         self._reader = ThreadPoolExecutor(1, "weights")
         self._order: list[AwayShards] = []
         self._at = self._turn = 0
-        self._ahead: deque[_Reading] = deque()
+        self._ahead = deque[tuple[int, Future[float]]]()  # room, and the seconds that it took
         for block in blocks:
             block.keep_at(partial(self._bring, block), link.wait)
 
@@ -114,11 +113,11 @@ class OffloadedParameters:
         self._at += 1
         if held.mapped is None:
             return self.link.back(held.flat, onto, visits=True)
-        reading, began = self._ahead.popleft(), time.perf_counter()
-        self._reading += reading.done.result()
+        (number, seconds), began = self._ahead.popleft(), time.perf_counter()
+        self._reading += seconds.result()
         self._waited += time.perf_counter() - began
-        room = self._rooms[reading.room][: held.nbytes].view(block.dtype)
-        mark = self._marks[reading.room] = self.link.back(room, onto, visits=True)
+        room = self._rooms[number][: held.nbytes].view(block.dtype)
+        mark = self._marks[number] = self.link.back(room, onto, visits=True)
         self._read_ahead()
         return mark
 
@@ -136,8 +135,8 @@ class OffloadedParameters:
         for block in self._order[self._at + len(self._ahead) : self._at + WEIGHT_ROOMS]:
             if (held := self._blocks[block]).mapped is not None:
                 room, self._turn = self._turn, (self._turn + 1) % WEIGHT_ROOMS
-                done = self._reader.submit(self._read, held, room, self._marks[room])
-                self._ahead.append(_Reading(block, room, done))
+                seconds = self._reader.submit(self._read, held, room, self._marks[room])
+                self._ahead.append((room, seconds))
 
     def _read(self, held: "_BlockWeights", room: int, mark: Mark) -> float:
         """Read a block into a room that has been copied from; seconds that it took."""
@@ -148,8 +147,8 @@ class OffloadedParameters:
 
     def _drop(self) -> None:
         """Forget what was read ahead."""
-        for reading in self._ahead:
-            reading.done.cancel()
+        for _, seconds in self._ahead:
+            seconds.cancel()
         self._ahead.clear()
 
 
@@ -202,12 +201,3 @@ class _BlockWeights:
         """Read the file into a room of bytes."""
         assert self.mapped is not None
         self.mapped.read(self._whole, room[: self.nbytes], self._name)
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """A block on its way into a room; `done` tells the seconds that it took."""
-
-    block: AwayShards
-    room: int
-    done: Future[float]

@@ -127,7 +127,7 @@ class RecomputedBlock:
         if self.tiles is not None and isinstance(module, MLP):
             run = self.tiles
         discards = not module.discards_norm.isdisjoint(self.modules)
-        if not (discards and torch.is_grad_enabled()):
+        if not discards:
             return run(module, norm(x_TH), *rest)
         normed_TH = norm(x_TH)
         with _Discarded((normed_TH,), lambda: (norm(x_TH),)).hooks():
@@ -137,8 +137,6 @@ class RecomputedBlock:
 def _discarded_up(make: Callable[[], Heads], attend: Callable[..., Tensor]) -> Tensor:
     """The `up` seam: recomputes queries, keys and values from latents."""
     made = make()
-    if not torch.is_grad_enabled():
-        return attend(*made)
     with _Discarded(made, make).hooks():
         return attend(*made)
 
@@ -193,8 +191,6 @@ def _second_again(
 ) -> Tensor:
     """The `second` seam: discards the activation's output."""
     made_RF = experts.activate(inner, weights_R)
-    if not torch.is_grad_enabled():
-        return experts.last(made_RF, weights_R, rows_E)
     with _Discarded([made_RF], lambda: [experts.activate(inner, weights_R)]).hooks():
         return experts.last(made_RF, weights_R, rows_E)
 

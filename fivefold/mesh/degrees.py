@@ -10,6 +10,7 @@ from fivefold.config.divisors import divisors
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.rules.dependence import without_orphans
 from fivefold.errors import Mistakes
+from fivefold.mesh.grid import Grid
 from fivefold.mesh.rules import tensor_parallel_sizes
 from fivefold.units import several
 
@@ -21,6 +22,15 @@ DEGREES = {
     "dp_shard": "data_parallel_shard_size",
 }
 """The setting of each mesh axis; the product of their values is the number of ranks."""
+
+
+def grid_of(parallel: ParallelConfig) -> Grid:
+    """The grid of degrees of which none is left to infer."""
+    return Grid(
+        **{axis: getattr(parallel, name) for axis, name in DEGREES.items()},
+        ep=parallel.expert_model_parallel_size,
+        etp=parallel.expert_tensor_parallel_size,
+    )
 
 
 def infer_degrees(

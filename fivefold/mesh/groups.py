@@ -1,6 +1,6 @@
 """Creates the process groups of one rank from the grid."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -212,11 +212,9 @@ def build_groups(
         holders: whether matrices are put together from their parts.
     """
     made = _Made()
-    tp_ranks = grid.group_of(rank, ("tp",))
-    data_ranks = grid.group_of(rank, ("dp_replicate", "dp_shard", "cp"))
     pp_ranks = grid.group_of(rank, ("pp",))
     cp_ranks = grid.group_of(rank, ("cp",))
-    inner, outer = _hierarchy(cp_ranks, rank, cp_sizes)
+    inner, outer = parts_of(cp_ranks, rank, cp_sizes[0]) if cp_sizes else ((), ())
     here = grid.coordinates(rank)["pp"]
     tied = None
     sharing = next((ranks for ranks in tied_ranks if here in ranks), None)
@@ -226,22 +224,25 @@ def build_groups(
         # torch names a group after its ranks and how many groups each has made before. Ranks
         # without a tied embedding make one as well, or the next common group would hang.
         new_group((rank,))
-    pp = made.unless_alone(pp_ranks, urgent=True)
     pair = sorted((pp_ranks[here], pp_ranks[-1 - here]))
+    replicas = ("dp_replicate",) if sharded else ("dp_replicate", "dp_shard", "cp")
+    meshed = (replicas, ("dp_shard", "cp") if sharded else (), ("tp",))
+    every = (grid.group_of(rank, axes) for axes in meshed)
+    along = dict(zip(PARAMETER_AXES, every, strict=True))
     return Groups(
         grid=grid,
         rank=rank,
         world=dist.group.WORLD if grid.world_size > 1 else None,
-        pp=pp,
+        pp=made.unless_alone(pp_ranks, urgent=True),
         pp_lines=_lines(pp_ranks, here) if _as_on_gpus() else {},
-        tp=made.unless_alone(tp_ranks, urgent=True),
-        data=made.unless_alone(data_ranks),
+        tp=made.unless_alone(grid.group_of(rank, ("tp",)), urgent=True),
+        data=made.unless_alone(grid.group_of(rank, ("dp_replicate", "dp_shard", "cp"))),
         cp=_apart(cp_ranks),
         cp_inner=_apart(inner),
         cp_outer=_apart(outer),
         tied=tied,
         mirror=made.group(tuple(pair)) if mirrored else None,
-        mesh=_parameter_mesh(grid, rank, device_type, sharded, made.group),
+        mesh=_mesh(grid, rank, device_type, made, along),
         nodes=_node_groups(grid.group_of(rank, ("dp_shard", "cp")), rank, nodes[0]),
         holders=made.unless_alone(grid.holders(rank, sharded=sharded)) if holders else None,
         experts=None
@@ -268,9 +269,8 @@ def _expert_groups(
     etp_group = _apart(etp)
     both_group = _apart(both) if len(ep) > 1 and len(etp) > 1 else ep_group or etp_group
     place = edp.index(rank) % shards
-    parts = (edp[place::shards], grid.expert_shard_ranks(rank, shards), ep, etp)
-    first = grid.coordinates(rank)["pp"] * grid.ranks_per_stage
-    ranks = torch.arange(first, first + grid.ranks_per_stage).view([len(part) for part in parts])
+    sharing = grid.expert_shard_ranks(rank, shards)
+    along = dict(zip(EXPERT_PARAMETER_AXES, (edp[place::shards], sharing, ep, etp), strict=True))
     return ExpertGroups(
         ep=ep_group,
         etp=etp_group,
@@ -278,13 +278,8 @@ def _expert_groups(
         edp=made.unless_alone(edp),
         microbatch=_apart(grid.group_of(rank, ("cp", "tp"))),
         stage=_apart(stage),
-        mesh=DeviceMesh.from_group(
-            [made.group(part) for part in parts],
-            device_type,
-            mesh=ranks,
-            mesh_dim_names=EXPERT_PARAMETER_AXES,
-        ),
-        nodes=_node_groups(parts[1], rank, nodes),
+        mesh=_mesh(grid, rank, device_type, made, along),
+        nodes=_node_groups(sharing, rank, nodes),
         holders=made.unless_alone(grid.expert_holders(rank, shards)) if holders else None,
     )
 
@@ -356,31 +351,27 @@ def neighbours_by_round(ranks: int, here: int) -> list[int | None]:
     return [next((sum(edge) - here for edge in edges if here in edge), None) for edges in rounds]
 
 
-def _hierarchy(
-    cp_ranks: tuple[int, ...], rank: int, sizes: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The inner group of a rank, of neighbours, and its outer group, one rank per inner group."""
-    if not sizes:
-        return (), ()
-    return parts_of(cp_ranks, rank, sizes[0])
-
-
-def _parameter_mesh(
+def _mesh(
     grid: Grid,
     rank: int,
     device_type: str,
-    sharded: bool,
-    group: Callable[[tuple[int, ...]], dist.ProcessGroup],
+    made: _Made,
+    along: Mapping[str, tuple[int, ...]],
 ) -> DeviceMesh:
-    """The mesh of one pipeline rank's parameters, from groups that exist already."""
-    replicas = ("dp_replicate",) if sharded else ("dp_replicate", "dp_shard", "cp")
-    shards = ("dp_shard", "cp") if sharded else ()
-    shape = [len(grid.group_of(rank, axes)) for axes in (replicas, shards, ("tp",))]
+    """The mesh of one pipeline rank's parameters, from groups that exist already.
+
+    Args:
+        grid: grid of all ranks.
+        rank: number of this process.
+        device_type: as of `build_groups`.
+        made: the groups.
+        along: name of each axis of the mesh, and the ranks that differ from this one along it only.
+    """
     first = grid.coordinates(rank)["pp"] * grid.ranks_per_stage
-    ranks = torch.arange(first, first + grid.ranks_per_stage).view(shape)
+    ranks = torch.arange(first, first + grid.ranks_per_stage)
     return DeviceMesh.from_group(
-        [group(grid.group_of(rank, axes)) for axes in (replicas, shards, ("tp",))],
+        [made.group(part) for part in along.values()],
         device_type,
-        mesh=ranks,
-        mesh_dim_names=PARAMETER_AXES,
+        mesh=ranks.view([len(part) for part in along.values()]),
+        mesh_dim_names=tuple(along),
     )

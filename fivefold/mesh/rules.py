@@ -142,6 +142,7 @@ def _check_no_experts(parallel: ParallelConfig, mistakes: Mistakes) -> None:
         "expert_model_parallel_size",
         "expert_tensor_parallel_size",
         "moe_token_dispatcher_type",
+        "moe_enable_deepep",
         "moe_shared_expert_overlap",
         "overlap_moe_expert_parallel_comm",
         "delay_wgrad_compute",
@@ -270,7 +271,7 @@ def _check_heads(
         among: possible numbers of these ranks; None: any.
     """
     tp = parallel.tensor_model_parallel_size
-    heads, kv_heads = model.num_attention_heads // tp, max(model.num_kv_heads // tp, 1)
+    heads, kv_heads = model.num_attention_heads // tp, model.kv_heads_of(tp)
     fitting = [
         d
         for d in divisors(max(heads, 1))

@@ -20,10 +20,13 @@ from fivefold.optim.rounding import (
     exact,
     scale_of,
 )
+from fivefold.optim.schedule import StepRates
 
 SCALES = tuple(map(scale_of, MOMENTS))
 STATES = (*MOMENTS, *SCALES)
 """What a checkpoint may keep of the optimizer's state of a parameter."""
+DECAYS, OF_ENDS = "decays", "of_ends"
+"""What groups of torch's optimizers say of their parameters: `decays`, and `is_end`."""
 OPTIMIZER = "optim."
 """What names of these begin with in a checkpoint."""
 Block = tuple[Sequence[nn.Parameter], Callable[[], None]]
@@ -98,14 +101,16 @@ class AdamW:
 
     def _optimizers(self, names: Sequence[str], config: OptimizerConfig) -> list[Any]:
         """What updates the parameters of some names: torch's AdamW, of shards with elements."""
-        groups: list[dict] = [
-            {"params": [], "weight_decay": config.weight_decay},
-            {"params": [], "weight_decay": 0.0},
-        ]
+        kinds: dict[tuple[bool, bool], list[Tensor]] = {(True, False): [], (False, False): []}
         for name in names:
             if self._leaves[name].numel():
-                group = groups[0 if decays(name, self._parameters[name]) else 1]
-                group["params"].append(self._leaves[name])
+                of_ends = config.decoupled_lr is not None and is_end(name)
+                kind = decays(name, self._parameters[name]), of_ends
+                kinds.setdefault(kind, []).append(self._leaves[name])
+        groups: list[dict] = [
+            {"params": leaves, DECAYS: decaying, OF_ENDS: of_ends}
+            for (decaying, of_ends), leaves in kinds.items()
+        ]
         betas = (config.adam_beta1, config.adam_beta2)
         settings: dict[str, Any] = {"lr": config.lr, "betas": betas, "eps": config.adam_eps}
         if config.needs_rounding:
@@ -129,15 +134,18 @@ class AdamW:
             state["step"].fill_(steps)
 
     @torch.no_grad()
-    def step(self, lr: float, found_inf: Tensor | None = None) -> None:
+    def step(self, rates: StepRates, found_inf: Tensor | None = None) -> None:
         """Update the parameters from their gradients, without synchronising with the device.
 
         Args:
-            lr: learning rate.
+            rates: learning rates and weight decay.
             found_inf: fp32 scalar on the device. Where it is 1, weights and moments stay bitwise
                 unchanged, and the caller must then decrement `steps`. None: 0.
         """
-        for name, parameter, leaf in self._shards():
+        for name, leaf in self._leaves.items():
+            if not leaf.numel():
+                continue
+            parameter = self._parameters[name]
             if name not in self._apart:
                 # `Module.to` or an assigning load may have replaced the parameter's storage.
                 leaf.data = local_tensor(parameter)
@@ -149,7 +157,8 @@ class AdamW:
         for optimizers, names, then in self._updates:
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = lr
+                    group["lr"] = rates.of_ends if group[OF_ENDS] else rates.lr
+                    group["weight_decay"] = rates.decay if group[DECAYS] else 0.0
                 optimizer.found_inf = found_inf  # as torch's GradScaler hands it to fused kernels
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
@@ -212,12 +221,6 @@ class AdamW:
         if weights:
             torch._foreach_copy_(weights, [self._leaves[name] for name in names])
 
-    def _shards(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """(name, parameter, local tensor) of parameters whose shard on this rank is not empty."""
-        for name, parameter in self._parameters.items():
-            if self._leaves[name].numel():
-                yield name, parameter, self._leaves[name]
-
 
 def moments_like(leaf: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
     """Empty tensors on the meta device like the moments of a leaf, and like their scales.
@@ -251,6 +254,11 @@ def state_piece(state: str, piece: Piece, local: Tensor) -> Piece:
 def state_name(state: str, name: str) -> str:
     """The name in a checkpoint of a state of the parameter called `name`."""
     return f"{OPTIMIZER}{state}.{name}"
+
+
+def is_end(name: str) -> bool:
+    """Whether a parameter is a weight of the embedding or of the output layer, or a copy of it."""
+    return name.endswith(("embed_tokens.weight", "lm_head.weight"))
 
 
 def decays(name: str, parameter: Tensor) -> bool:

@@ -67,6 +67,7 @@ def update(
         *ids,
         torch.full((), key, dtype=torch.int64, device=device),
         torch.full((), group["lr"], dtype=torch.float64, device=device),
+        torch.full((), group["lr"] * group["weight_decay"], dtype=torch.float64, device=device),
         step,
         step if found_inf is None else found_inf,
         rows,
@@ -76,7 +77,6 @@ def update(
         log_beta1=log(beta1) if beta1 else _NEVER,
         log_beta2=log(beta2) if beta2 else _NEVER,
         epsilon=group["eps"],
-        decay=group["weight_decay"],
         divided=master.remainder is not None,
         narrow=master.matrix.dtype != wide,
         narrow1=moments[0].matrix.dtype == torch.bfloat16 != wide,
@@ -127,6 +127,7 @@ def _update(  # type: ignore[no-untyped-def]
     column_ids,
     key,
     rate,
+    shrinks,
     step,
     found_inf,
     rows,
@@ -136,7 +137,6 @@ def _update(  # type: ignore[no-untyped-def]
     log_beta1: tl.constexpr,
     log_beta2: tl.constexpr,
     epsilon: tl.constexpr,
-    decay: tl.constexpr,
     divided: tl.constexpr,
     narrow: tl.constexpr,
     narrow1: tl.constexpr,
@@ -182,7 +182,7 @@ def _update(  # type: ignore[no-untyped-def]
     taken, lr = tl.load(step).to(tl.float64), tl.load(rate)
     pace = (lr / (1.0 - tl.exp(taken * log_beta1))).to(wide)
     root = tl.sqrt(1.0 - tl.exp(taken * log_beta2)).to(wide)
-    w -= (lr * decay).to(wide) * w
+    w -= tl.load(shrinks).to(wide) * w
     m = beta1 * m + (1.0 - beta1) * g
     v = beta2 * v + (1.0 - beta2) * g * g
     w -= pace * m / (tl.sqrt(v) / root + epsilon)

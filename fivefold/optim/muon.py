@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fivefold.config.training import OptimizerConfig
 from fivefold.counts.matrices import Matrix, MatrixDeal
 from fivefold.mesh.collectives import start_row_exchange
-from fivefold.optim.adamw import AdamW, Block
+from fivefold.optim.adamw import DECAYS, OF_ENDS, AdamW, Block
 from fivefold.optim.rounding import MOMENTS, NamedElements
 
 QUINTIC = (
@@ -193,7 +193,8 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         self._leaves, self._holders, self._config, self._dtype = leaves, holders, config, dtype
         self.found_inf: Tensor | None = None
-        super().__init__([*leaves.values()], {"lr": config.lr, "weight_decay": config.weight_decay})
+        of_layers = {"lr": config.lr, "weight_decay": 0.0, DECAYS: True, OF_ENDS: False}
+        super().__init__([*leaves.values()], of_layers)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

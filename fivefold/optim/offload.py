@@ -32,6 +32,10 @@ from fivefold.optim.offload_state import (
     Visit,
 )
 from fivefold.optim.rounding import MASTER, NamedElements
+from fivefold.optim.schedule import StepRates
+
+_Left = Callable[[Bucket], Mark]
+_Update = Callable[[Bucket, Lines], None]
 
 
 class HostAdamW:
@@ -71,7 +75,7 @@ class HostAdamW:
         *,
         on_device: bool = False,
     ) -> None:
-        self._parameters, self._counted = parameters, counted
+        self._parameters, self._counted, self._clip = parameters, counted, config.clip_grad
         self.link, self.weights = link, weights
         # Gradients arrive from the last layer to the first.
         shapes = {n: tuple(local_tensor(parameters[n]).shape) for n in reversed([*parameters])}
@@ -146,13 +150,13 @@ class HostAdamW:
         self.link.arrive(self._left[name][1])
         return self.state.gradient(name)
 
-    def step(self, lr: float, norm: float, max_norm: float, loss_scale: float | None) -> None:
+    def step(self, rates: StepRates, norm: float, loss_scale: float | None) -> None:
         """Clip and update, bucket by bucket, and send weights back; no gradient is left afterwards.
 
         Args:
-            lr: learning rate.
+            rates: learning rates and weight decay.
             norm: global norm of all gradients, of a loss without scale.
-            max_norm, loss_scale: as for `clip_`.
+            loss_scale: as for `clip_`.
         """
         order = {name: place for place, name in enumerate(self._left)}
 
@@ -165,8 +169,8 @@ class HostAdamW:
             gradients = [part.of(GRADIENT, lines) for part in bucket.parts]
             # Filled on their device: a copy from the host would wait for it.
             whole = gradients[0].new_full((), norm, dtype=torch.float64)
-            clip_(gradients, whole, max_norm, loss_scale=loss_scale)
-            self._updates[bucket.number].step(lr)
+            clip_(gradients, whole, self._clip, loss_scale=loss_scale)
+            self._updates[bucket.number].step(rates)
 
         if self._rooms is None:
             self._step_on_host(left, update)
@@ -174,7 +178,7 @@ class HostAdamW:
             self._step_on_device(self._rooms, left, update)
         self._left = {}
 
-    def _step_on_host(self, left: "_Left", update: "_Update") -> None:
+    def _step_on_host(self, left: _Left, update: _Update) -> None:
         on_the_way: list[Mark] = []
         for visit in self.state.visits():
             self.link.arrive(left(visit.bucket))
@@ -184,7 +188,7 @@ class HostAdamW:
         for mark in on_the_way:
             self.link.wait(mark)
 
-    def _step_on_device(self, rooms: UpdateRooms, left: "_Left", update: "_Update") -> None:
+    def _step_on_device(self, rooms: UpdateRooms, left: _Left, update: _Update) -> None:
         before: tuple[Visit, Mark] | None = None
         on_the_way: list[tuple[BucketPart, Tensor, Mark]] = []
         for visit in chain(self.state.visits(), [None]):
@@ -255,10 +259,6 @@ def _like(
     """On the meta device, what is kept of a parameter of this shape."""
     master, gradient = (torch.empty(shape, dtype=d, device="meta") for d in (dtype, gradient_dtype))
     return {GRADIENT: gradient, MASTER: master} | moments_like(master, config)
-
-
-_Left = Callable[[Bucket], Mark]
-_Update = Callable[[Bucket, Lines], None]
 
 
 class _Weights:
@@ -349,9 +349,9 @@ class _BucketUpdate:
         self.adamw = AdamW(masters, config, places=within, rooms=moments)
         self._pairs = [(masters[p.name], p.of(GRADIENT, lines)) for p in bucket.parts]
 
-    def step(self, lr: float) -> None:
+    def step(self, rates: StepRates) -> None:
         """Update the masters by the gradients."""
         for master, gradient in self._pairs:
             master.grad = gradient
-        self.adamw.step(lr)
+        self.adamw.step(rates)
         self.adamw.zero_grad()

@@ -1,9 +1,50 @@
-"""The learning rate as a function of the step, with Megatron-LM's semantics."""
+"""Learning rates and weight decay as functions of the step, with Megatron-LM's semantics."""
 
 import math
+from typing import NamedTuple
 
 from fivefold.config.training import OptimizerConfig, TrainingConfig
-from fivefold.errors import ConfigError, Mistake
+
+
+class StepRates(NamedTuple):
+    """By what a step moves weights.
+
+    Attributes:
+        lr: learning rate of the layers.
+        of_ends: learning rate of the embedding and of the output layer.
+        decay: weight decay of all that decays.
+    """
+
+    lr: float
+    of_ends: float
+    decay: float
+
+
+def rates(step: int, optimizer: OptimizerConfig, training: TrainingConfig) -> StepRates:
+    """The rates of the optimizer step that follows `step` completed ones."""
+    return StepRates(
+        learning_rate(step, optimizer, training),
+        learning_rate(step, optimizer.of_ends, training),
+        weight_decay(step, optimizer, training),
+    )
+
+
+def weight_decay(step: int, optimizer: OptimizerConfig, training: TrainingConfig) -> float:
+    """Weight decay of the optimizer step that follows `step` completed ones.
+
+    It grows over the whole run, in samples where the run counts them
+    (`OptimizerParamScheduler.get_wd` of Megatron-LM).
+    """
+    first, last = optimizer.start_weight_decay, optimizer.end_weight_decay
+    if first is None or last is None:
+        return optimizer.weight_decay
+    done = step / training.train_iters
+    if training.train_samples is not None:
+        done = training.batch_sizes.samples(step) / training.train_samples
+    done = min(done, 1.0)
+    if optimizer.weight_decay_incr_style == "cosine":
+        done = 0.5 * (math.cos(math.pi * (1.0 - done)) + 1.0)
+    return first + (last - first) * done
 
 
 def learning_rate(step: int, optimizer: OptimizerConfig, training: TrainingConfig) -> float:
@@ -13,9 +54,6 @@ def learning_rate(step: int, optimizer: OptimizerConfig, training: TrainingConfi
     until `lr_decay_iters` (default: `train_iters`), then `min_lr`; with `train_samples` all of
     these are counted in samples. As in Megatron-LM (`OptimizerParamScheduler.get_lr`), the first
     step of a warm-up runs at `lr_warmup_init`, and a constant rate never falls to `min_lr`.
-
-    Raises:
-        ConfigError: WSD decay without lr_wsd_decay_iters.
     """
     peak, floor = optimizer.lr, optimizer.min_lr
     warmup, end, last = optimizer.durations(training)
@@ -24,17 +62,13 @@ def learning_rate(step: int, optimizer: OptimizerConfig, training: TrainingConfi
         return optimizer.lr_warmup_init + (peak - optimizer.lr_warmup_init) * done / warmup
     if optimizer.lr_decay_style == "constant":
         return peak
+    if optimizer.lr_decay_style == "inverse-square-root" and done <= end:
+        return max(floor, peak * math.sqrt(max(warmup, 1) / max(done, 1)))
     if done >= end:
         return floor
     if optimizer.lr_decay_style == "WSD":
-        if last is None:
-            raise ConfigError(
-                Mistake(
-                    "lr_decay_style WSD needs the length of its final decay",
-                    attempt=f"--lr-wsd-decay-{training.counted_in} {max(1, end // 10)}",
-                )
-            )
-        start, style = end - last, optimizer.lr_wsd_decay_style
+        assert last is not None, "check_values asks for it"
+        start, style = end - last, str(optimizer.lr_wsd_decay_style)
     else:
         start, style = warmup, optimizer.lr_decay_style
     if done <= start:

@@ -69,7 +69,7 @@ class Prediction:
     @property
     def mfu(self) -> float:
         """Model FLOPs of a step, divided by the GPUs' peak in the precision they multiply in."""
-        peak = self.cluster.gpu.peak.of(precision_of(self.layout))
+        peak = self.cluster.gpu.peak.of(self.layout.config.product_precision)
         return self.model_flops / (self.step_time * self.layout.grid.world_size * peak)
 
     @cached_property
@@ -80,12 +80,6 @@ class Prediction:
             costs=self.costs,
         )
         return simulate(program, self.costs)
-
-
-def precision_of(layout: Layout) -> str:
-    """The precision of most multiplications."""
-    training = layout.config.training
-    return "fp4" if training.fp4_format else "fp8" if training.fp8_format else training.precision
 
 
 def sends_dx_early(layout: Layout, software: Software) -> bool:
@@ -102,7 +96,7 @@ def _kind(layout: Layout) -> str:
     """The kind of published runs that the layout belongs to."""
     if layout.config.model.num_experts:
         return "experts"
-    return "narrow" if precision_of(layout) in ("fp8", "fp4") else "dense"
+    return "narrow" if layout.config.narrow_products else "dense"
 
 
 def unusual(layout: Layout, cluster: Cluster) -> Iterator[str]:

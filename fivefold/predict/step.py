@@ -1,7 +1,7 @@
 """Predicts the time of a training step: its pipeline program, and the work before and after it.
 
-The program is simulated event by event with the layer times of `predict.layer`. The exposed parts
-of gathering parameters, reducing gradients and the optimizer are added to it.
+The program is simulated event by event with the layer times of `predict.times.layer`. The exposed
+parts of gathering parameters, reducing gradients and the optimizer are added to it.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -20,31 +20,30 @@ from fivefold.layout import Layout
 from fivefold.pipeline.costs.costs import Costs
 from fivefold.pipeline.schedules.registry import with_copies
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import gather, send
-from fivefold.predict.compute import Phases, overlapped
-from fivefold.predict.layer import LayerTimes, TimesCache
-from fivefold.predict.makespan import Clock
-from fivefold.predict.muon import orthogonalising_seconds
-from fivefold.predict.once import Once, sent_once
-from fivefold.predict.overlap import Paired, pair_seconds
-from fivefold.predict.prediction import (
-    Prediction,
-    TimePart,
-    interval,
-    precision_of,
-    sends_dx_early,
-    unusual,
-)
-from fivefold.predict.software import Software
-from fivefold.predict.stage_times import StageKind, Times
-from fivefold.predict.transfers import Moves, data_groups, moves
-from fivefold.predict.update import (
+from fivefold.predict.data_parallel.muon import orthogonalising_seconds
+from fivefold.predict.data_parallel.once import Once, sent_once
+from fivefold.predict.data_parallel.transfers import Moves, data_groups, moves
+from fivefold.predict.data_parallel.update import (
     bringing_seconds,
     leaving_seconds,
     offload_seconds,
     summing_seconds,
     update_seconds,
 )
+from fivefold.predict.prediction import (
+    Prediction,
+    TimePart,
+    interval,
+    sends_dx_early,
+    unusual,
+)
+from fivefold.predict.program.makespan import Clock
+from fivefold.predict.program.pairs import Paired, pair_seconds
+from fivefold.predict.software import Software
+from fivefold.predict.times.communication import gather, send
+from fivefold.predict.times.compute import Phases, overlapped
+from fivefold.predict.times.layer import LayerTimes, TimesCache
+from fivefold.predict.times.stage import StageKind, Times
 
 
 def predict(layout: Layout, cluster: Cluster, software: Software | None = None) -> Prediction:
@@ -187,9 +186,7 @@ class _Predictor:
             )
             for block in stage_blocks(self.layout, spec)
         )
-        once = bringing_seconds(self.cluster, self.policy, parameters)
-        backward = self.times.beside_dx(work)
-        return Phases(max(0.0, once - work.forward), max(0.0, once - backward))
+        return self.times.later(bringing_seconds(self.cluster, self.policy, parameters), work)
 
     def _moves(self, kind: StageKind, spec: StageParts) -> Moves:
         """What data parallelism sends for a stage."""
@@ -333,8 +330,7 @@ class _Predictor:
         """
         if self.software.accumulates_apart != "grouped" or self._sharding.splits_gradients:
             return 0.0
-        training, stages = self.layout.config.training, self.layout.split.stages
-        narrow = bool(training.fp8_format or training.fp4_format)
+        narrow, stages = self.layout.config.narrow_products, self.layout.split.stages
         most = 0
         for own in self._ranks:
             layers = (replace(stages[s], embedding=False, head=False) for s in own)
@@ -353,15 +349,15 @@ class _Predictor:
         """
         layout, grid = self.layout, self.grid
         training = layout.config.training
-        count = layout.num_microbatches
-        each = sum(self.stages, Times()) * (count / grid.pp)
+        each = sum(self.stages, Times()) * (layout.num_microbatches / grid.pp)
         paired = self.clock.hidden(self.costs) / grid.pp
         unwaited = max(0.0, paired - each.ep.total)  # for the host, as pairs hide messages first
         repeated = self.clock.repeated(self.costs) / grid.pp
         busy = each.total.total - paired + repeated
-        tokens = training.step_tokens
-        flops = tokens * training_flops(layout.config.model, layout.config.attended_length).total
-        ideal = flops / grid.world_size / self.cluster.gpu.peak.of(precision_of(layout))
+        token_flops = training_flops(layout.config.model, layout.config.attended_length).total
+        flops = training.step_tokens * token_flops
+        peak = self.cluster.gpu.peak.of(layout.config.product_precision)
+        ideal = flops / grid.world_size / peak
         optimizer, on_host = self._optimizer
         jitter = self.cluster.jitter * sqrt(2 * log(grid.world_size)) * whole
         parts = (

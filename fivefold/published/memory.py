@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fivefold.counts.policy import StatePolicy, megatron_policy
-from fivefold.counts.state import num_shards
+from fivefold.counts.shards import num_shards
 from fivefold.layout import Layout
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.memory import peak_memory
+from fivefold.predict.memory.peak import peak_memory
 from fivefold.predict.software import Software
 from fivefold.published.frameworks.framework import Framework
 from fivefold.published.row import PublishedRow

@@ -22,45 +22,14 @@ from fivefold.description.shape import count_parameters
 from fivefold.errors import ConfigError, DataError, did_you_mean
 from fivefold.files import read_text
 from fivefold.hardware import GB, find_gpu
-from fivefold.predict.cluster import MAX_GPUS, Cluster, Range, preset
+from fivefold.predict.cluster import MAX_GPUS, Cluster, preset
+from fivefold.predict.cluster_file import Range
 
-COLUMNS = [
-    "src",
-    "id",
-    "cert",
-    "gpu",
-    "ngpu",
-    "model",
-    "L",
-    "h",
-    "ffn",
-    "heads",
-    "kv",
-    "vocab",
-    "E",
-    "topk",
-    "seq",
-    "gbs",
-    "mbs",
-    "tp",
-    "pp",
-    "vpp",
-    "cp",
-    "ep",
-    "dp",
-    "zero",
-    "sp",
-    "recomp",
-    "prec",
-    "tflops",
-    "mfu",
-    "tps_gpu",
-    "step_s",
-    "mem",
-    "mem_unit",
-    "flops_conv",
-    "note",
-]
+_RUN = ("src", "id", "cert", "gpu", "ngpu", "model")
+_MODEL = ("L", "h", "ffn", "heads", "kv", "vocab", "E", "topk")
+_LAYOUT = ("seq", "gbs", "mbs", "tp", "pp", "vpp", "cp", "ep", "dp", "zero", "sp", "recomp", "prec")
+_MEASURED = ("tflops", "mfu", "tps_gpu", "step_s", "mem", "mem_unit", "flops_conv", "note")
+COLUMNS = (*_RUN, *_MODEL, *_LAYOUT, *_MEASURED)
 OPTIONAL = (
     "network",
     "gpus_per_node",

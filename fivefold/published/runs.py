@@ -205,22 +205,14 @@ def _check_ranks(row: PublishedRow, world: int) -> None:
 def _layout(config: Config, world: int, divides: Callable[[Config, int], str] | None) -> Layout:
     """The checked layout; stages are balanced if layers do not divide, or if `divides` does it."""
     parallel = config.parallel
-    pp, virtual = (
-        parallel.pipeline_model_parallel_size,
-        parallel.num_virtual_stages_per_pipeline_rank,
-    )
-    attempts: list[dict[str, Any]] = [
-        {},
-        {
-            "account_for_embedding_in_pipeline_split": True,
-            "account_for_loss_in_pipeline_split": True,
-        },
-    ]
+    pp = parallel.pipeline_model_parallel_size
+    ends = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    attempts: list[dict[str, Any]] = [{}, dict.fromkeys(ends, True)]
     if pp > 1:
-        divide = divides or balanced_layout
+        stages = pp * (parallel.num_virtual_stages_per_pipeline_rank or 1)
         balanced = {
             "num_virtual_stages_per_pipeline_rank": None,
-            "pipeline_model_parallel_layout": divide(config, pp * (virtual or 1)),
+            "pipeline_model_parallel_layout": (divides or balanced_layout)(config, stages),
         }
         attempts.insert(0 if divides else len(attempts), balanced)
     error: FivefoldError | None = None
@@ -268,10 +260,11 @@ def _told(row: PublishedRow, column: str, otherwise: bool) -> bool:
 
 def _overlaps(row: PublishedRow, framework: Framework, stage: int) -> dict[str, bool]:
     """Whether data-parallel messages of a ZeRO stage run beside the backward and the forward."""
-    reduces = {0: framework.overlaps_replicas, 1: framework.overlaps_shards}.get(stage, True)
+    beside = framework.overlaps
+    reduces = {0: "replicas" in beside, 1: "shards" in beside}.get(stage, True)
     return {
         "overlap_grad_reduce": _told(row, "overlap", reduces),
-        "overlap_param_gather": _told(row, "overlap", framework.overlaps_gather),
+        "overlap_param_gather": _told(row, "overlap", "gather" in beside),
     }
 
 

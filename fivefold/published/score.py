@@ -13,7 +13,7 @@ from typing import Any
 
 from fivefold.errors import FivefoldError
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.prediction import Prediction, precision_of
+from fivefold.predict.prediction import Prediction
 from fivefold.predict.step import predict
 from fivefold.published.frameworks.framework import Framework
 from fivefold.published.memory import published_peak
@@ -73,7 +73,7 @@ class Scored:
         if self.prediction.layout.config.model.num_experts:
             return "experts"
         return {"fp8": "fp8 dense", "fp4": "fp4 dense"}.get(
-            precision_of(self.prediction.layout), "bf16 dense"
+            self.prediction.layout.config.product_precision, "bf16 dense"
         )
 
     @property

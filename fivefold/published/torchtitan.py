@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property
 from math import inf, prod
 
-from fivefold.counts.state import held
+from fivefold.counts.shards import held
 from fivefold.layout import Layout
 from fivefold.published.replay.step import Replay, weight_shapes
 from fivefold.published.replay.tape import Op, again, saved_by

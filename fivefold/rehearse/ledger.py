@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fivefold.audit.calls import Call, bytes_of, call_of
+from fivefold.audit.calls import Call, call_of
 from fivefold.audit.holdings import Accounting, Holdings
 from fivefold.audit.launches import launches
 from fivefold.audit.watch import after, tensors_in
@@ -105,7 +105,7 @@ class StepLedger(Accounting):
 
 def _issued(call: Call) -> Issued:
     tensor = (*call.gives, *call.gets)[0]
-    size = call.size or sum(map(bytes_of, call.gets))
+    size = call.size or sum(tensor.nbytes for tensor in call.gets)
     sent = call.sent if call.gives else 0.0
     name = str(tensor.dtype).removeprefix("torch.")
     return Issued(call.op, call.group.group_name, size, name, sent, call.peer, call.tag, call.parts)

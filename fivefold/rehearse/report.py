@@ -6,7 +6,7 @@ from typing import Any
 
 from fivefold.layout import Layout
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.memory import RankMemory, peak_memory
+from fivefold.predict.memory.peak import RankMemory, peak_memory
 from fivefold.rehearse.agree import disagreements
 from fivefold.rehearse.script import Script
 from fivefold.units import human_bytes, human_count, several, table

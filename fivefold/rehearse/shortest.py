@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
-from fivefold.predict.liveness import Acts, Moments, moments
+from fivefold.predict.memory.liveness import Acts, Moments, moments
 
 
 def enough_to_hold_all(layout: Layout) -> int:

@@ -15,11 +15,11 @@ from fivefold.description.layers import layer_kind
 from fivefold.errors import DataError
 from fivefold.files import read_json_lines
 from fivefold.layout import Layout
-from fivefold.predict.cluster import load_cluster
-from fivefold.predict.layer import forward_operations
-from fivefold.predict.memory import peak_memory
+from fivefold.predict.cluster_file import load_cluster
+from fivefold.predict.memory.peak import peak_memory
 from fivefold.predict.software import Software
 from fivefold.predict.step import predict
+from fivefold.predict.times.layer import forward_operations
 from fivefold.report.settings import run_config
 from fivefold.report.starts import Alike
 from fivefold.train.folder.run_folder import RunFolder

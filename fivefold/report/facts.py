@@ -18,7 +18,10 @@ def facts(stories: Sequence[Story]) -> list[tuple[str, ...]]:
         ("steps", lambda story: f"{story.done:,} of {story.config.training.num_steps:,}"),
         ("tokens", lambda story: _told(_last(story, "tokens_total"), human_count)),
         (f"loss, mean of the last {averaged} steps", lambda s: _told(s.latest("loss"), _short)),
-        *((_set(name), _best(name)) for name in evaluated(evaluations)),
+        *(
+            (f"lowest validation loss{validation_set(name)}", _best(name))
+            for name in evaluated(evaluations)
+        ),
         ("time of a step, median", lambda s: _told(s.usual("seconds"), human_seconds)),
         ("tokens/s, median", lambda s: _told(s.usual("tokens_per_second"), human_count)),
         ("FLOP/s a rank", lambda s: _told(s.usual("flops_per_second_per_rank"), human_flops)),
@@ -64,10 +67,6 @@ def _best(name: str) -> Callable[[Story], str]:
         return f"{_short(found[step])} after step {step:,}"
 
     return best
-
-
-def _set(name: str) -> str:
-    return f"lowest validation loss{validation_set(name)}"
 
 
 def _told(value: float | None, shown: Callable[[float], str]) -> str:

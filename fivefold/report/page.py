@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from fivefold import pages
 from fivefold.audit.report import AuditReport
-from fivefold.config.sources import config_settings
+from fivefold.config.config import SECTION_SETTINGS
 from fivefold.errors import DataError
 from fivefold.files import as_kind
 from fivefold.pipeline.draw.html import timelines
@@ -139,7 +139,7 @@ def _timeline(stories: Sequence[Story]) -> Iterator[str]:
 def _settings(stories: Sequence[Story]) -> Iterator[str]:
     """Settings that are not defaults; of two runs, first those in which they differ."""
     rows, alike = [], []
-    for section, settings in config_settings().items():
+    for section, settings in SECTION_SETTINGS.items():
         for setting in settings:
             values = [getattr(getattr(s.config, section), setting.name) for s in stories]
             row = (f"{section}.{setting.name}", *map(setting.words, values))

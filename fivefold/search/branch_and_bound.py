@@ -17,9 +17,9 @@ from fivefold.layout import Layout
 from fivefold.mesh.grid import Grid
 from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.pipeline.schedules.registry import Shape
-from fivefold.predict.layer import TimesCache
+from fivefold.predict.data_parallel.transfers import Moves
 from fivefold.predict.step import program_times
-from fivefold.predict.transfers import Moves
+from fivefold.predict.times.layer import TimesCache
 from fivefold.search.bound_tables import stage_kinds
 from fivefold.search.candidate import Candidate, evaluate
 from fivefold.search.columns import Column

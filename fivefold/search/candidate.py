@@ -6,10 +6,10 @@ from functools import cached_property
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.layout import Layout
-from fivefold.predict.layer import TimesCache
-from fivefold.predict.memory import MemoryPrediction, peak_memory
+from fivefold.predict.memory.peak import MemoryPrediction, peak_memory
 from fivefold.predict.prediction import Prediction
 from fivefold.predict.step import predict_all
+from fivefold.predict.times.layer import TimesCache
 from fivefold.search.proven import unproven
 from fivefold.search.request import Request
 

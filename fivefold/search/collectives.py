@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import GroupSpan, span
+from fivefold.predict.times.communication import GroupSpan, span
 from fivefold.search.bound_tables import Values
 from fivefold.search.columns import Column, codes
 

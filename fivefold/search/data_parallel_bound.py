@@ -8,10 +8,10 @@ import numpy as np
 from fivefold.counts.policy import engine_policy
 from fivefold.description.layers import layer_kind
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import all_reduce, gather, reduce_scatter
-from fivefold.predict.muon import least_orthogonalising
-from fivefold.predict.update import offload_seconds, summing_seconds, update_seconds
-from fivefold.predict.zeropp import least_bytes
+from fivefold.predict.data_parallel.muon import least_orthogonalising
+from fivefold.predict.data_parallel.update import offload_seconds, summing_seconds, update_seconds
+from fivefold.predict.data_parallel.zeropp import least_bytes
+from fivefold.predict.times.communication import all_reduce, gather, reduce_scatter
 from fivefold.search.bound_tables import (
     EMBEDDING,
     EXPERTS,
@@ -132,8 +132,8 @@ class DataParallelBound:
         """Seconds in which kernels of their own add a microbatch's gradients to those of earlier
         ones, where these are kept whole, on the rank with most of them: those of experts, and in 8
         and 4 bits of all layers."""
-        training, partition = self.space.config.training, self.space.columns["partition"]
-        narrow = bool(training.fp8_format or training.fp4_format)
+        narrow = self.space.config.narrow_products
+        partition = self.space.columns["partition"]
         most = np.zeros(len(self.space))
         for which in FOR_TIME:
             layers = ranks.held[partition, which] * (np.arange(KINDS) < EMBEDDING)

@@ -27,7 +27,7 @@ from fivefold.errors import ConfigError, Mistakes
 from fivefold.mesh.grid import Grid
 from fivefold.mesh.rules import check_experts
 from fivefold.model.eight_bit.rules import gathers_as_multiplied
-from fivefold.predict.context import legal_ways
+from fivefold.predict.times.context import legal_ways
 from fivefold.search.columns import Columns, join, table, where
 from fivefold.search.memory_choices import MemoryChoice, memory_choices
 from fivefold.search.partitions import (

@@ -18,7 +18,7 @@ from fivefold.description.activations import (
 from fivefold.description.layers import layer_kinds
 from fivefold.description.running import Running
 from fivefold.pipeline.schedules.registry import Shape
-from fivefold.predict.stage_memory import waiting_bytes
+from fivefold.predict.memory.stage import waiting_bytes
 from fivefold.search.bound_tables import (
     DENSE,
     EMBEDDING,

@@ -25,9 +25,9 @@ from fivefold.config.memory import OffloadModule, OffloadTensor, RecomputeModule
 from fivefold.config.rules.memory import check_memory
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.memory.rules import check_techniques
-from fivefold.predict.layer import TimesCache
-from fivefold.predict.liveness import moments
-from fivefold.predict.memory import peak_memory
+from fivefold.predict.memory.liveness import moments
+from fivefold.predict.memory.peak import peak_memory
+from fivefold.predict.times.layer import TimesCache
 from fivefold.search.candidate import Candidate, evaluate
 from fivefold.search.memory_choices import LIMIT, OFFLOAD, RECOMPUTE
 from fivefold.search.request import Request

@@ -1,4 +1,4 @@
-"""Lower bounds on the times of what data-parallel ranks send once a step (`predict.once`)."""
+"""Lower bounds on the times of what is sent once a step (`predict.data_parallel.once`)."""
 
 import numpy as np
 

@@ -7,8 +7,8 @@ from math import inf
 from fivefold.config.config import Config
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
-from fivefold.predict.liveness import moments
-from fivefold.predict.memory import peak_memory
+from fivefold.predict.memory.liveness import moments
+from fivefold.predict.memory.peak import peak_memory
 from fivefold.search.branch_and_bound import LOOK, Ledger
 from fivefold.search.by_stage import PartlyRecomputed
 from fivefold.search.candidate import Candidate, evaluate

@@ -17,8 +17,8 @@ import numpy as np
 from fivefold.check import check
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
-from fivefold.predict.context import best_context
-from fivefold.predict.memory import peak_memory
+from fivefold.predict.memory.peak import peak_memory
+from fivefold.predict.times.context import best_context
 from fivefold.search.bound_tables import Ranks, Values
 from fivefold.search.branch_and_bound import Ledger, OpenCandidates, layout_of
 from fivefold.search.by_stage import PARTIALS, PartlyRecomputed, partials

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from fivefold.counts.state import stages_held
 from fivefold.layout import Layout
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.memory import MemoryPrediction, StageCache, peak_memory
+from fivefold.predict.memory.peak import MemoryPrediction, StageCache, peak_memory
 
 Numbers = tuple[int, ...]
 

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from fivefold.config.config import Config
 from fivefold.pipeline.schedules.registry import Shape
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.layer import LayerTimes, TimesCache
-from fivefold.predict.overlap import cuts
+from fivefold.predict.program.pairs import cuts
 from fivefold.predict.software import Software
-from fivefold.predict.stage_times import Times
+from fivefold.predict.times.layer import LayerTimes, TimesCache
+from fivefold.predict.times.stage import Times
 from fivefold.search.bound_tables import (
     EMBEDDING,
     FIRST,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fivefold.description.shape import count_parameters
 from fivefold.predict.cluster import LARGEST_HOST
-from fivefold.predict.prediction import Prediction, precision_of
+from fivefold.predict.prediction import Prediction
 from fivefold.search.proven import PROVEN
 from fivefold.search.search import NOISE, SearchResult
 from fivefold.tell.columns import listed
@@ -96,7 +96,7 @@ def _speed(made: Prediction) -> str:
         f"{human_seconds(made.step_time)} (80 % between {human_seconds(made.low)} and "
         f"{human_seconds(made.high)}), {made.tokens_per_second_per_gpu:,.0f} tokens/s a GPU, "
         f"{human_flops(made.model_flops / made.step_time / gpus)}/s a GPU = {made.mfu:.1%} of the "
-        f"{precision_of(made.layout)} peak (MFU)"
+        f"{made.layout.config.product_precision} peak (MFU)"
     )
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from fivefold.predict.kernels import KernelKind, kernels
 from fivefold.predict.prediction import Prediction
+from fivefold.predict.times.kernels import KernelKind, kernels
 from fivefold.units import human_seconds, table
 
 SHOWN = 0.005  # share of the step from which a kind of kernels has a row of its own

@@ -9,8 +9,8 @@ from fivefold.config.config import SETTINGS
 from fivefold.config.flags import ALIASES, scan
 from fivefold.errors import ConfigError, Mistakes, did_you_mean
 from fivefold.predict.cluster import Cluster, Link
-from fivefold.predict.memory import MemoryPrediction
-from fivefold.predict.prediction import Prediction, precision_of
+from fivefold.predict.memory.peak import MemoryPrediction
+from fivefold.predict.prediction import Prediction
 from fivefold.predict.step import predict_all
 from fivefold.search.candidate import Candidate, evaluate
 from fivefold.search.request import FIXABLE, Request
@@ -49,13 +49,13 @@ def shortfall(memory: MemoryPrediction) -> str:
         return (
             f"needs {human_bytes(memory.host)} of host memory for each GPU, "
             f"{human_bytes(memory.missing_on_host)} more than its share of "
-            f"{human_bytes(memory.host_capacity)} (--host-memory)"
+            f"{human_bytes(memory.cluster.host_share)} (--host-memory)"
         )
     if memory.missing <= 0 < memory.missing_on_disk:
         return (
             f"needs {human_bytes(memory.disk)} of disk for each GPU, "
             f"{human_bytes(memory.missing_on_disk)} more than its share of "
-            f"{human_bytes(memory.disk_capacity)} (disk_bytes of the cluster)"
+            f"{human_bytes(memory.cluster.disk_share)} (disk_bytes of the cluster)"
         )
     largest = sorted(worst.parts.items(), key=lambda part: -part[1])[:3]
     made_of = ", ".join(f"{name} {human_bytes(size)}" for name, size in largest)
@@ -67,7 +67,8 @@ def shortfall(memory: MemoryPrediction) -> str:
 
 def kept_free(memory: MemoryPrediction, flag: str = "") -> str:
     """The share of a device that a plan leaves free, in words; empty if it is none."""
-    return f", {100 * memory.margin:.3g} % of it kept free{flag}" if memory.margin else ""
+    margin = memory.cluster.memory_margin
+    return f", {100 * margin:.3g} % of it kept free{flag}" if margin else ""
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def _techniques(result: SearchResult) -> Iterator[Sensitivity]:
         ("--moe-token-dispatcher-type alltoall", {"moe_token_dispatcher_type": "alltoall"}),
     ]
     missing = export(best.layout, "fivefold").missing
-    if cluster.gpu.multiplies_in("fp8") and precision_of(best.layout) == "bf16":
+    if cluster.gpu.multiplies_in("fp8") and best.layout.config.product_precision == "bf16":
         narrow = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
         tried.append(("--fp8-format hybrid --fp8-recipe tensorwise", narrow))
     for change, settings in tried:
@@ -201,7 +202,7 @@ def _under(result: SearchResult, change: str, cluster: Cluster) -> Sensitivity:
         here += faster[: 2 * SOME]
     elif cluster.gpu.memory_bytes < result.request.cluster.gpu.memory_bytes:
         here = list(result.found)
-    sized = [replace(c, memory=replace(c.memory, capacity=cluster.gpu.memory_bytes)) for c in here]
+    sized = [replace(c, memory=replace(c.memory, cluster=cluster)) for c in here]
     fitting = [candidate for candidate in sized if candidate.memory.fits]
     predictions = predict_all([candidate.layout for candidate in fitting], cluster)
     looked = [replace(c, prediction=p) for c, p in zip(fitting, predictions, strict=True)]

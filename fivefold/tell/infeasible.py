@@ -17,8 +17,8 @@ from fivefold.counts.policy import engine_policy
 from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.mesh.degrees import DEGREES
 from fivefold.pipeline.schedules.registry import SCHEDULES
-from fivefold.predict.context import legal_ways
-from fivefold.predict.update import faster_on_device
+from fivefold.predict.data_parallel.update import faster_on_device
+from fivefold.predict.times.context import legal_ways
 from fivefold.search.candidate import Candidate
 from fivefold.search.request import Request
 from fivefold.search.search import SearchResult, search, smallest_layouts

@@ -8,7 +8,7 @@ from fivefold.errors import ConfigError
 from fivefold.pipeline.draw.chart import Chart
 from fivefold.pipeline.draw.html import timelines
 from fivefold.pipeline.simulate import simulate
-from fivefold.predict.memory import MemoryPrediction
+from fivefold.predict.memory.peak import MemoryPrediction
 from fivefold.predict.prediction import Prediction
 from fivefold.search.candidate import Candidate
 from fivefold.search.search import SearchResult
@@ -79,14 +79,15 @@ def waterfall(prediction: Prediction) -> Iterator[str]:
 def memory_bars(memory: MemoryPrediction) -> Iterator[str]:
     """The parts of each pipeline rank's peak memory as bars, with the memory of a device."""
     names = dict.fromkeys(name for rank in memory.ranks for name in rank.parts)
+    room = memory.cluster.room
     limits = {
-        f"may be allocated: {human_bytes(memory.room)}": False,
+        f"may be allocated: {human_bytes(room)}": False,
         f"the device has {human_bytes(memory.capacity)}": True,
     }
     most = max(memory.capacity, memory.device_total)
     marks = [
         pages.mark(size / most, told, hard=hard)
-        for size, (told, hard) in zip((memory.room, memory.capacity), limits.items(), strict=True)
+        for size, (told, hard) in zip((room, memory.capacity), limits.items(), strict=True)
     ]
     for rank in memory.ranks:
         bars, left = [], 0.0

@@ -3,7 +3,7 @@
 from typing import Any
 
 from fivefold.config.config import SETTINGS, Config
-from fivefold.predict.kernels import KernelKind, kernels
+from fivefold.predict.times.kernels import KernelKind, kernels
 from fivefold.search.candidate import Candidate
 from fivefold.search.request import ASSUMABLE, FIXABLE
 from fivefold.search.search import SearchResult

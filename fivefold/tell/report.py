@@ -6,8 +6,8 @@ from math import ceil, inf
 
 from fivefold.counts.policy import checkpoint_bytes, saved_bytes
 from fivefold.hardware import GB
-from fivefold.predict.context import configured_ways, context_ways
 from fivefold.predict.prediction import Prediction
+from fivefold.predict.times.context import configured_ways, context_ways
 from fivefold.reliability import (
     DAYS,
     HOURS,
@@ -78,13 +78,13 @@ def memory_table(candidate: Candidate) -> list[str]:
     rows.append(("peak", *(human_bytes(ranks[rank].peak) for rank in shown)))
     worst, host = memory.worst, memory.host
     offloaded = f"in host memory: at most {human_bytes(host)} per GPU"
-    if memory.host_capacity < inf:
-        offloaded += f", of its share of {human_bytes(memory.host_capacity)}"
+    if memory.cluster.host_share < inf:
+        offloaded += f", of its share of {human_bytes(memory.cluster.host_share)}"
     offloaded += f"; on disk: {human_bytes(disk)}" if (disk := memory.disk) else ""
     notes = [
         f"the fullest is rank {fullest}, at {worst.act} ({worst.phase})",
-        f"driver, NCCL and fragmentation take {human_bytes(memory.reserved)} more; the device has "
-        f"{human_bytes(memory.capacity)}{kept_free(memory, ' (--memory-margin)')}",
+        f"driver, NCCL and fragmentation take {human_bytes(memory.cluster.reserved_bytes)} more; "
+        f"the device has {human_bytes(memory.capacity)}{kept_free(memory, ' (--memory-margin)')}",
         *([offloaded] if host else []),
     ]
     return [*table(rows, right=range(1, len(shown) + 1)), *prose(notes)]

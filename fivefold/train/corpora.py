@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from fivefold.config.config import Config
-from fivefold.config.training import MOCK, DataConfig
-from fivefold.data.corpus import BUILTIN
+from fivefold.config.data import MOCK, DataConfig
 from fivefold.data.dataset import check_labels
 from fivefold.data.mixture import Source, grouped, parse_named_paths
+from fivefold.data.paths import BUILTIN
 from fivefold.data.prepare import PreparedData, Progress, prepare
 from fivefold.data.rules import checked_sources
 from fivefold.data.tokenizer import Tokenizer

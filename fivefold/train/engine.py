@@ -21,7 +21,7 @@ from fivefold.optim.adamw import OPTIMIZER, STATES, state_name
 from fivefold.optim.build import build_optimizer
 from fivefold.optim.grad_norm import Departed, clip_, global_grad_norm, zero_if_finite
 from fivefold.optim.loss_scale import LossScaler
-from fivefold.optim.schedule import learning_rate
+from fivefold.optim.schedule import rates
 from fivefold.parallel_model import ParallelModel
 from fivefold.parallelize import parallelize
 from fivefold.pipeline.ir import Program
@@ -114,7 +114,7 @@ class Engine:
         )
         loss_scale = self.scaler.scale
         norm = norm if loss_scale is None else norm / loss_scale
-        lr = learning_rate(self.steps, optimizer, training)
+        step_rates = rates(self.steps, optimizer, training)
         losses = local.loss.reshape(-1)
         if training.z_loss_coeff:
             losses = torch.cat([losses, local.z_loss.to(losses).reshape(1)])
@@ -125,7 +125,7 @@ class Engine:
         if len(routing):
             routing = all_reduce(routing, self.groups.world)
         valid = tokens.flatten()[0]
-        return DeviceResult(loss, norm, valid, votes, lr, extra, routing, loss_scale)
+        return DeviceResult(loss, norm, valid, votes, step_rates, extra, routing, loss_scale)
 
     def apply(self, found: DeviceResult, limit: float = inf) -> StepResult:
         """Clip the gradients by their norm and step the optimizer, on the device and then the host.
@@ -138,14 +138,14 @@ class Engine:
         found_inf = found.found_inf(limit, finite=finite) if finite or limit < inf else None
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         clip_(grads, found.grad_norm, clip, found_inf, loss_scale=found.loss_scale)
-        self.optimizer.device.step(found.lr, found_inf)
+        self.optimizer.device.step(found.rates, found_inf)
         result = self.read(found)
         if isfinite(result.loss):
             self.scaler.update(overflowed=not result.finite)
         if result.is_refused(limit, finite=finite):
             self.optimizer.steps -= 1
         else:
-            self.optimizer.host.step(found.lr, result.grad_norm, clip, found.loss_scale)
+            self.optimizer.host.step(found.rates, result.grad_norm, found.loss_scale)
             self._routers.update(found.routing)
             self.model.scaling.update()
             self.optimizer.zero_grad()

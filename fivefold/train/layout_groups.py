@@ -1,7 +1,7 @@
 """The process groups that a layout needs."""
 
 from fivefold.counts.parameters import tied_ranks
-from fivefold.counts.state import num_expert_shards
+from fivefold.counts.shards import num_expert_shards
 from fivefold.layout import Layout
 from fivefold.mesh.groups import Groups, build_groups
 

@@ -7,6 +7,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from fivefold.optim.schedule import StepRates
 from fivefold.train.metrics import LayerRouting
 
 
@@ -64,7 +65,7 @@ class DeviceResult:
         grad_norm: fp64 scalar.
         tokens: int64 scalar.
         votes: fp64 scalar.
-        lr: learning rate of the step, which the host knows.
+        rates: learning rates and weight decay of the step, which the host knows.
         extra: fp64 scalars by name.
         routing: fp64, as `Routers.sums` has it.
         loss_scale: as in `StepResult`; the host knows it.
@@ -74,7 +75,7 @@ class DeviceResult:
     grad_norm: Tensor
     tokens: Tensor
     votes: Tensor
-    lr: float
+    rates: StepRates
     extra: Mapping[str, Tensor]
     routing: Tensor
     loss_scale: float | None = None
@@ -102,4 +103,4 @@ class DeviceResult:
         extra = dict(zip(self.extra, further, strict=True))
         if self.loss_scale is not None:
             extra["loss_scale"] = self.loss_scale
-        return StepResult(loss, grad_norm, self.lr, int(tokens), int(votes), extra, routing)
+        return StepResult(loss, grad_norm, self.rates.lr, int(tokens), int(votes), extra, routing)

@@ -4,12 +4,11 @@ import hashlib
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.data.packing import Microbatch
 from fivefold.layout import Layout
-from fivefold.mesh.collectives import all_reduce
+from fivefold.mesh.collectives import all_reduce, gather_objects
 from fivefold.mesh.slices import Piece, piece_of
 from fivefold.model.eight_bit.rules import SCALES
 from fivefold.train.engine import Engine
@@ -73,7 +72,7 @@ def compare(
         of_step = list(_gradient_differences(engine, step, result, reference))
         of_step += _load_differences(engine, step, result, reference)
         found += of_step
-        every = _gather(engine, of_step)
+        every = _of_all_ranks(engine, of_step)
         strange: set[str] = set()
         wrong = False
         if rank == 0:
@@ -89,7 +88,7 @@ def compare(
             evaluation, _ = engine.evaluate([_own_part(engine, EVALUATION)])
             found.append(_number("evaluation", step, rank, evaluation, reference.evaluation))
     engine.graphs.release()
-    every = _gather(engine, found)
+    every = _of_all_ranks(engine, found)
     return judge(layout, every, errors, findings, alone) if rank == 0 else None
 
 
@@ -229,11 +228,5 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.blake2b(raw.numpy().tobytes(), digest_size=8).hexdigest()
 
 
-def _gather(engine: Engine, own: list[Difference]) -> list[Difference]:
-    """The differences of all ranks, on rank 0."""
-    if engine.groups.world is None:
-        return own
-    world_size = engine.layout.grid.world_size
-    lists: list[list[Difference]] = [[] for _ in range(world_size)]
-    dist.gather_object(own, lists if engine.groups.rank == 0 else None)
-    return [difference for found in lists for difference in found]
+def _of_all_ranks(engine: Engine, own: list[Difference]) -> list[Difference]:
+    return [each for found in gather_objects(own, engine.groups.world) for each in found]

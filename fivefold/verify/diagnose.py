@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.counts.state import num_expert_shards, num_shards
+from fivefold.counts.shards import num_expert_shards, num_shards
 from fivefold.description.shape import EMBEDDING
-from fivefold.mesh.collectives import all_reduce
+from fivefold.mesh.collectives import all_reduce, gather_objects
 from fivefold.mesh.slices import local_slices
 from fivefold.train.engine import Engine
 from fivefold.train.step_result import StepResult
@@ -57,10 +57,7 @@ def diagnose(
     narrow = engine.layout.config.training.in_16_bits
     match = MATCH_16_BITS if narrow else MATCH
     own = _explanations(engine, step, reference, match)
-    every = [own]
-    if engine.groups.world is not None:
-        every = [{} for _ in range(engine.layout.grid.world_size)]
-        dist.gather_object(own, every if engine.groups.rank == 0 else None)
+    every = gather_objects(own, engine.groups.world)
     if engine.groups.rank != 0:
         return []
     found = _loss_findings(engine, step, result, reference, match)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fivefold.counts.state import num_expert_shards
+from fivefold.counts.shards import num_expert_shards
 from fivefold.mesh.grid import EXPERT_AXES
 from fivefold.model.prediction import valid_by_depth
 from fivefold.train.engine import Engine

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fivefold.counts.parameters import tied_ranks
-from fivefold.counts.state import num_expert_shards
+from fivefold.counts.shards import num_expert_shards
 from fivefold.data_parallel.communication import ReduceScatter
 from fivefold.data_parallel.fsdp import ShardedStage
 from fivefold.data_parallel.replicated import local_grad

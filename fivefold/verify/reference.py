@@ -3,7 +3,7 @@
 It shares nothing with the parallel code but the model's arithmetic and its initial weights.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,13 +26,15 @@ from fivefold.model.transformer import Stage
 from fivefold.optim.eight_bit import FORMATS
 from fivefold.optim.muon import orthogonalised, update_factor
 from fivefold.optim.rounding import MOMENTS, NamedElements, rounded
-from fivefold.optim.schedule import learning_rate
+from fivefold.optim.schedule import rates
 from fivefold.train.batches import as_batch
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches
 from fivefold.verify.choices import ChoiceRecorder, Choices, follow
 from fivefold.verify.standing_in import in_order, round_gathered, scale_each_element, stand_in
 
 Tensors = dict[str, Tensor]
+ENDS = ("embed_tokens.weight", "lm_head.weight")
+"""Weights of the whole model with a learning rate of their own, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -270,13 +272,12 @@ def _means(weights: Mapping[str, Tensor], config: Config) -> Tensors:
 
 
 def _optimizer(weights: Mapping[str, Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
-    def group(decays: bool) -> Iterator[Tensor]:
-        return (w for n, w in weights.items() if (w.ndim > 1 and not n.endswith(".bias")) == decays)
-
+    """A group for each weight, which says what it is."""
     return torch.optim.AdamW(
         [
-            {"params": list(group(True)), "weight_decay": config.weight_decay},
-            {"params": list(group(False)), "weight_decay": 0.0},
+            {"params": [weight], "named": name, "decays": decays}
+            for name, weight in weights.items()
+            for decays in [weight.ndim > 1 and not name.endswith(".bias")]
         ],
         lr=config.lr,
         betas=(config.adam_beta1, config.adam_beta2),
@@ -302,9 +303,10 @@ def _update(
     factor = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
     for name, weight in weights.items():
         weight.grad = (grads[name] * factor).to(weight.dtype)
-    lr = learning_rate(step, settings, config.training)
+    lr, of_ends, decay = rates(step, settings, config.training)
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = of_ends if group["named"] in ENDS else lr
+        group["weight_decay"] = decay if group["decays"] else 0.0
     optimizer.step()
     momentum, steps = settings.muon_momentum, settings.muon_num_ns_steps
     for name, mean in means.items():
@@ -316,7 +318,7 @@ def _update(
         dtype = torch.bfloat16 if narrow else weight.dtype
         update = orthogonalised(ahead, steps, dtype).to(weight.dtype)
         length = lr * update_factor(weight.shape, settings)
-        weight.mul_(1 - lr * settings.weight_decay).sub_(update, alpha=length)
+        weight.mul_(1 - lr * decay).sub_(update, alpha=length)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from fivefold.config.layer_pattern import layer_frequency, unrotated_frequency, 
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.config.rules.dependence import without_orphans
-from fivefold.counts.state import num_expert_shards
+from fivefold.counts.shards import num_expert_shards
 from fivefold.data_parallel.rules import keeps_blocks
 from fivefold.description.shape import count_parameters
 from fivefold.errors import ConfigError
@@ -80,6 +80,8 @@ def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
         "lr_warmup_iters": 0,
         "train_samples": None,
     }
+    if config.optimizer.decoupled_lr is not None:
+        constant["decoupled_lr"] = 2 * LEARNING_RATE
     config, _ = without_orphans(config.with_values(**constant, adam_eps=ADAM_EPS), constant)
     config = _with_few_iterations(config, changes)
     if config.memory.fine_grained_activation_offloading:

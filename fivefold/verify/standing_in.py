@@ -20,7 +20,7 @@ from fivefold.context.install import shards_of
 from fivefold.data_parallel.blocks import WEIGHT_BITS, in_few_bits
 from fivefold.data_parallel.communication import HierarchicalReduceScatter, NodeGather
 from fivefold.data_parallel.quantised import Blocks, Whole
-from fivefold.mesh.grid import Grid
+from fivefold.mesh.degrees import grid_of
 from fivefold.model.batch import Batch, taken
 from fivefold.model.eight_bit.fp8 import EACH_ELEMENT
 from fivefold.model.eight_bit.layers import change_products, eight_bit_layers
@@ -79,18 +79,9 @@ def send_each_element(exchanges: Iterable[NodeGather | HierarchicalReduceScatter
 
 def round_gathered(model: Stage, config: Config) -> None:
     """Give a plain model the weights that ranks compute with if ZeRO++ gathers them (qwZ)."""
-    parallel = config.parallel
-    if not parallel.zero_quantized_weights:
+    if not config.parallel.zero_quantized_weights:
         return
-    grid = Grid(
-        dp_replicate=parallel.num_distributed_optimizer_instances,
-        dp_shard=parallel.data_parallel_shard_size,
-        cp=parallel.context_parallel_size,
-        tp=parallel.tensor_model_parallel_size,
-        ep=parallel.expert_model_parallel_size,
-        etp=parallel.expert_tensor_parallel_size,
-    )
-    whole = grid.expert_shards == 1  # which are not gathered
+    whole = grid_of(config.parallel).expert_shards == 1  # which are not gathered
     kept = {p for m in model.mixtures for p in m.experts.parameters() if whole}
     with torch.no_grad():
         for parameter in model.parameters():

@@ -14,9 +14,10 @@ from fivefold.calibrate import measure, run
 from fivefold.calibrate.measure import Sample, line
 from fivefold.calibrate.run import Measured, as_cluster, calibrate
 from fivefold.errors import ConfigError
-from fivefold.predict.cluster import Cluster, load_cluster, preset
-from fivefold.predict.communication import GroupSpan, all_reduce, gather
-from fivefold.predict.compute import attention, elementwise, matmul
+from fivefold.predict.cluster import Cluster, preset
+from fivefold.predict.cluster_file import load_cluster
+from fivefold.predict.times.communication import GroupSpan, all_reduce, gather
+from fivefold.predict.times.compute import attention, elementwise, matmul
 from fivefold.train.machine.devices import Asked
 from fivefold.train.ranks.rank_env import RankEnv
 from tests.pool import Pool

@@ -53,7 +53,7 @@ class Line:
         try:
             with (
                 patch.dict(os.environ, {**self.env, "HOME": str(folder)}),
-                patch("fivefold.data.corpus._builtin_files", lambda: [Path(__file__)]),
+                patch("fivefold.data.paths._builtin_files", lambda: [Path(__file__)]),
                 contextlib.redirect_stdout(out),
                 contextlib.redirect_stderr(err),
             ):

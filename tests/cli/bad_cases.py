@@ -45,6 +45,7 @@ def model(name: str, config: object, *says: str) -> Case:
     return Case(name, "train --model hf", says, files={"hf/config.json": text})
 
 
+NOBODY = "~nobody-is-called-so"
 LLAMA = {
     "model_type": "llama",
     "num_hidden_layers": 2,
@@ -195,10 +196,10 @@ MODELS = [
     layout("odd head size", "--kv-channels 15", "head size 15 is odd"),
     layout("dropout of all", "--hidden-dropout 1.0", "hidden_dropout must be in [0, 1), not 1.0"),
     layout("activation typo", "--activation-func gelu-tanh", "did you mean 'gelu_tanh'?"),
-    layout("no layers", "--num-layers 0", "num_layers must be positive, not 0"),
+    layout("no layers", "--num-layers 0", "num_layers must be at least 1, not 0"),
     layout("absurd layers", "--num-layers 1000000000", "at most 100000, not 1000000000"),
-    layout("negative size", "--hidden-size -64", "hidden_size must be positive, not -64"),
-    layout("no vocabulary", "--vocab-size 0", "vocab_size must be positive"),
+    layout("negative size", "--hidden-size -64", "hidden_size must be at least 1, not -64"),
+    layout("no vocabulary", "--vocab-size 0", "vocab_size must be at least 1"),
     layout(
         "RoPE bounds",
         "--use-rope-scaling --rope-high-freq-factor 0.5",
@@ -463,6 +464,15 @@ DOCUMENT = "It is only a short text. " * 4
 
 CORPORA = [
     corpus("no such corpus", "--data-path nothere.txt", "no such file or folder: nothere.txt"),
+    *(
+        corpus(f"{flag} of nobody", f"{beside}{flag} {path}", f"knows no home {NOBODY}")
+        for flag, path, beside in (
+            ("--data-path", f"{NOBODY}/*.txt", ""),
+            ("--valid-data-path", f"held={NOBODY}/x", "--eval-interval 2 "),
+            ("--tokenizer-model", f"{NOBODY}/t", ""),
+            ("--data-cache-path", f"{NOBODY}/c", ""),
+        )
+    ),
     corpus(
         "corpus typo", "--data-path texd.txt", "did you mean 'text.txt'?", text_dot_txt=DOCUMENT
     ),

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from fivefold.cli.completion import SCRIPTS, continuations
 from fivefold.cli.main import VERBS, main
-from fivefold.config.sources import config_settings, recipe_names
+from fivefold.config.config import SECTION_SETTINGS
+from fivefold.config.sources import recipe_names
 
 
 def test_commands_flags_values_and_recipes() -> None:
     assert {*VERBS} < {*continuations("fivefold ")}
-    assert continuations("fivefold tr") == ["train"]
+    assert continuations("fivefold tra") == ["train", "translate"]
     assert {*recipe_names()} <= {*continuations("fivefold train ")}
     assert continuations("fivefold train demo --pipeline-schedule zb") == ["zb_h1", "zb_h2", "zb_v"]
     assert "--plant" in continuations("fivefold verify --pl")
@@ -26,7 +27,7 @@ def test_commands_flags_values_and_recipes() -> None:
 
 def test_every_setting_can_be_completed() -> None:
     found = {*continuations("fivefold train --")}
-    for settings in config_settings().values():
+    for settings in SECTION_SETTINGS.values():
         for setting in settings:
             off = f"--no-{setting.flag[2:]}"
             assert (off if setting.default is True else setting.flag) in found

@@ -15,10 +15,10 @@ from fivefold.cli import doctor
 from fivefold.cli import main as cli
 from fivefold.cli.main import MEANT_VERBS, VERBS, main
 from fivefold.cli.style import paint
-from fivefold.config.config import SECTIONS, SETTINGS
+from fivefold.config.config import SECTION_SETTINGS, SECTIONS, SETTINGS
 from fivefold.config.flags import ALIASES, SWITCHES
 from fivefold.config.settings import settings_of
-from fivefold.config.sources import RECIPES, config_settings, read_config, recipe_names, to_toml
+from fivefold.config.sources import RECIPES, read_config, recipe_names, to_toml
 from fivefold.errors import RanksFailed
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +57,7 @@ def test_help_loads_no_torch_and_fits_the_line(verb: str) -> None:
 def test_help_of_all_lists_every_setting() -> None:
     out = run("train", "--help", "all").stdout
     assert "  --model WORD, --preset\n" in out
-    for section, settings in config_settings().items():
+    for section, settings in SECTION_SETTINGS.items():
         assert f"[{section}]" in out
         for setting in settings:
             off = f"--no-{setting.flag[2:]}"
@@ -92,7 +92,7 @@ def test_help_of_a_section_or_a_flag(
 def test_help_knows_every_name_of_a_setting_without_a_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    names = {setting.name for settings in config_settings().values() for setting in settings}
+    names = {setting.name for settings in SECTION_SETTINGS.values() for setting in settings}
     for name in (*names, *(alias for alias, of in ALIASES.items() if of in names), *SWITCHES):
         flag = f"--{name.replace('_', '-')}"
         for topic in {name, flag, flag[2:]} - set(VERBS):

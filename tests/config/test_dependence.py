@@ -17,19 +17,19 @@ import pytest
 
 from fivefold.check import check
 from fivefold.cli.main import main
-from fivefold.config.config import SECTIONS, SETTINGS, Config
+from fivefold.config.config import SECTION_SETTINGS, SECTIONS, SETTINGS, Config
 from fivefold.config.flags import ALIASES
 from fivefold.config.rules.dependence import orphans, without_orphans
 from fivefold.config.rules.dependents import DEPENDENTS
-from fivefold.config.rules.run_dependents import Dependents
+from fivefold.config.rules.orphan import Dependents
 from fivefold.config.settings import Setting, settings_of
-from fivefold.config.sources import config_settings, read_config, recipe_names, to_toml
+from fivefold.config.sources import read_config, recipe_names, to_toml
 from fivefold.counts.derived import describe
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
 from fivefold.optim.schedule import learning_rate
-from fivefold.predict.cluster import load_cluster
-from fivefold.predict.memory import peak_memory
+from fivefold.predict.cluster_file import load_cluster
+from fivefold.predict.memory.peak import peak_memory
 from fivefold.predict.step import predict
 
 
@@ -162,6 +162,10 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "adam_beta2": (0.5,),
     "adam_eps": (1e-3,),
     "min_lr": (1e-4,),
+    "decoupled_lr": (1e-4,),
+    "decoupled_min_lr": (1e-5,),
+    "start_weight_decay": (0.01,),
+    "end_weight_decay": (0.2,),
     "lr_warmup_init": (1e-4,),
     "save": ("saved",),
     "load": ("donor",),
@@ -228,7 +232,7 @@ def refused(config: Config, world: int, name: str) -> bool:
 
 
 def section_of(name: str) -> str:
-    return next(s for s, settings in config_settings().items() if SETTINGS[name] in settings)
+    return next(s for s, settings in SECTION_SETTINGS.items() if SETTINGS[name] in settings)
 
 
 def shows(name: str, value: Any, **beside: Any) -> bool:

@@ -118,7 +118,7 @@ def test_derived_sizes() -> None:
     assert (model.num_kv_heads, model.head_dim, model.ffn_size) == (6, 16, 384)
     assert model.padded_vocab_size == 256
     model = replace(model, num_query_groups=2, kv_channels=32, vocab_size=128)
-    assert (model.q_size, model.kv_size, model.padded_vocab_size) == (192, 64, 128)
+    assert (model.q_size, model.k_size, model.padded_vocab_size) == (192, 64, 128)
 
 
 def test_sizes_of_latent_attention_and_experts() -> None:
@@ -195,7 +195,7 @@ def test_all_mistakes_are_told_at_once() -> None:
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        ({"num_layers": 0}, "num_layers must be positive"),
+        ({"num_layers": 0}, "num_layers must be at least 1"),
         ({"kv_channels": 15}, "head size 15 is odd"),
         ({"use_rope_scaling": True, "rope_high_freq_factor": 1.0}, "rope_high_freq_factor"),
         (

@@ -1,7 +1,7 @@
 from pathlib import Path
 
+from fivefold.config.config import SECTION_SETTINGS
 from fivefold.config.reference import reference_page
-from fivefold.config.sources import config_settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "flags.md"
 
@@ -12,6 +12,6 @@ def test_the_page_is_what_the_code_says() -> None:
 
 def test_the_page_has_a_row_for_every_setting() -> None:
     page = reference_page()
-    for section, settings in config_settings().items():
+    for section, settings in SECTION_SETTINGS.items():
         assert f"## [{section}]" in page
         assert all(f"| `{setting.name}` |" in page for setting in settings)

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from fivefold.config.config import SECTIONS, Config
 from fivefold.config.flags import ALIASES, SWITCHES
 from fivefold.config.huggingface import from_hf_config
-from fivefold.config.parallel import option
 from fivefold.config.presets import PRESETS
-from fivefold.config.settings import argument, settings_of
+from fivefold.config.settings import argument, option, settings_of
 from fivefold.config.sources import load, load_options, read_config, recipe_names, to_toml
 from fivefold.errors import ConfigError
 from fivefold.hardware import GPUS
-from fivefold.predict.cluster import load_cluster
+from fivefold.predict.cluster_file import load_cluster
 
 GPT2 = {
     **{"model_type": "gpt2", "n_embd": 32, "n_head": 4},

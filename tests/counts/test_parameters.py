@@ -10,7 +10,7 @@ import pytest
 from fivefold.check import check
 from fivefold.config.sources import read_config
 from fivefold.counts.parameters import parameter_records
-from fivefold.counts.state import held, num_expert_shards, num_shards
+from fivefold.counts.shards import held, num_expert_shards, num_shards
 from fivefold.description.shape import canonical_name, parameter_shapes
 from fivefold.layout import Layout
 from tests.audit.layouts import random_layouts

@@ -12,7 +12,9 @@ from fivefold.config.presets import PRESETS
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.parameters import parameter_records
 from fivefold.counts.policy import checkpoint_bytes
-from fivefold.counts.state import model_state, unit_of, units_on_host
+from fivefold.counts.shards import ShardPlace
+from fivefold.counts.state import model_state
+from fivefold.counts.units import unit_of, units_on_host
 from fivefold.mesh.slices import local_tensor
 from fivefold.train.engine import Engine
 from tests.pool import Pool
@@ -63,8 +65,8 @@ def test_weights_and_moments_are_what_the_formula_says(
     layout = check(settings, 4)
     held = pool.run(4, _held, settings)
     for rank, (weights, moments) in enumerate(held):
-        at = layout.grid.coordinates(rank)
-        state = model_state(layout, at["pp"], at["dp_shard"])
+        pp_rank = layout.grid.coordinates(rank)["pp"]
+        state = model_state(layout, pp_rank, ShardPlace.of(layout, rank))
         assert (weights, moments) == (state.masters, state.optimizer)
 
 

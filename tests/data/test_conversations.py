@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fivefold.config.training import DataConfig, TrainingConfig
+from fivefold.config.data import DataConfig
+from fivefold.config.training import TrainingConfig
 from fivefold.data.conversations import conversation, documents
 from fivefold.data.dataset import Corpus, check_labels
 from fivefold.data.packing import BEGINS, IGNORED, LEARNT, Packing, pack

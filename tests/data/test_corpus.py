@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from fivefold.data import corpus
-from fivefold.data.corpus import pieces, records, resolve
+from fivefold.data.corpus import pieces, records
+from fivefold.data.paths import resolve
 from fivefold.errors import DataError
 
 
@@ -244,6 +245,21 @@ def test_paths_that_name_nothing_readable(spec, message, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=message):
         resolve(f"{tmp_path}/{spec}")
+
+
+@pytest.mark.parametrize("spec", ["empty", "pictures", "*.rst", "gone", "picture.png", "splits"])
+def test_what_is_suggested_is_typed_where_the_path_was(spec, tmp_path):
+    """A validation set is mended by its own flag: that of the corpus changes what is learnt."""
+    for name in ("empty/.hidden", "pictures/a.png", "picture.png", "splits/dataset_dict.json"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text('{"splits": ["train", "my test"]}')
+    flag = "--valid-data-path held="
+    with pytest.raises(DataError) as error:
+        resolve(f"{tmp_path}/{spec}", flag)
+    works = str(error.value).rpartition("  works: ")[2]
+    assert works
+    assert all(choice.startswith(flag) for choice in works.split(" | "))
 
 
 def test_builtin_is_suggested():

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.config.training import DataConfig
+from fivefold.config.data import DataConfig
 from fivefold.data import checksums
 from fivefold.data.corpus import pieces
 from fivefold.data.dataset import Corpus, Dataset

@@ -11,7 +11,7 @@ from fivefold.config.batch_sizes import BatchSizes
 from fivefold.data.dataset import Corpus, Dataset
 from fivefold.data.loader import Loader
 from fivefold.data.packing import Packing
-from fivefold.errors import ConfigError, DataError
+from fivefold.errors import DataError
 
 
 @pytest.fixture(scope="module")
@@ -127,12 +127,6 @@ def test_other_data_is_not_resumed(dataset, tokenizer, write_documents):
     assert "seed: was 7, is 8" in message and "seq_length: was 8, is 4" in message
     assert "tokenizer" not in message
     assert other.consumed_samples == 0
-
-
-@pytest.mark.parametrize(("gbs", "mbs", "dp"), [(12, 5, 1), (12, 2, 4), (0, 1, 1)])
-def test_a_batch_that_cannot_be_shared_out_is_refused(dataset, gbs, mbs, dp):
-    with pytest.raises(ConfigError, match=f"{gbs} is not a multiple of .* = {mbs * dp}"):
-        loader(dataset, gbs, mbs, 0, dp)
 
 
 def data_threads():

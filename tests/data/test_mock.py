@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
-from fivefold.config.training import MOCK, DataConfig
-from fivefold.data.corpus import BUILTIN
+from fivefold.config.data import MOCK, DataConfig
 from fivefold.data.mixture import grouped
 from fivefold.data.mock import NUM_TOKENS, CountedTokens, number_tokenizer
 from fivefold.data.order import mixed
+from fivefold.data.paths import BUILTIN
 from fivefold.data.prepare import PreparedData, prepare
 from fivefold.data.prompts import encode_prompt
 from fivefold.data.rules import checked_sources

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from fivefold.config.training import DataConfig
+from fivefold.config.data import DataConfig
 from fivefold.data import prepare as module
 from fivefold.data.indexed import write_indexed
 from fivefold.data.mixture import parse_data_path
@@ -125,6 +125,24 @@ def test_indexed_data_is_used_where_it_is(config, texts):
         prepared = prepare(config(name, **needless), 16, 1)  # a folder that cannot be made
         assert prepared.corpora[0].data.prefix == f"{texts}/mine"
         assert prepared.corpora[0].data.tokens.tolist() == list(range(1, 200))
+
+
+def test_a_user_without_a_home_names_a_cache_or_needs_none(config, texts, monkeypatch):
+    """As in containers that run under a number for which they have no name."""
+    prepare(config("a.txt"), 16, 1).tokenizer.save(texts / "tokenizer.json")
+    with write_indexed(texts / "mine", np.int32) as writer:
+        writer.add(np.arange(1, 200))
+        writer.end_document()
+
+    def nobody(number):
+        raise KeyError(number)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    with pytest.raises(DataError, match=r"cache folder ~(?s:.*)no home ~\n  data_cache_path"):
+        prepare(config("a.txt", data_cache_path=None), 16, 1)
+    known = {"tokenizer_model": f"{texts}/tokenizer.json", "data_cache_path": None}
+    assert len(prepare(config("mine", **known), 16, 1).corpora[0].data.tokens) == 199
 
 
 def test_settings_of_the_packing_arrive(config):

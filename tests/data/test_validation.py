@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.config.batch_sizes import BatchSizes
-from fivefold.config.training import DataConfig, TrainingConfig
+from fivefold.config.data import DataConfig
+from fivefold.config.training import TrainingConfig
 from fivefold.data.dataset import Corpus, Dataset
 from fivefold.data.loader import Loader
 from fivefold.data.mixture import parse_named_paths

@@ -24,7 +24,8 @@ from fivefold.learn.posterior import (
 )
 from fivefold.learn.runs import noise_of
 from fivefold.learn.tell import constants_table, gain, mean_error
-from fivefold.predict.cluster import Cluster, load_cluster, preset, to_toml
+from fivefold.predict.cluster import Cluster, preset
+from fivefold.predict.cluster_file import load_cluster, to_toml
 
 MESHES = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (1, 4), (2, 4), (4, 2), (1, 8))
 

@@ -214,7 +214,7 @@ def _most_held(tokens: int) -> int:
 
 def test_a_token_more_takes_what_the_planner_counts() -> None:
     """With tiles of few tokens: the sum of the states' gradient, and that gradient."""
-    states = 6 * MODEL.hidden_size  # in bf16, and in fp32: what `predict.stage_memory` has
+    states = 6 * MODEL.hidden_size  # in bf16, and in fp32: what `predict.memory.backward` has
     statistics = 3 * 4 + 4  # its log-sum-exp, weight, loss and scale
     each = (_most_held(80 * T) - _most_held(60 * T)) / (20 * T)
     assert states <= each <= states + statistics, each

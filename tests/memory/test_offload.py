@@ -78,7 +78,7 @@ def test_small_tensors_and_evaluations_move_nothing() -> None:
     assert host.link.out_bytes == 0
 
 
-SIZES = (MODEL.kv_size, MODEL.hidden_size, MODEL.q_size)
+SIZES = (MODEL.k_size, MODEL.hidden_size, MODEL.q_size)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
-from fivefold.description.shape import WholeModel
+from fivefold.description.shape import ModelParts
 from fivefold.model.batch import Batch
 from fivefold.model.init import initialise
 from fivefold.model.transformer import Stage
@@ -115,7 +115,7 @@ FAMILIES = {
 }
 
 
-def build(model: ModelConfig, parts: WholeModel | None = None, **options: float) -> Stage:
+def build(model: ModelConfig, parts: ModelParts | None = None, **options: float) -> Stage:
     """An fp64 stage of which every parameter, norms and biases too, is worth checking."""
     stage = Stage(model, parts, **options).double()
     initialise(stage, seed=7)

@@ -17,7 +17,7 @@ from fivefold.description.activations import (
 )
 from fivefold.description.expert_rows import LayerRows
 from fivefold.description.running import Running
-from fivefold.description.shape import WholeModel
+from fivefold.description.shape import ModelParts
 from fivefold.model.layer import TransformerLayer
 from fivefold.model.transformer import Stage
 from tests.model.models import FAMILIES, LLAMA, batch_of
@@ -59,7 +59,7 @@ def test_activation_bytes_are_what_a_layer_saves(model: ModelConfig) -> None:
     for layer in stage.layers.values():
         layer.register_forward_pre_hook(spy)
     x = torch.randn(64, model.hidden_size, requires_grad=True)
-    middle = Stage(model, WholeModel((0,), embedding=False, head=False))
+    middle = Stage(model, ModelParts((0,)))
     middle.layers["0"] = stage.layers["0"]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         middle(x, batch)
@@ -279,7 +279,7 @@ def test_logits_are_what_a_loss_keeps_unless_it_is_fused_with_the_output_layer()
 
 
 def test_the_loss_keeps_what_is_counted() -> None:
-    stage = Stage(LLAMA, WholeModel((), embedding=False)).double()
+    stage = Stage(LLAMA, ModelParts(head=True)).double()
     x = torch.randn(64, LLAMA.hidden_size, dtype=torch.float64, requires_grad=True)
     saved: dict[int, Tensor] = {}
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fivefold.config.model import ModelConfig
-from fivefold.description.shape import WholeModel
+from fivefold.description.shape import ModelParts
 from fivefold.model.batch import Batch
 from fivefold.model.loss import IGNORED
 from fivefold.model.prediction import with_further
@@ -41,7 +41,7 @@ def norm(stage: Stage, name: str, x: Tensor) -> Tensor:
 def layers(stage: Stage, x: Tensor, names: list[str], batch: Batch) -> Tensor:
     """The named layers alone, by a stage that has nothing else."""
     model = replace(stage.model, num_layers=len(names), mtp_num_layers=0)
-    middle = Stage(model, WholeModel(tuple(range(len(names))), embedding=False, head=False))
+    middle = Stage(model, ModelParts(tuple(range(len(names)))))
     weights = dict(stage.named_parameters())
     own = {
         key: weights[f"{name}.{key.partition('.')[2].partition('.')[2]}"]
@@ -137,9 +137,9 @@ def test_states_pass_a_stage_with_the_head_alone() -> None:
     """In training each depth's; in an evaluation only the model's own."""
     model = predicting(LLAMA, 2)
     whole = build(model)
-    first = WholeModel((0, 1), head=False)
-    middle = WholeModel((2,), embedding=False, head=False, mtp=2)
-    last = WholeModel((), embedding=False)
+    first = ModelParts((0, 1), embedding=True)
+    middle = ModelParts((2,), mtp=2)
+    last = ModelParts(head=True)
     stages = [build(model, parts) for parts in (first, middle, last)]
     plain = batch_of(model, [[5, 7], [12]])
     for batch, states in ((with_further(plain, 2), 3), (plain, 1)):

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
 from fivefold.description.shape import (
-    WholeModel,
+    ModelParts,
     count_parameters,
     forward_flops,
     layer_weights,
@@ -23,18 +23,18 @@ from tests.model.plain_attention import plain_attention
 
 PARTS = {
     "whole": None,
-    "first": WholeModel((0, 1), head=False),
-    "middle": WholeModel((1,), embedding=False, head=False),
-    "last": WholeModel((2,), embedding=False),
-    "ends": WholeModel(()),
+    "first": ModelParts((0, 1), embedding=True),
+    "middle": ModelParts((1,)),
+    "last": ModelParts((2,), head=True),
+    "ends": ModelParts(embedding=True, head=True),
 }
 MODELS = FAMILIES | {"tied": replace(LLAMA, untie_embeddings_and_output_weights=False)}
 FURTHER = {
     "whole": None,
-    "with the head": WholeModel((2,), embedding=False, mtp=2),
-    "before the head": WholeModel((), embedding=False, head=False, mtp=2),
-    "with the embedding": WholeModel((0,), head=False, mtp=2),
-    "head": WholeModel((), embedding=False),
+    "with the head": ModelParts((2,), head=True, mtp=2),
+    "before the head": ModelParts(mtp=2),
+    "with the embedding": ModelParts((0,), embedding=True, mtp=2),
+    "head": ModelParts(head=True),
 }
 
 
@@ -44,17 +44,17 @@ def shapes_of(model: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_parameters_are_those_of_the_modules(model: ModelConfig, parts: WholeModel | None) -> None:
+def test_parameters_are_those_of_the_modules(model: ModelConfig, parts: ModelParts | None) -> None:
     _are_those_of_the_modules(model, parts)
 
 
 @pytest.mark.parametrize("parts", FURTHER.values(), ids=FURTHER)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_so_are_those_of_further_predictions(model: ModelConfig, parts: WholeModel | None) -> None:
+def test_so_are_those_of_further_predictions(model: ModelConfig, parts: ModelParts | None) -> None:
     _are_those_of_the_modules(replace(model, mtp_num_layers=2), parts)
 
 
-def _are_those_of_the_modules(model: ModelConfig, parts: WholeModel | None) -> None:
+def _are_those_of_the_modules(model: ModelConfig, parts: ModelParts | None) -> None:
     with torch.device("meta"):
         stage = Stage(model, parts)
     actual = {name: tuple(p.shape) for name, p in stage.named_parameters()}
@@ -96,7 +96,7 @@ def test_flops_are_those_that_pytorch_counts(model: ModelConfig) -> None:
 
 
 def test_flops_of_stages_add_up_and_causal_attention_is_half() -> None:
-    cuts = [WholeModel((0, 1), head=False), WholeModel((2,), embedding=False)]
+    cuts = [ModelParts((0, 1), embedding=True), ModelParts((2,), head=True)]
     whole = training_flops(LLAMA, 64)
     assert sum(training_flops(LLAMA, 64, parts).total for parts in cuts) == whole.total
     assert 2 * whole.attention == training_flops(LLAMA, 64, causal=False).attention
@@ -166,7 +166,7 @@ def test_shapes_of_latent_attention_and_experts() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_counts_of_sparse_stages_are_those_of_their_shapes(tied: bool) -> None:
     model = replace(SPARSE, untie_embeddings_and_output_weights=not tied)
-    cuts = [WholeModel((0, 1), head=False), WholeModel((2, 3), embedding=False, mtp=1)]
+    cuts = [ModelParts((0, 1), embedding=True), ModelParts((2, 3), head=True, mtp=1)]
     for parts in (None, *cuts):
         shapes = parameter_shapes(model, parts)
         assert count_parameters(model, parts).total == sum(map(prod, shapes.values()))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.description.shape import WholeModel, canonical_name, parameter_shapes
+from fivefold.description.shape import ModelParts, canonical_name, parameter_shapes
 from fivefold.model.batch import Batch
 from fivefold.model.loss import IGNORED
 from fivefold.model.transformer import Stage
@@ -82,9 +82,9 @@ def test_stages_in_a_row_compute_bitwise_what_the_whole_model_computes(family: s
     model = replace(FAMILIES[family], hidden_dropout=0.2, attention_dropout=0.1)
     whole = build(model)
     cuts = [
-        WholeModel((0,), head=False),
-        WholeModel((), embedding=False, head=False),
-        WholeModel((1, 2), embedding=False),
+        ModelParts((0,), embedding=True),
+        ModelParts(),
+        ModelParts((1, 2), head=True),
     ]
     batch = batch_of(model, [[5, 7], [12]])
     x = None
@@ -101,8 +101,8 @@ def test_stages_in_a_row_compute_bitwise_what_the_whole_model_computes(family: s
 def test_tied_embeddings_are_one_parameter_that_gets_both_gradients() -> None:
     whole = build(GPT)
     assert "lm_head.weight" not in weights_of(whole)
-    first = build(GPT, WholeModel((0, 1), head=False))
-    last = build(GPT, WholeModel((2,), embedding=False))
+    first = build(GPT, ModelParts((0, 1), embedding=True))
+    last = build(GPT, ModelParts((2,), head=True))
     batch = batch_of(GPT, [[8]])
     whole(None, batch).backward()
     last(first(None, batch), batch).backward()

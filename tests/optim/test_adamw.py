@@ -4,8 +4,10 @@ from torch import Tensor, nn
 
 from fivefold.config.training import OptimizerConfig
 from fivefold.optim.adamw import AdamW, decays
+from fivefold.optim.schedule import StepRates
 
 CONFIG = OptimizerConfig(lr=0.1, weight_decay=0.3, adam_beta2=0.95)
+RATES = StepRates(0.1, 0.1, 0.3)
 
 
 def parameters(dtype: torch.dtype = torch.float64) -> dict[str, nn.Parameter]:
@@ -23,7 +25,8 @@ def run(optimizer: AdamW, held: dict[str, nn.Parameter], steps: range) -> None:
     for step in steps:
         for name, grad in grads(step, held).items():
             held[name].grad = grad.to(held[name].grad_dtype)
-        optimizer.step(lr=0.1 / (step + 1))
+        lr = 0.1 / (step + 1)
+        optimizer.step(StepRates(lr, lr, 0.3))
         optimizer.zero_grad()
 
 
@@ -80,8 +83,8 @@ def test_a_missing_gradient_counts_as_zero() -> None:
     run(optimizer, ours, range(2))
     run(reference, theirs, range(2))
     theirs["a.weight"].grad = torch.zeros_like(theirs["a.weight"])
-    optimizer.step(lr=0.1)
-    reference.step(lr=0.1)
+    optimizer.step(RATES)
+    reference.step(RATES)
     assert torch.equal(ours["a.weight"], theirs["a.weight"])
 
 
@@ -90,7 +93,7 @@ def test_a_frozen_parameter_is_left_alone() -> None:
     held["a.weight"].requires_grad_(False)
     optimizer = AdamW(held, CONFIG)
     before = held["a.weight"].clone()
-    optimizer.step(lr=0.1)
+    optimizer.step(RATES)
     assert torch.equal(held["a.weight"], before)
     assert not any("a.weight" in name for name in optimizer.state_tensors())
 
@@ -120,13 +123,13 @@ def test_a_step_that_found_infinities_changes_no_bit(dtype: torch.dtype) -> None
     run(reference, theirs, range(2))
     for parameter in ours.values():
         parameter.grad = torch.full_like(parameter, torch.inf, dtype=parameter.grad_dtype)
-    optimizer.step(0.1, torch.ones(()))
+    optimizer.step(RATES, torch.ones(()))
     optimizer.steps -= 1
     optimizer.zero_grad()
     for found_inf, held, stepped in ((torch.zeros(()), ours, optimizer), (None, theirs, reference)):
         for name, grad in grads(2, held).items():
             held[name].grad = grad.to(held[name].grad_dtype)
-        stepped.step(0.1, found_inf)
+        stepped.step(RATES, found_inf)
     for name, parameter in ours.items():
         assert torch.equal(parameter, theirs[name])
     for name, piece in optimizer.state_tensors().items():

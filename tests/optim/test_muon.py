@@ -19,6 +19,7 @@ from fivefold.counts.parameters import parameter_records
 from fivefold.errors import FivefoldError
 from fivefold.layout import Layout
 from fivefold.optim.muon import QUINTIC, MuonAdamW, orthogonalised
+from fivefold.optim.schedule import StepRates
 from tests.verify.cases import MIXTURE, MODELS, config
 
 SMALL = st.integers(1, 9)
@@ -91,7 +92,7 @@ def test_steps_are_those_of_torch(
     for _ in range(3):
         grad = torch.randn(shape, generator=draw)
         mine.grad, other.grad = grad.clone(), grad.clone()
-        optimizer.step(0.05)
+        optimizer.step(StepRates(0.05, 0.05, 0.1))
         reference.step()
         scale = (other - start).abs().max()
         assert ((mine - other).abs().max() / scale) < 2.0**-7
@@ -108,7 +109,7 @@ def test_what_is_not_finite_leaves_every_bit() -> None:
     def step(value: float, found: float) -> dict[str, torch.Tensor]:
         for parameter in held.values():
             parameter.grad = torch.full_like(parameter, value)
-        optimizer.step(0.1, torch.tensor(found))
+        optimizer.step(StepRates(0.1, 0.1, 0.1), torch.tensor(found))
         state = {name: piece.local for name, piece in optimizer.state_tensors().items()}
         return {name: tensor.detach().clone() for name, tensor in (held | state).items()}
 

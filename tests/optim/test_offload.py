@@ -14,7 +14,7 @@ from fivefold.check import check
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config import memory
 from fivefold.config.config import Config
-from fivefold.counts.parameters import shards_of
+from fivefold.counts.shards import ShardPlace
 from fivefold.counts.state import model_state
 from fivefold.errors import FivefoldError
 from fivefold.mesh.slices import local_tensor
@@ -295,9 +295,8 @@ def _held(rank: int, world: int, settings: Config) -> tuple[float, ...]:
 
 def _counted(engine: Engine, rank: int) -> tuple[float, ...]:
     layout, optimizer = engine.layout, engine.optimizer
-    shard, expert_shard = shards_of(layout, rank)
-    at = layout.grid.coordinates(rank)
-    state = model_state(layout, at["pp"], shard, expert_shard=expert_shard)
+    pp_rank = layout.grid.coordinates(rank)["pp"]
+    state = model_state(layout, pp_rank, ShardPlace.of(layout, rank))
     away = engine.model.offloaded or ()
     held = (local_tensor(p) for name, p in engine.parameters.items() if name not in away)
     weights = sum(weight.nbytes for weight in held)

@@ -16,6 +16,7 @@ from fivefold.optim import rounding
 from fivefold.optim.adamw import AdamW, state_piece
 from fivefold.optim.eight_bit import FORMATS
 from fivefold.optim.rounding import MOMENTS, NamedElements, divide, exact, rounded, scale_of
+from fivefold.optim.schedule import StepRates
 from tests.kernels import DEVICES, run_kernels
 from tests.verify.cases import chosen
 
@@ -70,7 +71,7 @@ def trained(
         for name, parameter in held.items():
             grad = gradient(name, step, dtype)[places[name].slices]
             parameter.grad = grad.to(device, parameter.grad_dtype, copy=True)
-        optimizer.step(lr=0.01)
+        optimizer.step(StepRates(0.01, 0.01, 0.1))
     return held, optimizer
 
 
@@ -191,7 +192,7 @@ def test_the_update_sees_gradients_of_bf16_as_they_are() -> None:
     for step in range(5):
         for name, parameter in wide.items():
             parameter.grad = gradient(name, step, torch.float32).bfloat16().float()
-        optimizer.step(lr=0.01)
+        optimizer.step(StepRates(0.01, 0.01, 0.1))
     for name, parameter in wide.items():
         torch.testing.assert_close(held[name], parameter, rtol=1e-6, atol=1e-7)
 
@@ -240,7 +241,7 @@ def test_second_moments_decay() -> None:
     assert second.mul(0.999).eq(1).all(), "the nearest number of bf16"
     for _ in range(500):
         held["w.weight"].grad = torch.zeros(64, 64)
-        optimizer.step(lr=0.0)
+        optimizer.step(StepRates(0.0, 0.0, 0.1))
     assert second.float().mean().item() == pytest.approx(0.999**500, rel=5e-3)
 
 
@@ -256,7 +257,7 @@ def test_a_step_that_found_infinities_changes_no_bit(
     state = {n: piece.local.clone() for n, piece in optimizer.state_tensors().items()}
     for parameter in held.values():
         parameter.grad = torch.full_like(parameter, torch.inf)
-    optimizer.step(0.1, torch.ones((), device=device))
+    optimizer.step(StepRates(0.1, 0.1, 0.1), torch.ones((), device=device))
     assert all(torch.equal(p, was) for p, was in zip(held.values(), before, strict=True))
     for name, piece in optimizer.state_tensors().items():
         assert same_bits(piece.local, state[name])
@@ -275,7 +276,7 @@ def test_the_kernel_keeps_what_is_not_finite(
         for parameter in held.values():
             parameter.grad = torch.ones_like(parameter)
             parameter.grad.view(-1)[1] = bad
-        optimizer.step(0.01)
+        optimizer.step(StepRates(0.01, 0.01, 0.1))
         found.append({n: piece.local.cpu() for n, piece in optimizer.state_tensors().items()})
     for name, theirs in found[0].items():
         ours, theirs = found[1][name].float(), theirs.float()
@@ -355,8 +356,8 @@ def test_remainders_are_masters_of_fp32_to_the_bit(gradients: str) -> None:
             grad = gradient(name, step, torch.float32).bfloat16()
             narrow[name].grad = grad.to(narrow[name].grad_dtype, copy=True)
             wide[name].grad = grad.clone()
-        ours.step(lr=0.01)
-        theirs.step(lr=0.01)
+        ours.step(StepRates(0.01, 0.01, 0.1))
+        theirs.step(StepRates(0.01, 0.01, 0.1))
     for name, piece in ours.weights().items():
         assert same_bits(piece.local, wide[name].detach())
         assert narrow[name].dtype == torch.bfloat16
@@ -376,5 +377,5 @@ def test_weights_of_bf16_without_masters_move_by_less_than_their_last_bit() -> N
     optimizer = AdamW(held, config, places={"w.weight": place})
     for _ in range(100):
         held["w.weight"].grad = torch.ones(64, 64)
-        optimizer.step(lr=1e-4)  # 1/39 of the last bit below 1
+        optimizer.step(StepRates(1e-4, 1e-4, 0.0))  # 1/39 of the last bit below 1
     assert held["w.weight"].float().mean().item() == pytest.approx(1 - 100 * 1e-4, rel=1e-4)

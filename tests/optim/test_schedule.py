@@ -1,11 +1,12 @@
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from fivefold.config.training import OptimizerConfig, TrainingConfig
-from fivefold.errors import ConfigError
+from fivefold.optim import schedule
 from fivefold.optim.schedule import learning_rate
 
 
@@ -59,11 +60,35 @@ def test_wsd_is_stable_until_its_decay(style: str, half_way: float) -> None:
     assert found == pytest.approx([1.0, 1.0, 0.1 + 0.9 * half_way, 0.1])
 
 
-def test_wsd_without_a_length_is_a_mistake() -> None:
-    with pytest.raises(ConfigError, match="--lr-wsd-decay-iters 11"):
-        rates([5], lr_decay_style="WSD")
-
-
 def test_no_torch_is_imported() -> None:
     code = "import fivefold.optim.schedule, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_inverse_square_root_goes_on_from_the_warm_up_until_its_end() -> None:
+    found = rates([4, 16, 36, 110, 111], lr_warmup_iters=4, lr_decay_style="inverse-square-root")
+    assert found == pytest.approx([1.0, 0.5, 1 / 3, math.sqrt(4 / 110), 0.1])
+
+
+def test_the_ends_have_rates_of_their_own() -> None:
+    training = TrainingConfig(train_iters=110)
+    usual = OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style="linear")
+    own = replace(usual, decoupled_lr=3.0, decoupled_min_lr=0.0)
+    for config, of_ends in ((usual, 0.55), (own, 1.5), (replace(own, decoupled_min_lr=None), 1.55)):
+        lr, ends, decay = schedule.rates(55, config, training)
+        assert (lr, ends, decay) == pytest.approx((0.55, of_ends, 0.1))
+
+
+@pytest.mark.parametrize(("style", "quarter"), [("linear", 0.25), ("cosine", 0.1464466)])
+def test_weight_decay_grows_over_the_run(style: str, quarter: float) -> None:
+    config = OptimizerConfig(
+        weight_decay_incr_style=style,  # type: ignore[arg-type]
+        start_weight_decay=0.1,
+        end_weight_decay=0.5,
+    )
+    for training in (TrainingConfig(train_iters=40), SAMPLES):
+        found = [schedule.weight_decay(step, config, training) for step in (0, 10, 40, 99)]
+        assert found == pytest.approx([0.1, 0.1 + 0.4 * quarter, 0.5, 0.5])
+
+
+SAMPLES = TrainingConfig(train_samples=160, global_batch_size=4)

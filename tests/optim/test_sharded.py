@@ -10,6 +10,7 @@ from fivefold.config.training import OptimizerConfig
 from fivefold.mesh.slices import local_slices, local_tensor
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.grad_norm import clip_, global_grad_norm
+from fivefold.optim.schedule import StepRates
 from tests.mesh.layouts import LAYOUTS, content, parameters, world_size
 from tests.pool import run
 
@@ -67,7 +68,7 @@ def _step_from_meta(rank: int, world: int, steps: int) -> None:
     for step in range(steps):
         for module, optimizer in ((sharded, ours), (reference, theirs)):
             _backward(module, step)
-            optimizer.step(lr=0.1)
+            optimizer.step(StepRates(0.1, 0.1, 0.1))
             optimizer.zero_grad()
     torch.testing.assert_close(
         local_tensor(sharded.weight), reference.weight.detach()[part], rtol=1e-5, atol=1e-6

@@ -19,8 +19,8 @@ from fivefold.hardware import GPUS, Rates
 from fivefold.layout import Layout
 from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.predict.cluster import Cluster, Link, preset
-from fivefold.predict.makespan import Clock
 from fivefold.predict.prediction import Prediction
+from fivefold.predict.program.makespan import Clock
 from fivefold.predict.step import predict
 from fivefold.search.bound_tables import Ranks
 from fivefold.search.branch_and_bound import layout_of

@@ -6,7 +6,8 @@ import pytest
 
 from fivefold.errors import ConfigError
 from fivefold.hardware import GPUS
-from fivefold.predict.cluster import load_cluster, preset, to_toml
+from fivefold.predict.cluster import preset
+from fivefold.predict.cluster_file import load_cluster, to_toml
 
 
 @pytest.mark.parametrize("name", GPUS)

@@ -10,8 +10,8 @@ from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.pipeline.schedules.registry import SCHEDULES
 from fivefold.predict.cluster import preset
-from fivefold.predict.context import best_context, configured_ways, context_way, context_ways
 from fivefold.predict.step import predict
+from fivefold.predict.times.context import best_context, configured_ways, context_way, context_ways
 from fivefold.search.enumeration import enumerate_space
 from fivefold.search.request import Request
 from fivefold.search.search import with_context

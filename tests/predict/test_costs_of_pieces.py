@@ -8,9 +8,16 @@ import pytest
 
 from fivefold.hardware import GPUS
 from fivefold.predict.cluster import preset
-from fivefold.predict.communication import GroupSpan, all_reduce, all_to_all, gather, send, span
-from fivefold.predict.compute import Phases, attention, elementwise, matmul, overlapped
 from fivefold.predict.step import predict
+from fivefold.predict.times.communication import (
+    GroupSpan,
+    all_reduce,
+    all_to_all,
+    gather,
+    send,
+    span,
+)
+from fivefold.predict.times.compute import Phases, attention, elementwise, matmul, overlapped
 from tests.predict.layouts import planned
 
 GPU = GPUS["H100"]

@@ -11,9 +11,9 @@ from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.errors import ConfigError
 from fivefold.predict.cluster import preset
-from fivefold.predict.kernels import HOST, MEMORY_BOUND, kernels
 from fivefold.predict.software import Software
 from fivefold.predict.step import predict, predict_all
+from fivefold.predict.times.kernels import HOST, MEMORY_BOUND, kernels
 from fivefold.tell.efficiency import opened
 
 MODELS = ("llama3-8b", "deepseek-v3", "mixtral-8x7b", "gpt-oss-20b", "gpt3-175b", "gpt2")

@@ -8,7 +8,7 @@ import pytest
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
-from fivefold.predict.liveness import Moments, _moments, moments
+from fivefold.predict.memory.liveness import Moments, _moments, moments
 
 P, M = 4, 32
 

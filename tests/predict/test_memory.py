@@ -13,14 +13,17 @@ from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
 from fivefold.counts.policy import StatePolicy, megatron_policy
 from fivefold.counts.state import model_state
+from fivefold.counts.volumes import step_volumes
+from fivefold.description.running import Running
 from fivefold.layout import Layout
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.order import Order
-from fivefold.predict import stage_memory
-from fivefold.predict.backward_memory import backward_points
 from fivefold.predict.cluster import preset
-from fivefold.predict.liveness import moments
-from fivefold.predict.memory import MemoryPrediction, peak_memory
+from fivefold.predict.memory import stage as stage_memory
+from fivefold.predict.memory.backward import backward_points
+from fivefold.predict.memory.liveness import moments
+from fivefold.predict.memory.peak import MemoryPrediction, peak_memory
+from fivefold.predict.memory.sizes import buffers
 
 H100 = preset("H100", 64)
 SHORT_LLAMA = replace(PRESETS["llama3-70b"], num_layers=12)
@@ -242,6 +245,34 @@ def test_the_peak_of_a_long_step_is_that_of_a_short_one(schedule: str) -> None:
     with patch.object(Order, "executed", counting):
         peak_memory(layout, H100)
     assert max(built, default=0) <= layout.enough_microbatches < 64
+
+
+GROUPED = [replace(SHORT_LLAMA, num_query_groups=groups) for groups in (1, 2, 8)]
+FURTHER = {"pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "Et|ttt|m|L"}
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "values"),
+    [
+        *((model, 8, {"tensor_model_parallel_size": 4}) for model in GROUPED),
+        (PRESETS["debug-deepseek-v3"], 8, FURTHER),
+    ],
+)
+def test_a_ring_has_room_for_two_blocks_and_their_gradients(
+    model: ModelConfig, world: int, values: dict[str, Any]
+) -> None:
+    """Blocks are as large as what `counts.volumes`, which audits compare with runs, has sent."""
+    layout = _layout(model, world, context_parallel_size=2, global_batch_size=8, **values)
+    running = Running.of(layout.config)
+    for pp_rank in range(layout.grid.pp):
+        flows = step_volumes(layout, pp_rank * layout.grid.ranks_per_stage)
+        sent = sum(flow.size for flow in flows if flow.axis == "cp")
+        ((_, stage),) = layout.stages_of(pp_rank).items()
+        passes = layout.num_microbatches * (len(stage.layers) + stage.mtp)
+        between, inside = buffers(layout, stage, running)
+        # There in forward and backward, and gradients that are summed in fp32.
+        block = sent / max(passes, 1) * running.element_bytes / (2 * running.element_bytes + 4)
+        assert inside - between == 4 * block
 
 
 def test_two_copies_of_the_model_keep_its_state_twice() -> None:

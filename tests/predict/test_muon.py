@@ -11,9 +11,9 @@ from fivefold.config.presets import resolve_model
 from fivefold.counts.matrices import MatrixDeal, layer_matrices
 from fivefold.counts.parameters import parameter_records
 from fivefold.layout import Layout
-from fivefold.predict.cluster import load_cluster
-from fivefold.predict.memory import peak_memory
-from fivefold.predict.muon import orthogonalising_seconds
+from fivefold.predict.cluster_file import load_cluster
+from fivefold.predict.data_parallel.muon import orthogonalising_seconds
+from fivefold.predict.memory.peak import peak_memory
 from fivefold.predict.step import predict
 
 CLUSTER = load_cluster("H100", 64)

@@ -15,14 +15,14 @@ from fivefold.counts.policy import engine_policy
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
 from fivefold.predict.cluster import HOST_EFFICIENCY, Cluster, preset
-from fivefold.predict.memory import peak_memory
-from fivefold.predict.step import predict
-from fivefold.predict.update import (
+from fivefold.predict.data_parallel.update import (
     bringing_seconds,
     faster_on_device,
     leaving_seconds,
     offload_seconds,
 )
+from fivefold.predict.memory.peak import peak_memory
+from fivefold.predict.step import predict
 from fivefold.search.request import request
 from fivefold.search.search import search
 from fivefold.tell.explain import shortfall

@@ -14,11 +14,11 @@ from fivefold.hardware import GPUS
 from fivefold.pipeline.costs.costs import Costs
 from fivefold.pipeline.ir import Kind, Program
 from fivefold.pipeline.order import Order
-from fivefold.predict.compute import overlapped
-from fivefold.predict.makespan import leveled_program
-from fivefold.predict.once import Once, sent_once
-from fivefold.predict.transfers import Moves
-from fivefold.predict.walk import Walked
+from fivefold.predict.data_parallel.once import Once, sent_once
+from fivefold.predict.data_parallel.transfers import Moves
+from fivefold.predict.program.makespan import leveled_program
+from fivefold.predict.program.walk import Walked
+from fivefold.predict.times.compute import overlapped
 
 LINE, LOOP, IN_V = (0, 1, 2, 3), (0, 1, 2, 3) * 2, (0, 1, 2, 3, 3, 2, 1, 0)
 PROGRAMS = (

@@ -14,10 +14,10 @@ from fivefold.pipeline.ir import Kind
 from fivefold.pipeline.lowering import executed
 from fivefold.pipeline.simulate import simulate
 from fivefold.predict.cluster import preset
-from fivefold.predict.compute import Phases
-from fivefold.predict.overlap import Paired, hidden
-from fivefold.predict.stage_times import Times
+from fivefold.predict.program.pairs import Paired, hidden
 from fivefold.predict.step import predict
+from fivefold.predict.times.compute import Phases
+from fivefold.predict.times.stage import Times
 from fivefold.search.bound_tables import Ranks
 from fivefold.search.enumeration import enumerate_space
 from fivefold.search.time_bound import time_bound

@@ -4,11 +4,11 @@ import pytest
 
 from fivefold.description.layers import LayerKind
 from fivefold.predict.cluster import preset
-from fivefold.predict.communication import broadcasts, gather, span
-from fivefold.predict.compute import attention, attention_share, matmul, score_matrices
-from fivefold.predict.layer import LayerTimes
 from fivefold.predict.software import Software
 from fivefold.predict.step import predict
+from fivefold.predict.times.communication import broadcasts, gather, span
+from fivefold.predict.times.compute import attention, attention_share, matmul, score_matrices
+from fivefold.predict.times.layer import LayerTimes
 from tests.predict.layouts import planned
 
 H100 = preset("H100", 64)

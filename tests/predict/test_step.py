@@ -9,7 +9,7 @@ from fivefold.counts.volumes import step_volumes
 from fivefold.pipeline.lowering import executed
 from fivefold.pipeline.simulate import simulate
 from fivefold.predict.cluster import Link, preset
-from fivefold.predict.makespan import Clock, leveled_program
+from fivefold.predict.program.makespan import Clock, leveled_program
 from fivefold.predict.software import Software
 from fivefold.predict.step import predict
 from tests.predict.layouts import planned
@@ -89,7 +89,9 @@ def test_a_short_program_tells_the_time_of_a_long_one(schedule, ranks, virtual):
     for eager in (False, True):
         program = executed(layout.order().program(), pairs=False, eager=eager)
         whole = simulate(program, costs).makespan
-        assert Clock.of(layout, eager=eager).makespans([costs])[0] == pytest.approx(whole, rel=2e-3)
+        assert Clock.of(layout, eager=eager).walk([costs], [])[0][0] == pytest.approx(
+            whole, rel=2e-3
+        )
         table = leveled_program(layout.order(64), pairs=False, eager=eager)
         assert table.makespans([costs])[0] == pytest.approx(whole)
 
@@ -108,7 +110,7 @@ def test_a_limit_on_what_is_held_is_paid_for_in_forwards(schedule, limit):
     whole = simulate(program, costs)
     table = leveled_program(layout.order(), pairs=False, eager=True)
     assert table.makespans([costs])[0] == pytest.approx(whole.makespan)
-    assert Clock.of(layout, eager=True).makespans([costs])[0] == pytest.approx(
+    assert Clock.of(layout, eager=True).walk([costs], [])[0][0] == pytest.approx(
         whole.makespan, rel=0.012
     )
     again = sum(count * costs.f[stage] for stage, count in layout.recomputed().items()) / 8

@@ -12,8 +12,9 @@ import pytest
 
 from fivefold.errors import ConfigError, DataError
 from fivefold.hardware import Gpu, Rates
-from fivefold.predict.cluster import Cluster, Link, load_cluster, preset, to_toml
-from fivefold.predict.memory import peak_memory
+from fivefold.predict.cluster import Cluster, Link, preset
+from fivefold.predict.cluster_file import load_cluster, to_toml
+from fivefold.predict.memory.peak import peak_memory
 from fivefold.predict.step import predict
 from fivefold.published.row import COLUMNS, OPTIONAL, RANGES, read_rows
 from fivefold.published.score import report

@@ -9,7 +9,7 @@ import pytest
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
-from fivefold.counts.state import held
+from fivefold.counts.shards import held
 from fivefold.layout import Layout
 from fivefold.published.nanotron import Nanotron
 from fivefold.published.torchtitan import Torchtitan, TorchtitanCompiledLoss

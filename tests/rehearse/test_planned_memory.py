@@ -14,7 +14,7 @@ from fivefold.config.presets import resolve_model
 from fivefold.config.sharding import SHARDING
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
-from fivefold.predict.cluster import load_cluster
+from fivefold.predict.cluster_file import load_cluster
 from fivefold.rehearse.report import make_report
 from fivefold.rehearse.roles import rehearsed_layout, roles
 from fivefold.rehearse.run import rehearse_ranks

@@ -23,8 +23,8 @@ from fivefold.data_parallel import fsdp
 from fivefold.layout import Layout
 from fivefold.mesh.collectives import start_row_exchange
 from fivefold.optim import offload
-from fivefold.predict import memory
-from fivefold.predict.cluster import load_cluster
+from fivefold.predict.cluster_file import load_cluster
+from fivefold.predict.memory import peak as memory
 from fivefold.rehearse.agree import disagreements
 from fivefold.rehearse.ledger import StepLedger
 from fivefold.rehearse.report import make_report

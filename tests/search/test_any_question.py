@@ -17,11 +17,11 @@ import pytest
 from fivefold.check import check, lacking
 from fivefold.cli.main import main
 from fivefold.cli.plan_options import Options, planned_request
-from fivefold.config.config import Config
+from fivefold.config.config import SECTION_SETTINGS, Config
 from fivefold.config.divisors import divisors
 from fivefold.config.presets import PRESETS
 from fivefold.config.settings import Setting
-from fivefold.config.sources import config_settings, load_with_origins
+from fivefold.config.sources import load_with_origins
 from fivefold.errors import ConfigError
 from fivefold.hardware import GPUS
 from fivefold.mesh.degrees import DEGREES
@@ -57,7 +57,7 @@ VALUES = {
 }
 SETTINGS: dict[str, Setting] = {
     s.name: s
-    for section in config_settings().values()
+    for section in SECTION_SETTINGS.values()
     for s in section
     if s.name in FIXABLE | {"global_batch_size", "seq_length", "precision", "fp8_format"}
 }

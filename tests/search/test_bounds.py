@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
-from fivefold.predict.cluster import load_cluster
-from fivefold.predict.memory import peak_memory
+from fivefold.predict.cluster_file import load_cluster
+from fivefold.predict.memory.peak import peak_memory
 from fivefold.predict.step import predict
 from fivefold.search.bound_tables import Ranks
 from fivefold.search.branch_and_bound import Ledger, OpenCandidates

@@ -16,8 +16,8 @@ from fivefold.pipeline.schedules.limits import Place
 from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program
 from fivefold.pipeline.simulate import simulate
 from fivefold.predict.cluster import preset
-from fivefold.predict.liveness import Moments, _moments
-from fivefold.predict.makespan import leveled_program
+from fivefold.predict.memory.liveness import Moments, _moments
+from fivefold.predict.program.makespan import leveled_program
 from fivefold.predict.step import predict
 from fivefold.search.bound_tables import Ranks
 from fivefold.search.branch_and_bound import Ledger, OpenCandidates, layout_of

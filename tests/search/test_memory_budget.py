@@ -13,7 +13,8 @@ from fivefold.check import check
 from fivefold.cli.main import main
 from fivefold.config.sources import read_config, to_toml
 from fivefold.errors import ConfigError
-from fivefold.predict.cluster import Cluster, load_cluster
+from fivefold.predict.cluster import Cluster
+from fivefold.predict.cluster_file import load_cluster
 from fivefold.search.candidate import Candidate, evaluate
 from fivefold.search.memory_budget import LIMIT, MOVED, fit_memory
 from fivefold.search.request import Request

@@ -19,7 +19,7 @@ from fivefold.config.presets import PRESETS
 from fivefold.config.sources import load_consistent, load_with_origins, read_config
 from fivefold.errors import ConfigError
 from fivefold.pages import MEMORY, STEP
-from fivefold.predict.cluster import load_cluster
+from fivefold.predict.cluster_file import load_cluster
 from fivefold.search.candidate import evaluate
 from fivefold.search.enumeration import enumerate_space
 from fivefold.search.proven import unproven

@@ -7,7 +7,7 @@ from fivefold.config.presets import PRESETS
 from fivefold.layout import Layout
 from fivefold.pipeline.simulate import peak_in_flight
 from fivefold.predict.cluster import preset
-from fivefold.predict.liveness import moments
+from fivefold.predict.memory.liveness import moments
 from fivefold.predict.step import predict
 from fivefold.search.request import Request
 from fivefold.search.search import search

@@ -9,8 +9,8 @@ from fivefold.config.presets import PRESETS
 from fivefold.errors import ConfigError
 from fivefold.pipeline.simulate import peak_in_flight
 from fivefold.predict.cluster import preset
-from fivefold.predict.liveness import moments
-from fivefold.predict.memory import peak_memory
+from fivefold.predict.memory.liveness import moments
+from fivefold.predict.memory.peak import peak_memory
 from fivefold.predict.step import predict
 from fivefold.search.bound_tables import Ranks
 from fivefold.search.enumeration import enumerate_space

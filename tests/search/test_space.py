@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
-from fivefold.description.shape import WholeModel, forward_flops
+from fivefold.description.shape import ModelParts, forward_flops
 from fivefold.errors import ConfigError
 from fivefold.pipeline.split.layout import SplitSettings
 from fivefold.search.enumeration import enumerate_space
@@ -126,5 +126,5 @@ def test_balanced_layouts_keep_all_layers_and_are_balanced(
     assert split.stages[-1].mtp == mtp
     length = config.training.seq_length
     whole = forward_flops(model, length).total
-    layer = forward_flops(model, length, WholeModel((0,), False, False)).total
+    layer = forward_flops(model, length, ModelParts((0,))).total
     assert max(counts[:-1], default=0) * layer <= whole / stages + layer

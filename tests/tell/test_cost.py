@@ -9,7 +9,7 @@ import pytest
 from fivefold.cli.plan_options import Options
 from fivefold.config.sources import load_with_origins
 from fivefold.files import finite
-from fivefold.predict.cluster import load_cluster
+from fivefold.predict.cluster_file import load_cluster
 from fivefold.reliability import INTERRUPTIONS_PER_GPU_DAY
 from fivefold.search.request import request
 from fivefold.search.search import SearchResult, search

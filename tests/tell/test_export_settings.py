@@ -27,6 +27,7 @@ IN_OTHER_WORDS: Mapping[str, Mapping[str, str]] = {
         "add_bias_linear": "disable-bias-linear",
         "data_parallel_sharding_strategy": "use-megatron-fsdp",
         "gated_linear_unit": "swiglu",
+        "min_offloaded_tensor_size": "min-offloaded-tensor-size",
         "muon_nesterov": "muon-use-nesterov",
         "pipeline_model_parallel_layout": "pipeline-model-parallel-layout",
         "precision": "bf16",

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from fivefold.checkpoint.checkpointer import Checkpointer
-from fivefold.config.sources import config_settings, read_config
+from fivefold.config.config import SECTION_SETTINGS
+from fivefold.config.sources import read_config
 from fivefold.errors import CheckpointError, ConfigError
 from fivefold.train.corpora import open_data
 from fivefold.train.folder.lock import claim
@@ -56,7 +57,7 @@ def test_each_difference_is_told_with_the_ranks_that_have_it() -> None:
 
 def test_no_setting_may_differ_but_places_of_a_host() -> None:
     config = read_config("debug")
-    for section, settings in config_settings().items():
+    for section, settings in SECTION_SETTINGS.items():
         for setting in settings:
             other, values = copy(config), copy(getattr(config, section))
             object.__setattr__(values, setting.name, "another value")  # whatever its type

@@ -6,7 +6,7 @@ import pytest
 
 from fivefold.check import check
 from fivefold.errors import ConfigError
-from fivefold.predict.cluster import load_cluster
+from fivefold.predict.cluster_file import load_cluster
 from fivefold.rehearse.report import make_report
 from fivefold.rehearse.roles import rehearsed_layout, roles
 from fivefold.rehearse.run import rehearse_ranks

@@ -8,7 +8,7 @@ import pytest
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
-from fivefold.counts.state import num_expert_shards
+from fivefold.counts.shards import num_expert_shards
 from fivefold.description.shape import count_parameters
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout

@@ -1,42 +1,12 @@
 """Settings that have an effect only together with another setting."""
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from fivefold.config.config import SETTINGS, Config
 from fivefold.config.rules.dependents import DEPENDENTS
-from fivefold.config.rules.run_dependents import Dependents
+from fivefold.config.rules.orphan import Dependents, Orphan
 from fivefold.errors import Mistakes
-
-
-@dataclass(frozen=True)
-class Orphan:
-    """A setting that was changed from its default and has no effect."""
-
-    name: str
-    of: Dependents
-    config: Config
-
-    @property
-    def default(self) -> object:
-        """The value at which the setting is no mistake."""
-        return SETTINGS[self.name].default
-
-    @property
-    def off(self) -> str:
-        """The flag that resets the setting."""
-        return SETTINGS[self.name].typed(self.default)
-
-    @property
-    def shown(self) -> str:
-        """The name and value of the setting, for messages."""
-        return _shown(self.config, self.name)
-
-    @property
-    def why(self) -> str:
-        """The purpose of the setting, and what is missing for it."""
-        return f"it {self.of.why}, and {_shown(self.config, self.of.on, ' is ')}"
 
 
 def orphans(config: Config) -> Iterator[Orphan]:
@@ -99,7 +69,3 @@ def _orphans(of: Dependents, config: Config) -> Iterator[Orphan]:
         for name in of.names:
             if config.value(name) != SETTINGS[name].default:
                 yield Orphan(name, of, config)
-
-
-def _shown(config: Config, name: str, equals: str = " = ") -> str:
-    return f"{name}{equals}{SETTINGS[name].words(config.value(name))}"

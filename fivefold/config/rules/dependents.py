@@ -1,150 +1,99 @@
 """Which settings mean something only where another one gives them something to act on."""
 
-from fivefold.config.config import Config
-from fivefold.config.rules.run_dependents import OF_RUNS, Dependents
+from fivefold.config.rules.orphan import Dependents, where
 from fivefold.config.training import OF_MUON, SCALE_BY_TRIAL
 
-
-def _pipelined(config: Config) -> bool:
-    return config.parallel.pipeline_model_parallel_size != 1
-
-
-def _lays_stages(config: Config) -> bool:
-    """Whether several stages on a rank can be useful, also with a schedule on a single rank."""
-    return _pipelined(config) or config.parallel.pipeline_schedule != "auto"
-
-
-def _shares_stages(config: Config) -> bool:
-    """Whether several ranks hold the same pipeline stage."""
-    parallel = config.parallel
-    data = parallel.data_parallel_shard_size, parallel.num_distributed_optimizer_instances
-    others = parallel.context_parallel_size, parallel.tensor_model_parallel_size
-    return any(degree != 1 for degree in (*data, *others))
-
-
-def _has_experts(config: Config) -> bool:
-    return config.model.num_experts is not None
-
+_LAYS_STAGES = "pipeline_model_parallel_size != 1 or pipeline_schedule != auto"
+"""Several stages on a rank can be useful, also with a schedule on a single rank."""
+_SHARES_STAGES = (
+    "data_parallel_shard_size != 1 or num_distributed_optimizer_instances != 1 or "
+    "context_parallel_size != 1 or tensor_model_parallel_size != 1"
+)
+"""Several ranks hold the same pipeline stage."""
 
 DEPENDENTS = (
-    Dependents(
-        ("sequence_parallel", "tp_comm_overlap"),
-        "tensor_model_parallel_size",
-        lambda c: c.parallel.tensor_model_parallel_size != 1,
+    where(
+        "sequence_parallel tp_comm_overlap",
+        "tensor_model_parallel_size != 1",
         "is for tensor-parallel ranks",
         refused=False,
     ),
-    Dependents(
-        ("tp_comm_overlap",),
-        "sequence_parallel",
-        lambda c: c.parallel.sequence_parallel,
+    where(
+        "tp_comm_overlap",
+        "sequence_parallel = true",
         "hides the gathers and scatters of split tokens",
-        ("--sequence-parallel",),
         refused=False,
     ),
-    Dependents(
-        (
-            "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers",
-            "pipeline_schedule",
-            "pipeline_in_flight_limit",
-            "num_sequence_slices",
-            "microbatch_group_size_per_virtual_pipeline_stage",
-        ),
-        "pipeline_model_parallel_size",
-        _pipelined,
+    where(
+        "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_schedule "
+        "pipeline_in_flight_limit num_sequence_slices "
+        "microbatch_group_size_per_virtual_pipeline_stage",
+        "pipeline_model_parallel_size != 1",
         "was chosen for pipeline ranks",
         refused=False,
     ),
-    Dependents(
-        ("pipeline_dx_first",),
-        "pipeline_model_parallel_size",
-        _pipelined,
+    where(
+        "pipeline_dx_first",
+        "pipeline_model_parallel_size != 1",
         "is an order of what pipeline ranks send",
-        ("--pipeline-model-parallel-size 2",),
+        "--pipeline-model-parallel-size 2",
         searched=True,
     ),
-    Dependents(
-        (
-            "num_layers_per_virtual_pipeline_stage",
-            "pipeline_model_parallel_layout",
-            "account_for_embedding_in_pipeline_split",
-            "account_for_loss_in_pipeline_split",
-        ),
-        "pipeline_model_parallel_size",
-        _lays_stages,
+    where(
+        "num_layers_per_virtual_pipeline_stage pipeline_model_parallel_layout "
+        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
+        _LAYS_STAGES,
         "lays stages over pipeline ranks",
-        ("--pipeline-model-parallel-size 2",),
+        "--pipeline-model-parallel-size 2",
         searched=True,
     ),
-    Dependents(
-        ("recompute_in_flight_limit",),
-        "pipeline_model_parallel_size",
-        _lays_stages,
+    where(
+        "recompute_in_flight_limit",
+        _LAYS_STAGES,
         "limits the microbatches that wait on pipeline ranks for their backward",
-        ("--pipeline-model-parallel-size 2",),
+        "--pipeline-model-parallel-size 2",
         searched=True,
     ),
-    Dependents(
-        ("num_virtual_stages_per_pipeline_rank",),
-        "pipeline_model_parallel_size",
-        lambda c: _lays_stages(c) or c.parallel.num_virtual_stages_per_pipeline_rank == 1,
+    where(
+        "num_virtual_stages_per_pipeline_rank",
+        f"{_LAYS_STAGES} or num_virtual_stages_per_pipeline_rank = 1",
         "lays stages over pipeline ranks",
-        ("--pipeline-model-parallel-size 2",),
+        "--pipeline-model-parallel-size 2",
         searched=True,
     ),
-    Dependents(
-        ("cp_comm_type", "hierarchical_context_parallel_sizes"),
-        "context_parallel_size",
-        lambda c: c.parallel.context_parallel_size != 1,
+    where(
+        "cp_comm_type hierarchical_context_parallel_sizes",
+        "context_parallel_size != 1",
         "is for context-parallel ranks",
-        ("--context-parallel-size 2",),
+        "--context-parallel-size 2",
         searched=True,
     ),
-    Dependents(
-        ("expert_model_parallel_size", "expert_tensor_parallel_size"),
-        "data_parallel_shard_size",
-        _shares_stages,
+    where(
+        "expert_model_parallel_size expert_tensor_parallel_size",
+        _SHARES_STAGES,
         "splits experts over ranks that share a pipeline stage",
         refused=False,
     ),
-    Dependents(
-        ("moe_enable_deepep", "moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm"),
-        "expert_model_parallel_size",
-        lambda c: c.parallel.expert_model_parallel_size != 1,
+    where(
+        "moe_enable_deepep moe_shared_expert_overlap overlap_moe_expert_parallel_comm",
+        "expert_model_parallel_size != 1",
         "hides messages between expert-parallel ranks",
         refused=False,
     ),
-    Dependents(
-        ("delay_wgrad_compute",),
-        "overlap_moe_expert_parallel_comm",
-        lambda c: c.parallel.overlap_moe_expert_parallel_comm,
+    where(
+        "delay_wgrad_compute",
+        "overlap_moe_expert_parallel_comm = true",
         "fills the time of messages that pairs hide",
-        ("--overlap-moe-expert-parallel-comm",),
         refused=False,
     ),
-    Dependents(
-        ("moe_deepep_num_sms",),
-        "moe_enable_deepep",
-        lambda c: c.parallel.moe_enable_deepep,
-        "is what DeepEP's kernels take",
-        ("--moe-enable-deepep",),
-    ),
-    Dependents(
-        (
-            "moe_router_load_balancing_type",
-            "moe_z_loss_coeff",
-            "moe_router_dtype",
-            "moe_input_jitter_eps",
-            "moe_router_force_load_balancing",
-            "moe_expert_capacity_factor",
-            "moe_expert_rank_capacity_factor",
-            "moe_pad_expert_input_to_capacity",
-        ),
-        "num_experts",
-        _has_experts,
+    where("moe_deepep_num_sms", "moe_enable_deepep = true", "is what DeepEP's kernels take"),
+    where(
+        "moe_router_load_balancing_type moe_z_loss_coeff moe_router_dtype moe_input_jitter_eps "
+        "moe_router_force_load_balancing moe_expert_capacity_factor "
+        "moe_expert_rank_capacity_factor moe_pad_expert_input_to_capacity",
+        "num_experts != none",
         "is for routers of experts",
-        ("--num-experts 8",),
+        "--num-experts 8",
     ),
     Dependents(
         ("moe_aux_loss_coeff",),
@@ -153,12 +102,10 @@ DEPENDENTS = (
         "is the factor of a balancing loss",
         ("--moe-router-load-balancing-type aux_loss",),
     ),
-    Dependents(
-        ("moe_router_bias_update_rate",),
-        "moe_router_enable_expert_bias",
-        lambda c: c.model.moe_router_enable_expert_bias,
+    where(
+        "moe_router_bias_update_rate",
+        "moe_router_enable_expert_bias = true",
         "moves biases of experts",
-        ("--moe-router-enable-expert-bias",),
     ),
     Dependents(
         ("moe_token_drop_policy",),
@@ -167,27 +114,22 @@ DEPENDENTS = (
         "chooses rows to drop",
         ("--moe-expert-capacity-factor 1.0",),
     ),
-    Dependents(
-        ("pipeline_max_unsharded_stages",),
-        "data_parallel_sharding_strategy",
-        lambda c: c.parallel.data_parallel_sharding_strategy == "optim_grads_params",
+    where(
+        "pipeline_max_unsharded_stages",
+        "data_parallel_sharding_strategy = optim_grads_params",
         "keeps sharded parameters gathered",
         refused=False,
     ),
-    Dependents(
-        ("ddp_bucket_size",),
-        "data_parallel_sharding_strategy",
-        lambda c: c.parallel.data_parallel_sharding_strategy == "no_shard",
+    where(
+        "ddp_bucket_size",
+        "data_parallel_sharding_strategy = no_shard",
         "is for gradients that are not reduced layer by layer",
-        ("--data-parallel-sharding-strategy no_shard",),
         searched=True,
     ),
-    Dependents(
-        ("overlap_param_gather_with_optimizer_step",),
-        "overlap_param_gather",
-        lambda c: c.parallel.overlap_param_gather,
+    where(
+        "overlap_param_gather_with_optimizer_step",
+        "overlap_param_gather = true",
         "gathers parameters before they are used",
-        ("--overlap-param-gather",),
     ),
     Dependents(
         ("ddp_reduce_scatter_with_fp32_accumulation",),
@@ -196,19 +138,17 @@ DEPENDENTS = (
         "sums in fp32 what is sent in bf16",
         ("--grad-reduce-in-bf16",),
     ),
-    Dependents(
-        ("zero_qgz_partition_size",),
-        "zero_quantized_gradients",
-        lambda c: c.parallel.zero_quantized_gradients,
+    where(
+        "zero_qgz_partition_size",
+        "zero_quantized_gradients = true",
         "divides an all-to-all of gradients",
-        ("--zero-quantized-gradients",),
     ),
-    Dependents(
-        ("recompute_method",),
-        "recompute_granularity",
-        lambda c: c.memory.recompute_granularity is not None,
+    where(
+        "recompute_method",
+        "recompute_granularity != none",
         "chooses layers that are recomputed",
-        ("--recompute-granularity full", "--recompute-granularity selective"),
+        "--recompute-granularity full",
+        "--recompute-granularity selective",
     ),
     Dependents(
         ("recompute_num_layers",),
@@ -220,12 +160,10 @@ DEPENDENTS = (
             "--recompute-granularity selective --recompute-method block",
         ),
     ),
-    Dependents(
-        ("recompute_modules",),
-        "recompute_granularity",
-        lambda c: c.memory.recompute_granularity == "selective",
+    where(
+        "recompute_modules",
+        "recompute_granularity = selective",
         "chooses modules of selective recomputation",
-        ("--recompute-granularity selective",),
     ),
     Dependents(
         ("tiled_mlp_num_shards",),
@@ -234,26 +172,19 @@ DEPENDENTS = (
         "is for dense MLPs that are recomputed",
         ("--recompute-granularity selective --recompute-modules core_attn mlp",),
     ),
-    Dependents(
-        ("offload_modules", "offload_tensors"),
-        "fine_grained_activation_offloading",
-        lambda c: c.memory.fine_grained_activation_offloading,
+    where(
+        "offload_modules offload_tensors",
+        "fine_grained_activation_offloading = true",
         "chooses activations to move",
         refused=False,
     ),
-    Dependents(
-        ("min_offloaded_tensor_size", "activation_offload_fraction"),
-        "fine_grained_activation_offloading",
-        lambda c: c.memory.fine_grained_activation_offloading,
+    where(
+        "min_offloaded_tensor_size activation_offload_fraction",
+        "fine_grained_activation_offloading = true",
         "chooses activations to move",
-        ("--fine-grained-activation-offloading",),
     ),
-    Dependents(
-        ("cross_entropy_fusion_impl",),
-        "cross_entropy_loss_fusion",
-        lambda c: c.memory.cross_entropy_loss_fusion,
-        "is how a loss is fused",
-        ("--cross-entropy-loss-fusion",),
+    where(
+        "cross_entropy_fusion_impl", "cross_entropy_loss_fusion = true", "is how a loss is fused"
     ),
     Dependents(
         ("optimizer_offload_fraction", "optimizer_offload_path"),
@@ -262,85 +193,45 @@ DEPENDENTS = (
         "is for offloaded optimizer state",
         ("--optimizer-cpu-offload",),
     ),
-    Dependents(
-        ("param_offload_path",),
-        "param_cpu_offload",
-        lambda c: c.memory.param_cpu_offload,
-        "is for offloaded weights",
-        ("--param-cpu-offload",),
-    ),
-    Dependents(
-        (
-            "main_params_dtype",
-            "store_param_remainders",
-            "main_grads_dtype",
-            "exp_avg_dtype",
-            "exp_avg_sq_dtype",
-        ),
-        "use_precision_aware_optimizer",
-        lambda c: c.optimizer.use_precision_aware_optimizer,
+    where("param_offload_path", "param_cpu_offload = true", "is for offloaded weights"),
+    where(
+        "main_params_dtype store_param_remainders main_grads_dtype exp_avg_dtype exp_avg_sq_dtype",
+        "use_precision_aware_optimizer = true",
         "chooses a type",
-        ("--use-precision-aware-optimizer",),
     ),
-    Dependents(
-        ("main_params_dtype", "store_param_remainders", "main_grads_dtype"),
-        "precision",
-        lambda c: c.training.precision == "bf16",
+    where(
+        "main_params_dtype store_param_remainders main_grads_dtype",
+        "precision = bf16",
         "is for training in bf16",
-        ("--bf16",),
+        "--bf16",
     ),
-    Dependents(
-        OF_MUON,
-        "optimizer",
-        lambda c: c.optimizer.optimizer == "muon",
-        "is for matrices that Muon updates",
-        ("--optimizer muon",),
-    ),
-    Dependents(
-        ("loss_scale", *SCALE_BY_TRIAL),
-        "precision",
-        lambda c: c.training.precision == "fp16",
+    where(" ".join(OF_MUON), "optimizer = muon", "is for matrices that Muon updates"),
+    where(
+        " ".join(("loss_scale", *SCALE_BY_TRIAL)),
+        "precision = fp16",
         "is for gradients in fp16, which would vanish unscaled",
-        ("--fp16",),
+        "--fp16",
     ),
-    Dependents(
-        SCALE_BY_TRIAL,
-        "loss_scale",
-        lambda c: c.optimizer.loss_scale is None,
-        "is for a scale that is found by trial",
-        ("--loss-scale none",),
-    ),
-    Dependents(
-        (
-            *("fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"),
-            "disable_parameter_transpose_cache",
-        ),
-        "fp8_format",
-        lambda c: c.training.fp8_format is not None,
+    where(" ".join(SCALE_BY_TRIAL), "loss_scale = none", "is for a scale that is found by trial"),
+    where(
+        "fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo "
+        "disable_parameter_transpose_cache",
+        "fp8_format != none",
         "scales 8-bit tensors",
-        ("--fp8-format hybrid",),
+        "--fp8-format hybrid",
     ),
-    Dependents(
-        ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"),
-        "fp8_recipe",
-        lambda c: c.training.fp8_recipe == "delayed",
+    where(
+        "fp8_margin fp8_amax_history_len fp8_amax_compute_algo",
+        "fp8_recipe = delayed",
         "scales by the largest elements of earlier steps",
-        ("--fp8-recipe delayed",),
     ),
-    Dependents(
-        ("fp8_param_gather",),
-        "fp8_format",
-        lambda c: c.training.fp8_format is not None,
+    where(
+        "fp8_param_gather",
+        "fp8_format != none",
         "gathers weights that are multiplied in 8 bits",
-        ("--fp8-format hybrid",),
+        "--fp8-format hybrid",
     ),
-    Dependents(
-        ("compile_backend",),
-        "compile",
-        lambda c: c.training.compile,
-        "is for compiled layers",
-        ("--compile",),
-    ),
+    where("compile_backend", "compile = true", "is for compiled layers"),
     Dependents(
         ("eval_iters",),
         "eval_interval",
@@ -348,12 +239,10 @@ DEPENDENTS = (
         "is the length of evaluations",
         ("--eval-interval 10",),
     ),
-    Dependents(
-        ("eval_iters",),
-        "full_validation",
-        lambda c: not c.training.full_validation,
+    where(
+        "eval_iters",
+        "full_validation = false",
         "is the length of evaluations that read a part of each set",
-        ("--no-full-validation",),
     ),
     Dependents(
         ("full_validation", "valid_data_path"),
@@ -362,5 +251,127 @@ DEPENDENTS = (
         "is for evaluations",
         ("--eval-interval 10",),
     ),
-    *OF_RUNS,
+    where(
+        "document_length",
+        "reset_attention_mask = true",
+        "is for tokens that attend to their document alone",
+    ),
+    where(
+        "rotary_base rotary_percent no_rope_freq",
+        "position_embedding_type = rope",
+        "is for rotary positions",
+    ),
+    where("qk_layernorm_type", "qk_layernorm = true", "is for norms of queries and keys"),
+    where(
+        "rope_scaling_factor rope_low_freq_factor rope_high_freq_factor "
+        "rope_original_max_position_embeddings",
+        "use_rope_scaling = true",
+        "is for scaled rotary positions",
+    ),
+    where(
+        "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale "
+        "mscale_all_dim yarn_correction_range_round_to_int",
+        "rope_type = yarn",
+        "is for positions that YaRN stretches",
+    ),
+    where(
+        "window_attn_skip_freq",
+        "window_size != none",
+        "chooses the layers that have a window",
+        "--window-size 128",
+    ),
+    where(
+        "rotary_base_local",
+        "window_size != none",
+        "is of layers that have a window",
+        "--window-size 128",
+    ),
+    where(
+        "mtp_loss_scaling_factor",
+        "mtp_num_layers != 0",
+        "weighs the loss of further predictions",
+        "--mtp-num-layers 1",
+    ),
+    where(
+        "full_validation", "data_path != mock", "reads each sample once, of which mock has no last"
+    ),
+    where("valid_data_path sft", "data_path != mock", "is for text", refused=False),
+    where("tokenizer_vocab_size", "tokenizer_model = none", "is of a tokenizer to train"),
+    where(
+        "train_iters lr_decay_iters lr_warmup_iters lr_wsd_decay_iters",
+        "train_samples = none",
+        "counts the steps of a run that does not count samples",
+    ),
+    where(
+        "rampup_batch_size lr_decay_samples lr_warmup_samples lr_wsd_decay_samples",
+        "train_samples != none",
+        "is for a run that counts samples",
+        "--train-samples 1000000",
+    ),
+    where(
+        "min_lr decoupled_min_lr lr_decay_iters lr_decay_samples",
+        "lr_decay_style != constant",
+        "is for a learning rate that decays",
+        "--lr-decay-style cosine",
+    ),
+    where(
+        "decoupled_lr",
+        "lora_rank = none",
+        "is for the embedding and the output layer, which adapters leave as they are",
+    ),
+    where(
+        "decoupled_min_lr",
+        "decoupled_lr != none",
+        "is the end of a learning rate of their own, of the embedding and the output layer",
+        "--decoupled-lr 1e-3",
+    ),
+    where(
+        "start_weight_decay end_weight_decay",
+        "weight_decay_incr_style != constant",
+        "is for a weight decay that grows",
+        "--weight-decay-incr-style linear",
+    ),
+    where(
+        "weight_decay",
+        "weight_decay_incr_style = constant",
+        "is that of every step",
+    ),
+    where(
+        "lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style",
+        "lr_decay_style = WSD",
+        "is for the final decay of WSD",
+    ),
+    where(
+        "lr_warmup_init",
+        "lr_warmup_iters != 0 or train_samples != none",
+        "starts a warm-up",
+        "--lr-warmup-iters 1",
+    ),
+    where(
+        "lr_warmup_init",
+        "lr_warmup_samples != 0 or train_samples = none",
+        "starts a warm-up",
+        "--lr-warmup-samples 1",
+    ),
+    where(
+        "profile_step_start profile_step_end profile_ranks use_pytorch_profiler "
+        "record_memory_history",
+        "profile = true",
+        "chooses what is profiled",
+    ),
+    where(
+        "non_persistent_local_ckpt_dir replication_jump",
+        "non_persistent_save_interval != 0",
+        "says where states in memory are kept",
+        "--non-persistent-save-interval 20",
+    ),
+    where("spiky_loss_factor", "check_for_spiky_loss = true", "says what a spike is"),
+    Dependents(
+        ("bad_step_action",),
+        "check_for_nan_in_loss_and_grad",
+        lambda c: c.training.must_be_finite or c.training.check_for_spiky_loss,
+        "says what follows a step that is found to be bad",
+        ("--check-for-nan-in-loss-and-grad", "--check-for-spiky-loss"),
+    ),
+    where("manual_gc_interval", "manual_gc = true", "counts the steps between collections"),
 )

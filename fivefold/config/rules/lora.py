@@ -16,10 +16,6 @@ def check_adapters(model: ModelConfig, mistakes: Mistakes) -> None:
         return
     if rank < 1:
         mistakes.add(f"lora_rank must be positive, not {rank}", works=("--lora-rank 16",))
-    if not model.lora_alpha > 0:
-        mistakes.add(f"lora_alpha must be positive, not {model.lora_alpha}")
-    if not 0.0 <= model.lora_dropout < 1.0:
-        mistakes.add(f"lora_dropout must be in [0, 1), not {model.lora_dropout}")
     chosen = model.lora_target_modules
     if not chosen:
         mistakes.add(

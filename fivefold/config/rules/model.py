@@ -1,115 +1,41 @@
 """Validation of a model's architecture on its own."""
 
-from typing import Literal, get_args, get_origin, get_type_hints
-
-from fivefold.config.config import SETTINGS
+from fivefold.config.config import SECTION_SETTINGS, SETTINGS
 from fivefold.config.divisors import divisors, nearest
-from fivefold.config.layer_pattern import (
-    MAX_LAYERS,
-    expert_layers,
-    unrotated_layers,
-    window_layers,
-)
+from fivefold.config.layer_pattern import MAX_LAYERS, expert_layers, unrotated_layers, window_layers
 from fivefold.config.lora import OF_ADAPTERS
 from fivefold.config.model import MAX_SIZE, ModelConfig
 from fivefold.config.rules.lora import check_adapters
+from fivefold.config.rules.values import check_ranges
 from fivefold.config.settings import flag_of
 from fivefold.errors import Mistakes, did_you_mean
 
-_POSITIVE = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "vocab_size",
-    "num_query_groups",
-    "kv_channels",
-    "ffn_hidden_size",
-    "max_position_embeddings",
-    "norm_epsilon",
-    "embedding_multiplier",
-    "residual_multiplier",
-    "logits_scaling",
-    "softmax_scale",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "rotary_base",
-    "rotary_base_local",
-    "rotary_percent",
-    "rotary_seq_len_interpolation_factor",
-    "rotary_scaling_factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "rope_scaling_factor",
-    "rope_low_freq_factor",
-    "rope_high_freq_factor",
-    "rope_original_max_position_embeddings",
-    "window_size",
-    "init_method_std",
-    "make_vocab_size_divisible_by",
-)
-_AT_MOST = {
-    name: MAX_LAYERS if name in ("num_layers", "mtp_num_layers") else MAX_SIZE
-    for name, kind in get_type_hints(ModelConfig).items()
-    if kind in (int, int | None)
-}
-_OF_EXPERTS = (
-    "moe_router_topk",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_group_scores",
-    "moe_router_score_function",
-    "moe_router_pre_softmax",
-    "moe_router_topk_scaling_factor",
-    "moe_router_enable_expert_bias",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate",
-    "moe_layer_freq",
-)
-_OF_LATENTS = (
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-)
-_CHOICES = {
-    name: get_args(kind)
-    for name, kind in get_type_hints(ModelConfig).items()
-    if get_origin(kind) is Literal
-}
+_OF_EXPERTS = tuple(s.name for s in SECTION_SETTINGS["model"] if s.name.startswith("moe_"))
+_OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
 def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
     """Report everything that is wrong with the architecture on its own."""
-    not_positive = [
-        name for name in _POSITIVE if (value := getattr(model, name)) is not None and not value > 0
-    ]
-    for name in not_positive:
-        mistakes.add(f"{name} must be positive, not {getattr(model, name)}")
-    too_large = [
-        (name, most) for name, most in _AT_MOST.items() if (getattr(model, name) or 0) > most
-    ]
-    for name, most in too_large:
-        mistakes.add(f"{name} must be at most {most}, not {getattr(model, name)}")
+    out_of_range = check_ranges("model", model, mistakes)
+    too_large = False
+    for setting in SECTION_SETTINGS["model"]:
+        name, value = setting.name, getattr(model, setting.name)
+        most = MAX_LAYERS if name in ("num_layers", "mtp_num_layers") else MAX_SIZE
+        if setting.kind is int and (value or 0) > most:
+            mistakes.add(f"{name} must be at most {most}, not {value}")
+            too_large = True
+        elif setting.choices and not setting.many and value not in setting.choices:
+            what = f"unknown {name} {value!r}{did_you_mean(value, setting.choices)}"
+            mistakes.add(what, works=setting.choices)
     if too_large:
         return
-    for name, choices in _CHOICES.items():
-        value = getattr(model, name)
-        if value not in choices:
-            mistakes.add(f"unknown {name} {value!r}{did_you_mean(value, choices)}", works=choices)
     if model.parallel_residual and not model.norms_before:
         mistakes.add(
             "parallel_residual feeds attention and MLP the same state, normalised for each, and "
             f"norm_placement {model.norm_placement} has no norms before them",
             works=["--no-parallel-residual", "--norm-placement both"],
         )
-    for name in ("hidden_dropout", "attention_dropout"):
-        value = getattr(model, name)
-        if not 0.0 <= value < 1.0:
-            mistakes.add(f"{name} must be in [0, 1), not {value}")
-    if not not_positive:
+    if not any(SETTINGS[name].kind is int for name in out_of_range):  # by which these divide
         _check_heads(model, mistakes)
         _check_experts(model, mistakes)
     _check_latents(model, mistakes)
@@ -158,8 +84,6 @@ def _check_rope(model: ModelConfig, mistakes: Mistakes) -> None:
             f"mscale_all_dim = {model.mscale_all_dim} has an effect on multi_latent_attention only",
             works=["--mscale-all-dim 0.0", "--multi-latent-attention"],
         )
-    if min(model.mscale, model.mscale_all_dim) < 0.0:
-        mistakes.add("mscale and mscale_all_dim must not be negative")
     if model.use_rope_scaling and model.rope_high_freq_factor <= model.rope_low_freq_factor:
         mistakes.add(
             "rope_high_freq_factor must be larger than rope_low_freq_factor",
@@ -223,9 +147,6 @@ def _check_gate(model: ModelConfig, mistakes: Mistakes) -> None:
                     f"{flag_of(name)} {'none' if default is None else default}",
                 ),
             )
-    clamp = model.activation_func_clamp_value
-    if clamp is not None and not clamp > 0.0:
-        mistakes.add(f"activation_func_clamp_value must be positive, not {clamp}")
 
 
 def _check_heads(model: ModelConfig, mistakes: Mistakes) -> None:

@@ -16,6 +16,11 @@ TILE = 512
 """Queries per block at the edge of a sliding window; smaller means fewer masked scores computed."""
 
 
+def flash_takes(features: int) -> bool:
+    """Whether FlashAttention has kernels for heads of this many features."""
+    return features % 8 == 0 and features <= 256
+
+
 class Visibility(Enum):
     """Which keys of a block a query sees."""
 

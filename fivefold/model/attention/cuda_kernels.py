@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.description.running import flash_takes
 from fivefold.mesh.device import runs_triton
-from fivefold.model.attention.blocks import Block, Visibility
+from fivefold.model.attention.blocks import Block, Visibility, flash_takes
 from fivefold.model.attention.scores import USUAL, Scores
 from fivefold.model.dropout import HeadDropout, PairDropout
 

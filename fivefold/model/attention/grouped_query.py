@@ -277,8 +277,8 @@ class Attention(AttentionBlock):
         super().__init__(model, layer)
         hidden, bias = model.hidden_size, model.qkv_bias
         self.q_proj = Linear(hidden, model.q_size, bias)
-        self.k_proj = Linear(hidden, model.kv_size, bias)
-        self.v_proj = Linear(hidden, model.kv_size, bias)
+        self.k_proj = Linear(hidden, model.k_size, bias)
+        self.v_proj = Linear(hidden, model.v_size, bias)
         self.o_proj = Linear(model.q_size, hidden, model.add_bias_linear)
         sizes = (model.q_size, model.k_size) if model.norms_together else (model.head_dim,) * 2
         norms = [rms_norm_of(model, size) if model.qk_layernorm else None for size in sizes]

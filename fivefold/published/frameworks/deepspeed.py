@@ -41,9 +41,7 @@ MEGATRON_DEEPSPEED: tuple[Framework, ...] = (
             _ENGINE, attention="scores", gather_rate=_GATHER_2021, overlaps_backward_tp=False
         ),
         sequence_parallel=False,
-        overlaps_replicas=False,
-        overlaps_shards=False,
-        overlaps_gather=False,
+        overlaps=(),
         divide=by_blocks,
         held=_FP16,
     ),
@@ -55,9 +53,7 @@ MEGATRON_DEEPSPEED: tuple[Framework, ...] = (
         (2022,),
         replace(_ENGINE, attention="scores", scatters_hops=True),
         sequence_parallel=False,
-        overlaps_replicas=False,
-        overlaps_shards=False,
-        overlaps_gather=False,
+        overlaps=(),
         divide=by_blocks,
         held=_FP16,
     ),
@@ -70,9 +66,7 @@ DEEPSPEED: tuple[Framework, ...] = (
         "",
         (2022, 6),
         replace(_ENGINE, attention="flash2"),
-        overlaps_replicas=False,
-        overlaps_shards=False,
-        overlaps_gather=False,
+        overlaps=(),
     ),
 )
 XTUNER: tuple[Framework, ...] = (

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from fivefold.config.config import Config
 from fivefold.predict.software import Software
 from fivefold.published.replay.step import Replay
 
+Overlap = Literal["replicas", "shards", "gather"]
 HIDDEN_TP = 0.6
 """Share of a collective that others hide by cutting it and its multiplication into pieces: the
 first piece overlaps with nothing, and small pieces run slower."""
@@ -37,10 +38,9 @@ class Framework:
             even if the row does not say so.
         sequence_parallel: whether sequence parallelism comes with tensor parallelism.
         shards: ZeRO stage where none is given.
-        overlaps_replicas: whether gradients that are not sharded are reduced in parallel to the
-            backward.
-        overlaps_shards: whether gradients that are sharded once a step (ZeRO-1) are.
-        overlaps_gather: whether parameters are gathered in parallel to the next forward.
+        overlaps: data-parallel messages beside computation: of gradients that are not sharded
+            ("replicas") and of those that are once a step, by ZeRO-1 ("shards"), beside the
+            backward; of parameters ("gather"), beside the next forward.
         fused_loss: whether the loss is one kernel over the logits.
         compiles_loss: whether the loss is compiled where the model is, and so is one kernel.
         separate_loss: whether logits in fp32, their log-softmax and its gradient are tensors each.
@@ -65,9 +65,7 @@ class Framework:
     overlaps_tp: bool = False
     sequence_parallel: bool = True
     shards: int = 1
-    overlaps_replicas: bool = True
-    overlaps_shards: bool = True
-    overlaps_gather: bool = True
+    overlaps: tuple[Overlap, ...] = ("replicas", "shards", "gather")
     fused_loss: bool = False
     compiles_loss: bool = False
     separate_loss: bool = False

@@ -15,9 +15,7 @@ _FLASH = Framework(
     "",
     (2023,),
     replace(OTHERS, attention="flash1", waits_for_hops="always"),
-    overlaps_replicas=False,
-    overlaps_shards=False,
-    overlaps_gather=False,
+    overlaps=(),
 )
 MEGATRON: tuple[Framework, ...] = (
     Framework(
@@ -26,9 +24,7 @@ MEGATRON: tuple[Framework, ...] = (
         software=replace(_EARLY, overlaps_backward_tp=False),
         sequence_parallel=False,
         shards=0,
-        overlaps_replicas=False,
-        overlaps_shards=False,
-        overlaps_gather=False,
+        overlaps=(),
     ),
     # Korthikanti et al. (2022): sequence parallelism, and dX reduced beside dW.
     Framework(
@@ -38,9 +34,7 @@ MEGATRON: tuple[Framework, ...] = (
         _EARLY,
         sequence_parallel=False,
         shards=0,
-        overlaps_replicas=False,
-        overlaps_shards=False,
-        overlaps_gather=False,
+        overlaps=(),
     ),
     _FLASH,
     # FlashAttention-2 (July 2023); --overlap-grad-reduce came with core 0.3, in the summer, and

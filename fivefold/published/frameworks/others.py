@@ -39,7 +39,7 @@ INTERNLM: tuple[Framework, ...] = (
             gradient_bytes=2.0,
         ),
         sequence_parallel=False,
-        overlaps_gather=False,
+        overlaps=("replicas", "shards"),
         fused_loss=True,
         recomputes=("layernorm",),
         held=(2.0, 2.0, 4.0, 8.0),
@@ -50,8 +50,8 @@ NANOTRON: tuple[Framework, ...] = (
         "nanotron",
         "nanotron",
         software=replace(OTHERS, attention="flash2", by_tensor=True),
-        overlaps_shards=False,  # it has no hooks on gradients that it shards and sums in fp32
-        overlaps_gather=False,  # but after the optimizer's step
+        # No hooks on gradients that it shards and sums in fp32; gathers after the optimizer's step.
+        overlaps=("replicas",),
         divide=by_weights,
         whole_attention=True,
         gigabyte=2.0**30,

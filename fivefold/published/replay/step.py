@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from fivefold.counts.state import num_shards
+from fivefold.counts.shards import num_shards
 from fivefold.description.shape import layer_weights
 from fivefold.layout import Layout
 from fivefold.pipeline.ir import Kind

@@ -91,6 +91,9 @@ def its_pipeline(layout: Layout) -> Layout:
     return layout if layout.schedule in ITS_SCHEDULES else one_stage_a_rank(layout)
 
 
+_UNKNOWN_DECAYS = ("WSD", "inverse-square-root")
+
+
 def _rates(said: Settings) -> dict[str, Any] | None:
     """The scheduler (None for a constant rate) and the learning rate of the optimizer.
 
@@ -101,7 +104,7 @@ def _rates(said: Settings) -> dict[str, Any] | None:
     style, peak, warm_up = said["lr_decay_style"], said["lr"], said["lr_warmup_iters"]
     start = said["lr_warmup_init"]
     end = said["lr_decay_iters"] or said["train_iters"]
-    if style == "WSD" or (style == "constant" and not warm_up):
+    if style in _UNKNOWN_DECAYS or (style == "constant" and not warm_up):
         return None
     shift = max(0, _LEAST_WARM_UP - warm_up)
     params: dict[str, Any] = {"warmup_num_steps": warm_up + shift, "warmup_type": "linear"}
@@ -127,12 +130,14 @@ def _rates(said: Settings) -> dict[str, Any] | None:
 
 def _lost_of_the_rates(said: Settings) -> Iterator[str]:
     style, warm_up, start = said["lr_decay_style"], said["lr_warmup_iters"], said["lr_warmup_init"]
-    if style == "WSD":
-        names = ("lr_warmup_iters", "lr_warmup_init", "lr_decay_iters", "lr_wsd_decay_iters")
-        asked = ", ".join(
-            f"{name} = {said[name]}" for name in (*names, "lr_wsd_decay_style", "min_lr")
+    if style in _UNKNOWN_DECAYS:
+        names = ("lr_warmup_iters", "lr_warmup_init", "lr_decay_iters", "min_lr")
+        last = ("lr_wsd_decay_iters", "lr_wsd_decay_style") if style == "WSD" else ()
+        asked = ", ".join(f"{name} = {said[name]}" for name in (*names, *last))
+        yield (
+            f"it has no scheduler for {style} (lr_decay_style): without one of yours the rate "
+            f"stays at lr ({asked})"
         )
-        yield f"it has no scheduler for WSD: without one of yours the rate stays at lr ({asked})"
     elif warm_up and style == "cosine":
         least = max(warm_up, _LEAST_WARM_UP)
         cosine = "is ours" if least == warm_up else f"begins later than after {warm_up}"

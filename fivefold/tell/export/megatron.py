@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 from math import ceil
 
+from fivefold.config.data import MOCK
 from fivefold.config.layer_pattern import runs
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
-from fivefold.config.training import MOCK, SCALE_BY_TRIAL, TrainingConfig
+from fivefold.config.training import SCALE_BY_TRIAL, TrainingConfig
 from fivefold.layout import Layout
+from fivefold.tell.export.megatron_activation import activation_flags, lost_of_activation
 from fivefold.tell.export.megatron_experts import (
     auxiliary,
     dispatcher_flags,
@@ -94,7 +96,7 @@ def _model(said: Settings, layout: Layout) -> Iterator[str]:
             yield from flag("no-rope-freq", runs(without))
         if model.use_rope_scaling:
             yield from flags(said, "use_rope_scaling", "rope_scaling_factor")
-    yield from _activation(said, model)
+    yield from activation_flags(said, model)
     yield from flags(said, "add_qkv_bias", "untie_embeddings_and_output_weights")
     yield from flags(said, "vocab_size", "make_vocab_size_divisible_by")
     if model.padded_vocab_size % (model.make_vocab_size_divisible_by * layout.grid.tp):
@@ -110,29 +112,6 @@ def _model(said: Settings, layout: Layout) -> Iterator[str]:
     yield from set_flag("mtp_num_layers", said["mtp_num_layers"] or None)
     if model.mtp_num_layers:
         yield from flags(said, "mtp_loss_scaling_factor")
-
-
-def _activation(said: Settings, model: ModelConfig) -> Iterator[str]:
-    """Flags of the activation; Megatron-LM's GELU uses tanh if fused with a bias, else erf."""
-    if said["gated_linear_unit"] and said["activation_func"] == "silu":
-        yield "--swiglu"
-    elif model.gated_linear_unit and model.activation_func == "quick_gelu":
-        yield "--quick-geglu"
-    squared = (model.activation_func, model.gated_linear_unit) == ("squared_relu", False)
-    yield from set_flag("squared_relu", squared)
-    exact = model.activation_func == "gelu" and model.add_bias_linear
-    if exact or _has_tanh(model):  # as its fusion is on or off
-        said.mention("activation_func")
-    unfused = not said["bias_gelu_fusion"] and not _has_tanh(model)
-    yield from set_flag("no_bias_gelu_fusion", exact or squared or unfused)
-    fuses = said["bias_swiglu_fusion"]
-    if said["glu_linear_offset"]:
-        yield from flags(said, "glu_linear_offset")
-        fuses = fuses and model.activation_func == "quick_gelu"
-    yield from set_flag("no_bias_swiglu_fusion", not fuses)
-    yield from flags(said, "activation_func_clamp_value")
-    if not said["add_bias_linear"]:
-        yield "--disable-bias-linear"
 
 
 def _parallel(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
@@ -225,11 +204,6 @@ def _has_plain_latents(model: ModelConfig) -> bool:
     return model.multi_latent_attention and model.rope_type != "yarn"
 
 
-def _has_tanh(model: ModelConfig) -> bool:
-    """Whether its MLP there would be a GELU by tanh, which it has in its fusion alone."""
-    return model.activation_func == "gelu_tanh" and model.add_bias_linear
-
-
 def _lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
     model = layout.config.model
     if model.position_embedding_type == "rope" and model.rotary_base % 1:
@@ -249,17 +223,7 @@ def _lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
         ]
         if others:
             yield f"its RoPE scaling has these numbers in its code: {'; '.join(others)}"
-    function = (model.activation_func, model.gated_linear_unit)
-    exact = model.activation_func == "gelu" or model.add_bias_linear
-    named = function in (("silu", True), ("quick_gelu", True), ("squared_relu", False))
-    if not named and (model.gated_linear_unit or function[0] == "silu" or not exact):
-        yield (
-            f"activation_func {function[0]} with gated_linear_unit {function[1]} and "
-            f"add_bias_linear {model.add_bias_linear} has no flag there: its MLP runs "
-            "GELU without a gate"
-        )
-    if not said["bias_gelu_fusion"] and _has_tanh(model):
-        yield "it has GELU by tanh only fused: bias_gelu_fusion stays on"
+    yield from lost_of_activation(said, model)
     if model.mtp_num_layers and model.position_embedding_type != "rope":
         yield "it refuses mtp_num_layers with learned positions (position_embedding_type)"
     if said["rope_fusion"] and _has_plain_latents(model):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from fivefold.config.model import ModelConfig
 from fivefold.layout import Layout
 from fivefold.tell.export.megatron_pipeline import why_not_hidden
 from fivefold.tell.export.settings import Settings, flag, flags, set_flag
@@ -60,6 +61,8 @@ def lost_of_experts(said: Settings, layout: Layout, runs: Layout) -> Iterator[st
     sinkhorn = experts.moe_router_load_balancing_type == ("sinkhorn",)
     if model.moe_router_topk == 1 and softmax and not model.moe_router_pre_softmax and not sinkhorn:
         yield "it refuses moe_router_topk = 1 without moe_router_pre_softmax"
+    if sinkhorn:
+        yield from _lost_of_sinkhorn(said, model)
     if sinkhorn and experts.moe_expert_capacity_factor is not None:
         yield "it refuses moe_expert_capacity_factor with moe_router_load_balancing_type sinkhorn"
     if parallel.moe_shared_expert_overlap and (why := _why_shared_waits(layout, runs)):
@@ -71,6 +74,19 @@ def lost_of_experts(said: Settings, layout: Layout, runs: Layout) -> Iterator[st
             f"moe_expert_rank_capacity_factor = {factor:g} needs a release after 0.16 and its "
             "HybridEP kernels, and there repeats a step without a limit instead of dropping rows"
         )
+
+
+def _lost_of_sinkhorn(said: Settings, model: ModelConfig) -> Iterator[str]:
+    """With it the router's code looks at no setting of the weights of results."""
+    alone, softmax = said["moe_router_topk"] == 1, said["moe_router_score_function"] == "softmax"
+    if softmax == alone or said["moe_router_pre_softmax"] == alone:
+        its = "the sigmoid of the chosen one" if alone else "the softmax over all experts"
+        yield (
+            f"with sinkhorn it weighs results by {its}, whatever moe_router_score_function and "
+            "moe_router_pre_softmax say"
+        )
+    if (factor := model.moe_router_topk_scaling_factor) is not None:
+        yield f"with sinkhorn it leaves moe_router_topk_scaling_factor = {factor:g} out"
 
 
 def auxiliary(said: Settings, layout: Layout) -> list[str]:

@@ -1,8 +1,10 @@
 """Flags of memory techniques for Megatron-LM, and what it lacks of them."""
 
 from collections.abc import Iterable, Iterator
+from math import ceil
 
 from fivefold.config.memory import MemoryConfig
+from fivefold.config.training import ELEMENT_BYTES
 from fivefold.layout import Layout
 from fivefold.tell.export.settings import Settings, flag, flags, set_flag
 
@@ -35,7 +37,10 @@ def memory_flags(said: Settings, runs: Layout) -> Iterator[str]:
     if said["fine_grained_activation_offloading"] and moved:
         yield from flags(said, "fine_grained_activation_offloading")
         yield from set_flag("offload_modules", moved)
-        yield from flags(said, "min_offloaded_tensor_size")
+        width = ELEMENT_BYTES[said["precision"]]  # its code counts elements
+        yield from flag(
+            "min-offloaded-tensor-size", ceil(said["min_offloaded_tensor_size"] / width)
+        )
     if said["cross_entropy_loss_fusion"] and not said["deterministic_mode"]:
         yield "--cross-entropy-loss-fusion"
         impl = said["cross_entropy_fusion_impl"]

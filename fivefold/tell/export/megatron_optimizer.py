@@ -35,6 +35,9 @@ def optimizer_flags(said: Settings, layout: Layout) -> Iterator[str]:
     yield from flags(said, f"lr_warmup_{counted}", "lr_warmup_init")
     if said["lr_decay_style"] == "WSD":
         yield from flags(said, f"lr_wsd_decay_{counted}", "lr_wsd_decay_style")
+    yield from flags(said, "decoupled_lr", "decoupled_min_lr")
+    if said["weight_decay_incr_style"] != "constant":
+        yield from flags(said, "weight_decay_incr_style", "start_weight_decay", "end_weight_decay")
     yield from flags(said, "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 
 

@@ -189,13 +189,16 @@ def _optimizer(said: Settings) -> Iterator[str]:
         yield from flag(f"lr_scheduler.{name}", value)
 
 
+_UNKNOWN_DECAY = "inverse-square-root"
+
+
 def _rate(said: Settings) -> dict[str, Any]:
     """Flags of the learning rate: a warm-up, a stable phase, a decay over the last steps."""
     style, shape = said["lr_decay_style"], said["lr_wsd_decay_style"]
     # Beyond its last step the rate would go on falling, below zero; a warm-up would be cut short.
     steps = max(said["lr_decay_iters"] or 0, said["train_iters"], said["lr_warmup_iters"])
     share: float | None = None
-    if style == "constant":
+    if style in ("constant", _UNKNOWN_DECAY):
         share = 0.0
     elif style == "WSD":
         share = said["lr_wsd_decay_iters"] / steps
@@ -232,6 +235,8 @@ def _lost_of_the_model(said: Settings, layout: Layout, name: str | None) -> Iter
 
 def _lost_of_the_rate(said: Settings) -> Iterator[str]:
     style, shape, end = said["lr_decay_style"], said["lr_wsd_decay_style"], said["lr_decay_iters"]
+    if style == _UNKNOWN_DECAY:
+        yield f"it has no {style} decay (lr_decay_style): after the warm-up the rate stays at lr"
     if style == "WSD" and shape not in _WSD_DECAYS:
         yield f"it has no {shape} decay (lr_wsd_decay_style): a linear one stands in its place"
     length, warm_up = said["lr_wsd_decay_iters"], said["lr_warmup_iters"]

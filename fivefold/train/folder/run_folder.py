@@ -38,6 +38,7 @@ import msgspec
 from fivefold.errors import DataError, FivefoldError, Mistake
 from fivefold.files import (
     as_kind,
+    at_home,
     finite,
     parse_json,
     read_json,
@@ -147,7 +148,7 @@ class RunFolder:
 
     def named(self, path: str) -> Path:
         """A path in the settings of the latest start, as it was meant there."""
-        return self.started_in / Path(path).expanduser()
+        return self.started_in / at_home(path, DataError)
 
     def set_aside_damaged_starts(self) -> str:
         """Rename a damaged list of starts, so that ranks which start again begin a new one; why,

@@ -10,7 +10,7 @@ from fivefold.config.sources import read_config
 from fivefold.data.prepare import DEFAULT_CACHE
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import DataError, FivefoldError, Mistake
-from fivefold.files import read_text
+from fivefold.files import at_home, read_text
 from fivefold.train.folder.run_folder import TOKENIZER, RunFolder
 from fivefold.train.folder.saved_state import SavedState
 
@@ -55,4 +55,4 @@ def _others(run: Path) -> Iterator[Path]:
         if data.tokenizer_model is not None:
             named = RunFolder(run).named(data.tokenizer_model)
             yield named / TOKENIZER if named.is_dir() else named
-        yield from Path(data.data_cache_path or DEFAULT_CACHE).expanduser().glob("tokenizer-*.json")
+        yield from at_home(data.data_cache_path or DEFAULT_CACHE).glob("tokenizer-*.json")

@@ -7,21 +7,15 @@ message when it reduces the next block. Sizes are bytes on one device.
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from typing import NamedTuple
 
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.blocks import GatheredBlock, layer_block, stage_blocks
 from fivefold.counts.policy import StatePolicy
-from fivefold.counts.state import (
-    first_shard,
-    gathered_bytes,
-    largest_of_shard,
-    num_expert_shards,
-    num_shards,
-    partial_sums,
-)
-from fivefold.description.shape import StageParts
+from fivefold.counts.shards import ShardPlace, num_expert_shards, num_shards
+from fivefold.counts.state import gathered_bytes, partial_sums
+from fivefold.description.shape import StageParts, all_layers
 from fivefold.layout import Layout
 
 
@@ -52,6 +46,11 @@ class Passage:
     first: bool
     last: bool
     deferred: bool
+
+    @cached_property
+    def _first(self) -> ShardPlace:
+        """The first of the ranks that share the optimizer state."""
+        return ShardPlace.first(self.layout)
 
     @property
     def fresh(self) -> float:
@@ -90,13 +89,13 @@ class Passage:
             if self.first:  # FSDP2 converts them one by one
                 new = block.converted(policy.fresh, policy.gradient)
             return Change(new, made, resharded)
-        shard = first_shard(self.layout, block)
+        shard = self._first.held(block)
         wide = policy.gradient * (shard + self._divided(block)) + self._narrowed(size, shard)
         if policy.splits_gradient:
             if shard < block.size:  # a loop in FSDP2's reduction still names the last of them
                 wide += policy.fresh * block.last
             if self._comes_back(block):
-                wide += policy.gradient * largest_of_shard(self.layout, block)
+                wide += policy.gradient * self._first.largest(block)
             sent = size * self._message + max(size * policy.fresh, wide)
         else:  # what has been copied into the message is free
             sent = size * self._message + max(wide - size * policy.gradient, 0.0)
@@ -137,7 +136,7 @@ class Passage:
         if self.reduces:
             message = sent.size * self._message
             if policy.splits_gradient and policy.offloaded and num_shards(self.layout) > 1:
-                message += policy.gradient * first_shard(self.layout, sent)  # for the host
+                message += policy.gradient * self._first.held(sent)  # for the host
         return Change(message, self._made(done), self._resharded(done))
 
     def _made(self, done: tuple[GatheredBlock, ...]) -> float:
@@ -147,8 +146,7 @@ class Passage:
             return 0.0
         whole = now = policy.gradient * sum(block.count * block.size for block in done)
         if self.reduces and policy.splits_optimizer:
-            shard = partial(first_shard, self.layout)
-            now = policy.gradient * sum(block.count * shard(block) for block in done)
+            now = policy.gradient * sum(block.count * self._first.held(block) for block in done)
         return now if self.first else now - whole
 
     def _resharded(self, done: tuple[GatheredBlock, ...]) -> float:
@@ -195,7 +193,7 @@ class Copies:
         by_program = layout.config.parallel.pipeline_max_unsharded_stages is not None
         if by_program or layout.alternates_within_stages:
             return cls(unpacked=unpacked, ends_unpacked=ends_unpacked)
-        numbers, several = all_layers(layout, stage), num_shards(layout) > 1
+        numbers, several = all_layers(layout.config.model, stage), num_shards(layout) > 1
         experts, rest, before = 0.0, 0.0, 0.0
         if numbers:
             experts, rest = (part.copied(policy) for part in _parts(layout, numbers[-1], policy))
@@ -211,12 +209,6 @@ class Copies:
     def but(self, *names: str) -> float:
         """Bytes, negative, by which there are fewer than `most` where these are there."""
         return sum(getattr(self, name) for name in names) - self.most if self.most else 0.0
-
-
-def all_layers(layout: Layout, stage: StageParts) -> tuple[int, ...]:
-    """The layers of a stage, multi-token prediction layers last."""
-    first = layout.config.model.num_layers
-    return *stage.layers, *range(first, first + stage.mtp)
 
 
 def _parts(layout: Layout, layer: int, policy: StatePolicy) -> tuple[GatheredBlock, GatheredBlock]:

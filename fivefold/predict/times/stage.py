@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 from fivefold.description.layers import LayerKind, layer_kind
 from fivefold.layout import Layout
-from fivefold.predict.compute import Phases
+from fivefold.predict.times.compute import Phases
 
 _NOTHING = Phases()
 

@@ -8,14 +8,14 @@ from fivefold.counts.blocks import GatheredBlock, layer_block, stage_blocks
 from fivefold.counts.policy import StatePolicy
 from fivefold.description.activations import Saved, loss_bytes, saved_activations, total
 from fivefold.description.experts import ExpertsIn
-from fivefold.description.layers import Layer, LayerKind, describe, layer_kind
+from fivefold.description.layers import Layer, LayerKind, describe_layer, layer_kind
 from fivefold.description.operations import Activation, Operation
 from fivefold.description.running import Running
-from fivefold.description.shape import StageParts
+from fivefold.description.shape import StageParts, all_layers, placed_layers
 from fivefold.layout import Layout
-from fivefold.predict.passage import Copies, all_layers
-from fivefold.predict.points import (
-    ActPoint,
+from fivefold.predict.memory.passage import Copies
+from fivefold.predict.memory.points import ActPoint
+from fivefold.predict.memory.sizes import (
     buffers,
     deferred_bytes,
     first_linear,
@@ -46,7 +46,12 @@ class Route:
     @cached_property
     def numbers(self) -> tuple[int, ...]:
         """The layers of the stage."""
-        return all_layers(self.layout, self.stage)
+        return all_layers(self.layout.config.model, self.stage)
+
+    @cached_property
+    def _placed(self) -> list[tuple[int, int]]:
+        """The layers with their places."""
+        return placed_layers(self.layout.config.model, self.stage)
 
     @cached_property
     def tokens(self) -> int:
@@ -168,14 +173,13 @@ class Route:
 
     def _described(self, place: int) -> Layer:
         """The operations of a layer of the stage."""
-        model = self.layout.config.model
-        return describe(model, layer_kind(model, self.numbers[place]))
+        return describe_layer(self.layout.config.model, self.numbers[place])
 
     def _without(self, point: ActPoint, place: int, operations: Iterable[Operation]) -> ActPoint:
         """A point at which what a layer of the stage has kept for these operations, has made again
         or has back from the host, is free."""
-        model, number = self.layout.config.model, self.numbers[place]
-        position = place if number < model.num_layers else 0
+        model = self.layout.config.model
+        position, number = self._placed[place]
         saved = saved_activations(model, number, self.running, position=position)
         names = {item.name for op in operations for item in op.kept(self.running)}
         freed = total(item for name, item in saved.items() if name in names)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.sharding import Sharding
 from fivefold.hardware import Gpu
-from fivefold.predict.compute import overlapped
-from fivefold.predict.transfers import Moves
+from fivefold.predict.data_parallel.transfers import Moves
+from fivefold.predict.times.compute import overlapped
 
 
 @dataclass(frozen=True)

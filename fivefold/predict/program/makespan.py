@@ -19,8 +19,8 @@ from fivefold.pipeline.order import Order
 from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.pipeline.schedules.limits import Place
 from fivefold.pipeline.schedules.registry import known_of
-from fivefold.predict.once import Once
-from fivefold.predict.walk import LeveledProgram
+from fivefold.predict.data_parallel.once import Once
+from fivefold.predict.program.walk import LeveledProgram
 
 
 @lru_cache(maxsize=256)
@@ -87,10 +87,6 @@ class Clock:
         more = (total - short) / a_round
         tables = (table_of(short), 1 - more), (table_of(short + a_round), more)
         return cls(layout.schedule, group, total, tables)
-
-    def makespans(self, costs: Sequence[Costs]) -> list[float]:
-        """Seconds of the program for each set of costs."""
-        return self.walk(costs, [])[0]
 
     def walk(
         self, costs: Sequence[Costs], sent: Sequence[tuple[int, Once]]

@@ -4,7 +4,6 @@ All sizes are bytes on one device; what is kept between forward and backward is 
 `description.activations`.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -24,13 +23,19 @@ from fivefold.description.activations import (
 )
 from fivefold.description.layers import LayerKind, describe, layer_kind
 from fivefold.description.running import Running
-from fivefold.description.shape import StageParts, WholeModel
+from fivefold.description.shape import (
+    ModelParts,
+    StageParts,
+    all_layers,
+    kinds_of,
+    placed_layers,
+)
 from fivefold.layout import Layout
 from fivefold.pipeline.ir import Kind
-from fivefold.predict.backward_memory import backward_points
-from fivefold.predict.passage import all_layers
-from fivefold.predict.points import ActPoint, deferred_bytes, gathers
-from fivefold.predict.route import Route
+from fivefold.predict.memory.backward import backward_points
+from fivefold.predict.memory.points import ActPoint, gathers
+from fivefold.predict.memory.route import Route
+from fivefold.predict.memory.sizes import deferred_bytes
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ def stage_bytes(
     ends += prediction_bytes(model, stage, running).values()
     ends += entry_bytes(model, stage, running).values()
     whole = total(layers)
-    kinds = Counter(layer_kind(model, layer) for layer in all_layers(layout, stage))
+    kinds = kinds_of(model, all_layers(model, stage))
     route = Route(layout, stage, running, policy, tuple(layers))
     tokens = route.tokens
     read = tokens * sum(n * waiting_bytes(model, running, kind) for kind, n in kinds.items())
@@ -222,7 +227,7 @@ class _Actions:
     @cached_property
     def _of_head(self) -> float:
         """Bytes that the deferred weight gradient of the output layer needs."""
-        route, head = self.route, WholeModel((), False, self.route.stage.head)
+        route, head = self.route, ModelParts(head=self.route.stage.head)
         return route.tokens * deferred_by_ends(route.layout.config.model, head, route.running)
 
     def _run(self, point: ActPoint) -> float:
@@ -245,12 +250,10 @@ def _saved_by_layer(layout: Layout, stage: StageParts, running: Running) -> list
     by_place = memory.recompute_granularity == "full" or memory.recomputes_first_layers
     known: dict[tuple[LayerKind, int], Saved] = {}
     result = []
-    for place, layer in enumerate(all_layers(layout, stage)):
+    for place, layer in placed_layers(model, stage):
         kind = layer_kind(model, layer), place if by_place else 0
         if kind not in known:
-            # Full recomputation makes each further prediction again by itself.
-            position = place if layer < model.num_layers else 0
-            known[kind] = total(saved_activations(model, layer, running, position=position))
+            known[kind] = total(saved_activations(model, layer, running, position=place))
         result.append(known[kind])
     return result
 

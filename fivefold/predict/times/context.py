@@ -18,14 +18,14 @@ from fivefold.config.config import Config
 from fivefold.config.divisors import divisors
 from fivefold.config.parallel import CpCommType
 from fivefold.counts.messages import PassVolumes, context_volumes
-from fivefold.description.layers import describe, layer_kind
+from fivefold.description.layers import describe_layer
 from fivefold.description.operations import CoreAttention
 from fivefold.description.shape import mean_keys
 from fivefold.errors import Mistakes
 from fivefold.mesh.rules import check_context
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import all_to_all, gather, send, span
-from fivefold.predict.compute import Phases, attention, overlapped
+from fivefold.predict.times.communication import all_to_all, gather, send, span
+from fivefold.predict.times.compute import Phases, attention, overlapped
 
 ELEMENT, SUMMED = 2, 4  # bytes of keys and values, and of gradients that a ring sums on their way
 
@@ -99,9 +99,9 @@ def best_context(
 
 def configured_ways(config: Config, cluster: Cluster) -> list[tuple[ContextWay, float]]:
     """The kinds of communication of the configuration's layers, each with its share of them."""
-    kinds, sizes = config.parallel.cp_comm_type, config.parallel.hierarchical_context_parallel_sizes
+    sizes = config.parallel.hierarchical_context_parallel_sizes
     layers = config.model.num_layers
-    found = Counter(kinds[layer % len(kinds)] for layer in range(layers))
+    found = Counter(map(config.parallel.cp_comm_of, range(layers)))
     return [
         (context_way(config, cluster, kind, sizes if kind == "a2a+p2p" else ()), count / layers)
         for kind, count in found.items()
@@ -216,8 +216,7 @@ def _volumes(config: Config, kind: CpCommType, ranks: int, inner: int) -> PassVo
     """Bytes that a rank sends for one layer and microbatch."""
     model, tokens = config.model, config.rank_tokens
     tp = config.parallel.tensor_model_parallel_size
-    heads = max(model.num_kv_heads // tp, 1)
-    core = describe(model, layer_kind(model, 0)).one(CoreAttention)
+    core = describe_layer(model, 0).one(CoreAttention)
     return context_volumes(
         kind,
         ranks,
@@ -225,6 +224,6 @@ def _volumes(config: Config, kind: CpCommType, ranks: int, inner: int) -> PassVo
         key_value=tokens * core.key_value_features(tp, gathered=kind == "all_gather"),
         element=ELEMENT,
         grad_element=ELEMENT if kind == "all_gather" else SUMMED,
-        key_value_heads=heads,
+        key_value_heads=model.kv_heads_of(tp),
         inner=inner,
     )

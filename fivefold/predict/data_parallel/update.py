@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from fivefold.counts.policy import StatePolicy
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.compute import elementwise
+from fivefold.predict.times.compute import elementwise
 
 RANDOM_BITS = 112.0
 """Bytes per parameter that making its 64 random bits reads and writes on a host, where each

@@ -7,12 +7,9 @@ from functools import cached_property
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.blocks import GatheredBlock
 from fivefold.description.activations import loss_bytes, loss_gradient_bytes, total
-from fivefold.predict.passage import Change, Passage
-from fivefold.predict.points import (
-    ActPoint,
-    gathers,
-)
-from fivefold.predict.route import Route
+from fivefold.predict.memory.passage import Change, Passage
+from fivefold.predict.memory.points import ActPoint, gathers
+from fivefold.predict.memory.route import Route
 
 
 def backward_points(

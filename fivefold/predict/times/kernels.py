@@ -1,18 +1,19 @@
 """Opens what a plan calls kernel efficiency: which kernels a step computes with, and how fast."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from fivefold.description.experts import ExpertsIn, ExpertsOut
-from fivefold.description.layers import LayerKind, describe, layer_kind
+from fivefold.description.layers import LayerKind, describe
 from fivefold.description.lora import Adapters
 from fivefold.description.operations import CoreAttention, Operation
-from fivefold.description.shape import training_flops
+from fivefold.description.shape import all_layers, kinds_of, training_flops
 from fivefold.description.weights import Weight
 from fivefold.layout import Layout
-from fivefold.predict.layer import LayerTimes
-from fivefold.predict.prediction import Prediction, precision_of
+from fivefold.predict.prediction import Prediction
+from fivefold.predict.times.layer import LayerTimes
 
 MEMORY_BOUND = "norms, sums, activations"
 HOST = "waiting for the host"
@@ -55,7 +56,7 @@ def kernels(prediction: Prediction) -> list[KernelKind]:
     layout, cluster, software = prediction.layout, prediction.cluster, prediction.software
     config = layout.config
     tokens = config.training.step_tokens
-    peak = cluster.gpu.peak.of(precision_of(layout)) * layout.grid.world_size
+    peak = cluster.gpu.peak.of(layout.config.product_precision) * layout.grid.world_size
     seconds, ideals = defaultdict[str, float](float), defaultdict[str, float](float)
     shapes: dict[str, str] = {}
     share = layout.num_microbatches / layout.grid.pp
@@ -78,10 +79,7 @@ _Row = tuple[str, str, float, float]
 
 def _all(layout: Layout, times: LayerTimes) -> Iterator[_Row]:
     model, stages = layout.config.model, layout.split.stages
-    layers = Counter(layer_kind(model, layer) for stage in stages for layer in stage.layers)
-    further = sum(stage.mtp for stage in stages)
-    if further:
-        layers[layer_kind(model, model.num_layers)] += further
+    layers = kinds_of(model, chain.from_iterable(all_layers(model, stage) for stage in stages))
     for kind, count in layers.items():
         yield from _of_layers(times, kind, count)
     attention = training_flops(model, layout.config.attended_length).attention

@@ -3,7 +3,8 @@
 Memory limits the kernels that round: each number is read once and written once.
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
 
 from fivefold.config.config import Config
 from fivefold.data_parallel.blocks import GRADIENT_BITS, WEIGHT_BITS, UnitSizes, in_block
@@ -11,8 +12,8 @@ from fivefold.hardware import Gpu
 from fivefold.layout import Layout
 from fivefold.mesh.nodes import NodeSizes
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import GroupSpan, gather, reduce_scatter, span
-from fivefold.predict.compute import elementwise
+from fivefold.predict.times.communication import GroupSpan, gather, reduce_scatter, span
+from fivefold.predict.times.compute import elementwise
 
 _PACK_KERNELS, _UNPACK_KERNELS = 4, 5
 """Kernels of a layer, whose matrices lie in two runs: one for each, the rest for its vectors."""
@@ -22,27 +23,40 @@ its place."""
 _WEIGHT, _GRADIENT = 2.0, 4.0  # bytes of what is not rounded
 
 
-def gather_seconds(
-    layout: Layout,
-    cluster: Cluster,
-    group: GroupSpan,
-    stride: int,
-    nodes: NodeSizes,
-    shapes: Sequence[tuple[int, ...]],
-    narrow: int,
-) -> float:
-    """Seconds to gather a unit's parameters, the mean of a step's gathers.
+@dataclass(frozen=True)
+class Together:
+    """Parameters that are sent together.
 
-    Args:
-        layout: the layout.
-        cluster: the hardware.
-        group: placement of the ranks that share state.
-        stride: distance of these ranks.
-        nodes: how ZeRO++ divides the group.
-        shapes: whole parameters of the unit.
+    Attributes:
+        group: placement of the ranks that share them.
+        stride: ranks between two of these.
+        node: how ZeRO++ divides them.
+        shapes: their shapes.
         narrow: elements of those that are gathered in 8 bits.
+        count: how often a stage has such.
+        ends: whether they are those of the model's ends.
+        experts: whether they are those of experts.
     """
-    parallel, sizes = layout.config.parallel, UnitSizes.whole(shapes, narrow)
+
+    group: GroupSpan
+    stride: int
+    node: NodeSizes
+    shapes: tuple[tuple[int, ...], ...]
+    narrow: int
+    count: int
+    ends: bool
+    experts: bool
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return sum(map(prod, self.shapes))
+
+
+def gather_seconds(layout: Layout, cluster: Cluster, sent: Together) -> float:
+    """Seconds to gather parameters, the mean of a step's gathers."""
+    group, narrow = sent.group, sent.narrow
+    parallel, sizes = layout.config.parallel, UnitSizes.whole(sent.shapes, narrow)
     rounded = parallel.zero_quantized_weights and group.size > 1
     message = sizes.gathered(_WEIGHT, rounded=rounded)
     passes = _WEIGHT + in_block(WEIGHT_BITS)
@@ -52,33 +66,27 @@ def gather_seconds(
     first = gather(cluster, group, message) + beside
     if rounded:
         first += _seconds(cluster.gpu, sizes.blocks / group.size, passes, _PACK_KERNELS)
-    if nodes.hpz == 1:
+    if sent.node.hpz == 1:
         return first
     often = parallel.sharding.gathers(layout.num_microbatches * parallel.num_sequence_slices)
-    later = gather(cluster, span(cluster, nodes.hpz, stride), message) + beside
+    later = gather(cluster, span(cluster, sent.node.hpz, sent.stride), message) + beside
     return (first + (often - 1) * later) / often
 
 
-def reduction_seconds(
-    cluster: Cluster,
-    group: GroupSpan,
-    stride: int,
-    nodes: NodeSizes,
-    shapes: Sequence[tuple[int, ...]],
-) -> float:
-    """Seconds to reduce a unit's gradients as INT4 (qgZ); arguments as in `gather_seconds`."""
-    sizes = UnitSizes.whole(shapes)
+def reduction_seconds(cluster: Cluster, sent: Together) -> float:
+    """Seconds to reduce gradients as INT4 (qgZ)."""
+    sizes, node = UnitSizes.whole(sent.shapes), sent.node.qgz
     message = sizes.message(GRADIENT_BITS, _GRADIENT)
-    hops = [(group, 1)]
-    if nodes.qgz > 1:
-        inner = span(cluster, nodes.qgz, stride)
-        outer = span(cluster, group.size // nodes.qgz, stride * nodes.qgz)
-        hops = [(inner, 1), (outer, nodes.qgz)]
-    kernels, sent = _PACK_KERNELS + _UNPACK_KERNELS, 2 * in_block(GRADIENT_BITS)
+    hops = [(sent.group, 1)]
+    if node > 1:
+        inner = span(cluster, node, sent.stride)
+        outer = span(cluster, sent.group.size // node, sent.stride * node)
+        hops = [(inner, 1), (outer, node)]
+    kernels, packed = _PACK_KERNELS + _UNPACK_KERNELS, 2 * in_block(GRADIENT_BITS)
     return sum(
         reduce_scatter(cluster, ranks, message / share, in_pairs=True)
         + _seconds(
-            cluster.gpu, sizes.blocks / share, sent + _GRADIENT * (1 + 1 / ranks.size), kernels
+            cluster.gpu, sizes.blocks / share, packed + _GRADIENT * (1 + 1 / ranks.size), kernels
         )
         for ranks, share in hops
         if ranks.size > 1

@@ -1,22 +1,26 @@
 """Predicts the time in which Muon orthogonalises the matrices of the layers."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from math import prod
 
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
-from fivefold.counts.matrices import Matrix
-from fivefold.counts.state import num_expert_shards, num_shards
-from fivefold.description.layers import layer_kind
-from fivefold.description.shape import StageParts, WholeModel, is_layer_matrix, stage_weights
+from fivefold.counts.matrices import Matrix, parts_and_shards
+from fivefold.description.layers import layer_kinds
+from fivefold.description.shape import (
+    ModelParts,
+    StageParts,
+    is_layer_matrix,
+    kinds_of,
+    stage_weights,
+)
 from fivefold.description.weights import Weight
 from fivefold.hardware import Gpu
 from fivefold.layout import Layout
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import all_to_all, span
-from fivefold.predict.compute import ELEMENT, elementwise, matmul
+from fivefold.predict.times.communication import all_to_all, span
+from fivefold.predict.times.compute import ELEMENT, elementwise, matmul
 
 TOUCHED = 10.0
 """Bytes read and written for each element besides the products: for its norm, and its division,
@@ -34,11 +38,8 @@ def orthogonalising_seconds(
         return 0.0
     grid, steps = layout.grid, layout.config.optimizer.muon_num_ns_steps
     wide, precision = layout.config.master_bytes, layout.config.training.muon_precision
-    shards, of_experts = num_shards(layout), num_expert_shards(layout)
-    groups = (
-        span(cluster, grid.tp * shards, 1),
-        span(cluster, grid.etp * of_experts, grid.ep),
-    )
+    ways = zip(parts_and_shards(layout), (1, grid.ep), strict=True)
+    groups = [span(cluster, parts * shards, stride) for (parts, shards), stride in ways]
     found, held = 0.0, [*_held(layout, stages)]
     for experts, group in enumerate(groups):
         dealt = longest = elements = 0.0
@@ -65,7 +66,7 @@ def least_orthogonalising(config: Config, gpu: Gpu, ep: int) -> tuple[float, flo
         return 0.0, 0.0
     model, steps = config.model, config.optimizer.muon_num_ns_steps
     layers, found = tuple(range(model.num_layers)), [0.0, 0.0]
-    whole = WholeModel(layers, False, False, model.mtp_num_layers)
+    whole = ModelParts(layers, mtp=model.mtp_num_layers)
     for weight, count in _matrices(model, whole):
         shape = weight.shape
         if weight.of_experts:
@@ -103,10 +104,9 @@ def _held(
 ) -> Iterator[tuple[Matrix, tuple[int, ...], bool, int]]:
     """The matrices of some stages' layers, what of each a rank orthogonalises at once, whether they
     are of experts, and how many are equal."""
-    grid = layout.grid
-    ways = ((grid.tp, num_shards(layout)), (grid.etp, num_expert_shards(layout)))
+    grid, ways = layout.grid, parts_and_shards(layout)
     for stage in stages:
-        layers = WholeModel(stage.layers, False, False, stage.mtp)
+        layers = ModelParts(stage.layers, mtp=stage.mtp)
         for weight, count in _matrices(layout.config.model, layers):
             parts, shards = ways[weight.of_experts]
             local = weight.local(grid.tp, grid.ep, grid.etp)
@@ -117,21 +117,18 @@ def _held(
 
 
 @lru_cache(maxsize=4096)
-def _matrices(model: ModelConfig, stage: WholeModel) -> tuple[tuple[Weight, int], ...]:
+def _matrices(model: ModelConfig, stage: ModelParts) -> tuple[tuple[Weight, int], ...]:
     """The matrices of a stage's layers that are trained, and how often it has each."""
-    return tuple(_each(model, stage))
-
-
-def _each(model: ModelConfig, stage: WholeModel) -> Iterator[tuple[Weight, int]]:
-    kinds = Counter(layer_kind(model, layer) for layer in stage.layers)
-    first = {layer_kind(model, layer): layer for layer in reversed(stage.layers)}
-    parts = [(WholeModel((first[kind],), False, False), count) for kind, count in kinds.items()]
+    kinds = kinds_of(model, stage.layers).items()
+    parts = [(ModelParts((layer_kinds(model)[kind],)), count) for kind, count in kinds]
     if stage.mtp:
-        parts.append((WholeModel((), False, False, 1), stage.mtp))
-    for part, count in parts:
-        for name, weight in stage_weights(model, part).items():
-            if weight.trained and is_layer_matrix(name, weight):
-                yield weight, count
+        parts.append((ModelParts(mtp=1), stage.mtp))
+    return tuple(
+        (weight, count)
+        for part, count in parts
+        for name, weight in stage_weights(model, part).items()
+        if weight.trained and is_layer_matrix(name, weight)
+    )
 
 
 @lru_cache(maxsize=4096)

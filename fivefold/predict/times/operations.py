@@ -7,7 +7,6 @@ layer, transfers from the process groups of `mesh.grid`.
 from collections.abc import Callable
 from functools import cached_property, partial
 
-from fivefold.counts.context import gathers_latents
 from fivefold.description.experts import Dispatch, ExpertsIn, ExpertsOut, RouterLinear
 from fivefold.description.latent import LatentDown, LatentUp
 from fivefold.description.layers import LayerKind, describe
@@ -26,8 +25,9 @@ from fivefold.description.weights import Weight
 from fivefold.layout import Layout
 from fivefold.model.fusion_rules import joins_norm
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import all_reduce, all_to_all, gather, span, token_copies
-from fivefold.predict.compute import (
+from fivefold.predict.software import Software
+from fivefold.predict.times.communication import all_reduce, all_to_all, gather, span, token_copies
+from fivefold.predict.times.compute import (
     CAST,
     RECIPE_RATE,
     Phases,
@@ -36,9 +36,8 @@ from fivefold.predict.compute import (
     overlapped,
     score_matrices,
 )
-from fivefold.predict.context import configured_ways
-from fivefold.predict.software import Software
-from fivefold.predict.stage_times import Times
+from fivefold.predict.times.context import configured_ways
+from fivefold.predict.times.stage import Times
 
 ELEMENT = 2.0  # bytes of an activation in bf16, whatever precision multiplies
 ADDED = 8.0  # bytes an element that a gradient takes to be added to a sum by a kernel of its own
@@ -62,14 +61,13 @@ class OperationTimes:
 
     def __init__(self, layout: Layout, cluster: Cluster, software: Software) -> None:
         config, grid, training = layout.config, layout.grid, layout.config.training
-        self.config = config
+        self.layout, self.config = layout, config
         self.cluster, self.software = software.on(cluster), software
         self.gpu = self.cluster.gpu
         self.model, self.parallel, self.grid = config.model, config.parallel, grid
         self.memory, self.training = config.memory, training
         self.tokens, self.parts = config.rank_tokens, config.parallel.token_parts
-        narrow = "fp4" if training.fp4_format else "fp8" if training.fp8_format else None
-        self.precision = narrow or training.precision
+        self.precision = config.product_precision
         self.tp = span(cluster, grid.tp, 1)
         self.ep = span(cluster, grid.ep, grid.etp)
         self.etp = span(cluster, grid.etp, 1)
@@ -169,7 +167,7 @@ class OperationTimes:
             times += self._column(partial(self._linear, weight), weight[1] / hidden)
         read = (keys[1] + op.shared) / hidden
         layers = self.model.num_layers
-        share = sum(gathers_latents(self.config, layer) for layer in range(layers)) / layers
+        share = sum(map(self.config.gathers_latents, range(layers))) / layers
         times += self._column(partial(self._linear, keys), read) * (1 - share)
         every = self._linear(keys, self.tokens * self.grid.cp)
         moved = gather(self.cluster, self.tp, read * self.hidden_bytes) if self.parts > 1 else 0.0

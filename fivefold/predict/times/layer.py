@@ -16,11 +16,11 @@ from fivefold.description.operations import Activation, Operation
 from fivefold.description.running import Running
 from fivefold.layout import Layout
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import all_reduce, gather
-from fivefold.predict.compute import Phases, elementwise
-from fivefold.predict.operation_times import ELEMENT, OperationTimes
 from fivefold.predict.software import Software
-from fivefold.predict.stage_times import Again, Times, added, repeated
+from fivefold.predict.times.communication import all_reduce, gather
+from fivefold.predict.times.compute import Phases, elementwise
+from fivefold.predict.times.operations import ELEMENT, OperationTimes
+from fivefold.predict.times.stage import Again, Times, added, repeated
 
 TimesCache = dict[tuple[object, ...], dict[str, Times]]
 """Times of layers and operations, by the kinds and degrees that they depend on."""
@@ -41,10 +41,8 @@ def forward_operations(layout: Layout, kind: LayerKind, software: Software) -> i
     if kind.experts:
         if not software.loops_experts:
             return operations + GROUPED_OPERATIONS
-        training = layout.config.training
-        narrow = bool(training.fp4_format or training.fp8_format)
         local = (layout.config.model.num_experts or 0) // layout.grid.ep
-        operations += 100 + local * (8 if narrow else 4)
+        operations += 100 + local * (8 if layout.config.narrow_products else 4)
     return operations
 
 
@@ -87,7 +85,6 @@ class LayerTimes(OperationTimes):
         known: TimesCache | None = None,
     ) -> None:
         super().__init__(layout, cluster, software)
-        self.layout = layout
         self._known: dict[tuple[LayerKind, Again], Times] = {}
         self._times_cache = {} if known is None else known
 
@@ -205,10 +202,11 @@ class LayerTimes(OperationTimes):
         dx, dw = max(0.0, backward - later - total.dx), max(0.0, later - total.dw)
         return times + Times(host=Phases(forward, dx, dw))
 
-    def beside_dx(self, times: Phases) -> float:
-        """Seconds of a backward beside which what its dX needs can arrive: those of dX alone where
-        dW is computed apart from it."""
-        return times.dx if self.defers else times.dx + times.dw
+    def later(self, seconds: float, work: Phases) -> Phases:
+        """Seconds by which what takes `seconds` on its way ends later than the work beside it: a
+        forward, and a backward, of which only dX counts where dW is computed apart from it."""
+        backward = work.dx if self.defers else work.dx + work.dw
+        return Phases(max(0.0, seconds - work.forward), max(0.0, seconds - backward))
 
     def _copied(self, times: Times, kind: LayerKind, again: Again) -> Times:
         """The times, plus the part of offloading that does not overlap with the layer's work."""
@@ -219,10 +217,7 @@ class LayerTimes(OperationTimes):
             running = replace(running, memory=self.memory.without_recompute)
         saved = saved_activations(self.model, layer, running)
         seconds = self.tokens * total(saved).offloaded / self.cluster.host_bandwidth
-        whole = times.total
-        backward = self.beside_dx(whole)
-        wait = Phases(max(0.0, seconds - whole.forward), max(0.0, seconds - backward))
-        return times + Times(offload=wait)
+        return times + Times(offload=self.later(seconds, times.total))
 
     def operations(self, kind: LayerKind) -> dict[str, Times]:
         """The times of a layer's operations, in their order."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fivefold.hardware import Gpu
 from fivefold.pipeline.costs.costs import Costs
-from fivefold.predict.stage_times import Times
+from fivefold.predict.times.stage import Times
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V", float, NDArray[np.float64])

@@ -9,7 +9,6 @@ one device.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +20,11 @@ from fivefold.description.layers import layer_kind
 from fivefold.layout import Layout
 from fivefold.pipeline.ir import Kind
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.liveness import Acts, Moments, moments
-from fivefold.predict.muon import orthogonalising_bytes
-from fivefold.predict.points import ActPoint
+from fivefold.predict.data_parallel.muon import orthogonalising_bytes
+from fivefold.predict.memory.liveness import Acts, Moments, moments
+from fivefold.predict.memory.points import ActPoint
+from fivefold.predict.memory.stage import StageBytes, stage_bytes
 from fivefold.predict.software import Software
-from fivefold.predict.stage_memory import StageBytes, stage_bytes
 
 OPTIMIZER = "optimizer step"
 
@@ -64,19 +63,11 @@ class MemoryPrediction:
 
     Attributes:
         ranks: ranks in order.
-        reserved: bytes of the device that the driver, NCCL and fragmentation keep.
-        capacity: bytes of the device.
-        margin: share of the device that is left free.
-        host_capacity: bytes of host memory for each device; infinite if not known.
-        disk_capacity: bytes of disk for each device; infinite if not known.
+        cluster: the hardware.
     """
 
     ranks: tuple[RankMemory, ...]
-    reserved: float
-    capacity: float
-    margin: float
-    host_capacity: float
-    disk_capacity: float
+    cluster: Cluster
 
     @cached_property
     def worst(self) -> RankMemory:
@@ -89,9 +80,14 @@ class MemoryPrediction:
         return self.worst.peak
 
     @property
+    def capacity(self) -> float:
+        """Bytes of a device's memory."""
+        return self.cluster.gpu.memory_bytes
+
+    @property
     def device_total(self) -> float:
-        """The highest peak plus `reserved`, as `nvidia-smi` shows it."""
-        return self.max_allocated + self.reserved
+        """The highest peak plus what is reserved, as `nvidia-smi` shows it."""
+        return self.max_allocated + self.cluster.reserved_bytes
 
     @cached_property
     def host(self) -> float:
@@ -111,22 +107,17 @@ class MemoryPrediction:
     @property
     def missing(self) -> float:
         """Bytes by which the fullest device is too small; negative if it is not."""
-        return self.max_allocated - self.room
-
-    @property
-    def room(self) -> float:
-        """Bytes that tensors may take on a device."""
-        return self.capacity * (1 - self.margin) - self.reserved
+        return self.max_allocated - self.cluster.room
 
     @property
     def missing_on_host(self) -> float:
         """Bytes by which a device's share of host memory is too small; negative if it is not."""
-        return self.host - self.host_capacity
+        return self.host - self.cluster.host_share
 
     @property
     def missing_on_disk(self) -> float:
         """Bytes by which a device's share of the disks is too small; negative if it is not."""
-        return self.disk - self.disk_capacity
+        return self.disk - self.cluster.disk_share
 
 
 StageCache = dict[tuple[object, ...], StageBytes]
@@ -151,24 +142,18 @@ def peak_memory(
         software: the framework's habits, as far as its loss follows from them.
         known: bytes of stages, to share among layouts that differ in recompute_num_layers only.
     """
-    others = policy is not None
-    running = Running.of(
-        layout.config,
-        fused_attention=not (others and layout.config.model.attention_dropout),
-        others=others,
-    )
+    ours, model = policy is None, layout.config.model
+    fused = ours or not model.attention_dropout
+    running = Running.of(layout.config, fused_attention=fused, others=not ours)
     if software is not None:
         whole, narrow = software.whole_logits, software.narrow_loss
         running = replace(running, whole_logits=whole, narrow_loss=narrow)
-    ours = policy is None
-    splits = ours and layout.sends_dx_first
     policy = policy or layout_policy(layout)
     kinds: list[tuple[object, ...]] = []
     known = {} if known is None else known
     numbers = layout.config.memory.recompute_num_layers
     for place, stage in enumerate(layout.split.stages):
         ends = (stage.embedding, stage.head, stage.mtp, numbers[place % len(numbers)])
-        model = layout.config.model
         kinds.append((*ends, *(layer_kind(model, layer) for layer in stage.layers)))
         if kinds[-1] not in known:
             known[kinds[-1]] = stage_bytes(
@@ -179,6 +164,7 @@ def peak_memory(
     early = layout.config.parallel.overlap_param_gather_with_optimizer_step
     copies = early if ours else not policy.once
     ranks = []
+    splits = ours and layout.sends_dx_first
     for pp_rank, found in enumerate(moments(layout, splits_backward=splits)):
         held = tuple(kinds[stage] for stage in stages_held(layout, pp_rank))
         if held not in states:
@@ -190,15 +176,7 @@ def peak_memory(
             gradients = min(gradients, state.updated * policy.gradient)
         updating = {"weights": state.weights if copies else state.masters, "gradients": gradients}
         ranks.append(_rank_peak(layout, pp_rank, found, state, sizes, updating))
-    disks = inf if cluster.disk_bytes is None else cluster.disk_bytes / cluster.sharing
-    return MemoryPrediction(
-        tuple(ranks),
-        cluster.reserved_bytes,
-        cluster.gpu.memory_bytes,
-        cluster.memory_margin,
-        cluster.host_share,
-        disks,
-    )
+    return MemoryPrediction(tuple(ranks), cluster)
 
 
 def _rank_peak(
@@ -229,9 +207,7 @@ def _rank_peak(
     here = np.array([sum(each) for each in zip(gathered, worst, strict=True)])
     peaks = start + around + sum(held.values()) + here[found.which]
     update = always | updating
-    orthogonalising = orthogonalising_bytes(
-        layout, [layout.split.stages[stage] for stage in stages_held(layout, pp_rank)]
-    )
+    orthogonalising = orthogonalising_bytes(layout, layout.stages_of(pp_rank).values())
     if orthogonalising:
         update = update | {"working set": orthogonalising}
     phases = {OPTIMIZER: sum(update.values())}
@@ -244,16 +220,19 @@ def _rank_peak(
     parts = always | {"gathered weights": around + gathered[number]}
     for name, size in held.items():
         parts[name] = parts.get(name, 0.0) + float(size[moment])
-    parts["gradients"] += sum(point.made for point in points[number])
-    copies_of = "gathered weights" if gathered[number] else "weights"
-    parts[copies_of] += sum(point.resharded for point in points[number])
-    parts["activations"] += sum(point.activations for point in points[number])
-    parts["recomputed"] = sum(point.remade for point in points[number])
-    parts["loss"] += sum(point.loss for point in points[number])
-    parts["deferred weight gradients"] += sum(point.waiting for point in points[number])
-    parts["working set"] = sum(point.working for point in points[number])
-    parts["arriving gradients"] = sum(point.gradients for point in points[number])
-    parts["communication"] = sum(point.communication for point in points[number])
+    for point in points[number]:
+        here_too = {
+            "gradients": point.made,
+            "gathered weights" if gathered[number] else "weights": point.resharded,
+            "activations": point.activations,
+            "recomputed": point.remade,
+            "loss": point.loss,
+            "deferred weight gradients": point.waiting,
+            "working set": point.working,
+            "arriving gradients": point.gradients,
+            "communication": point.communication,
+        }
+        parts |= {name: parts.get(name, 0) + size for name, size in here_too.items()}
     kept = {name: part for name, part in parts.items() if part}
     words = _in_words(found.running[number], points[number])
     return RankMemory(pp_rank, found.phase(moment), words, kept, phases, host, state.disk)

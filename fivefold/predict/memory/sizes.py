@@ -1,73 +1,14 @@
-"""Points of time within a pipeline action; sizes are bytes on one device."""
+"""What layers hold while their backward runs, and what messages take."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
-from typing import NamedTuple
 
 from fivefold.description.activations import Saved
-from fivefold.description.layers import Layer, layer_kind
-from fivefold.description.operations import Operation
+from fivefold.description.layers import Layer, describe_layer
+from fivefold.description.operations import CoreAttention, Operation
 from fivefold.description.running import Running
-from fivefold.description.shape import StageParts
+from fivefold.description.shape import StageParts, all_layers
 from fivefold.layout import Layout
-from fivefold.predict.passage import Copies
-
-
-class ActPoint(NamedTuple):
-    """A point of time within a pipeline action, in bytes relative to the action's start.
-
-    Attributes:
-        where: description of the point.
-        activations: kept activations freed by then (negative).
-        loss: memory of the loss freed by then (negative).
-        remade: recomputed activations.
-        working: gradients of activations, and intermediate results of the loss.
-        gradients: weight gradients that are not yet accumulated.
-        made: accumulated ones of a stage that had none before, or less than none where whole sums
-            have become shards.
-        waiting: memory kept for deferred weight gradients.
-        communication: buffers of messages.
-        over: layers of the stage whose gradients have been made.
-        done: whether all gradients of the stage have been made.
-        resharded: copies of weights that are not gathered, or not needed any longer (negative).
-    """
-
-    where: str
-    activations: float = 0.0
-    loss: float = 0.0
-    remade: float = 0.0
-    working: float = 0.0
-    gradients: float = 0.0
-    made: float = 0.0
-    waiting: float = 0.0
-    communication: float = 0.0
-    over: float = 0.0
-    done: bool = False
-    resharded: float = 0.0
-
-    @property
-    def size(self) -> float:
-        """The sum of all parts, in bytes."""
-        freed = self.activations + self.loss + self.resharded
-        needed = self.remade + self.working + self.gradients + self.made + self.waiting
-        return freed + needed + self.communication
-
-
-def gathers(copies: Copies, start: ActPoint) -> Iterator[ActPoint]:
-    """Where the ends of a stage and its last layer have just been gathered, beside their messages;
-    and where a message is unpacked, which needs more.
-
-    `start`: what there is before.
-    """
-    ends = start._replace(where="the gather of the ends")
-    yield ends._replace(resharded=copies.but("ends", "ends"))
-    if copies.ends_unpacked:
-        yield ends._replace(working=copies.ends_unpacked, resharded=copies.but())
-    where, layer = "the gather of the last layer", ("rest", "experts", "message")
-    yield start._replace(where=where, resharded=copies.but("ends", *layer))
-    if copies.unpacked:
-        held = copies.but("ends", *(("rest",) if copies.experts else ()))
-        yield start._replace(where=where, working=copies.unpacked, resharded=held)
 
 
 def deferred_bytes(operations: Iterable[Operation], running: Running) -> float:
@@ -119,14 +60,15 @@ def buffers(layout: Layout, stage: StageParts, running: Running) -> tuple[float,
     """
     model, grid, tokens = layout.config.model, layout.grid, layout.config.rank_tokens
     element, between, inside = running.element_bytes, 0.0, 0.0
+    layers = [describe_layer(model, layer) for layer in all_layers(model, stage)]
     if grid.pp > 1:
         between = 2 * element * model.hidden_size / running.token_parts
-    if grid.cp > 1 and stage.layers:
-        keys = element * (model.k_size + model.v_size) / running.tensor_parallel
+    if grid.cp > 1 and layers:
+        keys = element * layers[0].one(CoreAttention).key_value_features(grid.tp)
         whole = "all_gather" in layout.config.parallel.cp_comm_type
         # A ring holds the current block and the arriving one, and the gradients of both.
         inside += keys * (2 * grid.cp if whole else 4)
-    if grid.ep > 1 and any(layer_kind(model, layer).experts for layer in stage.layers):
+    if grid.ep > 1 and any(layer.kind.experts for layer in layers):
         rows = running.rows_of_one(model.moe_router_topk)
         inside += 2 * element * model.hidden_size * rows
     return tokens * between, tokens * (between + inside)

@@ -5,22 +5,21 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from fivefold.counts.blocks import stage_blocks
-from fivefold.counts.state import num_expert_shards
+from fivefold.counts.shards import num_expert_shards
 from fivefold.description.shape import StageParts
 from fivefold.layout import Layout
 from fivefold.mesh.buckets import buckets_of
-from fivefold.mesh.nodes import NodeSizes
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import (
+from fivefold.predict.data_parallel.zeropp import Together, gather_seconds, reduction_seconds
+from fivefold.predict.software import Software
+from fivefold.predict.times.communication import (
     GroupSpan,
     all_reduce,
     broadcasts,
     reduce_scatter,
     span,
 )
-from fivefold.predict.compute import elementwise
-from fivefold.predict.software import Software
-from fivefold.predict.zeropp import gather_seconds, reduction_seconds
+from fivefold.predict.times.compute import elementwise
 
 COPIED = 6.0
 """Elements read and written for each of a bucket: copied into it, divided, and copied back."""
@@ -84,13 +83,12 @@ def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts
     in_pairs = parallel.ddp_reduce_scatter_with_fp32_accumulation
     rate = software.gather_rate
 
-    def gathered(each: _Together) -> float:
+    def gathered(each: Together) -> float:
         if rate:
             return each.size * 2 / rate
-        placed = each.group, each.stride, each.node
-        return gather_seconds(layout, cluster, *placed, each.shapes, each.narrow)
+        return gather_seconds(layout, cluster, each)
 
-    def reduced(each: _Together) -> float:
+    def reduced(each: Together) -> float:
         sent = each.size * wire
         if whole:
             return all_reduce(cluster, each.group, sent)
@@ -100,15 +98,13 @@ def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts
             return all_reduce(cluster, every[each.experts], sent)
         scattered = reduce_scatter(cluster, each.group, sent, in_pairs=in_pairs)
         if parallel.zero_quantized_gradients:
-            scattered = reduction_seconds(cluster, each.group, each.stride, each.node, each.shapes)
+            scattered = reduction_seconds(cluster, each)
         between = all_reduce(cluster, replicas[each.experts], sent / each.group.size)
         return scattered + between
 
     ends = spec.embedding and software.waits_for_ends and not whole
 
-    def total(
-        seconds: Callable[[_Together], float], *, trained: bool, first: bool = False
-    ) -> float:
+    def total(seconds: Callable[[Together], float], *, trained: bool, first: bool = False) -> float:
         sent = _together(layout, spec, (shard, expert), software, trained=trained)
         return sum(each.count * seconds(each) for each in sent if each.ends or not first)
 
@@ -150,36 +146,6 @@ def _broadcast(
     return seconds
 
 
-@dataclass(frozen=True)
-class _Together:
-    """Parameters that are sent together.
-
-    Attributes:
-        group: ranks that share them.
-        stride: ranks between two of these.
-        node: how many of them share a node.
-        shapes: their shapes.
-        narrow: elements of those that are gathered in 8 bits.
-        count: how often a stage has such.
-        ends: whether they are those of the model's ends.
-        experts: whether they are those of experts.
-    """
-
-    group: GroupSpan
-    stride: int
-    node: NodeSizes
-    shapes: tuple[tuple[int, ...], ...]
-    narrow: int
-    count: int
-    ends: bool
-    experts: bool
-
-    @property
-    def size(self) -> int:
-        """Elements."""
-        return sum(map(prod, self.shapes))
-
-
 def _together(
     layout: Layout,
     spec: StageParts,
@@ -187,7 +153,7 @@ def _together(
     software: Software,
     *,
     trained: bool,
-) -> Iterator[_Together]:
+) -> Iterator[Together]:
     """What a stage sends at once: each block's parameters, or each parameter.
 
     `groups`: those of dense parameters and of experts; `trained`: only of what is trained.
@@ -206,7 +172,7 @@ def _together(
             for piece in [(shape,) for shape in shapes] if by_tensor else [shapes]:
                 if piece:
                     alike = block.count, place == 0, bool(experts)
-                    yield _Together(group, stride, node, piece, few, *alike)
+                    yield Together(group, stride, node, piece, few, *alike)
 
 
 def _buckets(

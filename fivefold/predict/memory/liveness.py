@@ -17,8 +17,6 @@ from fivefold.pipeline.ir import COMPUTE, Act, Kind, Program
 from fivefold.pipeline.order import Order
 
 WARM_UP, FIRST_BACKWARD, STEADY = "end of the warm-up", "first backward", "steady state"
-
-
 _PHASES = (WARM_UP, FIRST_BACKWARD, STEADY)
 
 

@@ -1,0 +1,1 @@
+"""Jobs of Megatron-LM: their arguments, and the settings that these are here."""

@@ -1,0 +1,259 @@
+"""The arguments of a job of Megatron-LM, from its command line or from what it logs of them."""
+
+import argparse
+import ast
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn
+
+from fivefold.config.foreign import FOREIGN
+from fivefold.errors import ConfigError, Mistake, Mistakes, shown
+
+_FIRST, _LAST = re.compile(r"-{3,} arguments -{3,}"), re.compile(r"-{3,} end of arguments -{3,}")
+_LINE = re.compile(r"(\w+) \.{2,}(?: (.*))?$")
+_MEMBERS = re.compile(r"<\w+\.(\w+): ")  # of enumerations
+_VOCABULARY = re.compile(r"padded vocab \(size: (\d+)\)")
+_ECHO = "sed 's/torchrun/echo torchrun/' job.sh | bash > job.txt"
+
+
+Named = Iterator[tuple[str, Any]]
+"""Settings by name, with values."""
+
+
+class Argument(NamedTuple):
+    """A way to give an argument, as Megatron-LM's parser has it."""
+
+    name: str
+    flags: tuple[str, ...]
+    action: str
+    nargs: str | int | None
+    kind: str | None
+    default: Any
+
+    def can_be(self, value: Any) -> bool:
+        """Whether a value is of its kind, as logs and checkpoints of others may not have it."""
+        if self.action != "Store":
+            return value is None or isinstance(value, bool)
+        if self.nargs is not None and isinstance(value, list):
+            return all(map(self._replace(nargs=None).can_be, value))
+        if value is None or self.kind not in ("int", "float"):
+            return value is not None or self.default != 1
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if self.kind == "float":
+            return whole or isinstance(value, float)
+        return whole and not (self.default == 1 and value < 1)  # a degree
+
+
+class Known(NamedTuple):
+    """The arguments of a release."""
+
+    release: str
+    arguments: tuple[Argument, ...]
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """What each argument is where it is not given; of two ways to give it, the first counts."""
+        return MappingProxyType({a.name: a.default for a in reversed(self.arguments)})
+
+
+@cache
+def known() -> Known:
+    """The arguments that `benchmarks.megatron_arguments` has written down."""
+    read = json.loads(files(__package__).joinpath("arguments.json").read_text(encoding="utf-8"))
+    return Known(
+        read["release"],
+        tuple(Argument(name, tuple(flags), *rest) for name, flags, *rest in read["arguments"]),
+    )
+
+
+@dataclass
+class MegatronJob:
+    """The arguments of a job; it notes which of them have been read.
+
+    Raises:
+        ConfigError: values of arguments are of the wrong kind.
+
+    Attributes:
+        given: arguments by name, as far as they are known to have been given.
+        unknown: flags that the release does not have, with their values.
+        ranks: number of ranks; None: not known.
+        vocabulary: tokens of the tokenizer, where a log tells; None: not known.
+    """
+
+    given: Mapping[str, Any]
+    unknown: tuple[str, ...] = ()
+    ranks: int | None = None
+    vocabulary: int | None = None
+    _read: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        mistakes = Mistakes()
+        for argument in known().arguments:
+            value = self.given.get(argument.name, argument.default)
+            if not argument.can_be(value):
+                mistakes.add(f"{argument.name} of the job cannot be {shown(value)}")
+        mistakes.raise_if_any()
+
+    def __getitem__(self, name: str) -> Any:
+        self._read.add(name)
+        return self.given[name] if name in self.given else known().defaults.get(name)
+
+    def listed(self, name: str) -> list[Any]:
+        """An argument of which there may be several values."""
+        value = self[name]
+        return value if isinstance(value, list) else [] if value is None else [value]
+
+    def same(self, *names: str) -> Named:
+        """Arguments that are settings of the same name."""
+        for name in names:
+            yield name, self[name]
+
+    def mention(self, *names: str) -> None:
+        """Mark arguments as understood."""
+        self._read.update(names)
+
+    def unread(self) -> dict[str, Any]:
+        """The arguments that are not at their defaults, and that nobody has read.
+
+        Those of other releases are taken for off where they are empty or False.
+        """
+        off: tuple[Any, ...] = (None, False, [])
+        defaults = known().defaults
+        return {
+            name: value
+            for name, value in self.given.items()
+            if name not in self._read
+            if (value != defaults[name] if name in defaults else value not in off)
+        }
+
+
+def read_job(text: str) -> MegatronJob:
+    """The job whose log, or whose command line, a text is.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if _FIRST.search(text):
+        return _from_log(text)
+    return _from_command(_words(text))
+
+
+def job_of(arguments: Mapping[str, Any]) -> MegatronJob:
+    """The job that had these arguments when it saved a checkpoint."""
+    ranks = arguments.get("world_size")
+    return MegatronJob({n: _plain(v) for n, v in arguments.items()}, ranks=ranks)
+
+
+def _plain(value: Any) -> Any:
+    """A value as a command line has it: types of torch by name, tuples as lists."""
+    if isinstance(value, tuple):
+        return list(value)
+    return value if isinstance(value, bool | int | float | str | list | None) else str(value)
+
+
+def _from_log(text: str) -> MegatronJob:
+    start = _FIRST.search(text)
+    assert start is not None
+    block = text[start.end() :]
+    end = _LAST.search(block)
+    kinds = {argument.name: argument for argument in known().arguments}
+    found = (_LINE.search(line) for line in block[: end.start() if end else None].splitlines())
+    given = {
+        match[1]: _value((match[2] or "").strip(), kinds.get(match[1]))
+        for match in found
+        if match is not None
+    }
+    if "num_layers" not in given:
+        raise ConfigError("the log's list of arguments has no num_layers: it is none of a model's")
+    vocabulary = _VOCABULARY.search(text)
+    ranks = given.get("world_size")
+    return MegatronJob(given, (), ranks, int(vocabulary[1]) if vocabulary else None)
+
+
+def _value(text: str, argument: Argument | None) -> Any:
+    """A value from the text that Python prints of it."""
+    if text in ("None", "True", "False"):
+        return {"None": None, "True": True, "False": False}[text]
+    plain = argument is not None and argument.kind is None and argument.nargs is None
+    if members := _MEMBERS.findall(text):
+        return members
+    if not plain or text.startswith(("[", "(")):
+        with suppress(ValueError, SyntaxError):
+            return _plain(ast.literal_eval(text))
+    return text
+
+
+def _words(text: str) -> list[str]:
+    """The words of a command, of several lines that end with backslashes, and with comments."""
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise ConfigError(f"this is no command that a shell reads: {error}") from None
+    if open_ := [word for word in words if re.search(r"\$[\w{(@*]", word)]:
+        what = f"only the shell knows what {shown(open_[0])} stands for"
+        raise ConfigError(str(Mistake(what, attempt=f"{_ECHO}; fivefold translate job.txt")))
+    return words
+
+
+class _MegatronParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"Megatron-LM would refuse this command: {message}")
+
+
+def _parser() -> _MegatronParser:
+    """Megatron-LM's parser; what is not given has no value."""
+    parser = _MegatronParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    types: dict[str | None, type] = {"int": int, "float": float}
+    for name, flags, action, nargs, kind, _ in known().arguments:
+        if action in ("StoreTrue", "StoreFalse"):
+            which = "store_true" if action == "StoreTrue" else "store_false"
+            parser.add_argument(*flags, dest=name, action=which, default=argparse.SUPPRESS)
+        elif action == "BooleanOptional":
+            on = [flag for flag in flags if not flag.startswith("--no-")]
+            how = argparse.BooleanOptionalAction
+            parser.add_argument(*on, dest=name, action=how, default=argparse.SUPPRESS)
+        else:
+            of = types.get(kind, str)
+            parser.add_argument(*flags, dest=name, nargs=nargs, type=of)
+    return parser
+
+
+def _from_command(words: Sequence[str]) -> MegatronJob:
+    scripts = [place for place, word in enumerate(words) if word.endswith(".py")]
+    start = scripts[-1] + 1 if scripts else 0
+    given, rest = _parser().parse_known_args(list(words[start:]))
+    unknown: list[str] = []
+    for word in rest:
+        if word.startswith("--"):
+            unknown.append(word)
+        elif unknown:
+            unknown[-1] += f" {word}"
+    if not vars(given):
+        raise ConfigError(
+            "this is neither a command line of Megatron-LM's pretrain_gpt.py nor a log of it, "
+            "which begins with '---- arguments ----'"
+        )
+    return MegatronJob(vars(given), tuple(unknown), _ranks(words[:start]))
+
+
+def _ranks(launcher: Sequence[str]) -> int | None:
+    """The ranks that torchrun starts; None: it does not say."""
+    text = " ".join(launcher)
+    each = re.search(r"--nproc[-_]per[-_]node[ =](\d+)", text)
+    nodes = re.search(r"--nnodes[ =](\d+)(?![\d:])", text)
+    return int(each[1]) * (int(nodes[1]) if nodes else 1) if each else None
+
+
+def lost_argument(name: str, value: Any) -> str:
+    """A sentence about an argument that has no counterpart."""
+    foreign = FOREIGN.get(name)
+    notes = [] if foreign is None else [" or ".join(foreign.flags), foreign.note]
+    note = "; ".join(filter(None, notes))
+    return f"{name} = {shown(value)}" + (f": {note}" if note else "")

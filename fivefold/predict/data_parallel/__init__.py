@@ -1,0 +1,1 @@
+"""How long what data-parallel ranks send takes, and the optimizer's update."""

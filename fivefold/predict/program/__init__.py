@@ -1,0 +1,1 @@
+"""How long a pipeline program takes, for many sets of costs at once."""

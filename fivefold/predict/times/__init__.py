@@ -1,0 +1,1 @@
+"""How long operations, layers and stages take for a microbatch."""

@@ -1,0 +1,68 @@
+"""`fivefold translate`: a job of Megatron-LM becomes a recipe that says what it could not take."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fivefold.cli.main import main
+from fivefold.config.sources import read_config
+from fivefold.convert.megatron import MegatronFolder
+from tests.config.test_megatron_job import DENSE, logged, read_job
+from tests.convert.make_megatron import FOLDER, VOCABULARY
+from tests.convert.test_megatron import MODELS, checkpoint
+
+
+def translated(source: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[str, str]:
+    assert main(["translate", str(source), *more]) == 0
+    done = capsys.readouterr()
+    return done.out, done.err
+
+
+def test_a_recipe_and_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = tmp_path / "job 1.log"
+    job.write_text(DENSE + "--exit-interval 7 --log-throughput --save /runs")
+    out, err = translated(job, capsys)
+    assert "# - exit_interval = 7: --train-iters; with" in out
+    assert "exit_interval" in err and "log_throughput" in err and "log_throughput" not in out
+    for command in ("train 'job 1.toml' --nproc 16 --dry-run", "rehearse 'job 1.toml' --nproc 16"):
+        assert f"  fivefold {command}\n" in err.partition("next\n")[2]
+    recipe = tmp_path / "job.toml"
+    recipe.write_text(out)
+    assert read_config(recipe).model.num_layers == 4
+    job.write_text(logged(dict(read_job(job.read_text()).given)))
+    assert tomllib.loads(translated(job, capsys)[0]) == tomllib.loads(out)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixed"])
+def test_the_arguments_of_a_checkpoint(
+    name: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of a training besides: what `make_megatron` saves has a model's alone."""
+    folder = checkpoint(FOLDER / name)
+    whole = MegatronFolder(folder).arguments | {"seq_length": 16, "max_position_embeddings": 16}
+    monkeypatch.setattr(MegatronFolder, "arguments", whole)
+    out, _ = translated(folder, capsys, "--vocab-size", str(VOCABULARY))
+    recipe = tmp_path / "job.toml"
+    recipe.write_text(out)
+    model, true = read_config(recipe).model, MODELS[name]
+    for size in (
+        "num_layers",
+        "hidden_size",
+        "num_experts",
+        "ffn_size",
+        "normalization",
+        "num_kv_heads",
+    ):
+        assert getattr(model, size) == getattr(true, size)
+
+
+@pytest.mark.parametrize("what", ["folder", "nothing"])
+def test_what_is_no_job(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path if what == "folder" else tmp_path / "job.txt"
+    assert main(["translate", str(source)]) == 2
+    said = capsys.readouterr().err
+    assert ("no checkpoint of Megatron-LM" if what == "folder" else "cannot read") in said

@@ -1,0 +1,218 @@
+"""Jobs of Megatron-LM in settings: nothing is read and ignored, and what was exported comes back.
+
+`benchmarks.check_exports` holds the same against what Megatron-LM itself logs.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import chain
+from random import Random
+from typing import Any
+
+import pytest
+
+from benchmarks.export_cases import CHANGES, changed, layouts
+from benchmarks.export_combinations import combinations
+from benchmarks.translations import command_of, differing
+from fivefold.config.megatron_job.arguments import Argument, job_of, known, read_job
+from fivefold.config.megatron_job.settings import Translation, translate
+from fivefold.config.sources import read_config
+from fivefold.errors import ConfigError
+from fivefold.layout import Layout
+from fivefold.tell.export.targets import export
+
+DENSE = (
+    "torchrun --nproc_per_node=8 --nnodes 2 pretrain_gpt.py --num-layers 4 --hidden-size 64 "
+    "--num-attention-heads 8 --seq-length 128 --max-position-embeddings 128 --micro-batch-size 2 "
+    "--global-batch-size 32 --train-iters 10 --lr 0.001 --vocab-size 1000 --mock-data "
+)
+EXPERTS = (
+    "--num-experts 8 --moe-aux-loss-coeff 0.01 --multi-latent-attention --qk-layernorm --bf16 "
+    "--fp8-format hybrid --optimizer muon --mtp-num-layers 1 --lr-decay-style WSD "
+    "--lr-wsd-decay-iters 2 --profile --position-embedding-type rope --use-rope-scaling "
+    "--pipeline-model-parallel-size 2 --context-parallel-size 2 --swiglu "
+    "--recompute-granularity full --recompute-method block --recompute-num-layers 1 --manual-gc "
+    "--fine-grained-activation-offloading --offload-modules core_attn --optimizer-cpu-offload "
+    "--use-precision-aware-optimizer --exp-avg-dtype bf16 --cross-entropy-loss-fusion "
+    "--eval-interval 5 --window-size 16,0 --moe-token-dispatcher-type flex "
+    "--use-distributed-optimizer --group-query-attention --moe-enable-deepep "
+)
+OTHERS = (
+    "--fp16 --train-samples 320 --tensor-model-parallel-size 2 --sequence-parallel "
+    "--recompute-granularity selective --context-parallel-size 2 --use-torch-fsdp2 "
+    "--pipeline-model-parallel-size 2 --data-path a b --tokenizer-type HuggingFaceTokenizer "
+    "--use-rotary-position-embeddings --cuda-graph-impl local --fim-data "
+)
+SHARDED = "--use-megatron-fsdp --data-parallel-sharding-strategy optim "
+DATA = DENSE.replace("--mock-data ", "")
+JOBS = (DENSE, DENSE + EXPERTS, DATA + OTHERS, DENSE + SHARDED)
+INERT = {
+    *("start_weight_decay", "end_weight_decay"),  # of a weight decay that is constant
+    "accumulate_allreduce_grads_in_fp32",  # as they always are
+    "finetune",  # weights alone are loaded, however
+}
+
+
+def laid_out() -> Iterator[tuple[str, Layout]]:
+    of_changes = ((name, layout) for name in CHANGES for layout in changed(name))
+    return chain(layouts(), of_changes, combinations(200))
+
+
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 6))]
+)
+def test_what_was_exported_comes_back(part: int) -> None:
+    for name, layout in list(laid_out())[part::6]:
+        found = export(layout, "megatron")
+        assert not differing(command_of(found.text, layout), found, layout), name
+
+
+def test_a_value_that_is_lost_on_the_way_shows() -> None:
+    layout = next(layout for _, layout in layouts())
+    found = export(layout, "megatron")
+    command = command_of(found.text, layout) + " --weight-decay 0.3 --rotary-base 7 --seed 5"
+    wrong = " ".join(differing(command, found, layout))
+    assert "weight_decay" in wrong and "rotary_base" in wrong and "seed" in wrong
+
+
+def other_value(argument: Argument, value: Any) -> Any:
+    """One of the same kind."""
+    if argument.action != "Store":
+        return not value
+    if argument.kind in ("int", "float"):
+        first = value[0] if isinstance(value, list) and value else value
+        other = (first if isinstance(first, int | float) else 6) + 1
+        changed: Any = int(other) if argument.kind == "int" else other * 0.75
+    else:
+        changed = "2" if value is None else "other"
+    return [changed] if argument.nargs in ("*", "+") else changed
+
+
+def outcome(given: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]] | None:
+    """Settings, and what was named; None: refused."""
+    try:
+        found = translate(job_of(given))
+        read_config(**found.values)
+    except ConfigError:
+        return None
+    return found.values, found.lost + found.harmless
+
+
+def test_no_argument_is_read_and_ignored() -> None:
+    """One that is not at its default changes a setting, is named, or is refused, in some job."""
+    jobs = [read_job(job).given | {"world_size": 16} for job in JOBS]
+    usual = [outcome(job) for job in jobs]
+    assert None not in usual
+    ignored = [
+        argument.name
+        for argument in known().arguments
+        if all(
+            outcome(job | {argument.name: other_value(argument, value)}) == before
+            for job, before in zip(jobs, usual, strict=True)
+            for value in [job.get(argument.name, known().defaults[argument.name])]
+        )
+    ]
+    assert set(ignored) <= set(INERT), ignored
+
+
+def logged(given: dict[str, Any]) -> str:
+    """What Megatron-LM prints of its arguments."""
+    everything = {**known().defaults, **given}
+    rows = (f"  {name} {'.' * (48 - len(name))} {value}" for name, value in everything.items())
+    lines = [
+        "using world size: 16, data-parallel size: 8",
+        "------------------------ arguments ------------------------",
+        *sorted(rows, key=str.lower),
+        "-------------------- end of arguments ---------------------",
+        " > padded vocab (size: 1000) with 24 dummy tokens (new size: 1024)",
+    ]
+    return "\n".join(f"[rank0]: {line}" for line in lines)
+
+
+@pytest.mark.parametrize("command", JOBS[:2])
+def test_a_log_says_what_its_command_line_does(command: str) -> None:
+    job = read_job(command)
+    told = read_job(logged({**job.given, "world_size": 16, "rank": 0}))
+    assert translate(told) == translate(job) and told.vocabulary == 1000
+
+
+def found(more: str = "", **values: Any) -> Translation:
+    return translate(read_job(DENSE + more), **values)
+
+
+def test_defaults_are_those_of_megatron() -> None:
+    model = read_config(**found().values).model
+    assert (model.normalization, model.activation_func) == ("LayerNorm", "gelu_tanh")
+    assert (model.hidden_dropout, model.add_bias_linear) == (0.1, True)
+    assert model.position_embedding_type == "learned_absolute"
+    assert not model.untie_embeddings_and_output_weights
+    squared = read_config(**found("--squared-relu --quick-geglu").values).model
+    assert (squared.activation_func, squared.gated_linear_unit) == ("squared_relu", False)
+    assert found().ranks == 16
+    assert found("--swiglu").values["ffn_hidden_size"] == 128  # two thirds of 256, in 64s
+    assert found("--lr-warmup-fraction 0.2").values["lr_warmup_iters"] == 2
+
+
+@pytest.mark.parametrize(
+    ("tp", "tokenizer", "padded"), [(1, "", 1024), (8, "", 1024), (2, "NullTokenizer", 1024)]
+)
+def test_vocabularies_are_padded_as_there(tp: int, tokenizer: str, padded: int) -> None:
+    kind = f"--tokenizer-type {tokenizer}" if tokenizer else ""
+    config = read_config(**found(f"--tensor-model-parallel-size {tp} {kind}").values)
+    assert config.model.padded_vocab_size == padded
+    assert config.model.vocab_size == 1000 + bool(tokenizer)
+    wide = read_config(**found("--tensor-model-parallel-size 16 --padded-vocab-size 4096").values)
+    assert wide.model.padded_vocab_size == 4096
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("hello world", "neither a command line"),
+        (DENSE + "--num-layers $LAYERS", "only the shell knows what '\\$LAYERS' stands for"),
+        (DENSE + "--num-layers four", "Megatron-LM would refuse"),
+        (DENSE + "'--lr", "no command that a shell reads"),
+        (DENSE.replace("--num-layers 4", ""), "does not say num_layers"),
+        (DENSE.replace("--vocab-size 1000", ""), "how many tokens its tokenizer has"),
+        (DENSE + "--qk-l2-norm", "qk_l2_norm = True: no model here has that"),
+        (DENSE + "--position-embedding-type none", "position_embedding_type cannot be"),
+        ("---- arguments ----\n  a ...... 1\n---- end of arguments ----", "has no num_layers"),
+    ],
+)
+def test_what_is_no_job_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        translate(read_job(text))
+
+
+def test_flags_of_other_releases_are_named() -> None:
+    (lost, *_) = [
+        line for line in found("--newest-thing 3 4 --log-throughput").lost if "new" in line
+    ]
+    assert lost.startswith("--newest-thing 3 4: no argument of Megatron-LM 0.16")
+
+
+@pytest.mark.parametrize(
+    ("topk", "weighs"), [(1, ("sigmoid", False, None)), (2, ("softmax", True, None))]
+)
+def test_sinkhorn_weighs_as_there(topk: int, weighs: tuple[str, bool, float | None]) -> None:
+    """Its router's code looks at no setting of the weights then; an export says so."""
+    values = found(
+        f"--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-router-topk {topk} "
+        "--moe-router-topk-scaling-factor 2.5 --moe-router-score-function softmax"
+    ).values
+    names = ("score_function", "pre_softmax", "topk_scaling_factor")
+    assert tuple(values[f"moe_router_{name}"] for name in names) == weighs
+
+
+ODD = (None, "x", -1, 0, [1], ["a", "b"], 1e9, "", True, False, "1", 2.5, "[1, 2]", {"a": 1})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_values_of_any_kind_are_read_or_refused(seed: int) -> None:
+    """As logs and checkpoints of other programs may have them."""
+    draw, names = Random(seed), [argument.name for argument in known().arguments]
+    for _ in range(100):
+        values = {draw.choice(names): draw.choice(ODD) for _ in range(draw.choice((1, 1, 2, 4)))}
+        with suppress(ConfigError):
+            translated = translate(job_of(read_job(draw.choice(JOBS)).given | values))
+            read_config(**translated.values)
