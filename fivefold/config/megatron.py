@@ -14,8 +14,8 @@ from fivefold.files import read_json, read_text
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = "metadata.json"
 NEVER = (
-    *("apply_residual_connection_post_layernorm", "attention_output_gate"),
-    *("moe_apply_probs_on_input", "qk_l2_norm", "rotary_interleaved", "use_mup"),
+    *("apply_residual_connection_post_layernorm", "attention_output_gate", "qk_l2_norm"),
+    *("moe_apply_probs_on_input", "rotary_interleaved", "use_mup"),
     *("experimental_attention_variant", "moe_latent_size", "hybrid_override_pattern"),
 )
 """Switches that no model here has, most of which change what the same weights compute."""

@@ -4,19 +4,16 @@ from collections.abc import Iterator
 from math import ceil
 
 from fivefold.config.data import MOCK
-from fivefold.config.layer_pattern import runs
-from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.training import SCALE_BY_TRIAL, TrainingConfig
 from fivefold.layout import Layout
-from fivefold.tell.export.megatron_activation import activation_flags, lost_of_activation
 from fivefold.tell.export.megatron_experts import (
     auxiliary,
     dispatcher_flags,
-    expert_flags,
     lost_of_experts,
 )
 from fivefold.tell.export.megatron_memory import lost_of_memory, memory_flags
+from fivefold.tell.export.megatron_model import fusion_flags, lost_of_the_model, model_flags
 from fivefold.tell.export.megatron_optimizer import its_sharding, lost_of_muon, optimizer_flags
 from fivefold.tell.export.megatron_pipeline import (
     its_pipeline,
@@ -35,27 +32,22 @@ from fivefold.tell.export.settings import (
 )
 
 _RECIPES = ("delayed", "tensorwise", "mxfp8", "blockwise")
-_ITS_ROPE_SCALING = {
-    "rope_low_freq_factor": 1.0,
-    "rope_high_freq_factor": 4.0,
-    "rope_original_max_position_embeddings": 8192,
-}
 
 
 def megatron(layout: Layout) -> Export:
     """The flags of a layout; Fivefold can read those that it has in common."""
     said, runs = Settings(layout.config), its_pipeline(layout)
     lines = [
-        *_model(said, layout),
+        *model_flags(said, layout),
         *pipeline_flags(said, layout, runs),
         *_parallel(said, layout, runs),
         *memory_flags(said, runs),
         *optimizer_flags(said, layout),
         *_training(said, layout.config.training),
-        *_fusions(said, layout.config.model),
+        *fusion_flags(said, layout.config.model),
     ]
     missing = [
-        *_lost_of_the_model(said, layout),
+        *lost_of_the_model(said, layout),
         *lost_in_the_pipeline(said, layout, runs),
         *(lost_of_experts(said, layout, runs) if layout.config.model.num_experts else ()),
         *lost_of_muon(said, layout),
@@ -64,54 +56,6 @@ def megatron(layout: Layout) -> Export:
         *said.unread("no flag there"),
     ]
     return Export(command_line(lines), tuple(missing))
-
-
-def _model(said: Settings, layout: Layout) -> Iterator[str]:
-    model = layout.config.model
-    yield from flags(said, "num_layers", "hidden_size", "num_attention_heads")
-    said.mention("ffn_hidden_size")
-    yield from set_flag("ffn_hidden_size", model.ffn_size)
-    if said["num_query_groups"] and not model.multi_latent_attention:
-        yield "--group-query-attention"
-        yield from flags(said, "num_query_groups")
-    yield from flags(said, "kv_channels", "normalization", "norm_epsilon")
-    yield from set_flag("apply_layernorm_1p", said["apply_layernorm_1p"])
-    yield from set_flag("qk_layernorm", said["qk_layernorm"] or model.multi_latent_attention)
-    if said["softmax_type"] != "vanilla":
-        yield from flags(said, "softmax_type")
-    yield from flags(said, "position_embedding_type")
-    positions = max(said["max_position_embeddings"], layout.config.training.seq_length)
-    yield from set_flag("max_position_embeddings", positions)
-    if said["window_size"] is not None:
-        yield from flag("window-size", f"{model.window_size},0")
-        yield from flags(said, "window_attn_skip_freq")
-    if model.position_embedding_type == "rope":
-        yield from set_flag("rotary_base", round(said["rotary_base"]))
-        latent = said["multi_latent_attention"]  # whose default is another, and which alone has two
-        yield from flag("rope-type", said["rope_type"] if latent else "rope")
-        if said["rotary_percent"] != 1.0:
-            yield from flags(said, "rotary_percent")
-        if said["no_rope_freq"] is not None:  # a number must divide the layers there
-            without = [not model.rotates(layer) for layer in range(model.num_layers)]
-            yield from flag("no-rope-freq", runs(without))
-        if model.use_rope_scaling:
-            yield from flags(said, "use_rope_scaling", "rope_scaling_factor")
-    yield from activation_flags(said, model)
-    yield from flags(said, "add_qkv_bias", "untie_embeddings_and_output_weights")
-    yield from flags(said, "vocab_size", "make_vocab_size_divisible_by")
-    if model.padded_vocab_size % (model.make_vocab_size_divisible_by * layout.grid.tp):
-        yield from set_flag("padded_vocab_size", model.padded_vocab_size)  # else padded for TP, too
-    yield from flags(said, "hidden_dropout", "attention_dropout", "init_method_std")
-    if said["num_experts"]:
-        yield from expert_flags(said)
-    if said["multi_latent_attention"]:
-        yield from flags(said, "multi_latent_attention", "q_lora_rank", "kv_lora_rank")
-        yield from flags(said, "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-    if said["rope_type"] == "yarn" and said["multi_latent_attention"]:
-        yield from flags(said, "rotary_scaling_factor", "mscale", "mscale_all_dim")
-    yield from set_flag("mtp_num_layers", said["mtp_num_layers"] or None)
-    if model.mtp_num_layers:
-        yield from flags(said, "mtp_loss_scaling_factor")
 
 
 def _parallel(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
@@ -191,61 +135,6 @@ def _training(said: Settings, training: TrainingConfig) -> Iterator[str]:
     if (minutes := said["exit_duration_in_mins"]) is not None:
         yield from flag("exit-duration-in-mins", max(int(minutes), 1))
     yield from flags(said, "split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-
-
-def _fusions(said: Settings, model: ModelConfig) -> Iterator[str]:
-    for name in ("rope_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion"):
-        on = said[name] and not (name == "rope_fusion" and _has_plain_latents(model))
-        yield from set_flag(f"no_{name}", not on)
-
-
-def _has_plain_latents(model: ModelConfig) -> bool:
-    """Whether its heads are of latent attention without YaRN, which it has in no fusion."""
-    return model.multi_latent_attention and model.rope_type != "yarn"
-
-
-def _lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
-    model = layout.config.model
-    if model.position_embedding_type == "rope" and model.rotary_base % 1:
-        base = model.rotary_base
-        yield f"its rotary_base is a whole number: {round(base)}, not {base}"
-    stretch = said["rotary_seq_len_interpolation_factor"]
-    if stretch is not None:
-        yield (
-            f"rotary_seq_len_interpolation_factor {stretch:g} was left out: models of release 0.16 "
-            "take no notice of its flag, which later ones read as a whole number"
-        )
-    if model.use_rope_scaling:
-        others = [
-            f"{name} is {its:g} there, not {said[name]:g}"
-            for name, its in _ITS_ROPE_SCALING.items()
-            if said[name] != its
-        ]
-        if others:
-            yield f"its RoPE scaling has these numbers in its code: {'; '.join(others)}"
-    yield from lost_of_activation(said, model)
-    if model.mtp_num_layers and model.position_embedding_type != "rope":
-        yield "it refuses mtp_num_layers with learned positions (position_embedding_type)"
-    if said["rope_fusion"] and _has_plain_latents(model):
-        yield "rope_fusion was left out: with latent attention it needs rope_type yarn"
-    if said["parallel_residual"]:
-        yield "it has no parallel_residual: attention and MLP run one after the other there"
-    if said["rope_type"] == "yarn" and not said["multi_latent_attention"]:
-        scaling = f"rotary_scaling_factor = {said['rotary_scaling_factor']}"
-        yield (
-            f"it has no rope_type yarn but for latent attention: {scaling}, mscale = "
-            f"{said['mscale']} and mscale_all_dim = {said['mscale_all_dim']} were left out"
-        )
-    if said["rope_type"] == "yarn":
-        given = said.told("original_max_position_embeddings", "beta_fast", "beta_slow")
-        rounds = said["yarn_correction_range_round_to_int"]
-        yield (
-            f"fields of its configuration, without flags: {given}, "
-            f"yarn_correction_range_round_to_int = {str(rounds).lower()}"
-        )
-    if said["unmodelled"]:
-        left_out = ", ".join(model.unmodelled)
-        yield f"what this description leaves out (unmodelled) is yours to add: {left_out}"
 
 
 def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:

@@ -1,0 +1,159 @@
+"""Flags of the model for Megatron-LM, and what it lacks of it."""
+
+from collections.abc import Iterator
+
+from fivefold.config.layer_pattern import runs
+from fivefold.config.model import ModelConfig
+from fivefold.layout import Layout
+from fivefold.tell.export.megatron_experts import expert_flags
+from fivefold.tell.export.settings import Settings, flag, flags, set_flag
+
+_ITS_ROPE_SCALING = {
+    "rope_low_freq_factor": 1.0,
+    "rope_high_freq_factor": 4.0,
+    "rope_original_max_position_embeddings": 8192,
+}
+
+
+def model_flags(said: Settings, layout: Layout) -> Iterator[str]:
+    """Sizes, norms, positions, attention, experts and further predictions."""
+    model = layout.config.model
+    yield from flags(said, "num_layers", "hidden_size", "num_attention_heads")
+    said.mention("ffn_hidden_size")
+    yield from set_flag("ffn_hidden_size", model.ffn_size)
+    if said["num_query_groups"] and not model.multi_latent_attention:
+        yield "--group-query-attention"
+        yield from flags(said, "num_query_groups")
+    yield from flags(said, "kv_channels", "normalization", "norm_epsilon")
+    yield from set_flag("apply_layernorm_1p", said["apply_layernorm_1p"])
+    yield from set_flag("qk_layernorm", said["qk_layernorm"] or model.multi_latent_attention)
+    if said["softmax_type"] != "vanilla":
+        yield from flags(said, "softmax_type")
+    yield from flags(said, "position_embedding_type")
+    positions = max(said["max_position_embeddings"], layout.config.training.seq_length)
+    yield from set_flag("max_position_embeddings", positions)
+    if said["window_size"] is not None:
+        yield from flag("window-size", f"{model.window_size},0")
+        yield from flags(said, "window_attn_skip_freq")
+    if model.position_embedding_type == "rope":
+        yield from set_flag("rotary_base", round(said["rotary_base"]))
+        latent = said["multi_latent_attention"]  # whose default is another, and which alone has two
+        yield from flag("rope-type", said["rope_type"] if latent else "rope")
+        if said["rotary_percent"] != 1.0:
+            yield from flags(said, "rotary_percent")
+        if said["no_rope_freq"] is not None:  # a number must divide the layers there
+            without = [not model.rotates(layer) for layer in range(model.num_layers)]
+            yield from flag("no-rope-freq", runs(without))
+        if model.use_rope_scaling:
+            yield from flags(said, "use_rope_scaling", "rope_scaling_factor")
+    yield from _activation(said, model)
+    yield from flags(said, "add_qkv_bias", "untie_embeddings_and_output_weights")
+    yield from flags(said, "vocab_size", "make_vocab_size_divisible_by")
+    if model.padded_vocab_size % (model.make_vocab_size_divisible_by * layout.grid.tp):
+        yield from set_flag("padded_vocab_size", model.padded_vocab_size)  # else padded for TP, too
+    yield from flags(said, "hidden_dropout", "attention_dropout", "init_method_std")
+    if said["num_experts"]:
+        yield from expert_flags(said)
+    if said["multi_latent_attention"]:
+        yield from flags(said, "multi_latent_attention", "q_lora_rank", "kv_lora_rank")
+        yield from flags(said, "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    if said["rope_type"] == "yarn" and said["multi_latent_attention"]:
+        yield from flags(said, "rotary_scaling_factor", "mscale", "mscale_all_dim")
+    yield from set_flag("mtp_num_layers", said["mtp_num_layers"] or None)
+    if model.mtp_num_layers:
+        yield from flags(said, "mtp_loss_scaling_factor")
+
+
+def _activation(said: Settings, model: ModelConfig) -> Iterator[str]:
+    """Flags of the activation; Megatron-LM's GELU uses tanh if fused with a bias, else erf."""
+    if said["gated_linear_unit"] and said["activation_func"] == "silu":
+        yield "--swiglu"
+    elif model.gated_linear_unit and model.activation_func == "quick_gelu":
+        yield "--quick-geglu"
+    squared = (model.activation_func, model.gated_linear_unit) == ("squared_relu", False)
+    yield from set_flag("squared_relu", squared)
+    exact = model.activation_func == "gelu" and model.add_bias_linear
+    if exact or _has_tanh(model):  # as its fusion is on or off
+        said.mention("activation_func")
+    unfused = not said["bias_gelu_fusion"] and not _has_tanh(model)
+    yield from set_flag("no_bias_gelu_fusion", exact or squared or unfused)
+    fuses = said["bias_swiglu_fusion"]
+    if said["glu_linear_offset"]:
+        yield from flags(said, "glu_linear_offset")
+        fuses = fuses and model.activation_func == "quick_gelu"
+    yield from set_flag("no_bias_swiglu_fusion", not fuses)
+    yield from flags(said, "activation_func_clamp_value")
+    if not said["add_bias_linear"]:
+        yield "--disable-bias-linear"
+
+
+def fusion_flags(said: Settings, model: ModelConfig) -> Iterator[str]:
+    """Fusions that are on there unless they are turned off."""
+    for name in ("rope_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion"):
+        on = said[name] and not (name == "rope_fusion" and _has_plain_latents(model))
+        yield from set_flag(f"no_{name}", not on)
+
+
+def _has_plain_latents(model: ModelConfig) -> bool:
+    """Whether its heads are of latent attention without YaRN, which it has in no fusion."""
+    return model.multi_latent_attention and model.rope_type != "yarn"
+
+
+def _has_tanh(model: ModelConfig) -> bool:
+    """Whether its MLP there would be a GELU by tanh, which it has in its fusion alone."""
+    return model.activation_func == "gelu_tanh" and model.add_bias_linear
+
+
+def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
+    """Sentences about what it has not, or has in another way."""
+    model = layout.config.model
+    if model.position_embedding_type == "rope" and model.rotary_base % 1:
+        base = model.rotary_base
+        yield f"its rotary_base is a whole number: {round(base)}, not {base}"
+    stretch = said["rotary_seq_len_interpolation_factor"]
+    if stretch is not None:
+        yield (
+            f"rotary_seq_len_interpolation_factor {stretch:g} was left out: models of release 0.16 "
+            "take no notice of its flag, which later ones read as a whole number"
+        )
+    if model.use_rope_scaling:
+        others = [
+            f"{name} is {its:g} there, not {said[name]:g}"
+            for name, its in _ITS_ROPE_SCALING.items()
+            if said[name] != its
+        ]
+        if others:
+            yield f"its RoPE scaling has these numbers in its code: {'; '.join(others)}"
+    function = (model.activation_func, model.gated_linear_unit)
+    exact = model.activation_func == "gelu" or model.add_bias_linear
+    named = function in (("silu", True), ("quick_gelu", True), ("squared_relu", False))
+    if not named and (model.gated_linear_unit or function[0] == "silu" or not exact):
+        yield (
+            f"activation_func {function[0]} with gated_linear_unit {function[1]} and "
+            f"add_bias_linear {model.add_bias_linear} has no flag there: its MLP runs "
+            "GELU without a gate"
+        )
+    if not said["bias_gelu_fusion"] and _has_tanh(model):
+        yield "it has GELU by tanh only fused: bias_gelu_fusion stays on"
+    if model.mtp_num_layers and model.position_embedding_type != "rope":
+        yield "it refuses mtp_num_layers with learned positions (position_embedding_type)"
+    if said["rope_fusion"] and _has_plain_latents(model):
+        yield "rope_fusion was left out: with latent attention it needs rope_type yarn"
+    if said["parallel_residual"]:
+        yield "it has no parallel_residual: attention and MLP run one after the other there"
+    if said["rope_type"] == "yarn" and not said["multi_latent_attention"]:
+        scaling = f"rotary_scaling_factor = {said['rotary_scaling_factor']}"
+        yield (
+            f"it has no rope_type yarn but for latent attention: {scaling}, mscale = "
+            f"{said['mscale']} and mscale_all_dim = {said['mscale_all_dim']} were left out"
+        )
+    if said["rope_type"] == "yarn":
+        given = said.told("original_max_position_embeddings", "beta_fast", "beta_slow")
+        rounds = said["yarn_correction_range_round_to_int"]
+        yield (
+            f"fields of its configuration, without flags: {given}, "
+            f"yarn_correction_range_round_to_int = {str(rounds).lower()}"
+        )
+    if said["unmodelled"]:
+        left_out = ", ".join(model.unmodelled)
+        yield f"what this description leaves out (unmodelled) is yours to add: {left_out}"
