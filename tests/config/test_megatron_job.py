@@ -146,6 +146,8 @@ def test_defaults_are_those_of_megatron() -> None:
     assert (model.hidden_dropout, model.add_bias_linear) == (0.1, True)
     assert model.position_embedding_type == "learned_absolute"
     assert not model.untie_embeddings_and_output_weights
+    squared = read_config(**found("--squared-relu --quick-geglu").values).model
+    assert (squared.activation_func, squared.gated_linear_unit) == ("squared_relu", False)
     assert found().ranks == 16
     assert found("--swiglu").values["ffn_hidden_size"] == 128  # two thirds of 256, in 64s
     assert found("--lr-warmup-fraction 0.2").values["lr_warmup_iters"] == 2

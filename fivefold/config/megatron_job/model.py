@@ -48,15 +48,15 @@ def _activation(job: MegatronJob) -> Named:
     if job["swiglu"]:
         function = "silu"
         inner = inner or (hidden and int(8 * hidden / 3 / 64) * 64)
-    elif job["quick_geglu"]:
-        function = "quick_gelu"
     elif job["squared_relu"]:
         function = "squared_relu"
+    elif job["quick_geglu"]:
+        function = "quick_gelu"
     else:
         function = "gelu_tanh" if tanh or job["openai_gelu"] else "gelu"
     yield "ffn_hidden_size", inner or (hidden and 4 * hidden)
     yield "activation_func", function
-    yield "gated_linear_unit", job["swiglu"] or job["quick_geglu"]
+    yield "gated_linear_unit", function in ("silu", "quick_gelu")
     yield from job.same("glu_linear_offset", "activation_func_clamp_value")
     yield from job.same("bias_gelu_fusion", "bias_swiglu_fusion", "bias_dropout_fusion")
 
