@@ -8,6 +8,7 @@ from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.training import OptimizerConfig
 from fivefold.mesh.slices import Piece, piece_of
 from fivefold.optim.adamw import AdamW
+from fivefold.optim.schedule import StepRates
 from tests.mesh.layouts import LAYOUTS, content, parameters, world_size
 from tests.pool import run
 from tests.verify.cases import shared_groups
@@ -98,7 +99,7 @@ def apply(optimizer: AdamW, held: dict[str, nn.Parameter], step: int) -> None:
         part = piece_of(grad)
         part.local.copy_(content(f"{name} grad {step}", part.shape)[part.slices])
         parameter.grad = grad
-    optimizer.step(lr=0.1)
+    optimizer.step(StepRates(0.1, 0.1, 0.1))
 
 
 @pytest.mark.parametrize("layout", ["tp2", "fsdp2 tp2"])
