@@ -45,7 +45,7 @@ _put_together = dispatch.join
 def _read(result: DeviceResult, layers: Sequence[int] = ()) -> StepResult:
     with suppress(ValueError, OverflowError):  # of what memory held
         _read_memory(result, layers)
-    return StepResult(1.0, 1.0, result.lr, 1, extra=dict.fromkeys(result.extra, 0.0))
+    return StepResult(1.0, 1.0, result.rates.lr, 1, extra=dict.fromkeys(result.extra, 0.0))
 
 
 def _by_expert(choice: ExpertChoice, kept: int | None = None) -> tuple[Rows, Tensor]:
