@@ -50,11 +50,21 @@ def run(argv: Sequence[str]) -> int:
     if options.target is None:
         print(recipe, end="")
     else:
+        _check_unwritten(Path(target))
         write_atomic(Path(target), recipe)
     told = sys.stderr if options.target is None else sys.stdout
     for line in _told(found, target, told):
         print(line, file=told)
     return 0
+
+
+_TITLE = "# A job of Megatron-LM, translated by `fivefold translate`."
+
+
+def _check_unwritten(target: Path) -> None:
+    """Only an earlier translation may be written over."""
+    if target.exists() and not read_text(target, ConfigError).startswith(_TITLE):
+        raise ConfigError(f"{target} is there, and no translation\n  works: another name")
 
 
 def _job(source: str) -> MegatronJob:
@@ -72,7 +82,7 @@ def _job(source: str) -> MegatronJob:
 
 
 def _header(found: "Translation") -> Iterator[str]:
-    yield "# A job of Megatron-LM, translated by `fivefold translate`."
+    yield _TITLE
     if found.lost:
         yield "# Not carried over:"
         for line in found.lost:

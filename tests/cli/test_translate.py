@@ -66,3 +66,16 @@ def test_what_is_no_job(what: str, tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["translate", str(source)]) == 2
     said = capsys.readouterr().err
     assert ("no checkpoint of Megatron-LM" if what == "folder" else "cannot read") in said
+
+
+def test_only_a_translation_is_written_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, recipe = tmp_path / "job.txt", tmp_path / "job.toml"
+    job.write_text(DENSE)
+    for _ in range(2):
+        assert main(["translate", str(job), str(recipe)]) == 0
+    recipe.write_text("[model]\n")
+    assert main(["translate", str(job), str(recipe)]) == 2
+    assert "is there, and no translation" in capsys.readouterr().err
+    assert recipe.read_text() == "[model]\n"
