@@ -6,20 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from textwrap import wrap
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from fivefold.cli.style import paint
+from fivefold.config.config import SETTINGS
 from fivefold.config.megatron import is_megatron, megatron_checkpoint
 from fivefold.config.megatron_job.arguments import MegatronJob, job_of, read_job
-from fivefold.config.parallel import option
-from fivefold.config.settings import argument
+from fivefold.config.megatron_job.settings import Translation, translate
+from fivefold.config.rules.dependence import without_orphans
+from fivefold.config.settings import argument, option
 from fivefold.config.sources import load_options, read_config, to_toml
 from fivefold.errors import ConfigError
 from fivefold.files import read_text, write_atomic
 from fivefold.units import several
-
-if TYPE_CHECKING:
-    from fivefold.config.megatron_job.settings import Translation
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,9 @@ class Options:
 
 def run(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name."""
-    from fivefold.config.megatron_job.settings import translate
-
     options = load_options(argv, Options)
     found = translate(_job(options.source), options.vocab_size)
-    config = read_config(**found.values)
+    config, idle = without_orphans(read_config(**found.values), (), deciding=SETTINGS)
     recipe = "\n".join([*_header(found), "", to_toml(config, changes_only=True)])
     stem = "job" if options.source == "-" else Path(options.source).stem
     target = options.target or f"{stem}.toml"
@@ -53,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
         _check_unwritten(Path(target))
         write_atomic(Path(target), recipe)
     told = sys.stderr if options.target is None else sys.stdout
-    for line in _told(found, target, told):
+    for line in _told(found, [each.name for each in idle], target, told):
         print(line, file=told)
     return 0
 
@@ -81,7 +78,7 @@ def _job(source: str) -> MegatronJob:
     return read_job(sys.stdin.read() if source == "-" else read_text(path, ConfigError))
 
 
-def _header(found: "Translation") -> Iterator[str]:
+def _header(found: Translation) -> Iterator[str]:
     yield _TITLE
     if found.lost:
         yield "# Not carried over:"
@@ -89,14 +86,14 @@ def _header(found: "Translation") -> Iterator[str]:
             yield from wrap(line, 100, initial_indent="# - ", subsequent_indent="#   ")
 
 
-def _told(found: "Translation", recipe: str, stream: TextIO) -> Iterator[str]:
+def _told(found: Translation, idle: Sequence[str], recipe: str, stream: TextIO) -> Iterator[str]:
     if found.lost:
         yield paint("not carried over", "bold", stream)
         for line in found.lost:
             yield from wrap(line, 100, initial_indent="  ", subsequent_indent="    ")
-    if found.harmless:
-        what = several(len(found.harmless), "argument")
-        names = wrap(", ".join(found.harmless), 96, initial_indent="  ", subsequent_indent="  ")
+    if without_effect := sorted({*found.harmless, *idle}):
+        what = several(len(without_effect), "argument")
+        names = wrap(", ".join(without_effect), 96, initial_indent="  ", subsequent_indent="  ")
         yield paint(f"{what} without effect here", "bold", stream)
         yield from (paint(line, "dim", stream) for line in names)
     ranks = f" --nproc {found.ranks}" if found.ranks else ""

@@ -79,3 +79,14 @@ def test_only_a_translation_is_written_over(
     assert main(["translate", str(job), str(recipe)]) == 2
     assert "is there, and no translation" in capsys.readouterr().err
     assert recipe.read_text() == "[model]\n"
+
+
+def test_what_idles_there_is_left_out_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as the end of a decay that a constant rate does not have: a run would refuse it."""
+    job, recipe = tmp_path / "job.txt", tmp_path / "job.toml"
+    job.write_text(DENSE + "--lr-decay-style constant --min-lr 1e-5 --lr-decay-iters 8")
+    out, _ = translated(job, capsys, str(recipe))
+    assert "lr_decay_iters, min_lr" in out and "min_lr" not in recipe.read_text()
+    assert main(["train", str(recipe), "--nproc", "16", "--dry-run"]) == 0

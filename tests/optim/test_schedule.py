@@ -2,6 +2,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -80,9 +81,11 @@ def test_the_ends_have_rates_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(("style", "quarter"), [("linear", 0.25), ("cosine", 0.1464466)])
-def test_weight_decay_grows_over_the_run(style: str, quarter: float) -> None:
+def test_weight_decay_grows_over_the_run(
+    style: Literal["linear", "cosine"], quarter: float
+) -> None:
     config = OptimizerConfig(
-        weight_decay_incr_style=style,  # type: ignore[arg-type]
+        weight_decay_incr_style=style,
         start_weight_decay=0.1,
         end_weight_decay=0.5,
     )

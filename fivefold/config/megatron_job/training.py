@@ -1,6 +1,7 @@
 """The layout, the training and the data of a job of Megatron-LM, in settings."""
 
 from collections.abc import Mapping
+from math import prod
 from types import MappingProxyType
 
 from fivefold.config.data import MOCK
@@ -16,6 +17,8 @@ _TYPES: Mapping[str, str] = MappingProxyType(
         "torch.uint8": "fp8",
     }
 )
+_SPLITS = ("tensor_model", "pipeline_model", "context")
+"""What leaves the ranks of a job for data parallelism."""
 _FOLDERS: Mapping[str, str] = MappingProxyType(
     {
         "load": "--load takes its distributed checkpoints, weights alone",
@@ -135,13 +138,10 @@ def of_formats(job: MegatronJob) -> Named:
 def of_training(job: MegatronJob, mistakes: Mistakes, lost: list[str]) -> Named:
     """Batches, durations, evaluations, checks and logs."""
     yield "micro_batch_size", job["micro_batch_size"]
-    split = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     batch = job["global_batch_size"]
     if batch is None and job.ranks and job["micro_batch_size"]:
-        dp = job.ranks
-        for name in split:
-            dp //= job[name]
-        batch = job["micro_batch_size"] * dp
+        splits = (job[f"{kind}_parallel_size"] for kind in _SPLITS)
+        batch = job["micro_batch_size"] * (job.ranks // prod(splits))
     yield "global_batch_size", batch
     yield from needed(job, "seq_length", mistakes, "encoder_seq_length")
     yield from job.same("rampup_batch_size")

@@ -43,7 +43,9 @@ def leaves_idle(config: Config, decides: str, **settings: Any) -> bool:
     return any(orphan.of.refused and orphan.of.on == decides for orphan in found)
 
 
-def without_orphans(config: Config, by_flag: Collection[str]) -> tuple[Config, list[Orphan]]:
+def without_orphans(
+    config: Config, by_flag: Collection[str], *, deciding: Collection[str] | None = None
+) -> tuple[Config, list[Orphan]]:
     """Leave out the settings of a recipe that have no effect because of a flag.
 
     Settings given by flags stay, and so do those that have no effect in the recipe itself.
@@ -51,13 +53,15 @@ def without_orphans(config: Config, by_flag: Collection[str]) -> tuple[Config, l
     Args:
         config: configuration of a recipe and flags.
         by_flag: names of the settings that were given by flags.
+        deciding: names of the settings because of which others are left out; None: the flags.
 
     Returns:
         The remaining configuration, and the settings that are left out.
     """
     left_out = []
+    deciding = by_flag if deciding is None else deciding
     for of in DEPENDENTS:  # one after the other, as some hang on settings that others leave out
-        if of.on in by_flag:
+        if of.on in deciding:
             found = [orphan for orphan in _orphans(of, config) if orphan.name not in by_flag]
             config = config.with_values(**{orphan.name: orphan.default for orphan in found})
             left_out += found

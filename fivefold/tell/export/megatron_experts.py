@@ -78,8 +78,9 @@ def lost_of_experts(said: Settings, layout: Layout, runs: Layout) -> Iterator[st
 
 def _lost_of_sinkhorn(said: Settings, model: ModelConfig) -> Iterator[str]:
     """With it the router's code looks at no setting of the weights of results."""
-    alone, softmax = said["moe_router_topk"] == 1, said["moe_router_score_function"] == "softmax"
-    if softmax == alone or said["moe_router_pre_softmax"] == alone:
+    ours = said["moe_router_score_function"], said["moe_router_pre_softmax"]
+    alone = said["moe_router_topk"] == 1
+    if ours != (("sigmoid", False) if alone else ("softmax", True)):
         its = "the sigmoid of the chosen one" if alone else "the softmax over all experts"
         yield (
             f"with sinkhorn it weighs results by {its}, whatever moe_router_score_function and "
