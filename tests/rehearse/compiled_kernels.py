@@ -2,7 +2,8 @@
 have: python -m tests.rehearse.compiled_kernels CAPABILITY [every]
 
 A process of its own: where tests run, Triton interprets. Prints the names of what was compiled, and
-raises Triton's error if a kernel is none. With `every`, both sides of each branch of each kernel.
+raises Triton's error if a kernel is none: with `every`, all of them, and both sides of each branch;
+otherwise those few in which each argument of a kernel has each of its types and constants.
 """
 
 import sys
@@ -111,9 +112,9 @@ def type_of(argument: Any) -> str:
     return "constexpr" if argument is None else "fp32"
 
 
-def launched(steps: Steps) -> set[Compiled]:
+def launched(steps: Steps) -> list[Compiled]:
     """The kernels of some steps, with the types of what they get, and constants."""
-    found: set[Compiled] = set()
+    found: dict[Compiled, None] = {}
 
     def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **constants: Any) -> None:
         assert all(side <= MOST_PROGRAMS for side in grid[1:]), (kernel.__name__, grid)
@@ -125,7 +126,7 @@ def launched(steps: Steps) -> set[Compiled]:
         }
         known = {name: v for name, v in arguments.items() if types[name] == "constexpr"}
         of_kernel = {n: t for n, t in types.items() if n in kernel.arg_names}
-        found.add((kernel, tuple(of_kernel.items()), tuple(known.items())))
+        found[kernel, tuple(of_kernel.items()), tuple(known.items())] = None
 
     device.launch = launch
     from fivefold.model.kernels import quantise  # which takes it from there
@@ -135,10 +136,22 @@ def launched(steps: Steps) -> set[Compiled]:
         rehearse_rank(rehearsed_layout(check(config, 2)), 0)
     if steps[-1] in NARROW:  # what only a GPU's own 8-bit products ask for
         quantise.by_rows(torch.empty(256, 128, dtype=E4M3).t())
-    return found
+    return [*found]
 
 
-def one_sided(found: set[Compiled]) -> set[tuple[str, str]]:
+def few_of(found: list[Compiled]) -> list[Compiled]:
+    """As few as are found soon, in which each argument of a kernel is all that it ever is."""
+    left = {each: {(each[0], *said) for part in each[1:] for said in part} for each in found}
+    chosen = []
+    while any(left.values()):
+        most = max(left, key=lambda each: len(left[each]))
+        chosen.append(most)
+        seen = left.pop(most)
+        left = {each: said - seen for each, said in left.items()}
+    return chosen
+
+
+def one_sided(found: list[Compiled]) -> set[tuple[str, str]]:
     """Branches of kernels, by constants, of which one side is never compiled."""
     values: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for kernel, types, constants in found:
@@ -159,7 +172,7 @@ def main(capability: int, *, every: bool) -> None:
     wide = BRANCHES + WIDE if every else WIDE
     found = launched(wide if divmod(capability, 10) < ADA else wide + NARROW)
     assert not (every and one_sided(found)), one_sided(found)
-    for kernel, types, constants in found:
+    for kernel, types, constants in found if every else few_of(found):
         known = {name: value for name, value in constants if name in kernel.arg_names}
         chosen = {name: value for name, value in constants if name not in known}
         source = ASTSource(kernel, signature=dict(types), constexprs=known)
