@@ -1,8 +1,8 @@
-"""`fivefold translate`: the arguments of a job of Megatron-LM as a recipe."""
+"""`fivefold translate`: a job of Megatron-LM or DeepSpeed as a recipe."""
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from textwrap import wrap
@@ -10,36 +10,49 @@ from typing import TextIO
 
 from fivefold.cli.style import paint
 from fivefold.config.config import SETTINGS
+from fivefold.config.deepspeed_job.file import read_file
+from fivefold.config.deepspeed_job.settings import translate as translate_file
 from fivefold.config.megatron import is_megatron, megatron_checkpoint
 from fivefold.config.megatron_job.arguments import MegatronJob, job_of, read_job
-from fivefold.config.megatron_job.settings import Translation, translate
+from fivefold.config.megatron_job.settings import translate as translate_job
 from fivefold.config.rules.dependence import without_orphans
 from fivefold.config.settings import argument, option
 from fivefold.config.sources import load_options, read_config, to_toml
-from fivefold.errors import ConfigError
+from fivefold.config.translation import Translation
+from fivefold.errors import ConfigError, Mistakes
 from fivefold.files import read_text, write_atomic
 from fivefold.units import several
 
 
 @dataclass(frozen=True)
 class Options:
-    """Write a recipe that is a job of Megatron-LM: same model, layout, batch, rates and data.
+    """Write a recipe that is a job of Megatron-LM (same model, layout, batch, rates and data) or of
+    DeepSpeed (what its file of settings says).
 
-    Arguments that are not given have Megatron-LM's defaults. What has no counterpart here is told,
+    Arguments that are not given have the trainer's defaults. What has no counterpart here is told,
     and stands in the recipe as comments.
     """
 
-    source: str = argument("file with the job's log or command line, - for input, or checkpoint")
+    source: str = argument(
+        "Megatron-LM: file with the job's log or command line, - for input, or checkpoint; "
+        "DeepSpeed: its JSON file, with --model"
+    )
     target: str | None = argument("recipe to write (default: print it)", None)
     vocab_size: int | None = option(
         None, "tokens of the tokenizer, if the job does not say (default: what it says)"
+    )
+    model: str | None = option(
+        None, "DeepSpeed: preset, hub name, or path of a config.json (its files say no model)"
+    )
+    nproc: int | None = option(
+        None, "DeepSpeed: number of ranks (default: what its batch sizes say)"
     )
 
 
 def run(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name."""
     options = load_options(argv, Options)
-    found = translate(_job(options.source), options.vocab_size)
+    found = _translated(options)
     config, idle = without_orphans(read_config(**found.values), (), deciding=SETTINGS)
     recipe = "\n".join([*_header(found), "", to_toml(config, changes_only=True)])
     stem = "job" if options.source == "-" else Path(options.source).stem
@@ -55,31 +68,54 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-_TITLE = "# A job of Megatron-LM, translated by `fivefold translate`."
+_TITLE = "# A job of {}, translated by `fivefold translate`."
 
 
 def _check_unwritten(target: Path) -> None:
     """Only an earlier translation may be written over."""
-    if target.exists() and not read_text(target, ConfigError).startswith(_TITLE):
+    before, after = _TITLE.split("{}")
+    first = read_text(target, ConfigError).partition("\n")[0] if target.exists() else None
+    if first is not None and not (first.startswith(before) and first.endswith(after)):
         raise ConfigError(f"{target} is there, and no translation\n  works: another name")
 
 
-def _job(source: str) -> MegatronJob:
-    path = Path(source)
-    if source != "-" and path.is_dir():
-        if not is_megatron(path):
-            raise ConfigError(
-                f"{source} is no checkpoint of Megatron-LM\n  works: a log, or a file with the "
-                "command line of pretrain_gpt.py"
-            )
-        from fivefold.convert.megatron import MegatronFolder
+def _translated(options: Options) -> Translation:
+    path, mistakes = Path(options.source), Mistakes()
+    if options.source != "-" and path.is_dir():
+        return translate_job(_of_checkpoint(path), options.vocab_size)
+    text = sys.stdin.read() if options.source == "-" else read_text(path, ConfigError)
+    if not text.lstrip().startswith("{"):
+        for flag, given in (("--model", options.model), ("--nproc", options.nproc)):
+            if given is not None:
+                mistakes.add(f"{flag} is for files of DeepSpeed: a job of Megatron-LM says it")
+        mistakes.raise_if_any()
+        return translate_job(read_job(text), options.vocab_size)
+    if options.vocab_size is not None:
+        mistakes.add("--vocab-size is for jobs of Megatron-LM: --model says it")
+    if options.model is None:
+        mistakes.add(
+            "a file of DeepSpeed does not say which model it trains",
+            works=["--model FOLDER, with its config.json", "--model llama3-8b"],
+        )
+    with mistakes.collecting():
+        found = translate_file(read_file(text), options.nproc)
+    mistakes.raise_if_any()
+    return replace(found, values={"model": options.model} | found.values)
 
-        return job_of(MegatronFolder(megatron_checkpoint(path, None)).arguments)
-    return read_job(sys.stdin.read() if source == "-" else read_text(path, ConfigError))
+
+def _of_checkpoint(folder: Path) -> MegatronJob:
+    if not is_megatron(folder):
+        raise ConfigError(
+            f"{folder} is no checkpoint of Megatron-LM\n  works: a log, or a file with the "
+            "command line of pretrain_gpt.py"
+        )
+    from fivefold.convert.megatron import MegatronFolder
+
+    return job_of(MegatronFolder(megatron_checkpoint(folder, None)).arguments)
 
 
 def _header(found: Translation) -> Iterator[str]:
-    yield _TITLE
+    yield _TITLE.format(found.trainer)
     if found.lost:
         yield "# Not carried over:"
         for line in found.lost:

@@ -5,7 +5,7 @@ import ast
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from fivefold.config.foreign import FOREIGN
+from fivefold.config.translation import Named
 from fivefold.errors import ConfigError, Mistake, Mistakes, shown
 
 _FIRST, _LAST = re.compile(r"-{3,} arguments -{3,}"), re.compile(r"-{3,} end of arguments -{3,}")
@@ -21,10 +22,6 @@ _LINE = re.compile(r"(\w+) \.{2,}(?: (.*))?$")
 _MEMBERS = re.compile(r"<\w+\.(\w+): ")  # of enumerations
 _VOCABULARY = re.compile(r"padded vocab \(size: (\d+)\)")
 _ECHO = "sed 's/torchrun/echo torchrun/' job.sh | bash > job.txt"
-
-
-Named = Iterator[tuple[str, Any]]
-"""Settings by name, with values."""
 
 
 class Argument(NamedTuple):

@@ -2,8 +2,9 @@
 
 from fivefold.config.layer_pattern import runs
 from fivefold.config.megatron import NEVER
-from fivefold.config.megatron_job.arguments import MegatronJob, Named
+from fivefold.config.megatron_job.arguments import MegatronJob
 from fivefold.config.settings import flag_of
+from fivefold.config.translation import Named
 from fivefold.errors import Mistakes, shown
 
 

@@ -5,10 +5,6 @@ learning rate are those of the job. What a job has and Fivefold has not is named
 without a word.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
-from fivefold.config.config import SETTINGS
 from fivefold.config.megatron_job.arguments import MegatronJob, known, lost_argument
 from fivefold.config.megatron_job.harmless import DERIVED, is_harmless
 from fivefold.config.megatron_job.model import of_experts, of_model, of_vocabulary
@@ -20,25 +16,10 @@ from fivefold.config.megatron_job.training import (
     of_parallel,
     of_training,
 )
-from fivefold.config.settings import Setting
-from fivefold.errors import Mistakes, shown
+from fivefold.config.translation import Translation, fitting
+from fivefold.errors import Mistakes
 
-
-@dataclass(frozen=True)
-class Translation:
-    """A job in settings.
-
-    Attributes:
-        values: settings by name; those that are missing have their defaults.
-        lost: sentences about arguments that have no counterpart here.
-        harmless: names of arguments that change nothing here.
-        ranks: number of ranks of the job; None: not known.
-    """
-
-    values: dict[str, Any]
-    lost: tuple[str, ...]
-    harmless: tuple[str, ...]
-    ranks: int | None
+TRAINER = "Megatron-LM"
 
 
 def translate(job: MegatronJob, vocabulary: int | None = None) -> Translation:
@@ -52,8 +33,7 @@ def translate(job: MegatronJob, vocabulary: int | None = None) -> Translation:
         ConfigError: sizes are missing, or the model is none that Fivefold has.
     """
     mistakes, lost = Mistakes(), list[str]()
-    values: dict[str, Any] = {}
-    for name, value in (
+    named = (
         *of_model(job, mistakes, lost),
         *of_vocabulary(job, vocabulary, mistakes),
         *of_experts(job),
@@ -63,16 +43,15 @@ def translate(job: MegatronJob, vocabulary: int | None = None) -> Translation:
         *of_training(job, mistakes, lost),
         *of_optimizer(job, lost),
         *of_data(job, lost),
-    ):
-        if value is not None or SETTINGS[name].default is None:
-            values[name] = _fitting(SETTINGS[name], value, mistakes)
+    )
+    values = fitting(named, mistakes)
     job.mention(*DERIVED)
     unread = {name: value for name, value in job.unread().items() if not _idles(job, name)}
     harmless = tuple(sorted(filter(is_harmless, unread)))
     lost += [lost_argument(name, value) for name, value in unread.items() if name not in harmless]
     lost += [f"{flag}: no argument of Megatron-LM {known().release}" for flag in job.unknown]
     mistakes.raise_if_any()
-    return Translation(values, tuple(lost), harmless, job.ranks)
+    return Translation(TRAINER, values, tuple(lost), harmless, job.ranks)
 
 
 _SWITCHES: tuple[tuple[str, str], ...] = (
@@ -97,17 +76,3 @@ def _idles(job: MegatronJob, name: str) -> bool:
     }
     owners = {start: bool(job[switch]) for start, switch in _SWITCHES} | of
     return any(name.startswith(start) and not on for start, on in owners.items())
-
-
-def _fitting(setting: Setting, value: Any, mistakes: Mistakes) -> Any:
-    """A value in the setting's type."""
-    if value is None:
-        return None
-    try:
-        if setting.many:
-            each = value if isinstance(value, list | tuple) else [value]
-            return tuple(setting.from_text(str(one)) for one in each)
-        return value if isinstance(value, bool) else setting.from_text(str(value))
-    except (ValueError, KeyError):
-        mistakes.add(f"{setting.name} cannot be {shown(value)}", works=setting.choices)
-        return setting.default

@@ -5,8 +5,9 @@ from math import prod
 from types import MappingProxyType
 
 from fivefold.config.data import MOCK
-from fivefold.config.megatron_job.arguments import MegatronJob, Named, lost_argument
+from fivefold.config.megatron_job.arguments import MegatronJob, lost_argument
 from fivefold.config.megatron_job.model import needed
+from fivefold.config.translation import Named
 from fivefold.errors import Mistakes
 
 _TYPES: Mapping[str, str] = MappingProxyType(

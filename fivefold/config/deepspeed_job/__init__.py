@@ -1,0 +1,1 @@
+"""Jobs of DeepSpeed: their file of settings, and what it is here."""
