@@ -365,9 +365,10 @@ FOREIGN = _table(
     ),
     (
         "",
-        "deepspeed use_deepspeed deepspeed_config accelerate_config",
-        "Fivefold reads no other trainer's files",
+        "deepspeed use_deepspeed deepspeed_config",
+        "fivefold translate FILE.json --model MODEL writes the recipe of such a file",
     ),
+    ("", "accelerate_config", "Fivefold reads no such file"),
     ("", "config config_file recipe", "the recipe is the first word: fivefold train RECIPE.toml"),
 )
 """Settings of other trainers by name, with underscores."""
