@@ -1,6 +1,7 @@
 """The optimizer and the scheduler of a file for DeepSpeed, in settings."""
 
 from collections.abc import Mapping
+from math import isclose
 from types import MappingProxyType
 
 from fivefold.config.deepspeed_job.file import DeepSpeedJob
@@ -68,8 +69,8 @@ def _of_adam(job: DeepSpeedJob, params: str, lost: list[str]) -> Named:
 def _of_scheduler(job: DeepSpeedJob, lr: float, known: bool, lost: list[str]) -> Named:
     """Warm-up and decay.
 
-    Step s of its schedulers has the index s + `last_batch_iteration`, by default s - 1: the first
-    two steps of a warm-up have the same rate.
+    Step s of its schedulers has the index s + `last_batch_iteration`, by default s - 1, and the
+    rate of the first step is the optimizer's, unless that is the default.
     """
     kind, params = job.word("scheduler.type"), "scheduler.params"
     if kind not in _SCHEDULERS:
@@ -83,7 +84,7 @@ def _of_scheduler(job: DeepSpeedJob, lr: float, known: bool, lost: list[str]) ->
             else "its scheduler, if there is one, is code there: a constant rate here"
         )
         return
-    ahead = job.number(f"{params}.last_batch_iteration", -1)
+    ahead = begun = job.number(f"{params}.last_batch_iteration", -1)
     warm_up = max(_LEAST_WARM_UP, job.number(f"{params}.warmup_num_steps", 1000))
     total = job.number(f"{params}.total_num_steps", 0)
     if kind == "warmupcosinelr":
@@ -99,15 +100,24 @@ def _of_scheduler(job: DeepSpeedJob, lr: float, known: bool, lost: list[str]) ->
         if kind == "warmupdecaylr":
             yield "min_lr", begins
     yield "lr", peak
-    left = max(warm_up - max(ahead, 0), 0)
+    left = max(warm_up - ahead, 0)
     yield "lr_warmup_iters", left
+    first = peak - (peak - begins) * min(left / warm_up, 1.0)
     if left:
-        yield "lr_warmup_init", peak - (peak - begins) * left / warm_up
+        yield "lr_warmup_init", first
         if job.word(f"{params}.warmup_type") != "linear":
             lost.append("its warm-up grows by the logarithm of the step, and linearly here")
-        elif job.get(f"{params}.last_batch_iteration") != 0 or kind == "warmupcosinelr":
-            lost.append("its warm-up is a step later than here")
+        elif begun < 0 or kind == "warmupcosinelr":
+            lost.append("its warm-up begins a step later than here")
+    if begun >= 0 and not isclose(first, lr):
+        lost.append(f"its first step has the optimizer's rate, {lr:g}")
+    if ahead > warm_up and kind != "warmuplr":
+        lost.append(
+            f"it begins within its decay (last_batch_iteration = {begun}), and here with it"
+        )
     if total and kind != "warmuplr":
         yield "train_iters", total - max(ahead, 0)
+        if ahead < 0:
+            yield "lr_decay_iters", total - ahead
     else:
         lost.append("how many steps it takes is code there (train_iters)")
