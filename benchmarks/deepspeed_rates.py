@@ -69,10 +69,13 @@ def main(seed: int) -> None:
         found = translate(DeepSpeedJob(file))
         config = read_config(model="debug-llama", **found.values)
         ours = [learning_rate(n, config.optimizer, config.training) for n in range(STEPS)]
-        pairs = zip(ours, theirs(file), strict=True)
-        told = any(name in line for line in found.lost for name in NAMED)
+        said = " ".join(found.lost)
+        told = any(name in said for name in NAMED)
+        warm = max(2, file["scheduler"]["params"]["warmup_num_steps"]) + 2
+        first = STEPS if NAMED[-1] in said else warm if told else 0
         named += told
-        assert told or all(isclose(*pair, rel_tol=1e-9, abs_tol=1e-15) for pair in pairs), file
+        pairs = zip(ours[first:], theirs(file)[first:], strict=True)
+        assert all(isclose(*pair, rel_tol=1e-9, abs_tol=1e-15) for pair in pairs), file
     print(
         f"{FILES} schedulers: the same rates in {FILES - named}, what differs is named in {named}"
     )
