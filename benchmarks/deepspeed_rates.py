@@ -2,8 +2,8 @@
 
     PYTHONPATH=. .venv-peers/bin/python -m benchmarks.deepspeed_rates [SEED]
 
-Needs DeepSpeed (the environment of `benchmarks/peers.py`). Rates are equal but where the translation
-says so.
+Needs DeepSpeed (the environment of `benchmarks/peers.py`). What a translation says of a warm-up or
+of the first step is not compared, and what follows is.
 """
 
 import random
