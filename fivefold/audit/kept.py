@@ -1,6 +1,6 @@
 """Measures the activations that a forward keeps for its backward."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -12,7 +12,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from fivefold.audit.watch import Watch
-from fivefold.model.eight_bit.step_weights import StepWeights
 
 
 class KeptActivations(Watch):
@@ -26,7 +25,7 @@ class KeptActivations(Watch):
     Args:
         stages: the modules by index.
         seq_length: tokens of a row.
-        step_weights: weights in 8 bits that later forwards read, too.
+        shared: tells what has been made of weights for later forwards, too.
 
     Attributes:
         sizes: bytes by stage.
@@ -35,10 +34,13 @@ class KeptActivations(Watch):
     """
 
     def __init__(
-        self, stages: dict[int, nn.Module], seq_length: int, step_weights: StepWeights
+        self,
+        stages: dict[int, nn.Module],
+        seq_length: int,
+        shared: Callable[[], Iterable[Tensor]],
     ) -> None:
         super().__init__()
-        self._stages, self._step_weights = stages, step_weights
+        self._stages, self._shared = stages, shared
         self._born: dict[int, StorageWeakRef] | None = None
         self._foreign: dict[int, StorageWeakRef] = {}
         self.sizes: dict[int, float] = {}
@@ -96,7 +98,7 @@ class KeptActivations(Watch):
         results = _tensors((output, stage.z_sums))
         others = {
             *map(_address, stage.parameters()),
-            *(x.untyped_storage()._cdata for x in (*results, *self._step_weights.held())),
+            *(x.untyped_storage()._cdata for x in (*results, *self._shared())),
         }
         size = 0 if x_TH is None else x_TH.untyped_storage().nbytes()
         for address, reference in born.items():
