@@ -18,9 +18,10 @@ class KeptActivations(Watch):
     """Counts, in the first forward of each stage, the bytes that outlive it.
 
     A dispatch mode sees every storage that is allocated in the forward. Those that are still alive
-    at its end are kept for the backward, whether autograd, a checkpoint or a pool in host memory
-    holds them. The stage's input is counted, too; its outputs, gathered parameters, the batch and
-    what is kept for later forwards are not.
+    at its end are kept for the backward, whether autograd, a checkpoint or a pool of offloaded
+    tensors holds them; on a GPU this pool is in host memory, which is not counted. The stage's
+    input is counted, too; its outputs, gathered parameters, the batch and what is kept for later
+    forwards are not.
 
     Args:
         stages: the modules by index.
@@ -102,8 +103,11 @@ class KeptActivations(Watch):
         }
         size = 0 if x_TH is None else x_TH.untyped_storage().nbytes()
         for address, reference in born.items():
-            if address not in others and not reference.expired():
-                size += torch.UntypedStorage._new_with_weak_ptr(reference.cdata).nbytes()
+            if address in others or reference.expired():
+                continue
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage.device == output.device:
+                size += storage.nbytes()
         self.sizes[index] = float(size)
         self.packed |= batch.packing is not None
 
