@@ -76,6 +76,13 @@ class ParallelModel:
         """All of this rank's parameters by the name they have in the whole model."""
         return dict(self._named())
 
+    def shared_weights(self) -> Iterator[torch.Tensor]:
+        """What is made of weights for all forwards and backwards of a step that follow."""
+        yield from self.step_weights.held()
+        for sharded in self.gradients.values():
+            if isinstance(sharded, ShardedStage):
+                yield from sharded.second_copies()
+
     def finish_gradients(self) -> None:
         """Complete every sum that a parameter's record names: over data first."""
         for stage in self.gradients.values():

@@ -1,6 +1,6 @@
 """Measures the activations that a forward keeps for its backward."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -12,21 +12,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from fivefold.audit.watch import Watch
-from fivefold.model.eight_bit.step_weights import StepWeights
 
 
 class KeptActivations(Watch):
     """Counts, in the first forward of each stage, the bytes that outlive it.
 
     A dispatch mode sees every storage that is allocated in the forward. Those that are still alive
-    at its end are kept for the backward, whether autograd, a checkpoint or a pool in host memory
-    holds them. The stage's input is counted, too; its outputs, gathered parameters, the batch and
-    what is kept for later forwards are not.
+    at its end are kept for the backward, whether autograd, a checkpoint or a pool of offloaded
+    tensors holds them; on a GPU this pool is in host memory, which is not counted. The stage's
+    input is counted, too; its outputs, gathered parameters, the batch and what is kept for later
+    forwards are not.
 
     Args:
         stages: the modules by index.
         seq_length: tokens of a row.
-        step_weights: weights in 8 bits that later forwards read, too.
+        shared: tells what has been made of weights for later forwards, too.
 
     Attributes:
         sizes: bytes by stage.
@@ -35,10 +35,13 @@ class KeptActivations(Watch):
     """
 
     def __init__(
-        self, stages: dict[int, nn.Module], seq_length: int, step_weights: StepWeights
+        self,
+        stages: dict[int, nn.Module],
+        seq_length: int,
+        shared: Callable[[], Iterable[Tensor]],
     ) -> None:
         super().__init__()
-        self._stages, self._step_weights = stages, step_weights
+        self._stages, self._shared = stages, shared
         self._born: dict[int, StorageWeakRef] | None = None
         self._foreign: dict[int, StorageWeakRef] = {}
         self.sizes: dict[int, float] = {}
@@ -96,12 +99,15 @@ class KeptActivations(Watch):
         results = _tensors((output, stage.z_sums))
         others = {
             *map(_address, stage.parameters()),
-            *(x.untyped_storage()._cdata for x in (*results, *self._step_weights.held())),
+            *(x.untyped_storage()._cdata for x in (*results, *self._shared())),
         }
         size = 0 if x_TH is None else x_TH.untyped_storage().nbytes()
         for address, reference in born.items():
-            if address not in others and not reference.expired():
-                size += torch.UntypedStorage._new_with_weak_ptr(reference.cdata).nbytes()
+            if address in others or reference.expired():
+                continue
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage.device == output.device:
+                size += storage.nbytes()
         self.sizes[index] = float(size)
         self.packed |= batch.packing is not None
 

@@ -61,7 +61,7 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
     hook = register_optimizer_step_pre_hook(before_update)
     traffic, work = Traffic(axes_of(engine.groups)), Multiplications()
     seq_length = engine.layout.config.training.seq_length
-    kept = KeptActivations(dict(engine.model.stages), seq_length, engine.model.step_weights)
+    kept = KeptActivations(dict(engine.model.stages), seq_length, engine.model.shared_weights)
     chosen = ChosenExperts(engine.model.stages, engine.groups)
     stages = engine.model.stages.values()
     launched = LayerLaunches([layer for stage in stages for layer in stage.transformer_layers])

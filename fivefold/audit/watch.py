@@ -98,7 +98,8 @@ class _Mode(TorchDispatchMode):
 
 @contextmanager
 def after(owner: Any, name: str, hook: Callable[..., None]) -> Iterator[None]:
-    """Call `hook(object, result, *args)` after a method of a class, inside the block."""
+    """Call `hook(first, result, *args)` after a method of a class, or a function of a module, which
+    takes `first` before `args`, inside the block."""
     original = getattr(owner, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,13 +1,17 @@
 """Counts the FLOPs of the matrix products that this rank computes."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fivefold.audit.calls import call_of
-from fivefold.audit.watch import Watch
+from fivefold.audit.watch import Watch, after
+from fivefold.model.eight_bit import fp8
+from fivefold.model.eight_bit.fp8 import Scaled
 
 _PRODUCTS = {
     torch.ops.aten.mm.default: (0, 1),
@@ -16,15 +20,17 @@ _PRODUCTS = {
     torch.ops.aten.addmm.out: (1, 2),
     torch.ops.aten.addmm_.default: (1, 2),
     torch.ops.aten.addmm.dtype_out: (1, 2),
-    torch.ops.aten._scaled_mm_v2.default: (0, 1),
-    torch.ops.aten._grouped_mm.default: (0, 1),  # each row of the left by one matrix of the right
+    # Each row of the left by one matrix of the right.
+    torch.ops.aten._grouped_mm.default: (0, 1),
+    torch.ops.aten._scaled_grouped_mm.default: (0, 1),
 }
 
 
 class Multiplications(Watch):
     """Sums the FLOPs of products of two matrices, which are those of linear layers.
 
-    Batched products of attention, and fused kernels, are not counted.
+    Batched products of attention, and fused kernels, are not counted; nor are the zeros with which
+    operands in 8 bits are padded for their kernel.
 
     Attributes:
         flops: number of FLOPs; a multiplication and an addition count as two.
@@ -33,6 +39,13 @@ class Multiplications(Watch):
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0
+
+    def begin(self, block: ExitStack) -> None:
+        """See `Watch`."""
+        block.enter_context(after(fp8, "by_kernel", self._has_multiplied))
+
+    def _has_multiplied(self, a: Scaled, result: Tensor, b: Scaled, **_: Any) -> None:
+        self.flops += 2 * a.bits.numel() * len(b.bits)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func in _PRODUCTS:

@@ -271,6 +271,11 @@ class ShardedStage:
             if isinstance(exchange, NodeGather):
                 exchange.kept = None
 
+    def second_copies(self) -> Iterator[torch.Tensor]:
+        """This rank's parts of what its node keeps of gathered weights, until they may change."""
+        gathers = (each for each in self.exchanges if isinstance(each, NodeGather))
+        yield from (each.kept for each in gathers if each.kept is not None)
+
     def waiting_gradients(self) -> Iterator[torch.Tensor]:
         """Gradients summed over microbatches, whole, that wait for the reduction at the end."""
         for group in self.parameter_groups():

@@ -168,6 +168,25 @@ def test_8_bits_are_kept_and_sent_as_theory_says(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"zero_quantized_weights": True}, {"fp8_format": "e4m3", "fp8_param_gather": True}],
+    ids=["whole", "in few bits", "in 8 bits"],
+)
+def test_what_a_node_keeps_of_weights_is_no_activation(
+    more: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = {
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "zero_hpz_partition_size": 2,
+        **more,
+    }
+    model = ModelConfig(**SIZES | {"mtp_num_layers": 0})
+    config = Config(model).with_values(seq_length=16, global_batch_size=4, **settings)
+    _check(check(config, 4), 1, tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("least", [1, 1 << 20], ids=["offloaded", "too small"])
 def test_a_stage_holds_its_input_beside_the_copy(least: int, tmp_path: Path) -> None:
     settings = {

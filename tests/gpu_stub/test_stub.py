@@ -18,6 +18,7 @@ from tests.gpu_stub.stub import (
 
 ALONE = ("--tp", "1", "--no-sequence-parallel")
 ON_HOST = "--optimizer-cpu-offload"
+TWO_STEPS = ("--train-iters", "2", "--lr-warmup-iters", "0")
 TWO = ("debug", "--nproc", "2", *ALONE)
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "tensor": ("debug", "--nproc", "2", "--tp", "2"),
@@ -169,11 +170,32 @@ def test_steps_are_rehearsed(tmp_path: Path) -> None:
 @needs_stub
 @pytest.mark.slow
 def test_trains_and_saves(tmp_path: Path) -> None:
-    flags = ("--train-iters", "2", "--lr-warmup-iters", "0", "--bf16", "--save", "run")
-    words = ("fivefold", "train", *LAYOUTS["tensor, pipeline"], "--device", "cuda", *flags)
+    flags = (*TWO_STEPS, "--bf16", "--save", "run", "--device", "cuda")
+    words = ("fivefold", "train", *LAYOUTS["tensor, pipeline"], *flags)
     on_stub(*words, "--no-check-for-nan-in-loss-and-grad", gpus=8, folder=tmp_path)
     assert (tmp_path / "run" / "checkpoints").is_dir()
     assert not disagreements(tmp_path)
+
+
+AUDITED: dict[str, tuple[str, ...]] = {
+    "offloaded": (*ALL_MOVED, "--seq-length", "1024"),
+    "offloaded optimizer": LAYOUTS["split norms, optimizer on the host"],
+    "widths that kernels pad": LAYOUTS["widths that kernels pad"],
+    "second copies of a node": (
+        *("debug", "--nproc", "4", *ALONE, "--zero-hpz-partition-size", "2"),
+        *("--data-parallel-sharding-strategy", "optim_grads_params"),
+    ),
+}
+
+
+@needs_stub
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AUDITED)
+def test_what_gpus_send_keep_and_multiply_is_as_predicted(name: str, tmp_path: Path) -> None:
+    flags = ("--device", "cuda", "--bf16", "--save", "run", "--audit", *TWO_STEPS)
+    words = (*AUDITED[name], *flags, "--no-check-for-nan-in-loss-and-grad")
+    on_stub("fivefold", "train", *words, gpus=4, folder=tmp_path)
+    assert "as predicted: all" in on_stub("fivefold", "audit", "run", gpus=4, folder=tmp_path)
 
 
 def test_a_log_that_disagrees_is_told(tmp_path: Path) -> None:

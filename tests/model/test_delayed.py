@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fivefold.config.training import TrainingConfig
 from fivefold.model.eight_bit.delayed import DelayedScaling
-from fivefold.model.eight_bit.fp8 import E4M3, E5M2, _by_kernel, multiply
+from fivefold.model.eight_bit.fp8 import E4M3, E5M2, by_kernel, multiply
 from fivefold.model.eight_bit.layers import eight_bit
 from fivefold.model.eight_bit.linear import EightBit, EightBitGroups
 from fivefold.model.eight_bit.rules import ScaledLayer
@@ -148,7 +148,7 @@ def test_torch_multiplies_what_has_a_delayed_scale(size: tuple[int, int, int]) -
         grad = scales.quantised(g, 2, E5M2)
         for a, b in (narrow, (grad, narrow[1].t()), (grad.t(), narrow[0].t())):
             true = multiply(a, b, torch.float64)
-            ours = _by_kernel(a, b, fast=False).double()
+            ours = by_kernel(a, b, fast=False).double()
             assert (ours - true).norm() <= 2**-8 * true.norm()
         errors.append(float((grad.wide(torch.float64) - g).norm() / g.norm()))
         scaling.agree(None)

@@ -202,7 +202,7 @@ def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) ->
         fast: whether sums may keep fewer bits on the way, as Hopper's tensor cores like to.
     """
     if a.bits.is_cuda and dtype == torch.bfloat16 and _has_kernel(a, b):
-        return _by_kernel(a, b, fast=fast)
+        return by_kernel(a, b, fast=fast)
     wide = torch.promote_types(dtype, torch.float32)
     product = a.wide(wide) @ b.wide(wide).t()
     # Not what `to` returns as it was: compiled by torch 2.11, it would need no gradient.
@@ -228,8 +228,8 @@ def _has_kernel(a: Scaled, b: Scaled) -> bool:
     return capability == (9, 0) and a.block[1] == 128
 
 
-def _by_kernel(a: Scaled, b: Scaled, *, fast: bool) -> Tensor:
-    """Operands are padded with zeros to what the kernel takes."""
+def by_kernel(a: Scaled, b: Scaled, *, fast: bool) -> Tensor:
+    """`multiply` in bf16 by PyTorch's kernel, its operands padded with zeros to what that takes."""
     left, right = _aligned(a), _aligned(b)
     right_scale = _laid_out(right)
     operands = left.bits, right.bits.t(), _laid_out(left)
