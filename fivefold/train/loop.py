@@ -334,8 +334,7 @@ class Trainer:
         """
         action = self.engine.layout.config.training.bad_step_action
         if action == "stop" or self._bad.too_many:
-            finite: tuple[list[str], bool] = ([], False)
-            where, passing = finite if result.finite else locate(self.engine, batch)
+            where, passing = (list[str](), False) if result.finite else locate(self.engine, batch)
             raise self._stopped(bad, where, "the step was not taken; ", passing=passing)
         self.engine.optimizer.zero_grad()
         position = self.loader.consumed_samples
