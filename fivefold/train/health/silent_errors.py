@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,13 +28,9 @@ SHOWN = 8  # ranks
 _PIECE = 1 << 20  # elements
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _FACTOR = 0x5851F42D4C957F2D  # odd, of Knuth's MMIX generator
-
-
 _WEIGHT = ""  # beside the names of moments and of their scales
-
 _REPLICAS = ("dp_replicate", "dp_shard")
 
-K = TypeVar("K")
 _Key = tuple[str, str, str]  # stored name, slices, weight or moment
 
 
