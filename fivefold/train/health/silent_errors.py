@@ -178,7 +178,7 @@ class SilentErrors:
         first = min(wrong, key=lambda part: (position(part[0]), part[1:]))
         name, kind = first[0], "" if first[2] == _WEIGHT else f"{first[2]} of "
         more = len({stored for stored, *_ in wrong}) - 1
-        also = f", and so for {several(more, 'more parameter')}" if more else ""
+        also = f", nor are those of {several(more, 'more parameter')}" if more else ""
         return [f"{kind}{name} of {self._names(wrong[first])} is not that of its replicas{also}"]
 
     def _compare_computation(self, step: int) -> list[str]:
