@@ -106,10 +106,11 @@ def flag(name: str, *values: object) -> Iterator[str]:
 
 
 def set_flag(name: str, value: Any) -> Iterator[str]:
-    """A flag in Megatron-LM's style; none for None and False."""
-    values = value if isinstance(value, tuple) else () if value is True else (value,)
-    if value is True or (values and value is not None and value is not False):
-        yield from flag(name.replace("_", "-"), *values)
+    """A flag in Megatron-LM's style; none for None, False and no values."""
+    if value is None or value is False or value == ():
+        return
+    values = () if value is True else value if isinstance(value, tuple) else (value,)
+    yield from flag(name.replace("_", "-"), *values)
 
 
 def flags(said: Settings, *names: str) -> Iterator[str]:
