@@ -288,9 +288,9 @@ def _parameters(config: Config, *, trained: bool) -> list[float]:
 
 
 def one_stage(config: Config) -> Layout:
-    """A layout of the ranks that share one microbatch: a layer's cost depends on no others, but
-    for whether there are any in a pipeline and whether its schedule computes dW apart from dX,
-    which the configuration tells."""
+    """A layout of the ranks that share one microbatch, on which alone a layer's cost depends, but
+    for two things that the configuration tells: whether there is a pipeline, and whether its
+    schedule computes dW apart from dX."""
     model, parallel = config.model, config.parallel
     split = SplitSettings(model.num_layers, 1, mtp_num_layers=model.mtp_num_layers).split()
     experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size

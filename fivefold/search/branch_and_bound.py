@@ -77,7 +77,7 @@ class Ledger:
         self.looks += 1
 
     def walked(self, layout: Layout, count: int, sent: int = 0) -> None:
-        """Account for timing a layout's program with so many sets of costs, and so many times more
+        """Account for timing a layout's program with `count` sets of costs, and `sent` times more
         with what is sent once a step."""
         acts = _acts(layout, 5)
         self._charge((_program(layout), "walk"), acts)

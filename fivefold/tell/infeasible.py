@@ -64,9 +64,9 @@ def why_nothing(result: SearchResult) -> ConfigError:
 def _on_host_ways(request: Request) -> Iterator[Change]:
     """Ways to have the optimizer off the device, which the search does not try by itself.
 
-    It is updated where that is faster on this machine, on the host or on the device, or else where
-    that fits. On one rank the search does not try ZeRO-3 either, which then keeps no second copy of
-    the weights. What is slower is named where the former does not suffice: weights off the device,
+    First it is updated where that is faster on this machine, on the host or on the device, then on
+    the other one. On one rank also with ZeRO-3, which the search does not try there and which keeps
+    no second copy of the weights. Slower ways follow if none of these fits: weights off the device,
     too, and a disk.
     """
     extra: list[Change] = [{}]

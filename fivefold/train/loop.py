@@ -104,7 +104,8 @@ class Trainer:
             weights = self.engine.weights_to_load(starts)
             source.load(state.step, weights, skip=(OPTIMIZER,))
             measure_rows(self.engine, source, source.filling(state.step), new=starts)
-            return self.engine.after_load(0, weights)
+            self.engine.after_load(0, weights)
+            return
         self.loader.load_state_dict(state.loader)
         tensors = self.engine.stored_tensors()
         source.load(state.step, tensors)

@@ -35,10 +35,10 @@ OWN = frozenset(
         "cuda_graph_scope",
     }
 )
-"""Settings of the run folder, of logging, of how ranks are started and watched, of what is sent
-first, and of what predictions go by, which have no meaning for another trainer: others split a
-backward only where the schedule does. And one that has one value, which `cuda_graph_impl` stands
-for."""
+"""Settings that have no meaning for another trainer: of the run folder, of logging, of how ranks
+are started and watched, of what predictions go by, and of what is sent first, as others split a
+backward only where the schedule does. And `cuda_graph_scope`, whose one value goes with
+`cuda_graph_impl`."""
 
 
 @dataclass(frozen=True)

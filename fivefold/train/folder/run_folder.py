@@ -239,9 +239,9 @@ class MetricsFile:
     """Appends to `metrics.jsonl`, one flushed line per step or evaluation.
 
     Records of steps later than `after_step`, the step a run resumes from, are removed, since these
-    steps will be run and recorded again; so are those that a run takes again which went back to an
-    earlier state. A last line that a crash cut short is removed, too. If the file is deleted during
-    the run, it is written again with all of its lines.
+    steps will be run and recorded again; the same happens when a run goes back to an earlier state.
+    A last line that a crash cut short is removed, too. If the file is deleted during the run, it is
+    written again with all of its lines.
 
     Attributes:
         removed: number of whole lines that were removed because they are not records.
