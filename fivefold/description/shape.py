@@ -246,6 +246,11 @@ class Flops:
         """Matrix multiplications plus attention."""
         return self.matmul + self.attention
 
+    @property
+    def dx(self) -> int:
+        """Those of dX, where these are of a forward: dW takes those of matrix multiplications."""
+        return self.matmul + 2 * self.attention
+
 
 def forward_flops(
     model: ModelConfig,

@@ -18,7 +18,7 @@ from typing import Any
 from fivefold.errors import ConfigError, Mistake
 from fivefold.files import read_text
 from fivefold.pipeline.draw.chart import Chart
-from fivefold.pipeline.ir import COMPUTE, Act, Kind, Program, ProgramError, pair
+from fivefold.pipeline.ir import COMPUTE, ELEMENTARY, Act, Kind, Program, ProgramError, pair
 from fivefold.pipeline.validate import validate
 
 _COLUMNS = ("rank", "kind", "stage", "microbatch", "slice", "part")
@@ -60,9 +60,7 @@ def to_torch_csv(program: Program) -> str:
         if act.kids:
             return f"({';'.join(map(word, act.kids))})OVERLAP_F_B"
         if act.kind not in _TO_TORCH or program.num_slices > 1 or program.num_weight_parts > 1:
-            raise ConfigError(
-                f"torch.distributed.pipelining has no notation for {act}",
-            )
+            raise ConfigError(f"torch.distributed.pipelining has no notation for {act}")
         return f"{act.stage}{_TO_TORCH[act.kind]}{act.mb}"
 
     if program.num_copies > 1:
@@ -198,9 +196,8 @@ def _own_act(cells: Sequence[str]) -> Act:
 
 
 def _kind(text: str) -> Kind:
-    kinds = [kind for kind in Kind if kind in COMPUTE and kind is not Kind.FB]
-    if text not in kinds:
-        raise ValueError(f"{text!r} is none of {', '.join(kinds)}, or two of them with &")
+    if text not in ELEMENTARY:
+        raise ValueError(f"{text!r} is none of {', '.join(ELEMENTARY)}, or two of them with &")
     return Kind(text)
 
 

@@ -19,7 +19,6 @@ from fivefold.pipeline.ir import (
     COMPUTE,
     Act,
     Direction,
-    Kind,
     Message,
     Program,
     ProgramError,
@@ -159,18 +158,14 @@ class _Makers:
     def __init__(self, program: Program, computes: Sequence[tuple[int, Act]]) -> None:
         self._slices = program.num_slices
         each = program.num_microbatches * self._slices
-        self._forward = [[-1] * each for _ in program.placement]
-        self._backward = [[-1] * each for _ in program.placement]
+        self._nodes = {way: [[-1] * each for _ in program.placement] for way in Direction}
         for node, (_, act) in enumerate(computes):
             for kid in act.elementary:
-                if kid.kind is Kind.F:
-                    self._forward[kid.stage][kid.mb * self._slices + kid.slice] = node
-                elif kid.kind is Kind.B or kid.kind is Kind.BW:
-                    self._backward[kid.stage][kid.mb * self._slices + kid.slice] = node
+                if (way := kid.direction) is not None:
+                    self._nodes[way][kid.stage][kid.mb * self._slices + kid.slice] = node
 
     def node(self, direction: Direction, stage: int, mb: int, piece: int) -> int:
-        table = self._forward if direction is Direction.FORWARD else self._backward
-        return table[stage][mb * self._slices + piece]
+        return self._nodes[direction][stage][mb * self._slices + piece]
 
 
 def _link_local_stages(program: Program, makers: _Makers, successors: list[list[int]]) -> None:

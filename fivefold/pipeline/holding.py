@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from fivefold.pipeline.ir import COMPUTE, Act, Kind, Program
+from fivefold.pipeline.ir import COMPUTE, Act, Direction, Kind, Program
 
 _Piece = tuple[int, int]  # stage, microbatch
 
@@ -31,13 +31,10 @@ def _limited(acts: tuple[Act, ...], limit: int) -> tuple[Act, ...]:
         result += [
             replace(kid, kind=Kind.R)
             for kid in act.elementary
-            if kid.kind in _BACKWARD and (kid.stage, kid.mb) in again
+            if kid.direction is Direction.BACKWARD and (kid.stage, kid.mb) in again
         ]
         result.append(act)
     return tuple(result)
-
-
-_BACKWARD = (Kind.B, Kind.BW)
 
 
 def _recomputed(acts: list[Act], limit: int) -> set[_Piece]:
@@ -48,7 +45,9 @@ def _recomputed(acts: list[Act], limit: int) -> set[_Piece]:
     """
     ends: dict[_Piece, int] = {}  # index of the last dX of each
     for place, act in enumerate(acts):
-        ends |= {(kid.stage, kid.mb): place for kid in act.elementary if kid.kind in _BACKWARD}
+        for kid in act.elementary:
+            if kid.direction is Direction.BACKWARD:
+                ends[kid.stage, kid.mb] = place
     held: set[_Piece] = set()  # kept, backward not started
     running: set[_Piece] = set()  # in their backward, kept or recomputed
     again: set[_Piece] = set()
@@ -57,7 +56,7 @@ def _recomputed(acts: list[Act], limit: int) -> set[_Piece]:
             piece = kid.stage, kid.mb
             if kid.kind is Kind.F and piece not in again:
                 held.add(piece)
-            elif kid.kind in _BACKWARD:
+            elif kid.direction is Direction.BACKWARD:
                 held.discard(piece)
                 running.add(piece)
         while held and len(held) + len(running) > limit:

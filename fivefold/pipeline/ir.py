@@ -38,7 +38,8 @@ class Kind(StrEnum):
     STEP = "STEP"  # clip and update, after all gradients are reduced; per rank, with stage -1
 
 
-COMPUTE = frozenset({Kind.F, Kind.B, Kind.W, Kind.BW, Kind.R, Kind.FB})
+ELEMENTARY = (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.R)
+COMPUTE = frozenset({*ELEMENTARY, Kind.FB})
 READS_PARAMETERS = frozenset({Kind.F, Kind.R, Kind.B, Kind.BW})  # W needs inputs and dY only
 COMMUNICATION = frozenset({Kind.SEND, Kind.RECV})
 

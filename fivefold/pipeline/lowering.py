@@ -14,7 +14,6 @@ def eager_dx(program: Program) -> Program:
     Reduces 1F1B's bubble from (P-1)(F+B+W) to (P-1)(F+B) and holds nothing longer, but needs a
     backward pass in two halves.
     """
-
     length = program.num_stages // program.num_copies
     leaving = [
         stage % length > 0 and program.placement[stage - 1] != rank
@@ -75,13 +74,10 @@ def lower(program: Program, costs: Costs | None = None) -> Program:
     node, ranks = 0, []
     for acts, queue in zip(program.ranks, queues, strict=True):
         own = sum(act.kind in COMPUTE for act in acts)
-        ranks.append(_merge(acts, ends[node : node + own], deque(sorted(queue, key=_by_time))))
+        queue.sort(key=lambda entry: entry[:2])
+        ranks.append(_merge(acts, ends[node : node + own], deque(queue)))
         node += own
     return replace(program, ranks=tuple(ranks), messages=graph.messages)
-
-
-def _by_time(entry: tuple[float, int, Act]) -> tuple[float, int]:
-    return entry[:2]
 
 
 def _merge(

@@ -133,13 +133,7 @@ def _pieces(program: Program) -> Iterator[tuple[int, int, int]]:
                 yield stage, mb, piece
 
 
-_PHASES = (
-    (Kind.F,),
-    (Kind.R,),
-    (Kind.B, Kind.BW),
-    (Kind.W,),
-)
-_PHASE = {kind: phase for phase, kinds in enumerate(_PHASES) for kind in kinds}
+_PHASE = {Kind.F: 0, Kind.R: 1, Kind.B: 2, Kind.BW: 2, Kind.W: 3}
 
 
 def _check_local_order(program: Program) -> None:

@@ -151,8 +151,7 @@ class Nanotron(Replay):
 
     def end_backward(self, stage: int, mb: int, weights: list[Hashable]) -> None:
         """Add all gradients to the fp32 buffer."""
-        for name in (*self._fresh, *weights):
-            self.memory.release(name)
+        self.tape.free((*self._fresh, *weights))
         self._fresh.clear()
 
     def update(self, *, is_first: bool) -> None:
@@ -165,8 +164,7 @@ class Nanotron(Replay):
         if self.shards > 1:
             whole = 2 * sum(self.weights.values())
             parts = [whole / self.shards] * (1 + self.shards) + [whole]
-            for name in [self.tape.make(size) for size in parts]:
-                self.memory.release(name)
+            self.tape.free([self.tape.make(size) for size in parts])
 
     @property
     def _is_ddp(self) -> bool:

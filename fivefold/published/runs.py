@@ -44,7 +44,6 @@ def software_of(row: PublishedRow, framework: Framework) -> Software:
     stage, kind = _strategy(row, framework).zero_stage, row.text("prec")
     wire = _wire_bytes(row) or habits.gradient_bytes or (2.0 if kind == "fp16" else None)
     deterministic = "deterministic" in note.split()
-    graphs = row.whole("graphs")
     return replace(
         habits,
         fused="eager" not in note.split() and habits.fused,
@@ -55,7 +54,7 @@ def software_of(row: PublishedRow, framework: Framework) -> Software:
         accumulates_apart="always" if deterministic else habits.accumulates_apart,
         gradient_bytes=wire,
         keeps_every_second=row.text("recomp") == "selective-op",
-        whole_graph=is_graphed(row, framework) if graphs is None else bool(graphs),
+        whole_graph=_told(row, "graphs", is_graphed(row, framework)),
         blocks_launches="blocking launches" in note,
         imbalance=1.2 if "dropless" in note else 1.0,
     )
@@ -254,6 +253,7 @@ _REPLICAS = re.compile(r"(?:hsdp\s*|(?:fsdp|[123])\s+)(\d{1,7})x(\d{1,7})")
 
 
 def _told(row: PublishedRow, column: str, otherwise: bool) -> bool:
+    """What a column of 0 and 1 tells; `otherwise` where it is empty."""
     told = row.whole(column)
     return otherwise if told is None else bool(told)
 

@@ -166,9 +166,8 @@ class Torchtitan(Replay):
             *([Op("all", z.gathered, ("norm",), buffer=z.gathered)] if split else []),
             _multiply("logits", 2 * z.entries, "all" if split else "norm", 2 * self.vocabulary),
         ]
-        if (
-            self.compiles_loss and self.compiled and not split
-        ):  # reads logits, writes their gradient
+        if self.compiles_loss and self.compiled and not split:
+            # One kernel, which reads logits and writes their gradient.
             return [*logits, Op("y", 4, ("logits",), ("logits",))]
         return [
             *logits,
@@ -206,18 +205,26 @@ class Torchtitan(Replay):
 
     def receive(self, stage: int, mb: int) -> None:
         """The root unit is gathered with the first stage's input; others arrive in a buffer."""
-        self._gather(stage, _ROOT)
+        self.gather(stage, _ROOT)
         here = self.stages[stage].embedding
         self.memory.allocate((stage, mb, 0), self.sizes.hidden if here else 1)
 
     def gather(self, stage: int, place: int) -> None:
-        """A layer's weights, in bf16."""
-        self._gather(stage, place)
+        """A unit's weights, in bf16, unless they are there."""
+        unit = (stage, place)
+        if unit in self._gathered or unit not in self.units:
+            return
+        sizes = [2 * prod(s) for s in self.units[unit]]
+        own, whole = sum(sizes) / self.shards, sum(sizes)
+        arrived = [self.tape.make(size, _GATHER) for size in (own, whole)]
+        self._gathered[unit] = [self.tape.make(size) for size in sizes]
+        self.tape.free(self._arrived)
+        self._arrived = arrived
 
     def after_forward(self, stage: int, place: int) -> None:
         """Free the weights, except for the last layer's, which the backward needs next."""
         if not self._pipelined and place < len(self.stages[stage].layers) - 1:
-            self._free(self._gathered.pop((stage, place), ()))
+            self.tape.free(self._gathered.pop((stage, place), ()))
 
     def after_backward(self, stage: int, place: int, mb: int, weights: list[Hashable]) -> None:
         """Reduce gradients; in a pipeline, accumulate them in fp32 up to the last microbatch."""
@@ -225,7 +232,7 @@ class Torchtitan(Replay):
         if self._pipelined:
             self._grow(unit, weights)
         else:
-            self._free(self._gathered.pop(unit, ()))
+            self.tape.free(self._gathered.pop(unit, ()))
             self._reduce(unit, weights)
 
     def end_backward(self, stage: int, mb: int, weights: list[Hashable]) -> None:
@@ -238,16 +245,16 @@ class Torchtitan(Replay):
         self._backwards[stage] += 1
         if self._backwards[stage] % self.num_microbatches == 0:
             for unit in [unit for unit in self.units if unit[0] == stage]:
-                self._free(self._gathered.pop(unit, ()))
+                self.tape.free(self._gathered.pop(unit, ()))
                 self._reduce(unit, self._grown.pop(unit, []))
 
     def update(self, *, is_first: bool) -> None:
         """Create the moments in the first step; allocate the root of each second moment briefly."""
         if self._results:  # the last stage joins the logits of all microbatches
-            self._free([self.tape.make(2 * self.sizes.entries * len(self._results))])
-            self._free(self._results)
+            self.tape.free([self.tape.make(2 * self.sizes.entries * len(self._results))])
+            self.tape.free(self._results)
             self._results = []
-        self._free(self._leaving)
+        self.tape.free(self._leaving)
         self._leaving = []
         shards = [
             (unit, number, 4 * held(shape, self.shards))
@@ -259,47 +266,32 @@ class Torchtitan(Replay):
                 for moment in (1, 2):
                     self.memory.allocate(("moment", moment, unit, number), size)
         roots = [self.tape.make(size) for *_, size in shards]
-        self._free(roots)
-        self._free(self._reduced.values())
+        self.tape.free(roots)
+        self.tape.free(self._reduced.values())
         self._reduced.clear()
 
     @property
     def _pipelined(self) -> bool:
         return self.layout.grid.pp > 1
 
-    def _gather(self, stage: int, place: int) -> None:
-        unit = (stage, place)
-        if unit in self._gathered or unit not in self.units:
-            return
-        sizes = [2 * prod(s) for s in self.units[unit]]
-        own, whole = sum(sizes) / self.shards, sum(sizes)
-        arrived = [self.tape.make(size, _GATHER) for size in (own, whole)]
-        self._gathered[unit] = [self.tape.make(size) for size in sizes]
-        self._free(self._arrived)
-        self._arrived = arrived
-
     def _grow(self, unit: tuple[int, int], gradients: list[Hashable]) -> None:
         """Add gradients to those of earlier microbatches, in fp32."""
         if unit in self.units and unit not in self._grown:
             self._grown[unit] = [self.tape.make(4 * prod(shape)) for shape in self.units[unit]]
-        self._free(gradients)
+        self.tape.free(gradients)
 
     def _reduce(self, unit: tuple[int, int], gradients: Iterable[Hashable]) -> None:
         """Reduce one fp32 tensor to a shard, which is kept until the next step."""
         if unit not in self.units:
             return
-        self._free(self._leaving)
+        self.tape.free(self._leaving)
         whole = sum(map(prod, self.units[unit]))
         self._leaving = [self.tape.make(4 * whole)]
-        self._free(gradients)
+        self.tape.free(gradients)
         own = sum(held(shape, self.shards) for shape in self.units[unit])
         shard = self.tape.make(4 * own, _REDUCE)
         if self._reduced.setdefault(unit, shard) != shard:  # added to that of earlier microbatches
             self.memory.release(shard)
-
-    def _free(self, names: Iterable[Hashable]) -> None:
-        for name in names:
-            self.memory.release(name)
 
     def _norm(self, out: str, source: str, *, compiled: bool | None = None) -> list[Op]:
         """A compiled norm saves its input; else an fp32 copy and what is scaled by the weight."""

@@ -9,7 +9,7 @@ columns.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, chain, pairwise
 from math import prod
 from types import MappingProxyType
@@ -252,16 +252,19 @@ SHARDING = ("partition", "tp", "cp", "dp", "ep", "etp", "strategy", "instances")
 """Columns that the memory of weights, gradients and optimizer state depends on."""
 
 
-def trained_parameters(config: Config) -> list[float]:
-    """`module_parameters` of what is trained."""
-    return module_parameters(config, trained=True)
+def parameter_cells(space: Space) -> tuple[Cells, Cells]:
+    """Parameters on one rank of a module of each kind: first all but experts', then experts'; and
+    those of them that are trained."""
+    degrees = ("tp", "ep", "etp")
+    every, trained = (partial(_parameters, trained=only) for only in (False, True))
+    return (
+        Cells(space, 2 * KINDS, (degrees, every)),
+        Cells(space, 2 * KINDS, (degrees, trained)),
+    )
 
 
-def module_parameters(config: Config, *, trained: bool = False) -> list[float]:
-    """Parameters on one rank of a module of each kind: first all but experts', then experts'.
-
-    `trained`: only of what is trained.
-    """
+def _parameters(config: Config, *, trained: bool) -> list[float]:
+    """The numbers of `parameter_cells`, only of what is trained if that is asked for."""
     model, parallel = config.model, config.parallel
     weights: dict[int, Sequence[Weight]] = {
         place: describe(model, kind).weights for place, kind in sample_layers(model).items()
@@ -285,9 +288,9 @@ def module_parameters(config: Config, *, trained: bool = False) -> list[float]:
 
 
 def one_stage(config: Config) -> Layout:
-    """A layout of the ranks that share one microbatch: a layer's cost depends on no others, but
-    for whether there are any in a pipeline and whether its schedule computes dW apart from dX,
-    which the configuration tells."""
+    """A layout of the ranks that share one microbatch, on which alone a layer's cost depends, but
+    for two things that the configuration tells: whether there is a pipeline, and whether its
+    schedule computes dW apart from dX."""
     model, parallel = config.model, config.parallel
     split = SplitSettings(model.num_layers, 1, mtp_num_layers=model.mtp_num_layers).split()
     experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size

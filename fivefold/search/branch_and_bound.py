@@ -77,7 +77,7 @@ class Ledger:
         self.looks += 1
 
     def walked(self, layout: Layout, count: int, sent: int = 0) -> None:
-        """Account for timing a layout's program with so many sets of costs, and so many times more
+        """Account for timing a layout's program with `count` sets of costs, and `sent` times more
         with what is sent once a step."""
         acts = _acts(layout, 5)
         self._charge((_program(layout), "walk"), acts)
@@ -157,7 +157,7 @@ class OpenCandidates:
         bases = np.array([-1 if c.base is None else c.base for c in self.space.memory], np.intp)
         base = bases[self.space.columns["memory"]]
         mine = np.flatnonzero(base >= 0)
-        plain = np.flatnonzero(other.space.columns["strategy"] <= 1)
+        plain = np.flatnonzero(~other.space.sharded("splits_gradients"))
         columns = {
             name: np.concatenate([other.space.columns[name][plain], column[mine]])
             for name, column in {**self.space.columns, "memory": base}.items()
@@ -234,10 +234,8 @@ class OpenCandidates:
         self.lower[row] = np.inf
         layout = layout_of(self.space, row)
         ledger.looked(layout)
-        candidate = replace(
-            evaluate(self.request, layout.config, layout=layout, times_cache=ledger.times_cache),
-            bound=bound,
-        )
+        found = evaluate(self.request, layout, times_cache=ledger.times_cache)
+        candidate = replace(found, bound=bound)
         if candidate.prediction is not None:
             if not ledger.found:
                 ledger.work = max(ledger.work, TO_IMPROVE)

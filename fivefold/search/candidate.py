@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from fivefold.check import check
-from fivefold.config.config import Config
 from fivefold.layout import Layout
 from fivefold.predict.memory.peak import MemoryPrediction, peak_memory
 from fivefold.predict.prediction import Prediction
@@ -76,25 +74,19 @@ class Candidate:
 
 def evaluate(
     request: Request,
-    config: Config,
+    layout: Layout,
     *,
     always: bool = False,
-    layout: Layout | None = None,
     times_cache: TimesCache | None = None,
 ) -> Candidate:
     """Predict the memory and the time of one layout.
 
     Args:
         request: the model, the cluster and the settings to plan for.
-        config: configuration of the layout.
+        layout: the layout.
         always: whether to predict the time even if the layout does not fit.
-        layout: the checked layout of `config`, if there is one already.
         times_cache: times to share with other layouts, as `LayerTimes` takes them.
-
-    Raises:
-        ConfigError: the layout is not legal.
     """
-    layout = layout or check(config, request.world, planned=True)
     memory = peak_memory(layout, request.cluster)
     if not always and not memory.fits:
         return Candidate(layout, memory, None, 0.0)

@@ -21,8 +21,7 @@ from fivefold.search.bound_tables import (
     Cells,
     Ranks,
     Values,
-    module_parameters,
-    trained_parameters,
+    parameter_cells,
 )
 from fivefold.search.collectives import Collective, affine, no_bound
 from fivefold.search.space import Space
@@ -39,9 +38,7 @@ class DataParallelBound:
     def __init__(self, space: Space, cluster: Cluster) -> None:
         c = space.columns
         self.space, self.cluster = space, cluster
-        degrees = ("tp", "ep", "etp")
-        self.sizes = Cells(space, 2 * KINDS, (degrees, module_parameters))
-        self.trained = Cells(space, 2 * KINDS, (degrees, trained_parameters))
+        self.sizes, self.trained = parameter_cells(space)
         self.shard = c["dp"] // c["instances"] * c["cp"]
         alone = space.sharded("splits_optimizer") & (self.shard == 1)
         self.expert = np.where(alone, 1, space.expert_shards)
@@ -105,7 +102,8 @@ class DataParallelBound:
 
     def optimizer(self, ranks: Ranks) -> Values:
         """Seconds of the optimizer update on the rank with the most parameters."""
-        partition, sharded = self.space.columns["partition"], self.space.columns["strategy"] > 0
+        partition = self.space.columns["partition"]
+        sharded = self.space.sharded("splits_optimizer")
         most = np.zeros(len(self.space))
         for which in FOR_TIME:
             held = ranks.held[partition, which]
@@ -119,7 +117,7 @@ class DataParallelBound:
 
     def _orthogonalising(self) -> Values:
         """Seconds in which Muon orthogonalises matrices, on average over the ranks."""
-        c, sharded = self.space.columns, self.space.columns["strategy"] > 0
+        c, sharded = self.space.columns, self.space.sharded("splits_optimizer")
         found: Values = np.zeros(len(self.space))
         for ep in np.unique(c["ep"]):
             dense, experts = least_orthogonalising(self.space.config, self.cluster.gpu, int(ep))

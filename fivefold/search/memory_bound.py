@@ -31,9 +31,8 @@ from fivefold.search.bound_tables import (
     Cells,
     Ranks,
     Values,
-    module_parameters,
+    parameter_cells,
     sample_layers,
-    trained_parameters,
 )
 from fivefold.search.space import SHARDINGS, Space
 
@@ -78,9 +77,7 @@ class _State:
 
     def __init__(self, space: Space) -> None:
         self.space = space
-        degrees = ("tp", "ep", "etp")
-        self.sizes = Cells(space, 2 * KINDS, (degrees, module_parameters))
-        self.trained = Cells(space, 2 * KINDS, (degrees, trained_parameters))
+        self.sizes, self.trained = parameter_cells(space)
         self.shards = {
             "dense": space.shards,
             "expert": np.where(space.shards == 1, 1, space.expert_shards),

@@ -150,20 +150,15 @@ class MemoryChooser:
         """The layout with these settings, its memory and time; None if it is not legal."""
         config = self.request.config.with_values(**settings)
         if config not in self.known:
-            self.known[config] = self._timed(settings)
+            self.known[config] = self._timed(config) if self._is_legal(settings) else None
         return self.known[config]
 
-    def _timed(self, settings: Settings) -> Candidate | None:
-        config = self.request.config.with_values(**settings)
-        if not self._is_legal(settings):
-            return None
+    def _timed(self, config: Config) -> Candidate | None:
         try:
             layout = check(config, self.request.world)
         except ConfigError:
             return None
-        return evaluate(
-            self.request, config, always=True, layout=layout, times_cache=self.times_cache
-        )
+        return evaluate(self.request, layout, always=True, times_cache=self.times_cache)
 
     def _is_legal(self, settings: Settings) -> bool:
         """A quick check, before that of the whole configuration."""
@@ -287,7 +282,11 @@ def _unbeaten(ways: Sequence[tuple[Candidate, Settings]]) -> list[Settings]:
     """Ways of recomputing in each layer by itself, the fastest first, without those that another
     one beats in time and in the memory of every rank."""
     usual = {"recompute_method": "uniform", "recompute_num_layers": (1,)}
-    kinds = [each for each in ways if each[1] and {**each[1], **usual} == {**usual, **each[1]}]
+    kinds = [
+        (candidate, way)
+        for candidate, way in ways
+        if way and all(way.get(name, value) == value for name, value in usual.items())
+    ]
     found: list[tuple[list[float], Settings]] = []
     for candidate, way in sorted(kinds, key=lambda pair: (pair[0].seconds, _peak(pair[0]))):
         peaks = [rank.peak for rank in candidate.memory.ranks]

@@ -49,7 +49,7 @@ class Partition:
 
     Attributes:
         pp: number of pipeline ranks.
-        schedule: name of the schedule, a key of `SCHEDULES`.
+        schedule: name of the schedule, a key of `SCHEDULES`, or `SYNTHESISED`.
         split: the stages and their ranks.
         settings: settings that produce this partition, by field name.
     """
@@ -143,9 +143,9 @@ def _fits(name: str, config: Config, split: Split, *, alone: bool) -> bool:
     slices = config.parallel.num_sequence_slices
     if name == SYNTHESISED:
         return slices == 1 and _searchable(config, split)
-    if known_of(name).groups and not alone and split.num_virtual == 1 < split.num_ranks:
-        return False
     schedule = SCHEDULES[name]
+    if schedule.groups and not alone and split.num_virtual == 1 < split.num_ranks:
+        return False
     return schedule.shape.fits(split.placement) and (slices == 1 or schedule.slices)
 
 

@@ -76,12 +76,11 @@ class Refiner:
         """Seconds of a step of a configuration; infinite if it is not legal or does not fit."""
         ledger = self.ledger
         try:
-            candidate = evaluate(
-                self.request, config, layout=layout, times_cache=ledger.times_cache
-            )
+            layout = layout or self.request.checked(config)
+            candidate = evaluate(self.request, layout, times_cache=ledger.times_cache)
         except ConfigError:
             return inf
-        ledger.looked(candidate.layout)
+        ledger.looked(layout)
         if candidate.prediction is None:
             return inf
         ledger.found.append(candidate)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
+from fivefold.check import check
 from fivefold.config.config import SETTINGS, Config
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.parallel import ParallelConfig
@@ -14,6 +15,7 @@ from fivefold.config.rules.memory import check_memory
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.data_parallel.rules import check_contradictions
 from fivefold.errors import Mistakes
+from fivefold.layout import Layout
 from fivefold.mesh.degrees import DEGREES
 from fivefold.predict.cluster import MAX_GPUS, Cluster
 
@@ -103,6 +105,14 @@ class Request:
             if name not in self.given
         }
         return replace(self, only=MappingProxyType({**self.only, **left}))
+
+    def checked(self, config: Config) -> Layout:
+        """The layout of a configuration on all of these devices.
+
+        Raises:
+            ConfigError: it is not legal.
+        """
+        return check(config, self.world, planned=True)
 
     def permits(self, settings: Mapping[str, Any]) -> bool:
         """Whether a search may choose these settings."""

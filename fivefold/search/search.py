@@ -14,7 +14,6 @@ from time import perf_counter
 
 import numpy as np
 
-from fivefold.check import check
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
 from fivefold.predict.memory.peak import peak_memory
@@ -161,18 +160,15 @@ class _Search:
                 self._look(self.space.take(rows))
             start = float(quick[quick >= end].min(initial=np.inf))
             end = REACH * start
-            if start == np.inf:
-                break
         self.unseen = min(self.unseen, start)
         smallest = 0.0
         if not ledger.found:  # the work was used up on fast layouts that do not fit
             sizes = memory_bound(self.space, self.ranks)
             smallest = float(sizes.min())
             for layout in smallest_of(self.space, self.ranks):
-                candidate = evaluate(
-                    request, layout.config, layout=layout, times_cache=ledger.times_cache
-                )
-                ledger.found += [candidate] if candidate.prediction is not None else []
+                candidate = evaluate(request, layout, times_cache=ledger.times_cache)
+                if candidate.prediction is not None:
+                    ledger.found.append(candidate)
         self.refiner.run(self.partials)
         found = self._checked(ledger.found)
         least = min((candidate.seconds for candidate in found), default=0.0)
@@ -314,7 +310,7 @@ def _plain_first(candidates: OpenCandidates, known: Set[tuple[int, ...]]) -> Ite
     space = candidates.space
     c = space.columns
     usual = space.by_partition(lambda partition: partition.known.fused)
-    plain = usual & (c["instances"] == 1) & (c["strategy"] <= 1)
+    plain = usual & (c["instances"] == 1) & ~space.sharded("splits_gradients")
     short = short_programs(space)
     rows = short[plain[short]]
     rows = rows[np.argsort(candidates.lower[rows], kind="stable")]
@@ -343,7 +339,7 @@ def _legal(candidates: list[Candidate], request: Request) -> list[Candidate]:
     refusal = None
     for number, candidate in enumerate(candidates):
         try:
-            check(candidate.layout.config, request.world, planned=True)
+            request.checked(candidate.layout.config)
         except ConfigError as error:
             refusal = refusal or error
             continue

@@ -184,8 +184,7 @@ def _turned(space: Space, ranks: Ranks, cells: Cells, work: Values) -> Values:
     """
     partition, slices = space.columns["partition"], space.config.parallel.num_sequence_slices
     in_v = space.by_partition(lambda each: each.known.shape is Shape.V)
-    whole = np.array(module_counts(space.config.model, space.partitions[0].split.stages), float)
-    there = cells.weighted(whole - ranks.final[partition]) / slices
+    there = cells.weighted(_whole(space) - ranks.final[partition]) / slices
     most = np.minimum(ranks.most[partition, FIRST] - 1 / slices, _share(space, ranks))
     found = work + there - most * cells.weighted(ranks.first[partition])
     return np.where(in_v, found, 0.0)
@@ -197,18 +196,14 @@ def _kept(space: Space, ranks: Ranks, cells: Cells, hop: Values, which: int) -> 
     A chunk is kept until it has reached the end of the model and come back. By Little's law (1961)
     the average number kept is the rate of chunks times this residence time.
     """
-    partition, microbatches, parallel = (
-        space.columns["partition"],
-        _share(space, ranks),
-        space.config.parallel,
-    )
+    partition, parallel = space.columns["partition"], space.config.parallel
+    microbatches = _share(space, ranks)
     grouped = parallel.microbatch_group_size_per_virtual_pipeline_stage is not None
     most = np.where(grouped & (ranks.chunks[partition] > 1), np.inf, ranks.most[partition, which])
     ahead = ranks.ahead[partition, which]
     there_and_back = sum(cells.weighted(ahead, phase * KINDS) for phase in range(2))
-    lasts = (
-        there_and_back / parallel.num_sequence_slices + 2 * hop * ranks.crossings[partition, which]
-    )
+    lasts = there_and_back / parallel.num_sequence_slices
+    lasts += 2 * hop * ranks.crossings[partition, which]
     found: Values = microbatches * lasts / np.minimum(most, microbatches * ranks.stages[partition])
     return found
 
@@ -251,9 +246,8 @@ def _hop(space: Space, cells: Cells, cluster: Cluster) -> Values:
 def _path(space: Space, ranks: Ranks, cells: Cells) -> Values:
     """Seconds of one microbatch to the last stage and back, plus all others in that stage."""
     partition = space.columns["partition"]
-    whole = np.array(module_counts(space.config.model, space.partitions[0].split.stages), float)
     final = ranks.final[partition]
-    before = whole - final
+    before = _whole(space) - final
     there_and_back = sum(cells.weighted(before, phase * KINDS) for phase in range(2))
     forward, dx, *hidden = (cells.weighted(final, n * KINDS) for n in (0, 1, 3, 4, 9, 10))
     through = forward + dx - space.columns["pairs"] * sum(hidden)
@@ -261,6 +255,11 @@ def _path(space: Space, ranks: Ranks, cells: Cells) -> Values:
     alone = (there_and_back + update) / space.config.parallel.num_sequence_slices
     found: Values = alone + _share(space, ranks) * through
     return found
+
+
+def _whole(space: Space) -> Values:
+    """The modules of each kind in the whole model."""
+    return np.array(module_counts(space.config.model, space.partitions[0].split.stages), float)
 
 
 def _share(space: Space, ranks: Ranks) -> Values:

@@ -203,15 +203,15 @@ def next_commands(result: SearchResult, model: str, argv: Sequence[str]) -> Iter
     name = path.parent.name if path.name == "config.json" else path.name.removesuffix(".toml")
     name = re.sub(r"[^\w.-]+", "-", name.lower())
     recipe = f"{name}-{world}.toml"
-    asked = " ".join(["fivefold plan", shlex.join(_without(argv, _ONLY_HERE))])
+    asked = " ".join(["fivefold plan", shlex.join(_question(argv))])
     run = f"fivefold train {recipe} --nproc {world}"
     each = min(cluster.gpus_per_node, world)
     if cluster.is_rack and world > LARGEST_HOST:
         each = RACK_HOST
-    if world > each:
-        whole = world % each == 0
+    if world > each and world % each:
+        run += " --dry-run"
+    elif world > each:
         run = f"fivefold launch slurm {recipe} --nodes {world // each} --ranks-per-node {each}"
-        run = run if whole else f"fivefold train {recipe} --nproc {world} --dry-run"
     yield f"{asked} --emit fivefold > {recipe}"
     yield run
     given = {word.partition("=")[0].replace("_", "-") for word in argv}
@@ -222,13 +222,13 @@ def next_commands(result: SearchResult, model: str, argv: Sequence[str]) -> Iter
     )
 
 
-def _without(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """The words without these flags and the values of those that take one."""
+def _question(argv: Sequence[str]) -> list[str]:
+    """The words without flags that only say how to tell the plan, and without their values."""
     kept, skips = [], False
     for word in argv:
         flag, has_value, _ = word.partition("=")
         flag = flag.replace("_", "-")
-        if flag in flags:
+        if flag in _ONLY_HERE:
             skips = not has_value and flag in _WITH_VALUE
         elif not skips:
             kept.append(word)

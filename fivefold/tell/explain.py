@@ -163,7 +163,8 @@ def _techniques(result: SearchResult) -> Iterator[Sensitivity]:
         if given & set(settings) or config == best.layout.config:
             continue
         try:
-            candidate = evaluate(result.request, config, always=True)
+            layout = result.request.checked(config)
+            candidate = evaluate(result.request, layout, always=True)
         except ConfigError:
             continue
         if candidate.memory.fits and abs(candidate.seconds / best.seconds - 1) >= 1e-3:

@@ -9,7 +9,6 @@ from itertools import islice, product
 from math import prod
 from typing import Any
 
-from fivefold.check import check
 from fivefold.config.config import SETTINGS, Config
 from fivefold.config.divisors import divisors
 from fivefold.config.flags import ALIASES, scan
@@ -25,7 +24,7 @@ from fivefold.search.search import SearchResult, search, smallest_layouts
 from fivefold.search.space import FIELDS
 from fivefold.tell.describe import summary
 from fivefold.tell.explain import shortfall
-from fivefold.units import human_bytes, human_seconds
+from fivefold.units import human_bytes, human_seconds, several
 
 GROWTH = (2, 4, 8, 16, 32, 64)  # multiples of the GPUs to try if nothing fits
 SUGGESTIONS = 4
@@ -49,8 +48,7 @@ def why_nothing(result: SearchResult) -> ConfigError:
         what = f"no layout of this model fits on {request.world:,} x {request.cluster.gpu.name}"
         why = list(_needs(result))
     else:
-        gpus = "1 GPU" if request.world == 1 else f"{request.world:,} GPUs"
-        what = f"no layout of this model is legal on {gpus}"
+        what = f"no layout of this model is legal on {several(request.world, 'GPU')}"
         rules = nearest_to_legal(request)
         why = [line for rule in rules for line in (rule.what, *(f"  {each}" for each in rule.why))]
     if fixed := request.fixed_words():
@@ -66,9 +64,9 @@ def why_nothing(result: SearchResult) -> ConfigError:
 def _on_host_ways(request: Request) -> Iterator[Change]:
     """Ways to have the optimizer off the device, which the search does not try by itself.
 
-    It is updated where that is faster on this machine, on the host or on the device, or else where
-    that fits. On one rank the search does not try ZeRO-3 either, which then keeps no second copy of
-    the weights. What is slower is named where the former does not suffice: weights off the device,
+    First it is updated where that is faster on this machine, on the host or on the device, then on
+    the other one. On one rank also with ZeRO-3, which the search does not try there and which keeps
+    no second copy of the weights. Slower ways follow if none of these fits: weights off the device,
     too, and a disk.
     """
     extra: list[Change] = [{}]
@@ -128,7 +126,7 @@ def nearest_to_legal(request: Request) -> tuple[Mistake, ...]:
     fewest: tuple[Mistake, ...] | None = None
     for config in islice(_completions(request), COMPLETIONS):
         try:
-            check(config, request.world, planned=True)
+            request.checked(config)
         except ConfigError as error:
             if fewest is None or len(error.mistakes) < len(fewest):
                 fewest = error.mistakes
@@ -183,21 +181,23 @@ def _completed(request: Request, degrees: Change) -> Config:
 def _works(request: Request, rules: Iterable[Mistake], *, legal: bool) -> Iterator[str]:
     """Further flags with which there is a layout that fits, the smallest changes first."""
     told = set[str]()
-    for change in _techniques(request) if legal else _by_rules(rules):
-        text = _typed(change)
-        if text not in told and _has_plan(request, change):
-            told.add(text)
-            yield text
+
+    def new(changes: Iterable[Change]) -> Iterator[str]:
+        for change in changes:
+            text = _typed(change)
+            if text not in told and _has_plan(request, change):
+                told.add(text)
+                yield text
+
+    yield from new(_techniques(request) if legal else _by_rules(rules))
     for text in _released(request):
         if text not in told:
             told.add(text)
             yield text
-    for change in _more(request) if legal else _around(request):
-        if _typed(change) not in told and _has_plan(request, change):
-            told.add(_typed(change))
-            yield _typed(change)
-            if legal:  # with more of them it works, too
-                break
+    if legal:  # with more than so many GPUs it works, too
+        yield from islice(new(_more(request)), 1)
+    else:
+        yield from new(_around(request))
     if not told:
         yield from islice(_all_released(request), 1)
 

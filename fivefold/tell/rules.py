@@ -103,7 +103,7 @@ def _first_fit(request: Request, settings: Mapping[str, Any]) -> Candidate | Non
         shapes.append({"pipeline_model_parallel_layout": balanced_layout(config, pp)})
     for shape in shapes:
         try:
-            candidate = evaluate(request, config.with_values(**shape))
+            candidate = evaluate(request, request.checked(config.with_values(**shape)))
         except ConfigError:
             continue
         if candidate.prediction is not None:

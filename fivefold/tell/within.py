@@ -11,7 +11,7 @@ from fivefold.search.search import SearchResult, search
 from fivefold.tell.explain import slower
 from fivefold.tell.export import deepspeed, megatron_pipeline, torchtitan
 from fivefold.tell.export.megatron_memory import one_number
-from fivefold.units import human_seconds
+from fivefold.units import human_seconds, several
 
 _Pipelines = tuple[str, tuple[str, ...], Callable[[Layout], Layout]]
 PIPELINES: Mapping[str, _Pipelines] = MappingProxyType(
@@ -79,6 +79,5 @@ def within(result: SearchResult, target: str) -> tuple[SearchResult, tuple[str, 
 
 
 def _pipeline(layout: Layout) -> str:
-    virtual = layout.split.num_virtual
-    stages = "1 stage a rank" if virtual == 1 else f"{virtual} stages a rank"
-    return f"{layout.schedule} with pp {layout.grid.pp}, {stages}"
+    stages = several(layout.split.num_virtual, "stage")
+    return f"{layout.schedule} with pp {layout.grid.pp}, {stages} a rank"

@@ -173,10 +173,13 @@ class Console:
     def _fitting(self, device: str, peak_known: bool, experts: bool) -> list[StepColumn]:
         """The columns that fit into the line, chosen by importance."""
         digits = len(str(self._total))
+        busiest = StepColumn("busiest", 7, 2, lambda m: f"{m.imbalance:.2f} x")  # x the mean
+        mfu = StepColumn("MFU", 5, 2, lambda m: f"{m.mfu or 0.0:.1%}")
         columns = [
             StepColumn("step", 2 * digits + 1, 0, lambda m: f"{m.step}/{self._total}"),
             StepColumn("loss", 7, 0, lambda m: f"{m.loss:.4f}"),
             StepColumn("grad norm", 8, 1, lambda m: _plain(m.grad_norm)),
+            *([busiest] if experts else []),
             StepColumn("lr", 8, 2, lambda m: f"{m.lr:.2e}"),
             StepColumn("tokens/s", 6, 1, lambda m: human_count(m.tokens_per_second)),
             StepColumn(f"/{device}", 6, 5, lambda m: human_count(m.tokens_per_second_per_rank)),
@@ -186,14 +189,11 @@ class Console:
                 6 if peak_known else 3,
                 lambda m: human_count(m.flops_per_second_per_rank),
             ),
+            *([mfu] if peak_known else []),
             StepColumn("memory", 8, 3, lambda m: human_bytes(m.memory_bytes)),
             StepColumn("data wait", 6, 7, lambda m: human_seconds(m.data_wait_seconds)),
             StepColumn("ETA", 6, 4, lambda m: human_seconds(self._eta_seconds(m))),
         ]
-        if peak_known:
-            columns.insert(7, StepColumn("MFU", 5, 2, lambda m: f"{m.mfu or 0.0:.1%}"))
-        if experts:  # tokens of the busiest expert over the mean
-            columns.insert(3, StepColumn("busiest", 7, 2, lambda m: f"{m.imbalance:.2f} x"))
         room = self._console.width
         chosen = []
         for column in sorted(columns, key=lambda c: c.rank):

@@ -104,7 +104,8 @@ class Trainer:
             weights = self.engine.weights_to_load(starts)
             source.load(state.step, weights, skip=(OPTIMIZER,))
             measure_rows(self.engine, source, source.filling(state.step), new=starts)
-            return self.engine.after_load(0, weights)
+            self.engine.after_load(0, weights)
+            return
         self.loader.load_state_dict(state.loader)
         tensors = self.engine.stored_tensors()
         source.load(state.step, tensors)
@@ -334,8 +335,7 @@ class Trainer:
         """
         action = self.engine.layout.config.training.bad_step_action
         if action == "stop" or self._bad.too_many:
-            finite: tuple[list[str], bool] = ([], False)
-            where, passing = finite if result.finite else locate(self.engine, batch)
+            where, passing = (list[str](), False) if result.finite else locate(self.engine, batch)
             raise self._stopped(bad, where, "the step was not taken; ", passing=passing)
         self.engine.optimizer.zero_grad()
         position = self.loader.consumed_samples

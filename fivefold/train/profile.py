@@ -14,7 +14,7 @@ from fivefold.audit.traffic import axes_of
 from fivefold.audit.watch import Watch
 from fivefold.config.records import LoggingConfig
 from fivefold.config.sources import to_toml
-from fivefold.errors import ConfigError, TrainingError
+from fivefold.errors import ConfigError, Mistake, TrainingError
 from fivefold.files import atomic_path, write_atomic
 from fivefold.pipeline.costs.measured import FILE, write_measured
 from fivefold.pipeline.ir import Act
@@ -84,10 +84,8 @@ def check_profiler(logging: LoggingConfig, device: str) -> None:
         ConfigError: the allocator of this device keeps no history.
     """
     if logging.record_memory_history and device != "cuda":
-        raise ConfigError(
-            "record_memory_history is of the GPU's allocator, and ranks train on the CPU\n"
-            "  works: --no-record-memory-history"
-        )
+        what = "record_memory_history is of the GPU's allocator, and ranks train on the CPU"
+        raise ConfigError(Mistake(what, works=("--no-record-memory-history",)))
 
 
 @contextmanager

@@ -138,8 +138,7 @@ def _train_here(
         return End(0) if following.finished else end
 
     def ranks(origin: Origin | None, after: str) -> End:
-        again = Again(origin, after)
-        return started(partial(_run_ordered, job, orders=again.orders))
+        return started(partial(_join_and_run, replace(job, origin=origin, after=after)))
 
     return restarting(ranks, job.origin, following)
 
@@ -147,8 +146,11 @@ def _train_here(
 def _run_ordered(job: Job, env: RankEnv, orders: Orders | None) -> int:
     """Train on this rank from where `orders` says, else from where the job does."""
     if orders is not None:
-        again = Again.of(orders)
-        job = replace(job, origin=again.origin, after=again.after)
+        job = replace(job, **Again.of(orders)._asdict())
+    return _join_and_run(job, env)
+
+
+def _join_and_run(job: Job, env: RankEnv) -> int:
     return run_rank(job, env, _join(job, env))
 
 

@@ -164,7 +164,7 @@ def test_further_techniques_are_legal_and_bounded(model: str) -> None:
     sizes = memory_bound(few, ranks)
     for row in range(len(few)):
         layout = check(few.config_of(row), 32, planned=True)
-        found = evaluate(question(model), layout.config, always=True, layout=layout)
+        found = evaluate(question(model), layout, always=True)
         assert times[row] <= found.seconds * (1 + 1e-9)
         assert sizes[row] <= found.memory.max_allocated * (1 + 1e-9)
 
@@ -184,6 +184,7 @@ def test_where_one_does_not_fit_none_does_that_shards_less() -> None:
             continue
         for other in np.flatnonzero(open_before & ~np.isfinite(candidates.lower)).tolist():
             closed += other != row
-            found = evaluate(question("llama3-8b"), space.config_of(other))
+            layout = candidates.request.checked(space.config_of(other))
+            found = evaluate(candidates.request, layout)
             assert not found.memory.fits
     assert closed

@@ -31,7 +31,7 @@ def everything(request: Request) -> Iterator[Candidate]:
     """All legal layouts, and those with recomputation with every number of each stage's layers."""
     space = legal_space(request)
     for row in range(len(space)):
-        whole = evaluate(request, space.config_of(row), always=True)
+        whole = evaluate(request, request.checked(space.config_of(row)), always=True)
         yield whole
         if whole.layout.config.memory.recompute_granularity is None:
             continue
@@ -41,7 +41,7 @@ def everything(request: Request) -> Iterator[Candidate]:
                 recompute_method="block", recompute_num_layers=numbers
             )
             try:
-                yield evaluate(request, config, always=True)
+                yield evaluate(request, request.checked(config), always=True)
             except ConfigError:  # no layer of any stage
                 continue
 

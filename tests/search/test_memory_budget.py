@@ -67,7 +67,7 @@ def everything(
             layout = check(config, request.world)
         except ConfigError:
             continue
-        found.append(evaluate(request, config, always=True, layout=layout, times_cache=cache))
+        found.append(evaluate(request, layout, always=True, times_cache=cache))
     return found
 
 
@@ -92,7 +92,7 @@ def by_stage(request: Request, modules: tuple[str, ...]) -> list[Candidate]:
             layout = check(config, request.world)
         except ConfigError:
             continue
-        found.append(evaluate(request, config, always=True, layout=layout, times_cache=cache))
+        found.append(evaluate(request, layout, always=True, times_cache=cache))
     return found
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from fivefold.check import check
 from fivefold.cli.main import main
 from fivefold.config.config import SETTINGS, Config
 from fivefold.config.sources import read_config
@@ -94,7 +95,7 @@ def test_its_recipe_is_its_layout(
     Path("planned.toml").write_text(run(*argv, "--emit", "fivefold"))
     assert read_config("planned.toml") == best.layout.config
     try:
-        search.check(best.layout.config, request.world)
+        check(best.layout.config, request.world)
     except ConfigError:  # a plan may have what the trainer lacks, and says so
         return
     run("train", "planned.toml", "--nproc", str(request.world), "--dry-run")

@@ -117,12 +117,13 @@ OWNER = """
     import os, sys, time
     from pathlib import Path
     from fivefold.train.folder.lock import claim
-    with claim(Path(sys.argv[1]), tell=lambda text: None) as held:
+    sys.stdout = None  # that it takes the folder over
+    with claim(Path(sys.argv[1])) as held:
         held.begin()
         if sys.argv[2] == "with a rank" and os.fork() == 0:
             time.sleep(float(sys.argv[3]))
             os._exit(0)
-        print("owns", flush=True)
+        print("owns", file=sys.__stdout__, flush=True)
         time.sleep(60)
 """
 
@@ -164,16 +165,17 @@ CLAIMS_AGAIN_AND_AGAIN = """
     run, seed, begin, until = Path(sys.argv[1]), *map(float, sys.argv[2:])
     chance, mine, holder = random.Random(seed), str(os.getpid()), run.with_name("holder")
     until += time.monotonic()
+    sys.stdout = None  # that it takes the folder over
     while time.monotonic() < until:
         try:
-            with claim(run, tell=lambda text: None) as held:
+            with claim(run) as held:
                 if chance.random() < begin:
                     held.begin()
                 holder.write_text(mine)
                 time.sleep(chance.random() / 100)
                 held.check()
                 if holder.read_text() != mine:
-                    print("two owners at once", flush=True)
+                    print("two owners at once", file=sys.stderr, flush=True)
         except FolderInUse:
             pass
 """
@@ -303,6 +305,6 @@ def test_what_helps_against_a_folder_that_cannot_be_written(
         patch("os.open", side_effect=OSError(code, os.strerror(code))),
         pytest.raises(ConfigError) as told,
     ):
-        claim(tmp_path / "run", print)
+        claim(tmp_path / "run")
     assert f"cannot write the run folder {tmp_path / 'run'}: {os.strerror(code)}" in str(told.value)
     assert str(told.value).endswith(f"try:   {helps}")

@@ -68,11 +68,14 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         (None, "run"),
     ],
 )
-def test_new_paths_have_the_name_of_their_recipe_and_never_collide(recipe, name, tmp_path):
-    first = new_run_path(recipe_name(recipe), tmp_path)
+def test_new_paths_have_the_name_of_their_recipe_and_never_collide(
+    recipe, name, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    first = new_run_path(recipe_name(recipe))
     assert first.name.startswith(f"{name}-20") and not first.exists()
-    first.mkdir()
-    assert new_run_path(recipe_name(recipe), tmp_path) != first
+    first.mkdir(parents=True)
+    assert new_run_path(recipe_name(recipe)) != first
 
 
 def test_each_record_is_on_disk_at_once(tmp_path):

@@ -14,13 +14,12 @@ from fivefold.files import as_kind, parse_json, read_text, write_atomic
 from fivefold.pipeline.costs.costs import Costs
 from fivefold.pipeline.exchange import program_of
 from fivefold.pipeline.graph import dependency_graph
-from fivefold.pipeline.ir import COMPUTE, Act, Kind, Program, ProgramError, pair
+from fivefold.pipeline.ir import ELEMENTARY, Act, Kind, Program, ProgramError, pair
 from fivefold.pipeline.simulate import Simulation, replay
 from fivefold.pipeline.validate import validate
 
 FILE = "pipeline.jsonl"  # in a run folder: the actions of one profiled step, one per line
 _LEAST = 1e-9  # seconds: substitute for unmeasurably short times
-_KINDS = tuple(kind for kind in Kind if kind in COMPUTE and kind is not Kind.FB)
 _MOST, _LATEST = 10**9, 1e12  # upper limits of indices, and of times in seconds
 
 
@@ -84,8 +83,8 @@ def _read_act(line: str) -> MeasuredAct:
     counts = (act.rank, act.stage, act.mb, act.slice, act.part)
     if not all(0 <= count < _MOST for count in counts):
         raise ConfigError(f"rank, stage, mb, slice and part must be in 0 .. {_MOST - 1}")
-    if act.kind not in _KINDS:
-        raise ConfigError(f"kind {shortened(act.kind)} is none of {', '.join(_KINDS)}")
+    if act.kind not in ELEMENTARY:
+        raise ConfigError(f"kind {shortened(act.kind)} is none of {', '.join(ELEMENTARY)}")
     if not -_LATEST <= act.start <= act.end <= _LATEST:
         raise ConfigError(f"it goes from second {act.start:g} to second {act.end:g}")
     return act

@@ -49,7 +49,7 @@ def modelled_problem(
 
     costs = Costs(
         times([each.total for each in flops]),
-        times([each.matmul + 2 * each.attention for each in flops]),
+        times([each.dx for each in flops]),
         times([each.matmul for each in flops]),
         _HOP,
     )

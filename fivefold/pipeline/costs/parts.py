@@ -21,8 +21,6 @@ from fivefold.pipeline.split.stages import StageSpec
 
 # Kinds of pieces whose cost can be stated, and their default cost.
 KINDS: Mapping[str, float] = {"embedding": 0.0, "dense": 1.0, "moe": 1.0, "mtp": 1.0, "head": 0.0}
-
-
 PARAMETER_BYTES = 18.0  # of weights, gradients and optimizer state, where nothing else is known
 
 
@@ -125,7 +123,7 @@ def modelled_parts(model: ModelConfig, seq_length: int) -> Parts:
         flops = forward_flops(model, seq_length, stage)
         return ModelPart(
             flops.total,
-            flops.matmul + 2 * flops.attention,
+            flops.dx,
             flops.matmul,
             count_parameters(model, stage).total * PARAMETER_BYTES,
             total(saved).kept * seq_length,

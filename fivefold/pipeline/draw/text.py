@@ -36,18 +36,17 @@ class _Cell(NamedTuple):
 _IDLE = _Cell(".", None)
 
 
-def draw(program: Program, costs: Costs | None = None) -> str:
+def draw(program: Program) -> str:
     """A drawing of the compute actions over time, and a line of figures.
 
     A label is `F3` (kind, microbatch), followed by a, b, c... for the stage if a rank holds
     several, and by .0, .1... for the slice if sequences are sliced; `F3&B1` is an overlapped pair.
-    `-` continues an action and `.` is idle time. With `costs` None a forward takes one cell and a
-    backward two; otherwise the median action takes one cell, and shorter ones may be cut off.
+    `-` continues an action and `.` is idle time. A forward takes one cell and a backward two.
     """
-    simulation = simulate(program, costs or Costs.uniform(program.num_stages))
+    simulation = simulate(program, Costs.uniform(program.num_stages))
     chart = Chart("", program, simulation)
     labels = _labels(chart, colours=False)
-    scale = _scale(chart, labels, None if costs else 1.0 / program.num_slices)
+    scale = _scale(chart, labels, 1.0 / program.num_slices)
     lines = [
         name + "".join(cell.char for cell in _row(row, texts, scale))
         for name, row, texts in zip(_names(program), simulation.timeline, labels, strict=True)
@@ -71,7 +70,8 @@ def picture(chart: Chart, width: int, *, colours: bool) -> list[str]:
     timeline, makespan = chart.simulation.timeline, chart.simulation.makespan
     names = _names(chart.program)
     room = max(width - len(names[0]), 2 * _TICK)
-    scale = _scale(chart, labels, None)
+    times = (timed.end - timed.start for row in timeline for timed in row)
+    scale = _scale(chart, labels, median_low([time for time in times if time > 0] or [makespan]))
     if makespan * scale > MAX_PANELS * room:
         scale = room / makespan
         rows = [_sampled(row, scale, room) for row in timeline]
@@ -104,15 +104,12 @@ def _labels(chart: Chart, colours: bool) -> list[list[str]]:
     return [[text(timed.act) for timed in row] for row in chart.simulation.timeline]
 
 
-def _scale(chart: Chart, labels: list[list[str]], unit: float | None) -> float:
-    """Characters per unit of time, so that labels fit into actions at least as long as `unit`."""
-    timeline = chart.simulation.timeline
-    if unit is None:
-        times = (timed.end - timed.start for row in timeline for timed in row)
-        unit = median_low([time for time in times if time > 0] or [chart.simulation.makespan])
+def _scale(chart: Chart, labels: list[list[str]], unit: float) -> float:
+    """Characters per unit of time, so that labels fit into actions at least as long as `unit`;
+    shorter ones may be cut off."""
     return max(
         (1 + len(text)) / max(timed.end - timed.start, unit)
-        for row, texts in zip(timeline, labels, strict=True)
+        for row, texts in zip(chart.simulation.timeline, labels, strict=True)
         for timed, text in zip(row, texts, strict=True)
     )
 

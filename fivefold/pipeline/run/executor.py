@@ -198,12 +198,12 @@ class _Step:
     def _manage(self, act: Act) -> None:
         """What only starts something; a STEP belongs to the training loop."""
         match act.kind:
-            case Kind.SEND | Kind.RECV:
+            case Kind.SEND:
                 assert act.message is not None
-                if act.kind is Kind.SEND:
-                    self._mail.send(act.message)
-                else:
-                    self._mail.receive(act.message, self._states_of(act.message))
+                self._mail.send(act.message)
+            case Kind.RECV:
+                assert act.message is not None
+                self._mail.receive(act.message, self._states_of(act.message))
             case Kind.UNSHARD:
                 self._on.gradients[act.stage].unshard()
             case Kind.RESHARD:

@@ -59,7 +59,7 @@ class Turns:
         pair = self._pair = _Pair(between)
         future = self._helper.submit(pair.run_second, self._alike(second))
         try:
-            pair.run_first(first)
+            pair.run(first)
         except OtherHalfFailed:
             pass  # the helper's error is the cause
         finally:
@@ -112,16 +112,13 @@ class _Pair:
             if self._failed:
                 raise OtherHalfFailed
 
-    def run_first(self, function: Callable[[], None]) -> None:
-        self._run(function)
-
     def run_second(self, function: Callable[[], None]) -> None:
         self._turns[1].acquire()
         if self._failed:
             raise OtherHalfFailed
-        self._run(function)
+        self.run(function)
 
-    def _run(self, function: Callable[[], None]) -> None:
+    def run(self, function: Callable[[], None]) -> None:
         try:
             function()
         except BaseException:

@@ -77,7 +77,7 @@ class AutomaticZeroBubble:
         for _ in range(1, self._total):
             for rank, wanted in zip(ranks, self._forwards_wanted(), strict=True):
                 if wanted:
-                    self._make_room(rank, Kind.F)
+                    self._make_room(rank)
                     if rank > 0:
                         self._fill(rank, Kind.F)
                     self._put(rank, Kind.F)
@@ -162,8 +162,9 @@ class AutomaticZeroBubble:
             return 0.0
         return self._ends[kind][source][self._done[kind][rank]] + self._hop
 
-    def _make_room(self, rank: int, kind: Kind) -> None:
-        while self._held[rank] + self._sizes[kind][rank] > self._cap:
+    def _make_room(self, rank: int) -> None:
+        """Run W until the next F fits."""
+        while self._held[rank] + self._sizes[Kind.F][rank] > self._cap:
             if not self._pending(rank):
                 self._full = True
                 return

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from fivefold.config.settings import flag_of
 from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.pipeline.ir import loop_placement, v_placement
 from fivefold.pipeline.split import layout_language
@@ -23,6 +24,16 @@ CUTTING: Mapping[str, str] = MappingProxyType(
 """Settings that cut the model into stages, and their names in `SplitSettings`."""
 NOT_AUTO = tuple(name for name, own in CUTTING.items() if own not in ("virtual", "layout"))
 """Those that contradict the layout "auto", which decides how many layers each stage has."""
+_FLAGS = MappingProxyType({own: flag_of(name) for name, own in CUTTING.items()})
+_WAYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "virtual": ("virtual", "layers_per_virtual_stage"),
+        "ends": ("first", "last"),
+        "account": ("account_for_embedding", "account_for_loss"),
+        "layout": ("layout",),
+    }
+)
+"""The ways of splitting, each with its settings."""
 
 
 def asks(value: object) -> bool:
@@ -81,24 +92,9 @@ class SplitSettings:
 
     def given(self) -> dict[str, list[str]]:
         """Flags that the user set, grouped by the way of splitting they belong to."""
-        ways: dict[str, dict[str, object]] = {
-            "virtual": {
-                "--num-virtual-stages-per-pipeline-rank": self.virtual,
-                "--num-layers-per-virtual-pipeline-stage": self.layers_per_virtual_stage,
-            },
-            "ends": {
-                "--decoder-first-pipeline-num-layers": self.first,
-                "--decoder-last-pipeline-num-layers": self.last,
-            },
-            "account": {
-                "--account-for-embedding-in-pipeline-split": self.account_for_embedding or None,
-                "--account-for-loss-in-pipeline-split": self.account_for_loss or None,
-            },
-            "layout": {"--pipeline-model-parallel-layout": self.layout},
-        }
         return {
-            way: [flag for flag, value in flags.items() if value is not None]
-            for way, flags in ways.items()
+            way: [_FLAGS[name] for name in names if asks(getattr(self, name))]
+            for way, names in _WAYS.items()
         }
 
 

@@ -47,7 +47,7 @@ def saved_by(ops: Iterable[Op]) -> frozenset[str]:
 
 def again(ops: Sequence[Op], kept: frozenset[str]) -> list[Op]:
     """The operations that a backward must recompute if only `kept` was kept, in order."""
-    wanted = {name for op in ops for name in op.saves} - kept
+    wanted = {*saved_by(ops)} - kept
     found = []
     for op in reversed(ops):
         if op.out in wanted:
@@ -114,15 +114,14 @@ class Tape:
         """
         repeated = again(ops, kept)
         needed = saved_by(ops)
-        if repeated:
-            made = {op.out for op in repeated}
-            last = {n: op for op in repeated for n in (*op.inputs, op.out) if n in made}
-            for op in repeated:
-                self._make(module, op, ends)
-                for name in dict.fromkeys((*op.inputs, op.out)):
-                    if last.get(name) is op and name not in needed:
-                        self.allocator.release(_name(module, name, ends))
-        there = (kept | {op.out for op in repeated}) & needed
+        made = {op.out for op in repeated}
+        last = {n: op for op in repeated for n in (*op.inputs, op.out) if n in made}
+        for op in repeated:
+            self._make(module, op, ends)
+            for name in dict.fromkeys((*op.inputs, op.out)):
+                if last.get(name) is op and name not in needed:
+                    self.allocator.release(_name(module, name, ends))
+        there = (kept | made) & needed
         for name in kept - needed:
             self.allocator.release(_name(module, name, ends))
         readers = Counter(name for op in ops for name in set(op.saves))
@@ -147,15 +146,14 @@ class Tape:
 
     def catch_up(self) -> None:
         """Let the device finish everything that the host has launched."""
-        for name in self._pending:
-            self.allocator.release(name)
+        self.free(self._pending)
         self._pending.clear()
 
     def _make(self, module: Hashable, op: Op, ends: Mapping[str, Hashable]) -> None:
         buffer = self.make(op.buffer) if op.buffer else None
         scratch = [self.make(size) for size in op.scratch]
         self.allocator.allocate(_name(module, op.out, ends), op.size)
-        self._free_all(scratch)
+        self.free(scratch)
         self._free_buffer(buffer)
 
     def _gradients_of(
@@ -176,11 +174,11 @@ class Tape:
                 gradient = self.make(sizes[name])
             self._owners[gradient] += 1
             self._add(_name(module, name, ends), gradient, sizes[name])
-        weights = [self.make(op.weight)] if op.weight else []
+        weights: list[Hashable] = [self.make(op.weight)] if op.weight else []
         self._disown(incoming)
-        self._free_all(scratch)
+        self.free(scratch)
         self._free_buffer(buffer)
-        return list(weights)
+        return weights
 
     def _add(self, tensor: Hashable, gradient: Hashable, size: float) -> None:
         """Add a gradient to a tensor's; in place, if nothing else holds the first one."""
@@ -208,7 +206,8 @@ class Tape:
         self.allocator.allocate(name, size, stream)
         return name
 
-    def _free_all(self, names: Iterable[Hashable]) -> None:
+    def free(self, names: Iterable[Hashable]) -> None:
+        """Free tensors by their keys."""
         for name in names:
             self.allocator.release(name)
 

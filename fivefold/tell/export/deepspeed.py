@@ -41,10 +41,8 @@ def deepspeed(layout: Layout) -> Export:
     }
     if said["precision"] == "fp16":
         settings["fp16"] = _loss_scale(said)
-    rates = _rates(said)
-    if rates is not None:
-        settings["optimizer"]["params"]["lr"] = rates.pop("first")
-        settings["scheduler"] = rates
+    if (rates := _rates(said)) is not None:
+        settings["scheduler"], settings["optimizer"]["params"]["lr"] = rates
     if said["tensor_model_parallel_size"] > 1:
         settings["tensor_parallel"] = {"autotp_size": grid.tp}
     if said["context_parallel_size"] > 1:
@@ -94,8 +92,8 @@ def its_pipeline(layout: Layout) -> Layout:
 _UNKNOWN_DECAYS = ("WSD", "inverse-square-root")
 
 
-def _rates(said: Settings) -> dict[str, Any] | None:
-    """The scheduler (None for a constant rate) and the learning rate of the optimizer.
+def _rates(said: Settings) -> tuple[dict[str, Any], float] | None:
+    """The scheduler and the learning rate of the optimizer; None if there is none but the latter.
 
     DeepSpeed's schedulers set no rate before the second step, so the optimizer gets the rate of the
     first step. They need a warm-up of at least two steps, so their count of steps is shifted if
@@ -112,20 +110,16 @@ def _rates(said: Settings) -> dict[str, Any] | None:
         params["warmup_min_ratio"] = start / peak
         params["cos_min_ratio"] = said["min_lr"] / peak
         if warm_up:
-            return {
-                "type": "WarmupCosineLR",
-                "first": peak,
-                "params": params | {"total_num_steps": end},
-            }
-        # Its cosine is a step ahead of its count.
-        params |= {"total_num_steps": end + shift, "last_batch_iteration": shift - 1}
-        return {"type": "WarmupCosineLR", "first": peak, "params": params}
+            params["total_num_steps"] = end
+        else:  # its cosine is a step ahead of its count
+            params |= {"total_num_steps": end + shift, "last_batch_iteration": shift - 1}
+        return {"type": "WarmupCosineLR", "params": params}, peak
     params |= {"warmup_max_lr": peak, "last_batch_iteration": shift}
     first = start if warm_up else peak
     if style == "constant":
-        return {"type": "WarmupLR", "first": first, "params": params | {"warmup_min_lr": start}}
+        return {"type": "WarmupLR", "params": params | {"warmup_min_lr": start}}, first
     params |= {"warmup_min_lr": said["min_lr"], "total_num_steps": end + shift}
-    return {"type": "WarmupDecayLR", "first": first, "params": params}
+    return {"type": "WarmupDecayLR", "params": params}, first
 
 
 def _lost_of_the_rates(said: Settings) -> Iterator[str]:

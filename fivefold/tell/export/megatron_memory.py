@@ -69,12 +69,12 @@ def one_number(memory: MemoryConfig) -> bool:
 
 def lost_of_memory(memory: MemoryConfig, runs: Layout) -> Iterator[str]:
     """Sentences about what of the settings it does not have in the layout that it runs."""
-    others = [name for name in memory.offload_tensors if name != "dispatched_input"]
-    if memory.fine_grained_activation_offloading and others:
-        yield f"it does not move {' '.join(others)} (offload_tensors)"
-    if memory.fine_grained_activation_offloading and "dispatched_input" in memory.offload_tensors:
-        yield "it moves dispatched tokens (offload_tensors) as expert_fc1 of offload_modules"
     if memory.fine_grained_activation_offloading:
+        others = [name for name in memory.offload_tensors if name != "dispatched_input"]
+        if others:
+            yield f"it does not move {' '.join(others)} (offload_tensors)"
+        if "dispatched_input" in memory.offload_tensors:
+            yield "it moves dispatched tokens (offload_tensors) as expert_fc1 of offload_modules"
         yield (
             "fine_grained_activation_offloading wants NVTE_CPU_OFFLOAD_V1=1 in the environment "
             "with Transformer Engine 2.10 and later"

@@ -35,10 +35,10 @@ OWN = frozenset(
         "cuda_graph_scope",
     }
 )
-"""Settings of the run folder, of logging, of how ranks are started and watched, of what is sent
-first, and of what predictions go by, which have no meaning for another trainer: others split a
-backward only where the schedule does. And one that has one value, which `cuda_graph_impl` stands
-for."""
+"""Settings that have no meaning for another trainer: of the run folder, of logging, of how ranks
+are started and watched, of what predictions go by, and of what is sent first, as others split a
+backward only where the schedule does. And `cuda_graph_scope`, whose one value goes with
+`cuda_graph_impl`."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,11 @@ def flag(name: str, *values: object) -> Iterator[str]:
 
 
 def set_flag(name: str, value: Any) -> Iterator[str]:
-    """A flag in Megatron-LM's style; none for None and False."""
-    values = value if isinstance(value, tuple) else () if value is True else (value,)
-    if value is True or (values and value is not None and value is not False):
-        yield from flag(name.replace("_", "-"), *values)
+    """A flag in Megatron-LM's style; none for None, False and no values."""
+    if value is None or value is False or value == ():
+        return
+    values = () if value is True else value if isinstance(value, tuple) else (value,)
+    yield from flag(name.replace("_", "-"), *values)
 
 
 def flags(said: Settings, *names: str) -> Iterator[str]:

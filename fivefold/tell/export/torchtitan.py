@@ -309,8 +309,7 @@ def _lost(said: Settings, layout: Layout) -> Iterator[str]:
             f"by 8 chunks of the tokens (cross_entropy_fusion_impl = {impl})"
         )
     if said["param_cpu_offload"]:
-        said.mention("optimizer_cpu_offload")
-        said.mention("offload_optimizer_states")
+        said.mention("optimizer_cpu_offload", "offload_optimizer_states")
         given = said.told(
             "optimizer_offload_fraction", "optimizer_offload_path", "param_offload_path"
         )

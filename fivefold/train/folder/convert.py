@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import reduce
 from glob import escape
 from pathlib import Path
@@ -154,7 +154,7 @@ def _one_to_hub(
     path, index = checkpoints.open(step)
     tokenizer = run_tokenizer(source, state) if (source / TOKENIZER).is_file() else None
     fields = _fields(source / SIDE, model.base)
-    stated = _Types(index, None if dtype is None else DTYPES[dtype], _trained_in(source))
+    asked = None if dtype is None else DTYPES[dtype]
     kind = fields["model_type"]
     places = stored_tensors(kind, model.base, neighbours=stores_neighbours(fields))
 
@@ -169,42 +169,33 @@ def _one_to_hub(
             what = f"{source} is of a run without adapters"
             raise CheckpointError(str(Mistake(what, works=("convert without --adapter",))))
         base = _base(source)
-
-        def dtype_of_adapter(name: str) -> torch.dtype:
-            return index[name].dtype if dtype is None else DTYPES[dtype]
-
         with _finished(target) as folder:
-            return write_adapter(folder, model, kind, places, read, dtype_of_adapter, base=base)
-    owners = {name: ours for ours, place in places.items() for name in place.names}
+            types = {name: asked or saved.dtype for name, saved in index.items()}
+            return write_adapter(folder, model, kind, places, read, types.__getitem__, base=base)
+    types = _written_types(index, asked, _trained_in(source))
+    theirs = {name: types[ours] for ours, place in places.items() for name in place.names}
     with _finished(target) as folder:
-        whole, dtype_of = with_merged(read, model), lambda name: stated.of(owners[name])
-        size = write_weights(folder, places, whole, dtype_of, most_bytes=most_bytes)
+        whole = with_merged(read, model)
+        size = write_weights(folder, places, whole, theirs.__getitem__, most_bytes=most_bytes)
         for file in side_files(source):
             shutil.copyfile(file, folder / file.name)
-        _describe(source, tokenizer, folder, fields, stated.of("norm.weight"))
+        _describe(source, tokenizer, folder, fields, types["norm.weight"])
     return size
 
 
-@dataclass(frozen=True)
-class _Types:
-    """The type in which each tensor is written.
-
-    Attributes:
-        index: the checkpoint's tensors.
-        asked: type that the user asked for; None: none.
-        trained: type in which the run computed.
-    """
-
-    index: Mapping[str, SavedTensor]
-    asked: torch.dtype | None
-    trained: torch.dtype
-
-    def of(self, name: str) -> torch.dtype:
-        """The type of a tensor, by our name of it."""
-        saved = self.index[name].dtype
+def _written_types(
+    index: Mapping[str, SavedTensor], asked: torch.dtype | None, trained: torch.dtype
+) -> dict[str, torch.dtype]:
+    """The type in which each tensor is written, by our names: the one that the user asked for, else
+    that of training or of the checkpoint, whichever is narrower."""
+    types = {
+        name: asked or min(saved.dtype, trained, key=lambda dtype: dtype.itemsize)
+        for name, saved in index.items()
+    }
+    for name in types:
         if name.endswith("expert_bias"):  # which transformers keeps in fp32, whatever the rest is
-            return max(saved, torch.float32, key=lambda dtype: dtype.itemsize)
-        return self.asked or min(saved, self.trained, key=lambda dtype: dtype.itemsize)
+            types[name] = max(index[name].dtype, torch.float32, key=lambda dtype: dtype.itemsize)
+    return types
 
 
 def _base(source: Path) -> str | None:

@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -41,8 +41,6 @@ ENDING_SECONDS = 10.0  # a killed run holds its lock until its ranks have freed 
 POLL_SECONDS = 0.05
 MAX_BYTES = 4096
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -199,15 +197,11 @@ class RunLock:
         self.release()
 
 
-def claim(folder: Path, tell: Tell = print) -> RunLock:
+def claim(folder: Path) -> RunLock:
     """Lock a run folder, which is created if it does not exist.
 
     A lock file that names another machine is watched for `WATCH_SECONDS` first, since the file
-    system may not share locks between machines.
-
-    Args:
-        folder: the run folder.
-        tell: function that gets a message when a lock is watched or taken over.
+    system may not share locks between machines. Prints that a lock is watched, or taken over.
 
     Raises:
         FolderInUse: another run holds the folder; the error names its host and process.
@@ -215,7 +209,7 @@ def claim(folder: Path, tell: Tell = print) -> RunLock:
     """
     made: list[Path] = []
     try:
-        descriptor = _take(folder, made, tell)
+        descriptor = _take(folder, made)
         try:
             return RunLock(folder, descriptor, made)
         except BaseException:
@@ -237,7 +231,7 @@ def cannot_write(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(Mistake(what, attempt="another --save"))
 
 
-def _take(folder: Path, made: list[Path], tell: Tell) -> int:
+def _take(folder: Path, made: list[Path]) -> int:
     """Open and lock the file; return its descriptor, which holds the lock.
 
     An owner removes the file before it releases the lock. A process that waited for that lock then
@@ -255,7 +249,7 @@ def _take(folder: Path, made: list[Path], tell: Tell) -> int:
         try:
             locked, owner = lock_file(descriptor), _read(descriptor)
             if locked is not False and _is_at(descriptor, folder / FILE):
-                _await_silence(folder, descriptor, owner, locked is True, tell)
+                _await_silence(folder, descriptor, owner, locked is True)
                 return descriptor
             # A dead owner's ranks may live a moment longer; a new owner may not have signed yet.
             living = owner is not None and (owner.alive or not owner.here)
@@ -268,9 +262,7 @@ def _take(folder: Path, made: list[Path], tell: Tell) -> int:
         time.sleep(POLL_SECONDS)
 
 
-def _await_silence(
-    folder: Path, descriptor: int, owner: Owner | None, locked: bool, tell: Tell
-) -> None:
+def _await_silence(folder: Path, descriptor: int, owner: Owner | None, locked: bool) -> None:
     """Return when the owner that an unlocked file names is dead.
 
     Raises:
@@ -280,13 +272,13 @@ def _await_silence(
         return
     name = str(owner) if owner is not None else "an owner whose name cannot be read"
     if not (locked and owner is not None and owner.here):
-        tell(f"{folder / FILE} names {name}: watching for {WATCH_SECONDS:g} s whether it lives")
+        print(f"{folder / FILE} names {name}: watching for {WATCH_SECONDS:g} s whether it lives")
         first, until = _last_beat(folder), time.monotonic() + WATCH_SECONDS
         while time.monotonic() < until:
             time.sleep(min(1.0, BEAT_SECONDS))
             if _last_beat(folder) != first:
                 raise _in_use(folder, owner)
-    tell(f"takes {folder} over from {name}, which has ended without giving it up")
+    print(f"takes {folder} over from {name}, which has ended without giving it up")
 
 
 def _in_use(folder: Path, owner: Owner | None) -> FolderInUse:

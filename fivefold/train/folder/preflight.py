@@ -9,7 +9,7 @@ from fivefold.config.megatron import is_megatron
 from fivefold.config.records import CheckpointConfig
 from fivefold.config.settings import flag_of
 from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean
-from fivefold.train.folder.run_folder import CHECKPOINTS
+from fivefold.train.folder.run_folder import CHECKPOINTS, RUNS
 from fivefold.train.metrics import check_installed
 
 _FOLDERS = (
@@ -33,7 +33,7 @@ def check_start(config: Config) -> None:
     """
     mistakes = Mistakes()
     save = config.checkpoint.save
-    _check_folder("save", "runs" if save is None else save, "runs/NAME", mistakes)
+    _check_folder("save", RUNS if save is None else save, "runs/NAME", mistakes)
     if save is not None and not mistakes.found:
         _check_folder("save", save, "runs/NAME", mistakes, within=CHECKPOINTS)
     for name in ("optimizer_offload_path", "param_offload_path"):

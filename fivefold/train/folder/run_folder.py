@@ -49,6 +49,7 @@ from fivefold.files import (
 )
 from fivefold.train.metrics import EvalMetrics, StepMetrics
 
+RUNS = "runs"  # folder of run folders that the user did not name
 CHECKPOINTS = "checkpoints"
 TOKENIZER = "tokenizer.json"
 LATEST = "latest"
@@ -221,16 +222,16 @@ class RunFolder:
             write_atomic(self.audit / self.config_file.name, config_toml)
 
 
-def new_run_path(name: str, root: Path = Path("runs")) -> Path:
-    """A path that does not exist yet: root/<name>-<date>-<time>. Creates nothing.
+def new_run_path(name: str) -> Path:
+    """A path that does not exist yet: runs/<name>-<date>-<time>. Creates nothing.
 
     The clocks and file systems of machines differ, so one rank must choose it for all.
     """
     stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    path, attempt = root / stem, 1
+    path, attempt = Path(RUNS, stem), 1
     while path.exists():
         attempt += 1
-        path = root / f"{stem}-{attempt}"
+        path = Path(RUNS, f"{stem}-{attempt}")
     return path
 
 
@@ -238,9 +239,9 @@ class MetricsFile:
     """Appends to `metrics.jsonl`, one flushed line per step or evaluation.
 
     Records of steps later than `after_step`, the step a run resumes from, are removed, since these
-    steps will be run and recorded again; so are those that a run takes again which went back to an
-    earlier state. A last line that a crash cut short is removed, too. If the file is deleted during
-    the run, it is written again with all of its lines.
+    steps will be run and recorded again; the same happens when a run goes back to an earlier state.
+    A last line that a crash cut short is removed, too. If the file is deleted during the run, it is
+    written again with all of its lines.
 
     Attributes:
         removed: number of whole lines that were removed because they are not records.

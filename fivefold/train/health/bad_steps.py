@@ -38,8 +38,8 @@ class BadSteps:
 
     @property
     def limit(self) -> float:
-        """The loss above which the next step is a spike: none is so many times a median of 0, that
-        of a text known by heart."""
+        """The loss above which the next step is a spike; infinite as long as few losses are known,
+        and if their median is 0, as for a text known by heart."""
         if not self._training.check_for_spiky_loss or len(self._losses) < LEAST:
             return math.inf
         return self._training.spiky_loss_factor * median(self._losses) or math.inf

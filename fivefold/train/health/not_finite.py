@@ -22,7 +22,7 @@ from fivefold.mesh.slices import Piece, local_tensor
 from fivefold.optim.adamw import OPTIMIZER
 from fivefold.pipeline.ir import Act
 from fivefold.train.engine import Engine
-from fivefold.units import few
+from fivefold.units import few, several
 
 SHOWN = 4  # ranks, or weights
 
@@ -186,7 +186,7 @@ def _spoilt(tensors: Mapping[str, Tensor]) -> list[str]:
 def _lines(engine: Engine, found: Sequence[list[str]]) -> list[str]:
     lines = [f"{_name(engine, rank)}: {few(names, 1)}" for rank, names in enumerate(found) if names]
     more = len(lines) - SHOWN
-    return [*lines[:SHOWN], *([f"and on {more} more ranks"] if more > 0 else [])]
+    return [*lines[:SHOWN], *([f"and on {several(more, 'more rank')}"] if more > 0 else [])]
 
 
 def _name(engine: Engine, rank: int) -> str:

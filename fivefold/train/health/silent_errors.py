@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,18 +22,15 @@ from fivefold.mesh.slices import Piece, local_slices, local_tensor
 from fivefold.optim.adamw import STATES, state_name
 from fivefold.optim.rounding import MASTER
 from fivefold.train.engine import Engine
+from fivefold.units import several
 
 SHOWN = 8  # ranks
 _PIECE = 1 << 20  # elements
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _FACTOR = 0x5851F42D4C957F2D  # odd, of Knuth's MMIX generator
-
-
 _WEIGHT = ""  # beside the names of moments and of their scales
-
 _REPLICAS = ("dp_replicate", "dp_shard")
 
-K = TypeVar("K")
 _Key = tuple[str, str, str]  # stored name, slices, weight or moment
 
 
@@ -123,16 +119,16 @@ class SilentErrors:
         elif kind != _WEIGHT:
             moments = engine.optimizer.state_tensors()
         for name in sorted(engine.parameters, key=lambda name: (records[name].stored, name)):
-            parameter, moment = engine.parameters[name], moments.get(state_name(kind, name))
-            where = str(local_slices(parameter))
+            parameter = engine.parameters[name]
             if kind == _WEIGHT:
                 value = fingerprint(local_tensor(parameter))
                 beside = engine.optimizer.device.beside(name)
                 value = value if beside is None else 31 * value + fingerprint(beside)
-                found.append(_Hashed(kind, records[name], where, value))
-            elif moment is not None:
+            elif (moment := moments.get(state_name(kind, name))) is not None:
                 value = fingerprint(moment.local).to(engine.device)
-                found.append(_Hashed(kind, records[name], where, value))
+            else:
+                continue
+            found.append(_Hashed(kind, records[name], str(local_slices(parameter)), value))
         return found
 
     def _differ(self, parts: Sequence[_Hashed]) -> Tensor:
@@ -182,7 +178,7 @@ class SilentErrors:
         first = min(wrong, key=lambda part: (position(part[0]), part[1:]))
         name, kind = first[0], "" if first[2] == _WEIGHT else f"{first[2]} of "
         more = len({stored for stored, *_ in wrong}) - 1
-        also = f", and {more} more parameters differ" if more else ""
+        also = f", nor are those of {several(more, 'more parameter')}" if more else ""
         return [f"{kind}{name} of {self._names(wrong[first])} is not that of its replicas{also}"]
 
     def _compare_computation(self, step: int) -> list[str]:
@@ -244,7 +240,7 @@ class SilentErrors:
     def _names(self, ranks: Sequence[int]) -> str:
         shown = " and ".join(f"rank {rank} {self._grid.name(rank)}" for rank in ranks[:SHOWN])
         more = len(ranks) - SHOWN
-        return shown + (f" and {more} more ranks" if more > 0 else "")
+        return shown + (f" and {several(more, 'more rank')}" if more > 0 else "")
 
 
 def _first_difference(
@@ -259,7 +255,7 @@ def _first_difference(
     if found:
         name, odd = next(iter(found.items()))
         more = len(found) - 1
-        yield name, odd, f", and those of {more} more parameters" if more else ""
+        yield name, odd, f", and those of {several(more, 'more parameter')}" if more else ""
 
 
 def position(name: str) -> list[tuple[int, int | str]]:

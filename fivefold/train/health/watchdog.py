@@ -26,7 +26,7 @@ from fivefold.train.health.roll_call import (
 )
 from fivefold.train.health.witness import Answer, Witness
 from fivefold.train.ranks.rank_env import RankEnv
-from fivefold.units import human_seconds, ranks_named
+from fivefold.units import human_seconds, ranks_named, several
 
 LOOKS = 10  # in the time that is set
 SHOWN = 8  # groups of ranks in the message
@@ -159,7 +159,7 @@ class Watchdog:
         for place, ranks in [*places.items()][:SHOWN]:
             lines.append(f"{ranks_named(ranks)} {_plural(place, ranks)}")
         if len(places) > SHOWN:
-            lines.append(f"and {len(places) - SHOWN} more groups of ranks")
+            lines.append(f"and {several(len(places) - SHOWN, 'more group')} of ranks")
         if path := self._keep(lines, given):
             lines.append(f"stacks of every rank: {path}")
         return "\n  ".join([*lines, f"the run waits until {self._ends} ends it"])

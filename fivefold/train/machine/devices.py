@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from fivefold.errors import Mistake, PlaceError
 from fivefold.train.ranks.rank_env import RankEnv
+from fivefold.units import several
 
 AMPERE = (8, 0)
 Asked = Literal["auto", "cpu", "cuda"]
@@ -116,7 +117,7 @@ def choose_device(asked: Asked, env: RankEnv, nproc: int | None, gpus: int) -> D
     if sees_own_gpu_only(env, gpus):
         return DeviceChoice("cuda", f"one GPU visible to each of {ranks} ranks")
     if asked == "cuda" and gpus and not started:
-        share = f"{ranks} ranks share {_count(gpus)}, and send through the host"
+        share = f"{ranks} ranks share {several(gpus, 'GPU')}, and send through the host"
         return DeviceChoice("cuda", f"{share}: for proofs, not for speed", shared=True)
     needed = "the rank needs a GPU" if ranks == 1 else f"{ranks} ranks here need a GPU each"
     short = f"{needed}, and {_gpus(gpus)} visible"
@@ -133,8 +134,4 @@ def sees_own_gpu_only(env: RankEnv, gpus: int) -> bool:
 
 
 def _gpus(count: int) -> str:
-    return "no GPU is" if not count else f"{_count(count)} {'is' if count == 1 else 'are'}"
-
-
-def _count(gpus: int) -> str:
-    return "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+    return f"{several(count, 'GPU')} {'is' if count == 1 else 'are'}" if count else "no GPU is"

@@ -92,8 +92,8 @@ def fork(worker: Worker, env: RankEnv, errors_folder: Path | None, threads: int 
     parent = os.getpid()
     # Signals wait until the child has its own handlers: the inherited ones would swallow them.
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    # What the parent has left over may wait for threads that are not in the child, whose first
-    # allocations, in Python's own hooks of a fork, could collect it before it is frozen.
+    # The parent's garbage is not to be collected in the child, where it may wait for threads that
+    # are not there. Python's own hooks of a fork could begin to, before the child freezes it.
     collects = gc.isenabled()
     gc.disable()
     pid = os.fork()

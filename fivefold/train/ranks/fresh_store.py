@@ -47,18 +47,10 @@ def fresh_store(env: RankEnv, timeout: timedelta) -> dist.Store:
         time.sleep(_LOOK_SECONDS)
 
 
-def connected(
-    host: str, port: int, timeout: timedelta, *, patience: float = ANSWER_SECONDS
-) -> dist.TCPStore:
-    """A connection to a store.
+def connected(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """A connection to a store, whose methods wait for up to `timeout`.
 
     PyTorch waits for ever, whatever its timeout, for a process there that listens and says nothing.
-
-    Args:
-        host: host of the store.
-        port: port of the store.
-        timeout: how long its methods wait.
-        patience: how long to wait for the connection, in seconds.
 
     Raises:
         DistError: what listens there is no store.
@@ -73,7 +65,7 @@ def connected(
 
     thread = threading.Thread(target=connect, name="connects to a store", daemon=True)
     thread.start()
-    thread.join(min(patience, timeout.total_seconds()))
+    thread.join(min(ANSWER_SECONDS, timeout.total_seconds()))
     if not made:
         raise dist.DistStoreError(f"what listens at {host}:{port} does not answer as a store")
     if isinstance(made[0], dist.DistError):

@@ -14,7 +14,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -243,30 +242,33 @@ def init_process_group(
         keep_freed_memory()
         finish_before_others()
     timeout = timedelta(seconds=timeout_seconds)
-    rendezvous: dict[str, Any] = {"rank": env.rank, "world_size": env.world_size}
-    match env.launcher:
-        case "single":
-            rendezvous["store"] = dist.HashStore()
-        case "local":
-            store = dist.TCPStore(
-                env.master_addr, env.master_port, is_master=False, timeout=timeout
-            )
-            rendezvous["store"] = dist.PrefixStore(f"generation {env.generation}", store)
-        case "torchrun" if keeps_store():
-            rendezvous["store"] = fresh_store(env, timeout)
-        case "torchrun" | "slurm":
-            rendezvous["store"] = meet(env, timeout)
     dist.init_process_group(
         backend,
         timeout=timeout,
+        rank=env.rank,
+        world_size=env.world_size,
+        store=_store(env, timeout),
         device_id=device if device.type == "cuda" and not shared else None,
-        **rendezvous,
     )
     if shared:  # torch takes a back end for its own only by a name in capitals
         dist.distributed_c10d._get_default_group()._set_default_backend(
             dist.ProcessGroup.BackendType.GLOO
         )
     return device
+
+
+def _store(env: RankEnv, timeout: timedelta) -> dist.Store:
+    """The store in which ranks find each other."""
+    match env.launcher:
+        case "single":
+            return dist.HashStore()
+        case "local":
+            place = env.master_addr, env.master_port
+            store = dist.TCPStore(*place, is_master=False, timeout=timeout)
+            return dist.PrefixStore(f"generation {env.generation}", store)
+        case "torchrun" if keeps_store():
+            return fresh_store(env, timeout)
+    return meet(env, timeout)
 
 
 def _bind_gpu(env: RankEnv, shared: bool) -> torch.device:

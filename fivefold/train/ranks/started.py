@@ -88,14 +88,15 @@ def _explain(
 ) -> None:
     """Print why this rank failed, if no other one has said the same."""
     store = connect(env)
-    if store is None:
-        failures.explain(failure, place_name(env.rank, describe), env.world_size)
-    elif not failure.consequence:
-        store.set(key(CAUSE), "")
-        if store.add(key(f"said {_digest(failure.cause)}"), 1) == 1:
-            failures.explain(failure, place_name(env.rank, describe), env.world_size)
-    else:
+    if store is not None and failure.consequence:
         _ask(store, env, failure, describe, errors_folder)
+        return
+    if store is not None:
+        store.set(key(CAUSE), "")
+        digest = hashlib.sha256(failure.cause.encode()).hexdigest()
+        if store.add(key(f"said {digest}"), 1) > 1:
+            return
+    failures.explain(failure, place_name(env.rank, describe), env.world_size)
 
 
 def _tell_torchrun(error: BaseException) -> None:
@@ -168,7 +169,3 @@ def _await(store: dist.Store, name: str, seconds: float) -> bool:
         return True
     time.sleep(max(0.0, deadline - time.monotonic()))  # a store that is gone answers at once
     return False
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
