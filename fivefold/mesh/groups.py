@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.mesh.device import REHEARSED_GPUS
+from fivefold.mesh.gloo_loops import loops_give_way
 from fivefold.mesh.grid import EXPERT_AXES, Grid
 from fivefold.mesh.nodes import NodeSizes, parts_of
 from fivefold.mesh.shared_gpu import SHARED_GPU
@@ -229,7 +230,7 @@ def build_groups(
     meshed = (replicas, ("dp_shard", "cp") if sharded else (), ("tp",))
     every = (grid.group_of(rank, axes) for axes in meshed)
     along = dict(zip(PARAMETER_AXES, every, strict=True))
-    return Groups(
+    groups = Groups(
         grid=grid,
         rank=rank,
         world=dist.group.WORLD if grid.world_size > 1 else None,
@@ -249,6 +250,8 @@ def build_groups(
         if expert_shards is None
         else _expert_groups(grid, rank, device_type, expert_shards, made, nodes[1], holders),
     )
+    loops_give_way()
+    return groups
 
 
 def _expert_groups(
