@@ -50,7 +50,8 @@ def run(argv: Sequence[str]) -> int:
         _check_unwritten(Path(target))
         write_atomic(Path(target), recipe)
     told = sys.stderr if options.target is None else sys.stdout
-    for line in _told(found, [each.name for each in idle], target, told):
+    load = options.source if options.source != "-" and Path(options.source).is_dir() else None
+    for line in _told(found, [each.name for each in idle], target, load, told):
         print(line, file=told)
     return 0
 
@@ -86,7 +87,9 @@ def _header(found: Translation) -> Iterator[str]:
             yield from wrap(line, 100, initial_indent="# - ", subsequent_indent="#   ")
 
 
-def _told(found: Translation, idle: Sequence[str], recipe: str, stream: TextIO) -> Iterator[str]:
+def _told(
+    found: Translation, idle: Sequence[str], recipe: str, load: str | None, stream: TextIO
+) -> Iterator[str]:
     if found.lost:
         yield paint("not carried over", "bold", stream)
         for line in found.lost:
@@ -101,3 +104,5 @@ def _told(found: Translation, idle: Sequence[str], recipe: str, stream: TextIO) 
     yield f"  fivefold train {quote(recipe)}{ranks} --dry-run"
     if found.ranks:
         yield f"  fivefold rehearse {quote(recipe)}{ranks}"
+    if load is not None:
+        yield f"  fivefold train {quote(recipe)}{ranks} --load {quote(load)}"
