@@ -50,8 +50,8 @@ def read_pickle(pickled: bytes) -> Any:
 def read_foreign_pickle(pickled: bytes) -> Any:
     """The contents of another program's pickle, in the same way.
 
-    An object of any class is the dict of its fields, a tensor is None, and what a call would have
-    returned is a dict of what the call was given.
+    An object of any class is the dict of its fields, and what a call would have returned, a tensor
+    for example, is a dict of what the call was given. Bytes that lie elsewhere are their address.
 
     Raises:
         CheckpointError: the bytes are damaged, or have opcodes that such pickles lack.
@@ -186,7 +186,7 @@ class _ForeignMachine(_PickleMachine):
             case "BINBYTES" | "SHORT_BINBYTES" | "BINBYTES8" | "BYTEARRAY8":
                 stack.append(argument)
             case "BINPERSID":
-                stack[-1] = None
+                pass  # the address is on the stack
             case "EMPTY_SET":
                 stack.append([])
             case "ADDITEMS" | "FROZENSET":

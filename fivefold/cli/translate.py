@@ -16,7 +16,7 @@ from fivefold.config.megatron import is_megatron, megatron_checkpoint
 from fivefold.config.megatron_job.arguments import MegatronJob, job_of, read_job
 from fivefold.config.megatron_job.settings import translate as translate_job
 from fivefold.config.rules.dependence import without_orphans
-from fivefold.config.settings import argument, option
+from fivefold.config.settings import argument, flag_of, option
 from fivefold.config.sources import load_options, read_config, to_toml
 from fivefold.config.translation import Translation
 from fivefold.errors import ConfigError, Mistakes
@@ -63,7 +63,8 @@ def run(argv: Sequence[str]) -> int:
         _check_unwritten(Path(target))
         write_atomic(Path(target), recipe)
     told = sys.stderr if options.target is None else sys.stdout
-    for line in _told(found, [each.name for each in idle], target, told):
+    load = options.source if options.source != "-" and Path(options.source).is_dir() else None
+    for line in _told(found, [each.name for each in idle], target, load, told):
         print(line, file=told)
     return 0
 
@@ -80,18 +81,16 @@ def _check_unwritten(target: Path) -> None:
 
 
 def _translated(options: Options) -> Translation:
-    path, mistakes = Path(options.source), Mistakes()
+    path = Path(options.source)
     if options.source != "-" and path.is_dir():
+        _check_unasked(options, "model", "nproc")
         return translate_job(_of_checkpoint(path), options.vocab_size)
     text = sys.stdin.read() if options.source == "-" else read_text(path, ConfigError)
     if not text.lstrip().startswith("{"):
-        for flag, given in (("--model", options.model), ("--nproc", options.nproc)):
-            if given is not None:
-                mistakes.add(f"{flag} is for files of DeepSpeed: a job of Megatron-LM says it")
-        mistakes.raise_if_any()
+        _check_unasked(options, "model", "nproc")
         return translate_job(read_job(text), options.vocab_size)
-    if options.vocab_size is not None:
-        mistakes.add("--vocab-size is for jobs of Megatron-LM: --model says it")
+    _check_unasked(options, "vocab_size")
+    mistakes = Mistakes()
     if options.model is None:
         mistakes.add(
             "a file of DeepSpeed does not say which model it trains",
@@ -101,6 +100,17 @@ def _translated(options: Options) -> Translation:
         found = translate_file(read_file(text), options.nproc)
     mistakes.raise_if_any()
     return replace(found, values={"model": options.model} | found.values)
+
+
+def _check_unasked(options: Options, *names: str) -> None:
+    """Flags that say what another kind of job does not say by itself."""
+    mistakes = Mistakes()
+    for name in names:
+        if getattr(options, name) is not None:
+            mistakes.add(
+                f"{flag_of(name)} is for jobs that do not say it by themselves: leave it out"
+            )
+    mistakes.raise_if_any()
 
 
 def _of_checkpoint(folder: Path) -> MegatronJob:
@@ -122,7 +132,9 @@ def _header(found: Translation) -> Iterator[str]:
             yield from wrap(line, 100, initial_indent="# - ", subsequent_indent="#   ")
 
 
-def _told(found: Translation, idle: Sequence[str], recipe: str, stream: TextIO) -> Iterator[str]:
+def _told(
+    found: Translation, idle: Sequence[str], recipe: str, load: str | None, stream: TextIO
+) -> Iterator[str]:
     if found.lost:
         yield paint("not carried over", "bold", stream)
         for line in found.lost:
@@ -137,3 +149,5 @@ def _told(found: Translation, idle: Sequence[str], recipe: str, stream: TextIO) 
     yield f"  fivefold train {quote(recipe)}{ranks} --dry-run"
     if found.ranks:
         yield f"  fivefold rehearse {quote(recipe)}{ranks}"
+    if load is not None:
+        yield f"  fivefold train {quote(recipe)}{ranks} --load {quote(load)}"

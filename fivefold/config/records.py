@@ -15,7 +15,9 @@ class CheckpointConfig:
         "the latest",
     )
     load: str | None = option(
-        None, "run folder to start from, of any layout; or weights of Hugging Face or Megatron-core"
+        None,
+        "run folder, or distributed checkpoint of Megatron-LM, to go on from in any layout; or "
+        "weights of Hugging Face",
     )
     load_adapter: str | None = option(
         None, "folder of an adapter that PEFT saved, to go on with beside the weights of --load"

@@ -17,6 +17,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.convert.adapter import open_adapter
 from fivefold.convert.hub import HubFolder
 from fivefold.convert.megatron import MegatronFolder
+from fivefold.convert.megatron_training import training_sources
 from fivefold.convert.stored import (
     HEADS,
     Shape,
@@ -148,7 +149,7 @@ class Reads(Protocol):
 
 
 def sources_in(
-    path: Path, model: ModelConfig, adapter: Path | None
+    path: Path, model: ModelConfig, adapter: Path | None, *, trained: bool = False
 ) -> dict[str, tuple[Reads, Stored]]:
     """The folder that holds each tensor of a model, and where; checked.
 
@@ -156,6 +157,8 @@ def sources_in(
         path: folder of the model without adapters, as Hugging Face or Megatron-core has it.
         model: our architecture.
         adapter: folder of its adapters, as PEFT has them; None: it has none, or new ones.
+        trained: whether masters are meant where weights are named, and moments are wanted, too;
+            Megatron-core alone has them.
 
     Raises:
         ConfigError: the adapters cannot be read.
@@ -164,6 +167,8 @@ def sources_in(
     """
     if is_megatron(path):
         of_megatron = MegatronFolder(path)
+        if trained:
+            return {**training_sources(of_megatron, model)}
         return {name: (of_megatron, at) for name, at in of_megatron.places(model.base).items()}
     hub = HubFolder(path)
     places = places_in(hub, model.base)
@@ -175,7 +180,7 @@ def sources_in(
 
 
 def checked_sources(
-    path: Path, model: ModelConfig, adapter: Path | None = None
+    path: Path, model: ModelConfig, adapter: Path | None = None, *, trained: bool = False
 ) -> dict[str, tuple[Reads, Stored]]:
     """The same, and what is seen once rather than by each rank: types, scales, values of copies.
 
@@ -184,7 +189,7 @@ def checked_sources(
         CheckpointError: as for `sources_in`; or a tensor's type is not known, scales do not fit, or
             a copy is none.
     """
-    sources = sources_in(path, model, adapter)
+    sources = sources_in(path, model, adapter, trained=trained)
     for held, place in sources.values():
         for name in place.names:
             if held.dtype(name) not in STORED:
@@ -202,6 +207,8 @@ def fill_from_folder(
     model: ModelConfig,
     pieces: Mapping[str, Piece],
     adapter: Path | None = None,
+    *,
+    trained: bool = False,
 ) -> None:
     """Fill each piece in place; values are converted to its type, padding becomes zero.
 
@@ -210,11 +217,12 @@ def fill_from_folder(
         model: our architecture; its sizes are those of the folder.
         pieces: pieces of our parameters and buffers, by name.
         adapter: folder of the adapters that are among the pieces; None: none are.
+        trained: as for `sources_in`; moments are among the pieces by their names in a checkpoint.
 
     Raises:
         CheckpointError: the folder's tensors are not those of the model, or cannot be read.
     """
-    sources = sources_in(path, model, adapter)
+    sources = sources_in(path, model, adapter, trained=trained)
     for name, piece in pieces.items():
         if piece.local.numel():
             _fill(*sources[name], piece)

@@ -1,86 +1,56 @@
-"""Reads weights in Megatron-core's distributed checkpoints (`--ckpt-format torch_dist`).
+"""Reads Megatron-core's distributed checkpoints (`--ckpt-format torch_dist`).
 
-Neither the package is needed, nor is anything unpickled. Optimizer state is not read.
+Neither the package is needed, nor is anything unpickled.
 """
 
 import re
-import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from fivefold.checkpoint.index import SavedTensor, read_foreign_index
 from fivefold.checkpoint.matching import mismatches
-from fivefold.checkpoint.pickled import read_foreign_pickle
-from fivefold.checkpoint.reader import fill
-from fivefold.config.layer_pattern import MAX_LAYERS
 from fivefold.config.megatron import unlike
 from fivefold.config.model import ModelConfig
-from fivefold.convert.stored import Shape, Stored, stored_tensors
+from fivefold.convert.megatron_common import read_common
+from fivefold.convert.megatron_tensors import MegatronTensors, StateTensors
+from fivefold.convert.stored import Stored, stored_tensors
 from fivefold.errors import CheckpointError, Mistake
-from fivefold.mesh.slices import Piece
 
-COMMON = "common.pt"
-_OF_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
-_FUSED = MappingProxyType(
-    {
-        ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
-        ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
-    }
-)
-"""Norms that Transformer Engine fuses with the linear layers behind them, and their names then."""
-_STACK = "decoder.layers."
-_DTYPES = MappingProxyType(
-    {
-        torch.float64: "F64",
-        torch.float32: "F32",
-        torch.float16: "F16",
-        torch.bfloat16: "BF16",
-    }
-)
+_OF_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.(.*)", re.DOTALL)
+_OF_STATE = re.compile(r"state\.(\w+)\.(.*)", re.DOTALL)
 
 
-@dataclass
-class MegatronFolder:
-    """The weights of a checkpoint, each layer by itself, read by slices.
+class MegatronFolder(MegatronTensors):
+    """The weights of a checkpoint, and its optimizer's state of them.
 
-    Layers of one kind lie in one tensor with a leading dim of layers; here each is a tensor.
+    Args:
+        path: folder of the checkpoint.
 
     Attributes:
-        path: the folder.
+        states: the optimizer's states of weights by name, such as "exp_avg", as far as they are
+            tensors like the weights.
+        in_buckets: whether it has others, which only the layout that saved them can read.
+
+    Raises:
+        CheckpointError: its index is damaged.
     """
 
-    path: Path
-    _index: Mapping[str, SavedTensor] = field(init=False)
-    _where: dict[str, tuple[str, int | None]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        index = read_foreign_index(self.path)
-        self._index = {n: saved for n, saved in index.items() if not _OF_OPTIMIZER.match(n)}
-        self._where = {}
-        for actual, saved in self._index.items():
-            name = actual
-            for alone, fused in _FUSED.items():
-                name = name.replace(alone, fused)
-            inner = name.removeprefix(_STACK)
-            if inner == name or inner.split(".")[0].isdecimal():
-                self._where[name] = (actual, None)
-                continue
-            layers = saved.shape[0] if saved.shape else 0
-            if layers > MAX_LAYERS:
-                raise CheckpointError(f"{self.path} has {layers:,} layers in {actual}")
-            for layer in range(layers):
-                self._where[f"{_STACK}{layer}.{inner}"] = (actual, layer)
-
-    @property
-    def names(self) -> set[str]:
-        """Its weights."""
-        return {*self._where}
+    def __init__(self, path: Path) -> None:
+        weights: dict[str, SavedTensor] = {}
+        states: dict[str, dict[str, SavedTensor]] = {}
+        self.in_buckets = False
+        for name, saved in read_foreign_index(path).items():
+            of_optimizer = _OF_OPTIMIZER.fullmatch(name)
+            if of_optimizer is None:
+                weights[name] = saved
+            elif (of_state := _OF_STATE.fullmatch(of_optimizer[1])) is not None:
+                states.setdefault(of_state[1], {})[of_state[2]] = saved
+            else:
+                self.in_buckets = True
+        super().__init__(path, weights)
+        self.states = {state: StateTensors(path, held, self) for state, held in states.items()}
 
     @property
     def arguments(self) -> Mapping[str, Any]:
@@ -89,46 +59,8 @@ class MegatronFolder:
         Raises:
             CheckpointError: its common.pt cannot be read.
         """
-        try:
-            with zipfile.ZipFile(self.path / COMMON) as archive:
-                (inside,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-                if archive.getinfo(inside).compress_type != zipfile.ZIP_STORED:
-                    raise ValueError("torch compresses nothing")
-                common = read_foreign_pickle(archive.read(inside))
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, CheckpointError) as error:
-            raise CheckpointError(f"{self.path / COMMON} cannot be read: {error}") from None
-        told = common.get("args") if isinstance(common, dict) else None
+        told = read_common(self.path).get("args")
         return told if isinstance(told, dict) else {}
-
-    def shape(self, name: str) -> Shape:
-        """The shape of a weight."""
-        actual, layer = self._where[name]
-        return self._index[actual].shape[0 if layer is None else 1 :]
-
-    def dtype(self, name: str) -> str:
-        """The type of a weight's elements, as .safetensors files name it."""
-        dtype = self._index[self._where[name][0]].dtype
-        return _DTYPES.get(dtype, str(dtype))
-
-    def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        """A part of a weight.
-
-        Raises:
-            CheckpointError: its file cannot be read.
-        """
-        actual, layer = self._where[name]
-        saved = self._index[actual]
-        part = torch.empty([s.stop - s.start for s in slices], dtype=saved.dtype)
-        whole, cut = part, slices
-        if layer is not None:
-            whole, cut = part[None], (slice(layer, layer + 1), *slices)
-        try:
-            fill(self.path, self._index, {actual: Piece(whole, torch.Size(saved.shape), cut)})
-        except OSError as error:
-            raise CheckpointError(f"{self.path} does not give {name}: {error}") from None
-        return part
 
     def places(self, model: ModelConfig) -> dict[str, Stored]:
         """Where each tensor of a model lies, checked: names, shapes and arguments agree.

@@ -138,19 +138,23 @@ class Trainer:
         self._bad.remember(state.losses)
         self.engine.scaler.take(state.loss_scale)
 
-    def load_folder(self, folder: Path, adapter: Path | None) -> None:
-        """Load weights, and adapters if they are named, as others keep them: each rank its own.
+    def load_folder(self, folder: Path, adapter: Path | None, state: SavedState | None) -> None:
+        """Load weights, and adapters if they are named, as others keep them: each rank its own; of
+        a job that goes on here, and was in that state, masters and moments.
 
         Raises:
-            CheckpointError: on every rank, if the tensors are of another model, are not finite, or
-                cannot be read.
+            CheckpointError: on every rank, if tensors are missing, not finite or cannot be read.
         """
-        model, weights = self.engine.layout.config.model, self.engine.weights_to_load(not adapter)
-        weights = {name: w for name, w in weights.items() if not name.startswith(SCALES)}
-        fill = partial(fill_finite, folder, model, adapter=adapter)
-        self.checkpointer.load_by(f"loading {folder}", weights, fill)
-        measure_rows(self.engine, self.checkpointer, fill, new=adapter is None)
-        self.engine.after_load(0, weights)
+        engine, model = self.engine, self.engine.layout.config.model
+        tensors = engine.stored_tensors() if state else engine.weights_to_load(not adapter)
+        tensors = {name: t for name, t in tensors.items() if not name.startswith(SCALES)}
+        fill = partial(fill_finite, folder, model, adapter=adapter, trained=state is not None)
+        self.checkpointer.load_by(f"loading {folder}", tensors, fill)
+        if state is not None:
+            self.loader.seek(state.loader["consumed_samples"])
+            return self._continue(state, tensors)
+        measure_rows(engine, self.checkpointer, fill, new=adapter is None)
+        engine.after_load(0, tensors)
 
     def run(self) -> None:
         """Train until all steps are done or a signal asks to stop, then save.
@@ -237,8 +241,7 @@ class Trainer:
         self._see_folder()  # a save would create a deleted folder again
         self._see_state()
         began = time.perf_counter()
-        tensors: dict[str, Any] = self.engine.written_tensors()
-        self.checkpointer.save(self.step, tensors, self._state)
+        self.checkpointer.save(self.step, self.engine.written_tensors(), self._state)
         self._saved = self.step
         seconds = time.perf_counter() - began
         writes_on = self.engine.layout.config.checkpoint.async_save

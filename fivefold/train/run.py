@@ -346,6 +346,8 @@ def _begin(
         console.warning(across)
     if job.origin is not None and job.origin.left_out:
         console.note(f"left out of {job.origin.checkpoints}: {job.origin.left_out}")
+    if job.origin is not None and job.origin.told:
+        console.note(job.origin.told)
     console.note(f"run folder: {folder.path}")
     if trainer.step:
         console.note(f"continues after step {trainer.step}")

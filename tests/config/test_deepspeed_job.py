@@ -234,6 +234,19 @@ def test_what_is_no_file(text: str) -> None:
         read_file(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "flag"),
+    [("torchrun pretrain_gpt.py --num-layers 2", "--model"), ("{}", "--vocab-size")],
+)
+def test_flags_for_other_jobs_are_refused(
+    text: str, flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "job"
+    source.write_text(text)
+    assert main(["translate", str(source), flag, "7"]) == 2
+    assert f"{flag} is for jobs that do not say it" in capsys.readouterr().err
+
+
 def test_a_recipe_and_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = tmp_path / "ds.json", tmp_path / "job.toml"
     adam = {"type": "AdamW", "params": {"lr": 1e-3}}

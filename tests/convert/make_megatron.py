@@ -93,7 +93,7 @@ def _rank(rank: int, ranks: int, store: str, name: str, folder: Path) -> None:
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks)
     parallel_state.initialize_model_parallel(tp, pp, create_gloo_process_groups=False)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    gpt = _model(case, tp, pp)
+    gpt = gpt_model(case, tp, pp, PADDED, LENGTH, parallel_output=False).eval()
     torch.manual_seed(rank)
     shared = torch.Generator().manual_seed(7)
     for parameter_name, parameter in gpt.named_parameters():
@@ -105,7 +105,8 @@ def _rank(rank: int, ranks: int, store: str, name: str, folder: Path) -> None:
     if rank == 0:
         path.mkdir(parents=True)
     dist.barrier()
-    # As of megatron.training: a moment, which is not read, and arguments of foreign classes.
+    # As of megatron.training: a moment, with which alone no run goes on, and arguments of foreign
+    # classes.
     moment = dist_checkpointing.ShardedTensor.from_rank_offsets(
         "optimizer.state.exp_avg.decoder.final_layernorm.weight",
         torch.ones(16),
@@ -114,7 +115,7 @@ def _rank(rank: int, ranks: int, store: str, name: str, folder: Path) -> None:
     saved = {
         "model": gpt.sharded_state_dict(metadata=case.get("metadata")),
         "optimizer": {"moment": moment},
-        "args": argparse.Namespace(**_arguments(case), attention_backend=AttnBackend.auto),
+        "args": argparse.Namespace(**arguments(case), attention_backend=AttnBackend.auto),
         "iteration": STEP,
         "checkpoint_version": 3.0,
     }
@@ -127,7 +128,25 @@ def _rank(rank: int, ranks: int, store: str, name: str, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def _model(case: Mapping[str, Any], tp: int, pp: int) -> Any:
+def gpt_model(
+    case: Mapping[str, Any],
+    tp: int,
+    pp: int,
+    rows: int,
+    length: int,
+    *,
+    parallel_output: bool,
+) -> Any:
+    """This rank's part of a model.
+
+    Args:
+        case: as in `CASES`.
+        tp: ranks of tensor parallelism.
+        pp: stages of the pipeline.
+        rows: entries of the vocabulary, with padding.
+        length: tokens of the longest sequence.
+        parallel_output: whether each rank gets its part of the logits only.
+    """
     import torch
     import torch.nn.functional as F
     from megatron.core import parallel_state
@@ -141,7 +160,7 @@ def _model(case: Mapping[str, Any], tp: int, pp: int) -> Any:
     WrappedTorchNorm.__new__ = lambda _, config, hidden_size, eps, **__: kinds[
         config.normalization
     ](hidden_size, eps)
-    settings = {**LLAMA, **case["config"], "pipeline_dtype": torch.float32}
+    settings = {**LLAMA, "pipeline_dtype": torch.float32, **case["config"]}
     if case.get("gelu"):
         settings["activation_func"] = F.gelu
     config = TransformerConfig(
@@ -153,20 +172,19 @@ def _model(case: Mapping[str, Any], tp: int, pp: int) -> Any:
             num_experts=settings.get("num_moe_experts"), normalization=config.normalization
         )
     how = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False}
-    gpt = GPTModel(
+    return GPTModel(
         config,
         spec,
-        PADDED,
-        LENGTH,
+        rows,
+        length,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        parallel_output=False,
+        parallel_output=parallel_output,
         **how | case.get("model", {}),
     )
-    return gpt.eval()
 
 
-def _arguments(case: Mapping[str, Any]) -> dict[str, Any]:
+def arguments(case: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of Megatron-LM that describe the model."""
     config = {**case["config"], "norm_epsilon": 1e-5, "swiglu": not case.get("gelu")}
     config["num_experts"] = config.pop("num_moe_experts", None)

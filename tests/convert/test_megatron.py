@@ -171,6 +171,9 @@ def test_a_run_is_made_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_a_run_starts_from_it() -> None:
     config = Config(LLAMA).with_values(load=str(FOLDER / "llama"))
+    with pytest.raises(CheckpointError, match=r"no exp_avg_sq.*\n  works: --finetune"):
+        find_origin(config, FOLDER / "none")
+    config = config.with_values(finetune=True)
     found = find_origin(config, FOLDER / "none")
     assert found is not None and found.foreign and found.weights_only
     assert found.checkpoints == checkpoint(FOLDER / "llama")

@@ -22,7 +22,7 @@ _SPLITS = ("tensor_model", "pipeline_model", "context")
 """What leaves the ranks of a job for data parallelism."""
 _FOLDERS: Mapping[str, str] = MappingProxyType(
     {
-        "load": "--load takes its distributed checkpoints, weights alone",
+        "load": "--load goes on from its distributed checkpoints; with --finetune, weights alone",
         "save": "--save names a run folder of Fivefold's own",
     }
 )

@@ -20,6 +20,7 @@ from fivefold.errors import (
     Mistake,
     OtherSettings,
 )
+from fivefold.train.folder.megatron_state import check_goes_on, check_place, megatron_state
 from fivefold.train.folder.run_folder import CHECKPOINTS
 from fivefold.train.folder.saved_state import read_state, same_model, without_adapters
 from fivefold.train.folder.side_files import SIDE
@@ -35,10 +36,11 @@ class Origin:
         checkpoints: folder that holds the checkpoint.
         step: step of the checkpoint.
         weights_only: whether only weights are loaded, and steps count from 0 again.
-        foreign: whether it is a folder of weights as Hugging Face or Megatron-core keeps them.
+        foreign: whether it is a folder as Hugging Face or Megatron-core keeps them.
         adapter: folder of an adapter that PEFT saved, beside these; None: there is none.
         damage: why a later checkpoint of the run was passed over; empty if none was.
         left_out: parts of a multimodal model there that are not read; empty if all is.
+        told: what the user is to know of how the run goes on from there; empty if nothing.
     """
 
     checkpoints: Path
@@ -48,6 +50,7 @@ class Origin:
     adapter: Path | None = None
     damage: str = ""
     left_out: str = ""
+    told: str = ""
 
     @property
     def beside(self) -> Path | None:
@@ -81,7 +84,7 @@ def find_origin(config: Config, folder: Path) -> Origin | None:
 
 
 def _foreign(load: str, config: Config) -> Origin | None:
-    """The weights in a folder as Hugging Face or Megatron-core keeps them; None: it is none."""
+    """What Hugging Face or Megatron-core keeps in a folder; None: it is none of theirs."""
     folder, adapter = Path(load), config.checkpoint.load_adapter
     if adapter != load:
         refuse_adapter(folder)
@@ -97,9 +100,7 @@ def _foreign(load: str, config: Config) -> Origin | None:
         raise CheckpointError(str(Mistake(what, attempt=made)))
     if not is_megatron(folder):
         return None
-    found = megatron_checkpoint(folder, config.checkpoint.ckpt_step)
-    checked_sources(found, config.model)  # before any rank starts
-    return Origin(found, 0, weights_only=True, foreign=True)
+    return _from_megatron(megatron_checkpoint(folder, config.checkpoint.ckpt_step), config)
 
 
 def _from_run(source: Checkpointer, folder: Path, config: Config, *, continues: bool) -> Origin:
@@ -124,6 +125,25 @@ def _from_run(source: Checkpointer, folder: Path, config: Config, *, continues: 
     if not weights_only:
         earlier = [] if continues else source.steps()
         _check_steps(origin, config.training, earlier, continues=continues)
+    return origin
+
+
+def _from_megatron(folder: Path, config: Config) -> Origin:
+    """A checkpoint of Megatron-LM: the run goes on with its moments, or takes the weights alone.
+
+    Raises:
+        CheckpointError: it is of another model, lacks tensors, or cannot be gone on from.
+        ConfigError: it is beyond the steps that the run asks for.
+    """
+    weights_only = config.checkpoint.finetune
+    trained = not weights_only and check_goes_on(folder, config)
+    checked_sources(folder, config.model, trained=trained)  # before any rank starts
+    if not trained:
+        told = "" if weights_only else f"{folder} has weights alone: steps count from 0"
+        return Origin(folder, 0, weights_only=True, foreign=True, told=told)
+    step, told = megatron_state(folder, config.training).step, check_place(folder, config.training)
+    origin = Origin(folder, step, weights_only=False, foreign=True, told=told)
+    _check_steps(origin, config.training, [], continues=False)
     return origin
 
 
@@ -167,7 +187,11 @@ def restore(trainer: Trainer, origin: Origin | None) -> str:
     if origin is None:
         return ""
     if origin.foreign:
-        trainer.load_folder(origin.checkpoints, origin.adapter)
+        training = trainer.engine.layout.config.training
+        state = None
+        if not origin.weights_only:
+            state = own.agree(lambda: megatron_state(origin.checkpoints, training))
+        trainer.load_folder(origin.checkpoints, origin.adapter, state)
         return ""
     source = own if resumes else Checkpointer(origin.checkpoints)
     there, new = quote(str(own.folder.parent)), quote(f"{own.folder.parent}-finetuned")

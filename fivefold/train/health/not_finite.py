@@ -41,16 +41,22 @@ class _Sight:
 
 
 def fill_finite(
-    path: Path, model: ModelConfig, pieces: Mapping[str, Piece], adapter: Path | None = None
+    path: Path,
+    model: ModelConfig,
+    pieces: Mapping[str, Piece],
+    adapter: Path | None = None,
+    *,
+    trained: bool = False,
 ) -> None:
     """`fill_from_folder`, whose arguments these are, of weights that can be trained.
 
     Raises:
         CheckpointError: as for `fill_from_folder`, or a weight is an infinity or NaN.
     """
-    fill_from_folder(path, model, pieces, adapter)
+    fill_from_folder(path, model, pieces, adapter, trained=trained)
     if spoilt := _spoilt({name: piece.local for name, piece in pieces.items()}):
-        what = f"{path} holds weights that are not finite, so that no loss would be"
+        kinds = "weights or moments" if trained else "weights"
+        what = f"{path} holds {kinds} that are not finite, so that no loss would be"
         raise CheckpointError(str(Mistake(what, (few(spoilt, SHOWN),))))
 
 
