@@ -218,6 +218,15 @@ PREDICTIONS: dict[str, tuple[int, str, dict[str, Any]]] = {
             "cross_entropy_fusion_impl": "linear",
         },
     ),
+    "before a head that reads them divided, adapters": (
+        2,
+        "sinks",
+        {
+            "pipeline_model_parallel_size": 2,
+            "pipeline_model_parallel_layout": "Ettttmm|L",
+            "lora_rank": 2,
+        },
+    ),
     "recomputed": (2, "qwen", SEQUENCE | {"recompute_granularity": "full"}),
     "recomputed in part": (
         2,
