@@ -129,6 +129,12 @@ EIGHT_BIT: dict[str, tuple[int, str, str, dict[str, Any]]] = {
             "tiled_mlp_num_shards": 3,
         },
     ),
+    "exchanged by heads": (
+        2,
+        "llama",
+        "delayed",
+        {"context_parallel_size": 2, "cp_comm_type": ("a2a",)},
+    ),
     "offloaded, ring": (
         2,
         "llama",
@@ -154,6 +160,7 @@ EIGHT_BIT: dict[str, tuple[int, str, str, dict[str, Any]]] = {
         "of earlier steps",
         "plain queries, gathered",
         "recomputed in part",
+        "exchanged by heads",
         "offloaded, ring",
     ),
 )
