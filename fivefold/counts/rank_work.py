@@ -77,7 +77,7 @@ def kept_activations(
     small = bookkeeping_bytes(model, parts, running, smoothed=smoothed)
     layers = dict(remade_layers(layout, stage))
     copies = sum(
-        _copies(layout, layer, joined)
+        _copies(layout, layer, running, joined)
         for layer, remade in layers.items()
         if not (remade.whole or {"core_attn", "a2a_overlap_attn"} & {*remade.modules})
     )
@@ -116,17 +116,18 @@ def _asks_for_indices(model: ModelConfig, layer: int, remade: Remade) -> bool:
     return remade.whole or not {"a2a_overlap_attn", *mlp}.isdisjoint(remade.modules)
 
 
-def _copies(layout: Layout, layer: int, joined: bool) -> float:
+def _copies(layout: Layout, layer: int, running: Running, joined: bool) -> float:
     """Elements per token that attention keeps twice.
 
     Outputs of several documents are joined where no kernel takes them in one call. All-to-all
     exchanges outputs, keys and values, and repeats keys and values if there are fewer heads than
-    ranks.
+    ranks. Where the output projection keeps 8 bits of what it reads, attention counts its own.
     """
     model, parallel, grid = layout.config.model, layout.config.parallel, layout.grid
     kind = parallel.cp_comm_of(layer)
     read = model.trains_all or model.reads_shared("o_proj")
-    output = model.attention_size / grid.tp * (read and not _is_moved(layout))
+    shared = running.input_bytes == running.element_bytes
+    output = model.attention_size / grid.tp * (read and shared and not _is_moved(layout))
     if grid.cp == 1:
         window = model.window_of(layer)
         whole = window is None or window + 1 >= layout.config.training.seq_length

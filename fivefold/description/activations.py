@@ -144,8 +144,7 @@ def prediction_bytes(model: ModelConfig, parts: StageParts, running: Running) ->
     mask = running.mask_bytes * around * parts.mtp if model.hidden_dropout else 0.0
     states = 1 + parts.mtp
     if parts.head:
-        shared = _keeps_states(model, running) and model.logits_scaling == 1.0
-        states = 0 if shared else parts.mtp
+        states = 0 if _keeps_whole_states(model, running) else parts.mtp
     return {
         "further_tokens": Saved(kept=8.0 * parts.mtp * model.trains_all),
         "further_dropout": Saved(kept=mask),
@@ -157,11 +156,15 @@ def entry_bytes(model: ModelConfig, parts: StageParts, running: Running) -> dict
     """Bytes per token of a stage's input that stays on the device, beside its copy in host memory.
 
     The pipeline holds it for its gradient. Elsewhere the first layer counts it as its own: as its
-    input if it is recomputed, else as that of its first norm, or of its first product.
+    input if it is recomputed, else as that of its first norm, or of its first product. So does the
+    output layer behind the stage of further predictions, unless it keeps none, or them divided.
     """
+    size = running.element_bytes * model.hidden_size / running.token_parts
+    if parts.head and not has_final_norm(model, parts):
+        states = 0 if _keeps_whole_states(model, running) else 1 + model.mtp_num_layers
+        return {"entry": Saved(kept=size * states)}
     if parts.embedding or not parts.layers:
         return {}
-    size = running.element_bytes * model.hidden_size / running.token_parts
     again = running.memory.recompute_granularity == "full"
     first = describe_layer(model, parts.layers[0]).operations[0]
     own = running.of_layer(parts.layers[0])
@@ -209,6 +212,11 @@ def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
 def _keeps_states(model: ModelConfig, running: Running) -> bool:
     """Whether the output layer keeps what it reads."""
     return model.trains_all or running.memory.makes_logits_again
+
+
+def _keeps_whole_states(model: ModelConfig, running: Running) -> bool:
+    """Whether what the output layer keeps are the states that it is given."""
+    return _keeps_states(model, running) and model.logits_scaling == 1.0
 
 
 def loss_gradient_bytes(model: ModelConfig, running: Running) -> float:

@@ -129,6 +129,12 @@ EIGHT_BIT: dict[str, tuple[int, str, str, dict[str, Any]]] = {
             "tiled_mlp_num_shards": 3,
         },
     ),
+    "exchanged by heads": (
+        2,
+        "llama",
+        "delayed",
+        {"context_parallel_size": 2, "cp_comm_type": ("a2a",)},
+    ),
     "offloaded, ring": (
         2,
         "llama",
@@ -154,6 +160,7 @@ EIGHT_BIT: dict[str, tuple[int, str, str, dict[str, Any]]] = {
         "of earlier steps",
         "plain queries, gathered",
         "recomputed in part",
+        "exchanged by heads",
         "offloaded, ring",
     ),
 )
@@ -216,6 +223,15 @@ PREDICTIONS: dict[str, tuple[int, str, dict[str, Any]]] = {
             "pipeline_model_parallel_layout": "Ettttmm|L",
             "cross_entropy_loss_fusion": True,
             "cross_entropy_fusion_impl": "linear",
+        },
+    ),
+    "before a head that reads them divided, adapters": (
+        2,
+        "sinks",
+        {
+            "pipeline_model_parallel_size": 2,
+            "pipeline_model_parallel_layout": "Ettttmm|L",
+            "lora_rank": 2,
         },
     ),
     "recomputed": (2, "qwen", SEQUENCE | {"recompute_granularity": "full"}),
