@@ -9,6 +9,7 @@ from fivefold.config.translation import Named
 from fivefold.errors import ConfigError, Mistake, Mistakes, shown
 
 N = TypeVar("N", int, float)
+_MOST = 1e19  # sys.maxsize, which some files have, and less than what no float can hold
 AUTO = "auto"
 """What stands for values that the Trainer of Hugging Face fills in."""
 
@@ -55,9 +56,10 @@ class DeepSpeedJob:
         if value is None:
             return default
         there = isinstance(value, int | float) and not isinstance(value, bool)
-        if there and (isinstance(default, float) or value == int(value)):
+        if there and abs(value) <= _MOST and (isinstance(default, float) or value == int(value)):
             return type(default)(value)
-        self.mistakes.add(f"{path} cannot be {shown(value)}: it is a number")
+        kind = "a number" if isinstance(default, float) else "a whole number"
+        self.mistakes.add(f"{path} cannot be {shown(value)}: it is {kind}")
         return default
 
     def count(self, path: str) -> int | None:

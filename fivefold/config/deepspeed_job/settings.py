@@ -25,6 +25,7 @@ _DEGREES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """What leaves the ranks of a job for data parallelism, and where a file says it."""
+_MOST_POWER = 127  # of a number in fp32
 _BF16 = ("bf16", "bfp16", "bfloat16", "torch.bfloat16")
 _FP32 = ("", "fp32", "float32", "float", "torch.float32")
 _CODE = (
@@ -148,7 +149,11 @@ def _of_loss_scale(job: DeepSpeedJob, lost: list[str]) -> Named:
     if constant := job.number("fp16.loss_scale", 0.0):
         yield "loss_scale", constant
         return
-    yield "initial_loss_scale", 2.0 ** job.number("fp16.initial_scale_power", 16)
+    power = job.number("fp16.initial_scale_power", 16)
+    if 0 <= power <= _MOST_POWER:
+        yield "initial_loss_scale", 2.0**power
+    else:
+        job.mistakes.add(f"fp16.initial_scale_power cannot be {power}: 0 to {_MOST_POWER}")
     yield from job.setting("loss_scale_window", "fp16.loss_scale_window", 1000)
     yield from job.setting("hysteresis", "fp16.hysteresis", 2)
     yield from job.setting("min_loss_scale", "fp16.min_loss_scale", 1.0)
