@@ -10,9 +10,7 @@ from fivefold.errors import shown
 
 _ADAM = ("adam", "adamw", "fusedadam", "muadam", "muadamw")
 _SCHEDULERS = ("warmuplr", "warmupdecaylr", "warmupcosinelr")
-_LEAST_WARM_UP = 2  # steps; its schedulers take no fewer
-
-
+LEAST_WARM_UP = 2  # steps; its schedulers take no fewer
 _OPEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "optimizer.params.lr": ("lr", "min_lr", "lr_warmup_init"),
@@ -85,7 +83,7 @@ def _of_scheduler(job: DeepSpeedJob, lr: float, known: bool, lost: list[str]) ->
         )
         return
     ahead = begun = job.number(f"{params}.last_batch_iteration", -1)
-    warm_up = max(_LEAST_WARM_UP, job.number(f"{params}.warmup_num_steps", 1000))
+    warm_up = max(LEAST_WARM_UP, job.number(f"{params}.warmup_num_steps", 1000))
     total = job.number(f"{params}.total_num_steps", 0)
     if kind == "warmupcosinelr":
         peak, begins = lr, lr * job.number(f"{params}.warmup_min_ratio", 0.0)

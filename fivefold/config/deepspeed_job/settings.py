@@ -185,10 +185,6 @@ def _of_sharding(job: DeepSpeedJob, split: int, ranks: int | None, lost: list[st
                 f"{zero}.mics_shard_size = {part}: --num-distributed-optimizer-instances, with "
                 f"groups of {part} ranks"
             )
-    if job.number("tensor_parallel.autotp_size", 0) > 1 and job.flag(
-        "tensor_parallel.tp_overlap_comm"
-    ):
-        lost.append("tensor_parallel.tp_overlap_comm: --tp-comm-overlap, with --sequence-parallel")
 
 
 def _of_offloading(job: DeepSpeedJob) -> Named:
@@ -214,7 +210,9 @@ def _of_offloading(job: DeepSpeedJob) -> Named:
 
 
 def _of_the_rest(job: DeepSpeedJob, lost: list[str]) -> Named:
-    """Attention over ranks, experts, recomputation, clipping and reports."""
+    """What goes with degrees; recomputation, clipping and reports."""
+    if job.flag("tensor_parallel.tp_overlap_comm"):
+        lost.append("tensor_parallel.tp_overlap_comm: --tp-comm-overlap, with --sequence-parallel")
     if job.number("sequence_parallel_size", 1) > 1:
         yield "cp_comm_type", ["a2a"]
     yield "expert_model_parallel_size", job.number("expert_parallel.autoep_size", 1)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from fivefold.config.deepspeed_job.rates import LEAST_WARM_UP
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.sharding import SHARDING
 from fivefold.data_parallel.zeropp_rules import techniques
@@ -20,7 +21,6 @@ from fivefold.tell.export.settings import (
 from fivefold.tell.export.stand_in import changes, one_stage_a_rank
 
 ITS_SCHEDULES = ("1f1b",)
-_LEAST_WARM_UP = 2  # steps; its schedulers take no fewer
 
 
 def deepspeed(layout: Layout) -> Export:
@@ -104,7 +104,7 @@ def _rates(said: Settings) -> tuple[dict[str, Any], float] | None:
     end = said["lr_decay_iters"] or said["train_iters"]
     if style in _UNKNOWN_DECAYS or (style == "constant" and not warm_up):
         return None
-    shift = max(0, _LEAST_WARM_UP - warm_up)
+    shift = max(0, LEAST_WARM_UP - warm_up)
     params: dict[str, Any] = {"warmup_num_steps": warm_up + shift, "warmup_type": "linear"}
     if style == "cosine":
         params["warmup_min_ratio"] = start / peak
@@ -133,7 +133,7 @@ def _lost_of_the_rates(said: Settings) -> Iterator[str]:
             f"stays at lr ({asked})"
         )
     elif warm_up and style == "cosine":
-        least = max(warm_up, _LEAST_WARM_UP)
+        least = max(warm_up, LEAST_WARM_UP)
         cosine = "is ours" if least == warm_up else f"begins later than after {warm_up}"
         yield (
             f"WarmupCosineLR's warm-up of {least} steps (lr_warmup_iters) is a step late, its "
