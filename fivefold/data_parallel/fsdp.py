@@ -25,6 +25,7 @@ from fivefold.data_parallel.communication import (
     ReduceScatter,
 )
 from fivefold.data_parallel.eight_bit import EightBitParam, agree_on_scales, gather_in_eight_bits
+from fivefold.data_parallel.hooks import UnitHooks, without_hooks
 from fivefold.data_parallel.left_over import complete, free_gathered, free_message, let_go
 from fivefold.data_parallel.policy import Policy
 from fivefold.data_parallel.prefetch import last_layer_first, set_prefetch
@@ -119,9 +120,12 @@ class ShardedStage:
                 for group in _parameter_groups(unit):
                     self._narrow[shards] += gather_in_eight_bits(group, policy.compute_dtype)
             if by_hand:
-                _without_hooks(unit)
+                without_hooks(unit)
+        self._hooks: UnitHooks | None = None
         if not by_hand:
             set_prefetch(self._units, policy.overlap_param_gather)
+            groups_of_all = self.parameter_groups()
+            self._hooks = UnitHooks(self._units, groups_of_all, once=not self._every)
         self._away: Mapping[nn.Module, AwayShards] = {}
 
     def give_memory(self, device: torch.device, away: Collection[str]) -> None:
@@ -169,6 +173,15 @@ class ShardedStage:
         for parameter in self._stage.parameters():
             parameter.grad_dtype = self._policy.gradient_dtype
 
+    def before_forward(self, *, last: bool) -> None:
+        """Pass FSDP2's hooks by, if weights are gathered, and the backward reduces no gradients.
+
+        Args:
+            last: whether it is the forward of this stage's last backward of the step.
+        """
+        if self._hooks is not None:
+            self._hooks.before_forward(reduces=last and self._in_hooks)
+
     def before_backward(self, *, whole: bool, last: bool) -> None:
         """Set what the coming backward does with gradients.
 
@@ -179,6 +192,8 @@ class ShardedStage:
         """
         reduces = whole and (self._every or (last and self._in_hooks))
         self._set(reduces, last=last, reshards=self._policy.reshards or (last and reduces))
+        if self._hooks is not None:
+            self._hooks.before_backward(reduces=reduces)
         self._unreduced = 0 if reduces and not self._by_hand else self._unreduced + 1
         free_gathered(self._root._get_fsdp_state())
 
@@ -372,13 +387,6 @@ def _split_dim(parameter: nn.Parameter, *, shards: int) -> Shard | None:
     """The dim that shards split; None: the first, as usual."""
     dim = shard_dim(local_tensor(parameter).shape, shards)
     return Shard(dim) if dim else None
-
-
-def _without_hooks(unit: FSDPModule) -> None:
-    """Stop FSDP2 from gathering before a unit's forward and reducing after its backward."""
-    state = unit._get_fsdp_state()
-    state._pre_forward_hook_handle.remove()
-    state._post_forward_hook_handle.remove()
 
 
 def _parameter_groups(unit: FSDPModule) -> list:

@@ -73,6 +73,9 @@ class ReplicatedStage:
         for parameter in self._own:
             keep_gradients_in(parameter, self._gradient_dtype)
 
+    def before_forward(self, *, last: bool) -> None:
+        """Nothing is ever gathered."""
+
     def before_backward(self, *, whole: bool, last: bool) -> None:
         """Prepare to count complete gradients if the step's last backward computes them."""
         counts = whole and last and self._in_hooks

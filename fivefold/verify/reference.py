@@ -273,12 +273,13 @@ def _means(weights: Mapping[str, Tensor], config: Config) -> Tensors:
 
 def _optimizer(weights: Mapping[str, Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
     """A group for each weight, which says what it is."""
+    groups = [
+        {"params": [weight], "named": name, "decays": decays}
+        for name, weight in weights.items()
+        for decays in [weight.ndim > 1 and not name.endswith(".bias")]
+    ]
     return torch.optim.AdamW(
-        [
-            {"params": [weight], "named": name, "decays": decays}
-            for name, weight in weights.items()
-            for decays in [weight.ndim > 1 and not name.endswith(".bias")]
-        ],
+        groups or [{"params": [], "named": "", "decays": False}],  # Muon may update all there are
         lr=config.lr,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_eps,

@@ -7,7 +7,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
+    FSDPParamGroup,
+    RegisterPostBackwardFunction,
+)
 
 from fivefold.check import check
 from fivefold.config.config import Config
@@ -60,6 +63,8 @@ def _events(rank: int, world: int, settings: dict[str, Any]) -> list[str]:
             ("gathered", communication._Waitable, "wait"),
             ("reduce", communication, "start_reduce_scatter"),
             ("await", FSDPParamGroup, "finalize_backward"),
+            ("look", FSDPParamGroup, "pre_forward"),
+            ("tie", RegisterPostBackwardFunction, "apply"),
             ("update", torch.optim.AdamW, "step"),
         ):
             patches.enter_context(patch.object(of, name, told(what, getattr(of, name))))
@@ -88,6 +93,19 @@ def test_parameters_travel_while_others_are_updated(ranks: int, settings: dict[s
     for seen in run(ranks, _events, settings):
         assert seen.count("update") == 1, "all at once"
         assert "gather" not in seen[seen.index("update") : seen.index("next step")]
+
+
+@pytest.mark.parametrize(("strategy", "looks", "ties"), [("optim", 2, 1), ("optim_grads", 4, 4)])
+def test_hooks_rest_where_nothing_is_gathered_or_reduced(
+    strategy: str, looks: int, ties: int
+) -> None:
+    """Of four microbatches the first gathers, and the last reduces; with ZeRO-2 each does."""
+    for seen in run(2, _events, {ZERO: strategy}):
+        step = seen[: seen.index("next step")]
+        blocks = step.count("gather")
+        assert step.count("begin F") == 4
+        assert step.count("look") == looks * blocks
+        assert step.count("tie") == ties * (blocks - 1), "of a stage's ends nothing enters"
 
 
 PIPELINE = {"pipeline_model_parallel_size": 2}

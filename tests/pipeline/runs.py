@@ -32,8 +32,13 @@ class NoReduction:
     """Data parallelism over one rank; remembers what it was asked."""
 
     def __init__(self) -> None:
+        self.forwards: list[bool] = []
         self.lasts: list[bool] = []
         self.reduced = 0
+
+    def before_forward(self, *, last: bool) -> None:
+        """Note the forward of the step's last backward."""
+        self.forwards.append(last)
 
     def before_backward(self, *, whole: bool, last: bool) -> None:
         """Note what is the last of the step."""

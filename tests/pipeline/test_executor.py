@@ -176,15 +176,19 @@ def test_buffers_of_1f1b_do_not_grow_with_the_microbatches() -> None:
         assert all(n <= peak + 2 for n, peak in zip(buffers, in_flight, strict=True))
 
 
-def _told(rank: int, world: int, program: Program) -> None:
+def _told(rank: int, world: int, program: Program, whole: bool) -> None:
     _, _, gradients = execute(rank, program)
-    for told in gradients.values():
+    for stage, told in gradients.items():
         assert told.lasts == [False] * (program.num_microbatches - 1) + [True]
         assert told.reduced == 1
+        assert told.forwards == [False, False, False, whole or stage == 0]
 
 
-def test_each_stage_is_told_its_last_backward_and_reduced_once() -> None:
-    run(2, _told, lowered("interleaved_1f1b", (0, 1, 0, 1), 4, True))
+@pytest.mark.parametrize("whole", [False, True])
+def test_each_stage_is_told_its_last_backward_and_reduced_once(whole: bool) -> None:
+    """Also the forward of the last one, if that makes weight gradients, too; the first stage's
+    always does, as nobody waits for its dX."""
+    run(2, _told, lowered("interleaved_1f1b", (0, 1, 0, 1), 4, not whole), whole)
 
 
 def _evaluate(rank: int, world: int, placement: tuple[int, ...]) -> float:

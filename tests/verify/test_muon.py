@@ -32,10 +32,12 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "parts of experts": (8, "oss", named(ep=2, etp=2, tp=2, strategy="optim")),
     "fewer experts than shards": (8, "oss", named(strategy="optim_grads_params")),
     "context": (4, "llama", named(cp=2, strategy="optim")),
+    "adapters, all of them matrices": (2, "llama", {"lora_rank": 2}),
 }
 IN_THE_GATE = (
     "latent, tensor parallel, ZeRO-3",
     "stages, ZeRO-1, gathered beside the update",
+    "adapters, all of them matrices",
 )
 
 

@@ -30,6 +30,9 @@ Observer = Callable[[Act], AbstractContextManager[object]]
 class StageGradients(Protocol):
     """What the executor needs of data parallelism, per stage."""
 
+    def before_forward(self, *, last: bool) -> None:
+        """`last`: the next forward is that of the stage's last backward, which is whole."""
+
     def before_backward(self, *, whole: bool, last: bool) -> None:
         """What the next backward computes: `whole` with weight gradients, or dX only; `last`: no
         later act of the step adds to this stage's gradients."""
@@ -287,6 +290,9 @@ class _Step:
     def _run_stage(self, act: Act, x: Tensor | None) -> Tensor:
         """Hidden states, or the scaled losses."""
         program, module = self._program, self._on.stages[act.stage]
+        end = self._last_weights.get(act.stage)
+        last = end is not None and end.kind is Kind.BW and _piece(end) == _piece(act)
+        self._on.gradients[act.stage].before_forward(last=last)
         sequence = None
         if program.num_slices > 1:
             sequence = self._sequences.setdefault((act.stage, act.mb), SlicedSequence())
