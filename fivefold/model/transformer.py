@@ -26,7 +26,7 @@ from fivefold.model.moe.layer import MoE
 from fivefold.model.moe.routing import Decisions
 from fivefold.model.norms import LayerNorm, RMSNorm, make_norm
 from fivefold.model.prediction import FurtherToken, objective, targets
-from fivefold.model.rope import rotary_tables
+from fivefold.model.rope import Rotary
 from fivefold.model.sequence_slices import KeysAndValues
 
 
@@ -60,6 +60,7 @@ class Stage(nn.Module):
         cross_entropy: seam around the loss, with the signature of `loss.cross_entropy`.
         shard_tokens: seam that takes this rank's part of per-token values [T], as of residuals.
         fuses_rope, fuses_dropout: as in `model.fusions`.
+        rotary: its rotary positions.
         z_sums: of the latest losses, the parts that are z-loss; empty without it.
     """
 
@@ -80,6 +81,7 @@ class Stage(nn.Module):
         mtp_loss_scaling_factor: float = 0.1,
         experts: ExpertsConfig | None = None,
         global_batch_size: int = 1,
+        seq_length: int = 1,
     ) -> None:
         super().__init__()
         parts = parts or whole_model(model)
@@ -100,6 +102,7 @@ class Stage(nn.Module):
         self.mtp_embed_tokens = tokens() if parts.mtp and not parts.embedding else None
         self.model, self.parts, jitter = model, parts, rules[0].moe_input_jitter_eps
         self.seed, self.label_smoothing, self.z_loss_coeff = seed, label_smoothing, z_loss_coeff
+        self.rotary = Rotary(model, seq_length)
         self.mtp_loss_scaling_factor, self.jitters = mtp_loss_scaling_factor, jitter is not None
         freeze(self, model)
         self.tie()
@@ -202,7 +205,7 @@ class Stage(nn.Module):
             x_TH = self._embed(batch, dropout)
         assert x_TH is not None, "a stage without the embedding needs the hidden states before it"
         kinds = rotations(self.model, self.parts)
-        rotary = rotary_tables(self.model, kinds, batch.positions, x_TH.dtype, self.fuses_rope)
+        rotary = self.rotary.tables(kinds, batch.positions, x_TH.dtype, self.fuses_rope)
         routes = self.model.num_experts is not None
         context = Context(
             len(batch.tokens),

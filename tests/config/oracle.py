@@ -89,7 +89,7 @@ def oracle_windows(model: nn.Module) -> list[int | None]:
 
 def our_stage(config: ModelConfig, model: nn.Module) -> Stage:
     """This project's model with the weights of theirs, in fp64."""
-    stage = Stage(config).double().eval()
+    stage = Stage(config, seq_length=LENGTH).double().eval()
     theirs = renamed(config, model, dict(model.named_parameters()))
     held = (*model.named_buffers(), *model.named_parameters())
     biases = {name: bias for name, bias in held if "score_correction" in name}

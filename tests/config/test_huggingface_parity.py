@@ -136,6 +136,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8,
 }
+_FACTORS = {"short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.5, 2, 4.0, 6.5]}
 _ROPES = [
     None,
     {},
@@ -162,6 +163,12 @@ _ROPES = [
     {"full_attention": {"rope_type": "linear", "factor": 2.0}},
     {"rope_type": "linear"},
     {"type": "linear", "factor": 0.5, "rope_theta": 70.0},
+    {"type": "longrope", **_FACTORS},
+    {"type": "su", **_FACTORS, "factor": 3.0, "original_max_position_embeddings": 4096},
+    {"rope_type": "longrope", **_FACTORS, "original_max_position_embeddings": 8},
+    {"rope_type": "longrope", **_FACTORS, "attention_factor": 1.3, "factor": 0.5},
+    {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0, 0.0, 1.0, 1.0]},
+    {"rope_type": "longrope", "short_factor": None, "long_factor": ["1"] * 4},
 ]
 _SWITCH = [True, False]
 _BIASED = ["full_attention", "sliding_attention"]
@@ -224,7 +231,7 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "use_qk_norm": _SWITCH,
     "norm_epsilon": [1e-1],
     "norm_eps": [1e-1],
-    "original_max_position_embeddings": [8],
+    "original_max_position_embeddings": [8, 24],
     "embedding_dropout": [0.1],
     "residual_dropout": [0.0, 0.1],
     "embd_pdrop": [0.0, 0.1],
@@ -452,6 +459,31 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
     "phi3, shares and windows": (
         "phi3",
         {"partial_rotary_factor": 0.75, "sliding_window": 5, "num_key_value_heads": 1},
+    ),
+    "phi3, long factors": (
+        "phi3",
+        {
+            "rope_scaling": {"type": "longrope", **_FACTORS},
+            "original_max_position_embeddings": 8,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "phi3, short factors of a part of each head": (
+        "phi3",
+        {
+            "rope_scaling": {"type": "su", "original_max_position_embeddings": LENGTH}
+            | {name: of[:3] for name, of in _FACTORS.items()},
+            "original_max_position_embeddings": LENGTH,
+            "max_position_embeddings": 64,
+            "partial_rotary_factor": 0.75,
+        },
+    ),
+    "llama, long factors": (
+        "llama",
+        {
+            "rope_scaling": {"rope_type": "longrope", **_FACTORS, "factor": 4.0}
+            | {"original_max_position_embeddings": LENGTH - 1, "rope_theta": 100.0}
+        },
     ),
     "starcoder2, windows": ("starcoder2", {"sliding_window": 5, "tie_word_embeddings": False}),
     "starcoder2, without biases": ("starcoder2", {"use_bias": False, "head_dim": 16}),

@@ -47,6 +47,15 @@ def rope_fields(model: ModelConfig) -> Fields:
         if model.mscale_all_dim:
             scales = {"mscale": model.mscale, "mscale_all_dim": model.mscale_all_dim}
             fields["rope_scaling"] |= scales
+    if model.rope_type == "longrope":
+        fields["rope_scaling"] = {
+            "rope_type": "longrope",
+            "short_factor": [*model.longrope_short_factor],
+            "long_factor": [*model.longrope_long_factor],
+            "original_max_position_embeddings": model.original_max_position_embeddings,
+        }
+        if model.longrope_attention_factor is not None:
+            fields["rope_scaling"]["attention_factor"] = model.longrope_attention_factor
     return fields
 
 
@@ -129,6 +138,11 @@ def llama_like(model: ModelConfig, kind: str) -> Fields:
         fields["pad_token_id"] = None  # the family's default may be outside of this vocabulary
     if kind == "phi3":
         fields |= {"resid_pdrop": model.hidden_dropout, "embd_pdrop": model.hidden_dropout}
+        if model.rope_type == "longrope":  # under the names of the published files
+            rope = fields["rope_scaling"]
+            original = rope.pop("original_max_position_embeddings")
+            fields["original_max_position_embeddings"] = original
+            rope["type"] = rope.pop("rope_type")
     if kind.startswith(("phi3", "glm", "nemotron", "stablelm")):
         fields["partial_rotary_factor"] = model.rotary_percent
     if kind == "smollm3":

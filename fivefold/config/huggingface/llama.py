@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from fivefold.config.huggingface.generic import read_stored_weights
 from fivefold.config.huggingface.reader import Reader
-from fivefold.config.huggingface.rope import Rope, read_rope, whole_head_rope, yarn_settings
+from fivefold.config.huggingface.rope import PHI3, Rope, read_rope, whole_head_rope, yarn_settings
 from fivefold.config.layer_pattern import MAX_LAYERS, unrotated_frequency, window_frequency
 from fivefold.config.model import ModelConfig
 
@@ -192,9 +192,8 @@ def _rope(reader: Reader, kind: str, default: Rope) -> Rope:
         return read_rope(reader, replace(default, share=_turned_share(reader, default.share)))
     if kind != "phi3":
         return read_rope(reader, default)
-    # The length before LongRoPE, which a file without it has, too. Others are read as LongRoPE.
-    reader.without_effect("original_max_position_embeddings")
-    return read_rope(reader, default, scalings=("default",))
+    original = reader.size("original_max_position_embeddings", default=4096)
+    return read_rope(reader, default, scalings=PHI3, original=original)
 
 
 def _turned_share(reader: Reader, default: float) -> float:

@@ -43,11 +43,17 @@ _THEIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "rope_low_freq_factor": _in_rope("low_freq_factor"),
         "rope_high_freq_factor": _in_rope("high_freq_factor"),
         "rope_original_max_position_embeddings": _in_rope("original_max_position_embeddings"),
-        "original_max_position_embeddings": _in_rope("original_max_position_embeddings"),
+        "original_max_position_embeddings": (
+            "original_max_position_embeddings",
+            *_in_rope("original_max_position_embeddings"),
+        ),
         "beta_fast": _in_rope("beta_fast"),
         "beta_slow": _in_rope("beta_slow"),
         "mscale": _in_rope("mscale"),
         "mscale_all_dim": _in_rope("mscale_all_dim"),
+        "longrope_short_factor": _in_rope("short_factor"),
+        "longrope_long_factor": _in_rope("long_factor"),
+        "longrope_attention_factor": _in_rope("attention_factor"),
         "qk_pos_emb_head_dim": ("qk_rope_head_dim",),
         "qk_head_dim": ("qk_nope_head_dim",),
         "num_experts": (

@@ -269,10 +269,20 @@ DEPENDENTS = (
         "is for scaled rotary positions",
     ),
     where(
-        "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale "
-        "mscale_all_dim yarn_correction_range_round_to_int",
+        "rotary_scaling_factor beta_fast beta_slow mscale mscale_all_dim "
+        "yarn_correction_range_round_to_int",
         "rope_type = yarn",
         "is for positions that YaRN stretches",
+    ),
+    where(
+        "longrope_short_factor longrope_long_factor longrope_attention_factor",
+        "rope_type = longrope",
+        "is for positions that LongRoPE stretches",
+    ),
+    where(
+        "original_max_position_embeddings",
+        "rope_type = yarn or rope_type = longrope",
+        "is for positions that YaRN or LongRoPE stretches",
     ),
     where(
         "window_attn_skip_freq",
