@@ -129,22 +129,23 @@ class Rotary:
 
     Args:
         model: the architecture.
+        kinds: kinds of layers that it has, see `shape.rotations`.
         seq_length: tokens of whole rows, by which LongRoPE chooses one of its two lists: short
             documents, or prompts, of a model that runs on long rows are turned as these are.
     """
 
-    def __init__(self, model: ModelConfig, seq_length: int) -> None:
-        self._model = model
+    def __init__(self, model: ModelConfig, kinds: Iterable[bool], seq_length: int) -> None:
+        self._model, self._kinds = model, (*kinds,)
         long = model.is_long(seq_length)
         self._factors = model.longrope_long_factor if long else model.longrope_short_factor
         self._on_device: Tensor | None = None
 
     def tables(
-        self, kinds: Iterable[bool], positions_BS: Tensor, dtype: torch.dtype, fused: bool
+        self, positions_BS: Tensor, dtype: torch.dtype, fused: bool
     ) -> dict[bool, RotaryTables]:
         """The tables of each kind of layer: False, or True for those with `rotary_base_local`."""
         found: dict[bool, RotaryTables] = {}
-        for local in kinds:
+        for local in self._kinds:
             own, factors = self._model, self._factors_on(positions_BS.device)
             if local:
                 base = own.rotary_base_local or own.rotary_base

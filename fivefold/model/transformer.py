@@ -60,7 +60,6 @@ class Stage(nn.Module):
         cross_entropy: seam around the loss, with the signature of `loss.cross_entropy`.
         shard_tokens: seam that takes this rank's part of per-token values [T], as of residuals.
         fuses_rope, fuses_dropout: as in `model.fusions`.
-        rotary: its rotary positions.
         z_sums: of the latest losses, the parts that are z-loss; empty without it.
     """
 
@@ -102,7 +101,6 @@ class Stage(nn.Module):
         self.mtp_embed_tokens = tokens() if parts.mtp and not parts.embedding else None
         self.model, self.parts, jitter = model, parts, rules[0].moe_input_jitter_eps
         self.seed, self.label_smoothing, self.z_loss_coeff = seed, label_smoothing, z_loss_coeff
-        self.rotary = Rotary(model, seq_length)
         self.mtp_loss_scaling_factor, self.jitters = mtp_loss_scaling_factor, jitter is not None
         freeze(self, model)
         self.tie()
@@ -112,6 +110,7 @@ class Stage(nn.Module):
         self.cross_entropy: Callable[..., Tensor] = cross_entropy
         self.shard_tokens: Callable[[Tensor], Tensor] = lambda values_T: values_T
         self.fuses_rope, self.fuses_dropout, self.z_sums = False, False, list[Tensor]()
+        self.rotary = Rotary(model, rotations(model, parts), seq_length)
 
     @property
     def transformer_layers(self) -> list[TransformerLayer]:
@@ -204,8 +203,7 @@ class Stage(nn.Module):
         if self.embed_tokens is not None:
             x_TH = self._embed(batch, dropout)
         assert x_TH is not None, "a stage without the embedding needs the hidden states before it"
-        kinds = rotations(self.model, self.parts)
-        rotary = self.rotary.tables(kinds, batch.positions, x_TH.dtype, self.fuses_rope)
+        rotary = self.rotary.tables(batch.positions, x_TH.dtype, self.fuses_rope)
         routes = self.model.num_experts is not None
         context = Context(
             len(batch.tokens),
@@ -227,12 +225,11 @@ class Stage(nn.Module):
             return list(x_TH.chunk(1 + batch.num_further)) if self.parts.head else [x_TH]
         states = [self.norm(x_TH)]
         if batch.further_tokens is not None:
-            (table,) = self.embeddings
+            (table,), rate = self.embeddings, self.model.hidden_dropout
             for depth, predict in enumerate(self.predictions):
-                embedded_TH = table(batch.further_tokens[depth].flatten())
-                rate, site = self.model.hidden_dropout, f"mtp.{depth}.embedding"
-                embedded_TH = _dropped_at(site, embedded_TH, context.dropout, rate)
-                run = partial(predict, embedded_TH=embedded_TH)
+                next_TH = table(batch.further_tokens[depth].flatten())
+                next_TH = _dropped_at(f"mtp.{depth}.embedding", next_TH, context.dropout, rate)
+                run = partial(predict, embedded_TH=next_TH)
                 states.append(self.through([run], states[-1], context))
         return states
 

@@ -63,6 +63,7 @@ _GRANITE = {
     "logits_scaling": 3.0,
     "attention_multiplier": 0.3,
 }
+_FACTORS = {"short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.5, 2, 4.0, 6.5]}
 TINY: Mapping[str, dict[str, Any]] = {
     "llama": _SIZES,
     "mistral": _SIZES | {"num_key_value_heads": 2},
@@ -84,7 +85,14 @@ TINY: Mapping[str, dict[str, Any]] = {
     "ernie4_5_moe": _SIZES
     | {"num_key_value_heads": 2, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}
     | {"moe_num_shared_experts": 1, "pad_token_id": None},
-    "phi3": _SIZES | {"num_key_value_heads": 2, "pad_token_id": None},
+    "phi3": _SIZES
+    | {
+        "num_key_value_heads": 2,
+        "pad_token_id": None,
+        "max_position_embeddings": 64,
+        "original_max_position_embeddings": 30,
+        "rope_scaling": {"type": "longrope", **_FACTORS},
+    },
     "olmo2": _SIZES | {"num_key_value_heads": 2, "pad_token_id": None},
     "olmoe": _SIZES | _EXPERTS | {"num_experts": 4, "pad_token_id": None},
     "olmo3": _SIZES | {"num_hidden_layers": 5, "pad_token_id": None},
@@ -136,7 +144,6 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8,
 }
-_FACTORS = {"short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.5, 2, 4.0, 6.5]}
 _ROPES = [
     None,
     {},
@@ -458,13 +465,18 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3, shares and windows": (
         "phi3",
-        {"partial_rotary_factor": 0.75, "sliding_window": 5, "num_key_value_heads": 1},
+        {
+            "partial_rotary_factor": 0.75,
+            "sliding_window": 5,
+            "num_key_value_heads": 1,
+            "rope_scaling": None,
+        },
     ),
     "phi3, long factors": (
         "phi3",
         {
-            "rope_scaling": {"type": "longrope", **_FACTORS},
             "original_max_position_embeddings": 8,
+            "max_position_embeddings": 16,
             "tie_word_embeddings": True,
         },
     ),

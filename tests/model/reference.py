@@ -139,9 +139,12 @@ def _latent_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Iter
 def _rope(model: ModelConfig, x_SR: Tensor) -> Tensor:
     half = model.rotary_dim // 2
     turned = x_SR.clone()
-    stretched = model.rope_type == "yarn"
     scale = 1.0
-    if stretched:
+    if model.rope_type == "longrope":
+        original, factor = model.original_max_position_embeddings, model.longrope_attention_factor
+        growth = model.max_position_embeddings / original
+        scale = factor or (1 + math.log(growth, original)) ** 0.5
+    if model.rope_type == "yarn":
         scale = _growth(model, model.mscale) / _growth(model, model.mscale_all_dim)
     for position in range(len(x_SR)):
         for i in range(half):
@@ -175,6 +178,8 @@ def reference_frequency(model: ModelConfig, i: int) -> float:
     frequency /= model.rotary_seq_len_interpolation_factor or 1.0
     if model.rope_type == "yarn":
         return _yarn_frequency(model, i, frequency)
+    if model.rope_type == "longrope":  # in rows that are not longer than the original length
+        return frequency / model.longrope_short_factor[i]
     if not model.use_rope_scaling:
         return frequency
     wavelength = 2 * math.pi / frequency

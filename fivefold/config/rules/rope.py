@@ -24,7 +24,7 @@ def check_rope(model: ModelConfig, mistakes: Mistakes) -> None:
         mistakes.add(f"rope_type {model.rope_type} needs position_embedding_type rope")
     if stretched and model.use_rope_scaling:
         mistakes.add(
-            f"rope_type {model.rope_type} and use_rope_scaling both stretch the frequencies of RoPE",
+            f"rope_type {model.rope_type} and use_rope_scaling both stretch RoPE",
             works=["--rope-type rope", "--no-use-rope-scaling"],
         )
     if model.rope_type == "yarn" and model.beta_fast < model.beta_slow:
