@@ -168,7 +168,7 @@ def _scaling(
     leave_out: bool,
     latents: bool,
     whole: Reader,
-    original: int | None = None,
+    beside: int | None = None,
 ) -> tuple[str, tuple[tuple[str, Any], ...]]:
     """The kind of scaling and its settings."""
     by_layer = [name for name, value in table.fields.items() if isinstance(value, Mapping)]
@@ -180,13 +180,13 @@ def _scaling(
     if kind is None:
         return "default", ()
     table.without_effect(*_OTHERS.get(kind, ()))
-    if original is not None and kind in PHI3[1:]:
+    if beside is not None and kind in PHI3[1:]:
         kind = "longrope"
     scaling: tuple[tuple[str, Any], ...] = ()
     if kind == "yarn":
         scaling = _yarn(table, latents, whole)
     if kind == "longrope":
-        scaling = _longrope(table, original, _longest(whole))
+        scaling = _longrope(table, beside, _longest(whole))
     if kind == "linear":
         if "factor" not in table.fields:
             table.mistakes.add('rope_type = "linear" needs factor, which positions are divided by')
