@@ -237,6 +237,8 @@ CHANGES: Mapping[str, Change] = {
     "longrope_long_factor": Change((8.0,) * 64, _LONGROPE),
     "longrope_attention_factor": Change(1.25, _LONGROPE),
     "parallel_residual": Change(True),
+    "parallel_residual_one_norm": Change(True, {"parallel_residual": True}),
+    "layernorm_bias": Change(False, {"normalization": "LayerNorm"}),
     "glu_linear_offset": Change(1.0),
     "activation_func_clamp_value": Change(7.0),
     "activation_func": Change("gelu", {"gated_linear_unit": False, "activation_func": "gelu_tanh"}),

@@ -25,6 +25,9 @@ class Architecture:
     )
     max_position_embeddings: Count = option(4096, "longest supported sequence, in tokens")
     normalization: Literal["RMSNorm", "LayerNorm"] = option("RMSNorm", "normalisation layers")
+    layernorm_bias: bool = option(
+        True, "give LayerNorm a bias, which that of Cohere's models has not; RMSNorm never has one"
+    )
     norm_epsilon: Positive = option(1e-5, "added to the variance by the normalisation layers")
     apply_layernorm_1p: bool = option(
         False, "multiply by 1 + the weight of a norm, which starts at 0, as Gemma does"
@@ -153,6 +156,9 @@ class Architecture:
     )
     parallel_residual: bool = option(
         False, "feed attention and MLP of a layer the same hidden state, as GPT-NeoX does"
+    )
+    parallel_residual_one_norm: bool = option(
+        False, "normalise that state once for both, as Cohere's models and Falcon 7B do"
     )
     init_method_std: Positive = option(0.02, "standard deviation of initial weights")
     make_vocab_size_divisible_by: Count = option(128, "pad the vocabulary to a multiple of this")

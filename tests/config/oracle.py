@@ -143,7 +143,7 @@ def renamed(config: ModelConfig, model: nn.Module, tensors: dict[str, Tensor]) -
     gpt2 = model.config.model_type == "gpt2"
     second = model.config.model_type == "deepseek_v2"  # which does not read the field
     interleaved = second or getattr(model.config, "rope_interleave", True)
-    pairs = model.config.model_type in ("glm", "glm4", "ernie4_5", "ernie4_5_moe")
+    pairs = model.config.model_type in _PAIRS
     after = model.config.model_type in ("exaone4", "olmo2", "olmo3", "gemma2", "gemma3_text")
     found: dict[str, Tensor] = {}
     for name, value in tensors.items():
@@ -215,6 +215,7 @@ def _in_halves(config: ModelConfig, name: str, value: Tensor) -> Tensor:
     return value
 
 
+_PAIRS = ("glm", "glm4", "ernie4_5", "ernie4_5_moe", "cohere", "cohere2")
 _NAMES = {
     "transformer.": "model.",
     "gpt_neox.": "model.",

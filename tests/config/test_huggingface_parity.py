@@ -93,6 +93,8 @@ TINY: Mapping[str, dict[str, Any]] = {
         "original_max_position_embeddings": 30,
         "rope_scaling": {"type": "longrope", **_FACTORS},
     },
+    "cohere": _SIZES | {"num_key_value_heads": 2, "logit_scale": 0.5, "pad_token_id": None},
+    "cohere2": _SIZES | {"num_hidden_layers": 5, "num_key_value_heads": 2, "pad_token_id": None},
     "olmo2": _SIZES | {"num_key_value_heads": 2, "pad_token_id": None},
     "olmoe": _SIZES | _EXPERTS | {"num_experts": 4, "pad_token_id": None},
     "olmo3": _SIZES | {"num_hidden_layers": 5, "pad_token_id": None},
@@ -203,6 +205,7 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "residual_multiplier": [0.5, 1, 0.0],
     "logits_scaling": [0.5, 8, -1.0],
     "attention_multiplier": [0.015625, 1, None],
+    "logit_scale": [1, 0.3, 0.0],
     "clip_qkv": [None, 8.0],
     "query_pre_attn_scalar": [8, 12, 0],
     "rope_local_base_freq": [50, 100.0],
@@ -496,6 +499,11 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
             "rope_scaling": {"rope_type": "longrope", **_FACTORS, "factor": 4.0}
             | {"original_max_position_embeddings": LENGTH - 1, "rope_theta": 100.0}
         },
+    ),
+    "cohere, untied": ("cohere", {"tie_word_embeddings": False, "logit_scale": 0.3, **_YARN}),
+    "cohere2, narrow windows": (
+        "cohere2",
+        {"sliding_window": 5, "sliding_window_pattern": 2, "num_key_value_heads": 4},
     ),
     "starcoder2, windows": ("starcoder2", {"sliding_window": 5, "tie_word_embeddings": False}),
     "starcoder2, without biases": ("starcoder2", {"use_bias": False, "head_dim": 16}),

@@ -114,7 +114,11 @@ NEOX = replace(
     parallel_residual=True,
     activation_func="squared_relu",
 )
+COMMAND = replace(
+    NEOX, layernorm_bias=False, parallel_residual_one_norm=True, apply_layernorm_1p=False
+)
 FAMILIES = {
+    "command": COMMAND,
     "sinks": SINKS,
     "neox": NEOX,
     "llama": LLAMA,

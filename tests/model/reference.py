@@ -48,13 +48,15 @@ def _linear(own: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 def _norm(model: ModelConfig, own: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     """x as it is, where the model has no weight of that name."""
+    if model.parallel_residual_one_norm and name == "post_attention_layernorm":
+        name = "input_layernorm"
     if f"{name}.weight" not in own:
         return x
     factor = model.apply_layernorm_1p + own[f"{name}.weight"]
-    if f"{name}.bias" in own:
+    if model.normalization == "LayerNorm" and not name.startswith("self_attn."):
         centred = x - x.mean(-1, keepdim=True)
         scale = (centred.pow(2).mean(-1, keepdim=True) + model.norm_epsilon).sqrt()
-        return centred / scale * factor + own[f"{name}.bias"]
+        return centred / scale * factor + own.get(f"{name}.bias", 0.0)
     scale = (x.pow(2).mean(-1, keepdim=True) + model.norm_epsilon).sqrt()
     return x / scale * factor
 

@@ -122,6 +122,9 @@ ACTIVATIONS = {
 }
 
 
+_PADDED = (*("phi3", "smollm3", "glm", "olmo", "gemma", "ernie", "nemotron", "seed", "cohere"),)
+
+
 def llama_like(model: ModelConfig, kind: str) -> Fields:
     """Of Llama and related families."""
     fields = {
@@ -134,7 +137,7 @@ def llama_like(model: ModelConfig, kind: str) -> Fields:
         "attention_dropout": model.attention_dropout,
         **rope_fields(model),
     }
-    if kind.startswith(("phi3", "smollm3", "glm", "olmo", "gemma", "ernie", "nemotron", "seed")):
+    if kind.startswith(_PADDED):
         fields["pad_token_id"] = None  # the family's default may be outside of this vocabulary
     if kind == "phi3":
         fields |= {"resid_pdrop": model.hidden_dropout, "embd_pdrop": model.hidden_dropout}
@@ -161,6 +164,11 @@ def llama_like(model: ModelConfig, kind: str) -> Fields:
     if kind == "stablelm":
         fields["layer_norm_eps"] = fields.pop("rms_norm_eps")
         fields["use_qkv_bias"] = model.qkv_bias
+        fields["use_parallel_residual"] = model.parallel_residual
+        del fields["head_dim"]  # hidden_size / num_attention_heads
+    if kind.startswith("cohere"):
+        fields["layer_norm_eps"] = fields.pop("rms_norm_eps")
+        fields["logit_scale"] = 1.0 / model.logits_scaling
         del fields["head_dim"]  # hidden_size / num_attention_heads
     if kind.startswith("qwen"):
         fields |= _qwen_windows(model)
@@ -169,7 +177,7 @@ def llama_like(model: ModelConfig, kind: str) -> Fields:
     if kind == "seed_oss":
         fields |= dict.fromkeys(("attention_out_bias", "mlp_bias"), model.add_bias_linear)
         fields |= {"attention_bias": model.qkv_bias, "residual_dropout": 0.0}
-    if kind in ("exaone4", "olmo3", "gemma2", "gemma3_text"):
+    if kind in ("cohere2", "exaone4", "olmo3", "gemma2", "gemma3_text"):
         fields |= listed_windows(model)
     if kind in ("gemma2", "gemma3_text"):
         fields["hidden_activation"] = fields.pop("hidden_act")

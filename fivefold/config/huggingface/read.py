@@ -6,6 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from fivefold.config.huggingface.cohere import cohere, cohere2
 from fivefold.config.huggingface.deepseek import deepseek
 from fivefold.config.huggingface.ernie import ernie4_5, ernie4_5_moe
 from fivefold.config.huggingface.generic import read_generic
@@ -47,6 +48,8 @@ _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType
         "granitemoeshared": granite_moe,
         "seed_oss": seed_oss,
         "stablelm": stablelm,
+        "cohere": cohere,
+        "cohere2": cohere2,
         "arcee": arcee,
         "nemotron": nemotron,
         "ernie4_5": ernie4_5,

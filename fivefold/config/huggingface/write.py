@@ -97,6 +97,8 @@ _FAMILIES: Mapping[str, tuple[str, Callable[[ModelConfig, str], Fields]]] = Mapp
         "granitemoeshared": ("GraniteMoeSharedForCausalLM", granite_moe_shared),
         "seed_oss": ("SeedOssForCausalLM", llama_like),
         "stablelm": ("StableLmForCausalLM", llama_like),
+        "cohere": ("CohereForCausalLM", llama_like),
+        "cohere2": ("Cohere2ForCausalLM", llama_like),
         "arcee": ("ArceeForCausalLM", llama_like),
         "nemotron": ("NemotronForCausalLM", llama_like),
         "ernie4_5": ("Ernie4_5ForCausalLM", ernie4_5),

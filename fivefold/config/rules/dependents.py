@@ -261,6 +261,12 @@ DEPENDENTS = (
         "position_embedding_type = rope",
         "is for rotary positions",
     ),
+    where(
+        "parallel_residual_one_norm",
+        "parallel_residual = true",
+        "is for attention and MLP that read the same state",
+    ),
+    where("layernorm_bias", "normalization = LayerNorm", "is of LayerNorm"),
     where("qk_layernorm_type", "qk_layernorm = true", "is for norms of queries and keys"),
     where(
         "rope_scaling_factor rope_low_freq_factor rope_high_freq_factor "

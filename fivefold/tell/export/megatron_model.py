@@ -142,6 +142,10 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
         yield "rope_fusion was left out: with latent attention it needs rope_type yarn"
     if said["parallel_residual"]:
         yield "it has no parallel_residual: attention and MLP run one after the other there"
+    if said["parallel_residual_one_norm"]:
+        yield "nor parallel_residual_one_norm: attention and MLP have norms of their own there"
+    if not said["layernorm_bias"]:
+        yield "it has no layernorm_bias: every LayerNorm has a bias there"
     if said["rope_type"] == "yarn" and not said["multi_latent_attention"]:
         scaling = f"rotary_scaling_factor = {said['rotary_scaling_factor']}"
         yield (
