@@ -16,12 +16,22 @@ def cohere(reader: Reader, kind: str) -> ModelConfig:
 
 def cohere2(reader: Reader, kind: str) -> ModelConfig:
     """Command R7B and Command A: windows in three of four layers, and RoPE in these alone."""
+    # Of files that are older than transformers' class, which has no use for these.
+    reader.fixed("position_embedding_type", "rope_gptj")
+    reader.fixed("order_of_interleaved_layers", "local_attn_first")
+    reader.fixed("layer_switch", reader.fields.get("sliding_window_pattern", 4))
+    reader.fixed("rotary_pct", 1.0)
+    for name in ("use_embedding_sharing", "use_gated_activation", "use_parallel_block"):
+        reader.fixed(name, True)
+    reader.fixed("use_parallel_embedding", False)
+    reader.without_effect("cache_implementation")
     model = _side_by_side(reader, kind)
     return replace(model, **windows_with_rope(reader, model.num_layers))
 
 
 def _side_by_side(reader: Reader, kind: str) -> ModelConfig:
     model = llama_like(reader, kind)
+    reader.without_effect("model_max_length")  # of the tokenizer
     usual = model.hidden_size // model.num_attention_heads
     if model.head_dim != usual:
         reader.unsupported("head_dim", model.head_dim, [usual], "hidden_size / num_attention_heads")
