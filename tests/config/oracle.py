@@ -186,8 +186,10 @@ def _parts(config: ModelConfig, name: str, value: Tensor) -> tuple[Tensor, ...]:
         return value.chunk(3)
     if "qkv_proj" in name:
         return value.split((config.q_size, config.k_size, config.v_size))
-    heads = value.unflatten(0, (config.num_attention_heads, 3, -1))
-    return tuple(heads[:, part].flatten(0, 1) for part in range(3))
+    queries = config.num_attention_heads // config.num_kv_heads
+    heads = value.unflatten(0, (config.num_kv_heads, queries + 2, -1))
+    parts = heads.split((queries, 1, 1), dim=1)
+    return tuple(part.flatten(0, 2) for part in parts)
 
 
 def _experts(config: ModelConfig, name: str, value: Tensor) -> dict[str, Tensor]:
@@ -228,6 +230,10 @@ _NAMES = {
     "final_layer_norm.": "norm.",
     "ln_f.": "norm.",
     "ln_1.": "input_layernorm.",
+    "ln_attn.": "input_layernorm.",
+    "ln_mlp.": "post_attention_layernorm.",
+    "word_embeddings.": "embed_tokens.",
+    ".self_attention.": ".self_attn.",
     "ln_2.": "post_attention_layernorm.",
     ".attention.": ".self_attn.",
     ".attn.": ".self_attn.",

@@ -93,6 +93,7 @@ TINY: Mapping[str, dict[str, Any]] = {
         "original_max_position_embeddings": 30,
         "rope_scaling": {"type": "longrope", **_FACTORS},
     },
+    "falcon": {n: v for n, v in _SIZES.items() if n != "intermediate_size"},
     "cohere": _SIZES | {"num_key_value_heads": 2, "logit_scale": 0.5, "pad_token_id": None},
     "cohere2": _SIZES | {"num_hidden_layers": 5, "num_key_value_heads": 2, "pad_token_id": None},
     "olmo2": _SIZES | {"num_key_value_heads": 2, "pad_token_id": None},
@@ -206,6 +207,15 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "logits_scaling": [0.5, 8, -1.0],
     "attention_multiplier": [0.015625, 1, None],
     "logit_scale": [1, 0.3, 0.0],
+    "new_decoder_architecture": _SWITCH,
+    "num_ln_in_parallel_attn": [None, 1, 2],
+    "multi_query": _SWITCH,
+    "parallel_attn": _SWITCH,
+    "num_kv_heads": [None, 1, 2],
+    "bias": _SWITCH,
+    "alibi": _SWITCH,
+    "ffn_hidden_size": [None, 24],
+    "activation": ["gelu", "relu2", "relu"],
     "clip_qkv": [None, 8.0],
     "query_pre_attn_scalar": [8, 12, 0],
     "rope_local_base_freq": [50, 100.0],
@@ -499,6 +509,23 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
             "rope_scaling": {"rope_type": "longrope", **_FACTORS, "factor": 4.0}
             | {"original_max_position_embeddings": LENGTH - 1, "rope_theta": 100.0}
         },
+    ),
+    "falcon, several key heads, two norms": (
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 48},
+    ),
+    "falcon, several key heads, one norm": (
+        "falcon",
+        {
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "falcon, one after the other": (
+        "falcon",
+        {"parallel_attn": False, "multi_query": False, "bias": True, **_YARN},
     ),
     "cohere, untied": ("cohere", {"tie_word_embeddings": False, "logit_scale": 0.3, **_YARN}),
     "cohere2, narrow windows": (

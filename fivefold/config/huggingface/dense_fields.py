@@ -115,6 +115,29 @@ def gpt_neox(model: ModelConfig, kind: str) -> Fields:
     }
 
 
+def falcon(model: ModelConfig, kind: str) -> Fields:
+    """Of Falcon; only its newer layers have several key heads, or two norms side by side."""
+    names = {"gelu_tanh": "gelu_new", "squared_relu": "relu2"}
+    one, side_by_side = model.parallel_residual_one_norm, model.parallel_residual
+    few = model.num_kv_heads in (1, model.num_attention_heads)
+    newer = side_by_side and not (one and few)
+    return {
+        **size_fields(model),
+        **rope_fields(model),
+        "num_kv_heads": model.num_kv_heads,
+        "multi_query": model.num_kv_heads == 1,
+        "new_decoder_architecture": newer,
+        "num_ln_in_parallel_attn": (1 if one else 2) if newer else None,
+        "parallel_attn": side_by_side,
+        "ffn_hidden_size": model.ffn_size,
+        "activation": names.get(model.activation_func, model.activation_func),
+        "layer_norm_epsilon": model.norm_epsilon,
+        "bias": model.add_bias_linear,
+        "alibi": False,
+        "attention_dropout": model.attention_dropout,
+    }
+
+
 ACTIVATIONS = {
     "gelu_tanh": "gelu_pytorch_tanh",
     "quick_gelu": "silu",

@@ -18,9 +18,9 @@ _THEIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "num_layers": ("num_hidden_layers", "n_layer"),
         "hidden_size": ("hidden_size", "n_embd"),
         "num_attention_heads": ("num_attention_heads", "n_head"),
-        "num_query_groups": ("num_key_value_heads",),
+        "num_query_groups": ("num_key_value_heads", "num_kv_heads"),
         "kv_channels": ("head_dim",),
-        "ffn_hidden_size": ("intermediate_size", "n_inner"),
+        "ffn_hidden_size": ("intermediate_size", "n_inner", "ffn_hidden_size"),
         "max_position_embeddings": ("max_position_embeddings", "n_positions"),
         "norm_epsilon": (
             "rms_norm_eps",
