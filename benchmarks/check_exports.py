@@ -106,6 +106,7 @@ MEANINGLESS = {
     "rope_type": (
         *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
         *("mscale", "mscale_all_dim", "yarn_correction_range_round_to_int"),
+        *("longrope_short_factor", "longrope_long_factor", "longrope_attention_factor"),
     ),
     "cross_entropy_loss_fusion": ("cross_entropy_fusion_impl",),
     "fine_grained_activation_offloading": ("offload_modules", "min_offloaded_tensor_size"),

@@ -168,6 +168,12 @@ _FLEX = {**_EP, "moe_token_dispatcher_type": "flex"}
 _AUX = {**_MIXED, "moe_router_load_balancing_type": ("aux_loss",), "moe_aux_loss_coeff": (0.01,)}
 _ROOM = {**_MIXED, "moe_expert_capacity_factor": 1.5}
 _YARN = {"use_rope_scaling": False, "rope_type": "yarn"}
+_LONGROPE = {
+    "use_rope_scaling": False,
+    "rope_type": "longrope",
+    "longrope_short_factor": (1.0,) * 64,
+    "longrope_long_factor": (4.0,) * 64,
+}
 _LATENT_YARN = {"preset": "deepseek-v2-lite", "rope_type": "yarn"}
 _MLA = {"preset": "deepseek-v2-lite"}
 _GROUPS = {"preset": "mixtral-8x7b", "moe_router_num_groups": 2, "moe_router_group_topk": 2}
@@ -227,7 +233,12 @@ CHANGES: Mapping[str, Change] = {
     "mscale": Change(0.5, _YARN),
     "mscale_all_dim": Change(0.5, _LATENT_YARN),
     "yarn_correction_range_round_to_int": Change(False, _YARN),
+    "longrope_short_factor": Change((1.5,) * 64, _LONGROPE),
+    "longrope_long_factor": Change((8.0,) * 64, _LONGROPE),
+    "longrope_attention_factor": Change(1.25, _LONGROPE),
     "parallel_residual": Change(True),
+    "parallel_residual_one_norm": Change(True, {"parallel_residual": True}),
+    "layernorm_bias": Change(False, {"normalization": "LayerNorm"}),
     "glu_linear_offset": Change(1.0),
     "activation_func_clamp_value": Change(7.0),
     "activation_func": Change("gelu", {"gated_linear_unit": False, "activation_func": "gelu_tanh"}),

@@ -61,6 +61,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
                 mtp_loss_scaling_factor=config.training.mtp_loss_scaling_factor,
                 experts=config.experts,
                 global_batch_size=config.training.global_batch_size,
+                seq_length=config.training.seq_length,
             ).to(torch.promote_types(policy.master_dtype, torch.float32))
             for index, parts in layout.stages_of(pp_rank).items()
         }

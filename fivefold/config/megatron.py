@@ -22,6 +22,7 @@ NEVER = (
 _OURS: Mapping[str, float | str | None] = MappingProxyType(
     {
         "norm_placement": "before",
+        "layernorm_bias": True,
         "qk_layernorm_type": "per_head",
         "embedding_multiplier": 1.0,
         "residual_multiplier": 1.0,

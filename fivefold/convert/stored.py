@@ -132,7 +132,7 @@ def _joint(
     if kind in ("gpt2", "phi3"):  # one after the other
         sizes = model.q_size, model.k_size, model.v_size
         return torch.arange(sum(sizes)).split(sizes)[which], sum(sizes)
-    groups = model.num_kv_heads if kind == "megatron" else model.num_attention_heads
+    groups = model.num_attention_heads if kind == "gpt_neox" else model.num_kv_heads
     queries = model.num_attention_heads // groups
     size = groups * (queries + 2) * model.head_dim
     rows = torch.arange(size)
@@ -160,7 +160,7 @@ def _neighbours(model: ModelConfig, name: str, size: int) -> Tensor | None:
 
 def base_of(kind: str) -> str:
     """The prefix of all names but the output layer's; files of the bare model lack it."""
-    return {"gpt2": "transformer.", "gpt_neox": "gpt_neox.", "megatron": ""}.get(kind, "model.")
+    return _BASES.get(kind, "model.")
 
 
 def has_predictions(kind: str, model: ModelConfig, names: Iterable[str]) -> bool:
@@ -177,17 +177,20 @@ def their_name(kind: str, model: ModelConfig, name: str) -> str:
         name = f"layers.{model.num_layers + int(depth)}.{inner}"
     if name.startswith("norm."):
         name = _LAST.get(kind, "norm.") + name.removeprefix("norm.")
-    for ours, theirs in _NAMES.get(kind, {}).items():
+    two_norms = model.parallel_residual and not model.parallel_residual_one_norm
+    names = _FALCON_NORMS if kind == "falcon" and two_norms else {}
+    for ours, theirs in {**names, **_NAMES.get(kind, {})}.items():
         name = name.replace(ours, theirs)
     return name if name.startswith(HEADS) else base_of(kind) + name
 
 
+_BASES = {"gpt2": "transformer.", "falcon": "transformer.", "gpt_neox": "gpt_neox.", "megatron": ""}
 HEADS = ("lm_head.", "embed_out.")
-JOINT = ("gpt2", "gpt_neox", "phi3", "megatron")
+JOINT = ("gpt2", "gpt_neox", "phi3", "falcon", "megatron")
 """Kinds whose queries, keys and values are one linear layer."""
 JOINT_MLPS = ("phi3", "glm", "glm4", "granitemoe", "granitemoeshared", "megatron")
 """Kinds whose gate and up are one linear layer."""
-_PAIRS = ("glm", "glm4", "ernie4_5", "ernie4_5_moe")
+_PAIRS = ("glm", "glm4", "ernie4_5", "ernie4_5_moe", "cohere", "cohere2")
 """Kinds with heads of their own whose rotary features are pairs of neighbours."""
 _PREDICTING = ("deepseek_v3", "kimi_k2", "glm4_moe")  # whose files have layers after the last
 _EACH = {".experts.": ".experts.{e}."}
@@ -252,6 +255,16 @@ _NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             ".self_attn.k_proj.": ".attention.query_key_value.",
             ".self_attn.v_proj.": ".attention.query_key_value.",
             ".self_attn.o_proj.": ".attention.dense.",
+            ".mlp.up_proj.": ".mlp.dense_h_to_4h.",
+            ".mlp.down_proj.": ".mlp.dense_4h_to_h.",
+        },
+        "falcon": {
+            "embed_tokens.": "word_embeddings.",
+            "layers.": "h.",
+            ".self_attn.q_proj.": ".self_attention.query_key_value.",
+            ".self_attn.k_proj.": ".self_attention.query_key_value.",
+            ".self_attn.v_proj.": ".self_attention.query_key_value.",
+            ".self_attn.o_proj.": ".self_attention.dense.",
             ".mlp.up_proj.": ".mlp.dense_h_to_4h.",
             ".mlp.down_proj.": ".mlp.dense_4h_to_h.",
         },
@@ -326,9 +339,14 @@ _NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "qwen3_vl_moe_text": {".mlp.router.": ".mlp.gate.", **_TOGETHER},
     }
 )
+_FALCON_NORMS = {
+    ".input_layernorm.": ".ln_attn.",
+    ".post_attention_layernorm.": ".ln_mlp.",
+}
 _LAST: Mapping[str, str] = MappingProxyType(
     {
         "gpt2": "ln_f.",
+        "falcon": "ln_f.",
         "gpt_neox": "final_layer_norm.",
         "megatron": "decoder.final_layernorm.",
     }

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, product
 
+from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.config.training import TrainingConfig
 from fivefold.counts.state import ModelState, model_state
@@ -93,8 +94,19 @@ def _batch(layout: Layout) -> list[Row]:
         ),
         ("tokens per step", f"{tokens:,}", f"global batch {size:,} x sequence {length:,}"),
         *_growing_batch(training),
+        *_rotary(layout.config),
         ("tokens in all", human_count(training.samples * length), _all_tokens(training)),
     ]
+
+
+def _rotary(config: Config) -> Iterator[Row]:
+    """Which of LongRoPE's two lists divides frequencies, which the length of sequences says."""
+    model, length = config.model, config.training.seq_length
+    if model.rope_type == "longrope":
+        which, sign = ("long", ">") if model.is_long(length) else ("short", "<=")
+        original = f"{model.original_max_position_embeddings:,} before scaling"
+        why = f"LongRoPE at sequence {length:,} {sign} {original}"
+        yield "rotary factors", which, f"{why}; features x {model.longrope_scale:.4g}"
 
 
 def _growing_batch(training: TrainingConfig) -> Iterator[Row]:

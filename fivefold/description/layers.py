@@ -5,7 +5,7 @@ This is the one place that knows which layers a model has. Names are those of th
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
@@ -256,9 +256,11 @@ def _latent_projections(model: ModelConfig) -> tuple[Operation, ...]:
 
 
 def _mlp_norm(model: ModelConfig, *again: str) -> tuple[Norm, ...]:
-    """With parallel residuals its input is attention's, and is counted there."""
-    read = model.parallel_residual
-    return _norm_before("mlp_norm", "post_attention_layernorm", model, *again, shared_input=read)
+    """With parallel residuals its input is attention's, and is counted there; so may its norm be,
+    which then runs twice."""
+    read, one = model.parallel_residual, model.parallel_residual_one_norm
+    norms = _norm_before("mlp_norm", "post_attention_layernorm", model, *again, shared_input=read)
+    return tuple(replace(norm, weights=()) for norm in norms) if one else norms
 
 
 def _norm_before(

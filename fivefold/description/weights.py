@@ -63,7 +63,8 @@ class Weight:
 
 def norm_weights(name: str, model: ModelConfig, features: int | None = None) -> tuple[Weight, ...]:
     """Those of a norm, by default over the residual stream's features."""
-    kinds = ("weight", "bias") if model.normalization == "LayerNorm" else ("weight",)
+    biased = model.normalization == "LayerNorm" and model.layernorm_bias
+    kinds = ("weight", "bias") if biased else ("weight",)
     return tuple(Weight(f"{name}.{kind}", (features or model.hidden_size,)) for kind in kinds)
 
 

@@ -68,6 +68,8 @@ def _check_recompute(config: Config, mistakes: Mistakes) -> None:
 def _check_norms(config: Config, mistakes: Mistakes) -> None:
     """Techniques for norms before attention and MLP, in a model that has none there."""
     memory, moves = config.memory, config.memory.fine_grained_activation_offloading
+    if config.model.parallel_residual_one_norm:
+        _check_one_norm(config, mistakes)
     if config.model.norms_before:
         return
     none = f"norm_placement {config.model.norm_placement} has no norms before attention and MLP"
@@ -84,6 +86,25 @@ def _check_norms(config: Config, mistakes: Mistakes) -> None:
     if moves and "pre_mlp_layernorm_output" in memory.offload_tensors:
         mistakes.add(
             f"{none}, whose output offload_tensors pre_mlp_layernorm_output moves",
+            works=["--offload-tensors none"],
+        )
+
+
+def _check_one_norm(config: Config, mistakes: Mistakes) -> None:
+    """Offloading of what a norm reads or makes, where it is that of attention and of the MLP."""
+    memory = config.memory
+    if not memory.fine_grained_activation_offloading:
+        return
+    one = "parallel_residual_one_norm has one norm for attention and MLP"
+    asked = {*memory.offload_modules} & {"attn_norm", "mlp_norm"}
+    if asked:
+        mistakes.add(
+            f"{one}, and offload_modules {' '.join(sorted(asked))} tells them apart",
+            works=["--offload-modules core_attn attn_proj"],
+        )
+    if "pre_mlp_layernorm_output" in memory.offload_tensors:
+        mistakes.add(
+            f"{one}, and offload_tensors pre_mlp_layernorm_output tells them apart",
             works=["--offload-tensors none"],
         )
 

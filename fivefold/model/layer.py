@@ -67,15 +67,23 @@ class TransformerLayer(nn.Module):
         self.input_layernorm = make_norm(model) if before else nn.Identity()
         self.self_attn = make_attention(model, layer)
         self.post_self_attn_layernorm = make_norm(model) if after else None
-        self.post_attention_layernorm = make_norm(model) if before else nn.Identity()
+        own = before and not model.parallel_residual_one_norm
+        self.post_attention_layernorm = make_norm(model) if own else nn.Identity()
         self.mlp = make_mlp(model, layer, experts, global_batch_size)
         self.post_mlp_layernorm = make_norm(model) if after else None
         self.dropout, self.scale = model.hidden_dropout, model.residual_multiplier
         self.side_by_side = model.parallel_residual
+        self.one_norm = model.parallel_residual_one_norm
         self.site = f"layers.{layer}"
         self.adapted, self.lora_dropout = add_adapters(self, model), model.lora_dropout
         self.block: NormedBlock = plain_block
         self.fuses_norm = False
+
+    @property
+    def norm_before_mlp(self) -> nn.Module:
+        """What makes the MLP's input: with one norm for both that of attention, which runs twice,
+        so that whatever is put around a norm and its module holds for each by itself."""
+        return self.input_layernorm if self.one_norm else self.post_attention_layernorm
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]."""
@@ -95,7 +103,7 @@ class TransformerLayer(nn.Module):
         else:
             sum_TH = self._added(x_TH, attended_TH, drop.attended)
             read_TH = x_TH if self.side_by_side else sum_TH
-            made_TH = self.block(self.post_attention_layernorm, self.mlp, read_TH, context)
+            made_TH = self.block(self.norm_before_mlp, self.mlp, read_TH, context)
         made_TH = _normed(self.post_mlp_layernorm, made_TH)
         return self._added(sum_TH, made_TH, drop.made)
 
@@ -109,7 +117,7 @@ class TransformerLayer(nn.Module):
 
         Not where another block makes the norm again from the sum, or moves it.
         """
-        norm = self.post_attention_layernorm
+        norm = self.norm_before_mlp
         joined = self.fuses_norm and self.block is plain_block and runs_triton(x_TH)
         return norm if joined and isinstance(norm, RMSNorm) else None
 

@@ -47,23 +47,28 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class LayerNorm(nn.Module):
-    """Layer normalisation over the last dim, with a bias.
+    """Layer normalisation over the last dim, with a bias or without.
 
     Attributes:
         offset: number added to the weight.
     """
 
-    def __init__(self, features: int, epsilon: float, offset: float = 0.0) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, features: int, epsilon: float, offset: float = 0.0, *, biased: bool = True
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(features))
-        self.bias = nn.Parameter(torch.empty(features))
+        self.bias = nn.Parameter(torch.empty(features)) if biased else None
         self.epsilon, self.offset = epsilon, offset
 
     def forward(self, x: Tensor) -> Tensor:
         """x normalised over the last dim."""
         weight = local(self.weight)
         factor = weight + self.offset if self.offset else weight
-        return F.layer_norm(x, weight.shape, factor, local(self.bias), self.epsilon)
+        bias = None if self.bias is None else local(self.bias)
+        return F.layer_norm(x, weight.shape, factor, bias, self.epsilon)
 
 
 class RMSNorm(nn.Module):
@@ -102,7 +107,8 @@ def make_norm(model: ModelConfig, features: int | None = None) -> LayerNorm | RM
     features = features or model.hidden_size
     if model.normalization == "RMSNorm":
         return rms_norm_of(model, features)
-    return LayerNorm(features, model.norm_epsilon, _offset(model))
+    biased = model.layernorm_bias
+    return LayerNorm(features, model.norm_epsilon, _offset(model), biased=biased)
 
 
 def rms_norm_of(model: ModelConfig, features: int) -> RMSNorm:

@@ -1,4 +1,5 @@
-"""Rotary position embedding (Su et al. 2021), with the frequency scaling of Llama 3.1 and YaRN.
+"""Rotary position embedding (Su et al. 2021), with the frequency scaling of Llama 3.1, YaRN
+and LongRoPE.
 
 Of R rotary features, feature i is paired with feature i + R/2, as in Hugging Face's Llama.
 """
@@ -16,11 +17,19 @@ from fivefold.mesh.device import runs_triton
 from fivefold.model.traced import result
 
 
-def frequencies(model: ModelConfig, device: torch.device | None = None) -> Tensor:
+def frequencies(
+    model: ModelConfig, device: torch.device | None = None, factors: Tensor | None = None
+) -> Tensor:
     """Angle per position of each rotary feature pair, in radians, fp64.
 
     Llama 3.1's scaling divides the frequencies of wavelengths longer than the original context by
-    a factor, keeps short wavelengths, and interpolates in between. For YaRN see `_yarn`.
+    a factor, keeps short wavelengths, and interpolates in between. For YaRN see `_yarn`. LongRoPE
+    (Ding et al. 2024) divides each by a factor of its own, of two lists.
+
+    Args:
+        model: the architecture.
+        device: where to make it.
+        factors: LongRoPE's, fp64 on that device; None without it.
     """
     features = model.rotary_dim
     exponents = torch.arange(0, features, 2, dtype=torch.float64, device=device)
@@ -29,6 +38,9 @@ def frequencies(model: ModelConfig, device: torch.device | None = None) -> Tenso
         plain = plain / model.rotary_seq_len_interpolation_factor
     if model.rope_type == "yarn":
         return _yarn(model, plain)
+    if model.rope_type == "longrope":
+        assert factors is not None, "of one of its two lists"
+        return plain / factors
     if not model.use_rope_scaling:
         return plain
     turns_in_context = model.rope_original_max_position_embeddings * plain / (2 * pi)
@@ -55,7 +67,9 @@ def _yarn(model: ModelConfig, plain: Tensor) -> Tensor:
 
 
 def rotary_scale(model: ModelConfig) -> float:
-    """Factor on rotary features, by which YaRN sharpens attention over the longer context."""
+    """Factor on rotary features: YaRN and LongRoPE sharpen attention over the longer context."""
+    if model.rope_type == "longrope":
+        return model.longrope_scale
     if model.rope_type != "yarn":
         return 1.0
     return _growth(model, model.mscale) / _growth(model, model.mscale_all_dim)
@@ -86,10 +100,15 @@ class RotaryTables:
 
     @staticmethod
     def at(
-        model: ModelConfig, positions_BS: Tensor, dtype: torch.dtype, fused: bool = False
+        model: ModelConfig,
+        positions_BS: Tensor,
+        dtype: torch.dtype,
+        fused: bool = False,
+        factors: Tensor | None = None,
     ) -> "RotaryTables":
-        """The tables for these positions."""
-        angles = positions_BS[:, :, None, None] * frequencies(model, positions_BS.device)
+        """The tables for these positions; `factors` as in `frequencies`."""
+        turns = frequencies(model, positions_BS.device, factors)
+        angles = positions_BS[:, :, None, None] * turns
         scale = rotary_scale(model)
         cos, sin = angles.cos().mul_(scale), angles.sin().mul_(scale)
         return RotaryTables(cos.to(dtype).repeat(1, 1, 1, 2), sin.to(dtype), fused)
@@ -105,28 +124,48 @@ class RotaryTables:
         return q, k
 
 
-def rotary_tables(
-    model: ModelConfig,
-    kinds: Iterable[bool],
-    positions_BS: Tensor,
-    dtype: torch.dtype,
-    fused: bool,
-) -> dict[bool, RotaryTables]:
-    """The tables of each kind of layer: False, or True for those with `rotary_base_local`."""
-    found: dict[bool, RotaryTables] = {}
-    for local in kinds:
-        own = model
-        if local:
-            base = model.rotary_base_local or model.rotary_base
-            own = replace(
-                model,
-                rotary_base=base,
-                rope_type="rope",
-                use_rope_scaling=False,
-                rotary_seq_len_interpolation_factor=None,
-            )
-        found[local] = RotaryTables.at(own, positions_BS, dtype, fused)
-    return found
+class Rotary:
+    """The rotary positions of a stage.
+
+    Args:
+        model: the architecture.
+        kinds: kinds of layers that it has, see `shape.rotations`.
+        seq_length: tokens of whole rows, by which LongRoPE chooses one of its two lists: short
+            documents, or prompts, of a model that runs on long rows are turned as these are.
+    """
+
+    def __init__(self, model: ModelConfig, kinds: Iterable[bool], seq_length: int) -> None:
+        self._model, self._kinds = model, (*kinds,)
+        long = model.is_long(seq_length)
+        self._factors = model.longrope_long_factor if long else model.longrope_short_factor
+        self._on_device: Tensor | None = None
+
+    def tables(
+        self, positions_BS: Tensor, dtype: torch.dtype, fused: bool
+    ) -> dict[bool, RotaryTables]:
+        """The tables of each kind of layer: False, or True for those with `rotary_base_local`."""
+        found: dict[bool, RotaryTables] = {}
+        for local in self._kinds:
+            own, factors = self._model, self._factors_on(positions_BS.device)
+            if local:
+                base = own.rotary_base_local or own.rotary_base
+                own = replace(
+                    own,
+                    rotary_base=base,
+                    rope_type="rope",
+                    use_rope_scaling=False,
+                    rotary_seq_len_interpolation_factor=None,
+                )
+            found[local] = RotaryTables.at(own, positions_BS, dtype, fused, factors)
+        return found
+
+    def _factors_on(self, device: torch.device) -> Tensor | None:
+        """LongRoPE's factors, copied once: the host would wait, and no CUDA graph records it."""
+        if not self._factors:
+            return None
+        if self._on_device is None or self._on_device.device != device:
+            self._on_device = torch.tensor(self._factors, dtype=torch.float64, device=device)
+        return self._on_device
 
 
 class _Rotate(torch.autograd.Function):

@@ -26,7 +26,7 @@ from fivefold.model.moe.layer import MoE
 from fivefold.model.moe.routing import Decisions
 from fivefold.model.norms import LayerNorm, RMSNorm, make_norm
 from fivefold.model.prediction import FurtherToken, objective, targets
-from fivefold.model.rope import rotary_tables
+from fivefold.model.rope import Rotary
 from fivefold.model.sequence_slices import KeysAndValues
 
 
@@ -80,6 +80,7 @@ class Stage(nn.Module):
         mtp_loss_scaling_factor: float = 0.1,
         experts: ExpertsConfig | None = None,
         global_batch_size: int = 1,
+        seq_length: int = 1,
     ) -> None:
         super().__init__()
         parts = parts or whole_model(model)
@@ -109,6 +110,7 @@ class Stage(nn.Module):
         self.cross_entropy: Callable[..., Tensor] = cross_entropy
         self.shard_tokens: Callable[[Tensor], Tensor] = lambda values_T: values_T
         self.fuses_rope, self.fuses_dropout, self.z_sums = False, False, list[Tensor]()
+        self.rotary = Rotary(model, rotations(model, parts), seq_length)
 
     @property
     def transformer_layers(self) -> list[TransformerLayer]:
@@ -201,8 +203,7 @@ class Stage(nn.Module):
         if self.embed_tokens is not None:
             x_TH = self._embed(batch, dropout)
         assert x_TH is not None, "a stage without the embedding needs the hidden states before it"
-        kinds = rotations(self.model, self.parts)
-        rotary = rotary_tables(self.model, kinds, batch.positions, x_TH.dtype, self.fuses_rope)
+        rotary = self.rotary.tables(batch.positions, x_TH.dtype, self.fuses_rope)
         routes = self.model.num_experts is not None
         context = Context(
             len(batch.tokens),
@@ -224,12 +225,11 @@ class Stage(nn.Module):
             return list(x_TH.chunk(1 + batch.num_further)) if self.parts.head else [x_TH]
         states = [self.norm(x_TH)]
         if batch.further_tokens is not None:
-            (table,) = self.embeddings
+            (table,), rate = self.embeddings, self.model.hidden_dropout
             for depth, predict in enumerate(self.predictions):
-                embedded_TH = table(batch.further_tokens[depth].flatten())
-                rate, site = self.model.hidden_dropout, f"mtp.{depth}.embedding"
-                embedded_TH = _dropped_at(site, embedded_TH, context.dropout, rate)
-                run = partial(predict, embedded_TH=embedded_TH)
+                next_TH = table(batch.further_tokens[depth].flatten())
+                next_TH = _dropped_at(f"mtp.{depth}.embedding", next_TH, context.dropout, rate)
+                run = partial(predict, embedded_TH=next_TH)
                 states.append(self.through([run], states[-1], context))
         return states
 

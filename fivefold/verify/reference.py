@@ -78,6 +78,7 @@ def plain_model(config: Config, dtype: torch.dtype) -> Stage:
         mtp_loss_scaling_factor=training.mtp_loss_scaling_factor,
         experts=config.experts,
         global_batch_size=training.global_batch_size,
+        seq_length=training.seq_length,
     )
     stand_in(model, config)
     products = eight_bit(training, dtype)

@@ -89,7 +89,7 @@ def oracle_windows(model: nn.Module) -> list[int | None]:
 
 def our_stage(config: ModelConfig, model: nn.Module) -> Stage:
     """This project's model with the weights of theirs, in fp64."""
-    stage = Stage(config).double().eval()
+    stage = Stage(config, seq_length=LENGTH).double().eval()
     theirs = renamed(config, model, dict(model.named_parameters()))
     held = (*model.named_buffers(), *model.named_parameters())
     biases = {name: bias for name, bias in held if "score_correction" in name}
@@ -143,7 +143,7 @@ def renamed(config: ModelConfig, model: nn.Module, tensors: dict[str, Tensor]) -
     gpt2 = model.config.model_type == "gpt2"
     second = model.config.model_type == "deepseek_v2"  # which does not read the field
     interleaved = second or getattr(model.config, "rope_interleave", True)
-    pairs = model.config.model_type in ("glm", "glm4", "ernie4_5", "ernie4_5_moe")
+    pairs = model.config.model_type in _PAIRS
     after = model.config.model_type in ("exaone4", "olmo2", "olmo3", "gemma2", "gemma3_text")
     found: dict[str, Tensor] = {}
     for name, value in tensors.items():
@@ -186,8 +186,10 @@ def _parts(config: ModelConfig, name: str, value: Tensor) -> tuple[Tensor, ...]:
         return value.chunk(3)
     if "qkv_proj" in name:
         return value.split((config.q_size, config.k_size, config.v_size))
-    heads = value.unflatten(0, (config.num_attention_heads, 3, -1))
-    return tuple(heads[:, part].flatten(0, 1) for part in range(3))
+    queries = config.num_attention_heads // config.num_kv_heads
+    heads = value.unflatten(0, (config.num_kv_heads, queries + 2, -1))
+    parts = heads.split((queries, 1, 1), dim=1)
+    return tuple(part.flatten(0, 2) for part in parts)
 
 
 def _experts(config: ModelConfig, name: str, value: Tensor) -> dict[str, Tensor]:
@@ -215,6 +217,7 @@ def _in_halves(config: ModelConfig, name: str, value: Tensor) -> Tensor:
     return value
 
 
+_PAIRS = ("glm", "glm4", "ernie4_5", "ernie4_5_moe", "cohere", "cohere2")
 _NAMES = {
     "transformer.": "model.",
     "gpt_neox.": "model.",
@@ -227,6 +230,10 @@ _NAMES = {
     "final_layer_norm.": "norm.",
     "ln_f.": "norm.",
     "ln_1.": "input_layernorm.",
+    "ln_attn.": "input_layernorm.",
+    "ln_mlp.": "post_attention_layernorm.",
+    "word_embeddings.": "embed_tokens.",
+    ".self_attention.": ".self_attn.",
     "ln_2.": "post_attention_layernorm.",
     ".attention.": ".self_attn.",
     ".attn.": ".self_attn.",

@@ -8,6 +8,8 @@ from fivefold.config.presets import PRESETS, resolve_model
 from fivefold.description.shape import count_parameters
 from fivefold.errors import ConfigError
 from tests.config.published import (
+    COMMAND_R,
+    COMMAND_R7B,
     DEEPSEEK_V2,
     DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,
@@ -50,6 +52,8 @@ def without(fields: dict, name: str) -> dict:
         (LLAMA31_8B, "llama3-8b"),
         (LLAMA32_1B, "llama3.2-1b"),
         (MISTRAL_V03, "mistral-7b"),
+        (COMMAND_R, "command-r"),
+        (COMMAND_R7B, "command-r7b"),
         (SMOLLM3_3B, "smollm3-3b"),
         (GEMMA3_1B, "gemma3-1b"),
         (OLMO2_7B, "olmo2-7b"),

@@ -63,6 +63,7 @@ _GRANITE = {
     "logits_scaling": 3.0,
     "attention_multiplier": 0.3,
 }
+_FACTORS = {"short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.5, 2, 4.0, 6.5]}
 TINY: Mapping[str, dict[str, Any]] = {
     "llama": _SIZES,
     "mistral": _SIZES | {"num_key_value_heads": 2},
@@ -84,7 +85,17 @@ TINY: Mapping[str, dict[str, Any]] = {
     "ernie4_5_moe": _SIZES
     | {"num_key_value_heads": 2, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}
     | {"moe_num_shared_experts": 1, "pad_token_id": None},
-    "phi3": _SIZES | {"num_key_value_heads": 2, "pad_token_id": None},
+    "phi3": _SIZES
+    | {
+        "num_key_value_heads": 2,
+        "pad_token_id": None,
+        "max_position_embeddings": 64,
+        "original_max_position_embeddings": 30,
+        "rope_scaling": {"type": "longrope", **_FACTORS},
+    },
+    "falcon": {n: v for n, v in _SIZES.items() if n != "intermediate_size"},
+    "cohere": _SIZES | {"num_key_value_heads": 2, "logit_scale": 0.5, "pad_token_id": None},
+    "cohere2": _SIZES | {"num_hidden_layers": 5, "num_key_value_heads": 2, "pad_token_id": None},
     "olmo2": _SIZES | {"num_key_value_heads": 2, "pad_token_id": None},
     "olmoe": _SIZES | _EXPERTS | {"num_experts": 4, "pad_token_id": None},
     "olmo3": _SIZES | {"num_hidden_layers": 5, "pad_token_id": None},
@@ -162,6 +173,12 @@ _ROPES = [
     {"full_attention": {"rope_type": "linear", "factor": 2.0}},
     {"rope_type": "linear"},
     {"type": "linear", "factor": 0.5, "rope_theta": 70.0},
+    {"type": "longrope", **_FACTORS},
+    {"type": "su", **_FACTORS, "factor": 3.0, "original_max_position_embeddings": 4096},
+    {"rope_type": "longrope", **_FACTORS, "original_max_position_embeddings": 8},
+    {"rope_type": "longrope", **_FACTORS, "attention_factor": 1.3, "factor": 0.5},
+    {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0, 0.0, 1.0, 1.0]},
+    {"rope_type": "longrope", "short_factor": None, "long_factor": ["1"] * 4},
 ]
 _SWITCH = [True, False]
 _BIASED = ["full_attention", "sliding_attention"]
@@ -189,6 +206,16 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "residual_multiplier": [0.5, 1, 0.0],
     "logits_scaling": [0.5, 8, -1.0],
     "attention_multiplier": [0.015625, 1, None],
+    "logit_scale": [1, 0.3, 0.0],
+    "new_decoder_architecture": _SWITCH,
+    "num_ln_in_parallel_attn": [None, 1, 2],
+    "multi_query": _SWITCH,
+    "parallel_attn": _SWITCH,
+    "num_kv_heads": [None, 1, 2],
+    "bias": _SWITCH,
+    "alibi": _SWITCH,
+    "ffn_hidden_size": [None, 24],
+    "activation": ["gelu", "relu2", "relu"],
     "clip_qkv": [None, 8.0],
     "query_pre_attn_scalar": [8, 12, 0],
     "rope_local_base_freq": [50, 100.0],
@@ -224,7 +251,7 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "use_qk_norm": _SWITCH,
     "norm_epsilon": [1e-1],
     "norm_eps": [1e-1],
-    "original_max_position_embeddings": [8],
+    "original_max_position_embeddings": [8, 24],
     "embedding_dropout": [0.1],
     "residual_dropout": [0.0, 0.1],
     "embd_pdrop": [0.0, 0.1],
@@ -451,7 +478,59 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3, shares and windows": (
         "phi3",
-        {"partial_rotary_factor": 0.75, "sliding_window": 5, "num_key_value_heads": 1},
+        {
+            "partial_rotary_factor": 0.75,
+            "sliding_window": 5,
+            "num_key_value_heads": 1,
+            "rope_scaling": None,
+        },
+    ),
+    "phi3, long factors": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 8,
+            "max_position_embeddings": 16,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "phi3, short factors of a part of each head": (
+        "phi3",
+        {
+            "rope_scaling": {"type": "su", "original_max_position_embeddings": LENGTH}
+            | {name: of[:3] for name, of in _FACTORS.items()},
+            "original_max_position_embeddings": LENGTH,
+            "max_position_embeddings": 64,
+            "partial_rotary_factor": 0.75,
+        },
+    ),
+    "llama, long factors": (
+        "llama",
+        {
+            "rope_scaling": {"rope_type": "longrope", **_FACTORS, "factor": 4.0}
+            | {"original_max_position_embeddings": LENGTH - 1, "rope_theta": 100.0}
+        },
+    ),
+    "falcon, several key heads, two norms": (
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 48},
+    ),
+    "falcon, several key heads, one norm": (
+        "falcon",
+        {
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "falcon, one after the other": (
+        "falcon",
+        {"parallel_attn": False, "multi_query": False, "bias": True, **_YARN},
+    ),
+    "cohere, untied": ("cohere", {"tie_word_embeddings": False, "logit_scale": 0.3, **_YARN}),
+    "cohere2, narrow windows": (
+        "cohere2",
+        {"sliding_window": 5, "sliding_window_pattern": 2, "num_key_value_heads": 4},
     ),
     "starcoder2, windows": ("starcoder2", {"sliding_window": 5, "tie_word_embeddings": False}),
     "starcoder2, without biases": ("starcoder2", {"use_bias": False, "head_dim": 16}),

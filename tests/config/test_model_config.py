@@ -39,6 +39,8 @@ def test_presets_are_valid(name: str) -> None:
         ("llama3.2-3b", 3_212_749_824),
         ("mistral-7b", 7_248_023_552),
         ("phi-4", 14_659_507_200),
+        ("command-r", 34_980_831_232),
+        ("command-r7b", 8_028_033_024),
         ("smollm3-3b", 3_075_098_624),
         ("gemma3-1b", 999_885_952),
         ("gemma3-4b", 3_880_263_168),

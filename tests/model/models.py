@@ -34,6 +34,16 @@ QWEN = replace(
     norm_placement="both",
     apply_layernorm_1p=True,
 )
+LONG = replace(
+    LLAMA,
+    use_rope_scaling=False,
+    rope_type="longrope",
+    rotary_percent=0.5,
+    original_max_position_embeddings=64,
+    max_position_embeddings=640,
+    longrope_short_factor=(1.0, 1.2, 1.7),
+    longrope_long_factor=(1.4, 3.0, 7.0),
+)
 GPT = replace(
     PRESETS["debug-gpt"],
     num_layers=3,
@@ -104,11 +114,16 @@ NEOX = replace(
     parallel_residual=True,
     activation_func="squared_relu",
 )
+COMMAND = replace(
+    NEOX, layernorm_bias=False, parallel_residual_one_norm=True, apply_layernorm_1p=False
+)
 FAMILIES = {
+    "command": COMMAND,
     "sinks": SINKS,
     "neox": NEOX,
     "llama": LLAMA,
     "qwen": QWEN,
+    "long": LONG,
     "gpt": GPT,
     "latent": LATENT,
     "latent, plain queries": PLAIN_QUERIES,

@@ -48,13 +48,15 @@ def _linear(own: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 def _norm(model: ModelConfig, own: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     """x as it is, where the model has no weight of that name."""
+    if model.parallel_residual_one_norm and name == "post_attention_layernorm":
+        name = "input_layernorm"
     if f"{name}.weight" not in own:
         return x
     factor = model.apply_layernorm_1p + own[f"{name}.weight"]
-    if f"{name}.bias" in own:
+    if model.normalization == "LayerNorm" and not name.startswith("self_attn."):
         centred = x - x.mean(-1, keepdim=True)
         scale = (centred.pow(2).mean(-1, keepdim=True) + model.norm_epsilon).sqrt()
-        return centred / scale * factor + own[f"{name}.bias"]
+        return centred / scale * factor + own.get(f"{name}.bias", 0.0)
     scale = (x.pow(2).mean(-1, keepdim=True) + model.norm_epsilon).sqrt()
     return x / scale * factor
 
@@ -139,9 +141,12 @@ def _latent_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Iter
 def _rope(model: ModelConfig, x_SR: Tensor) -> Tensor:
     half = model.rotary_dim // 2
     turned = x_SR.clone()
-    stretched = model.rope_type == "yarn"
     scale = 1.0
-    if stretched:
+    if model.rope_type == "longrope":
+        original, factor = model.original_max_position_embeddings, model.longrope_attention_factor
+        growth = model.max_position_embeddings / original
+        scale = factor or (1 + math.log(growth, original)) ** 0.5
+    if model.rope_type == "yarn":
         scale = _growth(model, model.mscale) / _growth(model, model.mscale_all_dim)
     for position in range(len(x_SR)):
         for i in range(half):
@@ -175,6 +180,8 @@ def reference_frequency(model: ModelConfig, i: int) -> float:
     frequency /= model.rotary_seq_len_interpolation_factor or 1.0
     if model.rope_type == "yarn":
         return _yarn_frequency(model, i, frequency)
+    if model.rope_type == "longrope":  # in rows that are not longer than the original length
+        return frequency / model.longrope_short_factor[i]
     if not model.use_rope_scaling:
         return frequency
     wavelength = 2 * math.pi / frequency

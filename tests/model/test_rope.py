@@ -1,9 +1,11 @@
+import math
+
 import pytest
 import torch
 
 from fivefold.config.presets import PRESETS
-from fivefold.model.rope import RotaryTables, frequencies
-from tests.model.models import LLAMA, QWEN
+from fivefold.model.rope import Rotary, RotaryTables, frequencies
+from tests.model.models import LLAMA, LONG, QWEN
 from tests.model.reference import reference_frequency
 
 
@@ -21,6 +23,21 @@ def test_llama_3_1_scales_low_frequencies_by_eight_and_keeps_high_ones() -> None
     assert scaled[0] == 1.0
     assert torch.equal(scaled[:29], plain[:29])
     torch.testing.assert_close(scaled[35:], plain[35:] / 8, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize(("seq_length", "long"), [(64, False), (65, True)])
+def test_longrope_divides_by_the_factors_that_whole_rows_choose(
+    seq_length: int, long: bool
+) -> None:
+    """However far the positions are that a microbatch has of them."""
+    rotary = Rotary(LONG, [False], seq_length)
+    each = LONG.longrope_long_factor if long else LONG.longrope_short_factor
+    plain = LONG.rotary_base ** -(torch.arange(3, dtype=torch.float64) / 3)
+    scale = (1 + math.log(10) / math.log(64)) ** 0.5
+    for position in (5, 64):
+        tables = rotary.tables(torch.tensor([[position]]), torch.float64, False)[False]
+        expected = scale * (position * plain / torch.tensor(each, dtype=torch.float64)).sin()
+        torch.testing.assert_close(tables.sin.flatten(), expected, rtol=1e-13, atol=0)
 
 
 def test_scores_depend_on_distance_only() -> None:

@@ -15,7 +15,17 @@ from fivefold.config.settings import Setting, settings_of
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
 from fivefold.model.prediction import with_further
-from tests.model.models import GPT, LATENT, NEOX, PLAIN_QUERIES, SINKS, batch_of, build
+from tests.model.models import (
+    COMMAND,
+    GPT,
+    LATENT,
+    LONG,
+    NEOX,
+    PLAIN_QUERIES,
+    SINKS,
+    batch_of,
+    build,
+)
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_router_topk": 2}
 UNSCALED: dict[str, Any] = {"rope_original_max_position_embeddings": 8192}
@@ -29,8 +39,10 @@ FAMILIES = {
         use_rope_scaling=True,
         rope_original_max_position_embeddings=16,
     ),
+    "command": replace(COMMAND, rotary_seq_len_interpolation_factor=None),
     "sinks": SINKS,
     "sinks, experts": replace(SINKS, **EXPERTS, use_rope_scaling=False, **UNSCALED),
+    "long": replace(LONG, **UNSCALED),
     "latent": LATENTS,
     "latent, plain queries": replace(PLAIN_QUERIES, **UNSCALED, add_bias_linear=False),
     "latent experts": replace(LATENTS, **EXPERTS, moe_shared_expert_intermediate_size=24),
@@ -49,6 +61,9 @@ NUMBERS: dict[str, Any] = {
     "beta_slow": 0.5,
     "mscale": 0.5,
     "mscale_all_dim": 0.5,
+    "longrope_short_factor": (3.0, 1.0, 1.5),
+    "longrope_long_factor": (3.0, 1.0, 1.5),
+    "longrope_attention_factor": 0.7,
     "glu_linear_offset": 0.5,
     "activation_func_clamp_value": 0.3,
     "norm_epsilon": 0.01,
@@ -73,10 +88,11 @@ NUMBERS: dict[str, Any] = {
     "v_head_dim": 8,
 }
 KNOWN = {
-    "add_qkv_bias": ("gpt", "neox", "sinks"),  # with add_bias_linear they have one
+    "add_qkv_bias": ("gpt", "neox", "command", "sinks"),  # with add_bias_linear they have one
     "qk_layernorm": ("latent",),  # which are normalised in any case, as its help says
-    "use_rope_scaling": ("sinks, experts", "latent"),  # of contexts beyond 8192 tokens
+    "use_rope_scaling": ("command", "sinks, experts", "latent"),  # of contexts beyond 8192 tokens
     "rope_type": ("sinks, experts", "latent"),  # of contexts beyond 4096
+    "longrope_long_factor": ("long",),  # of longer rows: tests/model/test_rope.py
 }
 
 

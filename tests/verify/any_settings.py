@@ -9,9 +9,14 @@ from fivefold.config.config import SECTIONS, SETTINGS
 from fivefold.config.settings import Setting, settings_of
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
-from tests.verify.cases import EXPERTS, LATENT, MIXTURE, MODELS
+from tests.verify.cases import EXPERTS, LATENT, LLAMA, LONG, MIXTURE, MODELS, ONE_NORM
 
-ALL = MODELS | {"mixture": MIXTURE, "latent experts": replace(LATENT, **EXPERTS)}
+ALL = MODELS | {
+    "mixture": MIXTURE,
+    "latent experts": replace(LATENT, **EXPERTS),
+    "long": replace(LLAMA, **LONG),
+    "one norm": replace(MODELS["neox"], **ONE_NORM),
+}
 
 LEFT_OUT = {
     *("compile", "compile_backend", "cuda_graph_impl", "cuda_graph_scope"),  # slow, or of GPUs

@@ -114,6 +114,14 @@ NEOX = replace(
     activation_func="gelu",
     untie_embeddings_and_output_weights=True,
 )
+LONG: dict[str, Any] = {  # rows of 16 tokens are longer
+    "rope_type": "longrope",
+    "use_rope_scaling": False,
+    "original_max_position_embeddings": 12,
+    "longrope_short_factor": (1.0, 1.2, 1.7),
+    "longrope_long_factor": (1.4, 3.0, 7.0),
+}
+ONE_NORM: dict[str, Any] = {"parallel_residual_one_norm": True, "layernorm_bias": False}
 MULTIPLIERS: dict[str, Any] = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.3,

@@ -34,6 +34,7 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     told = asdict(model.spelt_out())
     told["softmax_scale"] = softmax_scale(model)
     told["rotary_base_local"] = _local_base(model)
+    told["longrope_attention_factor"] = model.longrope_scale
     told["window_size"] = [model.window_of(layer) for layer in layers]
     told["moe_layer_freq"] = [model.is_moe(layer) for layer in layers]
     unused = [*_OURS, "window_attn_skip_freq"]
@@ -56,8 +57,12 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     if not model.use_rope_scaling:
         unused += [name for name in told if name.startswith("rope_") and name != "rope_type"]
     if model.rope_type != "yarn":
-        unused += ["rotary_scaling_factor", "original_max_position_embeddings", "beta_fast"]
-        unused += ["beta_slow", "mscale", "mscale_all_dim", "yarn_correction_range_round_to_int"]
+        unused += ["rotary_scaling_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"]
+        unused.append("yarn_correction_range_round_to_int")
+    if model.rope_type != "longrope":
+        unused += [name for name in told if name.startswith("longrope_")]
+    if model.rope_type == "rope":
+        unused.append("original_max_position_embeddings")
     if model.moe_router_num_groups is None:
         unused += ["moe_router_group_topk", "moe_router_group_scores"]
     return {name: value for name, value in told.items() if name not in unused}
@@ -71,6 +76,6 @@ def softmax_scale(model: ModelConfig) -> float:
 def _local_base(model: ModelConfig) -> float | None:
     """The base of layers with a window, if RoPE is another one there."""
     base = model.rotary_base_local
-    scaled = model.use_rope_scaling or model.rope_type == "yarn"
+    scaled = model.use_rope_scaling or model.rope_type != "rope"
     scaled = scaled or model.rotary_seq_len_interpolation_factor not in (None, 1.0)
     return base if model.window_size is not None and (scaled or base != model.rotary_base) else None

@@ -47,6 +47,15 @@ def rope_fields(model: ModelConfig) -> Fields:
         if model.mscale_all_dim:
             scales = {"mscale": model.mscale, "mscale_all_dim": model.mscale_all_dim}
             fields["rope_scaling"] |= scales
+    if model.rope_type == "longrope":
+        fields["rope_scaling"] = {
+            "rope_type": "longrope",
+            "short_factor": [*model.longrope_short_factor],
+            "long_factor": [*model.longrope_long_factor],
+            "original_max_position_embeddings": model.original_max_position_embeddings,
+        }
+        if model.longrope_attention_factor is not None:
+            fields["rope_scaling"]["attention_factor"] = model.longrope_attention_factor
     return fields
 
 
@@ -106,11 +115,37 @@ def gpt_neox(model: ModelConfig, kind: str) -> Fields:
     }
 
 
+def falcon(model: ModelConfig, kind: str) -> Fields:
+    """Of Falcon; only its newer layers have several key heads, or two norms side by side."""
+    names = {"gelu_tanh": "gelu_new", "squared_relu": "relu2"}
+    one, side_by_side = model.parallel_residual_one_norm, model.parallel_residual
+    few = model.num_kv_heads in (1, model.num_attention_heads)
+    newer = side_by_side and not (one and few)
+    return {
+        **size_fields(model),
+        **rope_fields(model),
+        "num_kv_heads": model.num_kv_heads,
+        "multi_query": model.num_kv_heads == 1,
+        "new_decoder_architecture": newer,
+        "num_ln_in_parallel_attn": (1 if one else 2) if newer else None,
+        "parallel_attn": side_by_side,
+        "ffn_hidden_size": model.ffn_size,
+        "activation": names.get(model.activation_func, model.activation_func),
+        "layer_norm_epsilon": model.norm_epsilon,
+        "bias": model.add_bias_linear,
+        "alibi": False,
+        "attention_dropout": model.attention_dropout,
+    }
+
+
 ACTIVATIONS = {
     "gelu_tanh": "gelu_pytorch_tanh",
     "quick_gelu": "silu",
     "squared_relu": "relu2",
 }
+
+
+_PADDED = (*("phi3", "smollm3", "glm", "olmo", "gemma", "ernie", "nemotron", "seed", "cohere"),)
 
 
 def llama_like(model: ModelConfig, kind: str) -> Fields:
@@ -125,10 +160,15 @@ def llama_like(model: ModelConfig, kind: str) -> Fields:
         "attention_dropout": model.attention_dropout,
         **rope_fields(model),
     }
-    if kind.startswith(("phi3", "smollm3", "glm", "olmo", "gemma", "ernie", "nemotron", "seed")):
+    if kind.startswith(_PADDED):
         fields["pad_token_id"] = None  # the family's default may be outside of this vocabulary
     if kind == "phi3":
         fields |= {"resid_pdrop": model.hidden_dropout, "embd_pdrop": model.hidden_dropout}
+        if model.rope_type == "longrope":  # under the names of the published files
+            rope = fields["rope_scaling"]
+            original = rope.pop("original_max_position_embeddings")
+            fields["original_max_position_embeddings"] = original
+            rope["type"] = rope.pop("rope_type")
     if kind.startswith(("phi3", "glm", "nemotron", "stablelm")):
         fields["partial_rotary_factor"] = model.rotary_percent
     if kind == "smollm3":
@@ -147,6 +187,11 @@ def llama_like(model: ModelConfig, kind: str) -> Fields:
     if kind == "stablelm":
         fields["layer_norm_eps"] = fields.pop("rms_norm_eps")
         fields["use_qkv_bias"] = model.qkv_bias
+        fields["use_parallel_residual"] = model.parallel_residual
+        del fields["head_dim"]  # hidden_size / num_attention_heads
+    if kind.startswith("cohere"):
+        fields["layer_norm_eps"] = fields.pop("rms_norm_eps")
+        fields["logit_scale"] = 1.0 / model.logits_scaling
         del fields["head_dim"]  # hidden_size / num_attention_heads
     if kind.startswith("qwen"):
         fields |= _qwen_windows(model)
@@ -155,7 +200,7 @@ def llama_like(model: ModelConfig, kind: str) -> Fields:
     if kind == "seed_oss":
         fields |= dict.fromkeys(("attention_out_bias", "mlp_bias"), model.add_bias_linear)
         fields |= {"attention_bias": model.qkv_bias, "residual_dropout": 0.0}
-    if kind in ("exaone4", "olmo3", "gemma2", "gemma3_text"):
+    if kind in ("cohere2", "exaone4", "olmo3", "gemma2", "gemma3_text"):
         fields |= listed_windows(model)
     if kind in ("gemma2", "gemma3_text"):
         fields["hidden_activation"] = fields.pop("hidden_act")

@@ -29,6 +29,18 @@ def exaone4(reader: Reader, kind: str) -> ModelConfig:
     return replace(model, no_rope_freq=without, **window_settings(window, slides))
 
 
+def windows_with_rope(reader: Reader, layers: int) -> dict[str, Any]:
+    """ModelConfig settings for windows in all but every fourth layer, and RoPE where they are."""
+    slides = _all_but_every(reader, "sliding_window_pattern", 4, layers)
+    window = _window(reader, slides)
+    if not any(slides):
+        why = f"of num_hidden_layers {layers} none has it, and layers without it have no RoPE"
+        reader.unsupported("sliding_window", window, [4096], why)
+        return {}
+    without = unrotated_frequency([not slide for slide in slides])
+    return {"no_rope_freq": without, **window_settings(window, slides)}
+
+
 def olmo3(reader: Reader, kind: str) -> ModelConfig:
     """OLMo 3: OLMo 2 with windows in three of four layers, whose RoPE is not scaled."""
     model = llama_like(reader, kind)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from fivefold.config.huggingface.generic import read_stored_weights
 from fivefold.config.huggingface.reader import Reader
-from fivefold.config.huggingface.rope import Rope, read_rope, whole_head_rope, yarn_settings
+from fivefold.config.huggingface.rope import PHI3, Rope, read_rope, whole_head_rope, yarn_settings
 from fivefold.config.layer_pattern import MAX_LAYERS, unrotated_frequency, window_frequency
 from fivefold.config.model import ModelConfig
 
@@ -75,6 +75,8 @@ _DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
         "nemotron": _Defaults(None, None, 1e-5, rotary_share=0.5, activation="relu2"),
         "ernie4_5": _Defaults(2, 128, 1e-5, 500000.0, tied=True),
         "ernie4_5_moe": _Defaults(4, None, 1e-5, 500000.0, tied=True),
+        "cohere": _Defaults(None, None, 1e-5, 500000.0, tied=True),
+        "cohere2": _Defaults(None, None, 1e-5, tied=True),
         "phi3": _Defaults(None, None, 1e-5, sliding_window=None, rotary_share=1.0),
         "glm": _Defaults(2, 128, 1.5625e-7, rotary_share=0.5),
         "glm4": _Defaults(2, 128, 1.5625e-7, rotary_share=0.5, norms="both"),
@@ -108,12 +110,18 @@ _COUNTED_HEADS = (
 _NO_WINDOWS = (
     *("llama", "granite", "granitemoe", "granitemoeshared", "olmo2", "olmoe", "gemma"),
     *("minimax_m2", "ernie4_5", "ernie4_5_moe", "arcee", "nemotron", "seed_oss", "stablelm"),
+    "cohere",
     *_GLM,
 )
-_EPSILONS = MappingProxyType({"nemotron": "norm_eps", "stablelm": "layer_norm_eps"})
+_EPSILONS = MappingProxyType(
+    {
+        "nemotron": "norm_eps",
+        **dict.fromkeys(("stablelm", "cohere", "cohere2"), "layer_norm_eps"),
+    }
+)
 """Names of the norms' epsilon, where it is not rms_norm_eps."""
 _OWN_ROPE = "olmo3", "gemma3_text"
-_OWN_WINDOWS = "gpt_oss", "exaone4", "gemma2", *_OWN_ROPE
+_OWN_WINDOWS = "gpt_oss", "exaone4", "gemma2", "cohere2", *_OWN_ROPE
 _WITH_CODE = "phi3", "ernie4_5", "ernie4_5_moe"
 """Families that were published with code of their own before transformers had them."""
 _PHI3_DROPOUTS = "resid_pdrop", "embd_pdrop"
@@ -192,9 +200,8 @@ def _rope(reader: Reader, kind: str, default: Rope) -> Rope:
         return read_rope(reader, replace(default, share=_turned_share(reader, default.share)))
     if kind != "phi3":
         return read_rope(reader, default)
-    # The length before LongRoPE, which a file without it has, too. Others are read as LongRoPE.
-    reader.without_effect("original_max_position_embeddings")
-    return read_rope(reader, default, scalings=("default",))
+    original = reader.size("original_max_position_embeddings", default=4096)
+    return read_rope(reader, default, scalings=PHI3, original=original)
 
 
 def _turned_share(reader: Reader, default: float) -> float:

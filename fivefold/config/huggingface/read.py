@@ -6,8 +6,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from fivefold.config.huggingface.cohere import cohere, cohere2
 from fivefold.config.huggingface.deepseek import deepseek
 from fivefold.config.huggingface.ernie import ernie4_5, ernie4_5_moe
+from fivefold.config.huggingface.falcon import falcon
 from fivefold.config.huggingface.generic import read_generic
 from fivefold.config.huggingface.gpt import gpt2, gpt_neox, starcoder2
 from fivefold.config.huggingface.layered import exaone4, gemma, gemma2, gemma3, olmo3
@@ -47,6 +49,9 @@ _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType
         "granitemoeshared": granite_moe,
         "seed_oss": seed_oss,
         "stablelm": stablelm,
+        "falcon": falcon,
+        "cohere": cohere,
+        "cohere2": cohere2,
         "arcee": arcee,
         "nemotron": nemotron,
         "ernie4_5": ernie4_5,

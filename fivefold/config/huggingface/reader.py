@@ -74,6 +74,11 @@ class Reader:
         value = self._value((name,), None, _or_null(_list_of(_whole(0, MAX_SIZE))))
         return () if value is _WRONG or value is None else value
 
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of finite numbers."""
+        value = self._value((name,), _REQUIRED, _list_of(_a_number))
+        return () if value is _WRONG else tuple(map(float, value))
+
     def number(self, name: str, default: float) -> float:
         """A finite number."""
         value = self.optional_number(name)

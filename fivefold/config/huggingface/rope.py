@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isclose, log
+from math import isclose, log, sqrt
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +16,9 @@ _SCALING: Mapping[str, str] = MappingProxyType(
         "rope_original_max_position_embeddings": "original_max_position_embeddings",
     }
 )
-_SUPPORTED = ("default", "linear", "llama3", "yarn")
+_SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope")
+PHI3 = ("default", "longrope", "su", "yarn")
+"""Kinds in Phi-3's files, of which all but the first are names of LongRoPE."""
 # Scalings that a ModelConfig cannot express, with their fields.
 _OTHERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -63,6 +65,7 @@ def read_rope(
     scalings: tuple[str, ...] = _SUPPORTED,
     leave_out: bool = False,
     latents: bool = False,
+    original: int | None = None,
 ) -> Rope:
     """The rotary positions that a config.json describes.
 
@@ -77,6 +80,8 @@ def read_rope(
         scalings: kinds of scaling that the family has and a ModelConfig expresses.
         leave_out: whether an unsupported scaling is left out rather than refused.
         latents: whether YaRN also scales the scores, as in latent attention.
+        original: Phi-3's sequence length before scaling, which it has beside the table; None: it is
+            in the table, as in other families.
     """
     beside = {name: reader.optional_number(name) for name in (theta, share)}
     found: dict[str, Rope] = {}
@@ -86,7 +91,7 @@ def read_rope(
             found[name] = Rope(
                 _agreed(table, "rope_theta", theta, beside[theta], default.theta),
                 _agreed(table, "partial_rotary_factor", share, beside[share], default.share),
-                *_scaling(table, scalings, leave_out, latents, reader),
+                *_scaling(table, scalings, leave_out, latents, reader, original),
             )
     untabled = Rope(
         _or_default(beside[theta], default.theta),
@@ -158,7 +163,12 @@ def _or_default(value: float | None, default: float) -> float:
 
 
 def _scaling(
-    table: Reader, scalings: tuple[str, ...], leave_out: bool, latents: bool, whole: Reader
+    table: Reader,
+    scalings: tuple[str, ...],
+    leave_out: bool,
+    latents: bool,
+    whole: Reader,
+    beside: int | None = None,
 ) -> tuple[str, tuple[tuple[str, Any], ...]]:
     """The kind of scaling and its settings."""
     by_layer = [name for name, value in table.fields.items() if isinstance(value, Mapping)]
@@ -170,9 +180,13 @@ def _scaling(
     if kind is None:
         return "default", ()
     table.without_effect(*_OTHERS.get(kind, ()))
+    if beside is not None and kind in PHI3[1:]:
+        kind = "longrope"
     scaling: tuple[tuple[str, Any], ...] = ()
     if kind == "yarn":
         scaling = _yarn(table, latents, whole)
+    if kind == "longrope":
+        scaling = _longrope(table, beside, _longest(whole))
     if kind == "linear":
         if "factor" not in table.fields:
             table.mistakes.add('rope_type = "linear" needs factor, which positions are divided by')
@@ -232,15 +246,37 @@ def _yarn(table: Reader, latents: bool, whole: Reader) -> tuple[tuple[str, Any],
         table.unsupported("mscale_all_dim", every, [0.0])
     if every and not rotary:
         table.unsupported("mscale", rotary, [1.0], "mscale_all_dim is given without it")
-    positions = whole.fields.get("max_position_embeddings")
-    longest = positions if type(positions) is int else 1
     return yarn_settings(
         table.number("factor", 1.0),
-        table.size("original_max_position_embeddings", default=longest),
+        table.size("original_max_position_embeddings", default=_longest(whole)),
         fast=table.optional_number("beta_fast") or 32.0,
         slow=table.optional_number("beta_slow") or 1.0,
         whole_pairs=table.flag("truncate", True),
         scales=(rotary or 1.0, every) if every else (1.0, 0.0),
+    )
+
+
+def _longest(whole: Reader) -> int:
+    """The longest sequence of a model, from before which transformers takes it to be scaled."""
+    positions = whole.fields.get("max_position_embeddings")
+    return positions if type(positions) is int and positions > 0 else 1
+
+
+def _longrope(table: Reader, beside: int | None, longest: int) -> tuple[tuple[str, Any], ...]:
+    """LongRoPE, of which a factor, if there is one, only says how attention is scaled."""
+    original = table.size("original_max_position_embeddings", default=beside or longest)
+    if beside is not None:
+        why = f"original_max_position_embeddings beside the table, {beside}, is what counts"
+        table.fixed("original_max_position_embeddings", beside, why=why)
+    attention, factor = table.optional_number("attention_factor"), table.optional_number("factor")
+    if attention is None and factor is not None and original > 1:
+        attention = sqrt(1.0 + log(factor) / log(original)) if factor > 1.0 else 1.0
+    return (
+        ("rope_type", "longrope"),
+        ("original_max_position_embeddings", original),
+        ("longrope_short_factor", table.numbers("short_factor")),
+        ("longrope_long_factor", table.numbers("long_factor")),
+        ("longrope_attention_factor", attention),
     )
 
 

@@ -8,14 +8,18 @@ from fivefold.config.model import ModelConfig
 
 
 def stablelm(reader: Reader, kind: str) -> ModelConfig:
-    """Those in which attention and MLP run one after the other, and heads are not normalised."""
+    """Those whose heads are not normalised; attention and MLP may read one norm side by side."""
     model = llama_like(reader, kind)
     usual = model.hidden_size // model.num_attention_heads
     if model.head_dim != usual:
         reader.unsupported("head_dim", model.head_dim, [usual], "hidden_size / num_attention_heads")
-    reader.fixed("use_parallel_residual", False, why="attention and MLP would share their norm")
+    parallel = reader.flag("use_parallel_residual", False)
     reader.fixed("qk_layernorm", False, why="each head would have a norm of its own")
     reader.fixed("hidden_dropout", 0.0, why="it is of MLPs alone")
     return replace(
-        model, normalization="LayerNorm", add_qkv_bias=reader.flag("use_qkv_bias", False)
+        model,
+        normalization="LayerNorm",
+        parallel_residual=parallel,
+        parallel_residual_one_norm=parallel,
+        add_qkv_bias=reader.flag("use_qkv_bias", False),
     )

@@ -8,6 +8,7 @@ from fivefold.config.huggingface.comparing import differences
 from fivefold.config.huggingface.dense_fields import (
     Fields,
     ernie4_5,
+    falcon,
     gpt2,
     gpt_neox,
     llama_like,
@@ -97,6 +98,9 @@ _FAMILIES: Mapping[str, tuple[str, Callable[[ModelConfig, str], Fields]]] = Mapp
         "granitemoeshared": ("GraniteMoeSharedForCausalLM", granite_moe_shared),
         "seed_oss": ("SeedOssForCausalLM", llama_like),
         "stablelm": ("StableLmForCausalLM", llama_like),
+        "falcon": ("FalconForCausalLM", falcon),
+        "cohere": ("CohereForCausalLM", llama_like),
+        "cohere2": ("Cohere2ForCausalLM", llama_like),
         "arcee": ("ArceeForCausalLM", llama_like),
         "nemotron": ("NemotronForCausalLM", llama_like),
         "ernie4_5": ("Ernie4_5ForCausalLM", ernie4_5),

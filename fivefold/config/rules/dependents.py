@@ -261,6 +261,12 @@ DEPENDENTS = (
         "position_embedding_type = rope",
         "is for rotary positions",
     ),
+    where(
+        "parallel_residual_one_norm",
+        "parallel_residual = true",
+        "is for attention and MLP that read the same state",
+    ),
+    where("layernorm_bias", "normalization = LayerNorm", "is of LayerNorm"),
     where("qk_layernorm_type", "qk_layernorm = true", "is for norms of queries and keys"),
     where(
         "rope_scaling_factor rope_low_freq_factor rope_high_freq_factor "
@@ -269,10 +275,20 @@ DEPENDENTS = (
         "is for scaled rotary positions",
     ),
     where(
-        "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale "
-        "mscale_all_dim yarn_correction_range_round_to_int",
+        "rotary_scaling_factor beta_fast beta_slow mscale mscale_all_dim "
+        "yarn_correction_range_round_to_int",
         "rope_type = yarn",
         "is for positions that YaRN stretches",
+    ),
+    where(
+        "longrope_short_factor longrope_long_factor longrope_attention_factor",
+        "rope_type = longrope",
+        "is for positions that LongRoPE stretches",
+    ),
+    where(
+        "original_max_position_embeddings",
+        "rope_type = yarn or rope_type = longrope",
+        "is for positions that YaRN or LongRoPE stretches",
     ),
     where(
         "window_attn_skip_freq",

@@ -2,10 +2,11 @@
 
 from fivefold.config.config import SECTION_SETTINGS, SETTINGS
 from fivefold.config.divisors import divisors, nearest
-from fivefold.config.layer_pattern import MAX_LAYERS, expert_layers, unrotated_layers, window_layers
+from fivefold.config.layer_pattern import MAX_LAYERS, expert_layers, window_layers
 from fivefold.config.lora import OF_ADAPTERS
 from fivefold.config.model import MAX_SIZE, ModelConfig
 from fivefold.config.rules.lora import check_adapters
+from fivefold.config.rules.rope import check_rope
 from fivefold.config.rules.values import check_ranges
 from fivefold.config.settings import flag_of
 from fivefold.errors import Mistakes, did_you_mean
@@ -42,8 +43,7 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
     if model.lora_rank is None:
         _check_unused(model, OF_ADAPTERS, "--lora-rank", "--lora-rank 16", mistakes)
     check_adapters(model, mistakes)
-    _check_rope(model, mistakes)
-    _check_unrotated(model, mistakes)
+    check_rope(model, mistakes)
     _check_gate(model, mistakes)
     if model.window_attn_skip_freq is not None:
         with mistakes.collecting():
@@ -53,85 +53,6 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
                     "layers a window",
                     works=("--window-attn-skip-freq none",),
                 )
-
-
-def _check_rope(model: ModelConfig, mistakes: Mistakes) -> None:
-    rope, stretched = model.position_embedding_type == "rope", model.rope_type == "yarn"
-    if model.rotary_percent > 1.0:
-        mistakes.add(
-            f"rotary_percent {model.rotary_percent} is more than all of a head's features",
-            works=["--rotary-percent 1.0"],
-        )
-    if model.rotary_percent != 1.0 and model.multi_latent_attention:
-        mistakes.add(
-            f"rotary_percent {model.rotary_percent} has no effect on multi_latent_attention, whose "
-            f"heads have qk_pos_emb_head_dim {model.qk_pos_emb_head_dim} rotary features",
-            works=["--rotary-percent 1.0"],
-        )
-    if stretched and not rope:
-        mistakes.add("rope_type yarn needs position_embedding_type rope")
-    if stretched and model.use_rope_scaling:
-        mistakes.add(
-            "rope_type yarn and use_rope_scaling both stretch the frequencies of RoPE",
-            works=["--rope-type rope", "--no-use-rope-scaling"],
-        )
-    if stretched and model.beta_fast < model.beta_slow:
-        mistakes.add(
-            "beta_fast must not be less than beta_slow", f"{model.beta_fast} < {model.beta_slow}"
-        )
-    if model.mscale_all_dim and not model.multi_latent_attention:
-        mistakes.add(
-            f"mscale_all_dim = {model.mscale_all_dim} has an effect on multi_latent_attention only",
-            works=["--mscale-all-dim 0.0", "--multi-latent-attention"],
-        )
-    if model.use_rope_scaling and model.rope_high_freq_factor <= model.rope_low_freq_factor:
-        mistakes.add(
-            "rope_high_freq_factor must be larger than rope_low_freq_factor",
-            f"{model.rope_high_freq_factor} <= {model.rope_low_freq_factor}",
-        )
-    if model.rotary_base_local is not None and (not rope or model.multi_latent_attention):
-        mistakes.add(
-            f"rotary_base_local {model.rotary_base_local:g} needs position_embedding_type rope, "
-            "without multi_latent_attention",
-            works=["--rotary-base-local none"],
-        )
-    if model.rotary_seq_len_interpolation_factor is not None:
-        _check_interpolation(model, mistakes)
-    if model.use_rope_scaling and model.position_embedding_type != "rope":
-        mistakes.add("use_rope_scaling needs position_embedding_type rope")
-
-
-def _check_interpolation(model: ModelConfig, mistakes: Mistakes) -> None:
-    """Check that there are positions to divide, and that nothing else stretches them."""
-    off = "--rotary-seq-len-interpolation-factor none"
-    if model.position_embedding_type != "rope":
-        what = "rotary_seq_len_interpolation_factor needs position_embedding_type rope"
-        mistakes.add(what, works=[off])
-    for name, stretched in (
-        ("rope_type yarn", model.rope_type == "yarn"),
-        ("use_rope_scaling", model.use_rope_scaling),
-    ):
-        if stretched:
-            what = f"{name} and rotary_seq_len_interpolation_factor both stretch RoPE"
-            mistakes.add(what, works=[off])
-
-
-def _check_unrotated(model: ModelConfig, mistakes: Mistakes) -> None:
-    """Check that some layers have RoPE, if some have none."""
-    if model.no_rope_freq is None:
-        return
-    if model.multi_latent_attention:
-        mistakes.add(
-            f"no_rope_freq {model.no_rope_freq!r} has no effect on multi_latent_attention, whose "
-            "heads have rotary features in all layers",
-            works=("--no-rope-freq none",),
-        )
-    with mistakes.collecting():
-        if all(unrotated_layers(model.no_rope_freq, model.num_layers)):
-            mistakes.add(
-                f"no_rope_freq {model.no_rope_freq!r} leaves all layers without positions",
-                works=("--no-rope-freq none", "--no-rope-freq 2")[: min(model.num_layers, 2)],
-            )
 
 
 def _check_gate(model: ModelConfig, mistakes: Mistakes) -> None:

@@ -18,8 +18,10 @@ def check_ranges(section: str, values: Any, mistakes: Mistakes) -> set[str]:
     found = set()
     for name, within in _RANGES[section]:
         value = getattr(values, name)
-        if value is not None and not within.holds(value):
-            mistakes.add(f"{name} must be {within.words}, not {value}")
+        each = value if isinstance(value, tuple) else (value,)
+        wrong = [one for one in each if one is not None and not within.holds(one)]
+        if wrong:
+            mistakes.add(f"{name} must be {within.words}, not {wrong[0]}")
             found.add(name)
     return found
 

@@ -38,7 +38,8 @@ def model_flags(said: Settings, layout: Layout) -> Iterator[str]:
     if model.position_embedding_type == "rope":
         yield from set_flag("rotary_base", round(said["rotary_base"]))
         latent = said["multi_latent_attention"]  # whose default is another, and which alone has two
-        yield from flag("rope-type", said["rope_type"] if latent else "rope")
+        its = latent and said["rope_type"] == "yarn"
+        yield from flag("rope-type", "yarn" if its else "rope")
         if said["rotary_percent"] != 1.0:
             yield from flags(said, "rotary_percent")
         if said["no_rope_freq"] is not None:  # a number must divide the layers there
@@ -141,12 +142,20 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
         yield "rope_fusion was left out: with latent attention it needs rope_type yarn"
     if said["parallel_residual"]:
         yield "it has no parallel_residual: attention and MLP run one after the other there"
+    if said["parallel_residual_one_norm"]:
+        yield "nor parallel_residual_one_norm: attention and MLP have norms of their own there"
+    if not said["layernorm_bias"]:
+        yield "it has no layernorm_bias: every LayerNorm has a bias there"
     if said["rope_type"] == "yarn" and not said["multi_latent_attention"]:
         scaling = f"rotary_scaling_factor = {said['rotary_scaling_factor']}"
         yield (
             f"it has no rope_type yarn but for latent attention: {scaling}, mscale = "
             f"{said['mscale']} and mscale_all_dim = {said['mscale_all_dim']} were left out"
         )
+    if said["rope_type"] == "longrope":
+        of_lists = "longrope_short_factor", "longrope_long_factor", "longrope_attention_factor"
+        given = said.told("original_max_position_embeddings", *of_lists)
+        yield f"it has no rope_type longrope: {given} were left out"
     if said["rope_type"] == "yarn":
         given = said.told("original_max_position_embeddings", "beta_fast", "beta_slow")
         rounds = said["yarn_correction_range_round_to_int"]
