@@ -62,12 +62,15 @@ class UnitHooks:
         if self._rest:
             return None
         tensors = tuple(each for each in given if isinstance(each, Tensor))
+        others = {name: each for name, each in named.items() if isinstance(each, Tensor)}
         # FSDP2 ties nothing to a forward without gradients: it only gathers.
         with torch.set_grad_enabled(self._reduces and torch.is_grad_enabled()):
             if not tensors:  # torch 2.11 fails where nothing is given at all
                 return state._pre_forward(module, given, named)
-            tied = iter(state._pre_forward(module, tensors, {})[0])
-        return tuple(next(tied) if isinstance(each, Tensor) else each for each in given), named
+            tied, others = state._pre_forward(module, tensors, others)
+        each_tied = iter(tied)
+        both = (next(each_tied) if isinstance(each, Tensor) else each for each in given)
+        return tuple(both), named | others
 
     def _after(self, state: Any, module: Any, given: tuple[Any, ...], out: Any) -> Any:
         if self._rest:
