@@ -1,220 +1,21 @@
-"""The model's architecture. `config.rules.model` checks it."""
+"""The model's architecture: its settings, and what follows from them. `config.rules.model` checks
+it."""
 
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, get_args
 
+from fivefold.config.architecture import Architecture
 from fivefold.config.layer_pattern import expert_layers, unrotated_layers, window_layers
 from fivefold.config.lora import OF_ADAPTERS, LoraTarget
-from fivefold.config.settings import Count, NonNegative, Positive, Share, Whole, option
+from fivefold.config.reach import Reach
 
 MAX_SIZE = (1 << 31) - 1  # of any dimension, so that products of two fit into 64 bits
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """The architecture of a decoder-only transformer, under Megatron-LM's names.
-
-    Lengths are in tokens, sizes in features. The defaults of the optional fields are Llama's.
-    """
-
-    num_layers: Count = option(MISSING, "transformer layers")
-    hidden_size: Count = option(MISSING, "features of the residual stream")
-    num_attention_heads: Count = option(MISSING, "query heads")
-    vocab_size: Count = option(MISSING, "entries of the vocabulary, before padding")
-    num_query_groups: Count | None = option(None, "key/value heads (default: one per query head)")
-    kv_channels: Count | None = option(None, "features of a head (default: hidden size / heads)")
-    ffn_hidden_size: Count | None = option(
-        None, "inner features of the MLP (default: 4 x hidden size)"
-    )
-    max_position_embeddings: Count = option(4096, "longest supported sequence, in tokens")
-    normalization: Literal["RMSNorm", "LayerNorm"] = option("RMSNorm", "normalisation layers")
-    norm_epsilon: Positive = option(1e-5, "added to the variance by the normalisation layers")
-    apply_layernorm_1p: bool = option(
-        False, "multiply by 1 + the weight of a norm, which starts at 0, as Gemma does"
-    )
-    norm_placement: Literal["before", "after", "both"] = option(
-        "before",
-        "normalise what attention and MLP read, what they add to the residual stream (EXAONE 4), "
-        "or both (GLM-4)",
-    )
-    embedding_multiplier: Positive = option(
-        1.0, "factor of what is looked up of tokens, in Granite 12 for example"
-    )
-    residual_multiplier: Positive = option(
-        1.0, "factor of what attention and MLP add to the residual stream, as in Granite"
-    )
-    logits_scaling: Positive = option(1.0, "logits are divided by this, as in Granite")
-    softmax_scale: Positive | None = option(
-        None, "factor of queries' products with keys; none: 1 / sqrt(features of a query)"
-    )
-    attn_logit_softcapping: Positive | None = option(
-        None, "c: attention scores become c tanh(score / c), as in Gemma 2; none: as they are"
-    )
-    final_logit_softcapping: Positive | None = option(
-        None, "c: logits become c tanh(logit / c), as in Gemma 2; none: as they are"
-    )
-    position_embedding_type: Literal["rope", "learned_absolute"] = option(
-        "rope", "position encoding: rotary, or a learned table"
-    )
-    rotary_base: Positive = option(10000.0, "base (theta) of RoPE")
-    rotary_base_local: Positive | None = option(
-        None, "RoPE's base in layers with a window, unscaled there, as in Gemma 3; none: the same"
-    )
-    rotary_percent: Positive = option(
-        1.0, "share of a head's features that RoPE rotates, from the first one on"
-    )
-    rotary_seq_len_interpolation_factor: Positive | None = option(
-        None, "positions are divided by this for RoPE, as in Gemma 3 from 4B on; none: as they are"
-    )
-    no_rope_freq: str | None = option(
-        None,
-        "layers without RoPE: every Nth ('4': layers 3, 7, ...), or a list such as '[0]*3+[1]*1'; "
-        "none: no layers",
-    )
-    use_rope_scaling: bool = option(False, "stretch low RoPE frequencies as Llama 3.1 does")
-    rope_scaling_factor: Positive = option(
-        8.0, "factor by which RoPE scaling stretches the longest wavelengths"
-    )
-    rope_low_freq_factor: Positive = option(
-        1.0, "wavelengths above original length / this are stretched fully"
-    )
-    rope_high_freq_factor: Positive = option(
-        4.0, "wavelengths below original length / this are not stretched"
-    )
-    rope_original_max_position_embeddings: Count = option(
-        8192, "sequence length before RoPE scaling, in tokens"
-    )
-    rope_type: Literal["rope", "yarn"] = option(
-        "rope", "rotary positions: unscaled, or stretched to longer contexts with YaRN"
-    )
-    rotary_scaling_factor: Positive = option(
-        40.0, "factor by which YaRN stretches long wavelengths"
-    )
-    original_max_position_embeddings: Count = option(
-        4096, "sequence length before YaRN scaling, in tokens"
-    )
-    beta_fast: Positive = option(
-        32.0, "YaRN keeps frequencies with more rotations than this in the original length"
-    )
-    beta_slow: Positive = option(
-        1.0,
-        "YaRN fully stretches frequencies with fewer rotations than this in the original length",
-    )
-    mscale: NonNegative = option(1.0, "YaRN scales rotary features by 1 + 0.1 mscale ln(factor)")
-    mscale_all_dim: NonNegative = option(
-        0.0, "YaRN's mscale for all features of MLA's scores; rotary features are divided by it"
-    )
-    yarn_correction_range_round_to_int: bool = option(
-        True, "round the ends of YaRN's ramp to whole feature pairs"
-    )
-    activation_func: Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "squared_relu"] = option(
-        "silu",
-        "activation of the MLP; quick_gelu is x sigmoid(1.702 x), squared_relu max(x, 0) squared",
-    )
-    gated_linear_unit: bool = option(True, "gate the MLP: activation(gate) x up")
-    glu_linear_offset: float = option(
-        0.0, "added to the up projection of a gated MLP: activation(gate) x (up + this)"
-    )
-    activation_func_clamp_value: Positive | None = option(
-        None, "clamp the gate from above and up on both sides, as gpt-oss does; none: no clamp"
-    )
-    add_bias_linear: bool = option(False, "give every linear layer of a block a bias")
-    add_qkv_bias: bool = option(False, "give the query, key and value projections a bias")
-    qk_layernorm: bool = option(
-        False,
-        "normalise each query and key head, as Qwen3 does (MLA always normalises its latents)",
-    )
-    qk_layernorm_type: Literal["per_head", "all_heads"] = option(
-        "per_head",
-        "normalise each head by itself, or all heads of a token together, as OLMo 2 does",
-    )
-    untie_embeddings_and_output_weights: bool = option(True, "give the output layer its own weight")
-    hidden_dropout: Share = option(0.0, "dropout of embeddings and of both residual branches")
-    attention_dropout: Share = option(0.0, "dropout of attention probabilities")
-    softmax_type: Literal["vanilla", "learnable"] = option(
-        "vanilla",
-        "attention softmax: over keys only, or with a learned sink logit per head, as gpt-oss has",
-    )
-    window_size: Count | None = option(
-        None, "sliding window: tokens before itself that each token attends to; none: all"
-    )
-    window_attn_skip_freq: str | None = option(
-        None,
-        "layers with the sliding window: all but every Nth ('2': layers 0, 2, ...), or a list such "
-        "as '[1]*3+[0]*1'; none: all",
-    )
-    parallel_residual: bool = option(
-        False, "feed attention and MLP of a layer the same hidden state, as GPT-NeoX does"
-    )
-    init_method_std: Positive = option(0.02, "standard deviation of initial weights")
-    make_vocab_size_divisible_by: Count = option(128, "pad the vocabulary to a multiple of this")
-    num_experts: Count | None = option(
-        None, "experts of a mixture-of-experts layer; none: dense MLPs"
-    )
-    moe_router_topk: Count = option(2, "experts per token")
-    moe_router_num_groups: Count | None = option(
-        None, "number of equal groups of experts, of which a token uses a few; none: no groups"
-    )
-    moe_router_group_topk: Count | None = option(None, "groups of experts per token")
-    moe_router_group_scores: Count | None = option(
-        None,
-        "number of best experts whose scores add up to their group's score (default: experts per "
-        "token / groups per token)",
-    )
-    moe_router_score_function: Literal["softmax", "sigmoid"] = option(
-        "softmax", "function from the router's logits to scores"
-    )
-    moe_router_pre_softmax: bool = option(
-        False, "softmax over all experts, rather than only over the chosen ones"
-    )
-    moe_router_topk_scaling_factor: Positive | None = option(
-        None, "factor on the weights of the chosen experts; none: 1"
-    )
-    moe_router_enable_expert_bias: bool = option(
-        False, "balance experts by biases that affect only the choice, without a loss (DeepSeek-V3)"
-    )
-    moe_ffn_hidden_size: Count | None = option(
-        None, "inner features of an expert (default: ffn_hidden_size)"
-    )
-    moe_shared_expert_intermediate_size: Count | None = option(
-        None, "inner features of all shared experts together (they process every token)"
-    )
-    moe_shared_expert_gate: bool = option(
-        False, "weight the output of shared experts by a gate, as Qwen2-MoE does"
-    )
-    moe_layer_freq: str = option(
-        "1",
-        "layers with experts: every Nth ('1' all, '2' layers 0, 2, ...), or a list such as "
-        "'[0]*3+[1]*58'",
-    )
-    multi_latent_attention: bool = option(
-        False, "compress queries, keys and values into latents, as DeepSeek-V2 does (MLA)"
-    )
-    q_lora_rank: Count | None = option(None, "features of MLA's query latent; none: no compression")
-    kv_lora_rank: Count = option(512, "features of MLA's key/value latent")
-    qk_head_dim: Count = option(128, "non-rotary features of an MLA query or key head")
-    qk_pos_emb_head_dim: Count = option(64, "rotary features of an MLA query or key head")
-    v_head_dim: Count = option(128, "features of an MLA value head")
-    mtp_num_layers: Whole = option(0, "multi-token prediction layers")
-    lora_rank: int | None = option(
-        None, "rank of adapters (LoRA), which alone are trained; none: all weights are trained"
-    )
-    lora_alpha: Positive = option(32.0, "adapters are multiplied by this / rank")
-    lora_target_modules: tuple[LoraTarget, ...] = option(
-        ("all-linear",), "linear layers with adapters, by their names in PEFT; all-linear: all"
-    )
-    use_rslora: bool = option(
-        False, "multiply adapters by lora_alpha / sqrt(rank) instead (rank-stabilised LoRA)"
-    )
-    use_dora: bool = option(
-        False, "also train the length of each row of a weight with its adapter (DoRA)"
-    )
-    lora_dropout: Share = option(0.0, "dropout of what adapters read, of each a mask of its own")
-    unmodelled: tuple[str, ...] = option(
-        (),
-        "features of the original that are not modelled; the model can be planned, not trained",
-    )
+class ModelConfig(Architecture):
+    """The architecture of a decoder-only transformer, and what follows from its settings."""
 
     @property
     def norms_before(self) -> bool:
@@ -364,6 +165,11 @@ class ModelConfig:
             return self.window_size
         limited = self._at(layer, window_layers, self.window_attn_skip_freq)
         return self.window_size if limited else None
+
+    def reach_of(self, layer: int) -> Reach:
+        """How far back the tokens of a layer attend."""
+        chunk = self.attention_chunk_size if self.rotates(layer) else None
+        return Reach(self.window_of(layer), chunk)
 
     def rotates(self, layer: int) -> bool:
         """Whether RoPE turns queries and keys of a layer."""

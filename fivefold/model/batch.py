@@ -1,7 +1,7 @@
 """Model inputs of one microbatch: B rows of S tokens, flattened row by row to T = B * S."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fivefold.config.reach import Reach
 from fivefold.model.shards import MicrobatchShare
 
 
@@ -42,6 +43,15 @@ class Documents:
     def longest(self) -> int:
         """Number of tokens of the longest document."""
         return max(self.lengths)
+
+    def in_chunks(self, size: int) -> "Documents":
+        """Chunks of at most so many tokens, each document's first one from its start."""
+        starts = Reach(chunk=size).starts(self.starts)
+        places = torch.arange(starts[-1], device=self.ids_BS.device)
+        chunks = Documents(places.view_as(self.ids_BS), starts)
+        chunks.prepare()
+        ids = torch.bucketize(places, chunks.starts_C[1:], right=True)
+        return replace(chunks, ids_BS=ids.view_as(self.ids_BS))
 
     def prepare(self) -> None:
         """Work out what layers ask for, which a compiled one cannot."""
@@ -82,6 +92,7 @@ class Batch:
     further_labels: Tensor | None = None
     further_weights: Tensor | None = None
     part: MicrobatchShare | None = None
+    _chunks: dict[int, Documents] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def num_further(self) -> int:
@@ -106,6 +117,20 @@ class Batch:
         if len(starts) == len(self.documents):
             return None
         return Documents(self.documents, (*starts, self.documents.numel()))
+
+    def chunks_of(self, size: int | None) -> Documents | None:
+        """Chunks of the documents of the rows, or None if every row is one chunk.
+
+        Args:
+            size: most tokens of a chunk; None: no limit.
+        """
+        rows, length = self.token_ids.shape
+        if size is None or (self.packing is None and size >= length):
+            return self.packing
+        if size not in self._chunks:
+            whole = Documents(self.token_ids, tuple(range(0, rows * length + 1, length)))
+            self._chunks[size] = (self.packing or whole).in_chunks(size)
+        return self._chunks[size]
 
     def divided(self, part: MicrobatchShare) -> "Batch":
         """One rank's part of a whole microbatch."""

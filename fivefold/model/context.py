@@ -22,6 +22,9 @@ class Context:
         rows: B; each row holds T / B tokens.
         rotary: RoPE tables of the kinds of layers that it turns, see `shape.rotations`.
         packing: document boundaries; None if every row is one document.
+        chunks: those of chunks of documents, for layers that attend within them; None if every row
+            is one chunk, or the model has no such layers.
+        temperature: factors of queries without RoPE by position, [B, S, 1, 1]; None: all 1.
         dropout: dropout and router jitter; None in evaluation or if the model uses neither.
         part: the tokens this rank holds, if rows are split over ranks; None if it holds all.
         sequence: keeps keys and values of earlier sequence slices; None if rows are whole.
@@ -36,6 +39,8 @@ class Context:
     rows: int
     rotary: Mapping[bool, RotaryTables]
     packing: Documents | None
+    chunks: Documents | None
+    temperature: Tensor | None
     dropout: Dropout | None
     part: MicrobatchShare | None
     sequence: KeysAndValues | None

@@ -26,7 +26,7 @@ from fivefold.model.moe.layer import MoE
 from fivefold.model.moe.routing import Decisions
 from fivefold.model.norms import LayerNorm, RMSNorm, make_norm
 from fivefold.model.prediction import FurtherToken, objective, targets
-from fivefold.model.rope import rotary_tables
+from fivefold.model.rope import rotary_tables, temperature
 from fivefold.model.sequence_slices import KeysAndValues
 
 
@@ -208,6 +208,8 @@ class Stage(nn.Module):
             len(batch.tokens),
             rotary,
             batch.packing,
+            batch.chunks_of(self.model.attention_chunk_size),
+            temperature(self.model, batch.positions, x_TH.dtype),
             dropout,
             batch.part,
             sequence,

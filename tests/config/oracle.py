@@ -143,7 +143,7 @@ def renamed(config: ModelConfig, model: nn.Module, tensors: dict[str, Tensor]) -
     gpt2 = model.config.model_type == "gpt2"
     second = model.config.model_type == "deepseek_v2"  # which does not read the field
     interleaved = second or getattr(model.config, "rope_interleave", True)
-    pairs = model.config.model_type in ("glm", "glm4", "ernie4_5", "ernie4_5_moe")
+    pairs = model.config.model_type in ("glm", "glm4", "ernie4_5", "ernie4_5_moe", "llama4_text")
     after = model.config.model_type in ("exaone4", "olmo2", "olmo3", "gemma2", "gemma3_text")
     found: dict[str, Tensor] = {}
     for name, value in tensors.items():
@@ -195,7 +195,7 @@ def _experts(config: ModelConfig, name: str, value: Tensor) -> dict[str, Tensor]
     place, _, of = name.rpartition(".experts.")
     kind = "bias" if of.endswith("_bias") else "weight"
     alternating = config.activation_func == "quick_gelu"
-    if alternating and kind == "weight":
+    if (alternating or config.moe_apply_probs_on_input) and kind == "weight":
         value = value.transpose(1, 2)
     if of.startswith("down_proj"):
         return {f"{place}.experts.down_proj.{kind}": value}
@@ -233,6 +233,7 @@ _NAMES = {
     "self_attn.dense.": "self_attn.o_proj.",
     "kv_a_proj_with_mqa.": "kv_a_proj.",
     "self_attn.sinks": "self_attn.sinks.weight",
+    "feed_forward.": "mlp.",
     "mlp.gate.": "mlp.router.",
     "block_sparse_moe.": "mlp.",
     "mlp.shared_expert.": "mlp.shared_experts.",
