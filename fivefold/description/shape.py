@@ -264,8 +264,8 @@ def forward_flops(
 
     2 x weights of the linear layers (including router, chosen experts and output layer), plus per
     layer 2 x keys attended x heads x (key + value features of a head). The mean number of keys is
-    half the sequence if causal, fewer with a window or chunks. The output layer runs once per predicted
-    token.
+    half the sequence if causal, fewer with a window or chunks. The output layer runs once per
+    predicted token.
     """
     parts = parts or whole_model(model)
     weights, per_key = 0, defaultdict[Reach, int](int)

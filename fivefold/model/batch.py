@@ -261,10 +261,10 @@ def _places(batches: Sequence[Batch]) -> dict[torch.dtype, list[tuple[int, str]]
 
 def _tensors(batch: Batch) -> Iterator[tuple[str, Tensor]]:
     """The fields of a batch that are tensors."""
-    for field in fields(batch):
-        value = getattr(batch, field.name)
+    for each in fields(batch):
+        value = getattr(batch, each.name)
         if isinstance(value, Tensor):
-            yield field.name, value
+            yield each.name, value
 
 
 def _moved(batch: Batch, tensors: Mapping[str, Any]) -> Batch:

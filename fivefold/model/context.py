@@ -22,9 +22,6 @@ class Context:
         rows: B; each row holds T / B tokens.
         rotary: RoPE tables of the kinds of layers that it turns, see `shape.rotations`.
         packing: document boundaries; None if every row is one document.
-        chunks: those of chunks of documents, for layers that attend within them; None if every row
-            is one chunk, or the model has no such layers.
-        temperature: factors of queries without RoPE by position, [B, S, 1, 1]; None: all 1.
         dropout: dropout and router jitter; None in evaluation or if the model uses neither.
         part: the tokens this rank holds, if rows are split over ranks; None if it holds all.
         sequence: keeps keys and values of earlier sequence slices; None if rows are whole.
@@ -34,13 +31,13 @@ class Context:
         first_ids_B: run-wide id of the first token of each row of the microbatch, ascending.
         step: optimizer step.
         layer: dropout of the layer that runs.
+        chunks: what `packing` is for layers that attend within chunks of documents.
+        temperature: factors of queries without RoPE by position, [B, S, 1, 1]; None: all 1.
     """
 
     rows: int
     rotary: Mapping[bool, RotaryTables]
     packing: Documents | None
-    chunks: Documents | None
-    temperature: Tensor | None
     dropout: Dropout | None
     part: MicrobatchShare | None
     sequence: KeysAndValues | None
@@ -49,6 +46,8 @@ class Context:
     first_ids_B: Tensor
     step: int
     layer: LayerDropout = LayerDropout()
+    chunks: Documents | None = None
+    temperature: Tensor | None = None
 
     @property
     def microbatch_rows(self) -> int:

@@ -208,8 +208,6 @@ class Stage(nn.Module):
             len(batch.tokens),
             rotary,
             batch.packing,
-            batch.chunks_of(self.model.attention_chunk_size),
-            temperature(self.model, batch.positions, x_TH.dtype),
             dropout,
             batch.part,
             sequence,
@@ -217,6 +215,8 @@ class Stage(nn.Module):
             self.shard_tokens(batch.own_token_ids.flatten()) if routes else None,
             batch.token_ids[:, 0],
             batch.step,
+            chunks=batch.chunks_of(self.model.attention_chunk_size),
+            temperature=temperature(self.model, batch.positions, x_TH.dtype),
         )
         return self.through([*self.layers.values()], x_TH, context), context
 

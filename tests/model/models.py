@@ -104,8 +104,18 @@ NEOX = replace(
     parallel_residual=True,
     activation_func="squared_relu",
 )
+CHUNKED = replace(
+    LLAMA,
+    qk_l2_norm=True,
+    attention_chunk_size=5,
+    no_rope_freq="2",
+    attn_temperature_tuning=True,
+    attn_scale=0.3,
+    floor_scale=3,
+)
 FAMILIES = {
     "sinks": SINKS,
+    "chunked": CHUNKED,
     "neox": NEOX,
     "llama": LLAMA,
     "qwen": QWEN,

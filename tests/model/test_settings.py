@@ -15,7 +15,7 @@ from fivefold.config.settings import Setting, settings_of
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
 from fivefold.model.prediction import with_further
-from tests.model.models import GPT, LATENT, NEOX, PLAIN_QUERIES, SINKS, batch_of, build
+from tests.model.models import CHUNKED, GPT, LATENT, NEOX, PLAIN_QUERIES, SINKS, batch_of, build
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_router_topk": 2}
 UNSCALED: dict[str, Any] = {"rope_original_max_position_embeddings": 8192}
@@ -29,7 +29,16 @@ FAMILIES = {
         use_rope_scaling=True,
         rope_original_max_position_embeddings=16,
     ),
+    "chunked": replace(CHUNKED, rope_original_max_position_embeddings=16),
     "sinks": SINKS,
+    "chunked, experts": replace(
+        CHUNKED,
+        num_experts=4,
+        moe_router_topk=1,
+        moe_router_score_function="sigmoid",
+        use_rope_scaling=False,
+        **UNSCALED,
+    ),
     "sinks, experts": replace(SINKS, **EXPERTS, use_rope_scaling=False, **UNSCALED),
     "latent": LATENTS,
     "latent, plain queries": replace(PLAIN_QUERIES, **UNSCALED, add_bias_linear=False),
@@ -62,6 +71,9 @@ NUMBERS: dict[str, Any] = {
     "window_size": 2,
     "window_attn_skip_freq": "3",
     "no_rope_freq": "3",
+    "attention_chunk_size": 4,
+    "attn_scale": 0.5,
+    "floor_scale": 2,
     "num_query_groups": 1,
     "moe_router_num_groups": 2,
     "moe_router_group_topk": 1,
@@ -75,7 +87,8 @@ NUMBERS: dict[str, Any] = {
 KNOWN = {
     "add_qkv_bias": ("gpt", "neox", "sinks"),  # with add_bias_linear they have one
     "qk_layernorm": ("latent",),  # which are normalised in any case, as its help says
-    "use_rope_scaling": ("sinks, experts", "latent"),  # of contexts beyond 8192 tokens
+    "attn_temperature_tuning": ("neox",),  # of sequences of 8191 tokens or more
+    "use_rope_scaling": ("sinks, experts", "chunked, experts", "latent"),  # of contexts beyond 8192 tokens
     "rope_type": ("sinks, experts", "latent"),  # of contexts beyond 4096
 }
 

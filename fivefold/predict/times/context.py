@@ -192,7 +192,7 @@ def _attention(config: Config, cluster: Cluster, pieces: int) -> Phases:
     """Seconds of a rank's causal attention, with each sequence split into this many pieces.
 
     Those of a mean layer: models have windows or chunks in every layer, or in turns, so that stages
-    have as many. Queries that see few keys fill the device as little as those of a short sequence do.
+    have as many. Queries that see few keys fill the device as little as those of a short sequence.
     """
     model, training, parallel = config.model, config.training, config.parallel
     tokens = config.rank_tokens
