@@ -88,7 +88,11 @@ KNOWN = {
     "add_qkv_bias": ("gpt", "neox", "sinks"),  # with add_bias_linear they have one
     "qk_layernorm": ("latent",),  # which are normalised in any case, as its help says
     "attn_temperature_tuning": ("neox",),  # of sequences of 8191 tokens or more
-    "use_rope_scaling": ("sinks, experts", "chunked, experts", "latent"),  # of contexts beyond 8192 tokens
+    "use_rope_scaling": (
+        "sinks, experts",
+        "chunked, experts",
+        "latent",
+    ),  # of contexts beyond 8192 tokens
     "rope_type": ("sinks, experts", "latent"),  # of contexts beyond 4096
 }
 

@@ -9,9 +9,13 @@ from fivefold.config.config import SECTIONS, SETTINGS
 from fivefold.config.settings import Setting, settings_of
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
-from tests.verify.cases import EXPERTS, LATENT, MIXTURE, MODELS
+from tests.verify.cases import CHUNKED, EXPERTS, LATENT, MIXTURE, MODELS
 
-ALL = MODELS | {"mixture": MIXTURE, "latent experts": replace(LATENT, **EXPERTS)}
+ALL = MODELS | {
+    "mixture": MIXTURE,
+    "chunked": CHUNKED,
+    "latent experts": replace(LATENT, **EXPERTS),
+}
 
 LEFT_OUT = {
     *("compile", "compile_backend", "cuda_graph_impl", "cuda_graph_scope"),  # slow, or of GPUs
