@@ -344,7 +344,15 @@ def _experts(model: ModelConfig) -> tuple[Operation, ...]:
             copies=copies,
             remade_by=("moe", "routed_experts"),
         ),
-        ExpertsOut("expert_fc2", last, ("moe",), inputs=inner, outputs=h, copies=copies),
+        ExpertsOut(
+            "expert_fc2",
+            last,
+            ("moe",),
+            inputs=inner,
+            outputs=h,
+            copies=copies,
+            weighs=not model.moe_apply_probs_on_input,
+        ),
         *(_shared_experts(model) if model.shared_ffn_size else ()),
         *_end(model),
     )

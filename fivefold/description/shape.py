@@ -122,6 +122,11 @@ def rotations(model: ModelConfig, parts: StageParts) -> frozenset[bool]:
     return frozenset(turns_locally(model, layer) for layer in rotated)
 
 
+def tempers(model: ModelConfig, parts: StageParts) -> bool:
+    """Whether layers of a stage multiply queries by factors of their positions."""
+    return model.attn_temperature_tuning and not all(map(model.rotates, all_layers(model, parts)))
+
+
 def turns_locally(model: ModelConfig, layer: int) -> bool:
     """Whether a layer has the base of RoPE that layers with a window have."""
     return model.rotary_base_local is not None and model.window_of(layer) is not None

@@ -72,14 +72,12 @@ def _growth(model: ModelConfig, share: float) -> float:
     return 1.0 + 0.1 * share * log(max(model.rotary_scaling_factor, 1.0))
 
 
-def temperature(model: ModelConfig, positions_BS: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Factors [B, S, 1, 1] of queries without RoPE, in at least fp32; None: the model has none.
+def temperature(model: ModelConfig, positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
+    """Factors [B, S, 1, 1] of queries without RoPE (`attn_temperature_tuning`), in at least fp32.
 
     Scalable softmax (Nakanishi 2025), in the steps of Llama 4: attention of later tokens, over more
     keys, stays as sharp.
     """
-    if not model.attn_temperature_tuning:
-        return None
     wide = torch.promote_types(dtype, torch.float32)
     steps = ((positions_BS + 1) // model.floor_scale).to(wide)
     return steps.log1p_().mul_(model.attn_scale).add_(1.0)[:, :, None, None]

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 
 from fivefold.config.experts import ExpertsConfig
 from fivefold.config.model import ModelConfig
-from fivefold.description.shape import StageParts, has_final_norm, rotations, whole_model
+from fivefold.description.shape import (
+    StageParts,
+    has_final_norm,
+    rotations,
+    tempers,
+    whole_model,
+)
 from fivefold.model.batch import Batch
 from fivefold.model.caps import capped
 from fivefold.model.context import Context
@@ -216,9 +222,14 @@ class Stage(nn.Module):
             batch.token_ids[:, 0],
             batch.step,
             chunks=batch.chunks_of(self.model.attention_chunk_size),
-            temperature=temperature(self.model, batch.positions, x_TH.dtype),
+            temperature=self._temperature(batch, x_TH.dtype),
         )
         return self.through([*self.layers.values()], x_TH, context), context
+
+    def _temperature(self, batch: Batch, dtype: torch.dtype) -> Tensor | None:
+        """Factors of queries, if layers of this stage have some."""
+        tempered = tempers(self.model, self.parts)
+        return temperature(self.model, batch.positions, dtype) if tempered else None
 
     def _states(self, x_TH: Tensor, context: Context, batch: Batch) -> list[Tensor]:
         """Hidden states [T, H] after the final norm: of the model, then of each depth."""
