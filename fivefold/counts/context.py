@@ -12,14 +12,13 @@ def seen_shares(layout: Layout, cp_rank: int, reach: Reach, inner: int = 1) -> t
     Args:
         layout: layout of the run.
         cp_rank: context-parallel rank.
-        reach: how far back the layer attends; if without limits, everything is sent.
+        reach: how far back the layer attends; without limits everything is sent.
         inner: number of ranks per group that counts as one rank.
     """
-    cp = layout.grid.cp
-    if reach == Reach():
+    cp, length = layout.grid.cp, layout.config.training.seq_length
+    if Sight.of((0, length), reach).whole:
         return cp // inner - 1, cp // inner - 1
-    length = layout.config.training.seq_length
-    shards = split(1, Sight.of((0, length), reach), cp).merged(inner)
+    shards = split(1, Sight((0, length)), cp).merged(inner).seeing(reach)
     own, others = cp_rank // inner, range(len(shards.chunks))
     sent = sum(num_tokens(shards.sent(own, other)) for other in others if other != own)
     got = sum(num_tokens(shards.sent(other, own)) for other in others if other != own)
