@@ -37,6 +37,8 @@ def test_presets_are_valid(name: str) -> None:
         ("llama3-405b", 405_853_388_800),
         ("llama3.2-1b", 1_235_814_400),
         ("llama3.2-3b", 3_212_749_824),
+        ("llama4-scout", 107_769_861_120),
+        ("llama4-maverick", 400_711_848_960),
         ("mistral-7b", 7_248_023_552),
         ("phi-4", 14_659_507_200),
         ("smollm3-3b", 3_075_098_624),
