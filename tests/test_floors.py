@@ -207,7 +207,7 @@ def test_planning_and_training_do_not_import_each_other() -> None:
 MAX_CLASS_LINES = 200
 REASON = "One class because"
 REASONS = {
-    "config.model.ModelConfig": "the settings of one section, most of it their help texts",
+    "config.architecture.Architecture": "the settings of one section, most of it their help texts",
     "counts.volumes._Volumes": "a method for each formula; all share the sizes of one rank",
 }
 

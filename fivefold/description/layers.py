@@ -311,6 +311,7 @@ def _experts(model: ModelConfig) -> tuple[Operation, ...]:
     assert model.num_experts is not None
     h, experts, copies = model.hidden_size, model.num_experts, model.moe_router_topk
     inner, widths = model.expert_ffn_size, _gates(model)
+    weighs = not model.moe_apply_probs_on_input
     each = mlp_weights("mlp.experts", model, inner)
     first, last = (tuple(of_experts(weight, experts) for weight in part) for part in each)
     router = whole("mlp.router", h, experts, model.add_bias_linear)
@@ -345,13 +346,7 @@ def _experts(model: ModelConfig) -> tuple[Operation, ...]:
             remade_by=("moe", "routed_experts"),
         ),
         ExpertsOut(
-            "expert_fc2",
-            last,
-            ("moe",),
-            inputs=inner,
-            outputs=h,
-            copies=copies,
-            weighs=not model.moe_apply_probs_on_input,
+            "expert_fc2", last, ("moe",), inputs=inner, outputs=h, copies=copies, weighs=weighs
         ),
         *(_shared_experts(model) if model.shared_ffn_size else ()),
         *_end(model),

@@ -207,29 +207,8 @@ class Stage(nn.Module):
         if self.embed_tokens is not None:
             x_TH = self._embed(batch, dropout)
         assert x_TH is not None, "a stage without the embedding needs the hidden states before it"
-        kinds = rotations(self.model, self.parts)
-        rotary = rotary_tables(self.model, kinds, batch.positions, x_TH.dtype, self.fuses_rope)
-        routes = self.model.num_experts is not None
-        context = Context(
-            len(batch.tokens),
-            rotary,
-            batch.packing,
-            dropout,
-            batch.part,
-            sequence,
-            Decisions() if routing is None else routing,
-            self.shard_tokens(batch.own_token_ids.flatten()) if routes else None,
-            batch.token_ids[:, 0],
-            batch.step,
-            chunks=batch.chunks_of(self.model.attention_chunk_size),
-            temperature=self._temperature(batch, x_TH.dtype),
-        )
+        context = _context(self, batch, x_TH.dtype, dropout, sequence, routing)
         return self.through([*self.layers.values()], x_TH, context), context
-
-    def _temperature(self, batch: Batch, dtype: torch.dtype) -> Tensor | None:
-        """Factors of queries, if layers of this stage have some."""
-        tempered = tempers(self.model, self.parts)
-        return temperature(self.model, batch.positions, dtype) if tempered else None
 
     def _states(self, x_TH: Tensor, context: Context, batch: Batch) -> list[Tensor]:
         """Hidden states [T, H] after the final norm: of the model, then of each depth."""
@@ -259,6 +238,39 @@ class Stage(nn.Module):
         ids_T = batch.own_token_ids.flatten()
         rows = self.shard_tokens(ids_T), ids_T
         return Dropout(self.seed, batch.step, *rows, batch.token_ids, self.fuses_dropout)
+
+
+def _context(
+    stage: Stage,
+    batch: Batch,
+    dtype: torch.dtype,
+    dropout: Dropout | None,
+    sequence: KeysAndValues | None,
+    routing: Decisions | None,
+) -> Context:
+    """What the layers of a stage need to know of a microbatch."""
+    model, kinds = stage.model, rotations(stage.model, stage.parts)
+    routes = model.num_experts is not None
+    return Context(
+        len(batch.tokens),
+        rotary_tables(model, kinds, batch.positions, dtype, stage.fuses_rope),
+        batch.packing,
+        dropout,
+        batch.part,
+        sequence,
+        Decisions() if routing is None else routing,
+        stage.shard_tokens(batch.own_token_ids.flatten()) if routes else None,
+        batch.token_ids[:, 0],
+        batch.step,
+        chunks=batch.chunks_of(model.attention_chunk_size),
+        temperature=_temperature(stage, batch.positions, dtype),
+    )
+
+
+def _temperature(stage: Stage, positions_BS: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Factors of queries by position, if layers of the stage have some."""
+    tempered = tempers(stage.model, stage.parts)
+    return temperature(stage.model, positions_BS, dtype) if tempered else None
 
 
 def _for_head(model: ModelConfig, states: list[Tensor]) -> list[Tensor]:
