@@ -44,8 +44,8 @@ def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
     more than 8,192 tokens gets fewer and shorter sequences. What parallelism divides stays
     divisible as before, stages stay uneven or empty, KV heads stay fewer than tp, layers with and
     without experts both remain, and windows and chunks end within sequences. The optimizer takes
-    large, well-conditioned steps: with AdamW's usual epsilon, a gradient that is zero up to rounding
-    would move its weight by a visible, meaningless amount.
+    large, well-conditioned steps: with AdamW's usual epsilon, a gradient that is zero up to
+    rounding would move its weight by a visible, meaningless amount.
     """
     config, changes = layout.config.with_batch(), list[str]()
     world_size = layout.grid.world_size
