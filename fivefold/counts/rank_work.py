@@ -125,16 +125,13 @@ def _copies(layout: Layout, layer: int, running: Running, *, packed: bool, one_c
     Outputs of several documents or chunks are joined where no kernel takes them in one call.
     All-to-all exchanges outputs, keys and values, and repeats keys and values if there are fewer
     heads than ranks. Where the output projection keeps 8 bits of what it reads, attention counts
-    its own. Normalised queries and keys are kept for their norm beside those that were exchanged,
-    or moved to host memory.
+    its own.
     """
     model, parallel, grid = layout.config.model, layout.config.parallel, layout.grid
     kind = parallel.cp_comm_of(layer)
     read = model.trains_all or model.reads_shared("o_proj")
     shared = running.input_bytes == running.element_bytes
     output = model.attention_size / grid.tp * (read and shared and not _is_moved(layout))
-    heads = model.num_attention_heads / grid.tp + model.kv_heads_of(grid.tp)
-    normed = heads * model.head_dim if model.qk_l2_norm and model.rotates(layer) else 0.0
     if grid.cp == 1:
         reach, length = model.reach_of(layer), layout.config.training.seq_length
         several = packed or not Reach(chunk=reach.chunk).is_whole(length)
@@ -142,12 +139,12 @@ def _copies(layout: Layout, layer: int, running: Running, *, packed: bool, one_c
         fused = model.query_dim == model.value_dim and model.softmax_type == "vanilla"
         fused = fused and not model.attention_dropout and model.attn_logit_softcapping is None
         joined = several and not one_call and whole and fused
-        return (output if joined else 0.0) + (normed if _is_moved(layout) else 0.0)
+        return output if joined else 0.0
     if kind not in ("a2a", "a2a+p2p"):
-        return normed if _is_moved(layout) else 0.0
+        return 0.0
     exchanging = grid.cp if kind == "a2a" else parallel.hierarchical_context_parallel_sizes[0]
     keys = describe_layer(model, layer).one(CoreAttention).key_value_features(grid.tp)
-    return normed + output + (max(exchanging / model.kv_heads_of(grid.tp), 1) - 1) * keys
+    return output + (max(exchanging / model.kv_heads_of(grid.tp), 1) - 1) * keys
 
 
 def _is_moved(layout: Layout) -> bool:
