@@ -18,6 +18,9 @@ from fivefold.config.huggingface.generic import WITHOUT_EFFECT
 from fivefold.config.model import ModelConfig
 from fivefold.description.shape import count_parameters
 from fivefold.errors import ConfigError
+from fivefold.model.context import Context
+from fivefold.model.moe.layer import MoE
+from fivefold.model.transformer import Stage
 from tests.config.oracle import (
     LENGTH,
     both_gradients,
@@ -28,6 +31,7 @@ from tests.config.oracle import (
     our_logits,
 )
 from tests.config.published import PUBLISHED
+from tests.model.models import batch_of
 from tests.verify.cases import chosen
 
 _SIZES = {
@@ -544,6 +548,25 @@ def test_logits_and_gradients_are_those_of_transformers(case: str) -> None:
         scale = true[name.replace("k_proj", "q_proj") if vanishes else name].abs().max()
         assert (grad - true[name]).abs().max() <= 1e-12 * scale, name
     assert all(not grad.any() for name, grad in true.items() if name not in found)
+
+
+def test_tokens_are_multiplied_by_their_weights_as_in_transformers_to_the_bit() -> None:
+    """In bf16, in which the weight is rounded before the product, not after it."""
+    fields = {"model_type": "llama4_text"} | TINY["llama4_text"]
+    theirs, ours = oracle(fields).bfloat16(), from_hf_config(fields)
+    mixture = Stage(ours).bfloat16().eval().layers["1"].mlp
+    assert isinstance(mixture, MoE)
+    router = theirs.model.layers[1].feed_forward.router
+    with torch.no_grad():
+        mixture.router.weight.copy_(router.weight)
+        x_TH = torch.randn(64, 32, generator=torch.Generator().manual_seed(3)).bfloat16()
+        scores_TE, _ = router(x_TH)
+        read: list[torch.Tensor] = []
+        mixture.dispatch = lambda x_TH, *_: read.append(x_TH) or x_TH  # type: ignore[func-returns-value]
+        batch = batch_of(ours, [[64]])
+        context = Context(1, {}, None, None, None, None, {}, None, batch.token_ids[:, 0], 0)
+        mixture(x_TH, context)
+    assert torch.equal(read[0], x_TH * scores_TE.max(1, keepdim=True).values)
 
 
 @pytest.mark.slow
