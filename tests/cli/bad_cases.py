@@ -203,7 +203,7 @@ MODELS = [
     layout(
         "RoPE bounds",
         "--use-rope-scaling --rope-high-freq-factor 0.5",
-        "rope_high_freq_factor must be larger",
+        "rope_high_freq_factor must not be less",
         "0.5 <= 1.0",
     ),
     Case(
