@@ -204,7 +204,7 @@ MODELS = [
         "RoPE bounds",
         "--use-rope-scaling --rope-high-freq-factor 0.5",
         "rope_high_freq_factor must not be less",
-        "0.5 <= 1.0",
+        "0.5 < 1.0",
     ),
     Case(
         "beyond learned positions",
