@@ -148,7 +148,7 @@ def expected_record(
     traffic = host_traffic(layout, measured.rank)
     state = model_state(layout, at["pp"], ShardPlace.of(layout, measured.rank))
     on_gpu, count = measured.peak_allocated is not None, len(layout.split.stages)
-    joined = measured.packed and not (on_gpu and _in_one_call(layout.config))
+    one_call = on_gpu and _in_one_call(layout.config)
     stages = layout.stages_of(at["pp"])
     return replace(
         measured,
@@ -165,7 +165,10 @@ def expected_record(
         brought=traffic.brought,
         activations={
             s: kept_activations(
-                layout, measured.rank, s % count, rows, joined=joined, on_host=not on_gpu
+                *(layout, measured.rank, s % count, rows),
+                packed=measured.packed,
+                one_call=one_call,
+                on_host=not on_gpu,
             )
             for s in stages
         },

@@ -139,6 +139,11 @@ class Architecture:
         "per_head",
         "normalise each head by itself, or all heads of a token together, as OLMo 2 does",
     )
+    qk_l2_norm: bool = option(
+        False,
+        "divide each query and key head by its root mean square after RoPE, in layers with RoPE, "
+        "as Llama 4 Scout does",
+    )
     untie_embeddings_and_output_weights: bool = option(True, "give the output layer its own weight")
     hidden_dropout: Share = option(0.0, "dropout of embeddings and of both residual branches")
     attention_dropout: Share = option(0.0, "dropout of attention probabilities")
@@ -154,6 +159,18 @@ class Architecture:
         "layers with the sliding window: all but every Nth ('2': layers 0, 2, ...), or a list such "
         "as '[1]*3+[0]*1'; none: all",
     )
+    attention_chunk_size: Count | None = option(
+        None,
+        "layers with RoPE attend within chunks of this many tokens, as in Llama 4, counted from "
+        "the start of a document; none: to all of it",
+    )
+    attn_temperature_tuning: bool = option(
+        False,
+        "layers without RoPE multiply queries at position p by "
+        "1 + attn_scale ln(1 + floor((p + 1) / floor_scale)), as in Llama 4",
+    )
+    attn_scale: Positive = option(0.1, "how fast attn_temperature_tuning grows")
+    floor_scale: Count = option(8192, "tokens between two steps of attn_temperature_tuning")
     parallel_residual: bool = option(
         False, "feed attention and MLP of a layer the same hidden state, as GPT-NeoX does"
     )
@@ -195,6 +212,11 @@ class Architecture:
     )
     moe_shared_expert_gate: bool = option(
         False, "weight the output of shared experts by a gate, as Qwen2-MoE does"
+    )
+    moe_apply_probs_on_input: bool = option(
+        False,
+        "multiply what an expert reads by the router's weight, rather than what it makes, as in "
+        "Llama 4, whose tokens have one expert each",
     )
     moe_layer_freq: str = option(
         "1",

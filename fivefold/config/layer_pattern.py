@@ -121,7 +121,20 @@ def layer_frequency(has_experts: Sequence[bool]) -> str:
 
 
 def runs(flags: Sequence[bool]) -> str:
-    """A list expression with one entry per layer: "[0]*3+[1]*1"."""
+    """A list expression with one entry per layer.
+
+    >>> runs([False, False, True]), runs([True, False, True, False])
+    ('[0]*2+[1]*1', '([1]*1+[0]*1)*2')
+    """
+    layers = len(flags)
+    for period in range(2, layers // 2 + 1):
+        times, rest = divmod(layers, period)
+        if not rest and [*flags] == [*flags[:period]] * times and len({*flags}) > 1:
+            return f"({_in_turn(flags[:period])})*{times}"
+    return _in_turn(flags)
+
+
+def _in_turn(flags: Sequence[bool]) -> str:
     counted = ((int(flag), len(list(run))) for flag, run in groupby(flags))
     return "+".join(f"[{flag}]*{length}" for flag, length in counted)
 

@@ -14,8 +14,8 @@ from fivefold.files import read_json, read_text
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = "metadata.json"
 NEVER = (
-    *("apply_residual_connection_post_layernorm", "attention_output_gate", "qk_l2_norm"),
-    *("moe_apply_probs_on_input", "rotary_interleaved", "use_mup"),
+    *("apply_residual_connection_post_layernorm", "attention_output_gate"),
+    *("rotary_interleaved", "use_mup"),
     *("experimental_attention_variant", "moe_latent_size", "hybrid_override_pattern"),
 )
 """Switches that no model here has, most of which change what the same weights compute."""
@@ -30,6 +30,8 @@ _OURS: Mapping[str, float | str | None] = MappingProxyType(
         "rotary_base_local": None,
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
+        "attention_chunk_size": None,
+        "attn_temperature_tuning": False,
     }
 )
 """What models there cannot have, and what they have instead."""
@@ -108,6 +110,8 @@ def unlike(model: ModelConfig, arguments: Mapping[str, Any]) -> list[str]:
     if model.no_rope_freq is not None:
         has = [not model.rotates(layer) for layer in range(model.num_layers)]
         lines += _unlike_pattern("no_rope_freq", unrotated_layers, has, theirs)
+        if model.qk_l2_norm and theirs.get("qk_l2_norm"):
+            lines.append("qk_l2_norm: of layers with RoPE, there of all (no_rope_freq)")
     return lines
 
 
@@ -142,7 +146,7 @@ def _told(model: ModelConfig) -> Iterator[tuple[str, Any]]:
             *("num_layers", "hidden_size", "num_attention_heads", "position_embedding_type"),
             *("normalization", "norm_epsilon", "add_bias_linear", "qk_layernorm", "num_experts"),
             *("untie_embeddings_and_output_weights", "multi_latent_attention", "softmax_type"),
-            *("window_size", "apply_layernorm_1p"),
+            *("window_size", "apply_layernorm_1p", "qk_l2_norm"),
         )
     )
     yield "num_query_groups", model.num_kv_heads
@@ -178,6 +182,7 @@ def _told(model: ModelConfig) -> Iterator[tuple[str, Any]]:
     yield "moe_shared_expert_intermediate_size", model.shared_ffn_size or None
     for name in ("topk", "score_function", "pre_softmax", "topk_scaling_factor", "num_groups"):
         yield f"moe_router_{name}", getattr(model, f"moe_router_{name}")
+    yield "moe_apply_probs_on_input", model.moe_apply_probs_on_input
     yield "moe_router_enable_expert_bias", model.moe_router_enable_expert_bias
     if model.moe_router_num_groups is not None:
         yield "moe_router_group_topk", model.moe_router_group_topk

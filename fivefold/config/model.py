@@ -9,6 +9,7 @@ from typing import Any, get_args
 from fivefold.config.architecture import Architecture
 from fivefold.config.layer_pattern import expert_layers, unrotated_layers, window_layers
 from fivefold.config.lora import OF_ADAPTERS, LoraTarget
+from fivefold.config.reach import Reach
 
 MAX_SIZE = (1 << 31) - 1  # of any dimension, so that products of two fit into 64 bits
 
@@ -178,6 +179,11 @@ class ModelConfig(Architecture):
             return self.window_size
         limited = self._at(layer, window_layers, self.window_attn_skip_freq)
         return self.window_size if limited else None
+
+    def reach_of(self, layer: int) -> Reach:
+        """How far back the tokens of a layer attend."""
+        chunk = self.attention_chunk_size if self.rotates(layer) else None
+        return Reach(self.window_of(layer), chunk)
 
     def rotates(self, layer: int) -> bool:
         """Whether RoPE turns queries and keys of a layer."""

@@ -137,7 +137,7 @@ class Heads:
             scope = replace(scope, sinks=scope.sinks[first:last])
         if self.outer_rank is None:
             # A single-device kernel takes packed rows in their original shape.
-            rows = len(q) if scope.documents is None else len(scope.documents.ids_BS)
+            rows = len(q) if scope.documents is None else scope.documents.rows
             q, k, v = (x.reshape(rows, -1, *x.shape[2:]) for x in (q, k, v))
             out = self.inner(q, k, v, replace(scope, part=None), drop)
             out = out.reshape(part.shards.rows, -1, *out.shape[2:])

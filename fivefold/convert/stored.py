@@ -98,12 +98,12 @@ def _place(kind: str, model: ModelConfig, name: str, shape: Shape, neighbours: b
 
 
 def _experts(kind: str, model: ModelConfig, name: str, place: Stored) -> Stored:
-    """Experts one by one; in gpt-oss together, gate and up alternating; in Megatron-core, Granite
-    and Qwen3-VL one after the other."""
+    """Experts one by one; in gpt-oss together, gate and up alternating; in Megatron-core, Granite,
+    Llama 4 and Qwen3-VL one after the other."""
     if kind == "megatron" or kind.startswith("granitemoe"):
         joint = _joint(kind, model, name, place.shape[1:])
         return place if joint is None else replace(place, rows=joint[0], of=joint[1])
-    if kind not in ("gpt_oss", "qwen3_vl_moe_text"):
+    if kind not in ("gpt_oss", "llama4_text", "qwen3_vl_moe_text"):
         assert model.num_experts is not None
         names = tuple(place.names[0].replace("{e}", str(e)) for e in range(model.num_experts))
         return replace(place, names=names, by_expert=True)
@@ -190,7 +190,7 @@ JOINT = ("gpt2", "gpt_neox", "phi3", "falcon", "megatron")
 """Kinds whose queries, keys and values are one linear layer."""
 JOINT_MLPS = ("phi3", "glm", "glm4", "granitemoe", "granitemoeshared", "megatron")
 """Kinds whose gate and up are one linear layer."""
-_PAIRS = ("glm", "glm4", "ernie4_5", "ernie4_5_moe", "cohere", "cohere2")
+_PAIRS = ("glm", "glm4", "ernie4_5", "ernie4_5_moe", "cohere", "cohere2", "llama4_text")
 """Kinds with heads of their own whose rotary features are pairs of neighbours."""
 _PREDICTING = ("deepseek_v3", "kimi_k2", "glm4_moe")  # whose files have layers after the last
 _EACH = {".experts.": ".experts.{e}."}
@@ -335,6 +335,13 @@ _NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             ".mlp.experts.up_proj.bias": ".mlp.experts.gate_up_proj_bias",
             ".mlp.experts.down_proj.bias": ".mlp.experts.down_proj_bias",
             **_TOGETHER,
+        },
+        "llama4_text": {
+            ".mlp.shared_experts.": ".feed_forward.shared_expert.",
+            ".mlp.experts.gate_proj.weight": ".feed_forward.experts.gate_up_proj",
+            ".mlp.experts.up_proj.weight": ".feed_forward.experts.gate_up_proj",
+            ".mlp.experts.down_proj.weight": ".feed_forward.experts.down_proj",
+            ".mlp.": ".feed_forward.",
         },
         "qwen3_vl_moe_text": {".mlp.router.": ".mlp.gate.", **_TOGETHER},
     }

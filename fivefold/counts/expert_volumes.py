@@ -136,7 +136,7 @@ class _ExpertFlows:
         weights = self._wide * (topk if once else 1)
         both_ways = trips.there * rows.sent + trips.home * rows.got
         yield Flow("ep", "tokens to experts and back", both_ways * self._row)
-        scores = trips.forwards * rows.sent + trips.backwards * rows.got
+        scores = trips.forwards * rows.sent + self._weighed(trips) * rows.got
         yield Flow("ep", "weights of rows", scores * weights)
         if once:
             numbers = trips.forwards * rows.sent * topk
@@ -155,10 +155,15 @@ class _ExpertFlows:
         own = others * rows.computed
         both_ways = trips.there * own + trips.home * rows.joined
         yield Flow("etp", "rows of a split expert", both_ways * self._row)
-        scores = trips.forwards * own + trips.backwards * rows.joined
+        scores = trips.forwards * own + self._weighed(trips) * rows.joined
         yield Flow("etp", "weights of rows", scores * self._wide)
         parts = 1 if self._kind == "flex" else self._grid.ep
         yield from self._told("etp", others * parts * self._experts // self._grid.ep, trips)
+
+    def _weighed(self, trips: _Trips) -> int:
+        """Number of exchanges of weights' gradients per microbatch: none where rows were multiplied
+        before they travelled."""
+        return 0 if self._model.moe_apply_probs_on_input else trips.backwards
 
     def _told(self, axis: str, counts: int, trips: _Trips) -> Iterator[Flow]:
         if not self._settings.moe_pad_expert_input_to_capacity:  # else known
@@ -172,7 +177,8 @@ class _ExpertFlows:
         axis = "ep x etp" if grid.ep > 1 and grid.etp > 1 else "ep" if grid.ep > 1 else "etp"
         both_ways = (trips.there + trips.home) * sent
         yield Flow(axis, "tokens to experts and back", both_ways * self._row)
-        yield Flow(axis, "weights of rows", trips.there * sent * topk * self._wide)
+        scores = (trips.forwards + self._weighed(trips)) * sent
+        yield Flow(axis, "weights of rows", scores * topk * self._wide)
         yield Flow(axis, "numbers of experts", trips.forwards * sent * topk * NUMBER_BYTES)
 
     def balance(self) -> Iterator[Flow]:

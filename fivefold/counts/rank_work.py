@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import prod
 
 from fivefold.config.model import ModelConfig
+from fivefold.config.reach import Reach
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.context import seen_shares
 from fivefold.counts.lengths import length_products
@@ -34,7 +35,8 @@ def kept_activations(
     stage: int,
     rows: StepRows | None,
     *,
-    joined: bool,
+    packed: bool,
+    one_call: bool,
     on_host: bool,
 ) -> float:
     """Activation bytes that one forward of a stage keeps on a rank.
@@ -44,7 +46,8 @@ def kept_activations(
         rank: rank whose bytes are counted.
         stage: index of the stage in the split.
         rows: rows of each layer in the step; None: expected rows with evenly used experts.
-        joined: whether attention joins the outputs of several documents.
+        packed: whether rows hold several documents.
+        one_call: whether one kernel attends to several documents, or chunks of them.
         on_host: whether to include offloaded bytes.
     """
     config, parts = layout.config, layout.split.stages[stage]
@@ -77,7 +80,7 @@ def kept_activations(
     small = bookkeeping_bytes(model, parts, running, smoothed=smoothed)
     layers = dict(remade_layers(layout, stage))
     copies = sum(
-        _copies(layout, layer, running, joined)
+        _copies(layout, layer, running, packed=packed, one_call=one_call)
         for layer, remade in layers.items()
         if not (remade.whole or {"core_attn", "a2a_overlap_attn"} & {*remade.modules})
     )
@@ -116,12 +119,13 @@ def _asks_for_indices(model: ModelConfig, layer: int, remade: Remade) -> bool:
     return remade.whole or not {"a2a_overlap_attn", *mlp}.isdisjoint(remade.modules)
 
 
-def _copies(layout: Layout, layer: int, running: Running, joined: bool) -> float:
+def _copies(layout: Layout, layer: int, running: Running, *, packed: bool, one_call: bool) -> float:
     """Elements per token that attention keeps twice.
 
-    Outputs of several documents are joined where no kernel takes them in one call. All-to-all
-    exchanges outputs, keys and values, and repeats keys and values if there are fewer heads than
-    ranks. Where the output projection keeps 8 bits of what it reads, attention counts its own.
+    Outputs of several documents or chunks are joined where no kernel takes them in one call.
+    All-to-all exchanges outputs, keys and values, and repeats keys and values if there are fewer
+    heads than ranks. Where the output projection keeps 8 bits of what it reads, attention counts
+    its own.
     """
     model, parallel, grid = layout.config.model, layout.config.parallel, layout.grid
     kind = parallel.cp_comm_of(layer)
@@ -129,11 +133,13 @@ def _copies(layout: Layout, layer: int, running: Running, joined: bool) -> float
     shared = running.input_bytes == running.element_bytes
     output = model.attention_size / grid.tp * (read and shared and not _is_moved(layout))
     if grid.cp == 1:
-        window = model.window_of(layer)
-        whole = window is None or window + 1 >= layout.config.training.seq_length
+        reach, length = model.reach_of(layer), layout.config.training.seq_length
+        several = packed or not Reach(chunk=reach.chunk).is_whole(length)
+        whole = Reach(reach.window).is_whole(length)
         fused = model.query_dim == model.value_dim and model.softmax_type == "vanilla"
         fused = fused and not model.attention_dropout and model.attn_logit_softcapping is None
-        return output if joined and whole and fused else 0.0
+        joined = several and not one_call and whole and fused
+        return output if joined else 0.0
     if kind not in ("a2a", "a2a+p2p"):
         return 0.0
     exchanging = grid.cp if kind == "a2a" else parallel.hierarchical_context_parallel_sizes[0]
@@ -233,7 +239,7 @@ class _Products:
         elif stops:
             passes -= sum(sizes[name] for name in sizes if self._ends(name, "layer"))
         if self._layout.config.gathers_latents(layer):
-            _, got = seen_shares(self._layout, self._cp_rank, model.window_of(layer))
+            _, got = seen_shares(self._layout, self._cp_rank, model.reach_of(layer))
             # Of all latents, in the forward; the backward projects again for dX and dW.
             around = "a2a_overlap_attn" in remade.modules  # counted with the other projections
             attends = around or "core_attn" in remade.modules

@@ -230,7 +230,7 @@ class _Volumes:
                     seen=seen_shares(
                         self.layout,
                         self.at["cp"],
-                        model.window_of(layer),
+                        model.reach_of(layer),
                         sizes[0] if kind == "a2a+p2p" else 1,
                     ),
                 )

@@ -17,7 +17,7 @@ from fivefold.description.latent import LatentDown
 from fivefold.description.layers import LayerKind, describe, describe_layer, layer_kind
 from fivefold.description.operations import Kept, Norm
 from fivefold.description.running import Running, at_place, scale_bytes
-from fivefold.description.shape import StageParts, has_final_norm, rotations
+from fivefold.description.shape import StageParts, has_final_norm, rotations, tempers
 
 
 @dataclass(frozen=True)
@@ -257,9 +257,9 @@ def bookkeeping_bytes(
 ) -> float:
     """Bytes per token of a stage that Fivefold keeps beyond the published formulas.
 
-    These are row statistics of norms, RoPE tables, and copies of labels and loss weights (with a
-    split vocabulary: of the labels' logits and their mask), and scales of 8-bit inputs. Not counted
-    are those of experts' rows, which depend on the number of rows.
+    These are row statistics of norms, tables of positions, and copies of labels and loss weights
+    (with a split vocabulary: of the labels' logits and their mask), and scales of 8-bit inputs. Not
+    counted are those of experts' rows, which depend on the number of rows.
 
     Args:
         model: the architecture.
@@ -282,6 +282,8 @@ def bookkeeping_bytes(
         for item in kept_items(model, layer, own):
             if not {*own.remade} & {*item.remade_by}:
                 size += sum(scale_bytes(own, features) for features in item.scaled)
+        if model.qk_l2_norm and model.rotates(layer) and "a2a_overlap_attn" not in own.remade:
+            size += wide * (model.num_attention_heads / tp + model.kv_heads_of(tp))
         for operation in describe_layer(model, layer).operations:
             if "a2a_overlap_attn" in {*own.remade}.intersection(operation.rerun_by):
                 continue
@@ -293,6 +295,7 @@ def bookkeeping_bytes(
                 size += norm * operation.norms
     tables = len(rotations(model, parts))
     size += tables * running.element_bytes * 1.5 * model.rotary_dim  # cos [R] and sin [R / 2]
+    size += wide * tempers(model, parts)
     if tp > 1 and model.trains_all:
         size += parts.embedding + parts.mtp
     if has_final_norm(model, parts):

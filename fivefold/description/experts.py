@@ -40,7 +40,8 @@ class RouterLinear(Operation):
         return (Kept("router_input", (wide if self._copied(running) else 0.0,), _AGAIN),)
 
     def kept_else(self, running: Running) -> tuple[Kept, ...]:
-        """The input, shared with shared experts; scores; the decision, reused by recomputation."""
+        """The input, shared with shared experts and with the product by its tokens' weights;
+        scores; the decision, reused by recomputation."""
         return (
             Kept("moe_input", (self._input(running),), self.remade_by),
             Kept("router_factors", self._factors(running), _AGAIN),
@@ -49,11 +50,13 @@ class RouterLinear(Operation):
         )
 
     def _input(self, running: Running) -> float:
-        """Bytes of the input itself: for a router, shared experts, or to make these again."""
+        """Bytes of the input itself: for a router, shared experts, or to make these again; for the
+        gradient of the weights that multiply it."""
+        multiplied = self.model.moe_apply_probs_on_input
         shared = self.read and (self.adapted or "shared_experts" in running.remade)
-        if not (shared or self.keeps_inputs(running)):
+        if not (multiplied or shared or self.keeps_inputs(running)):
             return 0.0
-        alone = not self.read and {*_AGAIN}.isdisjoint(running.remade)
+        alone = not (self.read or multiplied) and {*_AGAIN}.isdisjoint(running.remade)
         x = running.element_bytes * self.inputs / running.token_parts
         return 0.0 if alone and self._copied(running) else x
 
@@ -71,7 +74,8 @@ class RouterLinear(Operation):
         return jitter, running.by_microbatch(weight)
 
     def _scores(self, running: Running) -> float:
-        """Bytes of all scores or logits, and of those that the chosen weights come from."""
+        """Bytes of all scores or logits, of those that the chosen weights come from, and of weights
+        in the type of the tokens that they multiply."""
         model, topk = self.model, self.model.moe_router_topk
         numbers: float = self.experts
         if model.moe_router_score_function == "sigmoid":
@@ -79,7 +83,8 @@ class RouterLinear(Operation):
         elif not model.moe_router_pre_softmax:
             numbers += topk
         dropped = topk if running.experts.limits_rows else 0
-        return (running.score_bytes * numbers + dropped) / running.token_parts
+        multiplied = running.element_bytes * topk * model.moe_apply_probs_on_input
+        return (running.score_bytes * numbers + dropped + multiplied) / running.token_parts
 
     def _losses(self, running: Running) -> float:
         """Bytes for losses: scores, shares per sequence, and logits with their log-sum-exp."""
@@ -123,8 +128,10 @@ class Dispatch(Operation):
     model: ModelConfig = field(repr=False)
 
     def kept_else(self, running: Running) -> tuple[Kept, ...]:
-        """Indices of rows, kept even if recomputed; numbers of rows; dispatched rows' weights."""
+        """Indices of rows, kept even if recomputed; numbers of rows; dispatched rows' weights,
+        where rows were not multiplied before."""
         rows = running.rows(self.copies) + spare_row(running)
+        rows *= not self.model.moe_apply_probs_on_input
         return (
             Kept("row_places", (self._places(running),), stays=True),
             Kept("row_sizes", (self._elsewhere(running) + self._sizes(running),), ("moe",)),
@@ -149,8 +156,10 @@ class Dispatch(Operation):
         return _INDEX * (rows.sent + rows.stayed + arrived + again)
 
     def _elsewhere(self, running: Running) -> float:
-        """Bytes of the mask of a row's choices that are on other ranks; only with flex."""
-        if running.expert_ranks == 1 or running.dispatcher != "flex":
+        """Bytes of the mask of a row's choices that are on other ranks, for the gradients of their
+        weights; only with flex."""
+        multiplied = self.model.moe_apply_probs_on_input
+        if multiplied or running.expert_ranks == 1 or running.dispatcher != "flex":
             return 0.0
         rows = running.layer_rows(self.model)
         return self.copies * (rows.sent + rows.stayed)
@@ -217,11 +226,13 @@ class ExpertsOut(Operation):
         inputs: inner features of one expert.
         outputs: features of a row.
         copies: experts per token.
+        weighs: whether the router's weight multiplies its results.
     """
 
     inputs: int
     outputs: int
     copies: int
+    weighs: bool
 
     def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
         """Its input, already weighted."""
@@ -232,7 +243,7 @@ class ExpertsOut(Operation):
     def kept_else(self, running: Running) -> tuple[Kept, ...]:
         """The bias per row, which the gradient of the row's weight reads."""
         biased = any(len(weight.shape) == 2 for weight in self.weights)
-        added = biased * running.adds_expert_bias
+        added = biased * self.weighs * running.adds_expert_bias
         size = running.element_bytes * self.outputs * added * running.rows(self.copies)
         return (Kept("expert_fc2_bias", (size,), ("moe", "routed_experts")),)
 

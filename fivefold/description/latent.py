@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+from fivefold.config.model import ModelConfig
 from fivefold.description.operations import Kept, Operation
 from fivefold.description.running import Running
+from fivefold.description.weights import Weight, column, norm_weights, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,3 +91,43 @@ class LatentUp(Operation):
         if sequence_parallel:
             return inputs + self.shared, (1 if self.frozen else 2) * inputs + self.shared
         return 0, 2 * (inputs + self.shared)
+
+
+def latent_projections(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operation, ...]:
+    """DeepSeek-V2's MLA: normalised latents, and one rotary key shared by all heads.
+
+    `remade_by`: recomputed modules that make their input again.
+    """
+    h, bias, rank = model.hidden_size, model.add_bias_linear, model.kv_lora_rank
+    down: tuple[Weight, ...] = ()
+    up = column("self_attn.q_proj", h, model.q_size, bias)
+    if model.q_lora_rank is not None:
+        down = (
+            *whole("self_attn.q_a_proj", h, model.q_lora_rank, bias),
+            *norm_weights("self_attn.q_a_layernorm", model, model.q_lora_rank),
+        )
+        up = column("self_attn.q_b_proj", model.q_lora_rank, model.q_size, bias)
+    down += whole("self_attn.kv_a_proj", h, rank + model.qk_pos_emb_head_dim, bias)
+    down += norm_weights("self_attn.kv_a_layernorm", model, rank)
+    unrotated = model.num_attention_heads * model.qk_head_dim
+    up += column("self_attn.kv_b_proj", rank, unrotated + model.v_size, bias)
+    return (
+        LatentDown(
+            "qkv",
+            down,
+            ("a2a_overlap_attn",),
+            inputs=h,
+            norms=1 if model.q_lora_rank is None else 2,
+            remade_by=remade_by,
+        ),
+        LatentUp(
+            "mla_up",
+            up,
+            ("mla_up_proj", "a2a_overlap_attn"),
+            latents=(model.q_lora_rank or 0) + rank,
+            keys=rank,
+            uncompressed=h if model.q_lora_rank is None else 0,
+            shared=model.qk_pos_emb_head_dim,
+            outputs=model.q_size + model.k_size + model.v_size,
+        ),
+    )

@@ -18,7 +18,7 @@ from fivefold.description.experts import (
     RouterLinear,
     SharedOut,
 )
-from fivefold.description.latent import LatentDown, LatentUp
+from fivefold.description.latent import latent_projections
 from fivefold.description.lora import Adapters, Rescaled, with_adapters
 from fivefold.description.operations import (
     Activation,
@@ -166,13 +166,13 @@ def describe_layer(model: ModelConfig, layer: int) -> Layer:
 
 def _attention(model: ModelConfig) -> tuple[Operation, ...]:
     h, heads = model.hidden_size, model.num_attention_heads
-    latent = model.multi_latent_attention
+    latent, before = model.multi_latent_attention, _makes_input(model, "a2a_overlap_attn")
     sinks: tuple[Weight, ...] = ()
     if model.softmax_type == "learnable":
         sinks = (Weight("self_attn.sinks.weight", (heads,), split=0),)
     return (
         *_norm_before("attn_norm", "input_layernorm", model, "a2a_overlap_attn"),
-        *(_latent_projections(model) if latent else _projections(model)),
+        *(latent_projections(model, before) if latent else _projections(model, before)),
         CoreAttention(
             "core_attn",
             sinks,
@@ -195,7 +195,8 @@ def _attention(model: ModelConfig) -> tuple[Operation, ...]:
     )
 
 
-def _projections(model: ModelConfig) -> tuple[Operation, ...]:
+def _projections(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operation, ...]:
+    """`remade_by`: recomputed modules that make their input again."""
     h, bias = model.hidden_size, model.qkv_bias
     queries, keys = model.num_attention_heads, model.num_kv_heads
     weights = (
@@ -205,7 +206,6 @@ def _projections(model: ModelConfig) -> tuple[Operation, ...]:
     )
     outputs = model.q_size + model.k_size + model.v_size
     again = ("a2a_overlap_attn",)
-    remade_by = _makes_input(model, *again)
     qkv = ColumnLinear("qkv", weights, again, inputs=h, outputs=outputs, remade_by=remade_by)
     if not model.qk_layernorm:
         return (qkv,)
@@ -216,43 +216,6 @@ def _projections(model: ModelConfig) -> tuple[Operation, ...]:
         scales = [Weight(name, (size,), 0, heads) for name, size, heads in sizes]
     size, heads, together = model.q_size + model.k_size, (queries, keys), model.norms_together
     return qkv, Norm("qk_norm", tuple(scales), again, features=size, heads=heads, together=together)
-
-
-def _latent_projections(model: ModelConfig) -> tuple[Operation, ...]:
-    """DeepSeek-V2's MLA: normalised latents, and one rotary key shared by all heads."""
-    h, bias, rank = model.hidden_size, model.add_bias_linear, model.kv_lora_rank
-    down: tuple[Weight, ...] = ()
-    up = column("self_attn.q_proj", h, model.q_size, bias)
-    if model.q_lora_rank is not None:
-        down = (
-            *whole("self_attn.q_a_proj", h, model.q_lora_rank, bias),
-            *norm_weights("self_attn.q_a_layernorm", model, model.q_lora_rank),
-        )
-        up = column("self_attn.q_b_proj", model.q_lora_rank, model.q_size, bias)
-    down += whole("self_attn.kv_a_proj", h, rank + model.qk_pos_emb_head_dim, bias)
-    down += norm_weights("self_attn.kv_a_layernorm", model, rank)
-    unrotated = model.num_attention_heads * model.qk_head_dim
-    up += column("self_attn.kv_b_proj", rank, unrotated + model.v_size, bias)
-    return (
-        LatentDown(
-            "qkv",
-            down,
-            ("a2a_overlap_attn",),
-            inputs=h,
-            norms=1 if model.q_lora_rank is None else 2,
-            remade_by=_makes_input(model, "a2a_overlap_attn"),
-        ),
-        LatentUp(
-            "mla_up",
-            up,
-            ("mla_up_proj", "a2a_overlap_attn"),
-            latents=(model.q_lora_rank or 0) + rank,
-            keys=rank,
-            uncompressed=h if model.q_lora_rank is None else 0,
-            shared=model.qk_pos_emb_head_dim,
-            outputs=model.q_size + model.k_size + model.v_size,
-        ),
-    )
 
 
 def _mlp_norm(model: ModelConfig, *again: str) -> tuple[Norm, ...]:
@@ -313,6 +276,7 @@ def _experts(model: ModelConfig) -> tuple[Operation, ...]:
     assert model.num_experts is not None
     h, experts, copies = model.hidden_size, model.num_experts, model.moe_router_topk
     inner, widths = model.expert_ffn_size, _gates(model)
+    weighs = not model.moe_apply_probs_on_input
     each = mlp_weights("mlp.experts", model, inner)
     first, last = (tuple(of_experts(weight, experts) for weight in part) for part in each)
     router = whole("mlp.router", h, experts, model.add_bias_linear)
@@ -346,7 +310,9 @@ def _experts(model: ModelConfig) -> tuple[Operation, ...]:
             copies=copies,
             remade_by=("moe", "routed_experts"),
         ),
-        ExpertsOut("expert_fc2", last, ("moe",), inputs=inner, outputs=h, copies=copies),
+        ExpertsOut(
+            "expert_fc2", last, ("moe",), inputs=inner, outputs=h, copies=copies, weighs=weighs
+        ),
         *(_shared_experts(model) if model.shared_ffn_size else ()),
         *_end(model),
     )

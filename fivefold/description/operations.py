@@ -273,7 +273,8 @@ class CoreAttention(Operation):
         return self.sent_latent if self.sent_latent and gathered else whole
 
     def kept_else(self, running: Running) -> tuple[Kept, ...]:
-        """Queries, keys and values or their latents; softmax statistics or unfused scores; output.
+        """Queries, keys and values or their latents, and what a norm keeps of them beside;
+        softmax statistics or unfused scores; output.
 
         The output is also the input of the output projection.
         """
@@ -298,7 +299,9 @@ class CoreAttention(Operation):
             "core_attn",
             held_by="attn_proj" if self.shares_output else "",
         )
-        return Kept("core_attn", attended, remade), scores, result
+        normed = attended[:2] if running.normed_twice == (True,) else ()
+        beside = Kept("normed_heads", normed, again)
+        return Kept("core_attn", attended, remade), beside, scores, result
 
     def _scores(self, running: Running) -> float:
         model, element = self.model, running.element_bytes

@@ -1,5 +1,6 @@
 """How a layer is run, as far as its memory and cost depend on it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
 
@@ -43,6 +44,8 @@ class Running:
         microbatch_rows: sequences that pass a layer at once on this rank.
         latents_gathered: whether context-parallel ranks gather latents, not keys and values: one
             entry for all layers, or one per layer, repeated; empty: never.
+        normed_twice: whether queries and keys that are normalised without weights are kept beside
+            those that attention keeps: one entry, or one per layer; empty: never.
     """
 
     seq_length: int
@@ -65,6 +68,7 @@ class Running:
     microbatch_tokens: float = inf
     microbatch_rows: int = 1
     latents_gathered: tuple[bool, ...] = ()
+    normed_twice: tuple[bool, ...] = ()
 
     @classmethod
     def of(
@@ -97,14 +101,19 @@ class Running:
             microbatch_tokens=tokens,
             microbatch_rows=training.micro_batch_size,
             latents_gathered=gathers if any(gathers) else (),
+            normed_twice=tuple(_normed_twice(config)),
         )
 
     def of_layer(self, layer: int) -> "Running":
         """The same for one layer, where settings differ between layers."""
-        if len(self.latents_gathered) < 2:
+        if len(self.latents_gathered) < 2 and len(self.normed_twice) < 2:
             return self
-        gathers = self.latents_gathered[layer % len(self.latents_gathered)]
-        return replace(self, latents_gathered=(gathers,))
+
+        def its(layers: tuple[bool, ...]) -> tuple[bool, ...]:
+            return layers and (layers[layer % len(layers)],)
+
+        gathered, twice = its(self.latents_gathered), its(self.normed_twice)
+        return replace(self, latents_gathered=gathered, normed_twice=twice)
 
     @property
     def gathers_latents(self) -> bool:
@@ -227,6 +236,20 @@ def scale_bytes(running: Running, features: float) -> float:
         blocks = features * max(ceil(running.microbatch_tokens / running.scale_rows), 1)
     size = _EXPONENT if running.scale_rows == SCALE_ROWS["mxfp8"] else _SCALE
     return running.by_microbatch(size * blocks)
+
+
+def _normed_twice(config: Config) -> Iterator[bool]:
+    """Whether ranks exchange the heads of a layer, or move them to host memory, by layer."""
+    model, parallel = config.model, config.parallel
+    if not model.qk_l2_norm:
+        return
+    features = model.q_size / parallel.tensor_model_parallel_size
+    size = config.rank_tokens * ELEMENT_BYTES[config.training.precision] * features
+    moved = "core_attn" in config.memory.moved_items
+    moved = moved and size >= config.memory.min_offloaded_tensor_size
+    for layer in range(model.num_layers):
+        exchanged = parallel.context_parallel_size > 1 and "a2a" in parallel.cp_comm_of(layer)
+        yield model.rotates(layer) and (moved or exchanged)
 
 
 def _padded(config: Config, tokens: float) -> LayerRows | None:

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from fivefold.config.model import ModelConfig
+from fivefold.config.reach import Reach
 from fivefold.description.layers import LayerKind, describe, describe_layer, layer_kind
 from fivefold.description.operations import CoreAttention
 from fivefold.description.prediction import PredictionInput
@@ -119,6 +120,11 @@ def rotations(model: ModelConfig, parts: StageParts) -> frozenset[bool]:
     """Of the layers of a stage that RoPE turns: whether they have a base of their own."""
     rotated = filter(model.rotates, all_layers(model, parts))
     return frozenset(turns_locally(model, layer) for layer in rotated)
+
+
+def tempers(model: ModelConfig, parts: StageParts) -> bool:
+    """Whether layers of a stage multiply queries by factors of their positions."""
+    return model.attn_temperature_tuning and not all(map(model.rotates, all_layers(model, parts)))
 
 
 def turns_locally(model: ModelConfig, layer: int) -> bool:
@@ -263,30 +269,23 @@ def forward_flops(
 
     2 x weights of the linear layers (including router, chosen experts and output layer), plus per
     layer 2 x keys attended x heads x (key + value features of a head). The mean number of keys is
-    half the sequence if causal, fewer with a window. The output layer runs once per predicted
-    token.
+    half the sequence if causal, fewer with a window or chunks. The output layer runs once per
+    predicted token.
     """
     parts = parts or whole_model(model)
-    weights, per_key = 0, defaultdict[int | None, int](int)
+    weights, per_key = 0, defaultdict[Reach, int](int)
     for kind, count in kinds_of(model, all_layers(model, parts)).items():
         weights += _size(model, kind, active=True, multiplied=True) * count
     for layer in all_layers(model, parts):
         core = describe_layer(model, layer).one(CoreAttention)
-        per_key[model.window_of(layer)] += core.flops_per_key
+        per_key[model.reach_of(layer)] += core.flops_per_key
     if parts.head:
         weights += (1 + model.mtp_num_layers) * model.padded_vocab_size * model.hidden_size
     scores = sum(
-        count * mean_keys(window, seq_length, causal=causal) for window, count in per_key.items()
+        count * (reach.mean_keys(seq_length) if causal else seq_length)
+        for reach, count in per_key.items()
     )
     return Flops(2 * weights, int(scores))
-
-
-def mean_keys(window: int | None, seq_length: int, *, causal: bool = True) -> float:
-    """Mean number of keys a query sees: half of all, or fewer with a window."""
-    if not causal:
-        return seq_length
-    window = min(window or seq_length, seq_length)
-    return window - window**2 / (2 * seq_length)
 
 
 def training_flops(

@@ -105,7 +105,7 @@ class _MovingSecond:
     host: "Host"
 
     def __call__(
-        self, experts: Experts, inner: Sequence[Tensor], weights_R: Tensor, rows_E: Tensor
+        self, experts: Experts, inner: Sequence[Tensor], weights_R: Tensor | None, rows_E: Tensor
     ) -> Tensor:
         """[R, F] each -> [R, H]."""
         made_RF = self.host.moving(experts.activate)(inner, weights_R)

@@ -187,7 +187,7 @@ class _Discarded:
 
 
 def _second_again(
-    experts: Experts, inner: Sequence[Tensor], weights_R: Tensor, rows_E: Tensor
+    experts: Experts, inner: Sequence[Tensor], weights_R: Tensor | None, rows_E: Tensor
 ) -> Tensor:
     """The `second` seam: discards the activation's output."""
     made_RF = experts.activate(inner, weights_R)

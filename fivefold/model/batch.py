@@ -1,7 +1,7 @@
 """Model inputs of one microbatch: B rows of S tokens, flattened row by row to T = B * S."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fivefold.config.reach import Reach
 from fivefold.model.shards import MicrobatchShare
 
 
@@ -17,21 +18,23 @@ class Documents:
     """Document boundaries, when a row packs several documents.
 
     Attributes:
-        ids_BS: index of each token's document in its row, non-decreasing along the row.
         starts: offset of each document in the T tokens, then T; on the host, so that no kernel
             launch waits for the device.
+        rows: number of rows.
+        device: where the tokens are.
     """
 
-    ids_BS: Tensor
     starts: tuple[int, ...]
+    rows: int
+    device: torch.device = torch.device("cpu")
 
     @cached_property
     def starts_C(self) -> Tensor:
-        """`starts` as int32 on the device of `ids_BS`; the host does not wait for the copy."""
+        """`starts` as int32 on the device; the host does not wait for the copy."""
         host = torch.tensor(self.starts, dtype=torch.int32)
-        if not self.ids_BS.is_cuda:
+        if self.device.type != "cuda":
             return host
-        return host.pin_memory().to(self.ids_BS.device, non_blocking=True)
+        return host.pin_memory().to(self.device, non_blocking=True)
 
     @property
     def lengths(self) -> list[int]:
@@ -44,8 +47,9 @@ class Documents:
         return max(self.lengths)
 
     def prepare(self) -> None:
-        """Work out what layers ask for, which a compiled one cannot."""
-        _ = self.starts_C, self.longest
+        """Work out what layers ask for on a GPU, which a compiled one cannot."""
+        if self.device.type == "cuda":
+            _ = self.starts_C, self.longest
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +86,7 @@ class Batch:
     further_labels: Tensor | None = None
     further_weights: Tensor | None = None
     part: MicrobatchShare | None = None
+    _chunks: dict[int, Documents] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def num_further(self) -> int:
@@ -105,7 +110,25 @@ class Batch:
         starts = begins_BS.flatten().nonzero().flatten().tolist()
         if len(starts) == len(self.documents):
             return None
-        return Documents(self.documents, (*starts, self.documents.numel()))
+        starts.append(self.documents.numel())
+        return Documents(tuple(starts), len(self.documents), self.documents.device)
+
+    def chunks_of(self, size: int | None) -> Documents | None:
+        """Chunks of the documents of the rows, or None if every row is one chunk.
+
+        Args:
+            size: most tokens of a chunk, of which a document's first starts with it; None: any.
+        """
+        rows, length = self.token_ids.shape
+        if size is None or (self.packing is None and size >= length):
+            return self.packing
+        if size not in self._chunks:
+            whole = range(0, rows * length + 1, length)
+            documents = whole if self.packing is None else self.packing.starts
+            found = Documents(Reach(chunk=size).starts(documents), rows, self.token_ids.device)
+            found.prepare()
+            self._chunks[size] = found
+        return self._chunks[size]
 
     def divided(self, part: MicrobatchShare) -> "Batch":
         """One rank's part of a whole microbatch."""
@@ -236,17 +259,17 @@ def _places(batches: Sequence[Batch]) -> dict[torch.dtype, list[tuple[int, str]]
 
 def _tensors(batch: Batch) -> Iterator[tuple[str, Tensor]]:
     """The fields of a batch that are tensors."""
-    for field in fields(batch):
-        value = getattr(batch, field.name)
+    for each in fields(batch):
+        value = getattr(batch, each.name)
         if isinstance(value, Tensor):
-            yield field.name, value
+            yield each.name, value
 
 
 def _moved(batch: Batch, tensors: Mapping[str, Any]) -> Batch:
     there = replace(batch, **tensors)
     packing = batch.packing
     if packing is not None and there.documents is not None:
-        packing = replace(packing, ids_BS=there.documents)
+        packing = replace(packing, device=there.documents.device)
         packing.prepare()
     there.__dict__["packing"] = packing
     return there

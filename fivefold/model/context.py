@@ -31,6 +31,8 @@ class Context:
         first_ids_B: run-wide id of the first token of each row of the microbatch, ascending.
         step: optimizer step.
         layer: dropout of the layer that runs.
+        chunks: what `packing` is for layers that attend within chunks of documents.
+        temperature: factors of queries without RoPE by position, [B, S, 1, 1]; None: all 1.
     """
 
     rows: int
@@ -44,6 +46,8 @@ class Context:
     first_ids_B: Tensor
     step: int
     layer: LayerDropout = LayerDropout()
+    chunks: Documents | None = None
+    temperature: Tensor | None = None
 
     @property
     def microbatch_rows(self) -> int:

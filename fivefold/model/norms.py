@@ -46,6 +46,32 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None
 
 
+def unit_norm(x: Tensor, epsilon: float) -> Tensor:
+    """x divided by its root mean square over the last dim; statistics in at least fp32."""
+    y: Tensor = _UnitNorm.apply(x, epsilon)
+    return y
+
+
+class _UnitNorm(torch.autograd.Function):
+    """Saves what it makes, which attention keeps anyway, rather than what it reads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, epsilon: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean_square = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).unsqueeze(-1)
+        scale = mean_square.add_(epsilon).rsqrt_()
+        y = result((wide * scale).to(x.dtype))
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None]:
+        y, scale = ctx.saved_tensors
+        grad, normed = grad_y.to(scale.dtype), y.to(scale.dtype)
+        mean = torch.linalg.vecdot(grad, normed).div_(y.shape[-1]).unsqueeze(-1)
+        return grad.addcmul(normed, mean, value=-1.0).mul_(scale).to(grad_y.dtype), None
+
+
 class LayerNorm(nn.Module):
     """Layer normalisation over the last dim, with a bias or without.
 

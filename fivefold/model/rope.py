@@ -7,6 +7,7 @@ Of R rotary features, feature i is paired with feature i + R/2, as in Hugging Fa
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import ceil, floor, log, pi
+from sys import float_info
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ def frequencies(
         return plain
     turns_in_context = model.rope_original_max_position_embeddings * plain / (2 * pi)
     low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
-    kept = ((turns_in_context - low) / (high - low)).clamp(0.0, 1.0)
+    # Where both are one number, as in Llama 4 Scout, each frequency is kept, or stretched fully.
+    kept = ((turns_in_context - low) / max(high - low, float_info.min)).clamp(0.0, 1.0)
     return plain * (kept + (1.0 - kept) / model.rope_scaling_factor)
 
 
@@ -82,6 +84,17 @@ def score_scale(model: ModelConfig) -> float:
 
 def _growth(model: ModelConfig, share: float) -> float:
     return 1.0 + 0.1 * share * log(max(model.rotary_scaling_factor, 1.0))
+
+
+def temperature(model: ModelConfig, positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
+    """Factors [B, S, 1, 1] of queries without RoPE (`attn_temperature_tuning`), in at least fp32.
+
+    Scalable softmax (Nakanishi 2025), in the steps of Llama 4: attention of later tokens, over more
+    keys, stays as sharp.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    steps = ((positions_BS + 1) // model.floor_scale).to(wide)
+    return steps.log1p_().mul_(model.attn_scale).add_(1.0)[:, :, None, None]
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fivefold.config.reach import Reach
 from fivefold.model.attention.blocks import Block, Sight, Span, common, cut, joined
 
 
@@ -31,12 +32,12 @@ class Shards:
         seen = self._once(("seen", target), lambda: self.sight.seen(self.chunks[target]))
         return self._once(("sent", source, target), lambda: common(self.chunks[source], seen))
 
-    def seeing(self, window: int | None) -> "Shards":
-        """The same split with another attention window."""
-        if window == self.sight.window:
+    def seeing(self, reach: Reach) -> "Shards":
+        """The same split of whole documents for a layer that attends so far back."""
+        sight = Sight.of(self.sight.starts, reach)
+        if sight == self.sight:
             return self
-        sight = replace(self.sight, window=window)
-        return self._once(("seeing", window), lambda: Shards(self.rows, sight, self.chunks))
+        return self._once(("seeing", reach), lambda: Shards(self.rows, sight, self.chunks))
 
     def merged(self, inner: int) -> "Shards":
         """The split over groups of `inner` consecutive ranks, each group as one rank."""
@@ -72,6 +73,6 @@ class MicrobatchShare:
         """The spans of a row on this rank."""
         return self.shards.chunks[self.rank]
 
-    def seeing(self, window: int | None) -> "MicrobatchShare":
+    def seeing(self, reach: Reach) -> "MicrobatchShare":
         """See `Shards.seeing`."""
-        return replace(self, shards=self.shards.seeing(window))
+        return replace(self, shards=self.shards.seeing(reach))

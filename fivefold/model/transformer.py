@@ -13,7 +13,13 @@ from torch import Tensor, nn
 
 from fivefold.config.experts import ExpertsConfig
 from fivefold.config.model import ModelConfig
-from fivefold.description.shape import StageParts, has_final_norm, rotations, whole_model
+from fivefold.description.shape import (
+    StageParts,
+    has_final_norm,
+    rotations,
+    tempers,
+    whole_model,
+)
 from fivefold.model.batch import Batch
 from fivefold.model.caps import capped
 from fivefold.model.context import Context
@@ -26,7 +32,7 @@ from fivefold.model.moe.layer import MoE
 from fivefold.model.moe.routing import Decisions
 from fivefold.model.norms import LayerNorm, RMSNorm, make_norm
 from fivefold.model.prediction import FurtherToken, objective, targets
-from fivefold.model.rope import Rotary
+from fivefold.model.rope import Rotary, temperature
 from fivefold.model.sequence_slices import KeysAndValues
 
 
@@ -203,20 +209,7 @@ class Stage(nn.Module):
         if self.embed_tokens is not None:
             x_TH = self._embed(batch, dropout)
         assert x_TH is not None, "a stage without the embedding needs the hidden states before it"
-        rotary = self.rotary.tables(batch.positions, x_TH.dtype, self.fuses_rope)
-        routes = self.model.num_experts is not None
-        context = Context(
-            len(batch.tokens),
-            rotary,
-            batch.packing,
-            dropout,
-            batch.part,
-            sequence,
-            Decisions() if routing is None else routing,
-            self.shard_tokens(batch.own_token_ids.flatten()) if routes else None,
-            batch.token_ids[:, 0],
-            batch.step,
-        )
+        context = _context(self, batch, x_TH.dtype, dropout, sequence, routing)
         return self.through([*self.layers.values()], x_TH, context), context
 
     def _states(self, x_TH: Tensor, context: Context, batch: Batch) -> list[Tensor]:
@@ -246,6 +239,39 @@ class Stage(nn.Module):
         ids_T = batch.own_token_ids.flatten()
         rows = self.shard_tokens(ids_T), ids_T
         return Dropout(self.seed, batch.step, *rows, batch.token_ids, self.fuses_dropout)
+
+
+def _context(
+    stage: Stage,
+    batch: Batch,
+    dtype: torch.dtype,
+    dropout: Dropout | None,
+    sequence: KeysAndValues | None,
+    routing: Decisions | None,
+) -> Context:
+    """What the layers of a stage need to know of a microbatch."""
+    model = stage.model
+    routes = model.num_experts is not None
+    return Context(
+        len(batch.tokens),
+        stage.rotary.tables(batch.positions, dtype, stage.fuses_rope),
+        batch.packing,
+        dropout,
+        batch.part,
+        sequence,
+        Decisions() if routing is None else routing,
+        stage.shard_tokens(batch.own_token_ids.flatten()) if routes else None,
+        batch.token_ids[:, 0],
+        batch.step,
+        chunks=batch.chunks_of(model.attention_chunk_size),
+        temperature=_temperature(stage, batch.positions, dtype),
+    )
+
+
+def _temperature(stage: Stage, positions_BS: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Factors of queries by position, if layers of the stage have some."""
+    tempered = tempers(stage.model, stage.parts)
+    return temperature(stage.model, positions_BS, dtype) if tempered else None
 
 
 def _for_head(model: ModelConfig, states: list[Tensor]) -> list[Tensor]:

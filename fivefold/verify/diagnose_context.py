@@ -51,7 +51,7 @@ def losses_by_mistake(
             shards = _shards(config, batch)
             for module in wrong:
                 kind = kinds[module.layer % len(kinds)]
-                seen = shards.seeing(config.model.window_of(module.layer))
+                seen = shards.seeing(config.model.reach_of(module.layer))
                 module.kernel = mistakes[kind](seen, _inner_size(config, kind), batch.token_ids)
             total += _loss(model, [batch])
         for module in wrong:

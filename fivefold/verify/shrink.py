@@ -43,9 +43,9 @@ def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
     A model of more than 2 M parameters gets fewer and narrower layers and fewer experts; a batch of
     more than 8,192 tokens gets fewer and shorter sequences. What parallelism divides stays
     divisible as before, stages stay uneven or empty, KV heads stay fewer than tp, layers with and
-    without experts both remain, and windows end within sequences. The optimizer takes large,
-    well-conditioned steps: with AdamW's usual epsilon, a gradient that is zero up to rounding would
-    move its weight by a visible, meaningless amount.
+    without experts both remain, and windows and chunks end within sequences. The optimizer takes
+    large, well-conditioned steps: with AdamW's usual epsilon, a gradient that is zero up to
+    rounding would move its weight by a visible, meaningless amount.
     """
     config, changes = layout.config.with_batch(), list[str]()
     world_size = layout.grid.world_size
@@ -345,19 +345,25 @@ def _exchanging(config: Config) -> int:
     return lcm(*(sizes.get(kind, 1) for kind in parallel.cp_comm_type))
 
 
+def _reaches(model: ModelConfig, length: int, before: int) -> dict[str, int | None]:
+    """Windows, chunks, and steps of the temperature, in the same relation to sequences."""
+    tempered = ("floor_scale",) if model.attn_temperature_tuning else ()
+    found = {n: getattr(model, n) for n in ("window_size", "attention_chunk_size", *tempered)}
+    return {n: tokens and max(1, tokens * length // before) for n, tokens in found.items()}
+
+
 def _fewer_tokens(layout: Layout, config: Config) -> Config:
     """Short sequences, and the fewest microbatches in the same relation to the pipeline."""
     training, tp = config.training, config.parallel.tensor_model_parallel_size
-    cp, window = config.parallel.context_parallel_size, config.model.window_size
+    cp = config.parallel.context_parallel_size
     slices = config.parallel.num_sequence_slices
     length = min(training.seq_length, lcm(32, 2 * cp * tp if cp > 1 else tp) * slices)
-    window = window and max(1, window * length // training.seq_length)
     each, most = min(training.micro_batch_size, 2), layout.num_microbatches
     few = min(most, max(2, 2 * layout.grid.pp))
     for count in range(few, most + 1):
         smaller = config.with_values(
             seq_length=length,
-            window_size=window,
+            **_reaches(config.model, length, training.seq_length),
             micro_batch_size=each,
             global_batch_size=each * count * layout.grid.dp,
         )

@@ -40,6 +40,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "activation_func": "quick_gelu",
         "activation_func_clamp_value": 1.0,
     },
+    "chunked": {
+        "qk_l2_norm": True,
+        "attention_chunk_size": 5,
+        "no_rope_freq": "2",
+        "attn_temperature_tuning": True,
+        "floor_scale": 3,
+    },
     "neox": {
         "normalization": "LayerNorm",
         "rotary_percent": 0.5,

@@ -29,6 +29,11 @@ LATENT = {
     "qk_pos_emb_head_dim": 4,
     "v_head_dim": 5,
 }
+WEIGHED = {
+    "moe_apply_probs_on_input": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_topk": 1,
+}
 DROPS = {"moe_expert_capacity_factor": 0.7}
 PADS = DROPS | {"moe_pad_expert_input_to_capacity": True}
 BALANCED = {
@@ -70,6 +75,19 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
     "one rank, jitter": (1, ALONE, {"moe_input_jitter_eps": 0.1, "moe_router_dtype": "fp64"}),
     "one rank, biases": (1, PLAIN, {}),
+    "one rank, inputs weighed": (1, PLAIN | WEIGHED, DROPS),
+    "inputs weighed, wide router": (
+        2,
+        ALONE | WEIGHED,
+        {"ep": 2, "precision": "bf16", "moe_router_dtype": "fp32"},
+    ),
+    "inputs weighed, parts": (4, WEIGHED, {"ep": 2, "etp": 2, "dispatcher": "flex"}),
+    "inputs weighed, moe again": (
+        2,
+        WEIGHED,
+        {"ep": 2, "dispatcher": "allgather", **_again("moe")},
+    ),
+    "inputs weighed, padded": (2, WEIGHED, {"ep": 2, **PADS, **_again("moe_act", "layernorm")}),
     "alltoall": (2, {}, {"ep": 2}),
     "alltoall of 4": (4, {}, {"ep": 4, "tp": 2}),
     "alltoall, parts": (4, GATED, {"ep": 2, "etp": 2}),

@@ -203,8 +203,8 @@ MODELS = [
     layout(
         "RoPE bounds",
         "--use-rope-scaling --rope-high-freq-factor 0.5",
-        "rope_high_freq_factor must be larger",
-        "0.5 <= 1.0",
+        "rope_high_freq_factor must not be less",
+        "0.5 < 1.0",
     ),
     Case(
         "beyond learned positions",

@@ -197,7 +197,7 @@ def _experts(config: ModelConfig, name: str, value: Tensor) -> dict[str, Tensor]
     place, _, of = name.rpartition(".experts.")
     kind = "bias" if of.endswith("_bias") else "weight"
     alternating = config.activation_func == "quick_gelu"
-    if alternating and kind == "weight":
+    if (alternating or config.moe_apply_probs_on_input) and kind == "weight":
         value = value.transpose(1, 2)
     if of.startswith("down_proj"):
         return {f"{place}.experts.down_proj.{kind}": value}
@@ -217,7 +217,7 @@ def _in_halves(config: ModelConfig, name: str, value: Tensor) -> Tensor:
     return value
 
 
-_PAIRS = ("glm", "glm4", "ernie4_5", "ernie4_5_moe", "cohere", "cohere2")
+_PAIRS = ("glm", "glm4", "ernie4_5", "ernie4_5_moe", "cohere", "cohere2", "llama4_text")
 _NAMES = {
     "transformer.": "model.",
     "gpt_neox.": "model.",
@@ -240,6 +240,7 @@ _NAMES = {
     "self_attn.dense.": "self_attn.o_proj.",
     "kv_a_proj_with_mqa.": "kv_a_proj.",
     "self_attn.sinks": "self_attn.sinks.weight",
+    "feed_forward.": "mlp.",
     "mlp.gate.": "mlp.router.",
     "block_sparse_moe.": "mlp.",
     "mlp.shared_expert.": "mlp.shared_experts.",

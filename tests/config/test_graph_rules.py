@@ -18,6 +18,7 @@ GRAPH = {"cuda_graph_impl": "local", "reset_attention_mask": False, "global_batc
 SHARDED = {"data_parallel_sharding_strategy": "optim_grads_params"}
 REFUSED: dict[str, tuple[dict[str, Any], int]] = {
     "reset_attention_mask": ({"reset_attention_mask": True}, 1),
+    "attention_chunk_size": ({"attention_chunk_size": 8}, 1),
     "hidden_dropout": ({"hidden_dropout": 0.1}, 1),
     "attention_dropout": ({"attention_dropout": 0.1}, 1),
     "lora_dropout": ({"lora_rank": 4, "lora_dropout": 0.1}, 1),

@@ -18,6 +18,9 @@ from fivefold.config.huggingface.generic import WITHOUT_EFFECT
 from fivefold.config.model import ModelConfig
 from fivefold.description.shape import count_parameters
 from fivefold.errors import ConfigError
+from fivefold.model.context import Context
+from fivefold.model.moe.layer import MoE
+from fivefold.model.transformer import Stage
 from tests.config.oracle import (
     LENGTH,
     both_gradients,
@@ -28,6 +31,7 @@ from tests.config.oracle import (
     our_logits,
 )
 from tests.config.published import PUBLISHED
+from tests.model.models import batch_of
 from tests.verify.cases import chosen
 
 _SIZES = {
@@ -138,6 +142,18 @@ TINY: Mapping[str, dict[str, Any]] = {
     | {"num_key_value_heads": 2, "head_dim": 12, "num_local_experts": 4, "rotary_dim": 6},
     "deepseek_v2": _LATENTS,
     "deepseek_v3": _LATENTS,
+    "llama4_text": _SIZES
+    | {
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "intermediate_size_mlp": 40,
+        "interleave_moe_layer_step": 2,
+        "num_local_experts": 4,
+        "attention_chunk_size": 7,
+        "floor_scale": 5,
+        "pad_token_id": None,
+    },
 }
 
 _LLAMA3 = {
@@ -293,6 +309,14 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "moe_layer_end_index": [-1, 0, 1, 5],
     "moe_layer_interval": [1, 2, 3],
     "moe_norm_min": [1e-12, 0.5],
+    "intermediate_size_mlp": [24, 56],
+    "moe_layers": [None, [], [0], [1, 0], [1, 7]],
+    "interleave_moe_layer_step": [1, 3, 9],
+    "attention_chunk_size": [None, 0, 1, 5, 8, 64],
+    "attn_temperature_tuning": [True, False, 4, 0],
+    "floor_scale": [1, 3, 64],
+    "attn_scale": [0.0, 0.5, -0.1],
+    "router_jitter_noise": [0.0, 0.5],
     "qkv_bias": _SWITCH,
     "use_qkv_bias": _SWITCH,
     "qk_layernorm": _SWITCH,
@@ -557,6 +581,30 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
         {"rotary_dim": None, "num_experts_per_tok": 3, "tie_word_embeddings": True, **_YARN},
     ),
     "dots1, some windows": ("dots1", {"sliding_window": 5, "max_window_layers": 1}),
+    "llama4, experts in all layers, stretched": (
+        "llama4_text",
+        {
+            "interleave_moe_layer_step": 1,
+            "no_rope_layers": [1, 0, 0, 1, 1],
+            "rope_scaling": {**_LLAMA3, "high_freq_factor": 1.0},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama4, listed layers, no norms": (
+        "llama4_text",
+        {
+            "moe_layers": [0, 4],
+            "use_qk_norm": False,
+            "attention_chunk_size": None,
+            "attn_scale": 0.7,
+            "attn_temperature_tuning": True,
+        },
+    ),
+    "llama4, YaRN before norms, one chunk": (
+        "llama4_text",
+        {"attention_chunk_size": 24, "attn_temperature_tuning": False, **_YARN},
+    ),
+    "llama4, no experts": ("llama4_text", {"moe_layers": [], "attention_chunk_size": 2}),
     "gpt_oss, small numbers": ("gpt_oss", {"swiglu_limit": 0.3, "sliding_window": 4}),
 }
 
@@ -579,6 +627,25 @@ def test_logits_and_gradients_are_those_of_transformers(case: str) -> None:
         scale = true[name.replace("k_proj", "q_proj") if vanishes else name].abs().max()
         assert (grad - true[name]).abs().max() <= 1e-12 * scale, name
     assert all(not grad.any() for name, grad in true.items() if name not in found)
+
+
+def test_tokens_are_multiplied_by_their_weights_as_in_transformers_to_the_bit() -> None:
+    """In bf16, in which the weight is rounded before the product, not after it."""
+    fields = {"model_type": "llama4_text"} | TINY["llama4_text"]
+    theirs, ours = oracle(fields).bfloat16(), from_hf_config(fields)
+    mixture = Stage(ours).bfloat16().eval().layers["1"].mlp
+    assert isinstance(mixture, MoE)
+    router = theirs.model.layers[1].feed_forward.router
+    with torch.no_grad():
+        mixture.router.weight.copy_(router.weight)
+        x_TH = torch.randn(64, 32, generator=torch.Generator().manual_seed(3)).bfloat16()
+        scores_TE, _ = router(x_TH)
+        read: list[torch.Tensor] = []
+        mixture.dispatch = lambda x_TH, *_: read.append(x_TH) or x_TH  # type: ignore[func-returns-value]
+        batch = batch_of(ours, [[64]])
+        context = Context(1, {}, None, None, None, None, {}, None, batch.token_ids[:, 0], 0)
+        mixture(x_TH, context)
+    assert torch.equal(read[0], x_TH * scores_TE.max(1, keepdim=True).values)
 
 
 @pytest.mark.slow

@@ -149,6 +149,8 @@ def test_defaults_are_those_of_megatron() -> None:
     squared = read_config(**found("--squared-relu --quick-geglu").values).model
     assert (squared.activation_func, squared.gated_linear_unit) == ("squared_relu", False)
     assert found().ranks == 16
+    both = found("--use-rotary-position-embeddings --qk-layernorm --qk-l2-norm").values
+    assert (both["qk_l2_norm"], both["qk_layernorm"]) == (True, False)
     assert found("--swiglu").values["ffn_hidden_size"] == 128  # two thirds of 256, in 64s
     assert found("--lr-warmup-fraction 0.2").values["lr_warmup_iters"] == 2
 
@@ -174,7 +176,8 @@ def test_vocabularies_are_padded_as_there(tp: int, tokenizer: str, padded: int) 
         (DENSE + "'--lr", "no command that a shell reads"),
         (DENSE.replace("--num-layers 4", ""), "does not say num_layers"),
         (DENSE.replace("--vocab-size 1000", ""), "how many tokens its tokenizer has"),
-        (DENSE + "--qk-l2-norm", "qk_l2_norm = True: no model here has that"),
+        (DENSE + "--qk-l2-norm --no-rope-freq 4", "layers without RoPE, too, which no model"),
+        (DENSE + "--rotary-interleaved", "rotary_interleaved = True: no model here has that"),
         (DENSE + "--position-embedding-type none", "position_embedding_type cannot be"),
         ("---- arguments ----\n  a ...... 1\n---- end of arguments ----", "has no num_layers"),
     ],

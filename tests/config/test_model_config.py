@@ -37,6 +37,8 @@ def test_presets_are_valid(name: str) -> None:
         ("llama3-405b", 405_853_388_800),
         ("llama3.2-1b", 1_235_814_400),
         ("llama3.2-3b", 3_212_749_824),
+        ("llama4-scout", 107_769_861_120),
+        ("llama4-maverick", 400_711_848_960),
         ("mistral-7b", 7_248_023_552),
         ("phi-4", 14_659_507_200),
         ("command-r", 34_980_831_232),
@@ -92,6 +94,8 @@ def test_presets_have_the_published_number_of_parameters(name: str, published: i
         ("mixtral-8x22b", 140.6, 39.2),
         ("qwen3-30b-a3b", 30.5, 3.35),
         ("qwen3-235b-a22b", 235.1, 22.2),
+        ("llama4-scout", 107.8, 17.2),  # 109 and 17 as published, with what sees images
+        ("llama4-maverick", 400.7, 17.2),
         ("deepseek-v2", 235.7, 21.4),
         ("deepseek-v3", 671.0, 37.6),  # 36.6 as published without the input embedding
         ("kimi-k2", 1026.4, 32.9),
@@ -199,7 +203,14 @@ def test_all_mistakes_are_told_at_once() -> None:
     [
         ({"num_layers": 0}, "num_layers must be at least 1"),
         ({"kv_channels": 15}, "head size 15 is odd"),
-        ({"use_rope_scaling": True, "rope_high_freq_factor": 1.0}, "rope_high_freq_factor"),
+        ({"use_rope_scaling": True, "rope_high_freq_factor": 0.5}, "rope_high_freq_factor"),
+        ({"attention_chunk_size": 8, "window_size": 8}, "--window-size none"),
+        ({"qk_l2_norm": True, "qk_layernorm": True}, "--no-qk-layernorm"),
+        ({"qk_l2_norm": True, "multi_latent_attention": True}, "--no-qk-l2-norm"),
+        (
+            {"num_experts": 4, "moe_router_topk": 2, "moe_apply_probs_on_input": True},
+            "--moe-router-topk 1",
+        ),
         (
             {"use_rope_scaling": True, "position_embedding_type": "learned_absolute"},
             "use_rope_scaling needs",

@@ -35,6 +35,7 @@ FLAT = {
     | TINY[kind]["text_config"]
     for kind in ("qwen2_vl", "qwen2_5_vl")
 }
+LLAMA4 = ("llama4-scout", "llama4-maverick")
 CASES: Mapping[str, dict[str, Any]] = {
     **{kind: fields_like(kind) for kind in TINY},
     **{f"{kind}, flat": fields for kind, fields in FLAT.items()},
@@ -163,9 +164,9 @@ def test_published_ones_count_as_in_transformers(name: str) -> None:
     assert count_parameters(model, padded=False).total == counted + head
 
 
-@pytest.mark.parametrize("size", ["4b", "12b", "27b"])
-def test_presets_are_the_published_text_models(size: str) -> None:
-    assert from_hf_config(PUBLISHED[f"gemma-3-{size}"]) == PRESETS[f"gemma3-{size}"]
+@pytest.mark.parametrize("name", ["gemma3-4b", "gemma3-12b", "gemma3-27b", *LLAMA4])
+def test_presets_are_the_published_text_models(name: str) -> None:
+    assert from_hf_config(PUBLISHED[name.replace("gemma3", "gemma-3")]) == PRESETS[name]
 
 
 @pytest.mark.parametrize("case", [*CASES, *PUBLISHED])

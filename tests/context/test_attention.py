@@ -70,12 +70,11 @@ SHARED = [(8, 8), (8, 4), (8, 2), (8, 1)]
 def documents_of(case: Case) -> Documents | None:
     if not case.lengths:
         return None
-    ids = [[i for i, n in enumerate(row) for _ in range(n)] for row in case.lengths]
     starts = [0]
     for row in case.lengths:
         for n in row:
             starts.append(starts[-1] + n)
-    return Documents(torch.tensor(ids), tuple(starts))
+    return Documents(tuple(starts), len(case.lengths))
 
 
 def part_of(case: Case, ranks: int, rank: int) -> MicrobatchShare:
@@ -186,7 +185,8 @@ def test_parts_are_taken_row_by_row_and_end_to_end() -> None:
     tokens = torch.arange(16).view(2, 8)
     assert taken(tokens, part_of(case, 2, 0)).tolist() == [[0, 1, 6, 7], [8, 9, 14, 15]]
     packed = replace(case, lengths=((8,), (3, 5)))
-    batch = Batch(tokens, tokens, tokens, documents_of(packed).ids_BS, tokens + 50)  # type: ignore[union-attr]
+    ids = torch.tensor([[0] * 8, [0] * 3 + [1] * 5])
+    batch = Batch(tokens, tokens, tokens, ids, tokens + 50)
     part = part_of(packed, 2, 1)
     divided = batch.divided(part)
     assert divided.tokens.shape == (1, 8)

@@ -117,9 +117,19 @@ NEOX = replace(
 COMMAND = replace(
     NEOX, layernorm_bias=False, parallel_residual_one_norm=True, apply_layernorm_1p=False
 )
+CHUNKED = replace(
+    LLAMA,
+    qk_l2_norm=True,
+    attention_chunk_size=5,
+    no_rope_freq="2",
+    attn_temperature_tuning=True,
+    attn_scale=0.3,
+    floor_scale=3,
+)
 FAMILIES = {
     "command": COMMAND,
     "sinks": SINKS,
+    "chunked": CHUNKED,
     "neox": NEOX,
     "llama": LLAMA,
     "qwen": QWEN,

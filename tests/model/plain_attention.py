@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from fivefold.model.attention.grouped_query import Scope
+from fivefold.model.batch import Documents
 from fivefold.model.dropout import HeadDropout
 
 
@@ -38,6 +39,12 @@ def plain_attention(
     return (probabilities @ v_BNLD).transpose(1, 2)
 
 
+def ids_of(documents: Documents) -> Tensor:
+    """Index [B, L] of each token's document among all rows'."""
+    lengths = torch.tensor(documents.lengths)
+    return torch.arange(len(lengths)).repeat_interleave(lengths).view(documents.rows, -1)
+
+
 def _seen(S: int, k_BLGD: Tensor, scope: Scope) -> Tensor:
     """Mask of the keys each of the last S tokens sees: [S, L], or [B, 1, S, L] with documents."""
     L = k_BLGD.shape[1]
@@ -46,5 +53,5 @@ def _seen(S: int, k_BLGD: Tensor, scope: Scope) -> Tensor:
         seen = seen.triu(L - S - scope.window)
     if scope.documents is None:
         return seen
-    ids_BL = scope.documents.ids_BS
+    ids_BL = ids_of(scope.documents).to(k_BLGD.device)
     return (seen & (ids_BL[:, L - S :, None] == ids_BL[:, None, :]))[:, None]

@@ -21,7 +21,8 @@ def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Ten
         own = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
         window = model.window_of(layer)
         turns = model.no_rope_freq is None or (layer + 1) % int(model.no_rope_freq)
-        seen = model if turns else replace(model, position_embedding_type="learned_absolute")
+        still = {"position_embedding_type": "learned_absolute", "attention_chunk_size": None}
+        seen = model if turns else replace(model, **still)
         if window is not None and model.rotary_base_local is not None:
             local = model.rotary_base_local
             seen = replace(seen, rotary_base=local, use_rope_scaling=False, rope_type="rope")
@@ -61,6 +62,10 @@ def _norm(model: ModelConfig, own: dict[str, Tensor], name: str, x: Tensor) -> T
     return x / scale * factor
 
 
+def _unit(model: ModelConfig, x: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + model.norm_epsilon).sqrt()
+
+
 def _mlp(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:
     up = _linear(own, "mlp.up_proj", x)
     slope = 1.702 if model.activation_func == "quick_gelu" else 1.0
@@ -85,6 +90,8 @@ def _attention(model: ModelConfig, own: dict[str, Tensor], x: Tensor, window: in
         rows = []
         for s in range(len(x)):
             first = 0 if window is None else max(s - window, 0)
+            if model.attention_chunk_size is not None:
+                first = max(first, s - s % model.attention_chunk_size)
             products = k_SD[first : s + 1] @ q_SD[s] * scale
             scores = _capped(products, model.attn_logit_softcapping).exp()
             total = scores.sum()
@@ -112,6 +119,12 @@ def _plain_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Itera
             k_SD = _norm(model, own, "self_attn.k_norm", k_SD)
         if model.position_embedding_type == "rope":
             q_SD, k_SD = _rope(model, q_SD), _rope(model, k_SD)
+            if model.qk_l2_norm:
+                q_SD, k_SD = (_unit(model, y) for y in (q_SD, k_SD))
+        elif model.attn_temperature_tuning:
+            steps = [math.floor((s + 1) / model.floor_scale) for s in range(len(x))]
+            factors = [1 + model.attn_scale * math.log(1 + step) for step in steps]
+            q_SD = q_SD * torch.tensor(factors, dtype=q.dtype)[:, None]
         yield q_SD, k_SD, v_SD, model.softmax_scale or 1 / math.sqrt(D)
 
 

@@ -22,7 +22,7 @@ def test_moving_keeps_the_boundaries_without_reading_the_device() -> None:
     moved, whole = on_device([batch_of(LLAMA, [[2, 3]]), batch_of(LLAMA, [[5]])], meta)
     assert moved.tokens.is_meta and moved.loss_weights.is_meta
     assert moved.packing.starts == (0, 2, 5)
-    assert moved.packing.ids_BS.is_meta
+    assert moved.packing.device == meta
     assert whole.packing is None
 
 

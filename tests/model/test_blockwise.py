@@ -274,8 +274,7 @@ def test_one_call_attends_drops_and_caps(
     where = run_kernels(device, monkeypatch, cuda_kernels)
     shapes = (2, 40, 4, 6), (2, 40, 2, 6), (2, 40, 2, 8), (4,), (2, 40, 4, 8)
     *inputs, grad = (x.to(where).requires_grad_() for x in tensors(*shapes))
-    ids = torch.tensor([[0] * 27 + [1] + [2] * 12, [0] * 39 + [1]], device=where)
-    documents = Documents(ids, (0, 27, 28, 40, 79, 80)) if packed else None
+    documents = Documents((0, 27, 28, 40, 79, 80), 2, grad.device) if packed else None
     scores = Scores(0.7 if packed else None, 0.9 if window or sinks else None)
     scope = Scope(documents, window, None, inputs[3] if sinks else None, scores)
     names = torch.arange(100, 180, device=where).view(2, 40)
@@ -391,8 +390,7 @@ def test_local_attention_is_the_definition(
     q, k, v = (x.requires_grad_() for x in inputs)
     documents, sight = None, Sight((0, 20), window)
     if packed:
-        ids = torch.tensor([[0] * 7 + [1] + [2] * 12, [0] * 19 + [1]])
-        documents = Documents(ids, (0, 7, 8, 20, 39, 40))
+        documents = Documents((0, 7, 8, 20, 39, 40), 2)
         sight = Sight(documents.starts, window)
     names = torch.arange(100, 140).view(2, 20)
     made = Dropout(3, 1, names.flatten(), names.flatten(), names)

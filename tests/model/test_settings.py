@@ -16,6 +16,7 @@ from fivefold.errors import ConfigError
 from fivefold.layout import Layout
 from fivefold.model.prediction import with_further
 from tests.model.models import (
+    CHUNKED,
     COMMAND,
     GPT,
     LATENT,
@@ -40,7 +41,16 @@ FAMILIES = {
         rope_original_max_position_embeddings=16,
     ),
     "command": replace(COMMAND, rotary_seq_len_interpolation_factor=None),
+    "chunked": replace(CHUNKED, rope_original_max_position_embeddings=16),
     "sinks": SINKS,
+    "chunked, experts": replace(
+        CHUNKED,
+        num_experts=4,
+        moe_router_topk=1,
+        moe_router_score_function="sigmoid",
+        use_rope_scaling=False,
+        **UNSCALED,
+    ),
     "sinks, experts": replace(SINKS, **EXPERTS, use_rope_scaling=False, **UNSCALED),
     "long": replace(LONG, **UNSCALED),
     "latent": LATENTS,
@@ -77,6 +87,9 @@ NUMBERS: dict[str, Any] = {
     "window_size": 2,
     "window_attn_skip_freq": "3",
     "no_rope_freq": "3",
+    "attention_chunk_size": 4,
+    "attn_scale": 0.5,
+    "floor_scale": 2,
     "num_query_groups": 1,
     "moe_router_num_groups": 2,
     "moe_router_group_topk": 1,
@@ -90,7 +103,13 @@ NUMBERS: dict[str, Any] = {
 KNOWN = {
     "add_qkv_bias": ("gpt", "neox", "command", "sinks"),  # with add_bias_linear they have one
     "qk_layernorm": ("latent",),  # which are normalised in any case, as its help says
-    "use_rope_scaling": ("command", "sinks, experts", "latent"),  # of contexts beyond 8192 tokens
+    "attn_temperature_tuning": ("neox", "command"),  # of sequences of 8191 tokens or more
+    "use_rope_scaling": (
+        "command",
+        "sinks, experts",
+        "chunked, experts",
+        "latent",
+    ),  # of contexts beyond 8192 tokens
     "rope_type": ("sinks, experts", "latent"),  # of contexts beyond 4096
     "longrope_long_factor": ("long",),  # of longer rows: tests/model/test_rope.py
 }

@@ -7,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
+from fivefold.config.reach import Reach
 from fivefold.description.shape import (
     ModelParts,
     count_parameters,
@@ -108,6 +109,17 @@ def test_flops_of_a_window_are_those_of_the_pairs_in_it() -> None:
     ratio = forward_flops(windowed, 4096).attention / forward_flops(LLAMA, 4096).attention
     assert ratio == pytest.approx(pairs / 2048, rel=0.02)
     assert forward_flops(replace(LLAMA, window_size=9000), 4096) == forward_flops(LLAMA, 4096)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000, 4096, 9000])
+def test_flops_of_chunks_are_those_of_the_pairs_in_them(chunk: int) -> None:
+    """Half a key a query fewer, as everywhere: of itself it sees a half."""
+    reach = Reach(chunk=chunk)
+    area = Sight.of((0, 500, 4596), reach).area((500, 4596))
+    assert area / 4096 == pytest.approx(reach.mean_keys(4096) + 0.5)
+    chunked = replace(LLAMA, attention_chunk_size=chunk, no_rope_freq="[0,1,0]")
+    ratio = forward_flops(chunked, 4096).attention / forward_flops(LLAMA, 4096).attention
+    assert ratio == pytest.approx((1 + 2 * reach.mean_keys(4096) / 2048) / 3, rel=1e-4)
 
 
 def test_training_flops_of_a_published_model() -> None:

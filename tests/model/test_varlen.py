@@ -16,7 +16,6 @@ from fivefold.model.attention.varlen import PackedFlash, Pieces, lacking_packed,
 from fivefold.model.batch import Documents
 from tests.model.plain_attention import plain_attention
 
-IDS = torch.tensor([[0] * 7 + [1] + [2] * 12, [0] * 19 + [1]])
 STARTS = (0, 7, 8, 20, 39, 40)
 
 
@@ -72,7 +71,7 @@ def test_one_call_is_the_definition(
     q, k, v = tensor(2, 20, 4, 6), tensor(2, 20, 2, 6), tensor(2, 20, 2, values)
     grad, heads = tensor(2, 20, 4, values), tensor(4)
     inputs = (q, k, v, heads) if sinks else (q, k, v)
-    documents = Documents(IDS, STARTS) if packed else None
+    documents = Documents(STARTS, 2) if packed else None
     pieces = Pieces(torch.tensor(STARTS if packed else (0, 20, 40)), 20, window)
     sink = heads if sinks else None
     expected = plain_attention(q, k, v, Scope(documents, window, sinks=sink))
@@ -94,7 +93,7 @@ def test_flash_attention_takes_these_arguments() -> None:
 
 
 def test_documents_know_their_starts_on_the_device_and_their_longest() -> None:
-    documents = Documents(IDS, STARTS)
+    documents = Documents(STARTS, 2)
     assert documents.starts_C.tolist() == list(STARTS)
     assert documents.starts_C.dtype == torch.int32
     assert documents.longest == 19
@@ -128,7 +127,7 @@ def test_flash_attention_is_the_definition(
     grad, heads = tensor(2, 20, 4, values), tensor(4)
     if why := lacking_packed(q, v):
         pytest.skip(why)
-    documents = Documents(IDS.cuda(), STARTS)
+    documents = Documents(STARTS, 2, q.device)
     inputs = (q, k, v, heads) if sinks else (q, k, v)
     scope = Scope(documents, window, sinks=heads if sinks else None, scores=Scores(0.2))
     found = attention(q, k, v, scope, None)

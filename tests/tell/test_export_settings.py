@@ -29,6 +29,7 @@ IN_OTHER_WORDS: Mapping[str, Mapping[str, str]] = {
         "gated_linear_unit": "swiglu",
         "min_offloaded_tensor_size": "min-offloaded-tensor-size",
         "muon_nesterov": "muon-use-nesterov",
+        "no_rope_freq": "no-rope-freq",
         "pipeline_model_parallel_layout": "pipeline-model-parallel-layout",
         "precision": "bf16",
         "split": "split",

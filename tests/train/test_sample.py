@@ -34,7 +34,7 @@ from fivefold.parallelize import parallelize
 from fivefold.train.layout_groups import groups_of
 from tests import programs
 from tests.pool import run
-from tests.verify.cases import MODELS, chosen, config, named, shared_groups
+from tests.verify.cases import CHUNKED, MODELS, chosen, config, named, shared_groups
 
 WINDOW = 11
 
@@ -48,16 +48,19 @@ def whole(stage: Stage, ids: list[int]) -> torch.Tensor:
     return logits[-1, : stage.model.vocab_size]
 
 
-@pytest.mark.parametrize("model", MODELS)
+ALL = MODELS | {"chunked": CHUNKED}
+
+
+@pytest.mark.parametrize("model", ALL)
 @settings(max_examples=6)
 @given(data=st.data())
 def test_each_row_is_continued_as_if_alone(model: str, data: st.DataObject) -> None:
     """Of any lengths, also beyond the window."""
     torch.manual_seed(0)
-    stage = Stage(MODELS[model]).double().eval()
+    stage = Stage(ALL[model]).double().eval()
     for parameter in stage.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    tokens = st.integers(0, MODELS[model].vocab_size - 1)
+    tokens = st.integers(0, ALL[model].vocab_size - 1)
     rows = data.draw(
         st.lists(st.lists(tokens, min_size=1, max_size=WINDOW + 2), min_size=1, max_size=3)
     )

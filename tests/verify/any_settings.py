@@ -9,10 +9,11 @@ from fivefold.config.config import SECTIONS, SETTINGS
 from fivefold.config.settings import Setting, settings_of
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
-from tests.verify.cases import EXPERTS, LATENT, LLAMA, LONG, MIXTURE, MODELS, ONE_NORM
+from tests.verify.cases import CHUNKED, EXPERTS, LATENT, LLAMA, LONG, MIXTURE, MODELS, ONE_NORM
 
 ALL = MODELS | {
     "mixture": MIXTURE,
+    "chunked": CHUNKED,
     "latent experts": replace(LATENT, **EXPERTS),
     "long": replace(LLAMA, **LONG),
     "one norm": replace(MODELS["neox"], **ONE_NORM),
@@ -73,6 +74,9 @@ SOME: dict[str, tuple[Any, ...]] = {
     "window_size": (3,),
     "window_attn_skip_freq": ("2",),
     "no_rope_freq": ("2", "3"),
+    "attention_chunk_size": (3, 8),
+    "attn_scale": (0.4,),
+    "floor_scale": (3,),
     "rotary_base_local": (100.0,),
     "embedding_multiplier": (3.0,),
     "residual_multiplier": (0.3,),

@@ -90,6 +90,19 @@ EXPERTS: dict[str, Any] = {
     "moe_layer_freq": "[0,1,1,0,1]",
 }
 MIXTURE = replace(LLAMA, **EXPERTS)
+CHUNKED = replace(
+    LLAMA,
+    **EXPERTS | {"moe_router_topk": 1},
+    qk_layernorm=False,
+    qk_l2_norm=True,
+    attention_chunk_size=5,
+    no_rope_freq="3",
+    attn_temperature_tuning=True,
+    attn_scale=0.4,
+    floor_scale=3,
+    moe_router_score_function="sigmoid",
+    moe_apply_probs_on_input=True,
+)
 SINKS = replace(
     LLAMA,
     qk_layernorm=False,

@@ -31,6 +31,15 @@ FLEX = {"moe_token_dispatcher_type": "flex", "moe_enable_deepep": True}
 CASES: list[tuple[int, dict[str, Any]]] = [
     (2, {"expert_model_parallel_size": 2, "moe_shared_expert_overlap": True}),
     (
+        2,
+        {
+            "expert_model_parallel_size": 2,
+            "moe_router_topk": 1,
+            "moe_router_score_function": "sigmoid",
+            "moe_apply_probs_on_input": True,
+        },
+    ),
+    (
         4,
         {
             "expert_model_parallel_size": 2,

@@ -161,4 +161,6 @@ def _sends_all(settings: Config) -> bool:
 
 
 def _without_window(layout: Layout) -> Layout:
-    return replace(layout, config=layout.config.with_values(window_size=None))
+    return replace(
+        layout, config=layout.config.with_values(window_size=None, attention_chunk_size=None)
+    )

@@ -36,8 +36,11 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     told["rotary_base_local"] = _local_base(model)
     told["longrope_attention_factor"] = model.longrope_scale
     told["window_size"] = [model.window_of(layer) for layer in layers]
+    told["no_rope_freq"] = [not model.rotates(layer) for layer in layers]
     told["moe_layer_freq"] = [model.is_moe(layer) for layer in layers]
     unused = [*_OURS, "window_attn_skip_freq"]
+    if not model.attn_temperature_tuning:
+        unused += ["attn_scale", "floor_scale"]
     if not model.has_dense_layers:
         unused.append("ffn_hidden_size")
     if not moe:

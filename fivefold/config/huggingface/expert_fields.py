@@ -91,6 +91,26 @@ def gpt_oss(model: ModelConfig, kind: str) -> Fields:
     }
 
 
+def llama4(model: ModelConfig, kind: str) -> Fields:
+    """Of Llama 4."""
+    rotates = [model.rotates(layer) for layer in range(model.num_layers)]
+    chunks, types = model.attention_chunk_size, ("full_attention", "chunked_attention")
+    return llama_like(model, kind) | {
+        "intermediate_size": model.expert_ffn_size,
+        "intermediate_size_mlp": model.ffn_size,
+        "num_local_experts": model.num_experts or 1,  # of no layer, but transformers wants a number
+        "num_experts_per_tok": 1,
+        "moe_layers": [layer for layer in range(model.num_layers) if model.is_moe(layer)],
+        "use_qk_norm": model.qk_l2_norm,
+        "no_rope_layers": [int(turns) for turns in rotates],
+        "attention_chunk_size": chunks,
+        "layer_types": [types[chunks is not None and turns] for turns in rotates],
+        "attn_temperature_tuning": model.attn_temperature_tuning,
+        "floor_scale": model.floor_scale,
+        "attn_scale": model.attn_scale,
+    }
+
+
 def deepseek(model: ModelConfig, kind: str) -> Fields:
     """Of DeepSeek-V2, V3 and Kimi-K2."""
     second = kind == "deepseek_v2"

@@ -144,7 +144,7 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
     rounded = kind in ("gpt_oss", "minimax_m2")
     read_stored_weights(reader, code=rounded or kind in _WITH_CODE, rounded=rounded)
     _read_unused(reader, kind)
-    unrotated = _unrotated(reader, sizes["num_layers"]) if kind == "smollm3" else ()
+    unrotated = unrotated_layers(reader, sizes["num_layers"]) if kind == "smollm3" else ()
     return ModelConfig(
         **sizes,
         no_rope_freq=unrotated_frequency(unrotated),
@@ -300,8 +300,8 @@ def window_settings(width: int | None, slides: Sequence[bool]) -> dict[str, Any]
     return {"window_size": width - 1, "window_attn_skip_freq": skip}
 
 
-def _unrotated(reader: Reader, layers: int) -> tuple[bool, ...]:
-    """Which layers of SmolLM3 have no RoPE: 0 in a list, or every fourth."""
+def unrotated_layers(reader: Reader, layers: int) -> tuple[bool, ...]:
+    """Which layers of SmolLM3 and Llama 4 have no RoPE: 0 in a list, or every fourth."""
     interval = reader.size("no_rope_layer_interval", default=4)
     listed = reader.sizes("no_rope_layers")
     if not listed:

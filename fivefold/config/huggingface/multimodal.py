@@ -39,6 +39,7 @@ TEXTS: Mapping[str, tuple[str, Fields]] = MappingProxyType(
     {
         "gemma3_text": ("gemma3_text", _sizes(262208, 2304, 9216, 26, 8, 131072)),
         "llama": ("llama", _sizes(32000, 4096, 11008, 32, 32, 2048)),
+        "llama4_text": ("llama4_text", _sizes(202048, 5120, 8192, 48, 40, 131072)),
         "mistral": ("mistral", _sizes(32000, 4096, 14336, 32, 32, 131072)),
         "qwen2": ("qwen2", _sizes(151936, 4096, 22016, 32, 32, 32768)),
         "qwen3": ("qwen3", _sizes(151936, 4096, 22016, 32, 32, 32768)),
@@ -109,6 +110,13 @@ MULTIMODAL: Mapping[str, _Multimodal] = MappingProxyType(
             ),
             tied=True,
         ),
+        "llama4": _Multimodal(
+            ("llama4_text",),
+            (
+                *("image_token_index", "image_token_id"),
+                *("boi_token_index", "boi_token_id", "eoi_token_index", "eoi_token_id"),
+            ),
+        ),
         "mistral3": _Multimodal(
             ("mistral",), (*_PROJECTOR, "multimodal_projector_bias", "spatial_merge_size")
         ),
@@ -136,6 +144,10 @@ _FLAT = "qwen2_vl", "qwen2_5_vl"
 
 _TIED_BY_EITHER = *_FLAT, "llava", "llava_onevision"
 """Families in which the text model's field is heeded, too, where the whole model's is false."""
+
+
+_TIED_BY_TEXT = ("llama4",)
+"""Families in which the text model's field alone is heeded, by transformers 5, too."""
 
 
 def is_multimodal(fields: Fields) -> bool:
@@ -224,6 +236,8 @@ def _tied(whole: Reader, table: Reader, kind: str) -> bool:
     """Whether head and embedding are one: transformers 5 asks the whole model, 4 the text's."""
     text = table.flag("tie_word_embeddings", MULTIMODAL[kind].tied)
     tied = whole.flag("tie_word_embeddings", text)
+    if kind in _TIED_BY_TEXT:
+        return text
     return tied or (text and kind in _TIED_BY_EITHER)
 
 
@@ -277,7 +291,7 @@ _TEXT_NAMES = (
     ("model.language_model.", "model."),
     ("language_model.", "model."),  # of the model without a head
 )
-_PARTS = ("vision_tower", "multi_modal_projector", "visual", "image_newline")
+_PARTS = ("vision_tower", "vision_model", "multi_modal_projector", "visual", "image_newline")
 """Parts beside the text model, by the names of their tensors."""
 
 

@@ -63,6 +63,9 @@ _THEIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "moe_router_num_groups": ("n_group",),
         "moe_router_group_topk": ("topk_group",),
         "moe_ffn_hidden_size": ("moe_intermediate_size",),
+        "attention_chunk_size": ("attention_chunk_size",),
+        "attn_scale": ("attn_scale",),
+        "floor_scale": ("floor_scale",),
     }
 )
 """Names of a ModelConfig's fields, with those that families give them; a family has one."""

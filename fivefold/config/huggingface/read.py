@@ -14,6 +14,7 @@ from fivefold.config.huggingface.generic import read_generic
 from fivefold.config.huggingface.gpt import gpt2, gpt_neox, starcoder2
 from fivefold.config.huggingface.layered import exaone4, gemma, gemma2, gemma3, olmo3
 from fivefold.config.huggingface.llama import llama_like
+from fivefold.config.huggingface.llama4 import llama4
 from fivefold.config.huggingface.mixtures import (
     dots1,
     glm4_moe,
@@ -38,6 +39,7 @@ from fivefold.files import read_json
 _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType(
     {
         "llama": llama_like,
+        "llama4_text": llama4,
         "mistral": llama_like,
         "mixtral": mixtral,
         "qwen2": llama_like,

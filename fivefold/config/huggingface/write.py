@@ -21,6 +21,7 @@ from fivefold.config.huggingface.expert_fields import (
     glm4_moe,
     gpt_oss,
     granite_moe_shared,
+    llama4,
     minimax_m2,
     mixtral,
     olmoe,
@@ -112,6 +113,7 @@ _FAMILIES: Mapping[str, tuple[str, Callable[[ModelConfig, str], Fields]]] = Mapp
         "gpt_oss": ("GptOssForCausalLM", gpt_oss),
         "glm4_moe": ("Glm4MoeForCausalLM", glm4_moe),
         "dots1": ("Dots1ForCausalLM", dots1),
+        "llama4_text": ("Llama4ForCausalLM", llama4),
         "deepseek_v2": ("DeepseekV2ForCausalLM", deepseek),
         "deepseek_v3": ("DeepseekV3ForCausalLM", deepseek),
     }

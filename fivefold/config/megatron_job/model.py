@@ -25,6 +25,7 @@ def of_model(job: MegatronJob, mistakes: Mistakes, lost: list[str]) -> Named:
     yield from job.same("hidden_dropout", "attention_dropout", "init_method_std", "seed")
     yield from _activation(job)
     yield from _positions(job, mistakes)
+    yield from _normalised_heads(job, mistakes, lost)
     if job["window_size"] is not None:
         window = job["window_size"]
         first = window[0] if isinstance(window, list) else str(window).strip("()").split(",")[0]
@@ -33,13 +34,27 @@ def of_model(job: MegatronJob, mistakes: Mistakes, lost: list[str]) -> Named:
     if job["multi_latent_attention"]:
         yield from job.same("multi_latent_attention", "q_lora_rank", "kv_lora_rank")
         yield from job.same("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-        if not job["qk_layernorm"]:
-            lost.append("qk_layernorm = False: latents are always normalised")
-    else:
-        yield from job.same("qk_layernorm")
     yield "mtp_num_layers", job["mtp_num_layers"] or 0
     if job["mtp_num_layers"]:
         yield from job.same("mtp_loss_scaling_factor")
+
+
+def _normalised_heads(job: MegatronJob, mistakes: Mistakes, lost: list[str]) -> Named:
+    """With both switches it has the norm without weights."""
+    scales, whole = job["qk_layernorm"], job["qk_l2_norm"]
+    if job["multi_latent_attention"]:
+        if not scales:
+            lost.append("qk_layernorm = False: latents are always normalised")
+        yield "qk_l2_norm", whole
+        return
+    yield "qk_layernorm", scales and not whole
+    yield "qk_l2_norm", whole
+    turns = job["position_embedding_type"] == "rope" or job["use_rotary_position_embeddings"]
+    if whole and (job["no_rope_freq"] is not None or not turns):
+        mistakes.add(
+            "qk_l2_norm = True: there it is of layers without RoPE, too, which no model here "
+            "normalises so"
+        )
 
 
 def _activation(job: MegatronJob) -> Named:
@@ -119,6 +134,7 @@ def of_experts(job: MegatronJob) -> Named:
     yield "moe_ffn_hidden_size", job["moe_ffn_hidden_size"] or job["ffn_hidden_size"]
     yield "moe_layer_freq", _pattern(job["moe_layer_freq"])
     yield from job.same("moe_shared_expert_intermediate_size", "moe_shared_expert_gate")
+    yield from job.same("moe_apply_probs_on_input")
     yield from job.same("moe_shared_expert_overlap", "moe_router_dtype")
     yield from job.same("moe_router_num_groups", "moe_router_group_topk")
     yield from job.same("moe_router_enable_expert_bias", "moe_router_bias_update_rate")

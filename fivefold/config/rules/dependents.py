@@ -257,16 +257,21 @@ DEPENDENTS = (
         "is for tokens that attend to their document alone",
     ),
     where(
-        "rotary_base rotary_percent no_rope_freq",
+        "rotary_base rotary_percent no_rope_freq qk_l2_norm attention_chunk_size",
         "position_embedding_type = rope",
         "is for rotary positions",
     ),
-    where(
-        "parallel_residual_one_norm",
-        "parallel_residual = true",
-        "is for attention and MLP that read the same state",
-    ),
+    where("parallel_residual_one_norm", "parallel_residual = true", "is for branches side by side"),
     where("layernorm_bias", "normalization = LayerNorm", "is of LayerNorm"),
+    where(
+        "attn_temperature_tuning",
+        "no_rope_freq != none",
+        "is of layers without RoPE",
+        "--no-rope-freq 4",
+    ),
+    where(
+        "attn_scale floor_scale", "attn_temperature_tuning = true", "says how sharp attention gets"
+    ),
     where("qk_layernorm_type", "qk_layernorm = true", "is for norms of queries and keys"),
     where(
         "rope_scaling_factor rope_low_freq_factor rope_high_freq_factor "

@@ -63,6 +63,12 @@ def _of_the_model(config: Config) -> Iterator[tuple[str, list[str]]]:
             "lengths differ in each",
             ["--no-reset-attention-mask"],
         )
+    if model.attention_chunk_size is not None:
+        yield (
+            f"where chunks of {model.attention_chunk_size} tokens begin "
+            "(attention_chunk_size) comes from the host in each",
+            ["--attention-chunk-size none"],
+        )
     dropout = {"hidden_dropout": model.hidden_dropout, "attention_dropout": model.attention_dropout}
     if model.lora_rank is not None:
         dropout["lora_dropout"] = model.lora_dropout

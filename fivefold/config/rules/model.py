@@ -45,6 +45,7 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
     check_adapters(model, mistakes)
     check_rope(model, mistakes)
     _check_gate(model, mistakes)
+    _check_reach(model, mistakes)
     if model.window_attn_skip_freq is not None:
         with mistakes.collecting():
             if not any(window_layers(model.window_attn_skip_freq, model.num_layers)):
@@ -53,6 +54,25 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
                     "layers a window",
                     works=("--window-attn-skip-freq none",),
                 )
+
+
+def _check_reach(model: ModelConfig, mistakes: Mistakes) -> None:
+    """Check what limits attention of layers with RoPE, and how their heads are normalised."""
+    if model.attention_chunk_size is not None and model.window_size is not None:
+        mistakes.add(
+            f"attention_chunk_size {model.attention_chunk_size} and window_size "
+            f"{model.window_size} both limit attention of layers with RoPE",
+            works=("--attention-chunk-size none", "--window-size none"),
+        )
+    for name, other in (
+        ("qk_layernorm", model.qk_layernorm),
+        ("multi_latent_attention", model.multi_latent_attention),
+    ):
+        if model.qk_l2_norm and other:
+            mistakes.add(
+                f"qk_l2_norm and {name} both normalise what scores are made of",
+                works=("--no-qk-l2-norm", f"--no-{flag_of(name)[2:]}"),
+            )
 
 
 def _check_gate(model: ModelConfig, mistakes: Mistakes) -> None:
@@ -120,6 +140,12 @@ def _check_experts(model: ModelConfig, mistakes: Mistakes) -> None:
         mistakes.add(
             "moe_shared_expert_gate needs moe_shared_expert_intermediate_size",
             works=["--no-moe-shared-expert-gate"],
+        )
+    if model.moe_apply_probs_on_input and model.moe_router_topk != 1:
+        mistakes.add(
+            "moe_apply_probs_on_input multiplies a token by the weight of its only expert, and "
+            f"moe_router_topk is {model.moe_router_topk}",
+            works=["--moe-router-topk 1", "--no-moe-apply-probs-on-input"],
         )
     with mistakes.collecting():
         if not any(expert_layers(model.moe_layer_freq, model.num_layers)):

@@ -36,10 +36,10 @@ def check_rope(model: ModelConfig, mistakes: Mistakes) -> None:
             f"mscale_all_dim = {model.mscale_all_dim} has an effect on multi_latent_attention only",
             works=["--mscale-all-dim 0.0", "--multi-latent-attention"],
         )
-    if model.use_rope_scaling and model.rope_high_freq_factor <= model.rope_low_freq_factor:
+    if model.use_rope_scaling and model.rope_high_freq_factor < model.rope_low_freq_factor:
         mistakes.add(
-            "rope_high_freq_factor must be larger than rope_low_freq_factor",
-            f"{model.rope_high_freq_factor} <= {model.rope_low_freq_factor}",
+            "rope_high_freq_factor must not be less than rope_low_freq_factor",
+            f"{model.rope_high_freq_factor} < {model.rope_low_freq_factor}",
         )
     if model.rotary_base_local is not None and (not rope or model.multi_latent_attention):
         mistakes.add(

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from fivefold.config.reach import Reach
+
 Span = tuple[int, int]
 """(start, stop) of consecutive tokens."""
 
@@ -68,6 +70,11 @@ class Sight:
 
     starts: tuple[int, ...]
     window: int | None = None
+
+    @staticmethod
+    def of(documents: Sequence[int], reach: Reach) -> "Sight":
+        """What queries see of documents that start there: a chunk is a document of its own."""
+        return Sight(reach.starts(documents), reach.window)
 
     @property
     def whole(self) -> bool:

@@ -33,7 +33,7 @@ from fivefold.model.context import Context
 from fivefold.model.dropout import Dropout, HeadDropout
 from fivefold.model.layers import LayerBlock, Linear
 from fivefold.model.leaves import local
-from fivefold.model.norms import RMSNorm, rms_norm_of
+from fivefold.model.norms import RMSNorm, rms_norm_of, unit_norm
 from fivefold.model.shards import MicrobatchShare
 
 
@@ -42,7 +42,8 @@ class Scope:
     """Which keys each query attends to: none after itself.
 
     Attributes:
-        documents: documents of the L keys; None if every row is one document.
+        documents: documents of the L keys, or the chunks of documents within which a layer attends;
+            None if every row is one of them.
         window: how many tokens before itself a query attends to; None: all.
         part: the tokens this rank holds, if rows are split over ranks; None if it holds all.
         sinks: [N], one logit per query head that joins the softmax but has no value, like one more
@@ -210,7 +211,7 @@ class AttentionBlock(LayerBlock):
             values are projected first.
         has_latents: whether the module supports a `latent_kernel`.
         layer: index of the layer in the model.
-        window: how many tokens before itself a query attends to; None: all.
+        reach: how far back queries attend.
         scores: how scores are made of q k^T.
         rotates: whether RoPE turns queries and keys.
         local: whether by the base that layers with a window have.
@@ -223,7 +224,7 @@ class AttentionBlock(LayerBlock):
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
         self.model, self.layer = model, layer
-        self.window = model.window_of(layer)
+        self.reach = model.reach_of(layer)
         self.scores = Scores(model.softmax_scale, model.attn_logit_softcapping)
         self.rotates, self.local = model.rotates(layer), turns_locally(model, layer)
         self.site = f"layers.{layer}.self_attn.probabilities"
@@ -246,8 +247,9 @@ class AttentionBlock(LayerBlock):
     def _scope(self, context: Context) -> Scope:
         part = context.part
         sinks = None if self.sinks is None else local(self.sinks.weight)
-        share = None if part is None else part.seeing(self.window)
-        return Scope(context.packing, self.window, share, sinks, self.scores)
+        share = None if part is None else part.seeing(self.reach)
+        documents = context.packing if self.reach.chunk is None else context.chunks
+        return Scope(documents, self.reach.window, share, sinks, self.scores)
 
     def head_dropout(self, dropout: Dropout) -> HeadDropout | None:
         """Dropout of the probabilities of this rank's heads; None: the model has none."""
@@ -307,6 +309,10 @@ class Attention(AttentionBlock):
             q, k = q_norm(q), k_norm(k)
         if self.rotates:
             q, k = context.rotary[self.local].rotate_both(q, k)
+            if self.model.qk_l2_norm:
+                q, k = (unit_norm(x, self.model.norm_epsilon) for x in (q, k))
+        elif context.temperature is not None:
+            q = (q * context.temperature).to(q.dtype)
         if context.sequence is not None:
             k, v = context.sequence.join(self.site, k, v)
         out_BSND = self.kernel(q, k, v, self._scope(context), context.layer.heads)

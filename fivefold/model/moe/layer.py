@@ -5,6 +5,7 @@ experts, E experts of this rank, F inner features of this rank's part of an expe
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -27,7 +28,8 @@ class Experts(nn.Module):
     """Gated or ungated MLPs, each applied to its own rows; one parameter holds all experts.
 
     A row's weight is applied before the last linear layer. The result is the same, and the
-    router's gradient then needs no output of an expert.
+    router's gradient then needs no output of an expert. Rows that were multiplied before they came
+    (`moe_apply_probs_on_input`) are not multiplied again.
 
     Attributes:
         second: seam around the activation and the last linear layer.
@@ -60,31 +62,33 @@ class Experts(nn.Module):
             weights_R: routing weight of each row.
             rows_E: int64 number of rows per expert, possibly 0.
         """
+        given_R = None if self.model.moe_apply_probs_on_input else weights_R
         products = self.up_proj.multiply(x_RH, rows_E, *self.into)
         each = zip(self.into, products, strict=True)
         inner = [linear.biased(y_RF, rows_E) for linear, y_RF in each]
-        return self.second(self, inner, weights_R, rows_E)
+        return self.second(self, inner, given_R, rows_E)
 
     @property
     def into(self) -> tuple[GroupedLinear, ...]:
         """The linear layers into the inner features."""
         return (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
 
-    def activate(self, inner: Sequence[Tensor], weights_R: Tensor) -> Tensor:
-        """Activation of [R, F] tensors, times the rows' weights: [R, F]."""
+    def activate(self, inner: Sequence[Tensor], weights_R: Tensor | None) -> Tensor:
+        """Activation of [R, F] tensors, times the rows' weights, if there are any: [R, F]."""
         return activated(self.model, inner, weights_R, fused=self.fuses_gate)
 
-    def last(self, x_RF: Tensor, weights_R: Tensor, rows_E: Tensor) -> Tensor:
+    def last(self, x_RF: Tensor, weights_R: Tensor | None, rows_E: Tensor) -> Tensor:
         """The last linear layer: [R, F] -> [R, H]."""
         return self.down_proj(x_RF, rows_E, weights_R, adds_bias=self.adds_bias)
 
 
-Second = Callable[[Experts, Sequence[Tensor], Tensor, Tensor], Tensor]
-"""(experts, inner features, row weights, rows per expert) -> [R, H]: activation and last linear."""
+Second = Callable[[Experts, Sequence[Tensor], Tensor | None, Tensor], Tensor]
+"""(experts, inner features, row weights or None, rows per expert) -> [R, H]: activation and last
+linear."""
 
 
 def plain_second(
-    experts: Experts, inner: Sequence[Tensor], weights_R: Tensor, rows_E: Tensor
+    experts: Experts, inner: Sequence[Tensor], weights_R: Tensor | None, rows_E: Tensor
 ) -> Tensor:
     """Activation, then last linear layer; replaced when the activation is recomputed."""
     return experts.last(experts.activate(inner, weights_R), weights_R, rows_E)
@@ -224,19 +228,31 @@ class MoE(LayerBlock):
         """[T, H] -> [T, H]."""
         run = partial(self.call_routed, self.experts)
         choice: ExpertChoice = self.call_router(self.router, x_TH, context)
+        routed_TH = x_TH
+        if self.experts.model.moe_apply_probs_on_input:
+            routed_TH, choice = _multiplied(x_TH, choice)
         if self.shared_experts is None:
-            return self.dispatch(x_TH, choice, run)
+            return self.dispatch(routed_TH, choice, run)
         if self.overlaps:
             shared = _SharedBeside(self.shared_experts, x_TH, context.layer.adapters)
-            y_TH = self.dispatch(x_TH, choice, run, (shared.first, shared.last))
+            y_TH = self.dispatch(routed_TH, choice, run, (shared.first, shared.last))
             shared_TH = shared.result
         else:
-            y_TH = self.dispatch(x_TH, choice, run)
+            y_TH = self.dispatch(routed_TH, choice, run)
             run_shared, drops = self.shared_experts.run, context.layer.adapters
             shared_TH = self.call_shared(run_shared, x_TH, drops)
         if self.shared_expert_gate is not None:
             shared_TH = shared_TH * self.shared_expert_gate(x_TH).sigmoid()
         return y_TH + shared_TH
+
+
+def _multiplied(x_TH: Tensor, choice: ExpertChoice) -> tuple[Tensor, ExpertChoice]:
+    """Tokens times the weights of their one expert each, in the tokens' type, as in transformers.
+
+    Before they travel: then no rank keeps rows that are not multiplied yet.
+    """
+    weights_TK = choice.weights_TK
+    return x_TH * weights_TK.to(x_TH.dtype), replace(choice, weights_TK=torch.ones_like(weights_TK))
 
 
 class _SharedBeside:

@@ -20,7 +20,6 @@ from fivefold.config.parallel import CpCommType
 from fivefold.counts.messages import PassVolumes, context_volumes
 from fivefold.description.layers import describe_layer
 from fivefold.description.operations import CoreAttention
-from fivefold.description.shape import mean_keys
 from fivefold.errors import Mistakes
 from fivefold.mesh.rules import check_context
 from fivefold.predict.cluster import Cluster
@@ -192,18 +191,18 @@ def _exchange(cluster: Cluster, ranks: int, stride: int, size: float) -> float:
 def _attention(config: Config, cluster: Cluster, pieces: int) -> Phases:
     """Seconds of a rank's causal attention, with each sequence split into this many pieces.
 
-    Those of a mean layer: models have windows in every layer, or in turns, so that stages have as
-    many. Queries that see few keys fill the device as little as those of a short sequence do.
+    Those of a mean layer: models have windows or chunks in every layer, or in turns, so that stages
+    have as many. Queries that see few keys fill the device as little as those of a short sequence.
     """
     model, training, parallel = config.model, config.training, config.parallel
     tokens = config.rank_tokens
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size
     features = model.query_dim + model.value_dim
     whole = config.attended_length
-    windows = Counter(model.window_of(layer) for layer in range(model.num_layers))
+    reaches = Counter(model.reach_of(layer) for layer in range(model.num_layers))
     found = Phases()
-    for window, layers in windows.items():
-        seen = 2 * mean_keys(window, whole)
+    for reach, layers in reaches.items():
+        seen = 2 * reach.mean_keys(whole)
         length = min(training.seq_length // pieces, int(seen))
         each = attention(
             cluster.gpu, tokens * seen * heads * features, length, training.precision, features / 2

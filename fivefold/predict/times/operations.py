@@ -332,7 +332,9 @@ class OperationTimes:
     def _core_attention(self) -> Times:
         model, tp, length = self.model, self.grid.tp, self.training.seq_length
         mixed = self.tokens * ELEMENT * (model.q_size + model.k_size) / tp
-        rotary = self._elementwise(2 * mixed, 2 * mixed, UNFUSED_ROTATION) * model.rotated_share
+        more = UNFUSED_NORM * model.qk_l2_norm  # which no kernel of a GPU makes in one pass
+        sizes = (2 + 2 * more) * mixed, (2 + 3 * more) * mixed
+        rotary = self._elementwise(*sizes, UNFUSED_ROTATION) * model.rotated_share
         if model.attention_dropout and self.software.attention == "scores":
             batch = self.tokens // length * (model.num_attention_heads // tp)
             dims, precision = (model.query_dim, model.value_dim), self.training.precision

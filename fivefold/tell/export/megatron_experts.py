@@ -15,7 +15,7 @@ def expert_flags(said: Settings) -> Iterator[str]:
     yield from flags(said, "moe_shared_expert_intermediate_size", "moe_layer_freq")
     yield from flags(said, "moe_router_score_function", "moe_router_pre_softmax")
     yield from flags(said, "moe_router_topk_scaling_factor", "moe_shared_expert_gate")
-    yield from flags(said, "moe_router_enable_expert_bias")
+    yield from flags(said, "moe_router_enable_expert_bias", "moe_apply_probs_on_input")
     if said["moe_router_enable_expert_bias"]:
         yield from flags(said, "moe_router_bias_update_rate")
     yield from flags(said, "moe_router_load_balancing_type")

@@ -27,6 +27,7 @@ def model_flags(said: Settings, layout: Layout) -> Iterator[str]:
     yield from flags(said, "kv_channels", "normalization", "norm_epsilon")
     yield from set_flag("apply_layernorm_1p", said["apply_layernorm_1p"])
     yield from set_flag("qk_layernorm", said["qk_layernorm"] or model.multi_latent_attention)
+    yield from set_flag("qk_l2_norm", said["qk_l2_norm"])
     if said["softmax_type"] != "vanilla":
         yield from flags(said, "softmax_type")
     yield from flags(said, "position_embedding_type")
@@ -140,6 +141,8 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
         yield "it refuses mtp_num_layers with learned positions (position_embedding_type)"
     if said["rope_fusion"] and _has_plain_latents(model):
         yield "rope_fusion was left out: with latent attention it needs rope_type yarn"
+    if said["qk_l2_norm"] and model.no_rope_freq is not None:
+        yield "its qk_l2_norm is of layers without RoPE (no_rope_freq), too"
     if said["parallel_residual"]:
         yield "it has no parallel_residual: attention and MLP run one after the other there"
     if said["parallel_residual_one_norm"]:
