@@ -196,6 +196,8 @@ def _values(layout: Layout) -> Iterator[tuple[str, Any]]:
         values["moe_aux_loss_coeff"] = factors * (len(losses) // len(factors))
     if model.position_embedding_type != "rope":
         del values["rope_type"]
+    if model.rope_type == "longrope":
+        del values["rotary_scaling_factor"]  # YaRN's, of which the rest has no flags there
     width = ELEMENT_BYTES[values["precision"]]
     values["min_offloaded_tensor_size"] = -(-values["min_offloaded_tensor_size"] // width)
     values["add_qkv_bias"] = model.qkv_bias
