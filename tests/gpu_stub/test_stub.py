@@ -24,6 +24,11 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "tensor": ("debug", "--nproc", "2", "--tp", "2"),
     "tensor, pipeline": ("debug", "--nproc", "4", "--tp", "2", "--pp", "2"),
     "sharded": (*TWO, "--data-parallel-sharding-strategy", "optim_grads_params"),
+    "sharded optimizer": (*TWO, "--data-parallel-sharding-strategy", "optim"),
+    "sharded optimizer, pipeline": (
+        *("debug", "--nproc", "4", *ALONE, "--pp", "2", "--recompute-granularity", "full"),
+        *("--data-parallel-sharding-strategy", "optim"),
+    ),
     "sharded pipeline": (
         *("debug", "--nproc", "4", *ALONE, "--pp", "2", "--precision", "bf16"),
         *("--data-parallel-sharding-strategy", "optim_grads"),
@@ -43,6 +48,10 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "ring": (*TWO, "--cp", "2"),
     "ring, probabilities dropped": (*TWO, "--cp", "2", "--attention-dropout", "0.1"),
     "gathered keys": (*TWO, "--cp", "2", "--cp-comm-type", "all_gather"),
+    "chunks": (
+        *("debug", "--nproc", "2", "--tp", "2", "--attention-chunk-size", "24", "--qk-l2-norm"),
+        *("--no-rope-freq", "2", "--attn-temperature-tuning", "--floor-scale", "16"),
+    ),
     "ulysses": (*TWO, "--cp", "2", "--cp-comm-type", "a2a"),
     "ulysses in a ring": (
         *("debug", "--nproc", "4", *ALONE, "--cp", "4", "--cp-comm-type", "a2a+p2p"),
