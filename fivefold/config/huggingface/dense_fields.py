@@ -145,7 +145,7 @@ ACTIVATIONS = {
 }
 
 
-_PADDED = (*("phi3", "smollm3", "glm", "olmo", "gemma", "ernie", "nemotron", "seed", "cohere"),)
+_PADDED = ("phi3", "smollm3", "glm", "olmo", "gemma", "ernie", "nemotron", "seed", "cohere")
 
 
 def llama_like(model: ModelConfig, kind: str) -> Fields:

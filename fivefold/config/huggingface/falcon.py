@@ -14,10 +14,8 @@ def falcon(reader: Reader, kind: str) -> ModelConfig:
     reader.fixed("alibi", False, why="there are no biases of scores by distance here")
     reader.fixed("hidden_dropout", 0.0, why="it is of the sum of attention and MLP")
     hidden, heads = reader.size("hidden_size"), reader.size("num_attention_heads")
-    newer, parallel = (
-        reader.flag("new_decoder_architecture", False),
-        reader.flag("parallel_attn", True),
-    )
+    newer = reader.flag("new_decoder_architecture", False)
+    parallel = reader.flag("parallel_attn", True)
     shared, norms = reader.flag("multi_query", True), 1
     groups = reader.optional_size("num_kv_heads", default=None) or heads
     if newer:
