@@ -130,8 +130,7 @@ class ModelConfig(Architecture):
         if self.longrope_attention_factor is not None:
             return self.longrope_attention_factor
         original = self.original_max_position_embeddings
-        growth = self.max_position_embeddings / original
-        return sqrt(1.0 + log(growth) / log(original)) if growth > 1.0 else 1.0
+        return longrope_attention(self.max_position_embeddings / original, original)
 
     def is_long(self, seq_length: int) -> bool:
         """Whether LongRoPE divides by its long factors in sequences of this many tokens."""
@@ -215,3 +214,8 @@ class ModelConfig(Architecture):
     def qkv_bias(self) -> bool:
         """Whether the query, key and value projections have a bias."""
         return self.add_bias_linear or self.add_qkv_bias
+
+
+def longrope_attention(growth: float, original: int) -> float:
+    """Factor on rotary features for a context `growth` times as long as the original (LongRoPE)."""
+    return sqrt(1.0 + log(growth) / log(original)) if growth > 1.0 else 1.0

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isclose, log, sqrt
+from math import isclose, log
 from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.huggingface.reader import Reader
+from fivefold.config.model import longrope_attention
 
 _SCALING: Mapping[str, str] = MappingProxyType(
     {
@@ -270,7 +271,7 @@ def _longrope(table: Reader, beside: int | None, longest: int) -> tuple[tuple[st
         table.fixed("original_max_position_embeddings", beside, why=why)
     attention, factor = table.optional_number("attention_factor"), table.optional_number("factor")
     if attention is None and factor is not None and original > 1:
-        attention = sqrt(1.0 + log(factor) / log(original)) if factor > 1.0 else 1.0
+        attention = longrope_attention(factor, original)
     return (
         ("rope_type", "longrope"),
         ("original_max_position_embeddings", original),
