@@ -1,11 +1,16 @@
 """Properties of frameworks that no setting describes: those of Fivefold and of others."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from fivefold.predict.cluster import Cluster
 
 Attention = Literal["best", "listed", "flash2", "flash1", "scores"]
+Dispatcher = Literal["alltoall", "deepep", "hybridep"]
+DISPATCHERS: tuple[Dispatcher, ...] = get_args(Dispatcher)
+Module = Literal["attn", "moe_router", "moe_preprocess"]
+MODULES: tuple[Module, ...] = get_args(Module)
+"""Modules of layers with experts, of which each may be a CUDA graph (Megatron's names)."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,10 @@ class Software:
             each to the next pipeline rank's node, where the shares are gathered (Narayanan et al.,
             2021, section 4.1).
         whole_graph: whether a step is one CUDA graph, so that the GPU never waits for the host.
+        graphed: modules of a layer with experts that are a CUDA graph together, which the host
+            launches in one operation.
+        dispatcher: what exchanges tokens where experts are products of their own each: PyTorch's
+            all-to-all, or kernels of DeepEP or HybridEP, which permute, too.
         blocks_launches: whether the host waits for each kernel that it launches
             (`CUDA_LAUNCH_BLOCKING=1`), so that its time and the GPU's add up.
         loops_experts: whether a rank's experts are products and kernels of their own each, and not
@@ -113,6 +122,8 @@ class Software:
     waits_for_hops: Literal["never", "plain", "always"] = "never"
     scatters_hops: bool = False
     whole_graph: bool = False
+    graphed: frozenset[Module] = frozenset()
+    dispatcher: Dispatcher = "alltoall"
     blocks_launches: bool = False
     loops_experts: bool = False
     imbalance: float = 1.0

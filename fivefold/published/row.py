@@ -41,6 +41,8 @@ OPTIONAL = (
     "overlap",
     "fused_loss",
     "etp",
+    "dispatcher",
+    "ep_overlap",
 )
 """Columns that a file may leave out, as if their cells were empty."""
 _COUNT = Range(1, 1e6, whole=True)
@@ -57,7 +59,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "step_s": Range(1e-6, 1e7),
         "network": Range(1e-3, 1e6),
         "gpus_per_node": Range(1, MAX_GPUS, whole=True),
-        **dict.fromkeys(("graphs", "overlap", "fused_loss"), Range(0, 1, whole=True)),
+        **dict.fromkeys(("overlap", "fused_loss", "ep_overlap"), Range(0, 1, whole=True)),
         "mem": Range(1e-3, 1e15),
     }
 )

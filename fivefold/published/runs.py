@@ -19,7 +19,14 @@ from fivefold.config.sharding import SHARDING, Sharding
 from fivefold.description.shape import training_flops
 from fivefold.errors import ConfigError, DataError, FivefoldError
 from fivefold.layout import Layout
-from fivefold.predict.software import Attention, Software
+from fivefold.predict.software import (
+    DISPATCHERS,
+    MODULES,
+    Attention,
+    Dispatcher,
+    Module,
+    Software,
+)
 from fivefold.published.frameworks.framework import Framework
 from fivefold.published.frameworks.registry import frameworks_of
 from fivefold.published.recomputed import ways_to_recompute
@@ -54,7 +61,9 @@ def software_of(row: PublishedRow, framework: Framework) -> Software:
         accumulates_apart="always" if deterministic else habits.accumulates_apart,
         gradient_bytes=wire,
         keeps_every_second=row.text("recomp") == "selective-op",
-        whole_graph=_told(row, "graphs", is_graphed(row, framework)),
+        whole_graph=is_graphed(row, framework),
+        graphed=_graphed(row),
+        dispatcher=_dispatcher(row),
         blocks_launches="blocking launches" in note,
         imbalance=1.2 if "dropless" in note else 1.0,
     )
@@ -87,8 +96,32 @@ def _attention_of(row: PublishedRow, habits: Software) -> Attention:
 
 
 def is_graphed(row: PublishedRow, framework: Framework) -> bool:
-    """Whether a step was one CUDA graph, by its framework's recipes for experts in MXFP8."""
-    return framework.software.whole_graph and "mx" in row.text("prec")
+    """Whether a step was one CUDA graph: as its column tells, else by its framework's recipes for
+    experts in MXFP8."""
+    told = row.text("graphs")
+    return told == "1" if told else framework.software.whole_graph and "mx" in row.text("prec")
+
+
+def _graphed(row: PublishedRow) -> frozenset[Module]:
+    """Modules of a layer that were a CUDA graph."""
+    words = [word for word in row.text("graphs").split() if word not in ("0", "1")]
+    if unknown := [word for word in words if word not in MODULES]:
+        known = ", ".join(MODULES)
+        raise DataError(f"graphs must be 0, 1 or some of {known}, not {unknown[0]!r}")
+    return frozenset(module for module in MODULES if module in words)
+
+
+def _dispatcher(row: PublishedRow) -> Dispatcher:
+    """What exchanged the tokens of experts: as its column or a note tells, or else DeepEP if
+    experts are on several nodes."""
+    told, degree = row.text("dispatcher"), row.whole("ep") or 1
+    for name in DISPATCHERS:
+        if told == name:
+            return name
+    if told:
+        raise DataError(f"dispatcher must be one of {', '.join(DISPATCHERS)}, not {told!r}")
+    across = degree > cluster_of(row).gpus_per_node
+    return "deepep" if across or "deepep" in row.text("note") else "alltoall"
 
 
 def measured_seconds(row: PublishedRow, layout: Layout) -> float | None:
@@ -242,7 +275,7 @@ def _parallel(row: PublishedRow, model: ModelConfig, framework: Framework) -> di
         **(framework.settings if cp > 1 else {}),
     }
     if model.num_experts:
-        settings |= _expert_settings(row, framework, pp)
+        settings |= _expert_settings(row, framework)
     if replicas := _REPLICAS.fullmatch(row.text("zero")):
         settings["num_distributed_optimizer_instances"] = int(replicas[2])
     return settings
@@ -268,17 +301,14 @@ def _overlaps(row: PublishedRow, framework: Framework, stage: int) -> dict[str, 
     }
 
 
-def _expert_settings(row: PublishedRow, framework: Framework, pp: int) -> dict[str, Any]:
-    note, degree = row.text("note"), row.whole("ep") or 1
-    pairs = "1f1b overlap" in note or (
-        is_graphed(row, framework) and pp > 1 and not row.text("recomp").startswith("full")
-    )
-    across = degree > cluster_of(row).gpus_per_node
+def _expert_settings(row: PublishedRow, framework: Framework) -> dict[str, Any]:
+    runs_again = row.text("recomp").startswith("full")
+    pairs = "1f1b overlap" in row.text("note") or (is_graphed(row, framework) and not runs_again)
     settings: dict[str, Any] = {
-        "expert_model_parallel_size": degree,
+        "expert_model_parallel_size": row.whole("ep") or 1,
         "expert_tensor_parallel_size": row.whole("etp") or 1,
-        "moe_token_dispatcher_type": "flex" if across or "deepep" in note else "alltoall",
-        "overlap_moe_expert_parallel_comm": pairs,
+        "moe_token_dispatcher_type": "alltoall" if _dispatcher(row) == "alltoall" else "flex",
+        "overlap_moe_expert_parallel_comm": _told(row, "ep_overlap", pairs),
         **framework.expert_settings,
     }
     # Whoever hides messages in pairs delays weight gradients, too.

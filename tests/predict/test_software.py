@@ -8,7 +8,7 @@ from fivefold.predict.software import Software
 from fivefold.predict.step import predict
 from fivefold.predict.times.communication import broadcasts, gather, span
 from fivefold.predict.times.compute import attention, attention_share, matmul, score_matrices
-from fivefold.predict.times.layer import LayerTimes
+from fivefold.predict.times.layer import LayerTimes, forward_operations
 from tests.predict.layouts import planned
 
 H100 = preset("H100", 64)
@@ -163,6 +163,22 @@ def test_no_layer_waits_for_the_host_in_one_graph():
     )
     assert LayerTimes(dense, H100, Software()).host(LayerKind()) == 0.0
     assert graphed.layer(kind, ()).total.forward < issued.layer(kind, ()).total.forward
+
+
+def test_the_host_launches_what_is_no_graph_and_what_the_dispatcher_needs():
+    layout = planned("qwen3-30b-a3b", 8, mbs=1, gbs=8, ep=8)
+    kind = LayerKind(experts=True)
+
+    def launched(**habits):
+        return forward_operations(layout, kind, Software(loops_experts=True, **habits))
+
+    fewer = [launched(dispatcher=each) for each in ("alltoall", "deepep", "hybridep")]
+    assert fewer == sorted(fewer, reverse=True) and len({*fewer}) == 3
+    modules = ["attn", "moe_router", "moe_preprocess"]
+    more = [launched(graphed=frozenset(modules[:n])) for n in range(4)]
+    assert more == sorted(more, reverse=True) and len({*more}) == 4
+    experts = 4 * 128 // 8  # which are no graph, as the exchange between them is not
+    assert more[-1] > experts + 1
 
 
 @pytest.mark.parametrize(("again", "backward"), [((), 2), (None, 3)])

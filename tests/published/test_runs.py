@@ -326,7 +326,7 @@ def test_columns_count_for_more_than_habits():
     (choice,) = row_layouts(row(fused_loss="1", overlap="0"))
     assert choice.layout.config.memory.cross_entropy_loss_fusion
     assert not choice.layout.config.parallel.overlap_grad_reduce
-    for wrong in ({"attention": "fast"}, {"grads": "fp8"}):
+    for wrong in ({"attention": "fast"}, {"grads": "fp8"}, {"dispatcher": "nccl"}):
         with pytest.raises(DataError, match="must be one of"):
             row_layouts(row(**wrong)), software(row(**wrong))
 
@@ -392,6 +392,29 @@ def test_experts_in_mxfp8_are_one_graph_since_the_release_that_says_so():
     assert after[1].overlap_moe_expert_parallel_comm
     assert not before[1].overlap_moe_expert_parallel_comm
     assert not graphed("26.08", prec="bf16")[0]
+
+
+def test_what_exchanges_tokens_is_told_or_follows_from_nodes():
+    def found(**cells):
+        moe = {"model": "Qwen3_30B_a3B", "ep": "8", "tp": "1", "pp": "1", "recomp": "none"}
+        one = row(**(moe | cells))
+        parallel = row_layouts(one)[0].layout.config.parallel
+        fused = parallel.moe_token_dispatcher_type == "flex"
+        return software(one).dispatcher, fused, parallel.overlap_moe_expert_parallel_comm
+
+    assert found() == ("alltoall", False, False)
+    assert found(ep="16", ngpu="16") == ("deepep", True, False)  # nodes have eight GPUs
+    assert found(ep="16", ngpu="16", dispatcher="alltoall") == ("alltoall", False, False)
+    assert found(note="DeepEP") == ("deepep", True, False)
+    assert found(dispatcher="hybridep", ep_overlap="1") == ("hybridep", True, True)
+    assert found(note="1F1B overlap", ep_overlap="0")[2] is False
+
+
+def test_modules_that_are_graphs_are_told():
+    assert software(row(graphs="attn moe_router")).graphed == {"attn", "moe_router"}
+    assert not software(row(graphs="1")).graphed and not software(row(graphs="0")).graphed
+    with pytest.raises(DataError, match=r"graphs must be 0, 1 or some of attn, .*not 'mamba'"):
+        software(row(graphs="attn mamba"))
 
 
 def test_a_dense_models_activation_is_run_again_with_its_mlp():

@@ -4,9 +4,10 @@ The time of a layer is the sum of its operations, plus recomputation, plus the t
 waits for the host and for offloaded activations.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
+from types import MappingProxyType
 
 from fivefold.config.model import ModelConfig
 from fivefold.description.activations import saved_activations, total
@@ -16,7 +17,7 @@ from fivefold.description.operations import Activation, Operation
 from fivefold.description.running import Running
 from fivefold.layout import Layout
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.software import Software
+from fivefold.predict.software import MODULES, Dispatcher, Module, Software
 from fivefold.predict.times.communication import all_reduce, gather
 from fivefold.predict.times.compute import Phases, elementwise
 from fivefold.predict.times.operations import ELEMENT, OperationTimes
@@ -32,18 +33,38 @@ GROUPED_OPERATIONS = 49
 a layer of Mixtral launches 85 kernels and one of DeepSeek-V2-Lite 110, where a dense one has 33."""
 
 
+_ROUTER_OPERATIONS = 25
+_PREPARATION: Mapping[Dispatcher, int] = MappingProxyType(
+    {"alltoall": 11, "deepep": 1, "hybridep": 0}
+)
+_EXCHANGE: Mapping[Dispatcher, int] = MappingProxyType(
+    {"alltoall": 15, "deepep": 12, "hybridep": 8}
+)
+"""Operations of megatron-core 0.16.1 for a layer whose experts are products of their own each: its
+router, what prepares the exchange of tokens, and the exchange to experts and back. Those of the
+router and of the all-to-all were counted (`benchmarks/megatron_operations.py`, 2026-11-29), with
+four copies to the host; those of DeepEP and HybridEP are in its `token_dispatcher.py`."""
+
+
 def forward_operations(layout: Layout, kind: LayerKind, software: Software) -> int:
     """Operations that the host issues for a layer's forward; a backward takes twice as many.
 
     `fivefold audit` shows them beside those that it has counted.
     """
     operations = DENSE_OPERATIONS if software.fused else 45
-    if kind.experts:
-        if not software.loops_experts:
-            return operations + GROUPED_OPERATIONS
-        local = (layout.config.model.num_experts or 0) // layout.grid.ep
-        operations += 100 + local * (8 if layout.config.narrow_products else 4)
-    return operations
+    if not kind.experts:
+        return operations
+    if not software.loops_experts:
+        return operations + GROUPED_OPERATIONS
+    modules: dict[Module, int] = {
+        "attn": operations,
+        "moe_router": _ROUTER_OPERATIONS,
+        "moe_preprocess": _PREPARATION[software.dispatcher],
+    }
+    launched = sum(modules[module] for module in MODULES if module not in software.graphed)
+    local = (layout.config.model.num_experts or 0) // layout.grid.ep
+    experts = local * (8 if layout.config.narrow_products else 4)
+    return launched + bool(software.graphed) + _EXCHANGE[software.dispatcher] + experts
 
 
 @lru_cache(maxsize=512)
