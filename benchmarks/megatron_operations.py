@@ -35,8 +35,28 @@ from fivefold.rehearse.world import pretended_world
 EXPERTS, TOKENS, HIDDEN = 16, 32, 64
 # Names of operations that make no kernel.
 FREE = frozenset(
-    "view _unsafe_view t transpose expand slice select unsqueeze squeeze detach alias permute split "
-    "split_with_sizes as_strided unbind empty empty_like new_empty empty_strided".split()
+    [
+        "view",
+        "_unsafe_view",
+        "t",
+        "transpose",
+        "expand",
+        "slice",
+        "select",
+        "unsqueeze",
+        "squeeze",
+        "detach",
+        "alias",
+        "permute",
+        "split",
+        "split_with_sizes",
+        "as_strided",
+        "unbind",
+        "empty",
+        "empty_like",
+        "new_empty",
+        "empty_strided",
+    ]
 )
 PARTS = {
     "dispatch_preprocess": "exchange",
