@@ -51,10 +51,16 @@ LONG = (
 would leave the others idle."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+COLLECTED = pytest.StashKey[dict[str, bool]]()
+"""Files of which tests were collected, and whether some of these need a GPU."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the longest files, and skip tests of GPUs where there is none."""
     items.sort(key=lambda item: LONG.index(_file(item)) if _file(item) in LONG else len(LONG))
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
+    files = {_file(item) for item in marked}
+    config.stash[COLLECTED] = {_file(item): _file(item) in files for item in items}
     if marked:
         import torch
 

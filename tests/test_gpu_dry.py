@@ -2,13 +2,15 @@
 
 import importlib
 import json
-import subprocess
+import runpy
 import sys
 from math import isfinite
 
 import pytest
 
 from benchmarks.gpu import ROOT, of_gpu
+from tests.conftest import COLLECTED
+from tests.programs import Program
 
 ROWS = {
     "gpu_layers": 14,
@@ -28,20 +30,23 @@ def test_every_row_is_measured(name: str) -> None:
         assert times and all(isfinite(each) and each > 0 for each in times), row
 
 
+def host() -> None:
+    sys.argv = ["gpu_host", "--dry"]
+    runpy.run_module("benchmarks.gpu_host", run_name="__main__")
+
+
 @pytest.mark.slow
 def test_steps_of_an_engine_are_measured() -> None:
     """In a process of its own, since an engine needs the process group of its process."""
-    words = (sys.executable, "-m", "benchmarks.gpu_host", "--dry")
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    process = Program(host, cwd=ROOT)
+    output, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    rows = [json.loads(line) for line in output.splitlines()]
     assert len(rows) == 3 and all(0 < row["seconds"] < 10 for row in rows)
 
 
-def test_tests_of_a_gpu_are_all_found() -> None:
-    """pytest finds them by importing every file, which takes a minute."""
-    words = ("-m", "pytest", "-q", "-p", "no:xdist", "--collect-only", "-m", "gpu", "tests")
-    found = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    files = {line.split("::")[0] for line in found.stdout.splitlines() if "::" in line}
-    assert files == set(of_gpu())
+def test_tests_of_a_gpu_are_all_found(request: pytest.FixtureRequest) -> None:
+    """By their text, since pytest, which imports every file, takes half a minute."""
+    collected = request.config.stash[COLLECTED]
+    found = {file for file, of_a_gpu in collected.items() if of_a_gpu}
+    assert found == collected.keys() & set(of_gpu())

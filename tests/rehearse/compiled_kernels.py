@@ -3,7 +3,8 @@ have: python -m tests.rehearse.compiled_kernels CAPABILITY [every]
 
 A process of its own: where tests run, Triton interprets. Prints the names of what was compiled, and
 raises Triton's error if a kernel is none: with `every`, all of them, and both sides of each branch;
-otherwise those few in which each argument of a kernel has each of its types and constants.
+otherwise, of small models and of the widest heads, those few in which each argument of a kernel has
+each of its types and constants.
 """
 
 import sys
@@ -65,18 +66,21 @@ WIDE: Steps = (
     *(("debug-llama", {"precision": "bf16"} | given) for given in (STATES, REMAINDERS, WITHOUT)),
     ("debug-llama", {"precision": "fp64"} | STATES),
     *(("debug-llama", CAPS | {"precision": precision}) for precision in ("bf16", "fp32")),
-    # Sizes of real models, which decide what tiles need.
+    *(
+        ("llama3-8b", GPT | {"precision": precision, "kv_channels": 256})
+        for precision in ("bf16", "fp64")
+    ),
+)
+SIZES: Steps = (
     ("llama3-405b", LLAMA | {"precision": "bf16"}),
     *(("gpt-1t", GPT | {"precision": precision}) for precision in ("bf16", "fp32")),
-    *(
-        ("llama3-8b", GPT | {"precision": precision, "kv_channels": head})
-        for precision, head in (("bf16", 128), ("bf16", 256), ("fp64", 128), ("fp64", 256))
-    ),
+    *(("llama3-8b", GPT | {"precision": p, "kv_channels": 128}) for p in ("bf16", "fp64")),
     *(
         ("debug-deepseek-v3", LATENT | {"precision": precision, "attention_dropout": 0.1})
         for precision in ("bf16", "fp32", "fp64")
     ),
 )
+"""Further sizes of real models, which decide what tiles need."""
 BRANCHES: Steps = (
     ("debug-llama", ONE_MORE | PART | {"cross_entropy_loss_fusion": True}),
     ("debug-llama", MOMENTS | {"activation_func": "quick_gelu"}),
@@ -169,7 +173,7 @@ def one_sided(found: list[Compiled]) -> set[tuple[str, str]]:
 def main(capability: int, *, every: bool) -> None:
     """Compile for GPUs of a compute capability, such as 90."""
     target, names = GPUTarget("cuda", capability, 32), set()
-    wide = BRANCHES + WIDE if every else WIDE
+    wide = BRANCHES + WIDE + SIZES if every else WIDE
     found = launched(wide if divmod(capability, 10) < ADA else wide + NARROW)
     assert not (every and one_sided(found)), one_sided(found)
     for kernel, types, constants in found if every else few_of(found):
