@@ -10,6 +10,7 @@ from fivefold.description.activations import loss_bytes, loss_gradient_bytes, to
 from fivefold.predict.memory.passage import Change, Passage
 from fivefold.predict.memory.points import ActPoint, gathers
 from fivefold.predict.memory.route import Route
+from fivefold.predict.memory.sizes import remade_at_once
 
 
 def backward_points(
@@ -145,6 +146,11 @@ class _Walk:
             for each, size in zip(route.last_layer, sizes, strict=True)
         )
         yield from (point, activated)
+        if route.reruns_experts:
+            again = ActPoint("the experts of the last layer, run again", loss=point.loss)
+            remade = route.tokens * remade_at_once(route.running, route.layers)
+            again = again._replace(remade=remade, communication=route.messages[3])
+            yield again._replace(gradients=self._waiting, resharded=point.resharded)
         if last:
             yield self._in_first(activated)
         if not route.policy.reduces:

@@ -76,8 +76,8 @@ class Route:
         return -self.tokens * total(loss).kept
 
     @cached_property
-    def messages(self) -> tuple[float, float]:
-        """Bytes of messages between stages, and the same with those of a layer."""
+    def messages(self) -> tuple[float, ...]:
+        """Bytes of messages, as `sizes.buffers` has them."""
         return buffers(self.layout, self.stage, self.running)
 
     @cached_property
@@ -137,7 +137,7 @@ class Route:
             loss=self.gone,
             remade=self.tokens * remade_at_once(running, self.layers),
             working=working + tiled_sums(self.layout, layer, running),
-            communication=self.messages[1],
+            communication=self.messages[2],
             resharded=self.copies.but("ends", "experts", "rest", "beside"),
         )
         around = running.element_bytes * inputs.inputs / running.token_parts
@@ -146,6 +146,14 @@ class Route:
             working=self.tokens * (around + activation.working(running) * share),
         )
         return self._without(start, place, after), self._without(activated, place, after[at + 1 :])
+
+    @property
+    def reruns_experts(self) -> bool:
+        """Whether a backward runs the last layer's experts again, with their messages."""
+        memory = self.running.memory
+        again = {"moe", "routed_experts"} & {*memory.remade_modules}
+        again_as_whole = memory.recompute_granularity == "full"
+        return self._described(-1).kind.experts and bool(again or again_as_whole)
 
     @cached_property
     def inward(self) -> float:

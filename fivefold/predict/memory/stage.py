@@ -124,7 +124,7 @@ class _Actions:
         if kind is Kind.F:
             points = self._passing if light else self._forwards
         elif kind is Kind.R:
-            points = [ActPoint("recomputation", communication=self.route.messages[1])]
+            points = [ActPoint("recomputation", communication=max(self.route.messages))]
         else:
             of_kind = {Kind.BW: self._whole, Kind.B: self._only_dx, Kind.W: self._only_dw}
             points = of_kind[kind](first, last)
@@ -148,7 +148,7 @@ class _Actions:
         return ActPoint(
             "forward",
             working=self._moving,
-            communication=self.route.messages[1],
+            communication=max(self.route.messages),
             resharded=copies.but("ends", "rest", "experts", "beside", "message"),
         )
 
