@@ -22,7 +22,6 @@ from fivefold.description.activations import (
     total,
 )
 from fivefold.description.layers import describe_layer, layer_kind
-from fivefold.description.operations import CoreAttention
 from fivefold.description.running import Running
 from fivefold.description.shape import has_final_norm, layer_weights, placed_layers
 from fivefold.layout import Layout
@@ -122,29 +121,22 @@ def _asks_for_indices(model: ModelConfig, layer: int, remade: Remade) -> bool:
 def _copies(layout: Layout, layer: int, running: Running, *, packed: bool, one_call: bool) -> float:
     """Elements per token that attention keeps twice.
 
-    Outputs of several documents or chunks are joined where no kernel takes them in one call.
-    All-to-all exchanges outputs, keys and values, and repeats keys and values if there are fewer
-    heads than ranks. Where the output projection keeps 8 bits of what it reads, attention counts
-    its own.
+    Outputs of several documents or chunks are joined where no kernel takes them in one call. Where
+    the output projection keeps 8 bits of what it reads, attention counts its own.
     """
-    model, parallel, grid = layout.config.model, layout.config.parallel, layout.grid
-    kind = parallel.cp_comm_of(layer)
+    model, grid = layout.config.model, layout.grid
+    if grid.cp > 1:
+        return 0.0
     read = model.trains_all or model.reads_shared("o_proj")
     shared = running.input_bytes == running.element_bytes
     output = model.attention_size / grid.tp * (read and shared and not _is_moved(layout))
-    if grid.cp == 1:
-        reach, length = model.reach_of(layer), layout.config.training.seq_length
-        several = packed or not Reach(chunk=reach.chunk).is_whole(length)
-        whole = Reach(reach.window).is_whole(length)
-        fused = model.query_dim == model.value_dim and model.softmax_type == "vanilla"
-        fused = fused and not model.attention_dropout and model.attn_logit_softcapping is None
-        joined = several and not one_call and whole and fused
-        return output if joined else 0.0
-    if kind not in ("a2a", "a2a+p2p"):
-        return 0.0
-    exchanging = grid.cp if kind == "a2a" else parallel.hierarchical_context_parallel_sizes[0]
-    keys = describe_layer(model, layer).one(CoreAttention).key_value_features(grid.tp)
-    return output + (max(exchanging / model.kv_heads_of(grid.tp), 1) - 1) * keys
+    reach, length = model.reach_of(layer), layout.config.training.seq_length
+    several = packed or not Reach(chunk=reach.chunk).is_whole(length)
+    whole = Reach(reach.window).is_whole(length)
+    fused = model.query_dim == model.value_dim and model.softmax_type == "vanilla"
+    fused = fused and not model.attention_dropout and model.attn_logit_softcapping is None
+    joined = several and not one_call and whole and fused
+    return output if joined else 0.0
 
 
 def _is_moved(layout: Layout) -> bool:

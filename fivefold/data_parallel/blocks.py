@@ -77,9 +77,9 @@ class UnitSizes:
         return (self.blocks + self.wide - self.narrow) * element + self.narrow
 
 
-UNPACKING = 5.0
-"""Bytes per weight while a gathered message becomes a layer's weights: itself, in the compute type,
-and the copy of that."""
+UNPACKING = 4.0
+"""Bytes per weight when a gathered message has become a layer's weights: in the compute type, and
+the copy of that. The message itself is free by then."""
 
 
 def reduction_buffers(parallel: ParallelConfig) -> float:

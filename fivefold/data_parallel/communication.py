@@ -1,13 +1,18 @@
 """Custom all-gather and reduce-scatter for FSDP2."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
-from fivefold.data_parallel.quantised import Format
+from fivefold.data_parallel.blocks import GRADIENT_BITS, WEIGHT_BITS
+from fivefold.data_parallel.policy import Policy
+from fivefold.data_parallel.quantised import Blocks, Format
 from fivefold.mesh.collectives import (
     Pending,
     exchange_rows,
@@ -15,6 +20,7 @@ from fivefold.mesh.collectives import (
     start_all_gather,
     start_reduce_scatter,
 )
+from fivefold.mesh.groups import NodeGroups
 
 
 class _Waitable(dist.Work):
@@ -171,6 +177,44 @@ class HierarchicalReduceScatter(_Buffers):
         received = exchange_rows(sent, group)
         total = x_PRN.new_empty(rows, elements)
         return self.format.unpack(received.view(ranks, rows, -1), total)
+
+
+def set_communication(
+    unit: FSDPModule, groups: Iterable[Any], mesh: DeviceMesh, policy: Policy, nodes: NodeGroups
+) -> Iterator[NodeGather | HierarchicalReduceScatter]:
+    """Give FSDP2 our collectives where its own are slow, or do not send what is asked for.
+
+    Args:
+        unit: a unit of FSDP2.
+        groups: FSDP2's own of its parameters.
+        mesh: replicas, if there are any, and shards of it.
+        policy: FSDP2 settings.
+        nodes: groups within nodes and between them.
+
+    Yields:
+        ZeRO++'s.
+    """
+    module: Any = unit  # ours do not derive from FSDP2's abstract classes
+    on_cpu = mesh.device_type == "cpu"
+    if not policy.shards or mesh.size(-1) == 1:
+        return
+    held = [each for group in groups for each in group.fsdp_params]
+    sizes = [(each.sharded_param.shape, each._sharded_param_data.numel()) for each in held]
+    if policy.quantised_weights or nodes.hpz is not None:
+        blocks, dtype = Blocks(WEIGHT_BITS), policy.compute_dtype
+        format = Format.of(sizes, blocks, dtype) if policy.quantised_weights else None
+        gather = NodeGather(format, nodes.hpz)
+        module.set_custom_all_gather(gather)
+        yield gather
+    elif on_cpu:
+        module.set_custom_all_gather(AllGather())
+    if policy.quantised_gradients:
+        format = Format.of(sizes, Blocks(GRADIENT_BITS), policy.gradient_dtype)
+        reduction = HierarchicalReduceScatter(format, nodes.qgz_inner, nodes.qgz_outer)
+        module.set_custom_reduce_scatter(reduction)
+        yield reduction
+    elif on_cpu or {policy.wire_dtype, policy.sum_dtype} != {policy.gradient_dtype}:
+        module.set_custom_reduce_scatter(ReduceScatter(policy.wire_dtype, policy.sum_dtype))
 
 
 def _finish(pending: Pending, async_op: bool) -> _Waitable | None:

@@ -17,20 +17,24 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from fivefold.data_parallel.away import AwayShards, give_memory
-from fivefold.data_parallel.blocks import GRADIENT_BITS, WEIGHT_BITS, shard_dim
+from fivefold.data_parallel.blocks import shard_dim
 from fivefold.data_parallel.communication import (
-    AllGather,
     HierarchicalReduceScatter,
     NodeGather,
-    ReduceScatter,
+    set_communication,
 )
 from fivefold.data_parallel.eight_bit import EightBitParam, agree_on_scales, gather_in_eight_bits
 from fivefold.data_parallel.hooks import UnitHooks, without_hooks
-from fivefold.data_parallel.left_over import complete, free_gathered, free_message, let_go
+from fivefold.data_parallel.left_over import (
+    complete,
+    free_gathered,
+    free_message,
+    let_go,
+    put_aside,
+)
 from fivefold.data_parallel.policy import Policy
 from fivefold.data_parallel.prefetch import last_layer_first, set_prefetch
-from fivefold.data_parallel.quantised import Blocks, Format
-from fivefold.mesh.groups import Groups, NodeGroups
+from fivefold.mesh.groups import Groups
 from fivefold.mesh.slices import local_tensor
 from fivefold.model.moe.layer import Experts
 from fivefold.model.transformer import Stage
@@ -114,7 +118,7 @@ class ShardedStage:
             unit.set_force_sum_reduction_for_comms(True)
             if groups.experts is not None and isinstance(wrapped, Experts):
                 nodes = groups.experts.nodes
-            self.exchanges += _set_communication(unit, mesh, policy, nodes)
+            self.exchanges += set_communication(unit, _parameter_groups(unit), mesh, policy, nodes)
             if policy.gathers_8_bits:
                 shards = mesh.get_group(-1) if mesh.size(-1) > 1 else None
                 for group in _parameter_groups(unit):
@@ -203,6 +207,11 @@ class ShardedStage:
             self.run_weights([], last=last)
         else:
             free_message(self._root._get_fsdp_state())
+
+    def put_aside(self) -> list[Work]:
+        """See `left_over.put_aside`; sums to the end of the step are in one dtype anyway."""
+        narrow, groups = self._policy.compute_dtype, self.parameter_groups() if self._every else ()
+        return [work for group in groups for work in put_aside(group, narrow)]
 
     def run_weights(self, works: list[Work], *, last: bool) -> None:
         """Run deferred weight gradients and reduce each block when its gradients are complete.
@@ -347,33 +356,6 @@ class ShardedStage:
         for handle in self._gathers:
             handle.wait()
         self._gathers = []
-
-
-def _set_communication(
-    unit: FSDPModule, mesh: DeviceMesh, policy: Policy, nodes: NodeGroups
-) -> Iterator[NodeGather | HierarchicalReduceScatter]:
-    """Give FSDP2 our collectives where its own are slow, or do not send what is asked for."""
-    module: Any = unit  # ours do not derive from FSDP2's abstract classes
-    on_cpu = mesh.device_type == "cpu"
-    if not policy.shards or mesh.size(-1) == 1:
-        return
-    held = [each for group in _parameter_groups(unit) for each in group.fsdp_params]
-    sizes = [(each.sharded_param.shape, each._sharded_param_data.numel()) for each in held]
-    if policy.quantised_weights or nodes.hpz is not None:
-        blocks, dtype = Blocks(WEIGHT_BITS), policy.compute_dtype
-        format = Format.of(sizes, blocks, dtype) if policy.quantised_weights else None
-        gather = NodeGather(format, nodes.hpz)
-        module.set_custom_all_gather(gather)
-        yield gather
-    elif on_cpu:
-        module.set_custom_all_gather(AllGather())
-    if policy.quantised_gradients:
-        format = Format.of(sizes, Blocks(GRADIENT_BITS), policy.gradient_dtype)
-        reduction = HierarchicalReduceScatter(format, nodes.qgz_inner, nodes.qgz_outer)
-        module.set_custom_reduce_scatter(reduction)
-        yield reduction
-    elif on_cpu or {policy.wire_dtype, policy.sum_dtype} != {policy.gradient_dtype}:
-        module.set_custom_reduce_scatter(ReduceScatter(policy.wire_dtype, policy.sum_dtype))
 
 
 def _data_mesh(mesh: DeviceMesh, policy: Policy) -> DeviceMesh:

@@ -1,16 +1,42 @@
 """What FSDP2 keeps of one backward, or of one step, for whoever computes next."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
+
+from fivefold.tensor.deferred_weight import Work
+
+
+def put_aside(group: Any, narrow: torch.dtype) -> Iterator[Work]:
+    """Take gradients of norms and biases, which a backward of dX alone has made; what gives them
+    back.
+
+    If several such backwards run before the first weight gradients, they would be sums by then, in
+    FSDP2's accumulation dtype. A block is reduced in one dtype: all of its gradients would be
+    widened before they are copied into the message.
+
+    Args:
+        group: FSDP2's own.
+        narrow: dtype in which the gradients of a single microbatch were computed.
+    """
+    dims = max((held.sharded_param.ndim for held in group.fsdp_params), default=0)
+    for held in group.fsdp_params:
+        if held.sharded_param.ndim == dims:  # a matrix, of which a sum takes less than each
+            continue
+        whole, grad = held.unsharded_param, held.unsharded_accumulated_grad
+        grad = whole.grad if grad is None else grad
+        if grad is not None:
+            whole.grad = held.unsharded_accumulated_grad = None
+            yield Work((whole,), partial(setattr, whole, "grad", grad.to(narrow)), None)
 
 
 def complete(group: Any, narrow: torch.dtype | None) -> None:
     """Reduce a group, after giving every parameter a gradient, in the same dtype.
 
-    Gradients that B itself computed (of norms) may already be accumulated; if several B's ran
-    before the first W, that W has already taken them.
+    Gradients that B itself computed (of a fused output layer) may already be accumulated; if
+    several B's ran before the first W, that W has already taken them.
 
     Args:
         group: FSDP2's own.

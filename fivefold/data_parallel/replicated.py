@@ -85,6 +85,10 @@ class ReplicatedStage:
     def after_backward(self, *, last: bool) -> None:
         """Hooks have seen every gradient."""
 
+    def put_aside(self) -> list[Work]:
+        """Gradients are added up where they are."""
+        return []
+
     def run_weights(self, works: list[Work], *, last: bool) -> None:
         """Run deferred weight gradients; the step's last call starts each completed bucket."""
         self._missing, self._hooks_count = [], False

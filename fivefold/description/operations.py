@@ -273,8 +273,8 @@ class CoreAttention(Operation):
         return self.sent_latent if self.sent_latent and gathered else whole
 
     def kept_else(self, running: Running) -> tuple[Kept, ...]:
-        """Queries, keys and values or their latents, and what a norm keeps of them beside;
-        softmax statistics or unfused scores; output.
+        """Queries, keys and values or their latents, more heads of these for ranks that have fewer,
+        and what a norm keeps of them beside; softmax statistics or unfused scores; output.
 
         The output is also the input of the output projection.
         """
@@ -290,8 +290,7 @@ class CoreAttention(Operation):
         remade = ("a2a_overlap_attn", *(["mla_up_proj"] if self.from_latents else ()))
         again = ("core_attn", "a2a_overlap_attn")
         scores = Kept("attn_scores", (self._scores(running),), again, "core_attn")
-        narrow = running.input_bytes < running.element_bytes
-        apart = narrow or not running.fused_attention
+        apart = running.keeps_output_apart or not running.fused_attention
         result = Kept(
             "attn_output",
             (0.0 if apart else running.by_heads(model.attention_size),),
@@ -299,16 +298,19 @@ class CoreAttention(Operation):
             "core_attn",
             held_by="attn_proj" if self.shares_output else "",
         )
+        repeats = max(running.exchanging_ranks / model.kv_heads_of(running.tensor_parallel), 1) - 1
+        repeated = Kept(
+            "repeated_heads", tuple(repeats * each for each in attended[1:]), again, "core_attn"
+        )
         normed = attended[:2] if running.normed_twice == (True,) else ()
         beside = Kept("normed_heads", normed, again)
-        return Kept("core_attn", attended, remade), beside, scores, result
+        return Kept("core_attn", attended, remade), repeated, beside, scores, result
 
     def _scores(self, running: Running) -> float:
         model, element = self.model, running.element_bytes
         heads = model.num_attention_heads
         if running.fused_attention:
-            narrower = running.input_bytes < element
-            output = element * model.attention_size if narrower else 0.0
+            output = element * model.attention_size if running.keeps_output_apart else 0.0
             return (max(LOG_SUM_EXP, element) * heads + output) / running.tensor_parallel
         per_score = element
         if model.attention_dropout:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
+from typing import Any
 
 from fivefold.config.config import Config
 from fivefold.config.experts import ExpertsConfig
@@ -46,6 +47,9 @@ class Running:
             entry for all layers, or one per layer, repeated; empty: never.
         normed_twice: whether queries and keys that are normalised without weights are kept beside
             those that attention keeps: one entry, or one per layer; empty: never.
+        exchanging: number of context-parallel ranks that exchange heads (Ulysses), 1 if they do
+            not: entries as above. Attention's output is then kept beside what its projection reads,
+            and keys and values are repeated if there are fewer heads.
     """
 
     seq_length: int
@@ -69,6 +73,7 @@ class Running:
     microbatch_rows: int = 1
     latents_gathered: tuple[bool, ...] = ()
     normed_twice: tuple[bool, ...] = ()
+    exchanging: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -102,23 +107,40 @@ class Running:
             microbatch_rows=training.micro_batch_size,
             latents_gathered=gathers if any(gathers) else (),
             normed_twice=tuple(_normed_twice(config)),
+            exchanging=tuple(_exchanging(config)),
         )
 
     def of_layer(self, layer: int) -> "Running":
         """The same for one layer, where settings differ between layers."""
-        if len(self.latents_gathered) < 2 and len(self.normed_twice) < 2:
+        by_layer = self.latents_gathered, self.normed_twice, self.exchanging
+        if max(map(len, by_layer)) < 2:
             return self
 
-        def its(layers: tuple[bool, ...]) -> tuple[bool, ...]:
+        def its(layers: tuple[Any, ...]) -> tuple[Any, ...]:
             return layers and (layers[layer % len(layers)],)
 
-        gathered, twice = its(self.latents_gathered), its(self.normed_twice)
-        return replace(self, latents_gathered=gathered, normed_twice=twice)
+        return replace(
+            self,
+            latents_gathered=its(self.latents_gathered),
+            normed_twice=its(self.normed_twice),
+            exchanging=its(self.exchanging),
+        )
 
     @property
     def gathers_latents(self) -> bool:
         """Whether latents are gathered in this layer; call on the result of `of_layer`."""
         return self.latents_gathered == (True,)
+
+    @property
+    def keeps_output_apart(self) -> bool:
+        """Whether attention's output is not what its projection keeps, but kept beside it; call on
+        the result of `of_layer`."""
+        return self.input_bytes < self.element_bytes or self.exchanging_ranks > 1
+
+    @property
+    def exchanging_ranks(self) -> int:
+        """Number of ranks that exchange heads in this layer; call on the result of `of_layer`."""
+        return self.exchanging[0] if len(self.exchanging) == 1 else 1
 
     @property
     def remade(self) -> tuple[str, ...]:
@@ -247,9 +269,18 @@ def _normed_twice(config: Config) -> Iterator[bool]:
     size = config.rank_tokens * ELEMENT_BYTES[config.training.precision] * features
     moved = "core_attn" in config.memory.moved_items
     moved = moved and size >= config.memory.min_offloaded_tensor_size
+    ranks = _exchanging(config) or [1]
     for layer in range(model.num_layers):
-        exchanged = parallel.context_parallel_size > 1 and "a2a" in parallel.cp_comm_of(layer)
-        yield model.rotates(layer) and (moved or exchanged)
+        yield model.rotates(layer) and (moved or ranks[layer % len(ranks)] > 1)
+
+
+def _exchanging(config: Config) -> list[int]:
+    """Context-parallel ranks that exchange heads, by layer; empty: none do."""
+    parallel = config.parallel
+    inner = parallel.hierarchical_context_parallel_sizes
+    sizes = {"a2a": parallel.context_parallel_size, "a2a+p2p": inner[0] if inner else 1}
+    ranks = [sizes.get(kind, 1) for kind in parallel.cp_comm_type]
+    return ranks if max(ranks) > 1 else []
 
 
 def _padded(config: Config, tokens: float) -> LayerRows | None:

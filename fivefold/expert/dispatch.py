@@ -262,7 +262,8 @@ def _run_split(
     numbers = torch.arange(experts, device=x.device).repeat(parts)
     of_rows = numbers.repeat_interleave(counts_Pe.flatten(), output_size=len(x))
     rows = Rows(of_rows.argsort(stable=True), len(x), 1)
-    y = rows.collect(run(rows.spread(x), rows.spread(weights), rows_e))
+    x, weights = rows.spread(x), rows.spread(weights)  # rows as they were joined are free
+    y = rows.collect(run(x, weights, rows_e))
     return y if etp is None else share(y, sizes, etp)
 
 

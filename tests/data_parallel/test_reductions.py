@@ -3,13 +3,12 @@
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
 from fivefold.check import check
-from fivefold.data_parallel import fsdp
+from fivefold.data_parallel.communication import set_communication
 from fivefold.data_parallel.policy import Policy, make_policy
 from fivefold.errors import ConfigError
 from fivefold.mesh.slices import local_tensor
@@ -41,8 +40,8 @@ class _Unit:
 def _types(policy: Policy, device: str) -> tuple[torch.dtype, torch.dtype]:
     """That on the wire and that of sums; FSDP2's own reduction has that of gradients for both."""
     unit, mesh = _Unit(), SimpleNamespace(device_type=device, size=lambda axis: 2)
-    with patch.object(fsdp, "_parameter_groups", lambda _: []):
-        assert not [*fsdp._set_communication(unit, mesh, policy, SimpleNamespace(hpz=None))]  # type: ignore[arg-type]
+    nodes = SimpleNamespace(hpz=None)
+    assert not [*set_communication(unit, [], mesh, policy, nodes)]  # type: ignore[arg-type]
     if unit.reduction is None:
         return policy.gradient_dtype, policy.gradient_dtype
     return unit.reduction._wire_dtype, unit.reduction._sum_dtype

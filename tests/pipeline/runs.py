@@ -48,6 +48,9 @@ class NoReduction:
     def after_backward(self, *, last: bool) -> None:
         pass
 
+    def put_aside(self) -> list[Work]:
+        return []
+
     def run_weights(self, works: list[Work], *, last: bool) -> None:
         self.lasts.append(last)
         for _ in run_works(works):

@@ -261,6 +261,25 @@ def test_a_rank_keeps_no_more_between_microbatches_than_is_planned() -> None:
 
 
 @pytest.mark.slow
+def test_norms_widen_no_gradients_of_their_block() -> None:
+    """Where two backwards of dX run before the first weight gradients."""
+    model = replace(resolve_model("llama3-8b"), num_layers=2, vocab_size=1024)
+    layout = _rehearsed(
+        model,
+        16,
+        seq_length=256,
+        global_batch_size=32,
+        pipeline_model_parallel_size=2,
+        pipeline_schedule="zb_h1",
+        data_parallel_sharding_strategy="optim_grads",
+    )
+    report = make_report(layout, "", [rehearse_rank(layout, 8)], load_cluster("H100", 8))
+    assert abs(report.deviation) < TOLERANCE
+    with patch.object(fsdp, "put_aside", _no_works):
+        assert rehearse_rank(layout, 8).peak > 1.1 * report.scripts[0].peak
+
+
+@pytest.mark.slow
 def test_gradients_that_leave_are_not_kept_by_those_that_stay() -> None:
     """Norms' gradients await their sum over split tokens, in memory that all of a block shared."""
     model = replace(resolve_model("llama3-8b"), num_layers=4, vocab_size=1024)
@@ -282,6 +301,10 @@ def test_gradients_that_leave_are_not_kept_by_those_that_stay() -> None:
 
 def _nothing(*_: Any) -> None:
     pass
+
+
+def _no_works(*_: Any) -> list[Work]:
+    return []
 
 
 def _held_to_the_end(works: list[Work]) -> Iterator[torch.Tensor]:

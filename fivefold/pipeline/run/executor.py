@@ -40,6 +40,9 @@ class StageGradients(Protocol):
     def after_backward(self, *, last: bool) -> None:
         """A backward with weight gradients has ended; `last` as above."""
 
+    def put_aside(self) -> list[Work]:
+        """A backward of dX alone has ended: what is to run before its weight gradients."""
+
     def run_weights(self, works: list[Work], *, last: bool) -> None:
         """Compute weight gradients that a backward has put aside; `last` as above."""
 
@@ -330,7 +333,7 @@ class _Step:
         self._on.gradients[act.stage].before_backward(whole=False, last=False)
         with self._on.deferred.collect() as works:
             self._differentiate(act)
-        self._weights[_piece(act)] = works
+        self._weights[_piece(act)] = [*self._on.gradients[act.stage].put_aside(), *works]
 
     def _differentiate(self, act: Act) -> None:
         """Run autograd from the gradient of the output, and of what later slices attended to."""

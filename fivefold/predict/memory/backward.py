@@ -10,6 +10,7 @@ from fivefold.description.activations import loss_bytes, loss_gradient_bytes, to
 from fivefold.predict.memory.passage import Change, Passage
 from fivefold.predict.memory.points import ActPoint, gathers
 from fivefold.predict.memory.route import Route
+from fivefold.predict.memory.sizes import remade_at_once
 
 
 def backward_points(
@@ -145,6 +146,11 @@ class _Walk:
             for each, size in zip(route.last_layer, sizes, strict=True)
         )
         yield from (point, activated)
+        if route.reruns_experts:
+            again = ActPoint("the experts of the last layer, run again", loss=point.loss)
+            remade = route.tokens * remade_at_once(route.running, route.layers)
+            again = again._replace(remade=remade, communication=route.messages[3])
+            yield again._replace(gradients=self._waiting, resharded=point.resharded)
         if last:
             yield self._in_first(activated)
         if not route.policy.reduces:
@@ -157,7 +163,8 @@ class _Walk:
             for each in (point, activated):
                 activations = each.activations - route.kept[last]
                 where = "the layer before the last"
-                beside = each._replace(where=where, activations=activations, over=1)
+                read = each.read + route.read[last]
+                beside = each._replace(where=where, activations=activations, over=1, read=read)
                 gradients = after.gradients + each.gradients - self._waiting
                 yield self._ended(beside, after._replace(gradients=gradients), point.resharded)
         largest = route.largest
@@ -171,7 +178,8 @@ class _Walk:
         change = change._replace(gradients=change.gradients + point.gradients - self._waiting)
         where = point.where.replace("last", "first")
         activations, over = point.activations - sum(route.kept[1:]), len(route.numbers) - 1
-        first = point._replace(where=where, activations=activations, over=over)
+        read = point.read + sum(route.read[1:])
+        first = point._replace(where=where, activations=activations, over=over, read=read)
         return self._ended(first, change, point.resharded)
 
     def _end_of(self, place: int, point: ActPoint, *done: GatheredBlock) -> Iterator[ActPoint]:
@@ -183,28 +191,35 @@ class _Walk:
         passage = self.passage
         name = "the last layer" if place == len(route.numbers) - 1 else "the largest layer"
         before, behind = ("beside",) if place else (), sum(route.kept[place + 1 :])
-        point = point._replace(working=0.0, over=len(route.numbers) - place - 1)
+        over, read = len(route.numbers) - place - 1, sum(route.read[place + 1 :])
         experts, rest = route.parts[place]
         if experts.size and (inner := route.in_experts(place)):
             inside = inner._replace(
                 where=f"the experts of {name}",
                 activations=inner.activations - behind,
-                over=point.over + inner.over,
+                over=over,
+                read=read + inner.read,
             )
             gathered = route.copies.but("ends", "rest", *before)
             yield self._ended(inside, passage.end_of(experts, *done), gathered)
             done = (*done, experts)
         activations = -behind - route.kept[place]
-        over = point._replace(where=f"the end of {name}", remade=0.0, activations=activations)
-        over = over._replace(over=point.over + 1)
-        yield self._ended(over, passage.end_of(rest, *done), route.copies.but("ends", *before))
+        end = point._replace(
+            where=f"the end of {name}",
+            remade=0.0,
+            working=0.0,
+            activations=activations,
+            over=over + 1,
+            read=read + route.read[place],
+        )
+        yield self._ended(end, passage.end_of(rest, *done), route.copies.but("ends", *before))
 
     def _ends(self) -> Iterator[ActPoint]:
         """The embedding, beside the last message of the layers, and the ends of the stage."""
         route = self.route
         ends, *blocks = route.blocks
         over = ActPoint("the embedding", -sum(route.kept), route.gone, done=True)
-        over = over._replace(communication=route.messages[0])
+        over = over._replace(communication=route.messages[0], read=sum(route.read))
         if route.stage.embedding:
             table = self._of_embedding
             after = Change(0.0, 0.0, 0.0)

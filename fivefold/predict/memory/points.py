@@ -21,6 +21,7 @@ class ActPoint(NamedTuple):
         waiting: memory kept for deferred weight gradients.
         communication: buffers of messages.
         over: layers of the stage whose gradients have been made.
+        read: what deferred weight gradients need of those, and of what else is over.
         done: whether all gradients of the stage have been made.
         resharded: copies of weights that are not gathered, or not needed any longer (negative).
     """
@@ -34,7 +35,8 @@ class ActPoint(NamedTuple):
     made: float = 0.0
     waiting: float = 0.0
     communication: float = 0.0
-    over: float = 0.0
+    over: int = 0
+    read: float = 0.0
     done: bool = False
     resharded: float = 0.0
 

@@ -64,14 +64,20 @@ class Route:
         return tuple(self.tokens * layer.kept for layer in self.layers)
 
     @cached_property
+    def read(self) -> tuple[float, ...]:
+        """Bytes that deferred weight gradients of each layer need."""
+        places = range(len(self.numbers))
+        return tuple(self._read_by(self._described(place).operations) for place in places)
+
+    @cached_property
     def gone(self) -> float:
         """Bytes of the loss, negative."""
         loss = loss_bytes(self.layout.config.model, self.running) if self.stage.head else {}
         return -self.tokens * total(loss).kept
 
     @cached_property
-    def messages(self) -> tuple[float, float]:
-        """Bytes of messages between stages, and the same with those of a layer."""
+    def messages(self) -> tuple[float, ...]:
+        """Bytes of messages, as `sizes.buffers` has them."""
         return buffers(self.layout, self.stage, self.running)
 
     @cached_property
@@ -131,7 +137,7 @@ class Route:
             loss=self.gone,
             remade=self.tokens * remade_at_once(running, self.layers),
             working=working + tiled_sums(self.layout, layer, running),
-            communication=self.messages[1],
+            communication=self.messages[2],
             resharded=self.copies.but("ends", "experts", "rest", "beside"),
         )
         around = running.element_bytes * inputs.inputs / running.token_parts
@@ -140,6 +146,14 @@ class Route:
             working=self.tokens * (around + activation.working(running) * share),
         )
         return self._without(start, place, after), self._without(activated, place, after[at + 1 :])
+
+    @property
+    def reruns_experts(self) -> bool:
+        """Whether a backward runs the last layer's experts again, with their messages."""
+        memory = self.running.memory
+        again = {"moe", "routed_experts"} & {*memory.remade_modules}
+        again_as_whole = memory.recompute_granularity == "full"
+        return self._described(-1).kind.experts and bool(again or again_as_whole)
 
     @cached_property
     def inward(self) -> float:
@@ -161,13 +175,11 @@ class Route:
         running, layer = self.running, self._described(place)
         if not isinstance(layer.mlp_input, ExpertsIn):
             return None
-        share = deferred_bytes(layer.mlp, running)
-        share /= deferred_bytes(layer.operations, running) or 1.0
         point = self.last_layer[0]._replace(
             activations=0.0,
             remade=self.tokens * remade_at_once(running, self.layers),
             working=self.tokens * layer.mlp_input.of_rows(running),
-            over=share,
+            read=0.0,
         )
         return self._without(point, place, (*layer.after_mlp_input, *layer.mlp_inputs))
 
@@ -175,9 +187,14 @@ class Route:
         """The operations of a layer of the stage."""
         return describe_layer(self.layout.config.model, self.numbers[place])
 
+    def _read_by(self, operations: Iterable[Operation]) -> float:
+        """Bytes that deferred weight gradients of these operations need."""
+        return self.tokens * deferred_bytes(operations, self.running)
+
     def _without(self, point: ActPoint, place: int, operations: Iterable[Operation]) -> ActPoint:
-        """A point at which what a layer of the stage has kept for these operations, has made again
-        or has back from the host, is free."""
+        """A point at which these operations of a layer of the stage are over: what it has kept for
+        them, has made again or has back from the host is free, unless it is yet to be read."""
+        operations = tuple(operations)
         model = self.layout.config.model
         position, number = self._placed[place]
         saved = saved_activations(model, number, self.running, position=position)
@@ -187,4 +204,5 @@ class Route:
             activations=point.activations - self.tokens * freed.kept,
             remade=point.remade - self.tokens * freed.remade,
             working=point.working - self.tokens * freed.offloaded,
+            read=point.read + self._read_by(operations),
         )

@@ -53,13 +53,15 @@ def remade_at_once(running: Running, layers: Sequence[Saved]) -> float:
     return max(sums, default=0.0)
 
 
-def buffers(layout: Layout, stage: StageParts, running: Running) -> tuple[float, float]:
-    """Bytes of messages between stages, and the same with those of a layer.
+def buffers(layout: Layout, stage: StageParts, running: Running) -> tuple[float, ...]:
+    """Bytes of messages between stages, and the same with those of attention, of experts in a
+    backward, and of experts in a forward.
 
-    The latter are gathered keys and values, and tokens sent to experts.
+    They are gathered keys and values, and rows of tokens on their way to and from experts; in a
+    forward, results of the rows of all ranks that split each expert, and the same sorted by rank.
     """
     model, grid, tokens = layout.config.model, layout.grid, layout.config.rank_tokens
-    element, between, inside = running.element_bytes, 0.0, 0.0
+    element, between, attention, rows = running.element_bytes, 0.0, 0.0, 0.0
     layers = [describe_layer(model, layer) for layer in all_layers(model, stage)]
     if grid.pp > 1:
         between = 2 * element * model.hidden_size / running.token_parts
@@ -67,8 +69,8 @@ def buffers(layout: Layout, stage: StageParts, running: Running) -> tuple[float,
         keys = element * layers[0].one(CoreAttention).key_value_features(grid.tp)
         whole = "all_gather" in layout.config.parallel.cp_comm_type
         # A ring holds the current block and the arriving one, and the gradients of both.
-        inside += keys * (2 * grid.cp if whole else 4)
-    if grid.ep > 1 and any(layer.kind.experts for layer in layers):
-        rows = running.rows_of_one(model.moe_router_topk)
-        inside += 2 * element * model.hidden_size * rows
-    return tokens * between, tokens * (between + inside)
+        attention = keys * (2 * grid.cp if whole else 4)
+    if running.expert_ranks > 1 and any(layer.kind.experts for layer in layers):
+        rows = 2 * element * model.hidden_size * running.rows(model.moe_router_topk)
+    own = rows / running.expert_tensor_parallel
+    return tuple(tokens * (between + more) for more in (0.0, attention, own, rows))

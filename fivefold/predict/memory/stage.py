@@ -26,8 +26,6 @@ from fivefold.description.running import Running
 from fivefold.description.shape import (
     ModelParts,
     StageParts,
-    all_layers,
-    kinds_of,
     placed_layers,
 )
 from fivefold.layout import Layout
@@ -77,11 +75,9 @@ def stage_bytes(
     ends += prediction_bytes(model, stage, running).values()
     ends += entry_bytes(model, stage, running).values()
     whole = total(layers)
-    kinds = kinds_of(model, all_layers(model, stage))
     route = Route(layout, stage, running, policy, tuple(layers))
     tokens = route.tokens
-    read = tokens * sum(n * waiting_bytes(model, running, kind) for kind, n in kinds.items())
-    waiting = read + tokens * deferred_by_ends(model, stage, running)
+    waiting = sum(route.read) + tokens * deferred_by_ends(model, stage, running)
     kept = tokens * (whole.kept + total(ends).kept)
     hidden = running.element_bytes * model.hidden_size / running.token_parts
     return StageBytes(
@@ -93,7 +89,7 @@ def stage_bytes(
         gradients=stage_gradients(layout, stage, policy) if policy.remade else 0.0,
         narrow=stage_narrow(layout, stage, policy),
         gathered=gathered_bytes(layout, stage, policy) if policy.splits_copy else 0.0,
-        worst=_Actions(route, kept, read, waiting).worst,
+        worst=_Actions(route, kept, waiting).worst,
     )
 
 
@@ -104,13 +100,11 @@ class _Actions:
     Attributes:
         route: what they meet there.
         kept: bytes of activations kept between forward and backward, without those of the loss.
-        read: bytes that deferred weight gradients of layers need.
-        waiting: bytes that all deferred ones need.
+        waiting: bytes that all deferred weight gradients need.
     """
 
     route: Route
     kept: float
-    read: float
     waiting: float
 
     def worst(self, kind: Kind, light: bool, first: bool, last: bool) -> ActPoint:
@@ -130,7 +124,7 @@ class _Actions:
         if kind is Kind.F:
             points = self._passing if light else self._forwards
         elif kind is Kind.R:
-            points = [ActPoint("recomputation", communication=self.route.messages[1])]
+            points = [ActPoint("recomputation", communication=max(self.route.messages))]
         else:
             of_kind = {Kind.BW: self._whole, Kind.B: self._only_dx, Kind.W: self._only_dw}
             points = of_kind[kind](first, last)
@@ -154,7 +148,7 @@ class _Actions:
         return ActPoint(
             "forward",
             working=self._moving,
-            communication=self.route.messages[1],
+            communication=max(self.route.messages),
             resharded=copies.but("ends", "rest", "experts", "beside", "message"),
         )
 
@@ -221,8 +215,8 @@ class _Actions:
 
     def _put_aside(self, point: ActPoint) -> float:
         """Bytes that weight gradients to come keep at a point of B: after the loss those of the
-        output layer, then those of each layer that is over."""
-        return self._of_head * (point.loss < 0) + self._of_layers(point)
+        output layer, then those of each layer, or part of one, that is over."""
+        return self._of_head * (point.loss < 0) + point.read
 
     @cached_property
     def _of_head(self) -> float:
@@ -235,12 +229,9 @@ class _Actions:
         embedding, its own at the output layer, which is first, and then those of layers that are
         over, too."""
         if point.done:
-            return self.waiting if self.route.stage.embedding else self.waiting - self.read
+            layers = 0.0 if self.route.stage.embedding else sum(self.route.read)
+            return self.waiting - layers
         return self._put_aside(point)
-
-    def _of_layers(self, point: ActPoint) -> float:
-        """Bytes that deferred weight gradients need of the layers that are over at a point."""
-        return self.read * point.over / max(len(self.route.layers), 1)
 
 
 def _saved_by_layer(layout: Layout, stage: StageParts, running: Running) -> list[Saved]:
