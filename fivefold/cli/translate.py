@@ -1,5 +1,7 @@
 """`fivefold translate`: a job of Megatron-LM or DeepSpeed as a recipe."""
 
+import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +16,7 @@ from fivefold.config.deepspeed_job.file import read_file
 from fivefold.config.deepspeed_job.settings import translate as translate_file
 from fivefold.config.megatron import is_megatron, megatron_checkpoint
 from fivefold.config.megatron_job.arguments import MegatronJob, job_of, read_job
+from fivefold.config.megatron_job.command import Surroundings
 from fivefold.config.megatron_job.settings import translate as translate_job
 from fivefold.config.rules.dependence import without_orphans
 from fivefold.config.settings import argument, flag_of, option
@@ -34,12 +37,15 @@ class Options:
     """
 
     source: str = argument(
-        "Megatron-LM: file with the job's log or command line, - for input, or checkpoint; "
+        "Megatron-LM: the job's script, command line, log or checkpoint, - for input; "
         "DeepSpeed: its JSON file, with --model"
     )
     target: str | None = argument("recipe to write (default: print it)", None)
     vocab_size: int | None = option(
         None, "tokens of the tokenizer, if the job does not say (default: what it says)"
+    )
+    script_arguments: str | None = option(
+        None, "Megatron-LM: what its script is called with, as one text (default: nothing)"
     )
     model: str | None = option(
         None, "DeepSpeed: preset, hub name, or path of a config.json (its files say no model)"
@@ -88,8 +94,8 @@ def _translated(options: Options) -> Translation:
     text = sys.stdin.read() if options.source == "-" else read_text(path, ConfigError)
     if not text.lstrip().startswith("{"):
         _check_unasked(options, "model", "nproc")
-        return translate_job(read_job(text), options.vocab_size)
-    _check_unasked(options, "vocab_size")
+        return translate_job(read_job(text, _around(options, path)), options.vocab_size)
+    _check_unasked(options, "vocab_size", "script_arguments")
     mistakes = Mistakes()
     if options.model is None:
         mistakes.add(
@@ -100,6 +106,13 @@ def _translated(options: Options) -> Translation:
         found = translate_file(read_file(text), options.nproc)
     mistakes.raise_if_any()
     return replace(found, values={"model": options.model} | found.values)
+
+
+def _around(options: Options, path: Path) -> Surroundings:
+    """What a script finds here: variables are read as bash would, if it ran here."""
+    arguments = shlex.split(options.script_arguments or "")
+    folder = None if options.source == "-" else path.parent
+    return Surroundings(os.environ, arguments, folder)
 
 
 def _check_unasked(options: Options, *names: str) -> None:

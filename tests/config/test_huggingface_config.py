@@ -135,6 +135,13 @@ def test_layers_without_experts_are_those_that_qwen_names() -> None:
     assert model.moe_router_pre_softmax
 
 
+def test_qwen3_may_say_what_it_has_not() -> None:
+    said = {"shared_expert_intermediate_size": 0, "qkv_bias": False, "use_qk_norm": True}
+    assert from_hf_config({**QWEN3_30B, **said}) == from_hf_config(QWEN3_30B)
+    with pytest.raises(ConfigError, match="shared_expert_intermediate_size = 512(.|\n)*qkv_bias"):
+        from_hf_config({**QWEN3_30B, "shared_expert_intermediate_size": 512, "qkv_bias": True})
+
+
 def test_qwen2_has_qkv_biases_and_may_be_tied() -> None:
     model = from_hf_config({**QWEN3_8B, "model_type": "qwen2", "tie_word_embeddings": True})
     assert model.add_qkv_bias and not model.add_bias_linear and not model.qk_layernorm

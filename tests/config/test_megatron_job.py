@@ -14,7 +14,9 @@ import pytest
 from benchmarks.export_cases import CHANGES, changed, layouts
 from benchmarks.export_combinations import combinations
 from benchmarks.translations import command_of, differing
-from fivefold.config.megatron_job.arguments import Argument, job_of, known, read_job
+from fivefold.config.megatron_job.arguments import job_of, read_job
+from fivefold.config.megatron_job.command import Surroundings
+from fivefold.config.megatron_job.release import Argument, known
 from fivefold.config.megatron_job.settings import Translation, translate
 from fivefold.config.sources import read_config
 from fivefold.errors import ConfigError
@@ -171,7 +173,7 @@ def test_vocabularies_are_padded_as_there(tp: int, tokenizer: str, padded: int) 
     ("text", "message"),
     [
         ("hello world", "neither a command line"),
-        (DENSE + "--num-layers $LAYERS", "only the shell knows what '\\$LAYERS' stands for"),
+        (DENSE + "--num-layers $LAYERS", "only its caller knows \\$LAYERS .num_layers. of the"),
         (DENSE + "--num-layers four", "Megatron-LM would refuse"),
         (DENSE + "'--lr", "no command that a shell reads"),
         (DENSE.replace("--num-layers 4", ""), "does not say num_layers"),
@@ -219,3 +221,116 @@ def test_values_of_any_kind_are_read_or_refused(seed: int) -> None:
         with suppress(ConfigError):
             translated = translate(job_of(read_job(draw.choice(JOBS)).given | values))
             read_config(**translated.values)
+
+
+SCRIPT = """#!/bin/bash
+#SBATCH --nodes=2
+GPUS=4; SEQ=${SEQ:-128}
+ARGS=(--num-layers 4 --hidden-size 64 # small
+  --num-attention-heads 8 --seq-length $SEQ --max-position-embeddings $SEQ)
+if [ "$TP" ]; then ARGS+=(--tensor-model-parallel-size $TP); fi
+export CMD="pretrain_gpt.py ${ARGS[@]} --micro-batch-size 2 --global-batch-size $((GPUS * 16)) \\
+  --train-iters 10 --lr 0.001 --mock-data --save $OUT --tensorboard-dir"
+srun bash -c "torchrun --nproc_per_node $GPUS --nnodes $SLURM_NNODES $CMD --vocab-size $1 $MORE"
+"""
+
+
+def test_a_script_is_read_as_its_command() -> None:
+    job = read_job(SCRIPT, Surroundings({"TP": "2"}, ["1000"]))
+    found = translate(job)
+    assert found.ranks == 8
+    assert found.values["tensor_model_parallel_size"] == 2
+    assert found.values["global_batch_size"] == 64
+    assert found.values["vocab_size"] == 1000
+    told = " ".join(found.lost)
+    assert "save = $OUT" in told and "tensorboard_dir = nothing" in told
+    with pytest.raises(ConfigError, match=r"knows \$1 \(vocab_size\).*\n.*script-arguments"):
+        read_job(SCRIPT)
+
+
+def test_a_file_of_arguments_is_read_as_its_command() -> None:
+    lines = """
+    MODEL_ARGS:
+      --num-layers: 4
+      --hidden-size: ${H}
+      --num-attention-heads: 8
+      --seq-length: 128
+      --max-position-embeddings: 128
+      --micro-batch-size: 2
+      --rampup-batch-size: 8 8 80
+      --recompute-granularity: selective
+      --recompute-modules: [moe_act mlp]
+      --global-batch-size: 32
+      --train-iters: 10
+      --lr: 1e-3
+      --bf16: true
+      --swiglu: false
+      --moe-layer-freq: ([0]*1+[1]*3)
+      --num-experts: 8
+      --vocab-size: 1000
+      --data-path: $DATA
+    """
+    text = "\n".join(line[4:] for line in lines.splitlines())
+    found = translate(read_job(text, Surroundings({"H": "64"})))
+    told = {"hidden_size": 64, "precision": "bf16", "rampup_batch_size": (8, 8, 80)}
+    told |= {"recompute_modules": ("moe_act", "mlp"), "moe_layer_freq": "([0]*1+[1]*3)"}
+    assert {name: found.values[name] for name in told} == told
+    assert not found.values["gated_linear_unit"]
+    assert any("data_path = $DATA" in line for line in found.lost)
+    with pytest.raises(ConfigError, match=r"\$H \(hidden_size\)"):
+        read_job(text)
+
+
+@pytest.mark.parametrize(
+    ("more", "values"),
+    [
+        (
+            "--checkpoint-activations",
+            {"recompute_granularity": "full", "recompute_num_layers": (1,)},
+        ),
+        (
+            "--checkpoint-activations --checkpoint-num-layers 2",
+            {"recompute_method": "uniform", "recompute_num_layers": (2,)},
+        ),
+        ("--activations-checkpoint-method block", {"recompute_method": "block"}),
+        ("--zero-stage 1", {"data_parallel_sharding_strategy": "optim"}),
+        ("--zero-stage=3", {"data_parallel_sharding_strategy": "optim_grads_params"}),
+        ("--num-key-value-heads 2", {"num_query_groups": 2}),
+        ("--attention-head-type multiquery", {"num_query_groups": 1}),
+        ("--ds-sequence-parallel-size 2", {"context_parallel_size": 2, "cp_comm_type": ("a2a",)}),
+        ("--glu-activation swiglu", {"activation_func": "silu", "ffn_hidden_size": 256}),
+        ("--normalization rmsnorm --layernorm-epsilon 1e-6", {"norm_epsilon": 1e-6}),
+        ("--deepspeed --num-experts 1", {}),
+        (
+            "--train-samples 400 --train-tokens 25600 --lr-decay-tokens 12800",
+            {"train_samples": 200, "lr_decay_samples": 100},
+        ),
+    ],
+)
+def test_flags_of_relatives_are_those_of_the_release(more: str, values: dict[str, Any]) -> None:
+    job = DENSE.replace("--train-iters 10", "") if "tokens" in more else DENSE
+    found = translate(read_job(job + more))
+    assert {name: found.values[name] for name in values} == values
+    assert "num_experts" not in found.values
+    named = [line for line in found.lost if more.split()[0] in line]
+    assert not named
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (
+            DENSE + "--embed-layernorm --mlp-type residual",
+            "--embed-layernorm: no model(.|\n)*--mlp-t",
+        ),
+        (DENSE + "--deepspeed --num-experts 64", "DeepSpeed's experts"),
+        (DENSE.replace("--num-layers", "--num_layers"), "have dashes(.|\n)*--num-layers"),
+        (f"V=1\n{DENSE.replace('gpt', 'bert')} --seed $V", "runs pretrain_bert.py"),
+        (f"for S in 1 2; do {DENSE} --seed $S; done", "starts 2 jobs: pretrain_gpt.py"),
+        ("MODEL_ARGS: 3", "no list of flags"),
+        ("A=$B; echo pretrain_gpt.py --lr 1 --bf16 --seed $A", "neither a command line"),
+    ],
+)
+def test_jobs_of_others_are_refused_by_name(job: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        translate(read_job(job))

@@ -190,7 +190,6 @@ def _of_sharding(job: DeepSpeedJob, split: int, ranks: int | None, lost: list[st
 def _of_offloading(job: DeepSpeedJob) -> Named:
     """States and weights in host memory or on a disk."""
     zero = "zero_optimization"
-    stage = job.number(f"{zero}.stage", 0)
     for what, older, setting in (
         ("optimizer", "cpu_offload", "optimizer_cpu_offload"),
         ("param", "cpu_offload_param", "param_cpu_offload"),
@@ -205,7 +204,7 @@ def _of_offloading(job: DeepSpeedJob) -> Named:
         yield setting, away
         if device == "nvme":
             yield f"{what}_offload_path", job.get(f"{path}.nvme_path")
-        if away and what == "optimizer" and stage == 3:
+        if away and what == "optimizer" and job.get(f"{zero}.stage") == 3:
             yield "optimizer_offload_fraction", job.number(f"{path}.ratio", 1.0)
 
 

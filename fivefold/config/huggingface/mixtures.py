@@ -96,6 +96,10 @@ def qwen_moe(reader: Reader, kind: str) -> ModelConfig:
     if kind == "qwen2_moe":
         shared = reader.size("shared_expert_intermediate_size", default=5632)
         experts |= {"moe_shared_expert_intermediate_size": shared, "moe_shared_expert_gate": True}
+    else:  # Qwen3-Coder says what it has not
+        reader.fixed("shared_expert_intermediate_size", 0)
+        reader.fixed("qkv_bias", False)
+        reader.fixed("use_qk_norm", True)
     sparse = [i not in dense and (i + 1) % step == 0 for i in range(model.num_layers)]
     if not any(sparse):
         return model

@@ -2,18 +2,16 @@
 
 import argparse
 import ast
-import json
 import re
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.resources import files
-from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from fivefold.config.foreign import FOREIGN
+from fivefold.config.megatron_job.command import NO_JOB, Launch, Surroundings, launch_of, ranks_of
+from fivefold.config.megatron_job.relatives import in_release, in_samples, is_tokens, name_of
+from fivefold.config.megatron_job.release import Argument, known
 from fivefold.config.translation import Named
 from fivefold.errors import ConfigError, Mistake, Mistakes, shown
 
@@ -21,53 +19,7 @@ _FIRST, _LAST = re.compile(r"-{3,} arguments -{3,}"), re.compile(r"-{3,} end of 
 _LINE = re.compile(r"(\w+) \.{2,}(?: (.*))?$")
 _MEMBERS = re.compile(r"<\w+\.(\w+): ")  # of enumerations
 _VOCABULARY = re.compile(r"padded vocab \(size: (\d+)\)")
-_ECHO = "sed 's/torchrun/echo torchrun/' job.sh | bash > job.txt"
-
-
-class Argument(NamedTuple):
-    """A way to give an argument, as Megatron-LM's parser has it."""
-
-    name: str
-    flags: tuple[str, ...]
-    action: str
-    nargs: str | int | None
-    kind: str | None
-    default: Any
-
-    def can_be(self, value: Any) -> bool:
-        """Whether a value is of its kind, as logs and checkpoints of others may not have it."""
-        if self.action != "Store":
-            return value is None or isinstance(value, bool)
-        if self.nargs is not None and isinstance(value, list):
-            return all(map(self._replace(nargs=None).can_be, value))
-        if value is None or self.kind not in ("int", "float"):
-            return value is not None or self.default != 1
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if self.kind == "float":
-            return whole or isinstance(value, float)
-        return whole and not (self.default == 1 and value < 1)  # a degree
-
-
-class Known(NamedTuple):
-    """The arguments of a release."""
-
-    release: str
-    arguments: tuple[Argument, ...]
-
-    @property
-    def defaults(self) -> Mapping[str, Any]:
-        """What each argument is where it is not given; of two ways to give it, the first counts."""
-        return MappingProxyType({a.name: a.default for a in reversed(self.arguments)})
-
-
-@cache
-def known() -> Known:
-    """The arguments that `benchmarks.megatron_arguments` has written down."""
-    read = json.loads(files(__package__).joinpath("arguments.json").read_text(encoding="utf-8"))
-    return Known(
-        read["release"],
-        tuple(Argument(name, tuple(flags), *rest) for name, flags, *rest in read["arguments"]),
-    )
+_NOWHERE = Surroundings()
 
 
 @dataclass
@@ -82,12 +34,14 @@ class MegatronJob:
         unknown: flags that the release does not have, with their values.
         ranks: number of ranks; None: not known.
         vocabulary: tokens of the tokenizer, where a log tells; None: not known.
+        notes: sentences about what only the caller of a script knows.
     """
 
     given: Mapping[str, Any]
     unknown: tuple[str, ...] = ()
     ranks: int | None = None
     vocabulary: int | None = None
+    notes: tuple[str, ...] = ()
     _read: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -131,15 +85,15 @@ class MegatronJob:
         }
 
 
-def read_job(text: str) -> MegatronJob:
-    """The job whose log, or whose command line, a text is.
+def read_job(text: str, around: Surroundings = _NOWHERE) -> MegatronJob:
+    """The job whose log, whose command line, or whose script a text is.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is none of them, or a script that depends on more than what is `around`.
     """
     if _FIRST.search(text):
         return _from_log(text)
-    return _from_command(_words(text))
+    return _from_command(launch_of(text, known().flags, around))
 
 
 def job_of(arguments: Mapping[str, Any]) -> MegatronJob:
@@ -187,18 +141,6 @@ def _value(text: str, argument: Argument | None) -> Any:
     return text
 
 
-def _words(text: str) -> list[str]:
-    """The words of a command, of several lines that end with backslashes, and with comments."""
-    try:
-        words = shlex.split(text.replace("\\\n", " "), comments=True)
-    except ValueError as error:
-        raise ConfigError(f"this is no command that a shell reads: {error}") from None
-    if open_ := [word for word in words if re.search(r"\$[\w{(@*]", word)]:
-        what = f"only the shell knows what {shown(open_[0])} stands for"
-        raise ConfigError(str(Mistake(what, attempt=f"{_ECHO}; fivefold translate job.txt")))
-    return words
-
-
 class _MegatronParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"Megatron-LM would refuse this command: {message}")
@@ -222,30 +164,32 @@ def _parser() -> _MegatronParser:
     return parser
 
 
-def _from_command(words: Sequence[str]) -> MegatronJob:
-    scripts = [place for place, word in enumerate(words) if word.endswith(".py")]
-    start = scripts[-1] + 1 if scripts else 0
-    given, rest = _parser().parse_known_args(list(words[start:]))
-    unknown: list[str] = []
+def _from_command(launch: Launch) -> MegatronJob:
+    found, rest = _parser().parse_known_args(in_release(launch.arguments))
+    given, unknown = vars(found), list[str]()
     for word in rest:
         if word.startswith("--"):
             unknown.append(word)
         elif unknown:
             unknown[-1] += f" {word}"
-    if not vars(given):
-        raise ConfigError(
-            "this is neither a command line of Megatron-LM's pretrain_gpt.py nor a log of it, "
-            "which begins with '---- arguments ----'"
-        )
-    return MegatronJob(vars(given), tuple(unknown), _ranks(words[:start]))
+    if not given:
+        raise ConfigError(NO_JOB)
+    dashed = {flag.split()[0]: f"--{name_of(flag).replace('_', '-')}" for flag in unknown}
+    if meant := {flag: name for flag, name in dashed.items() if name in known().flags}:
+        what = f"flags of Megatron-LM have dashes; those with underscores, such as {min(meant)},"
+        why = "are of a relative whose other defaults are not known here"
+        raise ConfigError(Mistake(f"{what} {why}", works=tuple(sorted(meant.values())[:8])))
+    counted = in_samples(given, unknown)
+    left = tuple(flag for flag in unknown if not (counted and is_tokens(flag)))
+    ranks = ranks_of(launch.launcher)
+    return MegatronJob({**given, **counted}, left, ranks, notes=tuple(_notes(launch)))
 
 
-def _ranks(launcher: Sequence[str]) -> int | None:
-    """The ranks that torchrun starts; None: it does not say."""
-    text = " ".join(launcher)
-    each = re.search(r"--nproc[-_]per[-_]node[ =](\d+)", text)
-    nodes = re.search(r"--nnodes[ =](\d+)(?![\d:])", text)
-    return int(each[1]) * (int(nodes[1]) if nodes else 1) if each else None
+def _notes(launch: Launch) -> Iterator[str]:
+    for name, value in launch.left_open.items():
+        yield f"{name} = {value}: only the caller of the script knows"
+    if launch.notes:
+        yield f"not known here, and read as not set, not there or not so: {', '.join(launch.notes)}"
 
 
 def lost_argument(name: str, value: Any) -> str:

@@ -69,6 +69,22 @@ _NAMES = (
     *("tokenizer_hf_use_fast", "tokenizer_hf_include_special_tokens", "trust_remote_code"),
     *("sample_rate", "short_seq_prob", "multiple_validation_sets", "allow_ambiguous_pad_tokens"),
     "data_sharding",
+    # Of relatives
+    *(
+        "DDP_impl",
+        "data_impl",
+        "deepspeed",
+        "deepspeed_activation_checkpointing",
+        "kill_switch_path",
+    ),
+    *("no_pipeline_parallel", "abort_on_unmet_fused_kernel_constraints", "valid_num_workers"),
+    *("sync_tp_duplicated_parameters", "no_query_key_layer_scaling", "use_flash_attn_v2"),
+    *("use_flash_attn_builder", "use_flash_attn_triton", "no_contiguous_buffers_in_local_ddp"),
+    *("mmap_warmup", "sanity_check_dataloader_interval", "transformer_timers", "structured_logs"),
+    *("structured_logs_dir", "cpu_torch_adam", "ds_fused_adam", "contigious_checkpointing"),
+    *("zero_contigious_gradients", "zero_reduce_bucket_size", "zero_allgather_bucket_size"),
+    *("zero_reduce_scatter", "codecarbon_dir", "no_load_lr_state", "use_te"),
+    *("universal_checkpoint", "reset_iteration", "repeated_dataloader", "create_moe_param_group"),
 )
 DERIVED = (
     *("rank", "world_size", "data_parallel_size", "params_dtype"),

@@ -5,9 +5,11 @@ learning rate are those of the job. What a job has and Fivefold has not is named
 without a word.
 """
 
-from fivefold.config.megatron_job.arguments import MegatronJob, known, lost_argument
+from fivefold.config.megatron_job.arguments import MegatronJob, lost_argument
 from fivefold.config.megatron_job.harmless import DERIVED, is_harmless
 from fivefold.config.megatron_job.model import of_experts, of_model, of_vocabulary
+from fivefold.config.megatron_job.relatives import name_of, of_relative
+from fivefold.config.megatron_job.release import known
 from fivefold.config.megatron_job.training import (
     of_data,
     of_formats,
@@ -49,7 +51,12 @@ def translate(job: MegatronJob, vocabulary: int | None = None) -> Translation:
     unread = {name: value for name, value in job.unread().items() if not _idles(job, name)}
     harmless = tuple(sorted(filter(is_harmless, unread)))
     lost += [lost_argument(name, value) for name, value in unread.items() if name not in harmless]
-    lost += [f"{flag}: no argument of Megatron-LM {known().release}" for flag in job.unknown]
+    idle = {flag: name_of(flag) for flag in job.unknown}
+    idle = {f: name for f, name in idle.items() if is_harmless(name) or _idles(job, name)}
+    harmless += tuple(idle.values())
+    others = [flag for flag in job.unknown if flag not in idle]
+    lost += [of_relative(flag, known().release) for flag in others]
+    lost += job.notes
     mistakes.raise_if_any()
     return Translation(TRAINER, values, tuple(lost), harmless, job.ranks)
 

@@ -218,7 +218,7 @@ def of_data(job: MegatronJob, lost: list[str]) -> Named:
     else:
         yield from job.same("data_path")
     if not job["train_data_path"]:
-        yield from job.same("split")
+        yield "split", job["split"] and str(job["split"]).strip("'\"")
     model, kind = job["tokenizer_model"], job["tokenizer_type"]
     if kind == "HuggingFaceTokenizer" and model:
         folder = str(model).removesuffix("/tokenizer.json")

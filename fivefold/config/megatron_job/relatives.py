@@ -1,0 +1,166 @@
+"""Flags of older releases of Megatron-LM, and of what grew from it, in flags of the release.
+
+Sources: `megatron/arguments.py` of Megatron-LM's releases 1 to 3, and of the Megatron-DeepSpeed of
+DeepSpeed and of BigScience, and of bigcode's Megatron-LM.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from fivefold.errors import Mistakes
+
+_FULL = ("--recompute-granularity", "full")
+_GROUPS = ("--group-query-attention",)
+_RENAMED: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "--activations-checkpoint-method": ("--recompute-method", _FULL),
+        "--activations-checkpoint-num-layers": ("--recompute-num-layers", ()),
+        "--checkpoint-num-layers": ("--recompute-num-layers", ()),
+        "--ds-sequence-parallel-size": ("--context-parallel-size", ("--cp-comm-type", "a2a")),
+        "--layernorm-epsilon": ("--norm-epsilon", ()),
+        "--num-key-value-heads": ("--num-query-groups", _GROUPS),
+        "--pad-vocab-size-to": ("--padded-vocab-size", ()),
+        "--rotary-position-embeddings-theta": ("--rotary-base", ()),
+        "--rotary-theta": ("--rotary-base", ()),
+    }
+)
+"""Flags whose value is that of another one, which says more with others."""
+_SAID: Mapping[tuple[str, str], tuple[str, ...]] = MappingProxyType(
+    {
+        ("--activations-checkpoint-method", "uniform"): ("--recompute-num-layers", "1"),
+        ("--attention-head-type", "multihead"): (),
+        ("--attention-head-type", "multiquery"): (*_GROUPS, "--num-query-groups", "1"),
+        ("--checkpoint-activations", ""): (
+            *(*_FULL, "--recompute-method", "uniform", "--recompute-num-layers", "1"),
+        ),
+        ("--cpu-optimizer", ""): ("--optimizer-cpu-offload",),
+        ("--mlp-type", "standard"): (),
+        ("--normalization", "layernorm"): ("--normalization", "LayerNorm"),
+        ("--normalization", "rmsnorm"): ("--normalization", "RMSNorm"),
+        ("--position-embedding-type", "rotary"): ("--position-embedding-type", "rope"),
+        ("--zero-stage", "0"): (),
+        ("--zero-stage", "1"): ("--use-distributed-optimizer",),
+        ("--zero-stage", "2"): (
+            *("--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads"),
+        ),
+        ("--zero-stage", "3"): (
+            *("--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"),
+        ),
+    }
+)
+"""Flags that say something with one value."""
+_ANOTHER = (
+    *("--attention-head-type", "--embed-layernorm", "--glu-activation", "--kd", "--mlp-type"),
+    *(
+        "--mos",
+        "--moe-num-experts",
+        "--language-model-type",
+        "--vision-model-type",
+        "--retro-add-retriever",
+    ),
+)
+"""Flags, with values that are not among those, of what no model here is."""
+_TOKENS = ("train_tokens", "lr_decay_tokens", "lr_warmup_tokens")
+_NO_PRETRAINING = re.compile(
+    r"bert|t5|ict|mimo|multimodal|hf2|_to_|retro|vlm|vision|dino|hybrid|mamba|prefix_lm|generat"
+    r"|eval|server|inference|convert|checkpoint|analyze|ptq|quant|merge_|preprocess|prune|export|distill|main\.py"
+)
+
+
+def is_pretraining(launcher: Sequence[str]) -> bool:
+    """Whether a command may train a model of language, as far as its program's name says."""
+    *before, program = launcher or ("",)
+    if before[-1:] != ["-m"] and not program.endswith(".py"):
+        return True
+    folder, _, name = program.rpartition("/")
+    named = f"{folder}/{name}" if name == "train.py" else name
+    return not _NO_PRETRAINING.search(named)
+
+
+def in_release(words: Sequence[str]) -> list[str]:
+    """Words with flags of relatives as the release has them.
+
+    Raises:
+        ConfigError: flags that make another model.
+    """
+    mistakes = Mistakes()
+    implied: list[str] = []
+    found: list[str] = []
+    for flag, values in _grouped(words):
+        value = " ".join(values)
+        if (said := _SAID.get((flag, value))) is not None:
+            implied += said
+        if flag in _RENAMED:
+            name, more = _RENAMED[flag]
+            implied += more if (flag, value) != ("--ds-sequence-parallel-size", "1") else ()
+            found += (name, *values)
+        elif flag == "--glu-activation" and value == "swiglu":
+            implied += _gated(words)
+        elif said is None and flag in _ANOTHER:
+            mistakes.add(f"{flag} {value}".rstrip() + ": no model here has that")
+        elif said is None:
+            found += (flag, *values) if flag else values
+    if "--deepspeed" in words and dict(_grouped(words)).get("--num-experts", ["1"]) != ["1"]:
+        mistakes.add("--num-experts with --deepspeed: DeepSpeed's experts, which no model here has")
+    elif "--deepspeed" in words:
+        found = [
+            word
+            for flag, values in _grouped(found)
+            if flag != "--num-experts"
+            for word in ((flag, *values) if flag else values)
+        ]
+    mistakes.raise_if_any()
+    return [*implied, *found]
+
+
+def _grouped(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Flags with the values that follow them."""
+    flag, values = "", list[str]()
+    for word in words:
+        if word.startswith("--"):
+            if flag or values:
+                yield flag, values
+            flag, equals, value = word.partition("=")
+            values = [value] if equals else []
+        else:
+            values.append(word)
+    if flag or values:
+        yield flag, values
+
+
+def _gated(words: Sequence[str]) -> Sequence[str]:
+    """BigScience's gates do not make the layer narrower, as Megatron-LM's do."""
+    hidden = dict(_grouped(words)).get("--hidden-size", [""])[0]
+    wide = ("--ffn-hidden-size", str(4 * int(hidden))) if hidden.isdecimal() else ()
+    return ("--swiglu", *(() if "--ffn-hidden-size" in words else wide))
+
+
+def in_samples(given: Mapping[str, object], unknown: Sequence[str]) -> Mapping[str, int]:
+    """Lengths of a schedule that are counted in tokens, in samples.
+
+    It ends there after as many samples, or as many tokens, whichever is first.
+    """
+    length, samples = given.get("seq_length"), given.get("train_samples")
+    if not isinstance(length, int) or not isinstance(samples, int):
+        return {}
+    tokens = {name_of(flag): int(flag.split()[-1]) for flag in unknown if is_tokens(flag)}
+    found = {name.replace("tokens", "samples"): many // length for name, many in tokens.items()}
+    return found | {"train_samples": min(found.get("train_samples", samples), samples)}
+
+
+def is_tokens(flag: str) -> bool:
+    """Whether a flag with its value counts a schedule in tokens."""
+    return name_of(flag) in _TOKENS and flag.split()[-1].isdecimal()
+
+
+def name_of(flag: str) -> str:
+    """The argument that a flag, with or without values, would be."""
+    return flag.split()[0].removeprefix("--").replace("-", "_")
+
+
+def of_relative(flag: str, release: str) -> str:
+    """A sentence about a flag, with its values, that the release does not have."""
+    if name_of(flag) == "deepspeed_config":
+        return f"{flag}: what that file says of precision, clipping and offloading is not read"
+    return f"{flag}: no argument of Megatron-LM {release}"

@@ -1,0 +1,1 @@
+"""What a bash script would run: read and expanded here, with nothing executed."""

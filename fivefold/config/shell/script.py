@@ -1,0 +1,355 @@
+"""What a script would run, without running any of it."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePath
+from types import MappingProxyType
+
+from fivefold.config.shell.conditions import Condition, tested
+from fivefold.config.shell.expansion import Expander, matches, words_of
+from fivefold.config.shell.scan import Token
+from fivefold.config.shell.sums import Sum
+from fivefold.config.shell.syntax import (
+    Block,
+    Case,
+    Chain,
+    Check,
+    Choice,
+    Command,
+    Function,
+    Group,
+    Loop,
+    Statement,
+    parse,
+)
+from fivefold.config.shell.unknown import (
+    is_unknown,
+    known_part,
+    readable,
+    unknown,
+    unknown_names,
+)
+from fivefold.config.shell.variables import Variables
+from fivefold.errors import ConfigError
+from fivefold.files import read_text
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^]]*)\])?(\+?)=(.*)", re.DOTALL)
+_DECLARING = ("export", "declare", "local", "readonly", "typeset")
+_SHELLS = ("bash", "sh", "sbatch")
+_MOST_STEPS, _DEEPEST = 20_000, 30
+_DECIDES = (*_DECLARING, "set", "eval", "source", ".", "shift", "unset")
+
+
+class Script:
+    """A script that is read as bash would run it in an environment.
+
+    What is not set, and what other programs would tell, is not known (`unknown`). Conditions read
+    it as not set, files as not there, and other programs as having failed, which elsewhere succeed;
+    where that decides about variables it is noted. An `exit` before a command that `launches` is
+    passed over, because it is a check that would not fail there.
+
+    Args:
+        environment: variables that are set before.
+        arguments: what the script is called with.
+        folder: where files that it sources lie; None: nowhere.
+        launches: whether the words of a command are what is looked for.
+
+    Attributes:
+        commands: words of each command that is none of the shell's own.
+        notes: what was not known and decided about variables.
+    """
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        arguments: Sequence[str],
+        folder: Path | None,
+        launches: Callable[[Sequence[str]], bool],
+    ) -> None:
+        self._variables = Variables(environment, arguments, self._told_by)
+        self._expander = Expander(self._variables)
+        self._functions: dict[str, Block] = {}
+        self._folder, self._launches = folder, launches
+        self._doubts: list[str] = []
+        self._steps, self._depth = 0, 0
+        self._ended, self._asking = False, False
+        self.commands: list[list[str]] = []
+        self.notes: dict[str, None] = {}
+
+    def run(self, text: str) -> None:
+        """Read the statements of a text.
+
+        Raises:
+            ConfigError: bash would not read it, or it is longer than anybody writes.
+        """
+        self._block(parse(text))
+
+    def _block(self, block: Block) -> bool:
+        if self._depth > _DEEPEST:
+            raise ConfigError("the script calls itself too often")
+        self._depth += 1
+        found = True
+        for statement in block:
+            self._count()
+            if self._ended:
+                break
+            found = self._statement(statement)
+        self._depth -= 1
+        return found
+
+    def _statement(self, statement: Statement) -> bool:
+        match statement:
+            case Command(words, document):
+                return self._command(words, document)
+            case Check(kind, text):
+                return self._check(kind, text)
+            case Chain(parts):
+                return self._chain(parts)
+            case Choice(branches, otherwise):
+                return self._choice(branches, otherwise)
+            case Case(word, options):
+                return self._case(word, options)
+            case Loop():
+                return self._loop(statement)
+            case Function(name, body):
+                self._functions[name] = body
+                return True
+            case Group(body):
+                return self._block(body)
+
+    def _chain(self, parts: Sequence[tuple[str, Statement]]) -> bool:
+        found, self._doubts = True, []
+        for place, (before, statement) in enumerate(parts):
+            runs = {"&&": found, "||": not found}.get(before.rstrip("!"), True)
+            if place and before.rstrip("!") in ("&&", "||"):
+                self._note([statement])
+            if runs:
+                found = self._statement(statement) != before.endswith("!")
+        return found
+
+    def _choice(self, branches: Sequence[tuple[Block, Block]], otherwise: Block) -> bool:
+        for condition, body in branches:
+            self._doubts = []
+            holds = self._asked(condition)
+            self._note([*(one for _, block in branches for one in block), *otherwise])
+            if holds:
+                return self._block(body)
+        return self._block(otherwise)
+
+    def _asked(self, condition: Block) -> bool:
+        before, self._asking = self._asking, True
+        found = self._block(condition)
+        self._asking = before
+        return found
+
+    def _case(self, word: str, options: Sequence[tuple[tuple[str, ...], Block]]) -> bool:
+        value = self._expander.text(word)
+        self._doubts = list(unknown_names(value))
+        self._note([one for _, body in options for one in body])
+        for patterns, body in options:
+            if any(matches(known_part(value), self._expander.text(each)) for each in patterns):
+                return self._block(body)
+        return True
+
+    def _note(self, statements: Sequence[Statement]) -> None:
+        """Remember what is in doubt, if these statements change anything."""
+        if self._doubts and any(map(_decides, statements)):
+            self.notes.update(dict.fromkeys(self._doubts))
+        self._doubts = []
+
+    def _loop(self, loop: Loop) -> bool:
+        found = True
+        if loop.name:
+            given = self._variables.arguments
+            words = given if loop.words is None else self._expander.fields(loop.words)
+            for word in list(words):
+                self._variables.put(loop.name, word)
+                found = self._block(loop.body)
+            return found
+        self._expander.sum(loop.begins)
+        while not self._ended and self._asked(loop.condition) != loop.until:
+            found = self._block(loop.body)
+            self._expander.sum(loop.step)
+            self._count()
+        return found
+
+    def _count(self) -> None:
+        self._steps += 1
+        if self._steps > _MOST_STEPS:
+            raise ConfigError(f"the script takes more than {_MOST_STEPS} steps")
+
+    def _check(self, kind: str, text: str) -> bool:
+        if kind == "sum":
+            value = self._expander.sum(text)
+            self._doubts += unknown_names(value)
+            return known_part(value) not in ("", "0")
+        return self._holds(list(tested(text, self._expander)))
+
+    def _holds(self, words: Sequence[str]) -> bool:
+        condition = Condition(words, self._expander, self._variables.is_set)
+        found = condition.holds()
+        self._doubts += condition.doubts
+        return found
+
+    def _command(self, words: Sequence[str], document: Token | None) -> bool:
+        place = 0
+        while place < len(words) and (parts := _ASSIGNMENT.fullmatch(words[place])):
+            self._assign(*parts.groups())
+            place += 1
+        if place == len(words):
+            return True
+        if words[place] in _DECLARING:
+            for word in words[place + 1 :]:
+                if parts := _ASSIGNMENT.fullmatch(word):
+                    self._assign(*parts.groups())
+            return True
+        fields = self._expander.fields(words[place:])
+        if fields and document and PurePath(fields[0]).name in _SHELLS:
+            expanded = document.kind == "document"
+            inner = self._expander.in_quotes(document.text) if expanded else document.text
+            return self._block(parse(inner))
+        return self._call(fields) if fields else True
+
+    def _assign(self, name: str, index: str | None, more: str, text: str) -> None:
+        if text.startswith("(") and text.endswith(")"):
+            self._variables.put_array(name, self._expander.entries(text[1:-1]), bool(more))
+            return
+        value = self._expander.text(text)
+        key = None if index is None else known_part(self._expander.text(index))
+        if more and self._variables.is_set(name):
+            value = self._variables.get(name, key) + value
+        self._variables.put(name, value, key)
+
+    def _call(self, fields: list[str]) -> bool:
+        name, rest = fields[0], fields[1:]
+        if name in self._functions:
+            self._variables.enter(rest)
+            found = self._block(self._functions[name])
+            self._variables.leave()
+            return found
+        if name in ("[", "test"):
+            return self._holds(rest[:-1] if name == "[" else rest)
+        if name in _OWN:
+            return _OWN[name](self, rest)
+        if (inner := _inner(fields)) is not None:
+            before = len(self.commands)
+            self._block(parse(inner))
+            for command in self.commands[before:]:
+                command[:0] = fields[: fields.index("-c")]
+            return True
+        self.commands.append(fields)
+        if name == "echo" or self._launches(fields):
+            return True
+        self._doubts.append(f"$({readable(name)})")
+        return not self._asking
+
+    def _evaluate(self, words: Sequence[str]) -> bool:
+        return self._block(parse(" ".join(words)))
+
+    def _source(self, words: Sequence[str]) -> bool:
+        """Another script, if it is there; else its variables are not known."""
+        path = PurePath(known_part(words[0])) if words else None
+        folders = [folder for folder in (self._folder, Path()) if folder is not None]
+        if path is not None and not list(unknown_names(words[0])):
+            for folder in folders:
+                if (folder / path).is_file():
+                    with_text = read_text(folder / path, ConfigError)
+                    return self._block(parse(with_text))
+        if words:
+            self.notes[f"$(source {readable(words[0])})"] = None
+        return not self._asking
+
+    def _shift(self, words: Sequence[str]) -> bool:
+        count = int(words[0]) if words and words[0].isdecimal() else 1
+        there = count <= len(self._variables.arguments)
+        del self._variables.arguments[:count]
+        return there
+
+    def _set(self, words: Sequence[str]) -> bool:
+        if "--" in words:
+            self._variables.arguments[:] = words[list(words).index("--") + 1 :]
+        return True
+
+    def _unset(self, words: Sequence[str]) -> bool:
+        for name in words:
+            self._variables.forget(name)
+        return True
+
+    def _exit(self, words: Sequence[str]) -> bool:
+        self._ended = any(map(self._launches, self.commands))
+        return True
+
+    def _told_by(self, command: str) -> str:
+        """What a command prints, where that follows from its words."""
+        words = [] if re.search(r"[|;&<>\n]", command) else list(words_of(command))
+        if words and words[0] in _PRINTS:
+            told = _PRINTS[words[0]](self._expander.fields(words[1:]))
+            if told is not None:
+                return told
+        return unknown(f"$({command.strip()})")
+
+
+_OWN: Mapping[str, Callable[[Script, Sequence[str]], bool]] = MappingProxyType(
+    {
+        "eval": Script._evaluate,
+        "source": Script._source,
+        ".": Script._source,
+        "shift": Script._shift,
+        "set": Script._set,
+        "unset": Script._unset,
+        "exit": Script._exit,
+        **dict.fromkeys(("return", "break", "continue", ":", "true"), lambda *_: True),
+        **dict.fromkeys(("false", "read", "getopts", "popd"), lambda *_: False),
+        **dict.fromkeys(("cd", "pushd", "shopt", "trap", "wait", "ulimit"), lambda *_: True),
+    }
+)
+
+
+def _folder_of(fields: Sequence[str]) -> str | None:
+    return str(PurePath(fields[-1]).parent) if fields and not is_unknown(fields[-1]) else None
+
+
+def _name_of(fields: Sequence[str]) -> str | None:
+    return PurePath(fields[0]).name if len(fields) == 1 else None
+
+
+def _computed(fields: Sequence[str]) -> str | None:
+    text = " ".join(fields)
+    plain = re.fullmatch(r"[-+*/%() \d]+", text)
+    return Sum(text, lambda _: "", lambda *_: None).value() if plain else None
+
+
+_PRINTS: Mapping[str, Callable[[Sequence[str]], str | None]] = MappingProxyType(
+    {
+        "echo": lambda fields: " ".join(f for f in fields if f not in ("-n", "-e")),
+        "dirname": _folder_of,
+        "basename": _name_of,
+        "expr": _computed,
+    }
+)
+
+
+def _inner(fields: Sequence[str]) -> str | None:
+    """The text that a shell is called with, as in `srun ... bash -c TEXT`."""
+    for place, word in enumerate(fields[:-2]):
+        if PurePath(word).name in _SHELLS and "-c" in fields[place:-1]:
+            return fields[fields.index("-c", place) + 1]
+    return None
+
+
+def _decides(statement: Statement) -> bool:
+    """Whether a statement changes variables, or starts a job."""
+    match statement:
+        case Command(words):
+            own = bool(words) and (words[0] in _DECIDES or bool(_ASSIGNMENT.fullmatch(words[0])))
+            return own or any(".py" in word for word in words)
+        case Chain(parts):
+            return any(_decides(part) for _, part in parts)
+        case Choice(branches, otherwise):
+            return any(map(_decides, [*(s for _, body in branches for s in body), *otherwise]))
+        case Case(_, options):
+            return any(_decides(one) for _, body in options for one in body)
+        case Loop(body=body) | Group(body=body):
+            return any(map(_decides, body))
+        case _:
+            return False

@@ -1,0 +1,108 @@
+"""The variables of a script."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from fivefold.config.shell.unknown import unknown
+
+_OF_PROCESSES = {"?": "0", "-": "", "IFS": " ", "RANDOM": unknown("RANDOM")}
+
+
+class Variables:
+    """Values by name; arrays as dictionaries, whose keys are numbers unless they are declared.
+
+    Args:
+        environment: variables that are set before the script begins.
+        arguments: what the script is called with.
+        told_by: what a command prints, from its text.
+    """
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        arguments: Sequence[str],
+        told_by: Callable[[str], str],
+    ) -> None:
+        self._environment = environment
+        self._values: dict[str, str | dict[str, str]] = {}
+        self._arguments = [list(arguments)]
+        self.told_by = told_by
+
+    @property
+    def arguments(self) -> list[str]:
+        """What the script, or the function that runs, is called with."""
+        return self._arguments[-1]
+
+    def enter(self, arguments: Sequence[str]) -> None:
+        """Begin a function."""
+        self._arguments.append(list(arguments))
+
+    def leave(self) -> None:
+        """End a function."""
+        self._arguments.pop()
+
+    def get(self, name: str, index: str | None = None) -> str:
+        """A value; where there is none, what says that it is not known."""
+        if name in ("@", "*"):
+            return " ".join(self.arguments)
+        if name == "#":
+            return str(len(self.arguments))
+        if name.isdecimal() and name != "0":
+            place = int(name) - 1
+            return self.arguments[place] if place < len(self.arguments) else unknown(name)
+        value = self._values.get(name, self._environment.get(name, _OF_PROCESSES.get(name)))
+        if isinstance(value, dict):
+            key = index or "0"
+            if key.startswith("-") and key[1:].isdecimal():
+                key = str(int(key) + 1 + max(map(int, value), default=-1))
+            return value.get(key, unknown(f"{name}[{key}]"))
+        return unknown(name) if value is None or index not in (None, "0") else value
+
+    def several(self, name: str) -> list[str]:
+        """The values of an array; of "@" and "*" the arguments."""
+        if name in ("@", "*"):
+            return self.arguments
+        value = self._values.get(name)
+        if isinstance(value, dict):
+            return list(value.values())
+        return [] if value is None else [value]
+
+    def keys(self, name: str) -> list[str]:
+        """The keys of an array."""
+        value = self._values.get(name)
+        return list(value) if isinstance(value, dict) else []
+
+    def put(self, name: str, value: str, index: str | None = None) -> None:
+        """Give a variable, or an entry of an array, another value."""
+        known = self._values.get(name)
+        if index is None and not isinstance(known, dict):
+            self._values[name] = value
+        else:
+            entries = known if isinstance(known, dict) else {} if known is None else {"0": known}
+            self._values[name] = _in_order(entries | {index or "0": value})
+
+    def put_array(self, name: str, entries: Sequence[tuple[str | None, str]], more: bool) -> None:
+        """Make an array of entries, or add them to one."""
+        before = self._values.get(name) if more else None
+        found = (
+            dict(before) if isinstance(before, dict) else {} if before is None else {"0": before}
+        )
+        for key, value in entries:
+            place = 1 + max((int(old) for old in found if old.isdecimal()), default=-1)
+            found[str(place) if key is None else key] = value
+        self._values[name] = _in_order(found)
+
+    def forget(self, name: str) -> None:
+        """Unset a variable, also one of the environment."""
+        self._values.pop(name, None)
+        self._environment = {k: v for k, v in self._environment.items() if k != name}
+
+    def is_set(self, name: str) -> bool:
+        """Whether a variable has a value."""
+        return name in self._values or name in self._environment
+
+
+def _in_order(entries: dict[str, str]) -> dict[str, str]:
+    """Entries by their numbers, as a shell lists them, unless their keys are words."""
+    if not all(map(str.isdecimal, entries)):
+        return entries
+    return dict(sorted(entries.items(), key=lambda entry: int(entry[0])))
