@@ -18,8 +18,8 @@ from fivefold.convert.adapter import open_adapter
 from fivefold.convert.hub import HubFolder
 from fivefold.convert.megatron import MegatronFolder
 from fivefold.convert.megatron_training import training_sources
+from fivefold.convert.names import HEADS
 from fivefold.convert.stored import (
-    HEADS,
     Shape,
     Stored,
     copied,
