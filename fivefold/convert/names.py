@@ -119,6 +119,12 @@ NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "deepseek_v3": _DEEPSEEK,
         "kimi_k2": _DEEPSEEK,
         "glm4_moe": _DEEPSEEK,
+        "solar_open": _DEEPSEEK,
+        "exaone_moe": {
+            ".mlp.router.expert_bias": ".mlp.e_score_correction_bias",
+            ".mlp.router.": ".mlp.gate.",
+            **_EACH,
+        },
         "dots1": _DEEPSEEK,
         "ernie4_5_moe": {
             ".mlp.router.expert_bias": ".mlp.moe_statics.e_score_correction_bias",

@@ -190,6 +190,8 @@ JOINT_MLPS = ("phi3", "glm", "glm4", "granitemoe", "granitemoeshared", "megatron
 """Kinds whose gate and up are one linear layer."""
 _PAIRS = ("glm", "glm4", "ernie4_5", "ernie4_5_moe", "cohere", "cohere2", "llama4_text")
 """Kinds with heads of their own whose rotary features are pairs of neighbours."""
+_LEFT_OUT = {"ernie4_5_moe": ("mtp_",), "exaone_moe": ("mtp.",)}
+"""Of kinds whose layers for further tokens are left out: how the names of these begin."""
 _PREDICTING = ("deepseek_v3", "kimi_k2", "glm4_moe")  # whose files have layers after the last
 
 
@@ -204,7 +206,7 @@ def harmless(kind: str, model: ModelConfig, name: str) -> bool:
         (".attn.bias", ".masked_bias", "attention.bias")
     ):
         return True
-    if kind == "ernie4_5_moe" and tail.startswith("mtp_"):
+    if tail.startswith(_LEFT_OUT.get(kind, ())):
         return True
     depth, _ = _predicting(kind, model, name)
     return depth >= model.mtp_num_layers and kind in _PREDICTING

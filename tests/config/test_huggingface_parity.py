@@ -136,6 +136,10 @@ TINY: Mapping[str, dict[str, Any]] = {
     "glm4": _SIZES | {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None},
     "exaone4": _SIZES | {"num_hidden_layers": 5, "num_key_value_heads": 2, "head_dim": 8},
     "glm4_moe": _GROUPS | {"num_key_value_heads": 2},
+    "solar_open": {n: v for n, v in _GROUPS.items() if n != "intermediate_size"}
+    | {"num_key_value_heads": 2, "head_dim": 12, "first_k_dense_replace": 0},
+    "exaone_moe": {n: v for n, v in _GROUPS.items() if not n.endswith("ed_experts")}
+    | {"num_hidden_layers": 4, "num_key_value_heads": 2, "num_experts": 4},
     "dots1": _GROUPS | {"norm_topk_prob": True},
     "minimax_m2": _SIZES
     | _EXPERTS
@@ -304,6 +308,9 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "shared_intermediate_size": [0, 24],
     "moe_num_experts": [2, 4],
     "moe_k": [1, 3],
+    "mlp_layer_types": [None, ["dense", "sparse"], ["sparse"] * 2, ["dense"] * 2, ["dense"]],
+    "num_shared_experts": [0, 2],
+    "is_moe_layer": [[False, True], [False, True, True, True]],
     "moe_num_shared_experts": [0, 2],
     "moe_layer_start_index": [0, 1, 2],
     "moe_layer_end_index": [-1, 0, 1, 5],
@@ -575,6 +582,27 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe, one group": (
         "glm4_moe",
         {"n_group": 1, "topk_group": 1, "partial_rotary_factor": 1.0, **_YARN},
+    ),
+    "solar_open, biases, one group": (
+        "solar_open",
+        {
+            "attention_bias": True,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 3.0,
+            **_YARN,
+        },
+    ),
+    "exaone_moe, narrow windows, listed experts": (
+        "exaone_moe",
+        {
+            "sliding_window": 5,
+            "sliding_window_pattern": 2,
+            "mlp_layer_types": ["sparse", "dense", "sparse", "dense"],
+            "num_shared_experts": 2,
+            "head_dim": 12,
+            "tie_word_embeddings": True,
+        },
     ),
     "minimax_m2, whole heads": (
         "minimax_m2",

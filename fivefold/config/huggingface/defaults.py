@@ -61,7 +61,9 @@ DEFAULTS: Mapping[str, Defaults] = MappingProxyType(
         "glm": Defaults(2, 128, 1.5625e-7, rotary_share=0.5),
         "glm4": Defaults(2, 128, 1.5625e-7, rotary_share=0.5, norms="both"),
         "glm4_moe": Defaults(8, None, 1e-5, rotary_share=0.5),
+        "solar_open": Defaults(8, 128, 1e-5, 1e6),
         "exaone4": Defaults(32, None, 1e-5, norms="after", heads="per_head"),
+        "exaone_moe": Defaults(32, None, 1e-5, heads="per_head"),
         "dots1": Defaults(32, heads="per_head"),
         "minimax_m2": Defaults(8, 128, 1e-6, 5e6, rotary_share=1.0, heads="all_heads"),
         "smollm3": Defaults(4, rope_theta=2000000.0, sliding_window=None, tied=True),
@@ -80,10 +82,11 @@ NULL_HEADS = (
     "stablelm",
 )
 """Families in which transformers takes a head_dim of null for hidden size / heads."""
-GLM = "glm", "glm4", "glm4_moe"
+GLM = "glm", "glm4", "glm4_moe", "solar_open"
+"""Families whose attention_bias means queries, keys and values, without the output."""
 COUNTED_HEADS = (
     *("qwen2_moe", "exaone4", "gemma", "gemma2", "gemma3_text", "minimax_m2", "ernie4_5_moe"),
-    *("nemotron", "stablelm"),
+    *("nemotron", "stablelm", "exaone_moe"),
     *GLM,
 )
 """Families in which transformers takes no num_key_value_heads of null."""

@@ -3,6 +3,7 @@
 from typing import Any
 
 from fivefold.config.huggingface.comparing import softmax_scale
+from fivefold.config.huggingface.defaults import GLM
 from fivefold.config.model import ModelConfig
 
 Fields = dict[str, Any]
@@ -195,12 +196,12 @@ def llama_like(model: ModelConfig, kind: str) -> Fields:
         del fields["head_dim"]  # hidden_size / num_attention_heads
     if kind.startswith("qwen"):
         fields |= _qwen_windows(model)
-    if kind.startswith("glm"):
+    if kind in GLM:
         fields["attention_bias"] = model.add_qkv_bias
     if kind == "seed_oss":
         fields |= dict.fromkeys(("attention_out_bias", "mlp_bias"), model.add_bias_linear)
         fields |= {"attention_bias": model.qkv_bias, "residual_dropout": 0.0}
-    if kind in ("cohere2", "exaone4", "olmo3", "gemma2", "gemma3_text"):
+    if kind in ("cohere2", "exaone4", "exaone_moe", "olmo3", "gemma2", "gemma3_text"):
         fields |= listed_windows(model)
     if kind in ("gemma2", "gemma3_text"):
         fields["hidden_activation"] = fields.pop("hidden_act")

@@ -171,6 +171,24 @@ def glm4_moe(model: ModelConfig, kind: str) -> Fields:
     )
 
 
+def solar_open(model: ModelConfig, kind: str) -> Fields:
+    """Of Solar Open."""
+    fields = llama_like(model, kind) | grouped_experts(model)
+    del fields["intermediate_size"]  # of dense layers
+    return fields
+
+
+def exaone_moe(model: ModelConfig, kind: str) -> Fields:
+    """Of K-EXAONE."""
+    sparse = map(model.is_moe, range(model.num_layers))
+    fields = llama_like(model, kind) | grouped_experts(model)
+    return fields | {
+        "num_experts": fields.pop("n_routed_experts"),
+        "num_shared_experts": fields.pop("n_shared_experts"),
+        "mlp_layer_types": ["sparse" if has else "dense" for has in sparse],
+    }
+
+
 def dots1(model: ModelConfig, kind: str) -> Fields:
     """Of dots.llm1."""
     return llama_like(model, kind) | grouped_experts(model) | listed_windows(model)

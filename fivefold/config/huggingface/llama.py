@@ -35,7 +35,7 @@ ACTIVATIONS: Mapping[str, Any] = MappingProxyType(
 
 
 _OWN_ROPE = "olmo3", "gemma3_text"
-_OWN_WINDOWS = "gpt_oss", "exaone4", "gemma2", "cohere2", *_OWN_ROPE
+_OWN_WINDOWS = "gpt_oss", "exaone4", "exaone_moe", "gemma2", "cohere2", *_OWN_ROPE
 _WITH_CODE = "phi3", "ernie4_5", "ernie4_5_moe"
 """Families that were published with code of their own before transformers had them."""
 _PHI3_DROPOUTS = "resid_pdrop", "embd_pdrop"
@@ -62,7 +62,7 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
     return ModelConfig(
         **sizes,
         no_rope_freq=unrotated_frequency(unrotated),
-        ffn_hidden_size=reader.size("intermediate_size"),
+        ffn_hidden_size=None if kind == "solar_open" else reader.size("intermediate_size"),
         num_query_groups=heads("num_key_value_heads", default=key_value_heads),
         kv_channels=head_dim("head_dim", default=defaults.head_dim),
         norm_epsilon=reader.number(EPSILONS.get(kind, "rms_norm_eps"), defaults.rms_norm_eps),
@@ -182,7 +182,7 @@ def _biases(reader: Reader, kind: str) -> bool:
 def _qkv_bias(reader: Reader, kind: str) -> bool:
     """Whether the projections of queries, keys and values have biases, and no others."""
     if kind in (*GLM, "seed_oss"):
-        return reader.flag("attention_bias", kind != "glm4_moe")
+        return reader.flag("attention_bias", kind in ("glm", "glm4", "seed_oss"))
     return kind == "qwen2" or (kind == "qwen2_moe" and reader.flag("qkv_bias", True))
 
 

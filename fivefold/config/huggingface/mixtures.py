@@ -1,11 +1,12 @@
 """Llama-like mixtures of experts: Mixtral, Granite's, MiniMax-M2, OLMoE, Qwen2-MoE, Qwen3-MoE,
-gpt-oss, GLM-4.5, dots.llm1."""
+gpt-oss, GLM-4.5, Solar Open, K-EXAONE, dots.llm1."""
 
 from dataclasses import replace
 from typing import Any
 
 from fivefold.config.huggingface.generic import read_balancing
 from fivefold.config.huggingface.grouped_experts import grouped_experts, predictions
+from fivefold.config.huggingface.layered import exaone4
 from fivefold.config.huggingface.llama import layer_types, llama_like, window_settings
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.layer_pattern import layer_frequency
@@ -131,6 +132,29 @@ def glm4_moe(reader: Reader, kind: str) -> ModelConfig:
     model = llama_like(reader, kind)
     experts = grouped_experts(reader, kind, model.num_layers)
     return replace(model, mtp_num_layers=predictions(reader), **experts)
+
+
+def solar_open(reader: Reader, kind: str) -> ModelConfig:
+    """Solar Open: GLM-4.5's experts in every layer, after Llama's attention."""
+    model = llama_like(reader, kind)
+    reader.without_effect("intermediate_size")  # of dense layers, which there are none of
+    why = "transformers has experts in every layer, whatever stands here"
+    reader.fixed("first_k_dense_replace", 0, why=why)
+    reader.fixed("use_qk_norm", False)
+    reader.fixed("num_nextn_predict_layers", 0)
+    return replace(model, **grouped_experts(reader, kind, model.num_layers))
+
+
+def exaone_moe(reader: Reader, kind: str) -> ModelConfig:
+    """K-EXAONE: EXAONE 4's windows and positions, norms before, and DeepSeek-V3's experts."""
+    model = exaone4(reader, kind)
+    model = replace(model, **grouped_experts(reader, kind, model.num_layers))
+    # Of files that are older than transformers' class, which has no use for these.
+    sparse = [model.is_moe(layer) for layer in range(model.num_layers)]
+    reader.fixed("is_moe_layer", sparse)
+    reader.fixed("first_last_k_dense_replace", sparse.count(False))
+    reader.without_effect("num_nextn_predict_layers")  # further predictions are left out
+    return model
 
 
 def dots1(reader: Reader, kind: str) -> ModelConfig:

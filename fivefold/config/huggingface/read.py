@@ -17,6 +17,7 @@ from fivefold.config.huggingface.llama import llama_like
 from fivefold.config.huggingface.llama4 import llama4
 from fivefold.config.huggingface.mixtures import (
     dots1,
+    exaone_moe,
     glm4_moe,
     gpt_oss,
     granite_moe,
@@ -24,6 +25,7 @@ from fivefold.config.huggingface.mixtures import (
     mixtral,
     olmoe,
     qwen_moe,
+    solar_open,
 )
 from fivefold.config.huggingface.multimodal import MULTIMODAL, is_multimodal, text_reader
 from fivefold.config.huggingface.naming import in_words_of
@@ -72,7 +74,9 @@ _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType
         "glm": llama_like,
         "glm4": llama_like,
         "glm4_moe": glm4_moe,
+        "solar_open": solar_open,
         "exaone4": exaone4,
+        "exaone_moe": exaone_moe,
         "dots1": dots1,
         "minimax_m2": minimax_m2,
         "gpt_oss": gpt_oss,

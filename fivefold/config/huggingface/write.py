@@ -18,6 +18,7 @@ from fivefold.config.huggingface.expert_fields import (
     deepseek,
     dots1,
     ernie4_5_moe,
+    exaone_moe,
     glm4_moe,
     gpt_oss,
     granite_moe_shared,
@@ -26,6 +27,7 @@ from fivefold.config.huggingface.expert_fields import (
     mixtral,
     olmoe,
     qwen_moe,
+    solar_open,
 )
 from fivefold.config.huggingface.multimodal import text_reader
 from fivefold.config.huggingface.read import from_hf_config
@@ -112,6 +114,8 @@ _FAMILIES: Mapping[str, tuple[str, Callable[[ModelConfig, str], Fields]]] = Mapp
         "qwen3_moe": ("Qwen3MoeForCausalLM", qwen_moe),
         "gpt_oss": ("GptOssForCausalLM", gpt_oss),
         "glm4_moe": ("Glm4MoeForCausalLM", glm4_moe),
+        "solar_open": ("SolarOpenForCausalLM", solar_open),
+        "exaone_moe": ("ExaoneMoeForCausalLM", exaone_moe),
         "dots1": ("Dots1ForCausalLM", dots1),
         "llama4_text": ("Llama4ForCausalLM", llama4),
         "deepseek_v2": ("DeepseekV2ForCausalLM", deepseek),
