@@ -285,6 +285,7 @@ CHANGES: Mapping[str, Change] = {
     "qk_head_dim": Change(96, _MLA),
     "qk_pos_emb_head_dim": Change(32, _MLA),
     "v_head_dim": Change(96, _MLA),
+    "latent_norm_epsilon": Change(1e-6, _MLA),
     "mtp_num_layers": Change(1),
     "lora_rank": Change(8),
     "lora_alpha": Change(16.0, {"lora_rank": 8}),

@@ -231,6 +231,11 @@ class Architecture:
     qk_head_dim: Count = option(128, "non-rotary features of an MLA query or key head")
     qk_pos_emb_head_dim: Count = option(64, "rotary features of an MLA query or key head")
     v_head_dim: Count = option(128, "features of an MLA value head")
+    latent_norm_epsilon: Positive | None = option(
+        None,
+        "added to the variance by the norms of MLA's latents, as in GLM-4.7-Flash; none: "
+        "norm_epsilon",
+    )
     mtp_num_layers: Whole = option(0, "multi-token prediction layers")
     lora_rank: int | None = option(
         None, "rank of adapters (LoRA), which alone are trained; none: all weights are trained"

@@ -24,6 +24,7 @@ _OURS: Mapping[str, float | str | None] = MappingProxyType(
         "norm_placement": "before",
         "layernorm_bias": True,
         "qk_layernorm_type": "per_head",
+        "latent_norm_epsilon": None,
         "embedding_multiplier": 1.0,
         "residual_multiplier": 1.0,
         "logits_scaling": 1.0,

@@ -118,6 +118,11 @@ class ModelConfig(Architecture):
         return self.v_head_dim if self.multi_latent_attention else self.head_dim
 
     @property
+    def latent_epsilon(self) -> float:
+        """What norms of MLA's latents add to the variance."""
+        return self.latent_norm_epsilon or self.norm_epsilon
+
+    @property
     def rotary_dim(self) -> int:
         """Features of a query or key head that RoPE rotates."""
         if self.multi_latent_attention:

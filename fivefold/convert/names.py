@@ -117,6 +117,7 @@ NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "qwen3_moe": _QWEN_MOE,
         "deepseek_v2": _DEEPSEEK,
         "deepseek_v3": _DEEPSEEK,
+        "glm4_moe_lite": _DEEPSEEK,
         "kimi_k2": _DEEPSEEK,
         "glm4_moe": _DEEPSEEK,
         "solar_open": _DEEPSEEK,

@@ -192,7 +192,12 @@ _PAIRS = ("glm", "glm4", "ernie4_5", "ernie4_5_moe", "cohere", "cohere2", "llama
 """Kinds with heads of their own whose rotary features are pairs of neighbours."""
 _LEFT_OUT = {"ernie4_5_moe": ("mtp_",), "exaone_moe": ("mtp.",)}
 """Of kinds whose layers for further tokens are left out: how the names of these begin."""
-_PREDICTING = ("deepseek_v3", "kimi_k2", "glm4_moe")  # whose files have layers after the last
+_PREDICTING = (
+    "deepseek_v3",
+    "kimi_k2",
+    "glm4_moe",
+    "glm4_moe_lite",
+)  # whose files have layers after the last
 
 
 def harmless(kind: str, model: ModelConfig, name: str) -> bool:

@@ -174,7 +174,6 @@ def test_an_absent_window_is_that_of_the_family() -> None:
             'rope_type = "dynamic"',
         ),
         ({**LLAMA31_8B, "rope_scaling": {"type": "yarn"}}, "yarn RoPE scaling needs factor"),
-        ({**DEEPSEEK_V3, "rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05"),
         ({**DEEPSEEK_V3, "scoring_func": "softmax"}, 'scoring_func = "softmax"'),
         ({**DEEPSEEK_V2, "norm_topk_prob": True}, "norm_topk_prob = true"),
         ({**GPT_OSS_20B, "swiglu_alpha": 1.0}, "swiglu_alpha = 1.0"),

@@ -146,6 +146,7 @@ TINY: Mapping[str, dict[str, Any]] = {
     | {"num_key_value_heads": 2, "head_dim": 12, "num_local_experts": 4, "rotary_dim": 6},
     "deepseek_v2": _LATENTS,
     "deepseek_v3": _LATENTS,
+    "glm4_moe_lite": _LATENTS,
     "llama4_text": _SIZES
     | {
         "num_hidden_layers": 5,
@@ -394,6 +395,15 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {
             "first_k_dense_replace": 2,
+            "rope_scaling": {"type": "yarn", **_LONG, "mscale": 0.7, "mscale_all_dim": 1.2},
+        },
+    ),
+    "glm4_moe_lite, listed layers, stretched": (
+        "glm4_moe_lite",
+        {
+            "mlp_layer_types": ["sparse", "dense"],
+            "rms_norm_eps": 0.1,
+            "q_lora_rank": None,
             "rope_scaling": {"type": "yarn", **_LONG, "mscale": 0.7, "mscale_all_dim": 1.2},
         },
     ),

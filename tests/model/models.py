@@ -69,6 +69,7 @@ LATENT = replace(
     rope_type="yarn",
     original_max_position_embeddings=8,
     mscale=0.7,
+    latent_norm_epsilon=0.3,
     softmax_scale=0.4,
     attn_logit_softcapping=0.9,
     final_logit_softcapping=1.3,

@@ -54,11 +54,13 @@ def _norm(model: ModelConfig, own: dict[str, Tensor], name: str, x: Tensor) -> T
     if f"{name}.weight" not in own:
         return x
     factor = model.apply_layernorm_1p + own[f"{name}.weight"]
+    latent = name.endswith("_a_layernorm") and model.latent_norm_epsilon
+    epsilon = latent or model.norm_epsilon
     if model.normalization == "LayerNorm" and not name.startswith("self_attn."):
         centred = x - x.mean(-1, keepdim=True)
-        scale = (centred.pow(2).mean(-1, keepdim=True) + model.norm_epsilon).sqrt()
+        scale = (centred.pow(2).mean(-1, keepdim=True) + epsilon).sqrt()
         return centred / scale * factor + own.get(f"{name}.bias", 0.0)
-    scale = (x.pow(2).mean(-1, keepdim=True) + model.norm_epsilon).sqrt()
+    scale = (x.pow(2).mean(-1, keepdim=True) + epsilon).sqrt()
     return x / scale * factor
 
 

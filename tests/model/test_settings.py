@@ -77,6 +77,7 @@ NUMBERS: dict[str, Any] = {
     "glu_linear_offset": 0.5,
     "activation_func_clamp_value": 0.3,
     "norm_epsilon": 0.01,
+    "latent_norm_epsilon": 0.02,
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.3,
     "logits_scaling": 3.0,

@@ -33,6 +33,7 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     latent = model.multi_latent_attention
     told = asdict(model.spelt_out())
     told["softmax_scale"] = softmax_scale(model)
+    told["latent_norm_epsilon"] = model.latent_epsilon
     told["rotary_base_local"] = _local_base(model)
     told["longrope_attention_factor"] = model.longrope_scale
     told["window_size"] = [model.window_of(layer) for layer in layers]
@@ -52,6 +53,7 @@ def _told(model: ModelConfig) -> dict[str, Any]:
             "qk_head_dim",
             "qk_pos_emb_head_dim",
             "v_head_dim",
+            "latent_norm_epsilon",
         ]
     if model.position_embedding_type == "rope":  # positions are computed, however many
         unused.append("max_position_embeddings")

@@ -112,7 +112,7 @@ def llama4(model: ModelConfig, kind: str) -> Fields:
 
 
 def deepseek(model: ModelConfig, kind: str) -> Fields:
-    """Of DeepSeek-V2, V3 and Kimi-K2."""
+    """Of DeepSeek-V2, V3, Kimi-K2 and GLM-4.7-Flash."""
     second = kind == "deepseek_v2"
     fields = {
         **size_fields(model),
@@ -134,11 +134,18 @@ def deepseek(model: ModelConfig, kind: str) -> Fields:
         grouped = model.moe_router_num_groups is not None
         fields["topk_method"] = "group_limited_greedy" if grouped else "greedy"
         return fields
+    if kind == "glm4_moe_lite":
+        fields["mlp_layer_types"] = _layer_types(model)
     return fields | {
         "topk_method": "noaux_tc",
         "num_nextn_predict_layers": model.mtp_num_layers,
         "rope_interleave": True,
     }
+
+
+def _layer_types(model: ModelConfig) -> list[str]:
+    """Whether each layer has experts."""
+    return ["sparse" if model.is_moe(layer) else "dense" for layer in range(model.num_layers)]
 
 
 def grouped_experts(model: ModelConfig, second: bool = False) -> Fields:
@@ -180,12 +187,11 @@ def solar_open(model: ModelConfig, kind: str) -> Fields:
 
 def exaone_moe(model: ModelConfig, kind: str) -> Fields:
     """Of K-EXAONE."""
-    sparse = map(model.is_moe, range(model.num_layers))
     fields = llama_like(model, kind) | grouped_experts(model)
     return fields | {
         "num_experts": fields.pop("n_routed_experts"),
         "num_shared_experts": fields.pop("n_shared_experts"),
-        "mlp_layer_types": ["sparse" if has else "dense" for has in sparse],
+        "mlp_layer_types": _layer_types(model),
     }
 
 

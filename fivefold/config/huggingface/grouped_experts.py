@@ -40,6 +40,11 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "kimi_k2": _V3,
         "glm4_moe": {**_V3, **_ONE_GROUP, "first_k_dense_replace": 1},
         "solar_open": {**_V3, **_ONE_GROUP, "first_k_dense_replace": 0},
+        "glm4_moe_lite": {
+            **{**_V3, **_ONE_GROUP},
+            "routed_scaling_factor": 1.8,
+            "first_k_dense_replace": 1,
+        },
         "exaone_moe": {
             **{**_V3, **_ONE_GROUP},
             "routed_scaling_factor": 2.5,
@@ -52,7 +57,7 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 """Values of a router's fields where a config.json does not give them."""
-_LISTED = ("exaone_moe",)
+_LISTED = "exaone_moe", "glm4_moe_lite"
 """Families whose files may say of each layer whether it has experts."""
 
 
@@ -108,16 +113,20 @@ def _count(reader: Reader, kind: str) -> int | None:
     """The number of experts; None, where a family may have none."""
     if kind == "exaone_moe":
         return reader.size("num_experts")
-    count = reader.size if kind == "solar_open" else reader.optional_size
+    count = reader.size if kind in ("solar_open", "glm4_moe_lite") else reader.optional_size
     return count("n_routed_experts", "num_experts", "num_local_experts")
 
 
 def _sparse_layers(reader: Reader, kind: str, layers: int) -> list[bool]:
     """Which layers have experts: those after the first few, or those that are listed."""
     first = _FAMILIES[kind]["first_k_dense_replace"]
+    usual = first
     first = reader.size("first_k_dense_replace", default=first, least=0)
     listed = reader.texts("mlp_layer_types", ("dense", "sparse")) if kind in _LISTED else None
     if listed is None:
+        if kind == "glm4_moe_lite" and first != usual:
+            why = "transformers reads mlp_layer_types alone"
+            reader.unsupported("first_k_dense_replace", first, [usual], why)
         return [layer >= first for layer in range(layers)]
     if len(listed) != layers:
         counts = f"{len(listed)} entries, {layers} layers"

@@ -70,6 +70,7 @@ _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType
         "qwen3_moe": qwen_moe,
         "deepseek_v2": deepseek,
         "deepseek_v3": deepseek,
+        "glm4_moe_lite": deepseek,
         "kimi_k2": deepseek,
         "glm": llama_like,
         "glm4": llama_like,

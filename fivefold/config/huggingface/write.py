@@ -120,6 +120,7 @@ _FAMILIES: Mapping[str, tuple[str, Callable[[ModelConfig, str], Fields]]] = Mapp
         "llama4_text": ("Llama4ForCausalLM", llama4),
         "deepseek_v2": ("DeepseekV2ForCausalLM", deepseek),
         "deepseek_v3": ("DeepseekV3ForCausalLM", deepseek),
+        "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", deepseek),
     }
 )
 """Of each family: the name of transformers' class, and what writes its fields."""

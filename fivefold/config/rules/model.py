@@ -12,7 +12,10 @@ from fivefold.config.settings import flag_of
 from fivefold.errors import Mistakes, did_you_mean
 
 _OF_EXPERTS = tuple(s.name for s in SECTION_SETTINGS["model"] if s.name.startswith("moe_"))
-_OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_OF_LATENTS = (
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    "latent_norm_epsilon",
+)
 
 
 def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
