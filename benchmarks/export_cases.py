@@ -247,6 +247,7 @@ CHANGES: Mapping[str, Change] = {
     "add_qkv_bias": Change(True),
     "qk_layernorm": Change(True),
     "qk_layernorm_type": Change("all_heads", {"qk_layernorm": True}),
+    "qk_layernorm_after_rope": Change(True, {"qk_layernorm": True}),
     "qk_l2_norm": Change(True),
     "softmax_type": Change("learnable"),
     "untie_embeddings_and_output_weights": Change(False),

@@ -139,6 +139,9 @@ class Architecture:
         "per_head",
         "normalise each head by itself, or all heads of a token together, as OLMo 2 does",
     )
+    qk_layernorm_after_rope: bool = option(
+        False, "normalise query and key heads after RoPE turned them, as Hunyuan does"
+    )
     qk_l2_norm: bool = option(
         False,
         "divide each query and key head by its root mean square after RoPE, in layers with RoPE, "

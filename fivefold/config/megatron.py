@@ -25,6 +25,7 @@ _OURS: Mapping[str, float | str | None] = MappingProxyType(
         "layernorm_bias": True,
         "qk_layernorm_type": "per_head",
         "latent_norm_epsilon": None,
+        "qk_layernorm_after_rope": False,
         "embedding_multiplier": 1.0,
         "residual_multiplier": 1.0,
         "logits_scaling": 1.0,

@@ -30,6 +30,10 @@ _MIXTRAL = {
     ".mlp.experts.down_proj.": ".block_sparse_moe.experts.{e}.w2.",
     ".mlp.experts.up_proj.": ".block_sparse_moe.experts.{e}.w3.",
 }
+_HUNYUAN = {
+    ".self_attn.q_norm.": ".self_attn.query_layernorm.",
+    ".self_attn.k_norm.": ".self_attn.key_layernorm.",
+}
 _GRANITE_MOE = {
     ".mlp.router.": ".block_sparse_moe.router.layer.",
     ".mlp.experts.gate_proj.": ".block_sparse_moe.input_linear.",
@@ -121,6 +125,13 @@ NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "kimi_k2": _DEEPSEEK,
         "glm4_moe": _DEEPSEEK,
         "solar_open": _DEEPSEEK,
+        "hunyuan_v1_dense": _HUNYUAN,
+        "hunyuan_v1_moe": {
+            ".mlp.router.": ".mlp.gate.wg.",
+            ".mlp.shared_experts.": ".mlp.shared_mlp.",
+            **_EACH,
+            **_HUNYUAN,
+        },
         "exaone_moe": {
             ".mlp.router.expert_bias": ".mlp.e_score_correction_bias",
             ".mlp.router.": ".mlp.gate.",

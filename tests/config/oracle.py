@@ -245,6 +245,10 @@ _NAMES = {
     "block_sparse_moe.": "mlp.",
     "mlp.shared_expert.": "mlp.shared_experts.",
     "shared_mlp.output_linear.": "mlp.shared_experts.down_proj.",
+    "router.wg.": "router.",
+    "mlp.shared_mlp.": "mlp.shared_experts.",
+    "query_layernorm.": "q_norm.",
+    "key_layernorm.": "k_norm.",
     "dense_h_to_4h.": "up_proj.",
     "dense_4h_to_h.": "down_proj.",
 }

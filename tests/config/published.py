@@ -1246,6 +1246,44 @@ GLM47_FLASH: Fields = {
     "vocab_size": 154880,
 }
 
+HUNYUAN_MT_7B: Fields = {
+    "add_classification_head": False,
+    "architectures": ["HunYuanDenseV1ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_head_dim": 128,
+    "bos_token_id": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "mlp_bias": False,
+    "model_type": "hunyuan_v1_dense",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "alpha": 100000.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "type": "dynamic",
+    },
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.41.2",
+    "use_cache": True,
+    "use_qk_norm": True,
+    "use_rotary_pos_emb": True,
+    "vocab_size": 128256,
+}
+
 PUBLISHED: dict[str, Fields] = {
     name: value
     for name, value in list(globals().items())

@@ -67,6 +67,11 @@ _GRANITE = {
     "logits_scaling": 3.0,
     "attention_multiplier": 0.3,
 }
+_HUNYUAN = {
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "mscale": 1.0},
+}
 _FACTORS = {"short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.5, 2, 4.0, 6.5]}
 TINY: Mapping[str, dict[str, Any]] = {
     "llama": _SIZES,
@@ -138,6 +143,8 @@ TINY: Mapping[str, dict[str, Any]] = {
     "glm4_moe": _GROUPS | {"num_key_value_heads": 2},
     "solar_open": {n: v for n, v in _GROUPS.items() if n != "intermediate_size"}
     | {"num_key_value_heads": 2, "head_dim": 12, "first_k_dense_replace": 0},
+    "hunyuan_v1_dense": _SIZES | _HUNYUAN,
+    "hunyuan_v1_moe": _SIZES | _HUNYUAN | {"num_experts": 4, "moe_topk": 2},
     "exaone_moe": {n: v for n, v in _GROUPS.items() if not n.endswith("ed_experts")}
     | {"num_hidden_layers": 4, "num_key_value_heads": 2, "num_experts": 4},
     "dots1": _GROUPS | {"norm_topk_prob": True},
@@ -194,6 +201,8 @@ _ROPES = [
     {"full_attention": {"rope_type": "linear", "factor": 2.0}},
     {"rope_type": "linear"},
     {"type": "linear", "factor": 0.5, "rope_theta": 70.0},
+    {"type": "dynamic", "alpha": 1000.0, "factor": 2.0, "rope_theta": 70.0},
+    {"rope_type": "dynamic", "factor": 2.0, "alpha": 0.0},
     {"type": "longrope", **_FACTORS},
     {"type": "su", **_FACTORS, "factor": 3.0, "original_max_position_embeddings": 4096},
     {"rope_type": "longrope", **_FACTORS, "original_max_position_embeddings": 8},
@@ -309,6 +318,7 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "shared_intermediate_size": [0, 24],
     "moe_num_experts": [2, 4],
     "moe_k": [1, 3],
+    "moe_topk": [1, [2, 2], [1, 2]],
     "mlp_layer_types": [None, ["dense", "sparse"], ["sparse"] * 2, ["dense"] * 2, ["dense"]],
     "num_shared_experts": [0, 2],
     "is_moe_layer": [[False, True], [False, True, True, True]],
@@ -613,6 +623,11 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 12,
             "tie_word_embeddings": True,
         },
+    ),
+    "hunyuan_v1_dense, yarn": ("hunyuan_v1_dense", {"tie_word_embeddings": True, **_YARN}),
+    "hunyuan_v1_moe, lists": (
+        "hunyuan_v1_moe",
+        {"moe_topk": [3, 3], "num_key_value_heads": 1, "rope_scaling": None},
     ),
     "minimax_m2, whole heads": (
         "minimax_m2",

@@ -43,6 +43,8 @@ LONG = replace(
     max_position_embeddings=640,
     longrope_short_factor=(1.0, 1.2, 1.7),
     longrope_long_factor=(1.4, 3.0, 7.0),
+    qk_layernorm=True,
+    qk_layernorm_after_rope=True,
 )
 GPT = replace(
     PRESETS["debug-gpt"],

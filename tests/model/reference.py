@@ -116,7 +116,8 @@ def _plain_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Itera
         group = head // shared
         q_SD = q[:, head * D : (head + 1) * D]
         k_SD, v_SD = (y[:, group * D : (group + 1) * D] for y in (k, v))
-        if model.qk_layernorm and model.qk_layernorm_type == "per_head":
+        after = model.qk_layernorm_after_rope
+        if model.qk_layernorm_type == "per_head" and not after:
             q_SD = _norm(model, own, "self_attn.q_norm", q_SD)
             k_SD = _norm(model, own, "self_attn.k_norm", k_SD)
         if model.position_embedding_type == "rope":
@@ -127,6 +128,9 @@ def _plain_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Itera
             steps = [math.floor((s + 1) / model.floor_scale) for s in range(len(x))]
             factors = [1 + model.attn_scale * math.log(1 + step) for step in steps]
             q_SD = q_SD * torch.tensor(factors, dtype=q.dtype)[:, None]
+        if after:
+            q_SD = _norm(model, own, "self_attn.q_norm", q_SD)
+            k_SD = _norm(model, own, "self_attn.k_norm", k_SD)
         yield q_SD, k_SD, v_SD, model.softmax_scale or 1 / math.sqrt(D)
 
 

@@ -68,6 +68,8 @@ def _told(model: ModelConfig) -> dict[str, Any]:
         unused += [name for name in told if name.startswith("longrope_")]
     if model.rope_type == "rope":
         unused.append("original_max_position_embeddings")
+    if not model.qk_layernorm:
+        unused += ["qk_layernorm_type", "qk_layernorm_after_rope"]
     if model.moe_router_num_groups is None:
         unused += ["moe_router_group_topk", "moe_router_group_scores"]
     return {name: value for name, value in told.items() if name not in unused}

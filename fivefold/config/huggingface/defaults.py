@@ -36,6 +36,7 @@ class Defaults:
     heads: Literal["per_head", "all_heads"] | None = None
 
 
+HUNYUAN = "hunyuan_v1_dense", "hunyuan_v1_moe"
 DEFAULTS: Mapping[str, Defaults] = MappingProxyType(
     {
         "llama": Defaults(),
@@ -64,6 +65,7 @@ DEFAULTS: Mapping[str, Defaults] = MappingProxyType(
         "solar_open": Defaults(8, 128, 1e-5, 1e6),
         "exaone4": Defaults(32, None, 1e-5, norms="after", heads="per_head"),
         "exaone_moe": Defaults(32, None, 1e-5, heads="per_head"),
+        **dict.fromkeys(HUNYUAN, Defaults(None, None, 1e-5, heads="per_head")),
         "dots1": Defaults(32, heads="per_head"),
         "minimax_m2": Defaults(8, 128, 1e-6, 5e6, rotary_share=1.0, heads="all_heads"),
         "smollm3": Defaults(4, rope_theta=2000000.0, sliding_window=None, tied=True),
@@ -94,6 +96,7 @@ NO_WINDOWS = (
     *("llama", "granite", "granitemoe", "granitemoeshared", "olmo2", "olmoe", "gemma"),
     *("minimax_m2", "ernie4_5", "ernie4_5_moe", "arcee", "nemotron", "seed_oss", "stablelm"),
     "cohere",
+    *HUNYUAN,
     *GLM,
 )
 EPSILONS = MappingProxyType(

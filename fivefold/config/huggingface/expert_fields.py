@@ -28,6 +28,15 @@ def granite_moe_shared(model: ModelConfig, kind: str) -> Fields:
     return mixtral(model, kind) | {"shared_intermediate_size": model.shared_ffn_size}
 
 
+def hunyuan_moe(model: ModelConfig, kind: str) -> Fields:
+    """Of Hunyuan's mixtures."""
+    return llama_like(model, kind) | {
+        "num_experts": model.num_experts,
+        "moe_topk": model.moe_router_topk,
+        "intermediate_size": model.expert_ffn_size,
+    }
+
+
 def ernie4_5_moe(model: ModelConfig, kind: str) -> Fields:
     """Of ERNIE 4.5's mixtures."""
     sparse = [layer for layer in range(model.num_layers) if model.is_moe(layer)]

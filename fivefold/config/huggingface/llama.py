@@ -10,12 +10,20 @@ from fivefold.config.huggingface.defaults import (
     DEFAULTS,
     EPSILONS,
     GLM,
+    HUNYUAN,
     NO_WINDOWS,
     NULL_HEADS,
 )
 from fivefold.config.huggingface.generic import read_stored_weights
 from fivefold.config.huggingface.reader import Reader
-from fivefold.config.huggingface.rope import PHI3, Rope, read_rope, whole_head_rope, yarn_settings
+from fivefold.config.huggingface.rope import (
+    PHI3,
+    Rope,
+    raised_rope,
+    read_rope,
+    whole_head_rope,
+    yarn_settings,
+)
 from fivefold.config.layer_pattern import MAX_LAYERS, unrotated_frequency, window_frequency
 from fivefold.config.model import ModelConfig
 
@@ -36,7 +44,7 @@ ACTIVATIONS: Mapping[str, Any] = MappingProxyType(
 
 _OWN_ROPE = "olmo3", "gemma3_text"
 _OWN_WINDOWS = "gpt_oss", "exaone4", "exaone_moe", "gemma2", "cohere2", *_OWN_ROPE
-_WITH_CODE = "phi3", "ernie4_5", "ernie4_5_moe"
+_WITH_CODE = "phi3", "ernie4_5", "ernie4_5_moe", *HUNYUAN
 """Families that were published with code of their own before transformers had them."""
 _PHI3_DROPOUTS = "resid_pdrop", "embd_pdrop"
 
@@ -108,6 +116,8 @@ def _multipliers(reader: Reader) -> dict[str, Any]:
 
 
 def _rope(reader: Reader, kind: str, default: Rope) -> Rope:
+    if kind in HUNYUAN:
+        return raised_rope(reader, default, reader.size("head_dim"))
     if DEFAULTS[kind].rotary_share is None:
         return whole_head_rope(reader, default)
     if kind == "minimax_m2":

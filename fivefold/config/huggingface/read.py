@@ -12,6 +12,7 @@ from fivefold.config.huggingface.ernie import ernie4_5, ernie4_5_moe
 from fivefold.config.huggingface.falcon import falcon
 from fivefold.config.huggingface.generic import read_generic
 from fivefold.config.huggingface.gpt import gpt2, gpt_neox, starcoder2
+from fivefold.config.huggingface.hunyuan import hunyuan, hunyuan_moe
 from fivefold.config.huggingface.layered import exaone4, gemma, gemma2, gemma3, olmo3
 from fivefold.config.huggingface.llama import llama_like
 from fivefold.config.huggingface.llama4 import llama4
@@ -79,6 +80,8 @@ _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType
         "exaone4": exaone4,
         "exaone_moe": exaone_moe,
         "dots1": dots1,
+        "hunyuan_v1_dense": hunyuan,
+        "hunyuan_v1_moe": hunyuan_moe,
         "minimax_m2": minimax_m2,
         "gpt_oss": gpt_oss,
         "gpt_neox": gpt_neox,

@@ -51,7 +51,20 @@ class Rope:
 
 def whole_head_rope(reader: Reader, default: Rope) -> Rope:
     """Rotary positions of whole heads, limited to what a ModelConfig can express."""
-    rope = read_rope(reader, default)
+    return _of_whole_heads(reader, read_rope(reader, default))
+
+
+def raised_rope(reader: Reader, default: Rope, head_dim: int) -> Rope:
+    """Hunyuan's, whose "dynamic" scaling raises the base by a fixed alpha, at any length."""
+    rope = read_rope(reader, default, scalings=(*_SUPPORTED, "dynamic"))
+    alpha = dict(rope.scaling).get("alpha")
+    if alpha is not None:
+        power = head_dim / max(head_dim - 2, 1)
+        rope = Rope(rope.theta * alpha**power, rope.share, "default")
+    return _of_whole_heads(reader, rope)
+
+
+def _of_whole_heads(reader: Reader, rope: Rope) -> Rope:
     if rope.share != 1.0:
         reader.unsupported("partial_rotary_factor", rope.share, [1.0])
     return rope
@@ -103,7 +116,7 @@ def read_rope(
     rope = next(iter(found.values()), untabled)
     if any(other != rope for other in found.values()):
         reader.contradict({name: reader.fields[name] for name in found})
-    if rope.kind in _OTHERS:
+    if rope.kind in _OTHERS and not rope.scaling:
         reader.left_out.append(f"{rope.kind} RoPE scaling")
     return rope
 
@@ -184,6 +197,8 @@ def _scaling(
     if beside is not None and kind in PHI3[1:]:
         kind = "longrope"
     scaling: tuple[tuple[str, Any], ...] = ()
+    if kind == "dynamic" and kind in scalings:
+        scaling = (("alpha", _alpha(table)),)
     if kind == "yarn":
         scaling = _yarn(table, latents, whole)
     if kind == "longrope":
@@ -255,6 +270,17 @@ def _yarn(table: Reader, latents: bool, whole: Reader) -> tuple[tuple[str, Any],
         whole_pairs=table.flag("truncate", True),
         scales=(rotary or 1.0, every) if every else (1.0, 0.0),
     )
+
+
+def _alpha(table: Reader) -> float:
+    """Hunyuan's alpha, beside which its files have fields that count for nothing."""
+    table.without_effect("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    alpha = table.number("alpha", 0.0)
+    if alpha <= 0:
+        why = "without alpha the base depends on the length"
+        table.unsupported("alpha", table.fields.get("alpha"), [1000.0], why)
+        return 1.0
+    return alpha
 
 
 def _longest(whole: Reader) -> int:

@@ -272,7 +272,11 @@ DEPENDENTS = (
     where(
         "attn_scale floor_scale", "attn_temperature_tuning = true", "says how sharp attention gets"
     ),
-    where("qk_layernorm_type", "qk_layernorm = true", "is for norms of queries and keys"),
+    where(
+        "qk_layernorm_type qk_layernorm_after_rope",
+        "qk_layernorm = true",
+        "is for norms of queries and keys",
+    ),
     where(
         "rope_scaling_factor rope_low_freq_factor rope_high_freq_factor "
         "rope_original_max_position_embeddings",

@@ -67,6 +67,11 @@ def _check_reach(model: ModelConfig, mistakes: Mistakes) -> None:
             f"{model.window_size} both limit attention of layers with RoPE",
             works=("--attention-chunk-size none", "--window-size none"),
         )
+    if model.qk_layernorm_after_rope and model.norms_together:
+        mistakes.add(
+            "qk_layernorm_after_rope is of heads by themselves, and qk_layernorm_type is all_heads",
+            works=("--qk-layernorm-type per_head", "--no-qk-layernorm-after-rope"),
+        )
     for name, other in (
         ("qk_layernorm", model.qk_layernorm),
         ("multi_latent_attention", model.multi_latent_attention),
@@ -183,6 +188,12 @@ def _check_latents(model: ModelConfig, mistakes: Mistakes) -> None:
             "qk_layernorm_type all_heads has no effect on multi_latent_attention, which normalises "
             "its latents",
             works=("--qk-layernorm-type per_head",),
+        )
+    if model.qk_layernorm_after_rope:
+        mistakes.add(
+            "qk_layernorm_after_rope has no effect on multi_latent_attention, which normalises "
+            "its latents",
+            works=("--no-qk-layernorm-after-rope",),
         )
     if model.add_qkv_bias and not model.add_bias_linear:
         mistakes.add(

@@ -305,15 +305,24 @@ class Attention(AttentionBlock):
             queries, keys, values = projected
             projected = *self.norm_together(q_norm, k_norm, queries, keys), values
         q, k, v = (p.view(context.rows, p.shape[0] // context.rows, -1, D) for p in projected)
-        if q_norm is not None and k_norm is not None and not self.model.norms_together:
-            q, k = q_norm(q), k_norm(k)
+        after = self.model.qk_layernorm_after_rope
+        if not after:
+            q, k = self._normed_each(q, k)
         if self.rotates:
             q, k = context.rotary[self.local].rotate_both(q, k)
             if self.model.qk_l2_norm:
                 q, k = (unit_norm(x, self.model.norm_epsilon) for x in (q, k))
         elif context.temperature is not None:
             q = (q * context.temperature).to(q.dtype)
+        if after:
+            q, k = self._normed_each(q, k)
         if context.sequence is not None:
             k, v = context.sequence.join(self.site, k, v)
         out_BSND = self.kernel(q, k, v, self._scope(context), context.layer.heads)
         return self.project_back(out_BSND.reshape(projected[0].shape), self.o_proj, drops)
+
+    def _normed_each(self, q_BSND: Tensor, k_BSGD: Tensor) -> tuple[Tensor, Tensor]:
+        """Heads as they are, where the model does not normalise each by itself."""
+        if self.q_norm is None or self.k_norm is None or self.model.norms_together:
+            return q_BSND, k_BSGD
+        return self.q_norm(q_BSND), self.k_norm(k_BSGD)
