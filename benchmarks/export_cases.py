@@ -256,6 +256,9 @@ CHANGES: Mapping[str, Change] = {
     "no_rope_freq": Change("4"),
     "attention_chunk_size": Change(1024),
     "attn_temperature_tuning": Change(True, {"no_rope_freq": "4"}),
+    "attn_temperature_rotated": Change(
+        True, {"no_rope_freq": "4", "attn_temperature_tuning": True}
+    ),
     "attn_scale": Change(0.25, {"no_rope_freq": "4", "attn_temperature_tuning": True}),
     "floor_scale": Change(4096, {"no_rope_freq": "4", "attn_temperature_tuning": True}),
     "window_size": Change(1024),

@@ -172,6 +172,11 @@ class Architecture:
         "layers without RoPE multiply queries at position p by "
         "1 + attn_scale ln(1 + floor((p + 1) / floor_scale)), as in Llama 4",
     )
+    attn_temperature_rotated: bool = option(
+        False,
+        "have attn_temperature_tuning in layers with RoPE instead, by 1 + attn_scale "
+        "ln(1 + floor(p / floor_scale)), as in Ministral 3",
+    )
     attn_scale: Positive = option(0.1, "how fast attn_temperature_tuning grows")
     floor_scale: Count = option(8192, "tokens between two steps of attn_temperature_tuning")
     parallel_residual: bool = option(

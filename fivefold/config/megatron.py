@@ -34,6 +34,7 @@ _OURS: Mapping[str, float | str | None] = MappingProxyType(
         "final_logit_softcapping": None,
         "attention_chunk_size": None,
         "attn_temperature_tuning": False,
+        "attn_temperature_rotated": False,
     }
 )
 """What models there cannot have, and what they have instead."""

@@ -195,6 +195,12 @@ class ModelConfig(Architecture):
             return self.position_embedding_type == "rope"
         return not self._at(layer, unrotated_layers, self.no_rope_freq)
 
+    def tempers(self, layer: int) -> bool:
+        """Whether a layer multiplies queries by factors of their positions."""
+        return self.attn_temperature_tuning and (
+            self.rotates(layer) == self.attn_temperature_rotated
+        )
+
     @property
     def rotated_share(self) -> float:
         """Share of the layers in which RoPE turns queries and keys."""

@@ -124,7 +124,7 @@ def rotations(model: ModelConfig, parts: StageParts) -> frozenset[bool]:
 
 def tempers(model: ModelConfig, parts: StageParts) -> bool:
     """Whether layers of a stage multiply queries by factors of their positions."""
-    return model.attn_temperature_tuning and not all(map(model.rotates, all_layers(model, parts)))
+    return any(map(model.tempers, all_layers(model, parts)))
 
 
 def turns_locally(model: ModelConfig, layer: int) -> bool:

@@ -32,7 +32,7 @@ class Context:
         step: optimizer step.
         layer: dropout of the layer that runs.
         chunks: what `packing` is for layers that attend within chunks of documents.
-        temperature: factors of queries without RoPE by position, [B, S, 1, 1]; None: all 1.
+        temperature: factors of queries by position, [B, S, 1, 1]; None: all 1.
     """
 
     rows: int

@@ -45,6 +45,10 @@ LONG = replace(
     longrope_long_factor=(1.4, 3.0, 7.0),
     qk_layernorm=True,
     qk_layernorm_after_rope=True,
+    attn_temperature_tuning=True,
+    attn_temperature_rotated=True,
+    attn_scale=0.4,
+    floor_scale=2,
 )
 GPT = replace(
     PRESETS["debug-gpt"],

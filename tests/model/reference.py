@@ -124,8 +124,10 @@ def _plain_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Itera
             q_SD, k_SD = _rope(model, q_SD), _rope(model, k_SD)
             if model.qk_l2_norm:
                 q_SD, k_SD = (_unit(model, y) for y in (q_SD, k_SD))
-        elif model.attn_temperature_tuning:
-            steps = [math.floor((s + 1) / model.floor_scale) for s in range(len(x))]
+        turned = model.position_embedding_type == "rope"
+        if model.attn_temperature_tuning and turned == model.attn_temperature_rotated:
+            first = 0 if turned else 1
+            steps = [math.floor((s + first) / model.floor_scale) for s in range(len(x))]
             factors = [1 + model.attn_scale * math.log(1 + step) for step in steps]
             q_SD = q_SD * torch.tensor(factors, dtype=q.dtype)[:, None]
         if after:

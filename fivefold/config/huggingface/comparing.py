@@ -41,7 +41,7 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     told["moe_layer_freq"] = [model.is_moe(layer) for layer in layers]
     unused = [*_OURS, "window_attn_skip_freq"]
     if not model.attn_temperature_tuning:
-        unused += ["attn_scale", "floor_scale"]
+        unused += ["attn_scale", "floor_scale", "attn_temperature_rotated"]
     if not model.has_dense_layers:
         unused.append("ffn_hidden_size")
     if not moe:

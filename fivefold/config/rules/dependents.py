@@ -257,7 +257,8 @@ DEPENDENTS = (
         "is for tokens that attend to their document alone",
     ),
     where(
-        "rotary_base rotary_percent no_rope_freq qk_l2_norm attention_chunk_size",
+        "rotary_base rotary_percent no_rope_freq qk_l2_norm attention_chunk_size "
+        "attn_temperature_rotated",
         "position_embedding_type = rope",
         "is for rotary positions",
     ),
@@ -265,12 +266,14 @@ DEPENDENTS = (
     where("layernorm_bias", "normalization = LayerNorm", "is of LayerNorm"),
     where(
         "attn_temperature_tuning",
-        "no_rope_freq != none",
-        "is of layers without RoPE",
+        "no_rope_freq != none or attn_temperature_rotated = true",
+        "is of layers without RoPE, or of those with it",
         "--no-rope-freq 4",
     ),
     where(
-        "attn_scale floor_scale", "attn_temperature_tuning = true", "says how sharp attention gets"
+        "attn_temperature_rotated attn_scale floor_scale",
+        "attn_temperature_tuning = true",
+        "says where and how sharp attention gets",
     ),
     where(
         "qk_layernorm_type qk_layernorm_after_rope",

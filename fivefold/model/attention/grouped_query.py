@@ -214,6 +214,7 @@ class AttentionBlock(LayerBlock):
         reach: how far back queries attend.
         scores: how scores are made of q k^T.
         rotates: whether RoPE turns queries and keys.
+        tempers: whether queries are multiplied by factors of their positions.
         local: whether by the base that layers with a window have.
         head_offset: index of this rank's first query head in the model; keys dropout masks.
     """
@@ -227,6 +228,7 @@ class AttentionBlock(LayerBlock):
         self.reach = model.reach_of(layer)
         self.scores = Scores(model.softmax_scale, model.attn_logit_softcapping)
         self.rotates, self.local = model.rotates(layer), turns_locally(model, layer)
+        self.tempers = model.tempers(layer)
         self.site = f"layers.{layer}.self_attn.probabilities"
         self.kernel: Kernel = attention
         self.latent_kernel: LatentKernel | None = None
@@ -312,7 +314,7 @@ class Attention(AttentionBlock):
             q, k = context.rotary[self.local].rotate_both(q, k)
             if self.model.qk_l2_norm:
                 q, k = (unit_norm(x, self.model.norm_epsilon) for x in (q, k))
-        elif context.temperature is not None:
+        if self.tempers and context.temperature is not None:
             q = (q * context.temperature).to(q.dtype)
         if after:
             q, k = self._normed_each(q, k)
