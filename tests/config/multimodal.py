@@ -38,6 +38,7 @@ _QWEN_VISION = {
     "out_hidden_size": 32,
     "patch_size": 4,
 }
+_HOTTER = {"original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.3}
 _SECTIONS = {"mrope_section": [1, 2, 1]}
 TINY: Mapping[str, dict[str, Any]] = {
     "gemma3": {
@@ -63,7 +64,9 @@ TINY: Mapping[str, dict[str, Any]] = {
         | {"projector_output_dim": 16},
     },
     "mistral3": {
-        "text_config": _TEXT | {"head_dim": 12, "sliding_window": None, "rope_theta": 100.0},
+        "text_config": _TEXT
+        | {"model_type": "ministral3", "head_dim": 12}
+        | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0} | _HOTTER},
         "tie_word_embeddings": False,
         "vision_config": _VISION | {"model_type": "pixtral", "head_dim": 8},
     },

@@ -18,7 +18,10 @@ LENGTH = 24
 
 
 class InFp64(TorchFunctionMode):
-    """Makes fp64 of every fp32 that is asked for: norms, softmax and RoPE insist on it."""
+    """Makes fp64 of every fp32 that is asked for: norms, softmax and RoPE insist on it.
+
+    So it does of quotients of whole numbers, which are fp32 unasked.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def wide(value: Any) -> Any:
@@ -26,6 +29,8 @@ class InFp64(TorchFunctionMode):
 
         if func is Tensor.float:
             func = Tensor.double
+        if func in (Tensor.div, Tensor.__truediv__) and not args[0].is_floating_point():
+            args = args[0].double(), *args[1:]
         named = {name: wide(value) for name, value in (kwargs or {}).items()}
         return func(*map(wide, args), **named)
 

@@ -72,10 +72,21 @@ _HUNYUAN = {
     "head_dim": 12,
     "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "mscale": 1.0},
 }
+_MINISTRAL = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 5,
+    "max_position_embeddings": 20,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.3,
+}
 _FACTORS = {"short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.5, 2, 4.0, 6.5]}
 TINY: Mapping[str, dict[str, Any]] = {
     "llama": _SIZES,
     "mistral": _SIZES | {"num_key_value_heads": 2},
+    "ministral3": _SIZES | {"num_key_value_heads": 2, "rope_parameters": _MINISTRAL},
     "qwen2": _SIZES | {"num_key_value_heads": 2},
     "qwen3": _SIZES | {"num_key_value_heads": 2},
     "smollm3": _SIZES | {"num_hidden_layers": 5, "pad_token_id": None},
@@ -193,6 +204,10 @@ _ROPES = [
     {"type": "yarn", "factor": 2.0, "mscale_all_dim": 0.7, "mscale": 0.3},
     {"type": "yarn", "factor": 0.5, "attention_factor": 2.0},
     {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.2079441541679836},
+    _MINISTRAL,
+    {n: v for n, v in _MINISTRAL.items() if n != "llama_4_scaling_beta"},
+    {n: v for n, v in _MINISTRAL.items() if n != "original_max_position_embeddings"},
+    _MINISTRAL | {"llama_4_scaling_beta": 0, "type": "yarn"},
     {"type": "yarn", "factor": 4.0, "beta_fast": 2.0, "truncate": False},
     {"factor": 2.0},
     {"full_attention": {"rope_theta": 100.0}},
@@ -394,6 +409,19 @@ _YARN = {"rope_scaling": {"rope_type": "yarn", **_LONG}}
 MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama, llama3": ("llama", {"rope_scaling": {**_LLAMA3, "rope_theta": 100.0}}),
     "llama, yarn": ("llama", _YARN),
+    "ministral3, windows, scaled features": (
+        "ministral3",
+        {
+            "rope_parameters": {n: v for n, v in _MINISTRAL.items() if "mscale" not in n},
+            "sliding_window": 5,
+            "head_dim": 12,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama, yarn that scales nothing": (
+        "llama",
+        {"rope_scaling": {**_YARN["rope_scaling"], "mscale": 0.7, "mscale_all_dim": 0.7}},
+    ),
     "qwen3, some windows": (
         "qwen3",
         {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},

@@ -41,6 +41,7 @@ DEFAULTS: Mapping[str, Defaults] = MappingProxyType(
     {
         "llama": Defaults(),
         "mistral": Defaults(8),
+        "ministral3": Defaults(8, 128, 1e-5, 1e6, sliding_window=None),
         "mixtral": Defaults(8, None, 1e-5, 1e6, sliding_window=None),
         "qwen2": Defaults(32),
         "qwen3": Defaults(32, head_dim=128, heads="per_head"),
@@ -81,14 +82,14 @@ DEFAULTS: Mapping[str, Defaults] = MappingProxyType(
 )
 NULL_HEADS = (
     *("llama", "mistral", "mixtral", "gpt_oss", "ernie4_5", "arcee", "nemotron", "seed_oss"),
-    "stablelm",
+    *("stablelm", "ministral3"),
 )
 """Families in which transformers takes a head_dim of null for hidden size / heads."""
 GLM = "glm", "glm4", "glm4_moe", "solar_open"
 """Families whose attention_bias means queries, keys and values, without the output."""
 COUNTED_HEADS = (
     *("qwen2_moe", "exaone4", "gemma", "gemma2", "gemma3_text", "minimax_m2", "ernie4_5_moe"),
-    *("nemotron", "stablelm", "exaone_moe"),
+    *("nemotron", "stablelm", "exaone_moe", "ministral3"),
     *GLM,
 )
 """Families in which transformers takes no num_key_value_heads of null."""

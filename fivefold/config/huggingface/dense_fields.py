@@ -48,6 +48,8 @@ def rope_fields(model: ModelConfig) -> Fields:
         if model.mscale_all_dim:
             scales = {"mscale": model.mscale, "mscale_all_dim": model.mscale_all_dim}
             fields["rope_scaling"] |= scales
+        if not model.mscale:
+            fields["rope_scaling"] |= {"mscale": 1.0, "mscale_all_dim": 1.0}
     if model.rope_type == "longrope":
         fields["rope_scaling"] = {
             "rope_type": "longrope",
@@ -181,7 +183,10 @@ def llama_like(model: ModelConfig, kind: str) -> Fields:
         fields["attention_multiplier"] = softmax_scale(model)
     if kind in ("llama", "smollm3", "granite", "arcee", "nemotron"):
         fields |= {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
-    if kind in ("mistral", "mixtral", "phi3"):
+    if kind == "ministral3" and "rope_scaling" in fields:
+        beta = model.attn_scale if model.attn_temperature_tuning else 0.0
+        fields["rope_scaling"]["llama_4_scaling_beta"] = beta
+    if kind in ("mistral", "ministral3", "mixtral", "phi3"):
         fields["sliding_window"] = _width(model.widest_window)
     if kind == "nemotron":
         fields["norm_eps"] = fields.pop("rms_norm_eps")

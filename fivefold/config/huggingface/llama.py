@@ -21,6 +21,7 @@ from fivefold.config.huggingface.rope import (
     Rope,
     raised_rope,
     read_rope,
+    sharpened_rope,
     whole_head_rope,
     yarn_settings,
 )
@@ -116,6 +117,8 @@ def _multipliers(reader: Reader) -> dict[str, Any]:
 
 
 def _rope(reader: Reader, kind: str, default: Rope) -> Rope:
+    if kind == "ministral3":
+        return sharpened_rope(reader, default)
     if kind in HUNYUAN:
         return raised_rope(reader, default, reader.size("head_dim"))
     if DEFAULTS[kind].rotary_share is None:
@@ -252,7 +255,7 @@ def _window(reader: Reader, kind: str, layers: int, unrotated: tuple[bool, ...])
     if width == 1:
         reader.unsupported("sliding_window", width, [2])
     slides = (width is not None,) * layers
-    if kind == "mistral":
+    if kind in ("mistral", "ministral3"):
         listed = layer_types(reader, layers)
         # transformers' MistralModel ignores the list; its AutoModel uses it.
         if listed is not None and listed != slides:

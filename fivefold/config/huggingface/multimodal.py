@@ -41,6 +41,7 @@ TEXTS: Mapping[str, tuple[str, Fields]] = MappingProxyType(
         "llama": ("llama", _sizes(32000, 4096, 11008, 32, 32, 2048)),
         "llama4_text": ("llama4_text", _sizes(202048, 5120, 8192, 48, 40, 131072)),
         "mistral": ("mistral", _sizes(32000, 4096, 14336, 32, 32, 131072)),
+        "ministral3": ("ministral3", _sizes(131072, 4096, 14336, 34, 32, 262144)),
         "qwen2": ("qwen2", _sizes(151936, 4096, 22016, 32, 32, 32768)),
         "qwen3": ("qwen3", _sizes(151936, 4096, 22016, 32, 32, 32768)),
         "qwen2_vl_text": ("qwen2", _QWEN2_VL),
@@ -118,7 +119,8 @@ MULTIMODAL: Mapping[str, _Multimodal] = MappingProxyType(
             ),
         ),
         "mistral3": _Multimodal(
-            ("mistral",), (*_PROJECTOR, "multimodal_projector_bias", "spatial_merge_size")
+            ("mistral", "ministral3"),
+            (*_PROJECTOR, "multimodal_projector_bias", "spatial_merge_size"),
         ),
         "llava": _Multimodal(_ANY_TEXT, _LLAVA),
         "llava_next": _Multimodal(_ANY_TEXT, _LLAVA_NEXT),

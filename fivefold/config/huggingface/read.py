@@ -44,6 +44,7 @@ _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType
         "llama": llama_like,
         "llama4_text": llama4,
         "mistral": llama_like,
+        "ministral3": llama_like,
         "mixtral": mixtral,
         "qwen2": llama_like,
         "qwen3": llama_like,

@@ -64,6 +64,17 @@ def raised_rope(reader: Reader, default: Rope, head_dim: int) -> Rope:
     return _of_whole_heads(reader, rope)
 
 
+def sharpened_rope(reader: Reader, default: Rope) -> Rope:
+    """Ministral 3's YaRN, in whose table there also is how attention gets hotter by position."""
+    if reader.fields.get("rope_parameters") == {}:
+        why = "transformers cannot run the model without llama_4_scaling_beta in it"
+        reader.unsupported("rope_parameters", {}, [None], why)
+    usual = yarn_settings(16.0, 16384, whole_pairs=True, scales=(0.0, 0.0))
+    default = Rope(default.theta, 1.0, "yarn", usual + _tempered(0.1, 16384))
+    rope = read_rope(reader, default, scalings=("yarn",), sharpened=True)
+    return _of_whole_heads(reader, rope)
+
+
 def _of_whole_heads(reader: Reader, rope: Rope) -> Rope:
     if rope.share != 1.0:
         reader.unsupported("partial_rotary_factor", rope.share, [1.0])
@@ -80,6 +91,7 @@ def read_rope(
     leave_out: bool = False,
     latents: bool = False,
     original: int | None = None,
+    sharpened: bool = False,
 ) -> Rope:
     """The rotary positions that a config.json describes.
 
@@ -96,6 +108,7 @@ def read_rope(
         latents: whether YaRN also scales the scores, as in latent attention.
         original: Phi-3's sequence length before scaling, which it has beside the table; None: it is
             in the table, as in other families.
+        sharpened: whether the table says how attention gets hotter with the position.
     """
     beside = {name: reader.optional_number(name) for name in (theta, share)}
     found: dict[str, Rope] = {}
@@ -105,7 +118,7 @@ def read_rope(
             found[name] = Rope(
                 _agreed(table, "rope_theta", theta, beside[theta], default.theta),
                 _agreed(table, "partial_rotary_factor", share, beside[share], default.share),
-                *_scaling(table, scalings, leave_out, latents, reader, original),
+                *_scaling(table, scalings, leave_out, latents, reader, original, sharpened),
             )
     untabled = Rope(
         _or_default(beside[theta], default.theta),
@@ -183,6 +196,7 @@ def _scaling(
     latents: bool,
     whole: Reader,
     beside: int | None = None,
+    sharpened: bool = False,
 ) -> tuple[str, tuple[tuple[str, Any], ...]]:
     """The kind of scaling and its settings."""
     by_layer = [name for name, value in table.fields.items() if isinstance(value, Mapping)]
@@ -217,6 +231,8 @@ def _scaling(
             *((ours, table.number(theirs, 1.0)) for ours, theirs in factors),
             (original[0], table.size(original[1], default=1)),
         )
+    if sharpened:
+        scaling += _temperature(table)
     table.refuse_unread()
     return kind, scaling
 
@@ -258,7 +274,10 @@ def _yarn(table: Reader, latents: bool, whole: Reader) -> tuple[tuple[str, Any],
         table.mistakes.add("yarn RoPE scaling needs factor")
     _read_attention_factor(table)
     rotary, every = table.optional_number("mscale"), table.optional_number("mscale_all_dim")
-    if every and not latents:
+    scales = (rotary or 1.0, every) if every else (1.0, 0.0)
+    if every and rotary == every and not latents:
+        scales = 0.0, 0.0  # features are multiplied by as much as they are divided by
+    elif every and not latents:
         table.unsupported("mscale_all_dim", every, [0.0])
     if every and not rotary:
         table.unsupported("mscale", rotary, [1.0], "mscale_all_dim is given without it")
@@ -268,7 +287,26 @@ def _yarn(table: Reader, latents: bool, whole: Reader) -> tuple[tuple[str, Any],
         fast=table.optional_number("beta_fast") or 32.0,
         slow=table.optional_number("beta_slow") or 1.0,
         whole_pairs=table.flag("truncate", True),
-        scales=(rotary or 1.0, every) if every else (1.0, 0.0),
+        scales=scales,
+    )
+
+
+def _temperature(table: Reader) -> tuple[tuple[str, Any], ...]:
+    """ModelConfig settings for queries' factors; those of files are of layers with RoPE."""
+    table.without_effect("max_position_embeddings")
+    beta, length = "llama_4_scaling_beta", table.size("original_max_position_embeddings")
+    if beta not in table.fields:
+        table.mistakes.add(f'rope_type = "yarn" of this family needs {beta}, a number')
+    scale = table.number(beta, 0.0)
+    return _tempered(scale, length) if scale else ()
+
+
+def _tempered(scale: float, length: int) -> tuple[tuple[str, Any], ...]:
+    return (
+        ("attn_temperature_tuning", True),
+        ("attn_temperature_rotated", True),
+        ("attn_scale", scale),
+        ("floor_scale", length),
     )
 
 

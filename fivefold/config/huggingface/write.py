@@ -81,6 +81,7 @@ _FAMILIES: Mapping[str, tuple[str, Callable[[ModelConfig, str], Fields]]] = Mapp
     {
         "llama": ("LlamaForCausalLM", llama_like),
         "mistral": ("MistralForCausalLM", llama_like),
+        "ministral3": ("Ministral3ForCausalLM", llama_like),
         "qwen2": ("Qwen2ForCausalLM", llama_like),
         "qwen3": ("Qwen3ForCausalLM", llama_like),
         "phi3": ("Phi3ForCausalLM", llama_like),
