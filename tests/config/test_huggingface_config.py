@@ -16,9 +16,12 @@ from tests.config.published import (
     GEMMA3_1B,
     GLM45,
     GLM45_AIR,
+    GLM47_FLASH,
     GPT2,
     GPT_OSS_20B,
     GPT_OSS_120B,
+    HUNYUAN_MT_7B,
+    K_EXAONE,
     KIMI_K2,
     LLAMA2_7B,
     LLAMA31_8B,
@@ -38,6 +41,7 @@ from tests.config.published import (
     QWEN3_8B,
     QWEN3_30B,
     SMOLLM3_3B,
+    SOLAR_OPEN_100B,
 )
 
 YARN = DEEPSEEK_V3["rope_scaling"]
@@ -56,6 +60,10 @@ def without(fields: dict, name: str) -> dict:
         (MISTRAL_V03, "mistral-7b"),
         (PHI35_MINI, "phi-3.5-mini"),
         (PHI4_MINI, "phi-4-mini"),
+        (HUNYUAN_MT_7B, "hunyuan-mt-7b"),
+        (GLM47_FLASH, "glm-4.7-flash"),
+        (SOLAR_OPEN_100B, "solar-open-100b"),
+        (K_EXAONE, "k-exaone"),
         (COMMAND_R, "command-r"),
         (COMMAND_R7B, "command-r7b"),
         (SMOLLM3_3B, "smollm3-3b"),
@@ -185,7 +193,7 @@ def test_an_absent_window_is_that_of_the_family() -> None:
         ({**GPT2, "embd_pdrop": 0.0}, "embd_pdrop = 0.0"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ({**DEEPSEEK_V3, "attention_bias": True}, "attention_bias = true"),
-        ({**MIXTRAL_8X7B, "rope_scaling": YARN}, "rope_scaling.mscale_all_dim = 1.0"),
+        ({**MIXTRAL_8X7B, "rope_scaling": {**YARN, "mscale": 0.7}}, "rope_scaling.mscale_all_dim"),
         (
             {**MIXTRAL_8X7B, "num_experts_per_tok": 9},
             "num_experts_per_tok 9 exceeds num_local",
