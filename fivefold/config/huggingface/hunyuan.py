@@ -49,8 +49,8 @@ def _topk(reader: Reader, layers: int) -> int:
         return reader.size("moe_topk", "num_experts_per_tok", default=1)
     chosen = reader.sizes(name)
     if len(chosen) < layers or len({*chosen[:layers]}) != 1 or not chosen[0]:
-        works = [chosen[:1] * layers if chosen and chosen[0] else [1] * layers]
-        reader.unsupported(name, listed, works, "all layers choose as many here")
+        usual = chosen[0] if chosen and chosen[0] else 1
+        reader.unsupported(name, listed, [[usual] * layers], "all layers choose as many here")
         return 1
     reader.fixed("num_experts_per_tok", listed)
     reader.fixed("moe_topk", listed)
