@@ -244,6 +244,26 @@ class Architecture:
         "added to the variance by the norms of MLA's latents, as in GLM-4.7-Flash; none: "
         "norm_epsilon",
     )
+    attention_output_gate: bool = option(
+        False, "multiply what heads attend to by sigmoid gates that the query projection makes, too"
+    )
+    experimental_attention_variant: Literal["gated_delta_net"] | None = option(
+        None, "attention of layers with linear attention, as in Qwen3-Next; none: no such layers"
+    )
+    linear_attention_freq: str | None = option(
+        None,
+        "layers with linear attention: all but every Nth ('4': layers 0, 1, 2, 4, ...), or a list "
+        "such as '([1]*3+[0]*1)*12'",
+    )
+    linear_conv_kernel_dim: Count = option(
+        4, "tokens over which linear attention's causal convolution reaches"
+    )
+    linear_key_head_dim: Count = option(128, "features of a query or key head of linear attention")
+    linear_value_head_dim: Count = option(128, "features of a value head of linear attention")
+    linear_num_key_heads: Count = option(16, "query and key heads of linear attention")
+    linear_num_value_heads: Count = option(
+        32, "value heads of linear attention, of which equally many share a key head"
+    )
     mtp_num_layers: Whole = option(0, "multi-token prediction layers")
     lora_rank: int | None = option(
         None, "rank of adapters (LoRA), which alone are trained; none: all weights are trained"

@@ -154,6 +154,24 @@ class ModelConfig(ByLayer):
         return self.num_kv_heads * self.value_dim
 
     @property
+    def query_outputs(self) -> int:
+        """Features that the query projection makes: queries, and of each head a gate's after them
+        (`attention_output_gate`)."""
+        return self.q_size * (1 + self.attention_output_gate)
+
+    @property
+    def linear_conv_size(self) -> int:
+        """Features of all queries, keys and values of linear attention, which its convolution
+        runs over."""
+        keys = self.linear_num_key_heads * self.linear_key_head_dim
+        return 2 * keys + self.linear_value_size
+
+    @property
+    def linear_value_size(self) -> int:
+        """Features of all value heads of linear attention together."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
     def attention_size(self) -> int:
         """Features of the outputs of all heads together."""
         return self.num_attention_heads * self.value_dim

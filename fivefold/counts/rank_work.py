@@ -91,7 +91,7 @@ def kept_activations(
         kept += 8.0 * (places > 0 or (repeats and model.drops))
         kept += 8.0 * (repeats and model.num_experts is not None)
     if model.attention_dropout:  # not saved tensors, which recomputation would free
-        places += len(layers)
+        places += sum(not model.is_linear(layer) for layer in layers)
     return tokens * (kept + (total(saved).offloaded if on_host else 0.0)) + 8.0 * places
 
 
@@ -128,9 +128,12 @@ def _copies(layout: Layout, layer: int, running: Running, *, packed: bool, one_c
     its own.
     """
     model, parallel, grid = layout.config.model, layout.config.parallel, layout.grid
+    if model.is_linear(layer):
+        return 0.0
     kind = parallel.cp_comm_of(layer)
-    read = model.trains_all or model.reads_shared("o_proj")
-    shared = running.input_bytes == running.element_bytes
+    gated = model.attention_output_gate  # which keeps the output whatever the projection does
+    read = gated or model.trains_all or model.reads_shared("o_proj")
+    shared = gated or running.input_bytes == running.element_bytes
     output = model.attention_size / grid.tp * (read and shared and not _is_moved(layout))
     if grid.cp == 1:
         reach, length = model.reach_of(layer), layout.config.training.seq_length
@@ -273,7 +276,7 @@ class _Products:
             return False
         if name == "mlp.shared_experts.down_proj.weight":  # a gate saves what it multiplies
             return region == "shared_experts" or not self._model.moe_shared_expert_gate
-        if name == "self_attn.o_proj.weight":
+        if name in ("self_attn.o_proj.weight", "self_attn.out_proj.weight"):
             return region != "layer"
         return name == "mlp.down_proj.weight"
 

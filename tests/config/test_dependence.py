@@ -111,6 +111,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "moe_aux_loss_coeff": ((0.1,),),
     "window_attn_skip_freq": ("2",),
     "no_rope_freq": ("2",),
+    "linear_attention_freq": ("2",),
     "attention_chunk_size": (8,),
     "rotary_base_local": (100.0,),
     "softmax_scale": (0.3,),

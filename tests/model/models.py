@@ -133,7 +133,23 @@ CHUNKED = replace(
     attn_scale=0.3,
     floor_scale=3,
 )
+DELTA = replace(
+    LLAMA,
+    use_rope_scaling=False,
+    rotary_percent=0.5,
+    qk_layernorm=True,
+    apply_layernorm_1p=True,
+    attention_output_gate=True,
+    experimental_attention_variant="gated_delta_net",
+    linear_attention_freq="2",
+    linear_conv_kernel_dim=3,
+    linear_key_head_dim=6,
+    linear_value_head_dim=5,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+)
 FAMILIES = {
+    "delta": DELTA,
     "command": COMMAND,
     "sinks": SINKS,
     "chunked": CHUNKED,

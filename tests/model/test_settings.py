@@ -98,6 +98,12 @@ NUMBERS: dict[str, Any] = {
     "moe_router_topk_scaling_factor": 2.0,
     "moe_ffn_hidden_size": 24,
     "kv_channels": 14,
+    "linear_attention_freq": "3",
+    "linear_conv_kernel_dim": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 4,
     "q_lora_rank": 10,
     "v_head_dim": 8,
 }

@@ -1,5 +1,6 @@
 """Which settings of a model mean something only beside another one."""
 
+from fivefold.config.by_layer import OF_LINEAR_ATTENTION
 from fivefold.config.rules.orphan import where
 
 OF_MODELS = (
@@ -11,6 +12,12 @@ OF_MODELS = (
     ),
     where("parallel_residual_one_norm", "parallel_residual = true", "is for branches side by side"),
     where("layernorm_bias", "normalization = LayerNorm", "is of LayerNorm"),
+    where(
+        " ".join(OF_LINEAR_ATTENTION),
+        "experimental_attention_variant != none",
+        "is for layers with linear attention",
+        "--experimental-attention-variant gated_delta_net --linear-attention-freq 2",
+    ),
     where(
         "attn_temperature_tuning",
         "no_rope_freq != none or attn_temperature_rotated = true",

@@ -19,6 +19,7 @@ from fivefold.description.shape import turns_locally
 from fivefold.model.attention.blocks import Sight
 from fivefold.model.attention.blockwise import local_attention
 from fivefold.model.attention.cuda_kernels import runs_own
+from fivefold.model.attention.output_gate import gated_output, split_gate
 from fivefold.model.attention.scores import USUAL, Scores
 from fivefold.model.attention.varlen import (
     PackedFlash,
@@ -280,7 +281,7 @@ class Attention(AttentionBlock):
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__(model, layer)
         hidden, bias = model.hidden_size, model.qkv_bias
-        self.q_proj = Linear(hidden, model.q_size, bias)
+        self.q_proj = Linear(hidden, model.query_outputs, bias)
         self.k_proj = Linear(hidden, model.k_size, bias)
         self.v_proj = Linear(hidden, model.v_size, bias)
         self.o_proj = Linear(model.q_size, hidden, model.add_bias_linear)
@@ -288,6 +289,7 @@ class Attention(AttentionBlock):
         norms = [rms_norm_of(model, size) if model.qk_layernorm else None for size in sizes]
         self.q_norm, self.k_norm = norms
         self.norm_together: NormTogether = plain_together
+        self.gated = model.attention_output_gate
 
     def split(self, rank: int, ranks: int) -> None:
         """Take this rank's query heads and the key/value heads they attend with."""
@@ -302,7 +304,10 @@ class Attention(AttentionBlock):
         """[T, H] -> [T, H]; attends within the rows and documents of `context`."""
         drops = context.layer.adapters
         projected = self.project(x_TH, self.q_proj, self.k_proj, self.v_proj, drops=drops)
-        D, q_norm, k_norm = self.model.head_dim, self.q_norm, self.k_norm
+        D, q_norm, k_norm, gate_TF = self.model.head_dim, self.q_norm, self.k_norm, None
+        if self.gated:
+            queries, gate_TF = split_gate(projected[0], D)
+            projected = queries, *projected[1:]
         if q_norm is not None and k_norm is not None and self.model.norms_together:
             queries, keys, values = projected
             projected = *self.norm_together(q_norm, k_norm, queries, keys), values
@@ -321,7 +326,10 @@ class Attention(AttentionBlock):
         if context.sequence is not None:
             k, v = context.sequence.join(self.site, k, v)
         out_BSND = self.kernel(q, k, v, self._scope(context), context.layer.heads)
-        return self.project_back(out_BSND.reshape(projected[0].shape), self.o_proj, drops)
+        out_TF = out_BSND.reshape(projected[0].shape)
+        if gate_TF is not None:
+            out_TF = gated_output(out_TF, gate_TF)
+        return self.project_back(out_TF, self.o_proj, drops)
 
     def _normed_each(self, q_BSND: Tensor, k_BSGD: Tensor) -> tuple[Tensor, Tensor]:
         """Heads as they are, where the model does not normalise each by itself."""
