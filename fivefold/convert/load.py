@@ -58,7 +58,7 @@ def places_in(hub: HubFolder, model: ModelConfig) -> dict[str, Stored]:
     tied, names = not model.untie_embeddings_and_output_weights, hub.names
     if tied and head in names and embedding.names[0] not in names:  # safetensors' save_model
         places["embed_tokens.weight"] = replace(embedding, names=(head,))
-    asked = {name: place.their_shape for place in places.values() for name in place.names}
+    asked = {name: shape for at in places.values() for name, shape in at.their_shapes.items()}
     saved = {
         name: hub.shape(name)
         for name in names
@@ -230,12 +230,30 @@ def fill_from_folder(
 
 def _fill(folder: Reads, place: Stored, piece: Piece) -> None:
     target = piece.local.detach()
+    if place.joined:
+        _fill_joined(folder, place, piece)
+        return
     if not place.by_expert:
         target.copy_(_read(folder, place, place.names[0], piece.slices))
         return
     experts, *inner = piece.slices
     for at, name in enumerate(place.names[experts]):
         target[at].copy_(_read(folder, place, name, tuple(inner)))
+
+
+def _fill_joined(folder: Reads, place: Stored, piece: Piece) -> None:
+    """Fill a piece from several tensors there, each of which holds some of its rows."""
+    target, axis, own = piece.local.detach(), place.axis, piece.slices[place.axis]
+    for name in place.names:
+        part, ours = place.one_of(name)
+        here = ((ours >= own.start) & (ours < own.stop)).nonzero().flatten()
+        if not len(here):
+            continue
+        slices = list(piece.slices)
+        slices[axis] = slice(int(here[0]), int(here[-1]) + 1)  # `ours` ascends
+        values = _read(folder, part, name, tuple(slices))
+        at = (ours[here] - own.start).to(target.device)
+        target.index_copy_(axis, at, values.to(target.device, target.dtype))
 
 
 def _read(folder: Reads, place: Stored, name: str, slices: tuple[slice, ...]) -> Tensor:

@@ -6,6 +6,14 @@ from types import MappingProxyType
 BASES: Mapping[str, str] = MappingProxyType(
     {"gpt2": "transformer.", "falcon": "transformer.", "gpt_neox": "gpt_neox.", "megatron": ""}
 )
+_APART = {
+    "in_proj_qkvz.": ("in_proj_qkv.", "in_proj_z."),
+    "in_proj_ba.": ("in_proj_b.", "in_proj_a."),
+}
+JOINED: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {"qwen3_5_text": _APART, "qwen3_5_moe_text": _APART}
+)
+"""Of kinds that have several linear layers where one is here: that one, and theirs in order."""
 HEADS = ("lm_head.", "embed_out.")
 _EACH = {".experts.": ".experts.{e}."}
 _DEEPSEEK = {
@@ -119,6 +127,8 @@ NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
         "qwen2_moe": _QWEN_MOE,
         "qwen3_moe": _QWEN_MOE,
+        "qwen3_next": _QWEN_MOE,
+        "qwen3_5_moe_text": _QWEN_MOE,
         "deepseek_v2": _DEEPSEEK,
         "deepseek_v3": _DEEPSEEK,
         "glm4_moe_lite": _DEEPSEEK,

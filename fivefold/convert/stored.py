@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fivefold.config.model import ModelConfig
-from fivefold.convert.names import BASES, FALCON_NORMS, HEADS, LAST, NAMES
+from fivefold.convert.names import BASES, FALCON_NORMS, HEADS, JOINED, LAST, NAMES
 from fivefold.description.shape import parameter_shapes
 
 Shape = tuple[int, ...]
@@ -34,6 +34,8 @@ class Stored:
         transposed: whether the last two dims are swapped there.
         by_expert: whether each expert, an index of our first dim, is a tensor of its own.
         in_row: whether it is the one row of a matrix there.
+        joined: sizes along `axis` of several tensors there, which follow one another in `rows`;
+            empty: there is one.
     """
 
     shape: Shape
@@ -44,10 +46,29 @@ class Stored:
     transposed: bool = False
     by_expert: bool = False
     in_row: bool = False
+    joined: tuple[int, ...] = ()
+
+    def one_of(self, name: str) -> tuple["Stored", Tensor]:
+        """Of several joined tensors there: where one holds rows of ours, and which of ours."""
+        assert self.rows is not None, "joined tensors have an order of rows"
+        which = self.names.index(name)
+        first, size = sum(self.joined[:which]), self.joined[which]
+        ours = ((self.rows >= first) & (self.rows < first + size)).nonzero().flatten()
+        shape = list(self.shape)
+        shape[self.axis] = len(ours)
+        place = replace(self, shape=tuple(shape), names=(name,), of=size, joined=())
+        return replace(place, rows=self.rows[ours] - first), ours
+
+    @property
+    def their_shapes(self) -> dict[str, Shape]:
+        """Shape of each tensor there."""
+        if self.joined:
+            return {name: self.one_of(name)[0].their_shape for name in self.names}
+        return dict.fromkeys(self.names, self.their_shape)
 
     @property
     def their_shape(self) -> Shape:
-        """Shape of each tensor there."""
+        """Shape of the tensor there, or of each expert's."""
         shape = list(self.shape[1:] if self.by_expert else self.shape)
         shape[self.axis] = shape[self.axis] if self.of is None else self.of
         if self.transposed:
@@ -87,6 +108,8 @@ def _place(kind: str, model: ModelConfig, name: str, shape: Shape, neighbours: b
         return replace(place, rows=torch.arange(model.vocab_size), of=model.vocab_size)
     if ".experts." in name:
         return _experts(kind, model, name, place)
+    if any(part in name for part in _LINEAR_ATTENTION):
+        return _linear_attention(kind, model, name, place)
     pairs = neighbours if model.multi_latent_attention else kind in _PAIRS
     if pairs and "self_attn." in name:
         return replace(place, rows=_neighbours(model, name, shape[0]))
@@ -95,6 +118,35 @@ def _place(kind: str, model: ModelConfig, name: str, shape: Shape, neighbours: b
         place = replace(place, rows=joint[0], of=joint[1])
     linear = not of_bias and "embed" not in name
     return replace(place, transposed=kind == "gpt2" and linear)
+
+
+def _linear_attention(kind: str, model: ModelConfig, name: str, place: Stored) -> Stored:
+    """What is here key head by key head: the convolution, and projections of which families have
+    several."""
+    values = model.linear_num_value_heads // model.linear_num_key_heads
+    widths = [*[model.linear_key_head_dim] * 2, *[values * model.linear_value_head_dim] * 2]
+    if "conv1d." in name:
+        return replace(place, axis=-3, rows=_by_key_head(model, widths[:3]))
+    joined = next((theirs for ours, theirs in JOINED.get(kind, {}).items() if ours in name), None)
+    if joined is None:
+        return place
+    before = place.names[0].rpartition("in_proj_")[0]
+    if "in_proj_ba." in name:
+        widths = [values] * 2
+    last = model.linear_num_key_heads * widths[-1]
+    return replace(
+        place,
+        names=tuple(f"{before}{part}weight" for part in joined),
+        rows=_by_key_head(model, widths),
+        joined=(place.shape[0] - last, last),
+    )
+
+
+def _by_key_head(model: ModelConfig, widths: Sequence[int]) -> Tensor:
+    """Rows of parts that follow one another, each key head's of all parts together."""
+    heads = model.linear_num_key_heads
+    parts = torch.arange(heads * sum(widths)).split([heads * width for width in widths])
+    return torch.cat([part.view(heads, -1) for part in parts], dim=1).flatten()
 
 
 def _experts(kind: str, model: ModelConfig, name: str, place: Stored) -> Stored:
@@ -175,6 +227,9 @@ def their_name(kind: str, model: ModelConfig, name: str) -> str:
         inner = inner.removeprefix("layer.") if inner.startswith("layer.") else inner
         inner = "shared_head.norm.weight" if inner == "norm.weight" else inner
         name = f"layers.{model.num_layers + int(depth)}.{inner}"
+    layer = re.match(r"layers\.(\d+)\.", name)
+    if layer is not None and model.is_linear(int(layer[1])):
+        name = name.replace(".self_attn.", ".linear_attn.")
     if name.startswith("norm."):
         name = LAST.get(kind, "norm.") + name.removeprefix("norm.")
     two_norms = model.parallel_residual and not model.parallel_residual_one_norm
@@ -190,7 +245,11 @@ JOINT_MLPS = ("phi3", "glm", "glm4", "granitemoe", "granitemoeshared", "megatron
 """Kinds whose gate and up are one linear layer."""
 _PAIRS = ("glm", "glm4", "ernie4_5", "ernie4_5_moe", "cohere", "cohere2", "llama4_text")
 """Kinds with heads of their own whose rotary features are pairs of neighbours."""
-_LEFT_OUT = {"ernie4_5_moe": ("mtp_",), "exaone_moe": ("mtp.",)}
+_LINEAR_ATTENTION = "conv1d.", "in_proj_qkvz.", "in_proj_ba."
+_LEFT_OUT = {
+    "ernie4_5_moe": ("mtp_",),
+    **dict.fromkeys(("exaone_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ("mtp.",)),
+}
 """Of kinds whose layers for further tokens are left out: how the names of these begin."""
 _PREDICTING = (
     "deepseek_v3",

@@ -163,7 +163,9 @@ def renamed(config: ModelConfig, model: nn.Module, tensors: dict[str, Tensor]) -
             value = value.T
         for theirs, ours in _LINEARS.items():
             name = name.replace(theirs, ours)
-        if ".experts." in name:
+        if "linear_attn." in name:
+            found |= _linear_attention(config, name.replace("linear_attn", "self_attn"), value)
+        elif ".experts." in name:
             found |= _experts(config, name, value)
         elif config.multi_latent_attention and interleaved and "self_attn." in name:
             found[name] = _in_halves(config, name, value)
@@ -182,7 +184,24 @@ def renamed(config: ModelConfig, model: nn.Module, tensors: dict[str, Tensor]) -
                 found[f"{name.rpartition('self_attn')[0]}self_attn.{letter}_proj.{kind}"] = part
         else:
             found[name] = value
+    for ours, theirs in _JOINED.items():
+        for name in [name for name in found if theirs[0] in name]:
+            parts = [found.pop(name.replace(theirs[0], part)) for part in theirs]
+            found[name.replace(theirs[0], ours)] = torch.cat(parts, dim=1).flatten(0, 1)
     return found
+
+
+def _linear_attention(config: ModelConfig, name: str, value: Tensor) -> dict[str, Tensor]:
+    """Rows of queries, keys and values one after the other as each key head's; of projections that
+    are joined, [key heads, rows of each, H]."""
+    heads = config.linear_num_key_heads
+    if "conv1d" not in name and "in_proj_qkv." not in name:
+        joined = any(name.endswith(f"in_proj_{part}.weight") for part in "zba")
+        return {name: value.unflatten(0, (heads, -1)) if joined else value}
+    keys = heads * config.linear_key_head_dim
+    parts = value.split([keys, keys, config.linear_value_size])
+    by_head = torch.cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1)
+    return {name: by_head.flatten(0, 1) if "conv1d" in name else by_head}
 
 
 def _parts(config: ModelConfig, name: str, value: Tensor) -> tuple[Tensor, ...]:
@@ -256,6 +275,10 @@ _NAMES = {
     "key_layernorm.": "k_norm.",
     "dense_h_to_4h.": "up_proj.",
     "dense_4h_to_h.": "down_proj.",
+}
+_JOINED = {
+    "in_proj_qkvz.": ("in_proj_qkv.", "in_proj_z."),
+    "in_proj_ba.": ("in_proj_b.", "in_proj_a."),
 }
 _LINEARS = {
     "self_attn.c_proj.": "self_attn.o_proj.",

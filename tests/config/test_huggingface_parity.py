@@ -82,6 +82,16 @@ _MINISTRAL = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.3,
 }
+_LINEAR = {
+    "full_attention_interval": 2,
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "shared_expert_intermediate_size": 20,
+}
 _FACTORS = {"short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.5, 2, 4.0, 6.5]}
 TINY: Mapping[str, dict[str, Any]] = {
     "llama": _SIZES,
@@ -147,6 +157,14 @@ TINY: Mapping[str, dict[str, Any]] = {
     | _EXPERTS
     | {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20},
     "qwen3_moe": _SIZES | _EXPERTS | {"num_experts": 4, "moe_intermediate_size": 24},
+    "qwen3_next": _SIZES | _EXPERTS | _LINEAR | {"num_experts": 4, "moe_intermediate_size": 24},
+    "qwen3_5_text": _SIZES
+    | {n: v for n, v in _LINEAR.items() if "expert" not in n}
+    | {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_5_moe_text": {n: v for n, v in _SIZES.items() if n != "intermediate_size"}
+    | _EXPERTS
+    | _LINEAR
+    | {"num_experts": 4, "moe_intermediate_size": 24},
     "gpt_oss": _SIZES | _EXPERTS | {"num_local_experts": 4, "head_dim": 8},
     "glm": _SIZES | {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None},
     "glm4": _SIZES | {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None},
@@ -233,7 +251,10 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "use_sliding_window": _SWITCH,
     "max_window_layers": [0, 1, 2],
     "sliding_window_pattern": [None, 0, 1, 2, "LLLG"],
-    "layer_types": [None, _BIASED[:1] * 2, _BIASED[1:] * 2, _BIASED, _BIASED[:1]],
+    "layer_types": [
+        *(None, _BIASED[:1] * 2, _BIASED[1:] * 2, _BIASED, _BIASED[:1]),
+        *(["linear_attention", "full_attention"], ["linear_attention"] * 2),
+    ],
     "rope_theta": [50, 100.0],
     "rotary_emb_base": [50, 100.0],
     "rotary_pct": [0.25, 1.0],
@@ -334,6 +355,15 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "moe_num_experts": [2, 4],
     "moe_k": [1, 3],
     "moe_topk": [1, [2, 2], [1, 2]],
+    "full_attention_interval": [1, 2, 3],
+    "linear_conv_kernel_dim": [1, 2],
+    "linear_key_head_dim": [4],
+    "linear_value_head_dim": [4],
+    "linear_num_key_heads": [1, 4, 3],
+    "linear_num_value_heads": [2, 8, 3],
+    "attn_output_gate": _SWITCH,
+    "output_gate_type": ["swish", "sigmoid"],
+    "mtp_num_hidden_layers": [0, 1],
     "mlp_layer_types": [None, ["dense", "sparse"], ["sparse"] * 2, ["dense"] * 2, ["dense"]],
     "num_shared_experts": [0, 2],
     "is_moe_layer": [[False, True], [False, True, True, True]],
@@ -656,6 +686,25 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
     "hunyuan_v1_moe, lists": (
         "hunyuan_v1_moe",
         {"moe_topk": [3, 3], "num_key_value_heads": 1, "rope_scaling": None},
+    ),
+    "qwen3_next, some layers dense, wide taps, YaRN": (
+        "qwen3_next",
+        {
+            "num_hidden_layers": 4,
+            "full_attention_interval": 3,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+            "linear_conv_kernel_dim": 3,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "partial_rotary_factor": 0.5,
+            **_YARN,
+        },
+    ),
+    "qwen3_next, no linear attention": ("qwen3_next", {"layer_types": _BIASED[:1] * 2}),
+    "qwen3_5_text, tied, one key head": (
+        "qwen3_5_text",
+        {"linear_num_key_heads": 1, "tie_word_embeddings": True, "partial_rotary_factor": 1.0},
     ),
     "minimax_m2, whole heads": (
         "minimax_m2",

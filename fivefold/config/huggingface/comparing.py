@@ -3,6 +3,7 @@
 from dataclasses import asdict, replace
 from typing import Any
 
+from fivefold.config.by_layer import OF_LINEAR_ATTENTION
 from fivefold.config.model import ModelConfig
 
 _TRAINING = ("hidden_dropout", "attention_dropout", "init_method_std")
@@ -38,6 +39,7 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     told["longrope_attention_factor"] = model.longrope_scale
     told["window_size"] = [model.window_of(layer) for layer in layers]
     told["no_rope_freq"] = [not model.rotates(layer) for layer in layers]
+    told["linear_attention_freq"] = [model.is_linear(layer) for layer in layers]
     told["moe_layer_freq"] = [model.is_moe(layer) for layer in layers]
     unused = [*_OURS, "window_attn_skip_freq"]
     if not model.attn_temperature_tuning:
@@ -68,6 +70,8 @@ def _told(model: ModelConfig) -> dict[str, Any]:
         unused += [name for name in told if name.startswith("longrope_")]
     if model.rope_type == "rope":
         unused.append("original_max_position_embeddings")
+    if not model.has_linear_layers:
+        unused += OF_LINEAR_ATTENTION
     if not model.qk_layernorm:
         unused += ["qk_layernorm_type", "qk_layernorm_after_rope"]
     if model.moe_router_num_groups is None:

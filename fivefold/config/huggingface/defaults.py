@@ -37,6 +37,10 @@ class Defaults:
 
 
 HUNYUAN = "hunyuan_v1_dense", "hunyuan_v1_moe"
+QWEN_LINEAR = "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"
+"""Families with linear attention in some layers."""
+ALWAYS_EXPERTS = "solar_open", "qwen3_5_moe_text"
+"""Families without layers whose MLP is dense, which has no size there."""
 DEFAULTS: Mapping[str, Defaults] = MappingProxyType(
     {
         "llama": Defaults(),
@@ -47,6 +51,9 @@ DEFAULTS: Mapping[str, Defaults] = MappingProxyType(
         "qwen3": Defaults(32, head_dim=128, heads="per_head"),
         "qwen2_moe": Defaults(16),
         "qwen3_moe": Defaults(4, heads="per_head"),
+        "qwen3_next": Defaults(2, 256, rotary_share=0.25, heads="per_head"),
+        "qwen3_5_text": Defaults(4, 256, rotary_share=0.25, heads="per_head"),
+        "qwen3_5_moe_text": Defaults(2, 256, rotary_share=0.25, heads="per_head"),
         "gpt_oss": Defaults(8, 64, 1e-5, 150000.0),
         "granite": Defaults(),
         "granitemoe": Defaults(),
@@ -90,6 +97,7 @@ GLM = "glm", "glm4", "glm4_moe", "solar_open"
 COUNTED_HEADS = (
     *("qwen2_moe", "exaone4", "gemma", "gemma2", "gemma3_text", "minimax_m2", "ernie4_5_moe"),
     *("nemotron", "stablelm", "exaone_moe", "ministral3"),
+    *QWEN_LINEAR,
     *GLM,
 )
 """Families in which transformers takes no num_key_value_heads of null."""
@@ -98,6 +106,7 @@ NO_WINDOWS = (
     *("minimax_m2", "ernie4_5", "ernie4_5_moe", "arcee", "nemotron", "seed_oss", "stablelm"),
     "cohere",
     *HUNYUAN,
+    *QWEN_LINEAR,
     *GLM,
 )
 EPSILONS = MappingProxyType(

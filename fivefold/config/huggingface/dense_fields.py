@@ -3,7 +3,7 @@
 from typing import Any
 
 from fivefold.config.huggingface.comparing import softmax_scale
-from fivefold.config.huggingface.defaults import GLM
+from fivefold.config.huggingface.defaults import GLM, QWEN_LINEAR
 from fivefold.config.model import ModelConfig
 
 Fields = dict[str, Any]
@@ -199,7 +199,7 @@ def llama_like(model: ModelConfig, kind: str) -> Fields:
         fields["layer_norm_eps"] = fields.pop("rms_norm_eps")
         fields["logit_scale"] = 1.0 / model.logits_scaling
         del fields["head_dim"]  # hidden_size / num_attention_heads
-    if kind.startswith("qwen"):
+    if kind.startswith("qwen") and kind not in QWEN_LINEAR:
         fields |= _qwen_windows(model)
     if kind in GLM:
         fields["attention_bias"] = model.add_qkv_bias

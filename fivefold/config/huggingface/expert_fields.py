@@ -1,5 +1,6 @@
 """What goes into the config.json of a mixture of experts."""
 
+from fivefold.config.by_layer import OF_LINEAR_ATTENTION
 from fivefold.config.huggingface.dense_fields import (
     ACTIVATIONS,
     Fields,
@@ -84,6 +85,22 @@ def qwen_moe(model: ModelConfig, kind: str) -> Fields:
         fields["shared_expert_intermediate_size"] = model.shared_ffn_size
         fields["qkv_bias"] = model.add_qkv_bias
     return fields
+
+
+def qwen_linear(model: ModelConfig, kind: str) -> Fields:
+    """Of Qwen3-Next and Qwen3.5."""
+    dense = kind == "qwen3_5_text"
+    fields = llama_like(model, kind) if dense else qwen_moe(model, kind)
+    fields["partial_rotary_factor"] = model.rotary_percent
+    if not dense:
+        fields["shared_expert_intermediate_size"] = model.shared_ffn_size
+    if kind == "qwen3_5_moe_text":
+        del fields["intermediate_size"]  # of dense layers
+    linear = [model.is_linear(layer) for layer in range(model.num_layers)]
+    return fields | {
+        "layer_types": [f"{'linear' if has else 'full'}_attention" for has in linear],
+        **{name: getattr(model, name) for name in OF_LINEAR_ATTENTION[1:]},
+    }
 
 
 def gpt_oss(model: ModelConfig, kind: str) -> Fields:

@@ -129,7 +129,7 @@ def _sparse_layers(reader: Reader, kind: str, layers: int) -> list[bool]:
             reader.unsupported("first_k_dense_replace", first, [usual], why)
         return [layer >= first for layer in range(layers)]
     if len(listed) != layers:
-        counts = f"{len(listed)} entries, {layers} layers"
+        counts = f"{len(listed)} entries, num_hidden_layers is {layers}"
         reader.mistakes.add(f"mlp_layer_types must have one entry a layer: {counts}")
         return [False] * layers
     return [word == "sparse" for word in listed]

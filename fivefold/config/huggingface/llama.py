@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.huggingface.defaults import (
+    ALWAYS_EXPERTS,
     COUNTED_HEADS,
     DEFAULTS,
     EPSILONS,
@@ -71,7 +72,7 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
     return ModelConfig(
         **sizes,
         no_rope_freq=unrotated_frequency(unrotated),
-        ffn_hidden_size=None if kind == "solar_open" else reader.size("intermediate_size"),
+        ffn_hidden_size=None if kind in ALWAYS_EXPERTS else reader.size("intermediate_size"),
         num_query_groups=heads("num_key_value_heads", default=key_value_heads),
         kv_channels=head_dim("head_dim", default=defaults.head_dim),
         norm_epsilon=reader.number(EPSILONS.get(kind, "rms_norm_eps"), defaults.rms_norm_eps),

@@ -79,7 +79,7 @@ def olmoe(reader: Reader, kind: str) -> ModelConfig:
 def qwen_moe(reader: Reader, kind: str) -> ModelConfig:
     """Experts in some layers, smaller than the other layers' MLPs.
 
-    Qwen2 also has a gated shared expert.
+    Qwen2 and Qwen3-Next also have a gated shared expert.
     """
     model = llama_like(reader, kind)
     read_balancing(reader)
@@ -87,15 +87,16 @@ def qwen_moe(reader: Reader, kind: str) -> ModelConfig:
         set(reader.sizes("mlp_only_layers")),
         reader.size("decoder_sparse_step", default=1),
     )
-    normalised = reader.flag("norm_topk_prob", False)
+    normalised = reader.flag("norm_topk_prob", kind == "qwen3_next")
     experts: dict[str, Any] = {
         "num_experts": reader.size("num_experts", "num_local_experts"),
         "moe_router_topk": reader.size("num_experts_per_tok"),
         "moe_ffn_hidden_size": reader.size("moe_intermediate_size"),
         "moe_router_pre_softmax": not normalised,
     }
-    if kind == "qwen2_moe":
-        shared = reader.size("shared_expert_intermediate_size", default=5632)
+    if kind in ("qwen2_moe", "qwen3_next"):
+        usual = 5632 if kind == "qwen2_moe" else 512
+        shared = reader.size("shared_expert_intermediate_size", default=usual)
         experts |= {"moe_shared_expert_intermediate_size": shared, "moe_shared_expert_gate": True}
     sparse = [i not in dense and (i + 1) % step == 0 for i in range(model.num_layers)]
     if not any(sparse):

@@ -30,6 +30,7 @@ from fivefold.config.huggingface.mixtures import (
 )
 from fivefold.config.huggingface.multimodal import MULTIMODAL, is_multimodal, text_reader
 from fivefold.config.huggingface.naming import in_words_of
+from fivefold.config.huggingface.qwen_linear import qwen3_5, qwen3_5_moe, qwen3_next
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.huggingface.seed import seed_oss
 from fivefold.config.huggingface.stablelm import stablelm
@@ -70,6 +71,9 @@ _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType
         "gemma3_text": gemma3,
         "qwen2_moe": qwen_moe,
         "qwen3_moe": qwen_moe,
+        "qwen3_next": qwen3_next,
+        "qwen3_5_text": qwen3_5,
+        "qwen3_5_moe_text": qwen3_5_moe,
         "deepseek_v2": deepseek,
         "deepseek_v3": deepseek,
         "glm4_moe_lite": deepseek,

@@ -27,6 +27,7 @@ from fivefold.config.huggingface.expert_fields import (
     minimax_m2,
     mixtral,
     olmoe,
+    qwen_linear,
     qwen_moe,
     solar_open,
 )
@@ -114,6 +115,9 @@ _FAMILIES: Mapping[str, tuple[str, Callable[[ModelConfig, str], Fields]]] = Mapp
         "minimax_m2": ("MiniMaxM2ForCausalLM", minimax_m2),
         "qwen2_moe": ("Qwen2MoeForCausalLM", qwen_moe),
         "qwen3_moe": ("Qwen3MoeForCausalLM", qwen_moe),
+        "qwen3_next": ("Qwen3NextForCausalLM", qwen_linear),
+        "qwen3_5_text": ("Qwen3_5ForCausalLM", qwen_linear),
+        "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", qwen_linear),
         "gpt_oss": ("GptOssForCausalLM", gpt_oss),
         "glm4_moe": ("Glm4MoeForCausalLM", glm4_moe),
         "solar_open": ("SolarOpenForCausalLM", solar_open),
