@@ -54,6 +54,8 @@ def places_in(hub: HubFolder, model: ModelConfig) -> dict[str, Stored]:
     places = stored_tensors(hub.kind, model, neighbours=stores_neighbours(hub.fields))
     if hub.kind == "qwen3_vl_moe_text":
         places = _as_saved(hub, places)
+    if hub.kind == "qwen3_5_moe_text" and any(n.endswith(".gate_up_proj") for n in hub.names):
+        places = _together(places)
     embedding, head = places["embed_tokens.weight"], their_name(hub.kind, model, "lm_head.weight")
     tied, names = not model.untie_embeddings_and_output_weights, hub.names
     if tied and head in names and embedding.names[0] not in names:  # safetensors' save_model
@@ -80,6 +82,24 @@ def _as_saved(hub: HubFolder, places: Mapping[str, Stored]) -> dict[str, Stored]
     if all(hub.shape(at.names[0]) == at.their_shape for at in found):
         return dict(places)
     return {**places, **moved}
+
+
+def _together(places: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Experts of Qwen3.5 as published, gate and up of all of them in one tensor; transformers saves
+    them one by one."""
+    found = dict(places)
+    for name, at in places.items():
+        if not at.by_expert:
+            continue
+        before = at.names[0].partition(".experts.")[0]
+        size = at.shape[-2]
+        if "down_proj" in name:
+            found[name] = replace(at, names=(f"{before}.experts.down_proj",), by_expert=False)
+            continue
+        first = size if "up_proj" in name else 0
+        joint = replace(at, names=(f"{before}.experts.gate_up_proj",), by_expert=False)
+        found[name] = replace(joint, rows=torch.arange(first, first + size), of=2 * size)
+    return found
 
 
 def check_copies(hub: HubFolder, model: ModelConfig) -> None:

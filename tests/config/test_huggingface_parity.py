@@ -704,7 +704,16 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next, no linear attention": ("qwen3_next", {"layer_types": _BIASED[:1] * 2}),
     "qwen3_5_text, tied, one key head": (
         "qwen3_5_text",
-        {"linear_num_key_heads": 1, "tie_word_embeddings": True, "partial_rotary_factor": 1.0},
+        {
+            "linear_num_key_heads": 1,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_theta": 100.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+        },
     ),
     "minimax_m2, whole heads": (
         "minimax_m2",

@@ -126,6 +126,8 @@ def _rope(reader: Reader, kind: str, default: Rope) -> Rope:
         return whole_head_rope(reader, default)
     if kind == "minimax_m2":
         return read_rope(reader, replace(default, share=_turned_share(reader, default.share)))
+    if kind.startswith("qwen3_5"):
+        return read_rope(reader, default, ignored=("mrope_section", "mrope_interleaved"))
     if kind != "phi3":
         return read_rope(reader, default)
     original = reader.size("original_max_position_embeddings", default=4096)

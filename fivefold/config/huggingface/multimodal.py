@@ -50,6 +50,8 @@ TEXTS: Mapping[str, tuple[str, Fields]] = MappingProxyType(
             "qwen3",
             _sizes(151936, 4096, 22016, 32, 32, 128000, rope_theta=500000.0),
         ),
+        "qwen3_5_text": ("qwen3_5_text", _sizes(248320, 4096, 12288, 32, 16, 32768)),
+        "qwen3_5_moe_text": ("qwen3_5_moe_text", _sizes(248320, 2048, 512, 40, 16, 32768)),
         "qwen3_vl_moe_text": (
             "qwen3_moe",
             _sizes(
@@ -65,7 +67,10 @@ TEXTS: Mapping[str, tuple[str, Fields]] = MappingProxyType(
 )
 """Of a text model's `model_type`: the family that computes the same from text alone, and what
 transformers takes an absent field for, which published files leave out."""
-_IN_SECTIONS = "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"
+_IN_SECTIONS = (
+    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
+    *("qwen3_5_text", "qwen3_5_moe_text"),
+)
 """Text models with a position for time, height and width each, which are the same in text."""
 
 
@@ -139,6 +144,8 @@ MULTIMODAL: Mapping[str, _Multimodal] = MappingProxyType(
         "qwen2_5_vl": _Multimodal(("qwen2_5_vl_text",), _QWEN_VL),
         "qwen3_vl": _Multimodal(("qwen3_vl_text",), _QWEN_VL),
         "qwen3_vl_moe": _Multimodal(("qwen3_vl_moe_text",), _QWEN_VL),
+        "qwen3_5": _Multimodal(("qwen3_5_text",), _QWEN_VL),
+        "qwen3_5_moe": _Multimodal(("qwen3_5_moe_text",), _QWEN_VL),
     }
 )
 _FLAT = "qwen2_vl", "qwen2_5_vl"

@@ -92,6 +92,7 @@ def read_rope(
     latents: bool = False,
     original: int | None = None,
     sharpened: bool = False,
+    ignored: tuple[str, ...] = (),
 ) -> Rope:
     """The rotary positions that a config.json describes.
 
@@ -109,12 +110,14 @@ def read_rope(
         original: Phi-3's sequence length before scaling, which it has beside the table; None: it is
             in the table, as in other families.
         sharpened: whether the table says how attention gets hotter with the position.
+        ignored: fields of the table that say nothing of text.
     """
     beside = {name: reader.optional_number(name) for name in (theta, share)}
     found: dict[str, Rope] = {}
     for name in ("rope_parameters", "rope_scaling"):
         table = reader.table(name)
         if table is not None:
+            table.without_effect(*ignored)
             found[name] = Rope(
                 _agreed(table, "rope_theta", theta, beside[theta], default.theta),
                 _agreed(table, "partial_rotary_factor", share, beside[share], default.share),
