@@ -174,6 +174,7 @@ _LONGROPE = {
     "longrope_short_factor": (1.0,) * 64,
     "longrope_long_factor": (4.0,) * 64,
 }
+_LINEAR = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "4"}
 _LATENT_YARN = {"preset": "deepseek-v2-lite", "rope_type": "yarn"}
 _MLA = {"preset": "deepseek-v2-lite"}
 _GROUPS = {"preset": "mixtral-8x7b", "moe_router_num_groups": 2, "moe_router_group_topk": 2}
@@ -247,14 +248,28 @@ CHANGES: Mapping[str, Change] = {
     "add_qkv_bias": Change(True),
     "qk_layernorm": Change(True),
     "qk_layernorm_type": Change("all_heads", {"qk_layernorm": True}),
+    "qk_layernorm_after_rope": Change(True, {"qk_layernorm": True}),
     "qk_l2_norm": Change(True),
     "softmax_type": Change("learnable"),
     "untie_embeddings_and_output_weights": Change(False),
     "hidden_dropout": Change(0.25),
     "attention_dropout": Change(0.25),
+    "attention_output_gate": Change(True),
+    "experimental_attention_variant": Change(
+        "gated_delta_net", along={"linear_attention_freq": "4"}
+    ),
+    "linear_attention_freq": Change("2", _LINEAR),
+    "linear_conv_kernel_dim": Change(3, _LINEAR),
+    "linear_key_head_dim": Change(64, _LINEAR),
+    "linear_value_head_dim": Change(64, _LINEAR),
+    "linear_num_key_heads": Change(8, _LINEAR),
+    "linear_num_value_heads": Change(64, _LINEAR),
     "no_rope_freq": Change("4"),
     "attention_chunk_size": Change(1024),
     "attn_temperature_tuning": Change(True, {"no_rope_freq": "4"}),
+    "attn_temperature_rotated": Change(
+        True, {"no_rope_freq": "4", "attn_temperature_tuning": True}
+    ),
     "attn_scale": Change(0.25, {"no_rope_freq": "4", "attn_temperature_tuning": True}),
     "floor_scale": Change(4096, {"no_rope_freq": "4", "attn_temperature_tuning": True}),
     "window_size": Change(1024),
@@ -285,6 +300,7 @@ CHANGES: Mapping[str, Change] = {
     "qk_head_dim": Change(96, _MLA),
     "qk_pos_emb_head_dim": Change(32, _MLA),
     "v_head_dim": Change(96, _MLA),
+    "latent_norm_epsilon": Change(1e-6, _MLA),
     "mtp_num_layers": Change(1),
     "lora_rank": Change(8),
     "lora_alpha": Change(16.0, {"lora_rank": 8}),

@@ -99,7 +99,7 @@ class KeptActivations(Watch):
         results = _tensors((output, stage.z_sums))
         others = {
             *map(_address, stage.parameters()),
-            *(x.untyped_storage()._cdata for x in (*results, *self._shared())),
+            *(x.untyped_storage()._cdata for x in (*results, *self._shared(), *batch.order)),
         }
         size = 0 if x_TH is None else x_TH.untyped_storage().nbytes()
         for address, reference in born.items():

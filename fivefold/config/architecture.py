@@ -139,6 +139,9 @@ class Architecture:
         "per_head",
         "normalise each head by itself, or all heads of a token together, as OLMo 2 does",
     )
+    qk_layernorm_after_rope: bool = option(
+        False, "normalise query and key heads after RoPE turned them, as Hunyuan does"
+    )
     qk_l2_norm: bool = option(
         False,
         "divide each query and key head by its root mean square after RoPE, in layers with RoPE, "
@@ -168,6 +171,11 @@ class Architecture:
         False,
         "layers without RoPE multiply queries at position p by "
         "1 + attn_scale ln(1 + floor((p + 1) / floor_scale)), as in Llama 4",
+    )
+    attn_temperature_rotated: bool = option(
+        False,
+        "have attn_temperature_tuning in layers with RoPE instead, by 1 + attn_scale "
+        "ln(1 + floor(p / floor_scale)), as in Ministral 3",
     )
     attn_scale: Positive = option(0.1, "how fast attn_temperature_tuning grows")
     floor_scale: Count = option(8192, "tokens between two steps of attn_temperature_tuning")
@@ -231,6 +239,31 @@ class Architecture:
     qk_head_dim: Count = option(128, "non-rotary features of an MLA query or key head")
     qk_pos_emb_head_dim: Count = option(64, "rotary features of an MLA query or key head")
     v_head_dim: Count = option(128, "features of an MLA value head")
+    latent_norm_epsilon: Positive | None = option(
+        None,
+        "added to the variance by the norms of MLA's latents, as in GLM-4.7-Flash; none: "
+        "norm_epsilon",
+    )
+    attention_output_gate: bool = option(
+        False, "multiply what heads attend to by sigmoid gates that the query projection makes, too"
+    )
+    experimental_attention_variant: Literal["gated_delta_net"] | None = option(
+        None, "attention of layers with linear attention, as in Qwen3-Next; none: no such layers"
+    )
+    linear_attention_freq: str | None = option(
+        None,
+        "layers with linear attention: all but every Nth ('4': layers 0, 1, 2, 4, ...), or a list "
+        "such as '([1]*3+[0]*1)*12'",
+    )
+    linear_conv_kernel_dim: Count = option(
+        4, "tokens over which linear attention's causal convolution reaches"
+    )
+    linear_key_head_dim: Count = option(128, "features of a query or key head of linear attention")
+    linear_value_head_dim: Count = option(128, "features of a value head of linear attention")
+    linear_num_key_heads: Count = option(16, "query and key heads of linear attention")
+    linear_num_value_heads: Count = option(
+        32, "value heads of linear attention, of which equally many share a key head"
+    )
     mtp_num_layers: Whole = option(0, "multi-token prediction layers")
     lora_rank: int | None = option(
         None, "rank of adapters (LoRA), which alone are trained; none: all weights are trained"

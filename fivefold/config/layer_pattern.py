@@ -1,4 +1,4 @@
-"""Parses moe_layer_freq, window_attn_skip_freq, no_rope_freq: which layers have something."""
+"""Parses moe_layer_freq, window_attn_skip_freq and the like: which layers have something."""
 
 import ast
 from collections.abc import Sequence
@@ -43,6 +43,22 @@ def window_layers(freq: str, num_layers: int) -> tuple[bool, ...]:
         ConfigError: `freq` is neither, or has a different number of entries.
     """
     value = _read("window_attn_skip_freq", freq, num_layers)
+    return _all_but_every(value, num_layers) if isinstance(value, int) else value
+
+
+@lru_cache(maxsize=256)
+def linear_layers(freq: str, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer has linear attention.
+
+    Args:
+        freq: whole number N (all but layers N-1, 2N-1, ... have it), or list expression as in
+            `expert_layers`.
+        num_layers: number of layers of the model.
+
+    Raises:
+        ConfigError: `freq` is neither, or has a different number of entries.
+    """
+    value = _read("linear_attention_freq", freq, num_layers)
     return _all_but_every(value, num_layers) if isinstance(value, int) else value
 
 
@@ -165,7 +181,9 @@ def _value(node: ast.expr) -> int | list[int]:
 
 def _wrong(name: str, num_layers: int, what: str, *why: str) -> ConfigError:
     if num_layers == 1:
-        words = ["1" if name == "moe_layer_freq" else "none"]
+        without = "none --experimental-attention-variant none"
+        one = {"moe_layer_freq": "1", "linear_attention_freq": without}
+        words = [one.get(name, "none")]
     else:  # of windows and RoPE, 1 means no layer
         words = ["1" if name == "moe_layer_freq" else "2", f"[0]*1+[1]*{num_layers - 1}"]
     flag = flag_of(name)

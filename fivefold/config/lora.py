@@ -15,6 +15,9 @@ LoraTarget = Literal[
     "q_b_proj",
     "kv_a_proj",
     "kv_b_proj",
+    "in_proj_qkvz",
+    "in_proj_ba",
+    "out_proj",
 ]
 OF_ADAPTERS = ("lora_alpha", "lora_target_modules", "use_rslora", "use_dora", "lora_dropout")
 """Settings that say something of adapters only."""

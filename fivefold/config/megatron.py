@@ -14,16 +14,19 @@ from fivefold.files import read_json, read_text
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = "metadata.json"
 NEVER = (
-    *("apply_residual_connection_post_layernorm", "attention_output_gate"),
-    *("rotary_interleaved", "use_mup"),
-    *("experimental_attention_variant", "moe_latent_size", "hybrid_override_pattern"),
+    *("apply_residual_connection_post_layernorm", "rotary_interleaved", "use_mup"),
+    *("moe_latent_size", "hybrid_override_pattern"),
 )
 """Switches that no model here has, most of which change what the same weights compute."""
+_NOT_READ = (*NEVER, "attention_output_gate", "experimental_attention_variant")
+"""Those of models whose weights are not read from there."""
 _OURS: Mapping[str, float | str | None] = MappingProxyType(
     {
         "norm_placement": "before",
         "layernorm_bias": True,
         "qk_layernorm_type": "per_head",
+        "latent_norm_epsilon": None,
+        "qk_layernorm_after_rope": False,
         "embedding_multiplier": 1.0,
         "residual_multiplier": 1.0,
         "logits_scaling": 1.0,
@@ -32,6 +35,7 @@ _OURS: Mapping[str, float | str | None] = MappingProxyType(
         "final_logit_softcapping": None,
         "attention_chunk_size": None,
         "attn_temperature_tuning": False,
+        "attn_temperature_rotated": False,
     }
 )
 """What models there cannot have, and what they have instead."""
@@ -163,7 +167,7 @@ def _told(model: ModelConfig) -> Iterator[tuple[str, Any]]:
     if model.num_experts is None and model.add_bias_linear and gelu:
         # Fused with the bias its GELU is by tanh, else by erf.
         yield "bias_gelu_fusion", model.activation_func == "gelu_tanh"
-    for switch in NEVER:
+    for switch in _NOT_READ:
         yield switch, False
     yield "softmax_scale", model.softmax_scale
     for name in _OURS:

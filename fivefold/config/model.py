@@ -1,21 +1,18 @@
 """The model's architecture: its settings, and what follows from them. `config.rules.model` checks
 it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import log, sqrt
 from typing import Any, get_args
 
-from fivefold.config.architecture import Architecture
-from fivefold.config.layer_pattern import expert_layers, unrotated_layers, window_layers
+from fivefold.config.by_layer import ByLayer
 from fivefold.config.lora import OF_ADAPTERS, LoraTarget
-from fivefold.config.reach import Reach
 
 MAX_SIZE = (1 << 31) - 1  # of any dimension, so that products of two fit into 64 bits
 
 
 @dataclass(frozen=True)
-class ModelConfig(Architecture):
+class ModelConfig(ByLayer):
     """The architecture of a decoder-only transformer, and what follows from its settings."""
 
     @property
@@ -118,6 +115,11 @@ class ModelConfig(Architecture):
         return self.v_head_dim if self.multi_latent_attention else self.head_dim
 
     @property
+    def latent_epsilon(self) -> float:
+        """What norms of MLA's latents add to the variance."""
+        return self.latent_norm_epsilon or self.norm_epsilon
+
+    @property
     def rotary_dim(self) -> int:
         """Features of a query or key head that RoPE rotates."""
         if self.multi_latent_attention:
@@ -152,6 +154,24 @@ class ModelConfig(Architecture):
         return self.num_kv_heads * self.value_dim
 
     @property
+    def query_outputs(self) -> int:
+        """Features that the query projection makes: queries, and of each head a gate's after them
+        (`attention_output_gate`)."""
+        return self.q_size * (1 + self.attention_output_gate)
+
+    @property
+    def linear_conv_size(self) -> int:
+        """Features of all queries, keys and values of linear attention, which its convolution
+        runs over."""
+        keys = self.linear_num_key_heads * self.linear_key_head_dim
+        return 2 * keys + self.linear_value_size
+
+    @property
+    def linear_value_size(self) -> int:
+        """Features of all value heads of linear attention together."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
     def attention_size(self) -> int:
         """Features of the outputs of all heads together."""
         return self.num_attention_heads * self.value_dim
@@ -165,50 +185,6 @@ class ModelConfig(Architecture):
     def shared_ffn_size(self) -> int:
         """Inner features of all shared experts together; 0 without them."""
         return self.moe_shared_expert_intermediate_size or 0
-
-    def _at(
-        self, layer: int, layers_of: Callable[[str, int], tuple[bool, ...]], pattern: str
-    ) -> bool:
-        """What a pattern says of a layer; those of further predictions are like the last one."""
-        return layers_of(pattern, self.num_layers)[min(layer, self.num_layers - 1)]
-
-    def window_of(self, layer: int) -> int | None:
-        """How many tokens before itself a token of a layer attends to; None: all."""
-        if self.window_size is None or self.window_attn_skip_freq is None:
-            return self.window_size
-        limited = self._at(layer, window_layers, self.window_attn_skip_freq)
-        return self.window_size if limited else None
-
-    def reach_of(self, layer: int) -> Reach:
-        """How far back the tokens of a layer attend."""
-        chunk = self.attention_chunk_size if self.rotates(layer) else None
-        return Reach(self.window_of(layer), chunk)
-
-    def rotates(self, layer: int) -> bool:
-        """Whether RoPE turns queries and keys of a layer."""
-        if self.no_rope_freq is None:
-            return self.position_embedding_type == "rope"
-        return not self._at(layer, unrotated_layers, self.no_rope_freq)
-
-    @property
-    def rotated_share(self) -> float:
-        """Share of the layers in which RoPE turns queries and keys."""
-        return sum(map(self.rotates, range(self.num_layers))) / self.num_layers
-
-    @property
-    def widest_window(self) -> int | None:
-        """The window if every layer has it; None if any layer attends to everything."""
-        return None if self.window_attn_skip_freq is not None else self.window_size
-
-    def is_moe(self, layer: int) -> bool:
-        """Whether a layer has experts."""
-        has = self.num_experts is not None
-        return has and self._at(layer, expert_layers, self.moe_layer_freq)
-
-    @property
-    def has_dense_layers(self) -> bool:
-        """Whether a layer has an MLP in place of experts: `ffn_hidden_size` is its width."""
-        return not all(map(self.is_moe, range(self.num_layers)))
 
     @property
     def qkv_bias(self) -> bool:

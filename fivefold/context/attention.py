@@ -129,7 +129,7 @@ class Heads:
         deal = self._deal(part, q_BSND, k_BSGD)
         features = q_BSND.shape[3], k_BSGD.shape[3], v_BSGD.shape[3]
         packed = [x.flatten(2) for x in (q_BSND, k_BSGD, v_BSGD)]
-        q, k, v = _ToHeads.apply(*packed, deal, features)
+        q, k, v = ToHeads.apply(deal, features, *packed)
         first, last = deal.queries(self.group.rank())
         if drop is not None:
             drop = drop.after(first)
@@ -144,7 +144,7 @@ class Heads:
         else:
             outer = MicrobatchShare(part.shards.merged(self.group.size()), self.outer_rank)
             out = self.inner(q, k, v, replace(scope, part=outer), drop)
-        back: Tensor = _ToTokens.apply(out.flatten(2), deal)
+        back: Tensor = ToTokens.apply(out.flatten(2), deal)
         return back.unflatten(2, (q_BSND.shape[2], -1))
 
     def _deal(self, part: MicrobatchShare, q_BSND: Tensor, k_BSGD: Tensor) -> "Deal":
@@ -215,20 +215,14 @@ class Deal:
         )
 
 
-class _ToHeads(torch.autograd.Function):
-    """Packed q, k and v: from all heads of own tokens to own heads of all tokens."""
+class ToHeads(torch.autograd.Function):
+    """Packed heads [B, S, F], such as q, k and v: from all heads of own tokens to own heads of all
+    tokens. The first has query heads, the others key/value heads; `dims`: features of a head."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q_BSF: Tensor,
-        k_BSF: Tensor,
-        v_BSF: Tensor,
-        deal: Deal,
-        dims: tuple[int, int, int],
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, deal: Deal, dims: tuple[int, ...], *packed: Tensor) -> tuple[Tensor, ...]:
+        """One [B, L, N, D] for each."""
         ctx.deal, ctx.dims = deal, dims
-        packed = (q_BSF, k_BSF, v_BSF)
         sends = [
             torch.cat([x[..., slice(*span)] for x, span in zip(packed, spans, strict=True)], -1)
             for spans in (_features(deal, rank, dims) for rank in range(deal.group.size()))
@@ -241,12 +235,13 @@ class _ToHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads_BSND: Tensor) -> tuple[Tensor | None, ...]:
+        """The way back; a head that several ranks have adds up."""
         deal, dims = ctx.deal, ctx.dims
         sends = deal.by_rank(torch.cat([grad.flatten(2) for grad in grads_BSND], dim=-1))
         spans = [_features(deal, rank, dims) for rank in range(deal.group.size())]
         widths = [[last - first for first, last in of_rank] for of_rank in spans]
         received = deal.exchange(sends, [sum(width) for width in widths])
-        heads = deal.num_heads, deal.num_kv_heads, deal.num_kv_heads
+        heads = deal.num_heads, *(deal.num_kv_heads,) * (len(dims) - 1)
         wide = torch.promote_types(sends[0].dtype, torch.float32)
         totals = [
             sends[0].new_zeros((*received[0].shape[:2], count * dim), dtype=wide)
@@ -254,27 +249,29 @@ class _ToHeads(torch.autograd.Function):
         ]
         for grad, of_rank, width in zip(received, spans, widths, strict=True):
             for total, span, part in zip(totals, of_rank, grad.split(width, -1), strict=True):
-                total[..., slice(*span)] += part  # a head that several ranks have adds up
-        return *(total.to(sends[0].dtype) for total in totals), None, None
+                total[..., slice(*span)] += part
+        return None, None, *(total.to(sends[0].dtype) for total in totals)
 
 
-def _features(deal: Deal, rank: int, dims: tuple[int, int, int]) -> tuple[Span, Span, Span]:
-    """The ranges of packed query, key and value features that go to a rank."""
-    q, kv = deal.queries(rank), deal.keys(rank)
-    return tuple((first * d, last * d) for (first, last), d in zip((q, kv, kv), dims, strict=True))  # type: ignore[return-value]
+def _features(deal: Deal, rank: int, dims: tuple[int, ...]) -> list[Span]:
+    """The ranges of features, as of packed queries, keys and values, that go to a rank."""
+    heads = deal.queries(rank), *(deal.keys(rank),) * (len(dims) - 1)
+    return [(first * d, last * d) for (first, last), d in zip(heads, dims, strict=True)]
 
 
-class _ToTokens(torch.autograd.Function):
+class ToTokens(torch.autograd.Function):
     """Outputs [B, S, F]: from own heads of all tokens to all heads of own tokens."""
 
     @staticmethod
     def forward(ctx: Any, x_BSF: Tensor, deal: Deal) -> Tensor:
+        """[B, S, F] of all heads."""
         ctx.deal = deal
         sends = deal.by_rank(x_BSF)
         return torch.cat(deal.exchange(sends, [x_BSF.shape[2]] * len(sends)), dim=-1)
 
     @staticmethod
     def backward(ctx: Any, grad_BSF: Tensor) -> tuple[Tensor, None]:
+        """The way back."""
         deal: Deal = ctx.deal
         sends = list(grad_BSF.chunk(deal.group.size(), dim=-1))
         return deal.in_order(deal.exchange(sends, [sends[0].shape[2]] * len(sends))), None

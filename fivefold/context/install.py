@@ -8,11 +8,13 @@ from fivefold.config.parallel import CpCommType
 from fivefold.context.attention import Across, Heads
 from fivefold.context.balance import split
 from fivefold.context.latent import GatheredLatents
+from fivefold.context.states import StatesOfHeads
 from fivefold.context.transport import Gather, PeerToPeer
 from fivefold.mesh.groups import Groups
 from fivefold.model.attention.blocks import Sight
 from fivefold.model.attention.grouped_query import Kernel
 from fivefold.model.batch import Batch
+from fivefold.model.linear_attention.gated_delta_net import GatedDeltaNet
 from fivefold.model.shards import MicrobatchShare, Shards
 from fivefold.model.transformer import Stage
 
@@ -27,6 +29,10 @@ def install_context_parallel(stage: Stage, kinds: Sequence[CpCommType], groups: 
     """
     for layer in stage.transformer_layers:
         attention = layer.self_attn
+        if isinstance(attention, GatedDeltaNet):
+            assert groups.cp is not None, "one rank needs no context parallelism"
+            attention.kernel = StatesOfHeads(groups.cp)
+            continue
         kind = kinds[attention.layer % len(kinds)]
         attention.kernel = make_kernel(kind, groups)
         if kind == "all_gather" and attention.has_latents:

@@ -21,6 +21,7 @@ from fivefold.config.huggingface.adapter import (
 )
 from fivefold.config.model import ModelConfig
 from fivefold.config.rules.lora import linear_names
+from fivefold.convert.names import JOINED
 from fivefold.convert.save import ReadPart, made_of, theirs
 from fivefold.convert.stored import JOINT, JOINT_MLPS, Stored, has_predictions
 from fivefold.convert.tensor_files import TensorFiles
@@ -206,6 +207,9 @@ def _joint(model: ModelConfig, kind: str) -> str:
     """Why one adapter there would be several here; empty if none would."""
     if kind in JOINT:
         return f"{kind} has queries, keys and values in one linear layer, which has one adapter"
+    apart = [ours.removesuffix(".") for ours in JOINED.get(kind, {})]
+    if model.has_linear_layers and any(map(model.adapts, apart)):
+        return f"{kind} has several linear layers for {' and '.join(apart)}, with an adapter each"
     if kind in JOINT_MLPS and (model.adapts("gate_proj") or model.adapts("up_proj")):
         return f"{kind} has gate_proj and up_proj in one linear layer, which has one adapter"
     return ""

@@ -15,7 +15,8 @@ from fivefold.config.huggingface.multimodal import (
     stored_kind,
     text_name,
 )
-from fivefold.convert.stored import HEADS, Shape, base_of
+from fivefold.convert.names import HEADS
+from fivefold.convert.stored import Shape, base_of
 from fivefold.convert.tensor_files import TensorFiles
 from fivefold.errors import CheckpointError, Mistake
 from fivefold.files import as_kind, read_json, tensor_names

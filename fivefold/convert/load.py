@@ -18,8 +18,8 @@ from fivefold.convert.adapter import open_adapter
 from fivefold.convert.hub import HubFolder
 from fivefold.convert.megatron import MegatronFolder
 from fivefold.convert.megatron_training import training_sources
+from fivefold.convert.names import HEADS
 from fivefold.convert.stored import (
-    HEADS,
     Shape,
     Stored,
     copied,
@@ -54,11 +54,13 @@ def places_in(hub: HubFolder, model: ModelConfig) -> dict[str, Stored]:
     places = stored_tensors(hub.kind, model, neighbours=stores_neighbours(hub.fields))
     if hub.kind == "qwen3_vl_moe_text":
         places = _as_saved(hub, places)
+    if hub.kind == "qwen3_5_moe_text" and any(n.endswith(".gate_up_proj") for n in hub.names):
+        places = _together(places)
     embedding, head = places["embed_tokens.weight"], their_name(hub.kind, model, "lm_head.weight")
     tied, names = not model.untie_embeddings_and_output_weights, hub.names
     if tied and head in names and embedding.names[0] not in names:  # safetensors' save_model
         places["embed_tokens.weight"] = replace(embedding, names=(head,))
-    asked = {name: place.their_shape for place in places.values() for name in place.names}
+    asked = {name: shape for at in places.values() for name, shape in at.their_shapes.items()}
     saved = {
         name: hub.shape(name)
         for name in names
@@ -80,6 +82,24 @@ def _as_saved(hub: HubFolder, places: Mapping[str, Stored]) -> dict[str, Stored]
     if all(hub.shape(at.names[0]) == at.their_shape for at in found):
         return dict(places)
     return {**places, **moved}
+
+
+def _together(places: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Experts of Qwen3.5 as published, gate and up of all of them in one tensor; transformers saves
+    them one by one."""
+    found = dict(places)
+    for name, at in places.items():
+        if not at.by_expert:
+            continue
+        before = at.names[0].partition(".experts.")[0]
+        size = at.shape[-2]
+        if "down_proj" in name:
+            found[name] = replace(at, names=(f"{before}.experts.down_proj",), by_expert=False)
+            continue
+        first = size if "up_proj" in name else 0
+        joint = replace(at, names=(f"{before}.experts.gate_up_proj",), by_expert=False)
+        found[name] = replace(joint, rows=torch.arange(first, first + size), of=2 * size)
+    return found
 
 
 def check_copies(hub: HubFolder, model: ModelConfig) -> None:
@@ -230,12 +250,30 @@ def fill_from_folder(
 
 def _fill(folder: Reads, place: Stored, piece: Piece) -> None:
     target = piece.local.detach()
+    if place.joined:
+        _fill_joined(folder, place, piece)
+        return
     if not place.by_expert:
         target.copy_(_read(folder, place, place.names[0], piece.slices))
         return
     experts, *inner = piece.slices
     for at, name in enumerate(place.names[experts]):
         target[at].copy_(_read(folder, place, name, tuple(inner)))
+
+
+def _fill_joined(folder: Reads, place: Stored, piece: Piece) -> None:
+    """Fill a piece from several tensors there, each of which holds some of its rows."""
+    target, axis, own = piece.local.detach(), place.axis, piece.slices[place.axis]
+    for name in place.names:
+        part, ours = place.one_of(name)
+        here = ((ours >= own.start) & (ours < own.stop)).nonzero().flatten()
+        if not len(here):
+            continue
+        slices = list(piece.slices)
+        slices[axis] = slice(int(here[0]), int(here[-1]) + 1)  # `ours` ascends
+        values = _read(folder, part, name, tuple(slices))
+        at = (ours[here] - own.start).to(target.device)
+        target.index_copy_(axis, at, values.to(target.device, target.dtype))
 
 
 def _read(folder: Reads, place: Stored, name: str, slices: tuple[slice, ...]) -> Tensor:

@@ -24,17 +24,21 @@ ReadPart = Callable[[str, tuple[slice, ...]], Tensor]
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor of ours, or one expert of it, that goes into a tensor of theirs."""
+    """A tensor of ours, one expert or some rows of it, that goes into a tensor of theirs."""
 
     name: str
     place: Stored
     expert: int | None
+    rows: Tensor | None = None
 
     def read(self, read: ReadPart) -> Tensor:
         shape = self.place.shape
         slices = [slice(0, size) for size in shape]
         if self.place.rows is not None:  # without the padding
             slices[self.place.axis] = slice(0, len(self.place.rows))
+        if self.rows is not None:
+            slices[self.place.axis] = slice(0, int(self.rows[-1]) + 1)
+            return read(self.name, tuple(slices)).index_select(self.place.axis, self.rows)
         if self.expert is None:
             return read(self.name, tuple(slices))
         slices[0] = slice(self.expert, self.expert + 1)
@@ -46,8 +50,11 @@ def theirs(places: Mapping[str, Stored]) -> dict[str, list[_Part]]:
     parts: dict[str, list[_Part]] = {}
     for ours, place in places.items():
         for index, name in enumerate(place.names):
-            expert = index if place.by_expert else None
-            parts.setdefault(name, []).append(_Part(ours, place, expert))
+            part = _Part(ours, place, index if place.by_expert else None)
+            if place.joined:
+                one, rows = place.one_of(name)
+                part = _Part(ours, one, None, rows)
+            parts.setdefault(name, []).append(part)
     return parts
 
 

@@ -7,14 +7,14 @@ transformers makes of them in memory may differ.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from fivefold.config.model import ModelConfig
+from fivefold.convert.names import BASES, FALCON_NORMS, HEADS, JOINED, LAST, NAMES
 from fivefold.description.shape import parameter_shapes
 
 Shape = tuple[int, ...]
@@ -34,6 +34,8 @@ class Stored:
         transposed: whether the last two dims are swapped there.
         by_expert: whether each expert, an index of our first dim, is a tensor of its own.
         in_row: whether it is the one row of a matrix there.
+        joined: sizes along `axis` of several tensors there, which follow one another in `rows`;
+            empty: there is one.
     """
 
     shape: Shape
@@ -44,10 +46,29 @@ class Stored:
     transposed: bool = False
     by_expert: bool = False
     in_row: bool = False
+    joined: tuple[int, ...] = ()
+
+    def one_of(self, name: str) -> tuple["Stored", Tensor]:
+        """Of several joined tensors there: where one holds rows of ours, and which of ours."""
+        assert self.rows is not None, "joined tensors have an order of rows"
+        which = self.names.index(name)
+        first, size = sum(self.joined[:which]), self.joined[which]
+        ours = ((self.rows >= first) & (self.rows < first + size)).nonzero().flatten()
+        shape = list(self.shape)
+        shape[self.axis] = len(ours)
+        place = replace(self, shape=tuple(shape), names=(name,), of=size, joined=())
+        return replace(place, rows=self.rows[ours] - first), ours
+
+    @property
+    def their_shapes(self) -> dict[str, Shape]:
+        """Shape of each tensor there."""
+        if self.joined:
+            return {name: self.one_of(name)[0].their_shape for name in self.names}
+        return dict.fromkeys(self.names, self.their_shape)
 
     @property
     def their_shape(self) -> Shape:
-        """Shape of each tensor there."""
+        """Shape of the tensor there, or of each expert's."""
         shape = list(self.shape[1:] if self.by_expert else self.shape)
         shape[self.axis] = shape[self.axis] if self.of is None else self.of
         if self.transposed:
@@ -87,6 +108,8 @@ def _place(kind: str, model: ModelConfig, name: str, shape: Shape, neighbours: b
         return replace(place, rows=torch.arange(model.vocab_size), of=model.vocab_size)
     if ".experts." in name:
         return _experts(kind, model, name, place)
+    if any(part in name for part in _LINEAR_ATTENTION):
+        return _linear_attention(kind, model, name, place)
     pairs = neighbours if model.multi_latent_attention else kind in _PAIRS
     if pairs and "self_attn." in name:
         return replace(place, rows=_neighbours(model, name, shape[0]))
@@ -95,6 +118,35 @@ def _place(kind: str, model: ModelConfig, name: str, shape: Shape, neighbours: b
         place = replace(place, rows=joint[0], of=joint[1])
     linear = not of_bias and "embed" not in name
     return replace(place, transposed=kind == "gpt2" and linear)
+
+
+def _linear_attention(kind: str, model: ModelConfig, name: str, place: Stored) -> Stored:
+    """What is here key head by key head: the convolution, and projections of which families have
+    several."""
+    values = model.linear_num_value_heads // model.linear_num_key_heads
+    widths = [*[model.linear_key_head_dim] * 2, *[values * model.linear_value_head_dim] * 2]
+    if "conv1d." in name:
+        return replace(place, axis=-3, rows=_by_key_head(model, widths[:3]))
+    joined = next((theirs for ours, theirs in JOINED.get(kind, {}).items() if ours in name), None)
+    if joined is None:
+        return place
+    before = place.names[0].rpartition("in_proj_")[0]
+    if "in_proj_ba." in name:
+        widths = [values] * 2
+    last = model.linear_num_key_heads * widths[-1]
+    return replace(
+        place,
+        names=tuple(f"{before}{part}weight" for part in joined),
+        rows=_by_key_head(model, widths),
+        joined=(place.shape[0] - last, last),
+    )
+
+
+def _by_key_head(model: ModelConfig, widths: Sequence[int]) -> Tensor:
+    """Rows of parts that follow one another, each key head's of all parts together."""
+    heads = model.linear_num_key_heads
+    parts = torch.arange(heads * sum(widths)).split([heads * width for width in widths])
+    return torch.cat([part.view(heads, -1) for part in parts], dim=1).flatten()
 
 
 def _experts(kind: str, model: ModelConfig, name: str, place: Stored) -> Stored:
@@ -160,7 +212,7 @@ def _neighbours(model: ModelConfig, name: str, size: int) -> Tensor | None:
 
 def base_of(kind: str) -> str:
     """The prefix of all names but the output layer's; files of the bare model lack it."""
-    return _BASES.get(kind, "model.")
+    return BASES.get(kind, "model.")
 
 
 def has_predictions(kind: str, model: ModelConfig, names: Iterable[str]) -> bool:
@@ -175,189 +227,36 @@ def their_name(kind: str, model: ModelConfig, name: str) -> str:
         inner = inner.removeprefix("layer.") if inner.startswith("layer.") else inner
         inner = "shared_head.norm.weight" if inner == "norm.weight" else inner
         name = f"layers.{model.num_layers + int(depth)}.{inner}"
+    layer = re.match(r"layers\.(\d+)\.", name)
+    if layer is not None and model.is_linear(int(layer[1])):
+        name = name.replace(".self_attn.", ".linear_attn.")
     if name.startswith("norm."):
-        name = _LAST.get(kind, "norm.") + name.removeprefix("norm.")
+        name = LAST.get(kind, "norm.") + name.removeprefix("norm.")
     two_norms = model.parallel_residual and not model.parallel_residual_one_norm
-    names = _FALCON_NORMS if kind == "falcon" and two_norms else {}
-    for ours, theirs in {**names, **_NAMES.get(kind, {})}.items():
+    names = FALCON_NORMS if kind == "falcon" and two_norms else {}
+    for ours, theirs in {**names, **NAMES.get(kind, {})}.items():
         name = name.replace(ours, theirs)
     return name if name.startswith(HEADS) else base_of(kind) + name
 
 
-_BASES = {"gpt2": "transformer.", "falcon": "transformer.", "gpt_neox": "gpt_neox.", "megatron": ""}
-HEADS = ("lm_head.", "embed_out.")
 JOINT = ("gpt2", "gpt_neox", "phi3", "falcon", "megatron")
 """Kinds whose queries, keys and values are one linear layer."""
 JOINT_MLPS = ("phi3", "glm", "glm4", "granitemoe", "granitemoeshared", "megatron")
 """Kinds whose gate and up are one linear layer."""
 _PAIRS = ("glm", "glm4", "ernie4_5", "ernie4_5_moe", "cohere", "cohere2", "llama4_text")
 """Kinds with heads of their own whose rotary features are pairs of neighbours."""
-_PREDICTING = ("deepseek_v3", "kimi_k2", "glm4_moe")  # whose files have layers after the last
-_EACH = {".experts.": ".experts.{e}."}
-_DEEPSEEK = {
-    ".kv_a_proj.": ".kv_a_proj_with_mqa.",
-    ".mlp.router.expert_bias": ".mlp.gate.e_score_correction_bias",
-    ".mlp.router.": ".mlp.gate.",
-    **_EACH,
+_LINEAR_ATTENTION = "conv1d.", "in_proj_qkvz.", "in_proj_ba."
+_LEFT_OUT = {
+    "ernie4_5_moe": ("mtp_",),
+    **dict.fromkeys(("exaone_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ("mtp.",)),
 }
-_TOGETHER = {
-    ".mlp.experts.gate_proj.weight": ".mlp.experts.gate_up_proj",
-    ".mlp.experts.up_proj.weight": ".mlp.experts.gate_up_proj",
-    ".mlp.experts.down_proj.weight": ".mlp.experts.down_proj",
-}
-_QWEN_MOE = {
-    ".mlp.router.": ".mlp.gate.",
-    ".mlp.shared_experts.": ".mlp.shared_expert.",
-    **_EACH,
-}
-_MIXTRAL = {
-    ".mlp.router.": ".block_sparse_moe.gate.",
-    ".mlp.experts.gate_proj.": ".block_sparse_moe.experts.{e}.w1.",
-    ".mlp.experts.down_proj.": ".block_sparse_moe.experts.{e}.w2.",
-    ".mlp.experts.up_proj.": ".block_sparse_moe.experts.{e}.w3.",
-}
-_GRANITE_MOE = {
-    ".mlp.router.": ".block_sparse_moe.router.layer.",
-    ".mlp.experts.gate_proj.": ".block_sparse_moe.input_linear.",
-    ".mlp.experts.up_proj.": ".block_sparse_moe.input_linear.",
-    ".mlp.experts.down_proj.": ".block_sparse_moe.output_linear.",
-}
-_GATE_UP = {".mlp.gate_proj.": ".mlp.gate_up_proj.", ".mlp.up_proj.": ".mlp.gate_up_proj."}
-_AFTER = {
-    ".post_self_attn_layernorm.": ".post_attention_layernorm.",
-    ".post_mlp_layernorm.": ".post_feedforward_layernorm.",
-}
-_AROUND = {".post_attention_layernorm.": ".pre_feedforward_layernorm.", **_AFTER}
-_MEGATRON_MLPS = {
-    ".mlp": ".mlp",
-    ".mlp.shared_experts": ".mlp.shared_experts",
-    ".mlp.experts": ".mlp.experts.experts",
-}
-_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {
-        "gpt2": {
-            "embed_tokens.": "wte.",
-            "embed_positions.": "wpe.",
-            ".input_layernorm.": ".ln_1.",
-            ".post_attention_layernorm.": ".ln_2.",
-            "layers.": "h.",
-            ".self_attn.q_proj.": ".attn.c_attn.",
-            ".self_attn.k_proj.": ".attn.c_attn.",
-            ".self_attn.v_proj.": ".attn.c_attn.",
-            ".self_attn.o_proj.": ".attn.c_proj.",
-            ".mlp.up_proj.": ".mlp.c_fc.",
-            ".mlp.down_proj.": ".mlp.c_proj.",
-        },
-        "gpt_neox": {
-            "embed_tokens.": "embed_in.",
-            "lm_head.": "embed_out.",
-            ".self_attn.q_proj.": ".attention.query_key_value.",
-            ".self_attn.k_proj.": ".attention.query_key_value.",
-            ".self_attn.v_proj.": ".attention.query_key_value.",
-            ".self_attn.o_proj.": ".attention.dense.",
-            ".mlp.up_proj.": ".mlp.dense_h_to_4h.",
-            ".mlp.down_proj.": ".mlp.dense_4h_to_h.",
-        },
-        "falcon": {
-            "embed_tokens.": "word_embeddings.",
-            "layers.": "h.",
-            ".self_attn.q_proj.": ".self_attention.query_key_value.",
-            ".self_attn.k_proj.": ".self_attention.query_key_value.",
-            ".self_attn.v_proj.": ".self_attention.query_key_value.",
-            ".self_attn.o_proj.": ".self_attention.dense.",
-            ".mlp.up_proj.": ".mlp.dense_h_to_4h.",
-            ".mlp.down_proj.": ".mlp.dense_4h_to_h.",
-        },
-        "megatron": {
-            "embed_tokens.": "embedding.word_embeddings.",
-            "embed_positions.": "embedding.position_embeddings.",
-            "lm_head.": "output_layer.",
-            ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
-            ".post_attention_layernorm.": ".mlp.linear_fc1.layer_norm_",
-            "layers.": "decoder.layers.",
-            ".self_attn.q_proj.": ".self_attention.linear_qkv.",
-            ".self_attn.k_proj.": ".self_attention.linear_qkv.",
-            ".self_attn.v_proj.": ".self_attention.linear_qkv.",
-            ".self_attn.o_proj.": ".self_attention.linear_proj.",
-            ".self_attn.q_norm.": ".self_attention.q_layernorm.",
-            ".self_attn.k_norm.": ".self_attention.k_layernorm.",
-            ".self_attn.sinks.weight": ".self_attention.core_attention.softmax_offset",
-            ".mlp.shared_expert_gate.weight": ".mlp.shared_experts.gate_weight",
-            **{f"{of}.gate_proj.": f"{to}.linear_fc1." for of, to in _MEGATRON_MLPS.items()},
-            **{f"{of}.up_proj.": f"{to}.linear_fc1." for of, to in _MEGATRON_MLPS.items()},
-            **{f"{of}.down_proj.": f"{to}.linear_fc2." for of, to in _MEGATRON_MLPS.items()},
-        },
-        "mixtral": _MIXTRAL,
-        "minimax_m2": {
-            ".mlp.router.expert_bias": ".block_sparse_moe.e_score_correction_bias",
-            **_MIXTRAL,
-        },
-        "granitemoe": _GRANITE_MOE,
-        "granitemoeshared": {
-            ".mlp.shared_experts.gate_proj.": ".shared_mlp.input_linear.",
-            ".mlp.shared_experts.up_proj.": ".shared_mlp.input_linear.",
-            ".mlp.shared_experts.down_proj.": ".shared_mlp.output_linear.",
-            **_GRANITE_MOE,
-        },
-        "qwen2_moe": _QWEN_MOE,
-        "qwen3_moe": _QWEN_MOE,
-        "deepseek_v2": _DEEPSEEK,
-        "deepseek_v3": _DEEPSEEK,
-        "kimi_k2": _DEEPSEEK,
-        "glm4_moe": _DEEPSEEK,
-        "dots1": _DEEPSEEK,
-        "ernie4_5_moe": {
-            ".mlp.router.expert_bias": ".mlp.moe_statics.e_score_correction_bias",
-            ".mlp.router.": ".mlp.gate.",
-            **_EACH,
-        },
-        "phi3": {
-            ".self_attn.q_proj.": ".self_attn.qkv_proj.",
-            ".self_attn.k_proj.": ".self_attn.qkv_proj.",
-            ".self_attn.v_proj.": ".self_attn.qkv_proj.",
-            **_GATE_UP,
-        },
-        "glm": _GATE_UP,
-        "glm4": _GATE_UP,
-        "exaone4": _AFTER,
-        "olmo2": _AFTER,
-        "olmo3": _AFTER,
-        "gemma2": _AROUND,
-        "gemma3_text": _AROUND,
-        "olmoe": _QWEN_MOE,
-        "starcoder2": {
-            ".mlp.up_proj.": ".mlp.c_fc.",
-            ".mlp.down_proj.": ".mlp.c_proj.",
-        },
-        "gpt_oss": {
-            ".self_attn.sinks.weight": ".self_attn.sinks",
-            ".mlp.experts.gate_proj.bias": ".mlp.experts.gate_up_proj_bias",
-            ".mlp.experts.up_proj.bias": ".mlp.experts.gate_up_proj_bias",
-            ".mlp.experts.down_proj.bias": ".mlp.experts.down_proj_bias",
-            **_TOGETHER,
-        },
-        "llama4_text": {
-            ".mlp.shared_experts.": ".feed_forward.shared_expert.",
-            ".mlp.experts.gate_proj.weight": ".feed_forward.experts.gate_up_proj",
-            ".mlp.experts.up_proj.weight": ".feed_forward.experts.gate_up_proj",
-            ".mlp.experts.down_proj.weight": ".feed_forward.experts.down_proj",
-            ".mlp.": ".feed_forward.",
-        },
-        "qwen3_vl_moe_text": {".mlp.router.": ".mlp.gate.", **_TOGETHER},
-    }
-)
-_FALCON_NORMS = {
-    ".input_layernorm.": ".ln_attn.",
-    ".post_attention_layernorm.": ".ln_mlp.",
-}
-_LAST: Mapping[str, str] = MappingProxyType(
-    {
-        "gpt2": "ln_f.",
-        "falcon": "ln_f.",
-        "gpt_neox": "final_layer_norm.",
-        "megatron": "decoder.final_layernorm.",
-    }
-)
+"""Of kinds whose layers for further tokens are left out: how the names of these begin."""
+_PREDICTING = (
+    "deepseek_v3",
+    "kimi_k2",
+    "glm4_moe",
+    "glm4_moe_lite",
+)  # whose files have layers after the last
 
 
 def harmless(kind: str, model: ModelConfig, name: str) -> bool:
@@ -371,7 +270,7 @@ def harmless(kind: str, model: ModelConfig, name: str) -> bool:
         (".attn.bias", ".masked_bias", "attention.bias")
     ):
         return True
-    if kind == "ernie4_5_moe" and tail.startswith("mtp_"):
+    if tail.startswith(_LEFT_OUT.get(kind, ())):
         return True
     depth, _ = _predicting(kind, model, name)
     return depth >= model.mtp_num_layers and kind in _PREDICTING

@@ -90,7 +90,7 @@ def kept_activations(
         kept += 8.0 * (places > 0 or (repeats and model.drops))
         kept += 8.0 * (repeats and model.num_experts is not None)
     if model.attention_dropout:  # not saved tensors, which recomputation would free
-        places += len(layers)
+        places += sum(not model.is_linear(layer) for layer in layers)
     return tokens * (kept + (total(saved).offloaded if on_host else 0.0)) + 8.0 * places
 
 
@@ -125,10 +125,11 @@ def _copies(layout: Layout, layer: int, running: Running, *, packed: bool, one_c
     the output projection keeps 8 bits of what it reads, attention counts its own.
     """
     model, grid = layout.config.model, layout.grid
-    if grid.cp > 1:
+    if grid.cp > 1 or model.is_linear(layer):
         return 0.0
-    read = model.trains_all or model.reads_shared("o_proj")
-    shared = running.input_bytes == running.element_bytes
+    gated = model.attention_output_gate  # which keeps the output whatever the projection does
+    read = gated or model.trains_all or model.reads_shared("o_proj")
+    shared = gated or running.input_bytes == running.element_bytes
     output = model.attention_size / grid.tp * (read and shared and not _is_moved(layout))
     reach, length = model.reach_of(layer), layout.config.training.seq_length
     several = packed or not Reach(chunk=reach.chunk).is_whole(length)
@@ -265,7 +266,7 @@ class _Products:
             return False
         if name == "mlp.shared_experts.down_proj.weight":  # a gate saves what it multiplies
             return region == "shared_experts" or not self._model.moe_shared_expert_gate
-        if name == "self_attn.o_proj.weight":
+        if name in ("self_attn.o_proj.weight", "self_attn.out_proj.weight"):
             return region != "layer"
         return name == "mlp.down_proj.weight"
 

@@ -16,6 +16,7 @@ from fivefold.counts.routed import StepRows
 from fivefold.counts.sharded import ShardedVolumes
 from fivefold.counts.shards import ShardPlace
 from fivefold.description.layers import Layer, describe_layer, layer_kind
+from fivefold.description.linear_attention import DeltaRule
 from fivefold.description.operations import CoreAttention, Operation
 from fivefold.description.running import Running, at_place
 from fivefold.description.shape import all_layers, placed_layers
@@ -215,6 +216,9 @@ class _Volumes:
         for stage, spec in self.stages.items():
             whole, kernels = self._remade_attention(stage)
             for layer in all_layers(model, spec):
+                if model.is_linear(layer):
+                    yield self._states(layer, self.recomputed[stage], layer in whole)
+                    continue
                 kind = self.parallel.cp_comm_of(layer)
                 gathered, core = kind == "all_gather", self._layer(layer).one(CoreAttention)
                 # A ring accumulates gradients in flight, in the master dtype; others at the target.
@@ -243,6 +247,19 @@ class _Volumes:
                 size += again if layer in whole | kernels else 0.0
                 sent = self.microbatches * size + self.recomputed[stage] * once.forward
                 yield Flow("cp", "keys, values and heads", sent)
+
+    def _states(self, layer: int, twice: int, again: bool) -> Flow:
+        """What linear attention reads, exchanged for heads, and what it makes, for tokens; both
+        once more in the backward, and where the layer is made `again`."""
+        made = self.model.linear_value_size
+        features = self._layer(layer).one(DeltaRule).read_features + made
+        size = self.tokens * features / self.tp * self.element
+        runs = self.microbatches * (2 + again) + twice
+        return Flow(
+            "cp",
+            "heads of states",
+            runs * wire_bytes("all_to_all", size, self.parallel.context_parallel_size),
+        )
 
     def _remade_attention(self, stage: int) -> tuple[set[int], set[int]]:
         """Layers whose attention is recomputed with the whole layer, and those where alone."""

@@ -19,6 +19,7 @@ from fivefold.description.experts import (
     SharedOut,
 )
 from fivefold.description.latent import latent_projections
+from fivefold.description.linear_attention import GatedHeads, linear_attention
 from fivefold.description.lora import Adapters, Rescaled, with_adapters
 from fivefold.description.operations import (
     Activation,
@@ -50,15 +51,20 @@ class LayerKind(NamedTuple):
     Attributes:
         experts: whether the layer has experts instead of a dense MLP.
         predicts: whether it is a multi-token prediction layer, with a projection and norms.
+        linear: whether it has linear attention.
     """
 
     experts: bool = False
     predicts: bool = False
+    linear: bool = False
 
     @property
     def name(self) -> str:
-        """Short name, under which layer costs are reported: dense, moe or mtp."""
-        return "mtp" if self.predicts else "moe" if self.experts else "dense"
+        """Short name, under which layer costs are reported: dense, moe, those with linear attention
+        as linear_dense and linear_moe, or mtp."""
+        if self.predicts:
+            return "mtp"
+        return "linear_" * self.linear + ("moe" if self.experts else "dense")
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,7 @@ class Layer:
 
 def layer_kind(model: ModelConfig, layer: int) -> LayerKind:
     """The kind of a layer."""
-    return LayerKind(model.is_moe(layer), layer >= model.num_layers)
+    return LayerKind(model.is_moe(layer), layer >= model.num_layers, model.is_linear(layer))
 
 
 @lru_cache(maxsize=64)
@@ -154,7 +160,7 @@ def describe(model: ModelConfig, kind: LayerKind) -> Layer:
     """The operations of a kind of layer."""
     mlp = _experts(model) if kind.experts else _dense(model)
     around = (_prediction(model),) if kind.predicts else ()
-    operations = *around, *_attention(model), *mlp
+    operations = *around, *_attention(model, kind.linear), *mlp
     adapted = operations if model.trains_all else (*with_adapters(operations, model),)
     return Layer(kind, adapted)
 
@@ -164,14 +170,27 @@ def describe_layer(model: ModelConfig, layer: int) -> Layer:
     return describe(model, layer_kind(model, layer))
 
 
-def _attention(model: ModelConfig) -> tuple[Operation, ...]:
-    h, heads = model.hidden_size, model.num_attention_heads
-    latent, before = model.multi_latent_attention, _makes_input(model, "a2a_overlap_attn")
+def _attention(model: ModelConfig, linear: bool) -> tuple[Operation, ...]:
+    """Attention of either kind, with the norms and the sum around it."""
+    h, before = model.hidden_size, _makes_input(model, "a2a_overlap_attn")
+    return (
+        *_norm_before("attn_norm", "input_layernorm", model, "a2a_overlap_attn"),
+        *(linear_attention if linear else _softmax_attention)(model, before),
+        *_norm_after("attn_output_norm", "post_self_attn_layernorm", model),
+        Residual(
+            "attn_residual", features=h, dropout=bool(model.hidden_dropout), mask="attn_dropout"
+        ),
+    )
+
+
+def _softmax_attention(model: ModelConfig, before: tuple[str, ...]) -> tuple[Operation, ...]:
+    """`before`: recomputed modules that make its input again."""
+    h, heads, latent = model.hidden_size, model.num_attention_heads, model.multi_latent_attention
     sinks: tuple[Weight, ...] = ()
     if model.softmax_type == "learnable":
         sinks = (Weight("self_attn.sinks.weight", (heads,), split=0),)
+    gate = GatedHeads("attn_gate", (), ("a2a_overlap_attn",), features=model.attention_size)
     return (
-        *_norm_before("attn_norm", "input_layernorm", model, "a2a_overlap_attn"),
         *(latent_projections(model, before) if latent else _projections(model, before)),
         CoreAttention(
             "core_attn",
@@ -181,16 +200,13 @@ def _attention(model: ModelConfig) -> tuple[Operation, ...]:
             from_latents=latent,
             sent_latent=model.kv_lora_rank + model.qk_pos_emb_head_dim if latent else 0,
         ),
+        *((gate,) if model.attention_output_gate else ()),
         RowLinear(
             "attn_proj",
             row("self_attn.o_proj", model.attention_size, h, model.add_bias_linear),
             inputs=model.attention_size,
             outputs=h,
             remade_by=("a2a_overlap_attn",),
-        ),
-        *_norm_after("attn_output_norm", "post_self_attn_layernorm", model),
-        Residual(
-            "attn_residual", features=h, dropout=bool(model.hidden_dropout), mask="attn_dropout"
         ),
     )
 
@@ -200,11 +216,11 @@ def _projections(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operat
     h, bias = model.hidden_size, model.qkv_bias
     queries, keys = model.num_attention_heads, model.num_kv_heads
     weights = (
-        *column("self_attn.q_proj", h, model.q_size, bias),
+        *column("self_attn.q_proj", h, model.query_outputs, bias),
         *column("self_attn.k_proj", h, model.k_size, bias, keys),
         *column("self_attn.v_proj", h, model.v_size, bias, keys),
     )
-    outputs = model.q_size + model.k_size + model.v_size
+    outputs = model.query_outputs + model.k_size + model.v_size
     again = ("a2a_overlap_attn",)
     qkv = ColumnLinear("qkv", weights, again, inputs=h, outputs=outputs, remade_by=remade_by)
     if not model.qk_layernorm:

@@ -276,7 +276,7 @@ class CoreAttention(Operation):
         """Queries, keys and values or their latents, more heads of these for ranks that have fewer,
         and what a norm keeps of them beside; softmax statistics or unfused scores; output.
 
-        The output is also the input of the output projection.
+        The output is also the input of the output projection, or of its gate.
         """
         model = self.model
         latent = running.element_bytes * self.sent_latent
@@ -290,13 +290,14 @@ class CoreAttention(Operation):
         remade = ("a2a_overlap_attn", *(["mla_up_proj"] if self.from_latents else ()))
         again = ("core_attn", "a2a_overlap_attn")
         scores = Kept("attn_scores", (self._scores(running),), again, "core_attn")
-        apart = running.keeps_output_apart or not running.fused_attention
+        apart = self._keeps_output(running) or not running.fused_attention
+        gated = model.attention_output_gate
         result = Kept(
             "attn_output",
             (0.0 if apart else running.by_heads(model.attention_size),),
             again,
             "core_attn",
-            held_by="attn_proj" if self.shares_output else "",
+            held_by="attn_gate" if gated else "attn_proj" if self.shares_output else "",
         )
         repeats = max(running.exchanging_ranks / model.kv_heads_of(running.tensor_parallel), 1) - 1
         repeated = Kept(
@@ -306,11 +307,17 @@ class CoreAttention(Operation):
         beside = Kept("normed_heads", normed, again)
         return Kept("core_attn", attended, remade), repeated, beside, scores, result
 
+    def _keeps_output(self, running: Running) -> bool:
+        """Whether attention keeps its output beside what reads it: ranks exchange it, or the output
+        projection keeps 8 bits of it."""
+        narrow = running.input_bytes < running.element_bytes
+        return running.exchanging_ranks > 1 or (narrow and not self.model.attention_output_gate)
+
     def _scores(self, running: Running) -> float:
         model, element = self.model, running.element_bytes
         heads = model.num_attention_heads
         if running.fused_attention:
-            output = element * model.attention_size if running.keeps_output_apart else 0.0
+            output = element * model.attention_size if self._keeps_output(running) else 0.0
             return (max(LOG_SUM_EXP, element) * heads + output) / running.tensor_parallel
         per_score = element
         if model.attention_dropout:

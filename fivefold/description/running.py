@@ -132,12 +132,6 @@ class Running:
         return self.latents_gathered == (True,)
 
     @property
-    def keeps_output_apart(self) -> bool:
-        """Whether attention's output is not what its projection keeps, but kept beside it; call on
-        the result of `of_layer`."""
-        return self.input_bytes < self.element_bytes or self.exchanging_ranks > 1
-
-    @property
     def exchanging_ranks(self) -> int:
         """Number of ranks that exchange heads in this layer; call on the result of `of_layer`."""
         return self.exchanging[0] if len(self.exchanging) == 1 else 1

@@ -19,6 +19,7 @@ from typing import Protocol
 from fivefold.config.model import ModelConfig
 from fivefold.config.reach import Reach
 from fivefold.description.layers import LayerKind, describe, describe_layer, layer_kind
+from fivefold.description.linear_attention import DeltaRule
 from fivefold.description.operations import CoreAttention
 from fivefold.description.prediction import PredictionInput
 from fivefold.description.weights import Weight, embedding_weights, head_weights
@@ -122,9 +123,14 @@ def rotations(model: ModelConfig, parts: StageParts) -> frozenset[bool]:
     return frozenset(turns_locally(model, layer) for layer in rotated)
 
 
+def has_linear(model: ModelConfig, parts: StageParts) -> bool:
+    """Whether layers of a stage have linear attention."""
+    return any(map(model.is_linear, all_layers(model, parts)))
+
+
 def tempers(model: ModelConfig, parts: StageParts) -> bool:
     """Whether layers of a stage multiply queries by factors of their positions."""
-    return model.attn_temperature_tuning and not all(map(model.rotates, all_layers(model, parts)))
+    return any(map(model.tempers, all_layers(model, parts)))
 
 
 def turns_locally(model: ModelConfig, layer: int) -> bool:
@@ -138,8 +144,8 @@ def layer_weights(model: ModelConfig, layer: int) -> Weights:
     All experts of a layer are one parameter, [E, out, in]. An index from `num_layers` on means a
     multi-token prediction layer, here without its norms and projection.
     """
-    kind = layer_kind(model, layer)
-    return {weight.name: weight for weight in describe(model, LayerKind(kind.experts)).weights}
+    kind = layer_kind(model, layer)._replace(predicts=False)
+    return {weight.name: weight for weight in describe(model, kind).weights}
 
 
 def stage_weights(model: ModelConfig, parts: StageParts | None = None) -> Weights:
@@ -269,23 +275,27 @@ def forward_flops(
 
     2 x weights of the linear layers (including router, chosen experts and output layer), plus per
     layer 2 x keys attended x heads x (key + value features of a head). The mean number of keys is
-    half the sequence if causal, fewer with a window or chunks. The output layer runs once per
+    half the sequence if causal, fewer with a window or chunks. With linear attention it is a number
+    that does not depend on the sequence (`DeltaRule.flops`). The output layer runs once per
     predicted token.
     """
     parts = parts or whole_model(model)
-    weights, per_key = 0, defaultdict[Reach, int](int)
+    weights, states, per_key = 0, 0, defaultdict[Reach, int](int)
     for kind, count in kinds_of(model, all_layers(model, parts)).items():
         weights += _size(model, kind, active=True, multiplied=True) * count
     for layer in all_layers(model, parts):
-        core = describe_layer(model, layer).one(CoreAttention)
-        per_key[model.reach_of(layer)] += core.flops_per_key
+        described = describe_layer(model, layer)
+        if described.kind.linear:
+            states += described.one(DeltaRule).flops
+        else:
+            per_key[model.reach_of(layer)] += described.one(CoreAttention).flops_per_key
     if parts.head:
         weights += (1 + model.mtp_num_layers) * model.padded_vocab_size * model.hidden_size
     scores = sum(
         count * (reach.mean_keys(seq_length) if causal else seq_length)
         for reach, count in per_key.items()
     )
-    return Flops(2 * weights, int(scores))
+    return Flops(2 * weights, states + int(scores))
 
 
 def training_flops(

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fivefold.config.memory import MemoryConfig
 from fivefold.memory.tiles import Tiles, never_defer
+from fivefold.model.attention.grouped_query import AttentionBlock
 from fivefold.model.attention.latent import Heads, LatentAttention
 from fivefold.model.context import Context
 from fivefold.model.layer import Norm, TransformerLayer
@@ -55,7 +56,7 @@ def _install_modules(
 ) -> None:
     """Install recomputation of some modules of a layer."""
     _install_block(layer, modules, tiles)
-    if "core_attn" in modules:
+    if "core_attn" in modules and isinstance(layer.self_attn, AttentionBlock):
         layer.self_attn.wrap_kernel(_recomputed_kernel)
     if "mla_up_proj" in modules and isinstance(layer.self_attn, LatentAttention):
         layer.self_attn.up = _discarded_up

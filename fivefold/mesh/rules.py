@@ -25,6 +25,7 @@ def _split_over_tp(model: ModelConfig) -> list[tuple[str, int]]:
     """Name and size of everything that tensor parallelism splits."""
     sizes = {
         "num_attention_heads": model.num_attention_heads,
+        "linear_num_key_heads": model.linear_num_key_heads * model.has_linear_layers,
         "ffn_hidden_size": model.ffn_size if model.has_dense_layers else 0,
         "moe_shared_expert_intermediate_size": model.shared_ffn_size,
         "padded vocabulary": model.padded_vocab_size,
@@ -241,6 +242,16 @@ def check_context(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
             f"a rank has an early and a late piece, so that causal attention costs all the same: "
             f"{length} / (2 x {cp}) = {length / unit:.4g}",
             works=[f"--seq-length {n * unit}" for n in near if n],
+        )
+    tp = parallel.tensor_model_parallel_size
+    keys = model.linear_num_key_heads // tp
+    if model.has_linear_layers and keys % cp:
+        mistakes.add(
+            f"{cp} context-parallel ranks cannot exchange tokens for {keys} key heads of linear "
+            "attention",
+            f"linear_num_key_heads {model.linear_num_key_heads} / tp {tp} = {keys}, and {keys} / "
+            f"{cp} = {keys / cp:.4g}",
+            works=[f"--cp {d}" for d in nearest(cp, divisors(max(keys, 1)))],
         )
     if "a2a" in kinds:
         _check_heads(model, parallel, cp, lambda n: f"--cp {n}", mistakes)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fivefold.config.reach import Reach
+from fivefold.model.linear_attention.chunks import DocumentChunks
 from fivefold.model.shards import MicrobatchShare
 
 
@@ -112,6 +113,22 @@ class Batch:
             return None
         starts.append(self.documents.numel())
         return Documents(tuple(starts), len(self.documents), self.documents.device)
+
+    @cached_property
+    def recurrence(self) -> DocumentChunks:
+        """The documents of the rows, as a recurrence walks through them."""
+        rows, length = self.token_ids.shape
+        whole = range(0, rows * length + 1, length)
+        starts = whole if self.packing is None else self.packing.starts
+        return DocumentChunks.of(starts, self.token_ids.device)
+
+    @property
+    def order(self) -> tuple[Tensor, ...]:
+        """The tensors of `recurrence`, if a layer has asked for it."""
+        if "recurrence" not in self.__dict__:
+            return ()
+        of = self.recurrence
+        return of.take, of.put, of.position, *(() if of.real is None else (of.real,))
 
     def chunks_of(self, size: int | None) -> Documents | None:
         """Chunks of the documents of the rows, or None if every row is one chunk.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fivefold.model.batch import Documents
 from fivefold.model.dropout import Dropout, LayerDropout
+from fivefold.model.linear_attention.chunks import DocumentChunks
 from fivefold.model.rope import RotaryTables
 from fivefold.model.sequence_slices import KeysAndValues
 from fivefold.model.shards import MicrobatchShare
@@ -32,7 +33,8 @@ class Context:
         step: optimizer step.
         layer: dropout of the layer that runs.
         chunks: what `packing` is for layers that attend within chunks of documents.
-        temperature: factors of queries without RoPE by position, [B, S, 1, 1]; None: all 1.
+        documents: documents as layers with linear attention walk through them; None: no such layer.
+        temperature: factors of queries by position, [B, S, 1, 1]; None: all 1.
     """
 
     rows: int
@@ -47,7 +49,14 @@ class Context:
     step: int
     layer: LayerDropout = LayerDropout()
     chunks: Documents | None = None
+    documents: DocumentChunks | None = None
     temperature: Tensor | None = None
+
+    @property
+    def recurrence(self) -> DocumentChunks:
+        """Documents as a recurrence walks through them."""
+        assert self.documents is not None, "only layers with linear attention ask"
+        return self.documents
 
     @property
     def microbatch_rows(self) -> int:

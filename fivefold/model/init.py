@@ -15,7 +15,11 @@ from fivefold.model.transformer import Stage
 _ROWS_PER_BLOCK = 256
 # The outputs of the 2 L residual branches are scaled down as in GPT-2, so that the variance of the
 # residual stream does not grow with depth.
-_RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
+_RESIDUAL_OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+_GATED_NORM = "self_attn.norm.weight"
+"""Of linear attention; other norms may have weights that are offsets from 1."""
+_FASTEST = 16.0
+"""Largest decay of linear attention's heads at first: uniform from 1, as in Megatron-LM."""
 
 
 def init_slice(
@@ -48,10 +52,20 @@ def init_slice(
         shape_there = parameter_shapes(model)[weight]
         rows = init_slice(weight, shape_there, (*slices, slice(None)), model, seed)
         return lengths_of(rows, dtype)
+    if name.endswith(".A_log"):
+        one = (global_shape[0], 1)
+        drawn = _matrix(name, one, [*spans, (0, 1)], 1.0, seed, torch.float32, _fast)
+        return drawn[:, 0].log().to(dtype)
     if len(global_shape) == 1 or name.endswith(".bias"):
         ones = name.endswith("norm.weight") and not model.apply_layernorm_1p
+        ones = ones or name.endswith((_GATED_NORM, ".dt_bias"))
         value = 1.0 if ones else 0.0
         return torch.full(shape, value, dtype=dtype)
+    if name.endswith(".conv1d.weight"):  # as PyTorch does
+        features, _, taps = global_shape
+        spans = [spans[0], spans[2]]
+        rows = _matrix(name, (features, taps), spans, taps**-0.5, seed, dtype, _uniform)
+        return rows.view(shape)
     if LORA in name:
         return _adapter(name, global_shape, spans, seed, dtype)
     std = model.init_method_std
@@ -108,6 +122,11 @@ def _adapter(
 def _uniform(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     """Uniform in [-1, 1)."""
     return torch.rand(rows, columns, generator=generator).mul_(2.0).sub_(1.0)
+
+
+def _fast(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """Uniform in [1, _FASTEST)."""
+    return torch.rand(rows, columns, generator=generator).mul_(_FASTEST - 1.0).add_(1.0)
 
 
 def _normal(rows: int, columns: int, generator: torch.Generator) -> Tensor:

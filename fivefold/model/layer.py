@@ -16,6 +16,7 @@ from fivefold.model.attention.latent import LatentAttention
 from fivefold.model.context import Context
 from fivefold.model.dropout import Dropout, HiddenDropout, LayerDropout
 from fivefold.model.layers import LayerBlock
+from fivefold.model.linear_attention.gated_delta_net import GatedDeltaNet
 from fivefold.model.lora import add_adapters
 from fivefold.model.mlp import MLP
 from fivefold.model.moe.layer import MoE
@@ -37,8 +38,10 @@ def plain_block(norm: Norm, module: LayerBlock, x_TH: Tensor, *rest: Any) -> Ten
     return made_TH
 
 
-def make_attention(model: ModelConfig, layer: int) -> AttentionBlock:
+def make_attention(model: ModelConfig, layer: int) -> AttentionBlock | GatedDeltaNet:
     """The model's kind of attention for one layer."""
+    if layer_kind(model, layer).linear:
+        return GatedDeltaNet(model, layer)
     return (LatentAttention if model.multi_latent_attention else Attention)(model, layer)
 
 

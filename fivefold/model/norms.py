@@ -128,13 +128,20 @@ class RMSNorm(nn.Module):
         return norm_kernels.sum_and_norm(x_TH, onto_TH, local(self.weight), *rest)
 
 
-def make_norm(model: ModelConfig, features: int | None = None) -> LayerNorm | RMSNorm:
-    """The model's kind of normalisation; by default over the residual stream's features."""
-    features = features or model.hidden_size
+def make_norm(model: ModelConfig) -> LayerNorm | RMSNorm:
+    """The model's kind of normalisation over the residual stream's features."""
+    return _norm_of(model, model.hidden_size, model.norm_epsilon)
+
+
+def latent_norm(model: ModelConfig, features: int) -> LayerNorm | RMSNorm:
+    """The model's kind of normalisation over the features of a latent."""
+    return _norm_of(model, features, model.latent_epsilon)
+
+
+def _norm_of(model: ModelConfig, features: int, epsilon: float) -> LayerNorm | RMSNorm:
     if model.normalization == "RMSNorm":
-        return rms_norm_of(model, features)
-    biased = model.layernorm_bias
-    return LayerNorm(features, model.norm_epsilon, _offset(model), biased=biased)
+        return RMSNorm(features, epsilon, _offset(model))
+    return LayerNorm(features, epsilon, _offset(model), biased=model.layernorm_bias)
 
 
 def rms_norm_of(model: ModelConfig, features: int) -> RMSNorm:

@@ -87,13 +87,14 @@ def _growth(model: ModelConfig, share: float) -> float:
 
 
 def temperature(model: ModelConfig, positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
-    """Factors [B, S, 1, 1] of queries without RoPE (`attn_temperature_tuning`), in at least fp32.
+    """Factors [B, S, 1, 1] of queries (`attn_temperature_tuning`), in at least fp32.
 
     Scalable softmax (Nakanishi 2025), in the steps of Llama 4: attention of later tokens, over more
     keys, stays as sharp.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    steps = ((positions_BS + 1) // model.floor_scale).to(wide)
+    first = 0 if model.attn_temperature_rotated else 1
+    steps = ((positions_BS + first) // model.floor_scale).to(wide)
     return steps.log1p_().mul_(model.attn_scale).add_(1.0)[:, :, None, None]
 
 

@@ -16,6 +16,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.description.shape import (
     StageParts,
     has_final_norm,
+    has_linear,
     rotations,
     tempers,
     whole_model,
@@ -264,6 +265,7 @@ def _context(
         batch.token_ids[:, 0],
         batch.step,
         chunks=batch.chunks_of(model.attention_chunk_size),
+        documents=batch.recurrence if has_linear(model, stage.parts) else None,
         temperature=_temperature(stage, batch.positions, dtype),
     )
 

@@ -92,6 +92,8 @@ class Software:
             (`CUDA_LAUNCH_BLOCKING=1`), so that its time and the GPU's add up.
         loops_experts: whether a rank's experts are products and kernels of their own each, and not
             of one grouped product.
+        state_kernels: whether linear attention's delta rule is a few kernels in 16 bits
+            (flash-linear-attention), where PyTorch's products compute it in fp32 otherwise.
         imbalance: tokens of the busiest rank's experts, relative to an even share.
     """
 
@@ -126,6 +128,7 @@ class Software:
     dispatcher: Dispatcher = "alltoall"
     blocks_launches: bool = False
     loops_experts: bool = False
+    state_kernels: bool = False
     imbalance: float = 1.0
 
     def on(self, cluster: Cluster) -> Cluster:

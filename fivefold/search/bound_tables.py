@@ -37,10 +37,11 @@ from fivefold.search.space import Space
 
 Values = NDArray[np.float64]
 
-DENSE, EXPERTS, PREDICTION, EMBEDDING, HEAD = range(5)
-"""Kinds of modules in a pipeline stage: a dense layer, a layer with experts, a multi-token
-prediction layer, the embedding, the head."""
-KINDS = 5
+DENSE, EXPERTS, LINEAR, LINEAR_EXPERTS, PREDICTION, EMBEDDING, HEAD = range(7)
+"""Kinds of modules in a pipeline stage: a dense layer, a layer with experts, the same with linear
+attention, a multi-token prediction layer, the embedding, the head."""
+LAYERS = (DENSE, EXPERTS, LINEAR, LINEAR_EXPERTS)
+KINDS = 7
 
 
 def module_counts(model: ModelConfig, stages: Iterable[StageParts]) -> list[int]:
@@ -65,12 +66,12 @@ def stage_kinds(
 
 
 def _place(kind: LayerKind) -> int:
-    return PREDICTION if kind.predicts else EXPERTS if kind.experts else DENSE
+    return PREDICTION if kind.predicts else LAYERS[kind.experts + 2 * kind.linear]
 
 
 @lru_cache(maxsize=16)
 def sample_layers(model: ModelConfig) -> Mapping[int, LayerKind]:
-    """One kind of layer of the model for each kind of module: DENSE, EXPERTS, PREDICTION."""
+    """One kind of layer of the model for each kind of module: those of LAYERS, and PREDICTION."""
     return MappingProxyType({_place(kind): kind for kind in layer_kinds(model)})
 
 

@@ -17,6 +17,7 @@ from fivefold.search.bound_tables import (
     EXPERTS,
     FOR_TIME,
     KINDS,
+    LINEAR_EXPERTS,
     PREDICTION,
     Cells,
     Ranks,
@@ -148,4 +149,5 @@ def _messages(held: Values, further_experts: bool) -> tuple[Values, Values]:
     `further_experts`: whether the layers of further predictions have experts.
     """
     layers = held[:, :PREDICTION].sum(axis=1) + held[:, PREDICTION:].max(axis=1)
-    return layers, held[:, EXPERTS] + held[:, PREDICTION] * further_experts
+    mixtures = held[:, EXPERTS] + held[:, LINEAR_EXPERTS]
+    return layers, mixtures + held[:, PREDICTION] * further_experts

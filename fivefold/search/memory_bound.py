@@ -20,12 +20,11 @@ from fivefold.description.running import Running
 from fivefold.pipeline.schedules.registry import Shape
 from fivefold.predict.memory.stage import waiting_bytes
 from fivefold.search.bound_tables import (
-    DENSE,
     EMBEDDING,
-    EXPERTS,
     FOR_MEMORY,
     HEAD,
     KINDS,
+    LAYERS,
     PREDICTION,
     SHARDING,
     Cells,
@@ -106,7 +105,7 @@ class _State:
         policy = engine_policy(sharded)
         held = ranks.held[partition, which]
         smallest = np.full(len(self.space), np.inf)
-        for kind in (DENSE, EXPERTS):
+        for kind in LAYERS:
             parts = self.trained.column(kind), self.trained.column(KINDS + kind)
             size = np.maximum(*parts)
             smallest = np.where(held[:, kind] > 0, np.minimum(smallest, size), smallest)

@@ -10,7 +10,7 @@ from fivefold.context.attention import Across, Deal, Heads
 from fivefold.context.transport import Backward, Own, Transport
 from fivefold.model.attention.blocks import common
 from fivefold.model.attention.blockwise import Keys
-from fivefold.model.attention.grouped_query import Kernel
+from fivefold.model.attention.grouped_query import AttentionBlock, Kernel
 from fivefold.model.batch import Batch
 from fivefold.model.shards import MicrobatchShare
 from fivefold.train.engine import Engine
@@ -50,7 +50,8 @@ def count_local_positions(engine: Engine) -> None:
 def _change_kernels(engine: Engine, change: Callable[[Kernel], Kernel]) -> None:
     for stage in engine.model.stages.values():
         for layer in stage.transformer_layers:
-            layer.self_attn.kernel = change(layer.self_attn.kernel)
+            if isinstance(layer.self_attn, AttentionBlock):
+                layer.self_attn.kernel = change(layer.self_attn.kernel)
 
 
 def _change_transports(engine: Engine, wrap: Callable[[Transport], Transport]) -> None:

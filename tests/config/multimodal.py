@@ -38,6 +38,23 @@ _QWEN_VISION = {
     "out_hidden_size": 32,
     "patch_size": 4,
 }
+_HOTTER = {"original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.3}
+_LINEAR = {
+    "full_attention_interval": 2,
+    "head_dim": 16,
+    "linear_key_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 10,
+    "mtp_num_hidden_layers": 1,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [1, 1, 0],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 100.0,
+        "rope_type": "default",
+    },
+}
 _SECTIONS = {"mrope_section": [1, 2, 1]}
 TINY: Mapping[str, dict[str, Any]] = {
     "gemma3": {
@@ -63,7 +80,9 @@ TINY: Mapping[str, dict[str, Any]] = {
         | {"projector_output_dim": 16},
     },
     "mistral3": {
-        "text_config": _TEXT | {"head_dim": 12, "sliding_window": None, "rope_theta": 100.0},
+        "text_config": _TEXT
+        | {"model_type": "ministral3", "head_dim": 12}
+        | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0} | _HOTTER},
         "tie_word_embeddings": False,
         "vision_config": _VISION | {"model_type": "pixtral", "head_dim": 8},
     },
@@ -93,6 +112,16 @@ TINY: Mapping[str, dict[str, Any]] = {
         | {"head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2}
         | {"moe_intermediate_size": 24, "num_hidden_layers": 3, "mlp_only_layers": [1]},
         "vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0]},
+    },
+    "qwen3_5": {
+        "text_config": _TEXT | _LINEAR,
+        "vision_config": _QWEN_VISION,
+    },
+    "qwen3_5_moe": {
+        "text_config": {n: v for n, v in _TEXT.items() if n != "intermediate_size"}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"shared_expert_intermediate_size": 20, **_LINEAR},
+        "vision_config": _QWEN_VISION,
     },
     "qwen3_vl": {
         "text_config": _TEXT

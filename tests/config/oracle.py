@@ -18,7 +18,10 @@ LENGTH = 24
 
 
 class InFp64(TorchFunctionMode):
-    """Makes fp64 of every fp32 that is asked for: norms, softmax and RoPE insist on it."""
+    """Makes fp64 of every fp32 that is asked for: norms, softmax and RoPE insist on it.
+
+    So it does of quotients of whole numbers, which are fp32 unasked.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def wide(value: Any) -> Any:
@@ -26,6 +29,8 @@ class InFp64(TorchFunctionMode):
 
         if func is Tensor.float:
             func = Tensor.double
+        if func in (Tensor.div, Tensor.__truediv__) and not args[0].is_floating_point():
+            args = args[0].double(), *args[1:]
         named = {name: wide(value) for name, value in (kwargs or {}).items()}
         return func(*map(wide, args), **named)
 
@@ -158,7 +163,9 @@ def renamed(config: ModelConfig, model: nn.Module, tensors: dict[str, Tensor]) -
             value = value.T
         for theirs, ours in _LINEARS.items():
             name = name.replace(theirs, ours)
-        if ".experts." in name:
+        if "linear_attn." in name:
+            found |= _linear_attention(config, name.replace("linear_attn", "self_attn"), value)
+        elif ".experts." in name:
             found |= _experts(config, name, value)
         elif config.multi_latent_attention and interleaved and "self_attn." in name:
             found[name] = _in_halves(config, name, value)
@@ -177,7 +184,24 @@ def renamed(config: ModelConfig, model: nn.Module, tensors: dict[str, Tensor]) -
                 found[f"{name.rpartition('self_attn')[0]}self_attn.{letter}_proj.{kind}"] = part
         else:
             found[name] = value
+    for ours, theirs in _JOINED.items():
+        for name in [name for name in found if theirs[0] in name]:
+            parts = [found.pop(name.replace(theirs[0], part)) for part in theirs]
+            found[name.replace(theirs[0], ours)] = torch.cat(parts, dim=1).flatten(0, 1)
     return found
+
+
+def _linear_attention(config: ModelConfig, name: str, value: Tensor) -> dict[str, Tensor]:
+    """Rows of queries, keys and values one after the other as each key head's; of projections that
+    are joined, [key heads, rows of each, H]."""
+    heads = config.linear_num_key_heads
+    if "conv1d" not in name and "in_proj_qkv." not in name:
+        joined = any(name.endswith(f"in_proj_{part}.weight") for part in "zba")
+        return {name: value.unflatten(0, (heads, -1)) if joined else value}
+    keys = heads * config.linear_key_head_dim
+    parts = value.split([keys, keys, config.linear_value_size])
+    by_head = torch.cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1)
+    return {name: by_head.flatten(0, 1) if "conv1d" in name else by_head}
 
 
 def _parts(config: ModelConfig, name: str, value: Tensor) -> tuple[Tensor, ...]:
@@ -245,8 +269,16 @@ _NAMES = {
     "block_sparse_moe.": "mlp.",
     "mlp.shared_expert.": "mlp.shared_experts.",
     "shared_mlp.output_linear.": "mlp.shared_experts.down_proj.",
+    "router.wg.": "router.",
+    "mlp.shared_mlp.": "mlp.shared_experts.",
+    "query_layernorm.": "q_norm.",
+    "key_layernorm.": "k_norm.",
     "dense_h_to_4h.": "up_proj.",
     "dense_4h_to_h.": "down_proj.",
+}
+_JOINED = {
+    "in_proj_qkvz.": ("in_proj_qkv.", "in_proj_z."),
+    "in_proj_ba.": ("in_proj_b.", "in_proj_a."),
 }
 _LINEARS = {
     "self_attn.c_proj.": "self_attn.o_proj.",

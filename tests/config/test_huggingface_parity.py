@@ -67,10 +67,36 @@ _GRANITE = {
     "logits_scaling": 3.0,
     "attention_multiplier": 0.3,
 }
+_HUNYUAN = {
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "mscale": 1.0},
+}
+_MINISTRAL = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 5,
+    "max_position_embeddings": 20,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.3,
+}
+_LINEAR = {
+    "full_attention_interval": 2,
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "shared_expert_intermediate_size": 20,
+}
 _FACTORS = {"short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.5, 2, 4.0, 6.5]}
 TINY: Mapping[str, dict[str, Any]] = {
     "llama": _SIZES,
     "mistral": _SIZES | {"num_key_value_heads": 2},
+    "ministral3": _SIZES | {"num_key_value_heads": 2, "rope_parameters": _MINISTRAL},
     "qwen2": _SIZES | {"num_key_value_heads": 2},
     "qwen3": _SIZES | {"num_key_value_heads": 2},
     "smollm3": _SIZES | {"num_hidden_layers": 5, "pad_token_id": None},
@@ -131,17 +157,32 @@ TINY: Mapping[str, dict[str, Any]] = {
     | _EXPERTS
     | {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20},
     "qwen3_moe": _SIZES | _EXPERTS | {"num_experts": 4, "moe_intermediate_size": 24},
+    "qwen3_next": _SIZES | _EXPERTS | _LINEAR | {"num_experts": 4, "moe_intermediate_size": 24},
+    "qwen3_5_text": _SIZES
+    | {n: v for n, v in _LINEAR.items() if "expert" not in n}
+    | {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_5_moe_text": {n: v for n, v in _SIZES.items() if n != "intermediate_size"}
+    | _EXPERTS
+    | _LINEAR
+    | {"num_experts": 4, "moe_intermediate_size": 24},
     "gpt_oss": _SIZES | _EXPERTS | {"num_local_experts": 4, "head_dim": 8},
     "glm": _SIZES | {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None},
     "glm4": _SIZES | {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None},
     "exaone4": _SIZES | {"num_hidden_layers": 5, "num_key_value_heads": 2, "head_dim": 8},
     "glm4_moe": _GROUPS | {"num_key_value_heads": 2},
+    "solar_open": {n: v for n, v in _GROUPS.items() if n != "intermediate_size"}
+    | {"num_key_value_heads": 2, "head_dim": 12, "first_k_dense_replace": 0},
+    "hunyuan_v1_dense": _SIZES | _HUNYUAN,
+    "hunyuan_v1_moe": _SIZES | _HUNYUAN | {"num_experts": 4, "moe_topk": 2},
+    "exaone_moe": {n: v for n, v in _GROUPS.items() if not n.endswith("ed_experts")}
+    | {"num_hidden_layers": 4, "num_key_value_heads": 2, "num_experts": 4},
     "dots1": _GROUPS | {"norm_topk_prob": True},
     "minimax_m2": _SIZES
     | _EXPERTS
     | {"num_key_value_heads": 2, "head_dim": 12, "num_local_experts": 4, "rotary_dim": 6},
     "deepseek_v2": _LATENTS,
     "deepseek_v3": _LATENTS,
+    "glm4_moe_lite": _LATENTS,
     "llama4_text": _SIZES
     | {
         "num_hidden_layers": 5,
@@ -181,6 +222,10 @@ _ROPES = [
     {"type": "yarn", "factor": 2.0, "mscale_all_dim": 0.7, "mscale": 0.3},
     {"type": "yarn", "factor": 0.5, "attention_factor": 2.0},
     {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.2079441541679836},
+    _MINISTRAL,
+    {n: v for n, v in _MINISTRAL.items() if n != "llama_4_scaling_beta"},
+    {n: v for n, v in _MINISTRAL.items() if n != "original_max_position_embeddings"},
+    _MINISTRAL | {"llama_4_scaling_beta": 0, "type": "yarn"},
     {"type": "yarn", "factor": 4.0, "beta_fast": 2.0, "truncate": False},
     {"factor": 2.0},
     {"full_attention": {"rope_theta": 100.0}},
@@ -189,6 +234,8 @@ _ROPES = [
     {"full_attention": {"rope_type": "linear", "factor": 2.0}},
     {"rope_type": "linear"},
     {"type": "linear", "factor": 0.5, "rope_theta": 70.0},
+    {"type": "dynamic", "alpha": 1000.0, "factor": 2.0, "rope_theta": 70.0},
+    {"rope_type": "dynamic", "factor": 2.0, "alpha": 0.0},
     {"type": "longrope", **_FACTORS},
     {"type": "su", **_FACTORS, "factor": 3.0, "original_max_position_embeddings": 4096},
     {"rope_type": "longrope", **_FACTORS, "original_max_position_embeddings": 8},
@@ -204,7 +251,10 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "use_sliding_window": _SWITCH,
     "max_window_layers": [0, 1, 2],
     "sliding_window_pattern": [None, 0, 1, 2, "LLLG"],
-    "layer_types": [None, _BIASED[:1] * 2, _BIASED[1:] * 2, _BIASED, _BIASED[:1]],
+    "layer_types": [
+        *(None, _BIASED[:1] * 2, _BIASED[1:] * 2, _BIASED, _BIASED[:1]),
+        *(["linear_attention", "full_attention"], ["linear_attention"] * 2),
+    ],
     "rope_theta": [50, 100.0],
     "rotary_emb_base": [50, 100.0],
     "rotary_pct": [0.25, 1.0],
@@ -304,6 +354,19 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "shared_intermediate_size": [0, 24],
     "moe_num_experts": [2, 4],
     "moe_k": [1, 3],
+    "moe_topk": [1, [2, 2], [1, 2]],
+    "full_attention_interval": [1, 2, 3],
+    "linear_conv_kernel_dim": [1, 2],
+    "linear_key_head_dim": [4],
+    "linear_value_head_dim": [4],
+    "linear_num_key_heads": [1, 4, 3],
+    "linear_num_value_heads": [2, 8, 3],
+    "attn_output_gate": _SWITCH,
+    "output_gate_type": ["swish", "sigmoid"],
+    "mtp_num_hidden_layers": [0, 1],
+    "mlp_layer_types": [None, ["dense", "sparse"], ["sparse"] * 2, ["dense"] * 2, ["dense"]],
+    "num_shared_experts": [0, 2],
+    "is_moe_layer": [[False, True], [False, True, True, True]],
     "moe_num_shared_experts": [0, 2],
     "moe_layer_start_index": [0, 1, 2],
     "moe_layer_end_index": [-1, 0, 1, 5],
@@ -376,6 +439,19 @@ _YARN = {"rope_scaling": {"rope_type": "yarn", **_LONG}}
 MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama, llama3": ("llama", {"rope_scaling": {**_LLAMA3, "rope_theta": 100.0}}),
     "llama, yarn": ("llama", _YARN),
+    "ministral3, windows, scaled features": (
+        "ministral3",
+        {
+            "rope_parameters": {n: v for n, v in _MINISTRAL.items() if "mscale" not in n},
+            "sliding_window": 5,
+            "head_dim": 12,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama, yarn that scales nothing": (
+        "llama",
+        {"rope_scaling": {**_YARN["rope_scaling"], "mscale": 0.7, "mscale_all_dim": 0.7}},
+    ),
     "qwen3, some windows": (
         "qwen3",
         {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
@@ -387,6 +463,15 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {
             "first_k_dense_replace": 2,
+            "rope_scaling": {"type": "yarn", **_LONG, "mscale": 0.7, "mscale_all_dim": 1.2},
+        },
+    ),
+    "glm4_moe_lite, listed layers, stretched": (
+        "glm4_moe_lite",
+        {
+            "mlp_layer_types": ["sparse", "dense"],
+            "rms_norm_eps": 0.1,
+            "q_lora_rank": None,
             "rope_scaling": {"type": "yarn", **_LONG, "mscale": 0.7, "mscale_all_dim": 1.2},
         },
     ),
@@ -575,6 +660,60 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe, one group": (
         "glm4_moe",
         {"n_group": 1, "topk_group": 1, "partial_rotary_factor": 1.0, **_YARN},
+    ),
+    "solar_open, biases, one group": (
+        "solar_open",
+        {
+            "attention_bias": True,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 3.0,
+            **_YARN,
+        },
+    ),
+    "exaone_moe, narrow windows, listed experts": (
+        "exaone_moe",
+        {
+            "sliding_window": 5,
+            "sliding_window_pattern": 2,
+            "mlp_layer_types": ["sparse", "dense", "sparse", "dense"],
+            "num_shared_experts": 2,
+            "head_dim": 12,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "hunyuan_v1_dense, yarn": ("hunyuan_v1_dense", {"tie_word_embeddings": True, **_YARN}),
+    "hunyuan_v1_moe, lists": (
+        "hunyuan_v1_moe",
+        {"moe_topk": [3, 3], "num_key_value_heads": 1, "rope_scaling": None},
+    ),
+    "qwen3_next, some layers dense, wide taps, YaRN": (
+        "qwen3_next",
+        {
+            "num_hidden_layers": 4,
+            "full_attention_interval": 3,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+            "linear_conv_kernel_dim": 3,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "partial_rotary_factor": 0.5,
+            **_YARN,
+        },
+    ),
+    "qwen3_next, no linear attention": ("qwen3_next", {"layer_types": _BIASED[:1] * 2}),
+    "qwen3_5_text, tied, one key head": (
+        "qwen3_5_text",
+        {
+            "linear_num_key_heads": 1,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_theta": 100.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+        },
     ),
     "minimax_m2, whole heads": (
         "minimax_m2",

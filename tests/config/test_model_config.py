@@ -63,6 +63,7 @@ def test_presets_are_valid(name: str) -> None:
         ("qwen3-32b", 32_762_123_264),
         ("qwen3-30b-a3b", 30_532_122_624),
         ("qwen3-235b-a22b", 235_093_634_560),
+        ("qwen3-next-80b-a3b", 79_674_391_296),
         ("mixtral-8x7b", 46_702_792_704),
         ("mixtral-8x22b", 140_620_634_112),
         ("deepseek-v2-lite", 15_706_484_224),
@@ -94,6 +95,7 @@ def test_presets_have_the_published_number_of_parameters(name: str, published: i
         ("mixtral-8x22b", 140.6, 39.2),
         ("qwen3-30b-a3b", 30.5, 3.35),
         ("qwen3-235b-a22b", 235.1, 22.2),
+        ("qwen3-next-80b-a3b", 79.7, 3.9),
         ("llama4-scout", 107.8, 17.2),  # 109 and 17 as published, with what sees images
         ("llama4-maverick", 400.7, 17.2),
         ("deepseek-v2", 235.7, 21.4),
@@ -208,6 +210,20 @@ def test_all_mistakes_are_told_at_once() -> None:
         ({"qk_l2_norm": True, "qk_layernorm": True}, "--no-qk-layernorm"),
         ({"qk_l2_norm": True, "multi_latent_attention": True}, "--no-qk-l2-norm"),
         (
+            {"attention_output_gate": True, "multi_latent_attention": True},
+            "--no-attention-output-gate",
+        ),
+        ({"experimental_attention_variant": "gated_delta_net"}, "works: --linear-attention-freq 2"),
+        (
+            {
+                "experimental_attention_variant": "gated_delta_net",
+                "linear_attention_freq": "2",
+                "linear_num_key_heads": 5,
+                "linear_num_value_heads": 8,
+            },
+            "works: --linear-num-key-heads 2 | --linear-num-key-heads 4",
+        ),
+        (
             {"num_experts": 4, "moe_router_topk": 2, "moe_apply_probs_on_input": True},
             "--moe-router-topk 1",
         ),
@@ -276,6 +292,7 @@ def test_single_mistakes(change: dict, part: str) -> None:
         ("moe_layer_freq", {"num_experts": 4}),
         ("window_attn_skip_freq", {"window_size": 8}),
         ("no_rope_freq", {}),
+        ("linear_attention_freq", {"experimental_attention_variant": "gated_delta_net"}),
     ],
 )
 def test_patterns_that_errors_offer_are_taken(
@@ -290,9 +307,11 @@ def test_patterns_that_errors_offer_are_taken(
         (mistake,) = error.mistakes
         offered = [text.split() for text in mistake.works if text.startswith(flag_of(name))]
         assert offered
-        for _, value in offered:
+        for words in offered:
+            names = (word[2:].replace("-", "_") for word in words[::2])
+            values = (None if word == "none" else word for word in words[1::2])
             mended = Mistakes()
-            check_model(replace(model, **{name: None if value == "none" else value}), mended)
+            check_model(replace(model, **dict(zip(names, values, strict=True))), mended)
             mended.raise_if_any()
 
 

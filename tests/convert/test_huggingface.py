@@ -127,6 +127,12 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "experts 2 x 2": (4, "deepseek_v3", {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}),
     "joint experts": (2, "gpt_oss", {"ep": 2}),
     "joint projection": (2, "gpt_neox", {"tp": 2}),
+    "linear attention": (4, "qwen3_next", {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}),
+    "linear attention, several linear layers": (
+        4,
+        "qwen3_5_text",
+        {"tp": 2, "data_parallel_sharding_strategy": "optim_grads_params"},
+    ),
     "transposed, tied over stages": (4, "gpt2", {"tp": 2, "pp": 2}),
 }
 SHORT = {
@@ -175,6 +181,28 @@ def test_files_of_the_bare_model_lack_the_prefix(tmp_path: Path) -> None:
     model.transformer.save_pretrained(tmp_path / "bare")
     one, two = (
         dict(our_stage(tmp_path / side)[1].named_parameters()) for side in ("whole", "bare")
+    )
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_experts_may_be_together_and_further_predictions_there(tmp_path: Path) -> None:
+    """As Qwen3.5 is published: transformers saves experts one by one, and leaves the others out."""
+    written("qwen3_5_moe_text", tmp_path / "each", torch.float32)
+    tensors = tensors_of(tmp_path / "each")
+    for layer in range(2):
+        before = f"model.layers.{layer}.mlp.experts."
+        each = {
+            part: torch.stack([tensors.pop(f"{before}{e}.{part}_proj.weight") for e in range(4)])
+            for part in ("gate", "up", "down")
+        }
+        tensors[f"{before}gate_up_proj"] = torch.cat((each["gate"], each["up"]), dim=1)
+        tensors[f"{before}down_proj"] = each["down"]
+    folder = tmp_path / "together"
+    folder.mkdir()
+    save_file(tensors | {"mtp.fc.weight": torch.ones(2, 2)}, folder / "model.safetensors")
+    (folder / "config.json").write_bytes((tmp_path / "each" / "config.json").read_bytes())
+    one, two = (
+        dict(our_stage(tmp_path / side)[1].named_parameters()) for side in ("each", "together")
     )
     assert all(torch.equal(one[name], two[name]) for name in one)
 

@@ -43,6 +43,12 @@ LONG = replace(
     max_position_embeddings=640,
     longrope_short_factor=(1.0, 1.2, 1.7),
     longrope_long_factor=(1.4, 3.0, 7.0),
+    qk_layernorm=True,
+    qk_layernorm_after_rope=True,
+    attn_temperature_tuning=True,
+    attn_temperature_rotated=True,
+    attn_scale=0.4,
+    floor_scale=2,
 )
 GPT = replace(
     PRESETS["debug-gpt"],
@@ -69,6 +75,7 @@ LATENT = replace(
     rope_type="yarn",
     original_max_position_embeddings=8,
     mscale=0.7,
+    latent_norm_epsilon=0.3,
     softmax_scale=0.4,
     attn_logit_softcapping=0.9,
     final_logit_softcapping=1.3,
@@ -126,7 +133,23 @@ CHUNKED = replace(
     attn_scale=0.3,
     floor_scale=3,
 )
+DELTA = replace(
+    LLAMA,
+    use_rope_scaling=False,
+    rotary_percent=0.5,
+    qk_layernorm=True,
+    apply_layernorm_1p=True,
+    attention_output_gate=True,
+    experimental_attention_variant="gated_delta_net",
+    linear_attention_freq="2",
+    linear_conv_kernel_dim=3,
+    linear_key_head_dim=6,
+    linear_value_head_dim=5,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+)
 FAMILIES = {
+    "delta": DELTA,
     "command": COMMAND,
     "sinks": SINKS,
     "chunked": CHUNKED,

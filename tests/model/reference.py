@@ -27,7 +27,11 @@ def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Ten
             local = model.rotary_base_local
             seen = replace(seen, rotary_base=local, use_rope_scaling=False, rope_type="rope")
             seen = replace(seen, rotary_seq_len_interpolation_factor=None)
-        attended = _attention(seen, own, _norm(model, own, "input_layernorm", x), window)
+        normed = _norm(model, own, "input_layernorm", x)
+        if model.is_linear(layer):
+            attended = _delta_net(model, own, normed)
+        else:
+            attended = _attention(seen, own, normed, window)
         attended = _norm(model, own, "post_self_attn_layernorm", attended)
         y = x + attended * model.residual_multiplier
         read = x if model.parallel_residual else y
@@ -54,11 +58,13 @@ def _norm(model: ModelConfig, own: dict[str, Tensor], name: str, x: Tensor) -> T
     if f"{name}.weight" not in own:
         return x
     factor = model.apply_layernorm_1p + own[f"{name}.weight"]
+    latent = name.endswith("_a_layernorm") and model.latent_norm_epsilon
+    epsilon = latent or model.norm_epsilon
     if model.normalization == "LayerNorm" and not name.startswith("self_attn."):
         centred = x - x.mean(-1, keepdim=True)
-        scale = (centred.pow(2).mean(-1, keepdim=True) + model.norm_epsilon).sqrt()
+        scale = (centred.pow(2).mean(-1, keepdim=True) + epsilon).sqrt()
         return centred / scale * factor + own.get(f"{name}.bias", 0.0)
-    scale = (x.pow(2).mean(-1, keepdim=True) + model.norm_epsilon).sqrt()
+    scale = (x.pow(2).mean(-1, keepdim=True) + epsilon).sqrt()
     return x / scale * factor
 
 
@@ -99,7 +105,49 @@ def _attention(model: ModelConfig, own: dict[str, Tensor], x: Tensor, window: in
                 total = total + own["self_attn.sinks.weight"][head].exp()
             rows.append(scores / total @ v_SV[first : s + 1])
         outputs.append(torch.stack(rows))
+        if model.attention_output_gate:
+            D = model.head_dim
+            both = _linear(own, "self_attn.q_proj", x)[:, 2 * head * D : 2 * (head + 1) * D]
+            outputs[-1] = outputs[-1] / (1 + (-both[:, D:]).exp())
     return _linear(own, "self_attn.o_proj", torch.cat(outputs, dim=1))
+
+
+def _delta_net(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Gated DeltaNet, token by token."""
+    K, V, heads = model.linear_key_head_dim, model.linear_value_head_dim, model.linear_num_key_heads
+    shared = model.linear_num_value_heads // heads
+    mixed, outputs = 2 * K + shared * V, []
+    projected = _linear(own, "self_attn.in_proj_qkvz", x).unflatten(1, (heads, -1))
+    rates = _linear(own, "self_attn.in_proj_ba", x).unflatten(1, (heads, 2, shared))
+    taps = own["self_attn.conv1d.weight"][:, 0].unflatten(0, (heads, mixed))
+    for head in range(heads):
+        rows = []
+        for s in range(len(x)):
+            reach = range(min(model.linear_conv_kernel_dim, s + 1))
+            terms = [projected[s - j, head, :mixed] * taps[head, :, -1 - j] for j in reach]
+            rows.append(_silu(torch.stack(terms).sum(0)))
+        q, k, v = torch.stack(rows).split([K, K, shared * V], dim=1)
+        for value in range(shared):
+            place = head * shared + value
+            state, read = x.new_zeros(K, V), []
+            for s in range(len(x)):
+                rate, slow = rates[s, head, :, value]
+                decay = (1 + (slow + own["self_attn.dt_bias"][place]).exp()).log()
+                state = state * (-own["self_attn.A_log"][place].exp() * decay).exp()
+                key = k[s] / (k[s].dot(k[s]) + 1e-6).sqrt()
+                query = q[s] / (q[s].dot(q[s]) + 1e-6).sqrt() / math.sqrt(K)
+                wanted = v[s, value * V : (value + 1) * V] - key @ state
+                state = state + key[:, None] * wanted / (1 + (-rate).exp())
+                read.append(query @ state)
+            plain = replace(model, apply_layernorm_1p=False)
+            gate = projected[:, head, mixed + value * V : mixed + (value + 1) * V]
+            normed = _norm(plain, own, "self_attn.norm", torch.stack(read))
+            outputs.append(normed * _silu(gate))
+    return _linear(own, "self_attn.out_proj", torch.cat(outputs, dim=1))
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x / (1 + (-x).exp())
 
 
 Head = tuple[Tensor, Tensor, Tensor, float]  # queries, keys, values, factor of the scores
@@ -108,23 +156,31 @@ Head = tuple[Tensor, Tensor, Tensor, float]  # queries, keys, values, factor of 
 def _plain_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Iterator[Head]:
     D, shared = model.head_dim, model.num_attention_heads // model.num_kv_heads
     q, k, v = (_linear(own, f"self_attn.{name}_proj", x) for name in "qkv")
+    if model.attention_output_gate:
+        q = q.unflatten(1, (-1, 2, D))[:, :, 0].flatten(1)
     if model.qk_layernorm_type == "all_heads":
         q, k = _norm(model, own, "self_attn.q_norm", q), _norm(model, own, "self_attn.k_norm", k)
     for head in range(model.num_attention_heads):
         group = head // shared
         q_SD = q[:, head * D : (head + 1) * D]
         k_SD, v_SD = (y[:, group * D : (group + 1) * D] for y in (k, v))
-        if model.qk_layernorm and model.qk_layernorm_type == "per_head":
+        after = model.qk_layernorm_after_rope
+        if model.qk_layernorm_type == "per_head" and not after:
             q_SD = _norm(model, own, "self_attn.q_norm", q_SD)
             k_SD = _norm(model, own, "self_attn.k_norm", k_SD)
         if model.position_embedding_type == "rope":
             q_SD, k_SD = _rope(model, q_SD), _rope(model, k_SD)
             if model.qk_l2_norm:
                 q_SD, k_SD = (_unit(model, y) for y in (q_SD, k_SD))
-        elif model.attn_temperature_tuning:
-            steps = [math.floor((s + 1) / model.floor_scale) for s in range(len(x))]
+        turned = model.position_embedding_type == "rope"
+        if model.attn_temperature_tuning and turned == model.attn_temperature_rotated:
+            first = 0 if turned else 1
+            steps = [math.floor((s + first) / model.floor_scale) for s in range(len(x))]
             factors = [1 + model.attn_scale * math.log(1 + step) for step in steps]
             q_SD = q_SD * torch.tensor(factors, dtype=q.dtype)[:, None]
+        if after:
+            q_SD = _norm(model, own, "self_attn.q_norm", q_SD)
+            k_SD = _norm(model, own, "self_attn.k_norm", k_SD)
         yield q_SD, k_SD, v_SD, model.softmax_scale or 1 / math.sqrt(D)
 
 

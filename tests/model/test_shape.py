@@ -3,11 +3,13 @@ from math import prod
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
 from fivefold.config.reach import Reach
+from fivefold.description.linear_attention import DeltaRule
 from fivefold.description.shape import (
     ModelParts,
     count_parameters,
@@ -18,6 +20,8 @@ from fivefold.description.shape import (
     training_flops,
 )
 from fivefold.model.attention.blocks import Sight
+from fivefold.model.attention.grouped_query import AttentionBlock
+from fivefold.model.linear_attention.gated_delta_net import GatedDeltaNet
 from fivefold.model.transformer import Stage
 from tests.model.models import FAMILIES, GPT, LLAMA, batch_of
 from tests.model.plain_attention import plain_attention
@@ -84,16 +88,27 @@ def test_flops_are_those_that_pytorch_counts(model: ModelConfig) -> None:
     for parameter in stage.parameters():
         torch.nn.init.normal_(parameter)
     for layer in stage.layers.values():
-        layer.self_attn.kernel = plain_attention  # two matrix products, which the counter sees
+        softmax = isinstance(layer.self_attn, AttentionBlock)
+        # Two matrix products, which the counter sees; or none.
+        layer.self_attn.kernel = plain_attention if softmax else _without_states
     batch = batch_of(model, [[16], [16]])
     with FlopCounterMode(display=False) as forward:
         loss = stage(None, batch)
     with FlopCounterMode(display=False) as backward:
         loss.backward()
     tokens = batch.tokens.numel()
-    assert forward.get_total_flops() == tokens * forward_flops(model, 16, causal=False).total
+    linear = sum(map(model.is_linear, range(model.num_layers)))
+    states = linear * DeltaRule("", model=model).flops
+    assert forward.get_total_flops() == tokens * (
+        forward_flops(model, 16, causal=False).total - states
+    )
     both = forward.get_total_flops() + backward.get_total_flops()
-    assert both == tokens * training_flops(model, 16, causal=False).total
+    assert both == tokens * (training_flops(model, 16, causal=False).total - 3 * states)
+
+
+def _without_states(mixed: Tensor, rates: Tensor, layer: GatedDeltaNet, _: object) -> Tensor:
+    """Values, in place of what a state of them gives."""
+    return mixed[..., 2 * layer.sizes.key :] * rates.mean()
 
 
 def test_flops_of_stages_add_up_and_causal_attention_is_half() -> None:

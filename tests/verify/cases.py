@@ -143,7 +143,22 @@ MULTIPLIERS: dict[str, Any] = {
     "attn_logit_softcapping": 0.7,
     "final_logit_softcapping": 0.9,
 }
+DELTA = replace(
+    LLAMA,
+    apply_layernorm_1p=True,
+    attention_output_gate=True,
+    experimental_attention_variant="gated_delta_net",
+    linear_attention_freq="[1,0,1,1,0]",
+    linear_conv_kernel_dim=3,
+    linear_key_head_dim=3,
+    linear_value_head_dim=5,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+)
 MODELS = {
+    "delta": DELTA,
+    "delta tied": replace(DELTA, untie_embeddings_and_output_weights=False),
+    "delta, experts": replace(DELTA, **EXPERTS, moe_shared_expert_gate=True),
     "sinks": SINKS,
     "neox": NEOX,
     "oss": replace(

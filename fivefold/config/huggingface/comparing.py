@@ -3,6 +3,7 @@
 from dataclasses import asdict, replace
 from typing import Any
 
+from fivefold.config.by_layer import OF_LINEAR_ATTENTION
 from fivefold.config.model import ModelConfig
 
 _TRAINING = ("hidden_dropout", "attention_dropout", "init_method_std")
@@ -33,14 +34,16 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     latent = model.multi_latent_attention
     told = asdict(model.spelt_out())
     told["softmax_scale"] = softmax_scale(model)
+    told["latent_norm_epsilon"] = model.latent_epsilon
     told["rotary_base_local"] = _local_base(model)
     told["longrope_attention_factor"] = model.longrope_scale
     told["window_size"] = [model.window_of(layer) for layer in layers]
     told["no_rope_freq"] = [not model.rotates(layer) for layer in layers]
+    told["linear_attention_freq"] = [model.is_linear(layer) for layer in layers]
     told["moe_layer_freq"] = [model.is_moe(layer) for layer in layers]
     unused = [*_OURS, "window_attn_skip_freq"]
     if not model.attn_temperature_tuning:
-        unused += ["attn_scale", "floor_scale"]
+        unused += ["attn_scale", "floor_scale", "attn_temperature_rotated"]
     if not model.has_dense_layers:
         unused.append("ffn_hidden_size")
     if not moe:
@@ -52,6 +55,7 @@ def _told(model: ModelConfig) -> dict[str, Any]:
             "qk_head_dim",
             "qk_pos_emb_head_dim",
             "v_head_dim",
+            "latent_norm_epsilon",
         ]
     if model.position_embedding_type == "rope":  # positions are computed, however many
         unused.append("max_position_embeddings")
@@ -66,6 +70,10 @@ def _told(model: ModelConfig) -> dict[str, Any]:
         unused += [name for name in told if name.startswith("longrope_")]
     if model.rope_type == "rope":
         unused.append("original_max_position_embeddings")
+    if not model.has_linear_layers:
+        unused += OF_LINEAR_ATTENTION
+    if not model.qk_layernorm:
+        unused += ["qk_layernorm_type", "qk_layernorm_after_rope"]
     if model.moe_router_num_groups is None:
         unused += ["moe_router_group_topk", "moe_router_group_scores"]
     return {name: value for name, value in told.items() if name not in unused}

@@ -3,6 +3,7 @@
 from typing import Any
 
 from fivefold.config.huggingface.comparing import softmax_scale
+from fivefold.config.huggingface.defaults import GLM, QWEN_LINEAR
 from fivefold.config.model import ModelConfig
 
 Fields = dict[str, Any]
@@ -47,6 +48,8 @@ def rope_fields(model: ModelConfig) -> Fields:
         if model.mscale_all_dim:
             scales = {"mscale": model.mscale, "mscale_all_dim": model.mscale_all_dim}
             fields["rope_scaling"] |= scales
+        if not model.mscale:
+            fields["rope_scaling"] |= {"mscale": 1.0, "mscale_all_dim": 1.0}
     if model.rope_type == "longrope":
         fields["rope_scaling"] = {
             "rope_type": "longrope",
@@ -180,7 +183,10 @@ def llama_like(model: ModelConfig, kind: str) -> Fields:
         fields["attention_multiplier"] = softmax_scale(model)
     if kind in ("llama", "smollm3", "granite", "arcee", "nemotron"):
         fields |= {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
-    if kind in ("mistral", "mixtral", "phi3"):
+    if kind == "ministral3" and "rope_scaling" in fields:
+        beta = model.attn_scale if model.attn_temperature_tuning else 0.0
+        fields["rope_scaling"]["llama_4_scaling_beta"] = beta
+    if kind in ("mistral", "ministral3", "mixtral", "phi3"):
         fields["sliding_window"] = _width(model.widest_window)
     if kind == "nemotron":
         fields["norm_eps"] = fields.pop("rms_norm_eps")
@@ -193,14 +199,14 @@ def llama_like(model: ModelConfig, kind: str) -> Fields:
         fields["layer_norm_eps"] = fields.pop("rms_norm_eps")
         fields["logit_scale"] = 1.0 / model.logits_scaling
         del fields["head_dim"]  # hidden_size / num_attention_heads
-    if kind.startswith("qwen"):
+    if kind.startswith("qwen") and kind not in QWEN_LINEAR:
         fields |= _qwen_windows(model)
-    if kind.startswith("glm"):
+    if kind in GLM:
         fields["attention_bias"] = model.add_qkv_bias
     if kind == "seed_oss":
         fields |= dict.fromkeys(("attention_out_bias", "mlp_bias"), model.add_bias_linear)
         fields |= {"attention_bias": model.qkv_bias, "residual_dropout": 0.0}
-    if kind in ("cohere2", "exaone4", "olmo3", "gemma2", "gemma3_text"):
+    if kind in ("cohere2", "exaone4", "exaone_moe", "olmo3", "gemma2", "gemma3_text"):
         fields |= listed_windows(model)
     if kind in ("gemma2", "gemma3_text"):
         fields["hidden_activation"] = fields.pop("hidden_act")

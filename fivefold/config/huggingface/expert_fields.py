@@ -1,5 +1,6 @@
 """What goes into the config.json of a mixture of experts."""
 
+from fivefold.config.by_layer import OF_LINEAR_ATTENTION
 from fivefold.config.huggingface.dense_fields import (
     ACTIVATIONS,
     Fields,
@@ -26,6 +27,15 @@ def mixtral(model: ModelConfig, kind: str) -> Fields:
 def granite_moe_shared(model: ModelConfig, kind: str) -> Fields:
     """Of Granite's mixtures with an expert of all tokens."""
     return mixtral(model, kind) | {"shared_intermediate_size": model.shared_ffn_size}
+
+
+def hunyuan_moe(model: ModelConfig, kind: str) -> Fields:
+    """Of Hunyuan's mixtures."""
+    return llama_like(model, kind) | {
+        "num_experts": model.num_experts,
+        "moe_topk": model.moe_router_topk,
+        "intermediate_size": model.expert_ffn_size,
+    }
 
 
 def ernie4_5_moe(model: ModelConfig, kind: str) -> Fields:
@@ -77,6 +87,22 @@ def qwen_moe(model: ModelConfig, kind: str) -> Fields:
     return fields
 
 
+def qwen_linear(model: ModelConfig, kind: str) -> Fields:
+    """Of Qwen3-Next and Qwen3.5."""
+    dense = kind == "qwen3_5_text"
+    fields = llama_like(model, kind) if dense else qwen_moe(model, kind)
+    fields["partial_rotary_factor"] = model.rotary_percent
+    if not dense:
+        fields["shared_expert_intermediate_size"] = model.shared_ffn_size
+    if kind == "qwen3_5_moe_text":
+        del fields["intermediate_size"]  # of dense layers
+    linear = [model.is_linear(layer) for layer in range(model.num_layers)]
+    return fields | {
+        "layer_types": [f"{'linear' if has else 'full'}_attention" for has in linear],
+        **{name: getattr(model, name) for name in OF_LINEAR_ATTENTION[1:]},
+    }
+
+
 def gpt_oss(model: ModelConfig, kind: str) -> Fields:
     """Of gpt-oss."""
     return llama_like(model, kind) | {
@@ -112,7 +138,7 @@ def llama4(model: ModelConfig, kind: str) -> Fields:
 
 
 def deepseek(model: ModelConfig, kind: str) -> Fields:
-    """Of DeepSeek-V2, V3 and Kimi-K2."""
+    """Of DeepSeek-V2, V3, Kimi-K2 and GLM-4.7-Flash."""
     second = kind == "deepseek_v2"
     fields = {
         **size_fields(model),
@@ -134,11 +160,18 @@ def deepseek(model: ModelConfig, kind: str) -> Fields:
         grouped = model.moe_router_num_groups is not None
         fields["topk_method"] = "group_limited_greedy" if grouped else "greedy"
         return fields
+    if kind == "glm4_moe_lite":
+        fields["mlp_layer_types"] = _layer_types(model)
     return fields | {
         "topk_method": "noaux_tc",
         "num_nextn_predict_layers": model.mtp_num_layers,
         "rope_interleave": True,
     }
+
+
+def _layer_types(model: ModelConfig) -> list[str]:
+    """Whether each layer has experts."""
+    return ["sparse" if model.is_moe(layer) else "dense" for layer in range(model.num_layers)]
 
 
 def grouped_experts(model: ModelConfig, second: bool = False) -> Fields:
@@ -169,6 +202,23 @@ def glm4_moe(model: ModelConfig, kind: str) -> Fields:
             "num_nextn_predict_layers": model.mtp_num_layers,
         }
     )
+
+
+def solar_open(model: ModelConfig, kind: str) -> Fields:
+    """Of Solar Open."""
+    fields = llama_like(model, kind) | grouped_experts(model)
+    del fields["intermediate_size"]  # of dense layers
+    return fields
+
+
+def exaone_moe(model: ModelConfig, kind: str) -> Fields:
+    """Of K-EXAONE."""
+    fields = llama_like(model, kind) | grouped_experts(model)
+    return fields | {
+        "num_experts": fields.pop("n_routed_experts"),
+        "num_shared_experts": fields.pop("n_shared_experts"),
+        "mlp_layer_types": _layer_types(model),
+    }
 
 
 def dots1(model: ModelConfig, kind: str) -> Fields:

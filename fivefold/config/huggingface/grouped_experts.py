@@ -39,6 +39,17 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "deepseek_v3": _V3,
         "kimi_k2": _V3,
         "glm4_moe": {**_V3, **_ONE_GROUP, "first_k_dense_replace": 1},
+        "solar_open": {**_V3, **_ONE_GROUP, "first_k_dense_replace": 0},
+        "glm4_moe_lite": {
+            **{**_V3, **_ONE_GROUP},
+            "routed_scaling_factor": 1.8,
+            "first_k_dense_replace": 1,
+        },
+        "exaone_moe": {
+            **{**_V3, **_ONE_GROUP},
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 1,
+        },
         "dots1": {
             **{**_V3, **_ONE_GROUP, "first_k_dense_replace": 0, "n_shared_experts": None},
             "norm_topk_prob": False,  # as which it cannot be trained here
@@ -46,6 +57,8 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 """Values of a router's fields where a config.json does not give them."""
+_LISTED = "exaone_moe", "glm4_moe_lite"
+"""Families whose files may say of each layer whether it has experts."""
 
 
 def grouped_experts(reader: Reader, kind: str, layers: int) -> dict[str, Any]:
@@ -53,7 +66,7 @@ def grouped_experts(reader: Reader, kind: str, layers: int) -> dict[str, Any]:
     family, second = _FAMILIES[kind], kind == "deepseek_v2"
     read_balancing(reader)
     reader.without_effect("aux_loss_alpha", "seq_aux", "ep_size")
-    experts = reader.optional_size("n_routed_experts", "num_experts", "num_local_experts")
+    experts = _count(reader, kind)
     names = ("greedy", "group_limited_greedy") if second else ("noaux_tc",)
     method = reader.text("topk_method", default=family["topk_method"], choices=names)
     scores = family["scoring_func"]
@@ -64,11 +77,12 @@ def grouped_experts(reader: Reader, kind: str, layers: int) -> dict[str, Any]:
     factor = reader.number("routed_scaling_factor", family["routed_scaling_factor"])
     size = reader.optional_size if second else reader.size
     counts = {name: size(name, default=family[name]) for name in ("n_group", "topk_group")}
-    first = reader.size("first_k_dense_replace", default=family["first_k_dense_replace"], least=0)
-    shared = reader.optional_size("n_shared_experts", default=family["n_shared_experts"], least=0)
+    sparse = _sparse_layers(reader, kind, layers)
+    name = "num_shared_experts" if kind == "exaone_moe" else "n_shared_experts"
+    shared = reader.optional_size(name, default=family["n_shared_experts"], least=0)
     inner, topk = reader.size("moe_intermediate_size"), reader.size("num_experts_per_tok")
     reader.fixed("moe_layer_freq", 1)
-    if experts is None or first >= layers:
+    if experts is None or not any(sparse):
         return {}
     if topk == 1 and not second:
         reader.unsupported("num_experts_per_tok", topk, [2], "its weight would be normalised to 1")
@@ -91,8 +105,34 @@ def grouped_experts(reader: Reader, kind: str, layers: int) -> dict[str, Any]:
         "moe_router_enable_expert_bias": not second,
         "moe_ffn_hidden_size": inner,
         "moe_shared_expert_intermediate_size": (shared or 0) * inner or None,
-        "moe_layer_freq": layer_frequency([layer >= first for layer in range(layers)]),
+        "moe_layer_freq": layer_frequency(sparse),
     }
+
+
+def _count(reader: Reader, kind: str) -> int | None:
+    """The number of experts; None, where a family may have none."""
+    if kind == "exaone_moe":
+        return reader.size("num_experts")
+    count = reader.size if kind in ("solar_open", "glm4_moe_lite") else reader.optional_size
+    return count("n_routed_experts", "num_experts", "num_local_experts")
+
+
+def _sparse_layers(reader: Reader, kind: str, layers: int) -> list[bool]:
+    """Which layers have experts: those after the first few, or those that are listed."""
+    first = _FAMILIES[kind]["first_k_dense_replace"]
+    usual = first
+    first = reader.size("first_k_dense_replace", default=first, least=0)
+    listed = reader.texts("mlp_layer_types", ("dense", "sparse")) if kind in _LISTED else None
+    if listed is None:
+        if kind == "glm4_moe_lite" and first != usual:
+            why = "transformers reads mlp_layer_types alone"
+            reader.unsupported("first_k_dense_replace", first, [usual], why)
+        return [layer >= first for layer in range(layers)]
+    if len(listed) != layers:
+        counts = f"{len(listed)} entries, num_hidden_layers is {layers}"
+        reader.mistakes.add(f"mlp_layer_types must have one entry a layer: {counts}")
+        return [False] * layers
+    return [word == "sparse" for word in listed]
 
 
 def predictions(reader: Reader) -> int:

@@ -12,7 +12,10 @@ from fivefold.config.model import ModelConfig
 
 
 def exaone4(reader: Reader, kind: str) -> ModelConfig:
-    """EXAONE 4: norms after attention and MLP, windows in three of four layers, RoPE in these."""
+    """EXAONE 4: norms after attention and MLP, windows in three of four layers, RoPE in these.
+
+    K-EXAONE has these layers with norms before.
+    """
     model = llama_like(reader, kind)
     layers = model.num_layers
     window = reader.optional_size("sliding_window", default=4096, least=2)

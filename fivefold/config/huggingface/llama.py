@@ -1,13 +1,31 @@
 """Llama and related families: RMSNorm, RoPE, a gated MLP, no biases unless the family has them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
+from fivefold.config.huggingface.defaults import (
+    ALWAYS_EXPERTS,
+    COUNTED_HEADS,
+    DEFAULTS,
+    EPSILONS,
+    GLM,
+    HUNYUAN,
+    NO_WINDOWS,
+    NULL_HEADS,
+)
 from fivefold.config.huggingface.generic import read_stored_weights
 from fivefold.config.huggingface.reader import Reader
-from fivefold.config.huggingface.rope import PHI3, Rope, read_rope, whole_head_rope, yarn_settings
+from fivefold.config.huggingface.rope import (
+    PHI3,
+    Rope,
+    raised_rope,
+    read_rope,
+    sharpened_rope,
+    whole_head_rope,
+    yarn_settings,
+)
 from fivefold.config.layer_pattern import MAX_LAYERS, unrotated_frequency, window_frequency
 from fivefold.config.model import ModelConfig
 
@@ -26,110 +44,16 @@ ACTIVATIONS: Mapping[str, Any] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True)
-class _Defaults:
-    """transformers' defaults for fields that a config.json omits.
-
-    Attributes:
-        num_key_value_heads: key/value heads; None: as many as query heads.
-        head_dim: features of a head; None: hidden size / heads.
-        rms_norm_eps: epsilon of RMSNorm.
-        rope_theta: base of RoPE.
-        sliding_window: sliding window in tokens, if a window is used.
-        rotary_share: share of a head's features that RoPE rotates; None: the family has no such
-            field, and rotates all.
-        tied: whether embeddings are tied.
-        activation: activation function of the MLP, as files have it.
-        norms: which norms the family has around attention and MLP.
-        heads: how it normalises heads of queries and keys; None: it does not.
-    """
-
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    sliding_window: int | None = 4096
-    rotary_share: float | None = None
-    tied: bool = False
-    activation: str = "silu"
-    norms: Literal["before", "after", "both"] = "before"
-    heads: Literal["per_head", "all_heads"] | None = None
-
-
-_DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
-    {
-        "llama": _Defaults(),
-        "mistral": _Defaults(8),
-        "mixtral": _Defaults(8, None, 1e-5, 1e6, sliding_window=None),
-        "qwen2": _Defaults(32),
-        "qwen3": _Defaults(32, head_dim=128, heads="per_head"),
-        "qwen2_moe": _Defaults(16),
-        "qwen3_moe": _Defaults(4, heads="per_head"),
-        "gpt_oss": _Defaults(8, 64, 1e-5, 150000.0),
-        "granite": _Defaults(),
-        "granitemoe": _Defaults(),
-        "granitemoeshared": _Defaults(),
-        "seed_oss": _Defaults(8, 128),
-        "stablelm": _Defaults(32, None, 1e-5, rotary_share=0.25),
-        "arcee": _Defaults(None, None, 1e-5, activation="relu2"),
-        "nemotron": _Defaults(None, None, 1e-5, rotary_share=0.5, activation="relu2"),
-        "ernie4_5": _Defaults(2, 128, 1e-5, 500000.0, tied=True),
-        "ernie4_5_moe": _Defaults(4, None, 1e-5, 500000.0, tied=True),
-        "cohere": _Defaults(None, None, 1e-5, 500000.0, tied=True),
-        "cohere2": _Defaults(None, None, 1e-5, tied=True),
-        "phi3": _Defaults(None, None, 1e-5, sliding_window=None, rotary_share=1.0),
-        "glm": _Defaults(2, 128, 1.5625e-7, rotary_share=0.5),
-        "glm4": _Defaults(2, 128, 1.5625e-7, rotary_share=0.5, norms="both"),
-        "glm4_moe": _Defaults(8, None, 1e-5, rotary_share=0.5),
-        "exaone4": _Defaults(32, None, 1e-5, norms="after", heads="per_head"),
-        "dots1": _Defaults(32, heads="per_head"),
-        "minimax_m2": _Defaults(8, 128, 1e-6, 5e6, rotary_share=1.0, heads="all_heads"),
-        "smollm3": _Defaults(4, rope_theta=2000000.0, sliding_window=None, tied=True),
-        "olmo2": _Defaults(None, None, 1e-5, norms="after", heads="all_heads"),
-        "olmoe": _Defaults(None, None, 1e-5, heads="all_heads"),
-        "olmo3": _Defaults(None, None, 1e-5, norms="after", heads="all_heads"),
-        "gemma": _Defaults(16, 256, tied=True, activation="gelu_pytorch_tanh"),
-        "gemma2": _Defaults(4, 256, tied=True, activation="gelu_pytorch_tanh", norms="both"),
-        "gemma3_text": _Defaults(
-            4, 256, tied=True, activation="gelu_pytorch_tanh", norms="both", heads="per_head"
-        ),
-    }
-)
-_NULL_HEADS = (
-    *("llama", "mistral", "mixtral", "gpt_oss", "ernie4_5", "arcee", "nemotron", "seed_oss"),
-    "stablelm",
-)
-"""Families in which transformers takes a head_dim of null for hidden size / heads."""
-_GLM = "glm", "glm4", "glm4_moe"
-_COUNTED_HEADS = (
-    *("qwen2_moe", "exaone4", "gemma", "gemma2", "gemma3_text", "minimax_m2", "ernie4_5_moe"),
-    *("nemotron", "stablelm"),
-    *_GLM,
-)
-"""Families in which transformers takes no num_key_value_heads of null."""
-_NO_WINDOWS = (
-    *("llama", "granite", "granitemoe", "granitemoeshared", "olmo2", "olmoe", "gemma"),
-    *("minimax_m2", "ernie4_5", "ernie4_5_moe", "arcee", "nemotron", "seed_oss", "stablelm"),
-    "cohere",
-    *_GLM,
-)
-_EPSILONS = MappingProxyType(
-    {
-        "nemotron": "norm_eps",
-        **dict.fromkeys(("stablelm", "cohere", "cohere2"), "layer_norm_eps"),
-    }
-)
-"""Names of the norms' epsilon, where it is not rms_norm_eps."""
 _OWN_ROPE = "olmo3", "gemma3_text"
-_OWN_WINDOWS = "gpt_oss", "exaone4", "gemma2", "cohere2", *_OWN_ROPE
-_WITH_CODE = "phi3", "ernie4_5", "ernie4_5_moe"
+_OWN_WINDOWS = "gpt_oss", "exaone4", "exaone_moe", "gemma2", "cohere2", *_OWN_ROPE
+_WITH_CODE = "phi3", "ernie4_5", "ernie4_5_moe", *HUNYUAN
 """Families that were published with code of their own before transformers had them."""
 _PHI3_DROPOUTS = "resid_pdrop", "embd_pdrop"
 
 
 def llama_like(reader: Reader, kind: str) -> ModelConfig:
     """The dense model; mixtures of experts replace its MLPs."""
-    defaults = _DEFAULTS[kind]
+    defaults = DEFAULTS[kind]
     sizes = transformer_sizes(reader)
     key_value_heads = defaults.num_key_value_heads
     rope = Rope(defaults.rope_theta, defaults.rotary_share or 1.0, "default")
@@ -137,9 +61,9 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
     if gpt_oss and reader.fields.get("rope_parameters") != {}:  # {} means no scaling
         scaling = yarn_settings(32.0, 4096, whole_pairs=False)
         rope = Rope(defaults.rope_theta, 1.0, "yarn", scaling)
-    head_dim = reader.optional_size if kind in _NULL_HEADS else reader.size
+    head_dim = reader.optional_size if kind in NULL_HEADS else reader.size
     heads = reader.optional_size
-    if kind in _COUNTED_HEADS:
+    if kind in COUNTED_HEADS:
         heads = reader.size
     rounded = kind in ("gpt_oss", "minimax_m2")
     read_stored_weights(reader, code=rounded or kind in _WITH_CODE, rounded=rounded)
@@ -148,10 +72,10 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
     return ModelConfig(
         **sizes,
         no_rope_freq=unrotated_frequency(unrotated),
-        ffn_hidden_size=reader.size("intermediate_size"),
+        ffn_hidden_size=None if kind in ALWAYS_EXPERTS else reader.size("intermediate_size"),
         num_query_groups=heads("num_key_value_heads", default=key_value_heads),
         kv_channels=head_dim("head_dim", default=defaults.head_dim),
-        norm_epsilon=reader.number(_EPSILONS.get(kind, "rms_norm_eps"), defaults.rms_norm_eps),
+        norm_epsilon=reader.number(EPSILONS.get(kind, "rms_norm_eps"), defaults.rms_norm_eps),
         activation_func=activation(
             reader,
             "hidden_activation" if kind in ("gemma2", "gemma3_text") else "hidden_act",
@@ -194,10 +118,16 @@ def _multipliers(reader: Reader) -> dict[str, Any]:
 
 
 def _rope(reader: Reader, kind: str, default: Rope) -> Rope:
-    if _DEFAULTS[kind].rotary_share is None:
+    if kind == "ministral3":
+        return sharpened_rope(reader, default)
+    if kind in HUNYUAN:
+        return raised_rope(reader, default, reader.size("head_dim"))
+    if DEFAULTS[kind].rotary_share is None:
         return whole_head_rope(reader, default)
     if kind == "minimax_m2":
         return read_rope(reader, replace(default, share=_turned_share(reader, default.share)))
+    if kind.startswith("qwen3_5"):
+        return read_rope(reader, default, ignored=("mrope_section", "mrope_interleaved"))
     if kind != "phi3":
         return read_rope(reader, default)
     original = reader.size("original_max_position_embeddings", default=4096)
@@ -252,7 +182,7 @@ def _biases(reader: Reader, kind: str) -> bool:
     if kind == "gpt_oss":  # biases in attention, router and experts
         reader.fixed("attention_bias", True)
         return True
-    if kind in (*_GLM, "seed_oss"):
+    if kind in (*GLM, "seed_oss"):
         return False  # attention_bias means queries, keys and values
     if kind not in ("llama", "smollm3", "granite", "arcee", "nemotron"):
         # In Qwen3 and Granite's mixtures it affects attention alone; others have no such field.
@@ -267,15 +197,15 @@ def _biases(reader: Reader, kind: str) -> bool:
 
 def _qkv_bias(reader: Reader, kind: str) -> bool:
     """Whether the projections of queries, keys and values have biases, and no others."""
-    if kind in (*_GLM, "seed_oss"):
-        return reader.flag("attention_bias", kind != "glm4_moe")
+    if kind in (*GLM, "seed_oss"):
+        return reader.flag("attention_bias", kind in ("glm", "glm4", "seed_oss"))
     return kind == "qwen2" or (kind == "qwen2_moe" and reader.flag("qkv_bias", True))
 
 
 def _normalises_heads(reader: Reader, kind: str) -> bool:
     if kind == "glm4_moe":
         return reader.flag("use_qk_norm", False)
-    return _DEFAULTS[kind].heads is not None
+    return DEFAULTS[kind].heads is not None
 
 
 def equal_dropouts(reader: Reader, names: tuple[str, str], default: float) -> float:
@@ -319,16 +249,16 @@ def _window(reader: Reader, kind: str, layers: int, unrotated: tuple[bool, ...])
     Hugging Face's width includes the token itself, Megatron-LM's does not. A window counts even if
     it is as long as `max_position_embeddings`, which limits no sequence.
     """
-    if kind in _NO_WINDOWS:
+    if kind in NO_WINDOWS:
         reader.fixed("sliding_window", None)
         return {}
-    default = _DEFAULTS[kind].sliding_window
+    default = DEFAULTS[kind].sliding_window
     none = kind == "qwen2_moe"  # writes 0 if there is no window
     width = reader.optional_size("sliding_window", default=default, least=0 if none else 2) or None
     if width == 1:
         reader.unsupported("sliding_window", width, [2])
     slides = (width is not None,) * layers
-    if kind == "mistral":
+    if kind in ("mistral", "ministral3"):
         listed = layer_types(reader, layers)
         # transformers' MistralModel ignores the list; its AutoModel uses it.
         if listed is not None and listed != slides:

@@ -1,11 +1,12 @@
 """Llama-like mixtures of experts: Mixtral, Granite's, MiniMax-M2, OLMoE, Qwen2-MoE, Qwen3-MoE,
-gpt-oss, GLM-4.5, dots.llm1."""
+gpt-oss, GLM-4.5, Solar Open, K-EXAONE, dots.llm1."""
 
 from dataclasses import replace
 from typing import Any
 
 from fivefold.config.huggingface.generic import read_balancing
 from fivefold.config.huggingface.grouped_experts import grouped_experts, predictions
+from fivefold.config.huggingface.layered import exaone4
 from fivefold.config.huggingface.llama import layer_types, llama_like, window_settings
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.layer_pattern import layer_frequency
@@ -78,7 +79,7 @@ def olmoe(reader: Reader, kind: str) -> ModelConfig:
 def qwen_moe(reader: Reader, kind: str) -> ModelConfig:
     """Experts in some layers, smaller than the other layers' MLPs.
 
-    Qwen2 also has a gated shared expert.
+    Qwen2 and Qwen3-Next also have a gated shared expert.
     """
     model = llama_like(reader, kind)
     read_balancing(reader)
@@ -86,15 +87,16 @@ def qwen_moe(reader: Reader, kind: str) -> ModelConfig:
         set(reader.sizes("mlp_only_layers")),
         reader.size("decoder_sparse_step", default=1),
     )
-    normalised = reader.flag("norm_topk_prob", False)
+    normalised = reader.flag("norm_topk_prob", kind == "qwen3_next")
     experts: dict[str, Any] = {
         "num_experts": reader.size("num_experts", "num_local_experts"),
         "moe_router_topk": reader.size("num_experts_per_tok"),
         "moe_ffn_hidden_size": reader.size("moe_intermediate_size"),
         "moe_router_pre_softmax": not normalised,
     }
-    if kind == "qwen2_moe":
-        shared = reader.size("shared_expert_intermediate_size", default=5632)
+    if kind in ("qwen2_moe", "qwen3_next"):
+        usual = 5632 if kind == "qwen2_moe" else 512
+        shared = reader.size("shared_expert_intermediate_size", default=usual)
         experts |= {"moe_shared_expert_intermediate_size": shared, "moe_shared_expert_gate": True}
     else:  # Qwen3-Coder says what it has not
         reader.fixed("shared_expert_intermediate_size", 0)
@@ -135,6 +137,29 @@ def glm4_moe(reader: Reader, kind: str) -> ModelConfig:
     model = llama_like(reader, kind)
     experts = grouped_experts(reader, kind, model.num_layers)
     return replace(model, mtp_num_layers=predictions(reader), **experts)
+
+
+def solar_open(reader: Reader, kind: str) -> ModelConfig:
+    """Solar Open: GLM-4.5's experts in every layer, after Llama's attention."""
+    model = llama_like(reader, kind)
+    reader.without_effect("intermediate_size")  # of dense layers, which there are none of
+    why = "transformers has experts in every layer, whatever stands here"
+    reader.fixed("first_k_dense_replace", 0, why=why)
+    reader.fixed("use_qk_norm", False)
+    reader.fixed("num_nextn_predict_layers", 0)
+    return replace(model, **grouped_experts(reader, kind, model.num_layers))
+
+
+def exaone_moe(reader: Reader, kind: str) -> ModelConfig:
+    """K-EXAONE: EXAONE 4's windows and positions, norms before, and DeepSeek-V3's experts."""
+    model = exaone4(reader, kind)
+    model = replace(model, **grouped_experts(reader, kind, model.num_layers))
+    # Of files that are older than transformers' class, which has no use for these.
+    sparse = [model.is_moe(layer) for layer in range(model.num_layers)]
+    reader.fixed("is_moe_layer", sparse)
+    reader.fixed("first_last_k_dense_replace", sparse.count(False))
+    reader.without_effect("num_nextn_predict_layers")  # further predictions are left out
+    return model
 
 
 def dots1(reader: Reader, kind: str) -> ModelConfig:

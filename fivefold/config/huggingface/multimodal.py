@@ -41,6 +41,7 @@ TEXTS: Mapping[str, tuple[str, Fields]] = MappingProxyType(
         "llama": ("llama", _sizes(32000, 4096, 11008, 32, 32, 2048)),
         "llama4_text": ("llama4_text", _sizes(202048, 5120, 8192, 48, 40, 131072)),
         "mistral": ("mistral", _sizes(32000, 4096, 14336, 32, 32, 131072)),
+        "ministral3": ("ministral3", _sizes(131072, 4096, 14336, 34, 32, 262144)),
         "qwen2": ("qwen2", _sizes(151936, 4096, 22016, 32, 32, 32768)),
         "qwen3": ("qwen3", _sizes(151936, 4096, 22016, 32, 32, 32768)),
         "qwen2_vl_text": ("qwen2", _QWEN2_VL),
@@ -49,6 +50,8 @@ TEXTS: Mapping[str, tuple[str, Fields]] = MappingProxyType(
             "qwen3",
             _sizes(151936, 4096, 22016, 32, 32, 128000, rope_theta=500000.0),
         ),
+        "qwen3_5_text": ("qwen3_5_text", _sizes(248320, 4096, 12288, 32, 16, 32768)),
+        "qwen3_5_moe_text": ("qwen3_5_moe_text", _sizes(248320, 2048, 512, 40, 16, 32768)),
         "qwen3_vl_moe_text": (
             "qwen3_moe",
             _sizes(
@@ -64,7 +67,10 @@ TEXTS: Mapping[str, tuple[str, Fields]] = MappingProxyType(
 )
 """Of a text model's `model_type`: the family that computes the same from text alone, and what
 transformers takes an absent field for, which published files leave out."""
-_IN_SECTIONS = "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"
+_IN_SECTIONS = (
+    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
+    *("qwen3_5_text", "qwen3_5_moe_text"),
+)
 """Text models with a position for time, height and width each, which are the same in text."""
 
 
@@ -118,7 +124,8 @@ MULTIMODAL: Mapping[str, _Multimodal] = MappingProxyType(
             ),
         ),
         "mistral3": _Multimodal(
-            ("mistral",), (*_PROJECTOR, "multimodal_projector_bias", "spatial_merge_size")
+            ("mistral", "ministral3"),
+            (*_PROJECTOR, "multimodal_projector_bias", "spatial_merge_size"),
         ),
         "llava": _Multimodal(_ANY_TEXT, _LLAVA),
         "llava_next": _Multimodal(_ANY_TEXT, _LLAVA_NEXT),
@@ -137,6 +144,8 @@ MULTIMODAL: Mapping[str, _Multimodal] = MappingProxyType(
         "qwen2_5_vl": _Multimodal(("qwen2_5_vl_text",), _QWEN_VL),
         "qwen3_vl": _Multimodal(("qwen3_vl_text",), _QWEN_VL),
         "qwen3_vl_moe": _Multimodal(("qwen3_vl_moe_text",), _QWEN_VL),
+        "qwen3_5": _Multimodal(("qwen3_5_text",), _QWEN_VL),
+        "qwen3_5_moe": _Multimodal(("qwen3_5_moe_text",), _QWEN_VL),
     }
 )
 _FLAT = "qwen2_vl", "qwen2_5_vl"

@@ -59,13 +59,13 @@ _THEIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "num_experts": (
             *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
         ),
-        "moe_router_topk": ("num_experts_per_tok", "moe_k"),
+        "moe_router_topk": ("num_experts_per_tok", "moe_k", "moe_topk"),
         "moe_router_num_groups": ("n_group",),
         "moe_router_group_topk": ("topk_group",),
         "moe_ffn_hidden_size": ("moe_intermediate_size",),
         "attention_chunk_size": ("attention_chunk_size",),
-        "attn_scale": ("attn_scale",),
-        "floor_scale": ("floor_scale",),
+        "attn_scale": ("attn_scale", *_in_rope("llama_4_scaling_beta")),
+        "floor_scale": ("floor_scale", *_in_rope("original_max_position_embeddings")),
     }
 )
 """Names of a ModelConfig's fields, with those that families give them; a family has one."""

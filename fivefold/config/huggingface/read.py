@@ -12,11 +12,13 @@ from fivefold.config.huggingface.ernie import ernie4_5, ernie4_5_moe
 from fivefold.config.huggingface.falcon import falcon
 from fivefold.config.huggingface.generic import read_generic
 from fivefold.config.huggingface.gpt import gpt2, gpt_neox, starcoder2
+from fivefold.config.huggingface.hunyuan import hunyuan, hunyuan_moe
 from fivefold.config.huggingface.layered import exaone4, gemma, gemma2, gemma3, olmo3
 from fivefold.config.huggingface.llama import llama_like
 from fivefold.config.huggingface.llama4 import llama4
 from fivefold.config.huggingface.mixtures import (
     dots1,
+    exaone_moe,
     glm4_moe,
     gpt_oss,
     granite_moe,
@@ -24,9 +26,11 @@ from fivefold.config.huggingface.mixtures import (
     mixtral,
     olmoe,
     qwen_moe,
+    solar_open,
 )
 from fivefold.config.huggingface.multimodal import MULTIMODAL, is_multimodal, text_reader
 from fivefold.config.huggingface.naming import in_words_of
+from fivefold.config.huggingface.qwen_linear import qwen3_5, qwen3_5_moe, qwen3_next
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.huggingface.seed import seed_oss
 from fivefold.config.huggingface.stablelm import stablelm
@@ -41,6 +45,7 @@ _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType
         "llama": llama_like,
         "llama4_text": llama4,
         "mistral": llama_like,
+        "ministral3": llama_like,
         "mixtral": mixtral,
         "qwen2": llama_like,
         "qwen3": llama_like,
@@ -66,14 +71,22 @@ _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType
         "gemma3_text": gemma3,
         "qwen2_moe": qwen_moe,
         "qwen3_moe": qwen_moe,
+        "qwen3_next": qwen3_next,
+        "qwen3_5_text": qwen3_5,
+        "qwen3_5_moe_text": qwen3_5_moe,
         "deepseek_v2": deepseek,
         "deepseek_v3": deepseek,
+        "glm4_moe_lite": deepseek,
         "kimi_k2": deepseek,
         "glm": llama_like,
         "glm4": llama_like,
         "glm4_moe": glm4_moe,
+        "solar_open": solar_open,
         "exaone4": exaone4,
+        "exaone_moe": exaone_moe,
         "dots1": dots1,
+        "hunyuan_v1_dense": hunyuan,
+        "hunyuan_v1_moe": hunyuan_moe,
         "minimax_m2": minimax_m2,
         "gpt_oss": gpt_oss,
         "gpt_neox": gpt_neox,

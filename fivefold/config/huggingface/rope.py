@@ -51,7 +51,31 @@ class Rope:
 
 def whole_head_rope(reader: Reader, default: Rope) -> Rope:
     """Rotary positions of whole heads, limited to what a ModelConfig can express."""
-    rope = read_rope(reader, default)
+    return _of_whole_heads(reader, read_rope(reader, default))
+
+
+def raised_rope(reader: Reader, default: Rope, head_dim: int) -> Rope:
+    """Hunyuan's, whose "dynamic" scaling raises the base by a fixed alpha, at any length."""
+    rope = read_rope(reader, default, scalings=(*_SUPPORTED, "dynamic"))
+    alpha = dict(rope.scaling).get("alpha")
+    if alpha is not None:
+        power = head_dim / max(head_dim - 2, 1)
+        rope = Rope(rope.theta * alpha**power, rope.share, "default")
+    return _of_whole_heads(reader, rope)
+
+
+def sharpened_rope(reader: Reader, default: Rope) -> Rope:
+    """Ministral 3's YaRN, in whose table there also is how attention gets hotter by position."""
+    if reader.fields.get("rope_parameters") == {}:
+        why = "transformers cannot run the model without llama_4_scaling_beta in it"
+        reader.unsupported("rope_parameters", {}, [None], why)
+    usual = yarn_settings(16.0, 16384, whole_pairs=True, scales=(0.0, 0.0))
+    default = Rope(default.theta, 1.0, "yarn", usual + _tempered(0.1, 16384))
+    rope = read_rope(reader, default, scalings=("yarn",), sharpened=True)
+    return _of_whole_heads(reader, rope)
+
+
+def _of_whole_heads(reader: Reader, rope: Rope) -> Rope:
     if rope.share != 1.0:
         reader.unsupported("partial_rotary_factor", rope.share, [1.0])
     return rope
@@ -67,6 +91,8 @@ def read_rope(
     leave_out: bool = False,
     latents: bool = False,
     original: int | None = None,
+    sharpened: bool = False,
+    ignored: tuple[str, ...] = (),
 ) -> Rope:
     """The rotary positions that a config.json describes.
 
@@ -83,16 +109,19 @@ def read_rope(
         latents: whether YaRN also scales the scores, as in latent attention.
         original: Phi-3's sequence length before scaling, which it has beside the table; None: it is
             in the table, as in other families.
+        sharpened: whether the table says how attention gets hotter with the position.
+        ignored: fields of the table that say nothing of text.
     """
     beside = {name: reader.optional_number(name) for name in (theta, share)}
     found: dict[str, Rope] = {}
     for name in ("rope_parameters", "rope_scaling"):
         table = reader.table(name)
         if table is not None:
+            table.without_effect(*ignored)
             found[name] = Rope(
                 _agreed(table, "rope_theta", theta, beside[theta], default.theta),
                 _agreed(table, "partial_rotary_factor", share, beside[share], default.share),
-                *_scaling(table, scalings, leave_out, latents, reader, original),
+                *_scaling(table, scalings, leave_out, latents, reader, original, sharpened),
             )
     untabled = Rope(
         _or_default(beside[theta], default.theta),
@@ -103,7 +132,7 @@ def read_rope(
     rope = next(iter(found.values()), untabled)
     if any(other != rope for other in found.values()):
         reader.contradict({name: reader.fields[name] for name in found})
-    if rope.kind in _OTHERS:
+    if rope.kind in _OTHERS and not rope.scaling:
         reader.left_out.append(f"{rope.kind} RoPE scaling")
     return rope
 
@@ -170,6 +199,7 @@ def _scaling(
     latents: bool,
     whole: Reader,
     beside: int | None = None,
+    sharpened: bool = False,
 ) -> tuple[str, tuple[tuple[str, Any], ...]]:
     """The kind of scaling and its settings."""
     by_layer = [name for name, value in table.fields.items() if isinstance(value, Mapping)]
@@ -184,6 +214,8 @@ def _scaling(
     if beside is not None and kind in PHI3[1:]:
         kind = "longrope"
     scaling: tuple[tuple[str, Any], ...] = ()
+    if kind == "dynamic" and kind in scalings:
+        scaling = (("alpha", _alpha(table)),)
     if kind == "yarn":
         scaling = _yarn(table, latents, whole)
     if kind == "longrope":
@@ -202,6 +234,8 @@ def _scaling(
             *((ours, table.number(theirs, 1.0)) for ours, theirs in factors),
             (original[0], table.size(original[1], default=1)),
         )
+    if sharpened:
+        scaling += _temperature(table)
     table.refuse_unread()
     return kind, scaling
 
@@ -243,7 +277,10 @@ def _yarn(table: Reader, latents: bool, whole: Reader) -> tuple[tuple[str, Any],
         table.mistakes.add("yarn RoPE scaling needs factor")
     _read_attention_factor(table)
     rotary, every = table.optional_number("mscale"), table.optional_number("mscale_all_dim")
-    if every and not latents:
+    scales = (rotary or 1.0, every) if every else (1.0, 0.0)
+    if every and rotary == every and not latents:
+        scales = 0.0, 0.0  # features are multiplied by as much as they are divided by
+    elif every and not latents:
         table.unsupported("mscale_all_dim", every, [0.0])
     if every and not rotary:
         table.unsupported("mscale", rotary, [1.0], "mscale_all_dim is given without it")
@@ -253,8 +290,38 @@ def _yarn(table: Reader, latents: bool, whole: Reader) -> tuple[tuple[str, Any],
         fast=table.optional_number("beta_fast") or 32.0,
         slow=table.optional_number("beta_slow") or 1.0,
         whole_pairs=table.flag("truncate", True),
-        scales=(rotary or 1.0, every) if every else (1.0, 0.0),
+        scales=scales,
     )
+
+
+def _temperature(table: Reader) -> tuple[tuple[str, Any], ...]:
+    """ModelConfig settings for queries' factors; those of files are of layers with RoPE."""
+    table.without_effect("max_position_embeddings")
+    beta, length = "llama_4_scaling_beta", table.size("original_max_position_embeddings")
+    if beta not in table.fields:
+        table.mistakes.add(f'rope_type = "yarn" of this family needs {beta}, a number')
+    scale = table.number(beta, 0.0)
+    return _tempered(scale, length) if scale else ()
+
+
+def _tempered(scale: float, length: int) -> tuple[tuple[str, Any], ...]:
+    return (
+        ("attn_temperature_tuning", True),
+        ("attn_temperature_rotated", True),
+        ("attn_scale", scale),
+        ("floor_scale", length),
+    )
+
+
+def _alpha(table: Reader) -> float:
+    """Hunyuan's alpha, beside which its files have fields that count for nothing."""
+    table.without_effect("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    alpha = table.number("alpha", 0.0)
+    if alpha <= 0:
+        why = "without alpha the base depends on the length"
+        table.unsupported("alpha", table.fields.get("alpha"), [1000.0], why)
+        return 1.0
+    return alpha
 
 
 def _longest(whole: Reader) -> int:

@@ -18,14 +18,18 @@ from fivefold.config.huggingface.expert_fields import (
     deepseek,
     dots1,
     ernie4_5_moe,
+    exaone_moe,
     glm4_moe,
     gpt_oss,
     granite_moe_shared,
+    hunyuan_moe,
     llama4,
     minimax_m2,
     mixtral,
     olmoe,
+    qwen_linear,
     qwen_moe,
+    solar_open,
 )
 from fivefold.config.huggingface.multimodal import text_reader
 from fivefold.config.huggingface.read import from_hf_config
@@ -78,6 +82,7 @@ _FAMILIES: Mapping[str, tuple[str, Callable[[ModelConfig, str], Fields]]] = Mapp
     {
         "llama": ("LlamaForCausalLM", llama_like),
         "mistral": ("MistralForCausalLM", llama_like),
+        "ministral3": ("Ministral3ForCausalLM", llama_like),
         "qwen2": ("Qwen2ForCausalLM", llama_like),
         "qwen3": ("Qwen3ForCausalLM", llama_like),
         "phi3": ("Phi3ForCausalLM", llama_like),
@@ -110,12 +115,20 @@ _FAMILIES: Mapping[str, tuple[str, Callable[[ModelConfig, str], Fields]]] = Mapp
         "minimax_m2": ("MiniMaxM2ForCausalLM", minimax_m2),
         "qwen2_moe": ("Qwen2MoeForCausalLM", qwen_moe),
         "qwen3_moe": ("Qwen3MoeForCausalLM", qwen_moe),
+        "qwen3_next": ("Qwen3NextForCausalLM", qwen_linear),
+        "qwen3_5_text": ("Qwen3_5ForCausalLM", qwen_linear),
+        "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", qwen_linear),
         "gpt_oss": ("GptOssForCausalLM", gpt_oss),
         "glm4_moe": ("Glm4MoeForCausalLM", glm4_moe),
+        "solar_open": ("SolarOpenForCausalLM", solar_open),
+        "exaone_moe": ("ExaoneMoeForCausalLM", exaone_moe),
+        "hunyuan_v1_dense": ("HunYuanDenseV1ForCausalLM", llama_like),
+        "hunyuan_v1_moe": ("HunYuanMoEV1ForCausalLM", hunyuan_moe),
         "dots1": ("Dots1ForCausalLM", dots1),
         "llama4_text": ("Llama4ForCausalLM", llama4),
         "deepseek_v2": ("DeepseekV2ForCausalLM", deepseek),
         "deepseek_v3": ("DeepseekV3ForCausalLM", deepseek),
+        "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", deepseek),
     }
 )
 """Of each family: the name of transformers' class, and what writes its fields."""

@@ -1,5 +1,6 @@
 """The model of a job of Megatron-LM, in settings."""
 
+from fivefold.config.by_layer import OF_LINEAR_ATTENTION
 from fivefold.config.layer_pattern import runs
 from fivefold.config.megatron import NEVER
 from fivefold.config.megatron_job.arguments import MegatronJob
@@ -31,6 +32,10 @@ def of_model(job: MegatronJob, mistakes: Mistakes, lost: list[str]) -> Named:
         first = window[0] if isinstance(window, list) else str(window).strip("()").split(",")[0]
         yield "window_size", first
         yield "window_attn_skip_freq", _pattern(job["window_attn_skip_freq"])
+    yield from job.same("attention_output_gate", "experimental_attention_variant")
+    if job["experimental_attention_variant"] is not None:
+        yield "linear_attention_freq", _pattern(job["linear_attention_freq"])
+        yield from job.same(*OF_LINEAR_ATTENTION[1:])
     if job["multi_latent_attention"]:
         yield from job.same("multi_latent_attention", "q_lora_rank", "kv_lora_rank")
         yield from job.same("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")

@@ -1,5 +1,6 @@
 """Which settings mean something only where another one gives them something to act on."""
 
+from fivefold.config.rules.model_dependents import OF_MODELS
 from fivefold.config.rules.orphan import Dependents, where
 from fivefold.config.training import OF_MUON, SCALE_BY_TRIAL
 
@@ -256,63 +257,7 @@ DEPENDENTS = (
         "reset_attention_mask = true",
         "is for tokens that attend to their document alone",
     ),
-    where(
-        "rotary_base rotary_percent no_rope_freq qk_l2_norm attention_chunk_size",
-        "position_embedding_type = rope",
-        "is for rotary positions",
-    ),
-    where("parallel_residual_one_norm", "parallel_residual = true", "is for branches side by side"),
-    where("layernorm_bias", "normalization = LayerNorm", "is of LayerNorm"),
-    where(
-        "attn_temperature_tuning",
-        "no_rope_freq != none",
-        "is of layers without RoPE",
-        "--no-rope-freq 4",
-    ),
-    where(
-        "attn_scale floor_scale", "attn_temperature_tuning = true", "says how sharp attention gets"
-    ),
-    where("qk_layernorm_type", "qk_layernorm = true", "is for norms of queries and keys"),
-    where(
-        "rope_scaling_factor rope_low_freq_factor rope_high_freq_factor "
-        "rope_original_max_position_embeddings",
-        "use_rope_scaling = true",
-        "is for scaled rotary positions",
-    ),
-    where(
-        "rotary_scaling_factor beta_fast beta_slow mscale mscale_all_dim "
-        "yarn_correction_range_round_to_int",
-        "rope_type = yarn",
-        "is for positions that YaRN stretches",
-    ),
-    where(
-        "longrope_short_factor longrope_long_factor longrope_attention_factor",
-        "rope_type = longrope",
-        "is for positions that LongRoPE stretches",
-    ),
-    where(
-        "original_max_position_embeddings",
-        "rope_type = yarn or rope_type = longrope",
-        "is for positions that YaRN or LongRoPE stretches",
-    ),
-    where(
-        "window_attn_skip_freq",
-        "window_size != none",
-        "chooses the layers that have a window",
-        "--window-size 128",
-    ),
-    where(
-        "rotary_base_local",
-        "window_size != none",
-        "is of layers that have a window",
-        "--window-size 128",
-    ),
-    where(
-        "mtp_loss_scaling_factor",
-        "mtp_num_layers != 0",
-        "weighs the loss of further predictions",
-        "--mtp-num-layers 1",
-    ),
+    *OF_MODELS,
     where(
         "full_validation", "data_path != mock", "reads each sample once, of which mock has no last"
     ),

@@ -2,7 +2,7 @@
 
 from fivefold.config.config import SECTION_SETTINGS, SETTINGS
 from fivefold.config.divisors import divisors, nearest
-from fivefold.config.layer_pattern import MAX_LAYERS, expert_layers, window_layers
+from fivefold.config.layer_pattern import MAX_LAYERS, expert_layers, linear_layers, window_layers
 from fivefold.config.lora import OF_ADAPTERS
 from fivefold.config.model import MAX_SIZE, ModelConfig
 from fivefold.config.rules.lora import check_adapters
@@ -12,7 +12,10 @@ from fivefold.config.settings import flag_of
 from fivefold.errors import Mistakes, did_you_mean
 
 _OF_EXPERTS = tuple(s.name for s in SECTION_SETTINGS["model"] if s.name.startswith("moe_"))
-_OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_OF_LATENTS = (
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    "latent_norm_epsilon",
+)
 
 
 def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
@@ -25,6 +28,8 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
         if setting.kind is int and (value or 0) > most:
             mistakes.add(f"{name} must be at most {most}, not {value}")
             too_large = True
+        elif setting.optional and value is None:
+            continue
         elif setting.choices and not setting.many and value not in setting.choices:
             what = f"unknown {name} {value!r}{did_you_mean(value, setting.choices)}"
             mistakes.add(what, works=setting.choices)
@@ -46,6 +51,7 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
     check_rope(model, mistakes)
     _check_gate(model, mistakes)
     _check_reach(model, mistakes)
+    _check_linear(model, mistakes)
     if model.window_attn_skip_freq is not None:
         with mistakes.collecting():
             if not any(window_layers(model.window_attn_skip_freq, model.num_layers)):
@@ -64,6 +70,11 @@ def _check_reach(model: ModelConfig, mistakes: Mistakes) -> None:
             f"{model.window_size} both limit attention of layers with RoPE",
             works=("--attention-chunk-size none", "--window-size none"),
         )
+    if model.qk_layernorm_after_rope and model.norms_together:
+        mistakes.add(
+            "qk_layernorm_after_rope is of heads by themselves, and qk_layernorm_type is all_heads",
+            works=("--qk-layernorm-type per_head", "--no-qk-layernorm-after-rope"),
+        )
     for name, other in (
         ("qk_layernorm", model.qk_layernorm),
         ("multi_latent_attention", model.multi_latent_attention),
@@ -73,6 +84,45 @@ def _check_reach(model: ModelConfig, mistakes: Mistakes) -> None:
                 f"qk_l2_norm and {name} both normalise what scores are made of",
                 works=("--no-qk-l2-norm", f"--no-{flag_of(name)[2:]}"),
             )
+
+
+def _check_linear(model: ModelConfig, mistakes: Mistakes) -> None:
+    """Check which layers have linear attention, and its heads."""
+    if model.attention_output_gate and model.multi_latent_attention:
+        mistakes.add(
+            "attention_output_gate is made by the query projection, which "
+            "multi_latent_attention has none of that makes one",
+            works=("--no-attention-output-gate", "--no-multi-latent-attention"),
+        )
+    if model.experimental_attention_variant is None:
+        return
+    off, freq = "--experimental-attention-variant none", model.linear_attention_freq
+    if freq is None:
+        mistakes.add(
+            f"experimental_attention_variant {model.experimental_attention_variant} needs "
+            "linear_attention_freq, which says of which layers",
+            works=("--linear-attention-freq 2", off)[model.num_layers < 2 :],
+        )
+        return
+    with mistakes.collecting():
+        linear = linear_layers(freq, model.num_layers)
+        if len({*linear}) < 2:
+            kind = "linear attention" if linear[0] else "a softmax"
+            mistakes.add(
+                f"linear_attention_freq {freq!r} gives all layers {kind}, and a model with "
+                "experimental_attention_variant has layers of both kinds",
+                works=("--linear-attention-freq 2", f"--linear-attention-freq none {off}")[
+                    model.num_layers < 2 :
+                ],
+            )
+    keys, values = model.linear_num_key_heads, model.linear_num_value_heads
+    if values % keys:
+        mistakes.add(
+            f"{values} value heads of linear attention cannot share {keys} key heads",
+            f"linear_num_value_heads / linear_num_key_heads = {values} / {keys} = "
+            f"{values / keys:.2f} (must be whole)",
+            works=[f"--linear-num-key-heads {n}" for n in nearest(keys, divisors(values))],
+        )
 
 
 def _check_gate(model: ModelConfig, mistakes: Mistakes) -> None:
@@ -180,6 +230,17 @@ def _check_latents(model: ModelConfig, mistakes: Mistakes) -> None:
             "qk_layernorm_type all_heads has no effect on multi_latent_attention, which normalises "
             "its latents",
             works=("--qk-layernorm-type per_head",),
+        )
+    if model.attn_temperature_rotated:
+        mistakes.add(
+            "attn_temperature_rotated has no effect on multi_latent_attention",
+            works=("--no-attn-temperature-rotated",),
+        )
+    if model.qk_layernorm_after_rope:
+        mistakes.add(
+            "qk_layernorm_after_rope has no effect on multi_latent_attention, which normalises "
+            "its latents",
+            works=("--no-qk-layernorm-after-rope",),
         )
     if model.add_qkv_bias and not model.add_bias_linear:
         mistakes.add(

@@ -19,6 +19,7 @@ from fivefold.description.shape import turns_locally
 from fivefold.model.attention.blocks import Sight
 from fivefold.model.attention.blockwise import local_attention
 from fivefold.model.attention.cuda_kernels import runs_own
+from fivefold.model.attention.output_gate import gated_output, split_gate
 from fivefold.model.attention.scores import USUAL, Scores
 from fivefold.model.attention.varlen import (
     PackedFlash,
@@ -214,6 +215,7 @@ class AttentionBlock(LayerBlock):
         reach: how far back queries attend.
         scores: how scores are made of q k^T.
         rotates: whether RoPE turns queries and keys.
+        tempers: whether queries are multiplied by factors of their positions.
         local: whether by the base that layers with a window have.
         head_offset: index of this rank's first query head in the model; keys dropout masks.
     """
@@ -227,6 +229,7 @@ class AttentionBlock(LayerBlock):
         self.reach = model.reach_of(layer)
         self.scores = Scores(model.softmax_scale, model.attn_logit_softcapping)
         self.rotates, self.local = model.rotates(layer), turns_locally(model, layer)
+        self.tempers = model.tempers(layer)
         self.site = f"layers.{layer}.self_attn.probabilities"
         self.kernel: Kernel = attention
         self.latent_kernel: LatentKernel | None = None
@@ -278,7 +281,7 @@ class Attention(AttentionBlock):
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__(model, layer)
         hidden, bias = model.hidden_size, model.qkv_bias
-        self.q_proj = Linear(hidden, model.q_size, bias)
+        self.q_proj = Linear(hidden, model.query_outputs, bias)
         self.k_proj = Linear(hidden, model.k_size, bias)
         self.v_proj = Linear(hidden, model.v_size, bias)
         self.o_proj = Linear(model.q_size, hidden, model.add_bias_linear)
@@ -286,6 +289,7 @@ class Attention(AttentionBlock):
         norms = [rms_norm_of(model, size) if model.qk_layernorm else None for size in sizes]
         self.q_norm, self.k_norm = norms
         self.norm_together: NormTogether = plain_together
+        self.gated = model.attention_output_gate
 
     def split(self, rank: int, ranks: int) -> None:
         """Take this rank's query heads and the key/value heads they attend with."""
@@ -300,20 +304,35 @@ class Attention(AttentionBlock):
         """[T, H] -> [T, H]; attends within the rows and documents of `context`."""
         drops = context.layer.adapters
         projected = self.project(x_TH, self.q_proj, self.k_proj, self.v_proj, drops=drops)
-        D, q_norm, k_norm = self.model.head_dim, self.q_norm, self.k_norm
+        D, q_norm, k_norm, gate_TF = self.model.head_dim, self.q_norm, self.k_norm, None
+        if self.gated:
+            queries, gate_TF = split_gate(projected[0], D)
+            projected = queries, *projected[1:]
         if q_norm is not None and k_norm is not None and self.model.norms_together:
             queries, keys, values = projected
             projected = *self.norm_together(q_norm, k_norm, queries, keys), values
         q, k, v = (p.view(context.rows, p.shape[0] // context.rows, -1, D) for p in projected)
-        if q_norm is not None and k_norm is not None and not self.model.norms_together:
-            q, k = q_norm(q), k_norm(k)
+        after = self.model.qk_layernorm_after_rope
+        if not after:
+            q, k = self._normed_each(q, k)
         if self.rotates:
             q, k = context.rotary[self.local].rotate_both(q, k)
             if self.model.qk_l2_norm:
                 q, k = (unit_norm(x, self.model.norm_epsilon) for x in (q, k))
-        elif context.temperature is not None:
+        if self.tempers and context.temperature is not None:
             q = (q * context.temperature).to(q.dtype)
+        if after:
+            q, k = self._normed_each(q, k)
         if context.sequence is not None:
             k, v = context.sequence.join(self.site, k, v)
         out_BSND = self.kernel(q, k, v, self._scope(context), context.layer.heads)
-        return self.project_back(out_BSND.reshape(projected[0].shape), self.o_proj, drops)
+        out_TF = out_BSND.reshape(projected[0].shape)
+        if gate_TF is not None:
+            out_TF = gated_output(out_TF, gate_TF)
+        return self.project_back(out_TF, self.o_proj, drops)
+
+    def _normed_each(self, q_BSND: Tensor, k_BSGD: Tensor) -> tuple[Tensor, Tensor]:
+        """Heads as they are, where the model does not normalise each by itself."""
+        if self.q_norm is None or self.k_norm is None or self.model.norms_together:
+            return q_BSND, k_BSGD
+        return self.q_norm(q_BSND), self.k_norm(k_BSGD)

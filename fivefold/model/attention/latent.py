@@ -22,7 +22,7 @@ from fivefold.model.context import Context
 from fivefold.model.dropout import Drops, HeadDropout
 from fivefold.model.layers import Linear
 from fivefold.model.leaves import local
-from fivefold.model.norms import LayerNorm, RMSNorm, make_norm
+from fivefold.model.norms import LayerNorm, RMSNorm, latent_norm
 from fivefold.model.rope import score_scale
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -56,10 +56,10 @@ class LatentAttention(AttentionBlock):
             self.q_proj = Linear(hidden, model.q_size, bias)
         else:
             self.q_a_proj = Linear(hidden, compressed, bias)
-            self.q_a_layernorm = make_norm(model, compressed)
+            self.q_a_layernorm = latent_norm(model, compressed)
             self.q_b_proj = Linear(compressed, model.q_size, bias)
         self.kv_a_proj = Linear(hidden, rank + model.qk_pos_emb_head_dim, bias)
-        self.kv_a_layernorm = make_norm(model, rank)
+        self.kv_a_layernorm = latent_norm(model, rank)
         unrotated = model.num_attention_heads * model.qk_head_dim
         self.kv_b_proj = Linear(rank, unrotated + model.v_size, bias)
         self.o_proj = Linear(model.attention_size, hidden, bias)

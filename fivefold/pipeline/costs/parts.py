@@ -20,7 +20,11 @@ from fivefold.pipeline.costs.costs import times_problem
 from fivefold.pipeline.split.stages import StageSpec
 
 # Kinds of pieces whose cost can be stated, and their default cost.
-KINDS: Mapping[str, float] = {"embedding": 0.0, "dense": 1.0, "moe": 1.0, "mtp": 1.0, "head": 0.0}
+KINDS: Mapping[str, float] = {
+    "embedding": 0.0,
+    **dict.fromkeys(("dense", "moe", "linear_dense", "linear_moe", "mtp"), 1.0),
+    "head": 0.0,
+}
 PARAMETER_BYTES = 18.0  # of weights, gradients and optimizer state, where nothing else is known
 
 
@@ -154,7 +158,7 @@ def stated_parts(
     """Pieces with costs stated by kind; their memory is the number of layers.
 
     Args:
-        kinds: "dense" or "moe" for each layer.
+        kinds: "dense", "moe", "linear_dense" or "linear_moe" for each layer.
         num_predictions: number of multi-token prediction layers.
         costs: cost by kind where it differs from the default in `KINDS`.
         times: times F, dX and dW of a piece whose cost is 1.
@@ -177,7 +181,7 @@ def parts_of_kinds(
     """Pieces that are equal within each kind.
 
     Args:
-        kinds: "dense" or "moe" for each layer.
+        kinds: "dense", "moe", "linear_dense" or "linear_moe" for each layer.
         num_predictions: number of multi-token prediction layers.
         pieces: piece by kind, for the kinds that occur.
     """

@@ -65,8 +65,9 @@ def buffers(layout: Layout, stage: StageParts, running: Running) -> tuple[float,
     layers = [describe_layer(model, layer) for layer in all_layers(model, stage)]
     if grid.pp > 1:
         between = 2 * element * model.hidden_size / running.token_parts
-    if grid.cp > 1 and layers:
-        keys = element * layers[0].one(CoreAttention).key_value_features(grid.tp)
+    softmax = [layer for layer in layers if not layer.kind.linear]
+    if grid.cp > 1 and softmax:
+        keys = element * softmax[0].one(CoreAttention).key_value_features(grid.tp)
         whole = "all_gather" in layout.config.parallel.cp_comm_type
         # A ring holds the current block and the arriving one, and the gradients of both.
         attention = keys * (2 * grid.cp if whole else 4)

@@ -97,12 +97,16 @@ def best_context(
 
 
 def configured_ways(config: Config, cluster: Cluster) -> list[tuple[ContextWay, float]]:
-    """The kinds of communication of the configuration's layers, each with its share of them."""
+    """The kinds of communication of the configuration's layers whose attention has a softmax, each
+    with its share of them."""
     sizes = config.parallel.hierarchical_context_parallel_sizes
-    layers = config.model.num_layers
-    found = Counter(map(config.parallel.cp_comm_of, range(layers)))
+    layers = config.model.softmax_layers
+    found = Counter(map(config.parallel.cp_comm_of, layers))
     return [
-        (context_way(config, cluster, kind, sizes if kind == "a2a+p2p" else ()), count / layers)
+        (
+            context_way(config, cluster, kind, sizes if kind == "a2a+p2p" else ()),
+            count / len(layers),
+        )
         for kind, count in found.items()
     ]
 
@@ -159,7 +163,7 @@ def context_way(
         whole = gather(cluster, group, sent.forward * cp / max(cp - 1, 1))
         return ContextWay(kind, sizes, sent, work, Phases(whole, 2 * whole), 0.0)
     swapped = _volumes(config, "a2a", inner, inner)
-    swap = _exchange(cluster, inner, tp, swapped.forward)
+    swap = exchange(cluster, inner, tp, swapped.forward)
     hops = cp // inner - 1
     if not hops:
         return ContextWay(kind, sizes, sent, work, Phases(swap, swap), 0.0)
@@ -179,7 +183,7 @@ def context_way(
     return ContextWay(kind, sizes, sent, work, exposed, tokens)
 
 
-def _exchange(cluster: Cluster, ranks: int, stride: int, size: float) -> float:
+def exchange(cluster: Cluster, ranks: int, stride: int, size: float) -> float:
     """Seconds of an all-to-all in which each rank sends `size` bytes in total."""
     if ranks == 1:
         return 0.0
@@ -199,7 +203,7 @@ def _attention(config: Config, cluster: Cluster, pieces: int) -> Phases:
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size
     features = model.query_dim + model.value_dim
     whole = config.attended_length
-    reaches = Counter(model.reach_of(layer) for layer in range(model.num_layers))
+    reaches = Counter(map(model.reach_of, model.softmax_layers))
     found = Phases()
     for reach, layers in reaches.items():
         seen = 2 * reach.mean_keys(whole)
@@ -207,7 +211,7 @@ def _attention(config: Config, cluster: Cluster, pieces: int) -> Phases:
         each = attention(
             cluster.gpu, tokens * seen * heads * features, length, training.precision, features / 2
         )
-        found += each * (layers / model.num_layers)
+        found += each * (layers / len(model.softmax_layers))
     return found
 
 
@@ -215,7 +219,7 @@ def _volumes(config: Config, kind: CpCommType, ranks: int, inner: int) -> PassVo
     """Bytes that a rank sends for one layer and microbatch."""
     model, tokens = config.model, config.rank_tokens
     tp = config.parallel.tensor_model_parallel_size
-    core = describe_layer(model, 0).one(CoreAttention)
+    core = describe_layer(model, model.softmax_layers[0]).one(CoreAttention)
     return context_volumes(
         kind,
         ranks,

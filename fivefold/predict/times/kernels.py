@@ -5,8 +5,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from fivefold.config.model import ModelConfig
 from fivefold.description.experts import ExpertsIn, ExpertsOut
 from fivefold.description.layers import LayerKind, describe
+from fivefold.description.linear_attention import DeltaRule
 from fivefold.description.lora import Adapters
 from fivefold.description.operations import CoreAttention, Operation
 from fivefold.description.shape import all_layers, kinds_of, training_flops
@@ -83,6 +85,7 @@ def _all(layout: Layout, times: LayerTimes) -> Iterator[_Row]:
     for kind, count in layers.items():
         yield from _of_layers(times, kind, count)
     attention = training_flops(model, layout.config.attended_length).attention
+    attention -= sum(_state_flops(model, kind) * count for kind, count in layers.items())
     yield "core_attn", _attention_shape(times), 0.0, attention
     looked_up = sum(stage.embedding + stage.mtp for stage in stages)
     yield MEMORY_BOUND, "", times.embedding().compute.total * looked_up, 0.0
@@ -100,11 +103,19 @@ def _of_layers(times: LayerTimes, kind: LayerKind, count: int) -> Iterator[_Row]
         seconds = each[op.name].compute.total
         if isinstance(op, CoreAttention):
             yield op.name, _attention_shape(times), seconds * count, 0.0
+        elif isinstance(op, DeltaRule):
+            shape = f"{times.model.linear_num_value_heads // times.grid.tp} heads"
+            yield op.name, shape, seconds * count, _state_flops(times.model, kind) * count
         elif weights := [weight for weight in op.weights if weight.multiplies]:
             flops = sum(_flops(times, weight) for weight in weights)
             yield op.name, _shape(times, op), seconds * count, flops * count
         else:
             yield MEMORY_BOUND, "", seconds * count, 0.0
+
+
+def _state_flops(model: ModelConfig, kind: LayerKind) -> int:
+    """FLOPs per token of a layer's states, forward and backward."""
+    return 3 * describe(model, kind).one(DeltaRule).flops if kind.linear else 0
 
 
 def _flops(times: LayerTimes, weight: Weight) -> float:

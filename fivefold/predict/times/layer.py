@@ -7,12 +7,14 @@ waits for the host and for offloaded activations.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
+from math import ceil
 from types import MappingProxyType
 
 from fivefold.config.model import ModelConfig
 from fivefold.description.activations import saved_activations, total
 from fivefold.description.experts import Dispatch, ExpertsIn, ExpertsOut
 from fivefold.description.layers import LayerKind, describe, layer_kinds
+from fivefold.description.linear_attention import CHUNK
 from fivefold.description.operations import Activation, Operation
 from fivefold.description.running import Running
 from fivefold.layout import Layout
@@ -31,6 +33,8 @@ DENSE_OPERATIONS = 25
 GROUPED_OPERATIONS = 49
 """Operations that experts add to it if their products are grouped. Counted on an H100 (2026-11-27):
 a layer of Mixtral launches 85 kernels and one of DeepSeek-V2-Lite 110, where a dense one has 33."""
+STATE_OPERATIONS, STEP_OPERATIONS = 70, 8
+"""Operations of PyTorch's delta rule in each layer, and for each chunk of its sequences."""
 
 
 _ROUTER_OPERATIONS = 25
@@ -52,6 +56,9 @@ def forward_operations(layout: Layout, kind: LayerKind, software: Software) -> i
     `fivefold audit` shows them beside those that it has counted.
     """
     operations = DENSE_OPERATIONS if software.fused else 45
+    if kind.linear and not software.state_kernels:  # PyTorch computes it chunk by chunk
+        chunks = ceil(layout.config.training.seq_length / CHUNK)
+        operations += STATE_OPERATIONS + STEP_OPERATIONS * chunks
     if not kind.experts:
         return operations
     if not software.loops_experts:
@@ -270,3 +277,19 @@ class LayerTimes(OperationTimes):
         if key not in self._times_cache:
             self._times_cache[key] = block()
         return self._times_cache[key]
+
+    def every_second(self) -> Times:
+        """Recomputation of every second multiplication, and of all that is not a multiplication.
+
+        These are k, o and up among q, k, v, o, gate, up and down; with tensor parallelism not o,
+        whose sum over the ranks is kept.
+        """
+        weights = describe(self.model, LayerKind()).weights
+        local = {weight.name: weight.local(self.grid.tp) for weight in weights}
+        up = local["mlp.up_proj.weight"]
+        again = (local["self_attn.k_proj.weight"], up)
+        gathered = (self._column(partial(self._linear, weight)) for weight in again)
+        rest = self._activation(self.tokens * up[0]) + self._norm() * 2
+        if self.grid.tp == 1:
+            rest += Times(self._linear(local["self_attn.o_proj.weight"], self.tokens))
+        return sum(gathered, rest)

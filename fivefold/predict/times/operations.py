@@ -9,7 +9,7 @@ from functools import cached_property, partial
 
 from fivefold.description.experts import Dispatch, ExpertsIn, ExpertsOut, RouterLinear
 from fivefold.description.latent import LatentDown, LatentUp
-from fivefold.description.layers import LayerKind, describe
+from fivefold.description.linear_attention import DeltaRule, GatedHeads
 from fivefold.description.lora import Adapters, Rescaled
 from fivefold.description.operations import (
     Activation,
@@ -36,8 +36,9 @@ from fivefold.predict.times.compute import (
     overlapped,
     score_matrices,
 )
-from fivefold.predict.times.context import configured_ways
+from fivefold.predict.times.context import configured_ways, exchange
 from fivefold.predict.times.stage import Times
+from fivefold.predict.times.states import delta_rule
 
 ELEMENT = 2.0  # bytes of an activation in bf16, whatever precision multiplies
 ADDED = 8.0  # bytes an element that a gradient takes to be added to a sum by a kernel of its own
@@ -108,6 +109,11 @@ class OperationTimes:
                 return self._latent_up(op, weights)
             case CoreAttention():
                 return self._core_attention()
+            case DeltaRule():
+                return self._delta_rule(op)
+            case GatedHeads():
+                size = self.tokens * ELEMENT * op.features / self.grid.tp
+                return self._elementwise(3 * size, 5 * size)
             case PredictionInput():
                 (weight,) = weights
                 return self._norm() * 3 + self._projection(weight)
@@ -343,6 +349,14 @@ class OperationTimes:
             rotary += Times(way.attention, cp=way.exposed) * share
         return rotary
 
+    def _delta_rule(self, op: DeltaRule) -> Times:
+        """The delta rule, and between context-parallel ranks the exchange of its heads."""
+        made = delta_rule(self.config, self.gpu, kernels=self.software.state_kernels)
+        features = (op.read_features + self.model.linear_value_size) / self.grid.tp
+        size = self.tokens * ELEMENT * features * (1 - 1 / self.grid.cp)
+        cp = exchange(self.cluster, self.grid.cp, self.grid.tp, size)
+        return Times(made, cp=Phases(cp, cp))
+
     @cached_property
     def _own(self) -> int:
         """Tokens on this rank after the split by sequence parallelism."""
@@ -382,19 +396,3 @@ class OperationTimes:
         copies, remote = token_copies(model, self.ep, kind, self.share)
         sent = all_to_all(self.cluster, self.ep, own * copies * row, own * remote * row)
         return sent * (self.software.imbalance if self.share is None else 1.0) + tensor
-
-    def every_second(self) -> Times:
-        """Recomputation of every second multiplication, and of all that is not a multiplication.
-
-        These are k, o and up among q, k, v, o, gate, up and down; with tensor parallelism not o,
-        whose sum over the ranks is kept.
-        """
-        weights = describe(self.model, LayerKind()).weights
-        local = {weight.name: weight.local(self.grid.tp) for weight in weights}
-        up = local["mlp.up_proj.weight"]
-        again = (local["self_attn.k_proj.weight"], up)
-        gathered = (self._column(partial(self._linear, weight)) for weight in again)
-        rest = self._activation(self.tokens * up[0]) + self._norm() * 2
-        if self.grid.tp == 1:
-            rest += Times(self._linear(local["self_attn.o_proj.weight"], self.tokens))
-        return sum(gathered, rest)

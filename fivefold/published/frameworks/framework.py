@@ -20,6 +20,7 @@ OTHERS = Software(
     gathers_by_block=True,
     accumulates_apart="never",
     loops_experts=True,
+    state_kernels=True,
 )
 """What frameworks other than Fivefold have in common."""
 

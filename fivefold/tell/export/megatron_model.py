@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from fivefold.config.by_layer import OF_LINEAR_ATTENTION
 from fivefold.config.layer_pattern import runs
 from fivefold.config.model import ModelConfig
 from fivefold.layout import Layout
@@ -30,6 +31,9 @@ def model_flags(said: Settings, layout: Layout) -> Iterator[str]:
     yield from set_flag("qk_l2_norm", said["qk_l2_norm"])
     if said["softmax_type"] != "vanilla":
         yield from flags(said, "softmax_type")
+    yield from flags(said, "attention_output_gate")
+    if said["experimental_attention_variant"] is not None:
+        yield from flags(said, "experimental_attention_variant", *OF_LINEAR_ATTENTION)
     yield from flags(said, "position_embedding_type")
     positions = max(said["max_position_embeddings"], layout.config.training.seq_length)
     yield from set_flag("max_position_embeddings", positions)
@@ -118,6 +122,8 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
             f"rotary_seq_len_interpolation_factor {stretch:g} was left out: models of release 0.16 "
             "take no notice of its flag, which later ones read as a whole number"
         )
+    if model.has_linear_layers and layout.grid.cp > 1:
+        yield "its linear attention has no context parallelism in release 0.16"
     if model.use_rope_scaling:
         others = [
             f"{name} is {its:g} there, not {said[name]:g}"

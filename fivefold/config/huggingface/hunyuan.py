@@ -1,0 +1,63 @@
+"""Hunyuan (Tencent): heads normalised after RoPE, whose base is raised once and for all."""
+
+from dataclasses import replace
+
+from fivefold.config.huggingface.generic import read_balancing
+from fivefold.config.huggingface.llama import llama_like
+from fivefold.config.huggingface.reader import Reader
+from fivefold.config.model import ModelConfig
+
+
+def hunyuan(reader: Reader, kind: str) -> ModelConfig:
+    """The dense models (0.5B to 7B, Hunyuan-MT)."""
+    model = llama_like(reader, kind)
+    # Of the published files, which transformers has no use for.
+    reader.fixed("attention_head_dim", model.head_dim)
+    for name in ("use_qk_norm", "use_rotary_pos_emb"):
+        reader.fixed(name, True)
+    for name in ("use_cla", "add_classification_head", "position_embedding_xdrope"):
+        reader.fixed(name, False)
+    reader.fixed("norm_type", "rms", "hf_rms")
+    reader.without_effect("cla_share_factor", "class_num", "dense_list", "pool_type", *_TOKENS)
+    return replace(model, qk_layernorm_after_rope=True)
+
+
+def hunyuan_moe(reader: Reader, kind: str) -> ModelConfig:
+    """Hunyuan-A13B: experts in every layer, and one of all tokens."""
+    model = hunyuan(reader, kind)
+    read_balancing(reader)
+    layers, inner = model.num_layers, model.ffn_size
+    reader.fixed("moe_intermediate_size", inner, [inner] * layers)
+    reader.fixed("num_shared_expert", 1, [1] * layers)
+    reader.fixed("use_mixed_mlp_moe", True)
+    reader.fixed("norm_topk_prob", True)
+    reader.fixed("moe_layer_num_skipped", 0)
+    reader.without_effect("capacity_factor", "moe_drop_tokens", "moe_random_routing_dropped_token")
+    return replace(
+        model,
+        num_experts=reader.size("num_experts", "num_local_experts"),
+        moe_router_topk=_topk(reader, layers),
+        moe_shared_expert_intermediate_size=inner,
+    )
+
+
+def _topk(reader: Reader, layers: int) -> int:
+    """Experts of a token: a number, or a list with the same one for each layer."""
+    name = "num_experts_per_tok" if "num_experts_per_tok" in reader.fields else "moe_topk"
+    listed = reader.fields.get(name)
+    if not isinstance(listed, list):
+        return reader.size("moe_topk", "num_experts_per_tok", default=1)
+    chosen = reader.sizes(name)
+    if len(chosen) < layers or len({*chosen[:layers]}) != 1 or not chosen[0]:
+        usual = chosen[0] if chosen and chosen[0] else 1
+        reader.unsupported(name, listed, [[usual] * layers], "all layers choose as many here")
+        return 1
+    reader.fixed("num_experts_per_tok", listed)
+    reader.fixed("moe_topk", listed)
+    return chosen[0]
+
+
+_TOKENS = (
+    *("eod_token_id", "pad_id", "im_start_id", "im_end_id", "im_newline_id", "image_token_id"),
+    *("text_start_id", "text_end_id", "mask_init_id", "org_vocab_size"),
+)

@@ -1,0 +1,102 @@
+"""Qwen3-Next and the text models of Qwen3.5: Gated DeltaNet in three of four layers."""
+
+from dataclasses import replace
+from typing import Any
+
+from fivefold.config.huggingface.generic import read_balancing
+from fivefold.config.huggingface.llama import llama_like
+from fivefold.config.huggingface.mixtures import qwen_moe
+from fivefold.config.huggingface.reader import Reader
+from fivefold.config.layer_pattern import window_frequency
+from fivefold.config.model import ModelConfig
+
+
+def qwen3_next(reader: Reader, kind: str) -> ModelConfig:
+    """Qwen3-Next: Qwen2-MoE's experts, of more normalised weights."""
+    reader.fixed("use_sliding_window", False)
+    return _hybrid(reader, qwen_moe(reader, kind))
+
+
+def qwen3_5(reader: Reader, kind: str) -> ModelConfig:
+    """Qwen3.5's dense text models."""
+    _read_unused(reader)
+    return _hybrid(reader, llama_like(reader, kind))
+
+
+def qwen3_5_moe(reader: Reader, kind: str) -> ModelConfig:
+    """Qwen3.5's text models with experts in every layer."""
+    model = llama_like(reader, kind)
+    _read_unused(reader)
+    read_balancing(reader)
+    reader.without_effect("intermediate_size")  # of dense layers, which there are none of
+    reader.fixed("norm_topk_prob", True)
+    reader.fixed("decoder_sparse_step", 1)
+    inner = reader.size("moe_intermediate_size", default=512)
+    shared = reader.size("shared_expert_intermediate_size", default=512)
+    experts: dict[str, Any] = {
+        "num_experts": reader.size("num_experts", "num_local_experts", default=256),
+        "moe_router_topk": reader.size("num_experts_per_tok", default=8),
+        "moe_ffn_hidden_size": inner,
+        "moe_shared_expert_intermediate_size": shared,
+        "moe_shared_expert_gate": True,
+    }
+    return _hybrid(reader, replace(model, **experts))
+
+
+def _read_unused(reader: Reader) -> None:
+    """Read what files of Qwen3.5 have, and transformers has no use for."""
+    reader.fixed("attn_output_gate", True)
+    reader.fixed("output_gate_type", "swish", "silu")
+    reader.fixed("mlp_only_layers", [], None)
+    # Further predictions are left out.
+    reader.without_effect("mamba_ssm_dtype", "mtp_num_hidden_layers")
+    reader.without_effect("mtp_use_dedicated_embeddings")
+
+
+def _hybrid(reader: Reader, model: ModelConfig) -> ModelConfig:
+    """The same model with gated attention, and Gated DeltaNet in the layers that have it."""
+    linear = _linear_layers(reader, model.num_layers)
+    sizes: dict[str, Any] = {
+        name: reader.size(name, default=default) for name, default in _SIZES.items()
+    }
+    model = replace(model, apply_layernorm_1p=True, attention_output_gate=True)
+    if not any(linear):
+        return model
+    if all(linear):
+        why = f"none of num_hidden_layers {len(linear)} would have attention with a softmax"
+        if reader.fields.get("layer_types") is None:
+            interval = reader.fields.get("full_attention_interval", 4)
+            reader.unsupported("full_attention_interval", interval, [len(linear)], why)
+        else:
+            works = [["full_attention"] * len(linear)]
+            reader.unsupported("layer_types", "linear_attention", works, why)
+        return model
+    reader.fixed("hidden_act", "silu", "swish", why="linear attention has no other activation here")
+    return replace(
+        model,
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq=window_frequency(linear),
+        **sizes,
+    )
+
+
+def _linear_layers(reader: Reader, layers: int) -> tuple[bool, ...]:
+    """Which layers have linear attention: those that are listed, or all but every Nth."""
+    listed = reader.texts("layer_types", ("full_attention", "linear_attention"))
+    interval = reader.size("full_attention_interval", default=4)
+    if listed is None:
+        return tuple((layer + 1) % interval != 0 for layer in range(layers))
+    if len(listed) != layers:
+        counts = f"{len(listed)} entries, num_hidden_layers is {layers}"
+        reader.mistakes.add(f"layer_types must have one entry a layer: {counts}")
+        return (False,) * layers
+    return tuple(word == "linear_attention" for word in listed)
+
+
+_SIZES = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}

@@ -1,0 +1,41 @@
+"""Context parallelism of linear attention: each rank walks through whole documents for some heads.
+
+A state runs through a document from its beginning to its end, so ranks exchange the tokens they
+hold for the heads that they compute, whatever attention with a softmax does (`cp_comm_type`).
+"""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.context.attention import Deal, ToHeads, ToTokens
+from fivefold.model.linear_attention.delta_rule import attend
+from fivefold.model.linear_attention.gated_delta_net import GatedDeltaNet, Within
+
+
+@dataclass(frozen=True)
+class StatesOfHeads:
+    """The kernel of the tokens of all ranks, for this rank's share of the key heads.
+
+    One all-to-all of what the delta rule reads, and one of what it makes.
+
+    Attributes:
+        group: context-parallel group.
+    """
+
+    group: dist.ProcessGroup
+
+    def __call__(
+        self, mixed: Tensor, rates: Tensor, layer: GatedDeltaNet, within: Within
+    ) -> Tensor:
+        """See `StateKernel`."""
+        part, heads = within.part, mixed.shape[2]
+        assert part is not None, "whole rows need no context parallelism"
+        deal = Deal(self.group, part, heads, heads)
+        features = mixed.shape[3], rates.shape[3]
+        mixed, rates = ToHeads.apply(deal, features, mixed.flatten(2), rates.flatten(2))
+        learned = layer.learned(deal.queries(self.group.rank()))
+        out = attend(mixed, rates, learned, layer.sizes, within.documents)
+        back: Tensor = ToTokens.apply(out.flatten(2), deal)
+        return back.unflatten(2, (heads, -1))

@@ -1,0 +1,1 @@
+"""Linear attention: layers that keep a state of one size, however many tokens they have read."""

@@ -1,0 +1,57 @@
+"""The chunks in which a recurrence walks through documents, all documents side by side."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fivefold.description.linear_attention import CHUNK
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentChunks:
+    """The documents of T tokens, each cut into chunks from its own beginning.
+
+    Longer documents come first. Step i takes the chunk i of every document that has so many, so
+    that those of a step are the first documents, and their chunks follow those of the step before.
+    A document's last chunk is filled up with its last token, which is then not to count.
+
+    Attributes:
+        active: number of documents in each step.
+        take: [N, CHUNK] int64, the token in each place of the N chunks.
+        real: [N, CHUNK] bool, whether the place counts; None: all do.
+        put: [T] int64, the place of each token among all N * CHUNK.
+        position: [T] int64, the tokens of the same document before each.
+    """
+
+    active: tuple[int, ...]
+    take: Tensor
+    real: Tensor | None
+    put: Tensor
+    position: Tensor
+
+    @classmethod
+    def of(cls, starts: Sequence[int], device: torch.device) -> "DocumentChunks":
+        """The chunks of documents.
+
+        Args:
+            starts: first token of each document, then T.
+            device: where the tokens are.
+        """
+        ends = torch.tensor(starts)
+        first, lengths = ends[:-1], ends.diff()
+        position = torch.arange(starts[-1]) - first.repeat_interleave(lengths)
+        counts = (lengths + CHUNK - 1) // CHUNK
+        order = counts.argsort(descending=True, stable=True)
+        first, last, counts = first[order], ends[1:][order], counts[order]
+        active = [int((counts > step).sum()) for step in range(int(counts[0]))]
+        chunks = [(first[:count] + CHUNK * step, last[:count]) for step, count in enumerate(active)]
+        begin, end = (torch.cat(each)[:, None] for each in zip(*chunks, strict=True))
+        place = begin + torch.arange(CHUNK)
+        real = place < end
+        put = torch.empty_like(position)
+        put[place[real]] = torch.arange(place.numel()).view_as(place)[real]
+        take = torch.minimum(place, end - 1)
+        counting = None if bool(real.all()) else real.to(device)
+        return cls(tuple(active), take.to(device), counting, put.to(device), position.to(device))

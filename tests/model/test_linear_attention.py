@@ -1,0 +1,168 @@
+"""Linear attention against a state that takes token by token, document by document."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers.models.qwen3_next import modeling_qwen3_next as theirs
+
+from fivefold.config.model import ModelConfig
+from fivefold.description.linear_attention import CHUNK
+from fivefold.description.shape import parameter_shapes
+from fivefold.model.linear_attention.chunks import DocumentChunks
+from fivefold.model.linear_attention.delta_rule import (
+    Parameters,
+    StateSizes,
+    attend,
+    convolved,
+    unit,
+)
+from fivefold.model.transformer import Stage
+from tests.model.models import batch_of
+
+SIZES, HEADS, TAPS = StateSizes(key=5, value=4, shared=2), 2, 3
+
+
+def _inputs(tokens: int) -> list[Tensor]:
+    """Queries, keys and values; rates; parameters."""
+    made = torch.Generator().manual_seed(tokens)
+    states = HEADS * SIZES.shared
+    shapes: list[tuple[int, ...]] = [(1, tokens, HEADS, SIZES.mixed)]
+    shapes += [(1, tokens, HEADS, 2 * SIZES.shared), (HEADS * SIZES.mixed, TAPS)]
+    shapes += [(states,), (states,)]
+    drawn = [torch.randn(shape, generator=made, dtype=torch.float64) for shape in shapes]
+    return [x.requires_grad_() for x in drawn]
+
+
+def _read(inputs: Sequence[Tensor], starts: Sequence[int]) -> Tensor:
+    mixed, rates, *parameters = inputs
+    chunks = DocumentChunks.of(starts, mixed.device)
+    return attend(mixed, rates, Parameters(*parameters), SIZES, chunks)
+
+
+def _token_by_token(inputs: Sequence[Tensor]) -> Tensor:
+    """Of one document."""
+    mixed, rates, taps, decay, bias = inputs
+    length = mixed.shape[1]
+    made = convolved(mixed[0].flatten(1), taps, torch.arange(length))
+    made = nn.functional.silu(made).unflatten(1, (HEADS, -1))
+    q, k, v = made.split([SIZES.key, SIZES.key, SIZES.shared * SIZES.value], dim=-1)
+    q, k, v = unit(q) * SIZES.key**-0.5, unit(k), v.unflatten(2, (SIZES.shared, -1))
+    rate, slow = rates[0].chunk(2, dim=-1)
+    speed = decay.exp() * nn.functional.softplus(slow + bias.view(HEADS, -1)).flatten(1)
+    kept = (-speed).exp().view(slow.shape)
+    state, outs = torch.zeros(HEADS, SIZES.shared, SIZES.key, SIZES.value, dtype=q.dtype), []
+    for t in range(length):
+        state = state * kept[t, ..., None, None]
+        wrong = v[t] - torch.einsum("gk,grkv->grv", k[t], state)
+        written = wrong * rate[t].sigmoid()[..., None]
+        state = state + torch.einsum("gk,grv->grkv", k[t], written)
+        outs.append(torch.einsum("gk,grkv->grv", q[t], state).flatten(1))
+    return torch.stack(outs)[None]
+
+
+def _assert_same(inputs: Sequence[Tensor], made: Tensor, expected: Tensor) -> None:
+    """The same results, and the same gradients."""
+    weights = torch.randn(made.shape, generator=torch.Generator().manual_seed(7)).to(made)
+    grads = [torch.autograd.grad((x * weights).sum(), inputs) for x in (made, expected)]
+    for a, b in zip((made, *grads[0]), (expected, *grads[1]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("length", [1, 2, CHUNK, CHUNK + 1, 3 * CHUNK - 1])
+def test_chunks_give_what_a_state_gives_token_by_token(length: int) -> None:
+    inputs = _inputs(length)
+    _assert_same(inputs, _read(inputs, (0, length)), _token_by_token(inputs))
+
+
+@settings(max_examples=12, deadline=None)
+@given(lengths=st.lists(st.sampled_from([1, 2, 5, 63, 64, 65, 130]), min_size=1, max_size=6))
+def test_packed_documents_are_those_alone(lengths: list[int]) -> None:
+    starts = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
+    inputs = _inputs(starts[-1])
+    mixed, rates, *parameters = inputs
+    alone = [
+        _read([mixed[:, a:b], rates[:, a:b], *parameters], (0, b - a)) for a, b in pairwise(starts)
+    ]
+    _assert_same(inputs, _read(inputs, starts), torch.cat(alone, dim=1))
+
+
+def _pair(monkeypatch: pytest.MonkeyPatch) -> tuple[Stage, nn.Module]:
+    """A model of ours, and one of transformers' with the same weights, both in fp64 throughout."""
+    config = Qwen3NextConfig(
+        **{"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "num_experts": 0},
+        **{"intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"head_dim": 8, "rms_norm_eps": 1e-5, "initializer_range": 0.3},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 6, "linear_value_head_dim": 10, "linear_conv_kernel_dim": 4},
+        rope_parameters={
+            **{"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+        },
+    )
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(theirs, "torch", _Wide())
+    model = ModelConfig(
+        **{"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2},
+        **{"kv_channels": 8, "ffn_hidden_size": 40, "vocab_size": 96, "rotary_base": 500.0},
+        **{"make_vocab_size_divisible_by": 1, "rotary_percent": 0.5, "qk_layernorm": True},
+        **{"apply_layernorm_1p": True, "attention_output_gate": True},
+        experimental_attention_variant="gated_delta_net",
+        **{"linear_attention_freq": "4", "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 6, "linear_value_head_dim": 10},
+    )
+    stage, other = Stage(model).double(), Qwen3NextForCausalLM(config).double()
+    torch.manual_seed(3)
+    held = dict(other.named_parameters())
+    with torch.no_grad():
+        for parameter in held.values():
+            nn.init.normal_(parameter, std=0.3)
+        for name, parameter in stage.named_parameters():
+            parameter.copy_(_ordered(model, name, held[_their_name(model, name)]))
+    return stage, other
+
+
+class _Wide:
+    """PyTorch with fp64 for fp32, in which transformers computes whatever it is given."""
+
+    def __getattr__(self, name: str) -> Any:
+        return torch.float64 if name in ("float32", "float") else getattr(torch, name)
+
+
+def _their_name(model: ModelConfig, name: str) -> str:
+    if name.startswith("layers.") and model.is_linear(int(name.split(".")[1])):
+        name = name.replace(".self_attn.", ".linear_attn.")
+    return name if name.startswith("lm_head") else f"model.{name}"
+
+
+def _ordered(model: ModelConfig, name: str, x: Tensor) -> Tensor:
+    """Rows of the convolution key head by key head, where theirs are all queries, keys, values."""
+    if not name.endswith("conv1d.weight"):
+        return x
+    keys = model.linear_num_key_heads * model.linear_key_head_dim
+    parts = x[:, 0].split([keys, keys, model.linear_value_size])
+    by_head = [part.unflatten(0, (model.linear_num_key_heads, -1)) for part in parts]
+    return torch.cat(by_head, 1).flatten(0, 1)[:, None]
+
+
+def test_logits_and_gradients_are_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, other = _pair(monkeypatch)
+    model = stage.model
+    batch = batch_of(model, [[150], [150]])
+    logits = stage.logits(batch)
+    expected = other(batch.tokens).logits.flatten(0, 1)
+    torch.testing.assert_close(logits, expected, rtol=1e-11, atol=1e-11)
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(7)).double()
+    for x in (logits, expected):
+        (x * weights).sum().backward()
+    held = dict(other.named_parameters())
+    assert {name for name, _ in stage.named_parameters()} == {*parameter_shapes(model)}
+    for name, parameter in stage.named_parameters():
+        grad = _ordered(model, name, held[_their_name(model, name)].grad)
+        scale = grad.abs().max().item()
+        torch.testing.assert_close(parameter.grad, grad, rtol=0.0, atol=1e-11 * scale)

@@ -1,0 +1,88 @@
+"""Layers with linear attention, and gates of attention's output: exact in every layout, and as
+large as theory says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.audit.report import audit
+from fivefold.check import check
+from fivefold.verify.report import describe
+from tests.audit.test_audit import records_of
+from tests.verify.cases import MODELS, chosen, config, flags, verify_in_pool
+from tests.verify.test_latent import BUBBLES, DROP, MOVED, WHOLE, context, selective
+
+FULL = {"recompute_granularity": "full"}
+ONES = {"reset_attention_mask": True, "document_length": 1}
+LORA = {"lora_rank": 3, "lora_alpha": 5.0}
+CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "tensor and context parallel, ZeRO-3, tied": (
+        8,
+        "delta tied",
+        flags(tp=2, sequence=True, dp=2, strategy="optim_grads_params") | context(2, "p2p"),
+    ),
+    "alone": (1, "delta", flags() | DROP),
+    "documents of one token": (2, "delta", flags(tp=2) | ONES),
+    "sequence parallel, whole layers recomputed": (4, "delta", flags(tp=4, sequence=True) | FULL),
+    "exchanged heads": (2, "delta", flags() | context(2, "a2a")),
+    "gathered keys, recomputed": (
+        2,
+        "delta",
+        flags() | context(2, "all_gather") | selective("core_attn", "layernorm"),
+    ),
+    "hierarchical": (4, "delta", flags() | context(4, "a2a+p2p") | DROP),
+    "ring, whole layers recomputed": (2, "delta", flags() | context(2, "p2p") | FULL),
+    "deferred weights, uneven stages": (4, "delta", flags(tp=2, pp=2, sequence=True) | BUBBLES),
+    "fewer microbatches than stages": (
+        4,
+        "delta tied",
+        flags(pp=4) | {"micro_batch_size": 1, "global_batch_size": 2},
+    ),
+    "interleaved": (2, "delta", flags(pp=2, stages="Et|tt|t|tL")),
+    "ZeRO-2 and deferred weights": (
+        4,
+        "delta",
+        flags(pp=2, dp=2, strategy="optim_grads") | BUBBLES,
+    ),
+    "moved": (2, "delta", flags(tp=2, sequence=True) | MOVED),
+    "moved, ring": (2, "delta", flags() | MOVED | context(2, "p2p")),
+    "experts on ranks": (
+        4,
+        "delta, experts",
+        flags(tp=2, sequence=True, dp=2) | {"expert_model_parallel_size": 2},
+    ),
+    "adapters, sequence parallel": (2, "delta", flags(tp=2, sequence=True) | LORA),
+    "adapters with magnitudes, exchanged heads": (
+        2,
+        "delta",
+        flags() | context(2, "a2a") | LORA | {"use_dora": True, "lora_dropout": 0.1},
+    ),
+    "Muon, tensor parallel, ZeRO-1": (
+        4,
+        "delta",
+        flags(tp=2, dp=2, strategy="optim") | {"optimizer": "muon"},
+    ),
+}
+WHOLE_ROWS = [case for case in CASES if "documents" not in case and "experts" not in case]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", chosen(CASES, *list(CASES)[::3]))
+def test_layouts(case: str) -> None:
+    ranks, family, values = CASES[case]
+    report = verify_in_pool(ranks, config(MODELS[family], ranks, **values))
+    assert report.passed, report.text()
+    assert None not in report.max_rel_error.values()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", chosen(WHOLE_ROWS, *WHOLE_ROWS[::6]))
+def test_bytes_and_products_are_those_of_theory(case: str, tmp_path: Path) -> None:
+    ranks, family, values = CASES[case]
+    layout = check(config(MODELS[family], ranks, **values | WHOLE), ranks)
+    report = audit(describe(layout), layout, records_of(layout, 1, tmp_path), None, None)
+    assert report.passed, report.text()
+    for finding in report.findings:
+        if finding.name.startswith("activations"):
+            assert finding.measured == finding.predicted, finding
