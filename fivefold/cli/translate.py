@@ -16,7 +16,7 @@ from fivefold.config.deepspeed_job.file import read_file
 from fivefold.config.deepspeed_job.settings import translate as translate_file
 from fivefold.config.megatron import is_megatron, megatron_checkpoint
 from fivefold.config.megatron_job.arguments import MegatronJob, job_of, read_job
-from fivefold.config.megatron_job.command import Surroundings
+from fivefold.config.megatron_job.command import Around
 from fivefold.config.megatron_job.settings import translate as translate_job
 from fivefold.config.rules.dependence import without_orphans
 from fivefold.config.settings import argument, flag_of, option
@@ -108,11 +108,11 @@ def _translated(options: Options) -> Translation:
     return replace(found, values={"model": options.model} | found.values)
 
 
-def _around(options: Options, path: Path) -> Surroundings:
+def _around(options: Options, path: Path) -> Around:
     """What a script finds here: variables are read as bash would, if it ran here."""
     arguments = shlex.split(options.script_arguments or "")
     folder = None if options.source == "-" else path.parent
-    return Surroundings(os.environ, arguments, folder)
+    return Around(os.environ, arguments, folder)
 
 
 def _check_unasked(options: Options, *names: str) -> None:

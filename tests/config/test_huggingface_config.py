@@ -150,7 +150,7 @@ def test_layers_without_experts_are_those_that_qwen_names() -> None:
 def test_qwen3_may_say_what_it_has_not() -> None:
     said = {"shared_expert_intermediate_size": 0, "qkv_bias": False, "use_qk_norm": True}
     assert from_hf_config({**QWEN3_30B, **said}) == from_hf_config(QWEN3_30B)
-    with pytest.raises(ConfigError, match="shared_expert_intermediate_size = 512(.|\n)*qkv_bias"):
+    with pytest.raises(ConfigError, match=r"shared_expert_intermediate_size = 512(.|\n)*qkv_bias"):
         from_hf_config({**QWEN3_30B, "shared_expert_intermediate_size": 512, "qkv_bias": True})
 
 

@@ -15,7 +15,7 @@ from benchmarks.export_cases import CHANGES, changed, layouts
 from benchmarks.export_combinations import combinations
 from benchmarks.translations import command_of, differing
 from fivefold.config.megatron_job.arguments import job_of, read_job
-from fivefold.config.megatron_job.command import Surroundings
+from fivefold.config.megatron_job.command import Around
 from fivefold.config.megatron_job.release import Argument, known
 from fivefold.config.megatron_job.settings import Translation, translate
 from fivefold.config.sources import read_config
@@ -236,7 +236,7 @@ srun bash -c "torchrun --nproc_per_node $GPUS --nnodes $SLURM_NNODES $CMD --voca
 
 
 def test_a_script_is_read_as_its_command() -> None:
-    job = read_job(SCRIPT, Surroundings({"TP": "2"}, ["1000"]))
+    job = read_job(SCRIPT, Around({"TP": "2"}, ["1000"]))
     found = translate(job)
     assert found.ranks == 8
     assert found.values["tensor_model_parallel_size"] == 2
@@ -271,7 +271,7 @@ def test_a_file_of_arguments_is_read_as_its_command() -> None:
       --data-path: $DATA
     """
     text = "\n".join(line[4:] for line in lines.splitlines())
-    found = translate(read_job(text, Surroundings({"H": "64"})))
+    found = translate(read_job(text, Around({"H": "64"})))
     told = {"hidden_size": 64, "precision": "bf16", "rampup_batch_size": (8, 8, 80)}
     told |= {"recompute_modules": ("moe_act", "mlp"), "moe_layer_freq": "([0]*1+[1]*3)"}
     assert {name: found.values[name] for name in told} == told

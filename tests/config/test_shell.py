@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from fivefold.config.shell.script import Script
+from fivefold.config.shell.script import ShellScript
 from fivefold.config.shell.unknown import dollar, readable
 from fivefold.errors import ConfigError
 
@@ -82,8 +82,8 @@ def script(draw: Random, depth: int = 2) -> str:
     return "\n".join(statement(draw, depth) for _ in range(draw.randint(1, 3)))
 
 
-def read(text: str, *arguments: str, **environment: str) -> Script:
-    found = Script(environment, arguments, None, lambda words: words[0] == "launch")
+def read(text: str, *arguments: str, **environment: str) -> ShellScript:
+    found = ShellScript(environment, arguments, None, lambda words: words[0] == "launch")
     found.run(text)
     return found
 
@@ -142,7 +142,7 @@ def test_what_decides_and_is_not_known_is_noted() -> None:
 
 def test_a_script_that_is_sourced_is_read(tmp_path: Path) -> None:
     (tmp_path / "env.sh").write_text("L=12\n")
-    found = Script({}, (), tmp_path, lambda words: words[0] == "launch")
+    found = ShellScript({}, (), tmp_path, lambda words: words[0] == "launch")
     found.run('. ./env.sh\nif [ ! -f x ]; then exit 1; fi\nsrun -N 2 bash -c "launch $L \\$RANK"')
     assert [readable(each) for each in found.commands[-1]][-2:] == ["12", "$RANK"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from fivefold.config.foreign import FOREIGN
-from fivefold.config.megatron_job.command import NO_JOB, Launch, Surroundings, launch_of, ranks_of
+from fivefold.config.megatron_job.command import NO_JOB, Around, Launch, launch_of, ranks_of
 from fivefold.config.megatron_job.relatives import in_release, in_samples, is_tokens, name_of
 from fivefold.config.megatron_job.release import Argument, known
 from fivefold.config.translation import Named
@@ -19,7 +19,7 @@ _FIRST, _LAST = re.compile(r"-{3,} arguments -{3,}"), re.compile(r"-{3,} end of 
 _LINE = re.compile(r"(\w+) \.{2,}(?: (.*))?$")
 _MEMBERS = re.compile(r"<\w+\.(\w+): ")  # of enumerations
 _VOCABULARY = re.compile(r"padded vocab \(size: (\d+)\)")
-_NOWHERE = Surroundings()
+_NOWHERE = Around()
 
 
 @dataclass
@@ -85,7 +85,7 @@ class MegatronJob:
         }
 
 
-def read_job(text: str, around: Surroundings = _NOWHERE) -> MegatronJob:
+def read_job(text: str, around: Around = _NOWHERE) -> MegatronJob:
     """The job whose log, whose command line, or whose script a text is.
 
     Raises:

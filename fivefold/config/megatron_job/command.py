@@ -12,7 +12,7 @@ import yaml
 from fivefold.config.megatron_job.harmless import is_harmless
 from fivefold.config.megatron_job.relatives import is_pretraining
 from fivefold.config.megatron_job.release import Argument
-from fivefold.config.shell.script import Script
+from fivefold.config.shell.script import ShellScript
 from fivefold.config.shell.unknown import dollar, is_unknown, readable, unknown_names
 from fivefold.errors import ConfigError, Mistake
 
@@ -45,7 +45,7 @@ _SLURM: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class Around:
     """What a script finds where it runs.
 
     Attributes:
@@ -76,7 +76,7 @@ class Launch:
     notes: tuple[str, ...] = ()
 
 
-def launch_of(text: str, flags: Mapping[str, Argument], around: Surroundings) -> Launch:
+def launch_of(text: str, flags: Mapping[str, Argument], around: Around) -> Launch:
     """The command of a text.
 
     Args:
@@ -92,7 +92,7 @@ def launch_of(text: str, flags: Mapping[str, Argument], around: Surroundings) ->
     elif not _OPEN.search(text):
         words = _words(text)
         return Launch(*_cut(words, flags))
-    script = Script(
+    script = ShellScript(
         _slurm(text) | dict(around.environment),
         around.arguments,
         around.folder,
@@ -103,6 +103,8 @@ def launch_of(text: str, flags: Mapping[str, Argument], around: Surroundings) ->
     if any(word.startswith("#SBATCH") for word in text.splitlines()):
         launcher = (*_tasks(text), *launcher)
     notes = [dollar(note) for note in script.notes]
+    if launcher == ("pretrain_gpt.py",):  # a file of MODEL_ARGS does not say it
+        notes.append("its program, read as pretrain_gpt.py")
     notes += [readable(words[0]) for words in script.commands if words[0].startswith("--")]
     return _without_open(launcher, arguments, flags, tuple(notes))
 

@@ -6,8 +6,9 @@ from fnmatch import translate
 from itertools import product
 from typing import Protocol
 
+from fivefold.config.shell.printed import PRINTED
 from fivefold.config.shell.scan import after_piece, end_of_word
-from fivefold.config.shell.sums import Sum
+from fivefold.config.shell.sums import ShellSum
 from fivefold.config.shell.unknown import is_unknown, known_part, unknown, unknown_names
 from fivefold.errors import ConfigError
 
@@ -32,9 +33,6 @@ class Values(Protocol):
 
     def put(self, name: str, value: str, index: str | None = None) -> None:
         """Give a variable, or an entry of an array, another value."""
-
-    def told_by(self, command: str) -> str:
-        """What a command prints."""
 
 
 class Expander:
@@ -63,7 +61,16 @@ class Expander:
 
     def sum(self, text: str) -> str:
         """The value of a sum."""
-        return Sum(self.in_quotes(text), self._values.get, self._values.put).value()
+        return ShellSum(self.in_quotes(text), self._values.get, self._values.put).value()
+
+    def _told_by(self, command: str) -> str:
+        """What a command prints."""
+        words = [] if re.search(r"[|;&<>\n]", command) else list(words_of(command))
+        if words and words[0] in PRINTED:
+            told = PRINTED[words[0]](self.fields(words[1:]))
+            if told is not None:
+                return told
+        return unknown(f"$({command.strip()})")
 
     def _split(self, word: str) -> Iterator[str]:
         """The fields of a word: what is not quoted is cut at white space."""
@@ -144,9 +151,9 @@ class Expander:
         elif piece.startswith("$(("):
             yield self.sum(piece[3:-2]), quoted, False
         elif piece.startswith("$("):
-            yield self._values.told_by(piece[2:-1]), quoted, False
+            yield self._told_by(piece[2:-1]), quoted, False
         elif piece.startswith("`"):
-            yield self._values.told_by(piece[1:-1].replace("\\`", "`")), quoted, False
+            yield self._told_by(piece[1:-1].replace("\\`", "`")), quoted, False
         else:
             inner = piece[2:-1] if piece.startswith("${") else piece[1:]
             found = self._parameter(inner)
@@ -176,16 +183,16 @@ class Expander:
         if name in ("@", "*") or index in ("@", "*"):
             many = values.several(name)
             if how.startswith(":") and how[1:2] not in ("-", "+", "=", "?"):
-                return many[self._slice(how, name in ("@", "*"))]
+                return many[_slice(self, how, name in ("@", "*"))]
             if how[:1] not in ("", ":", "-", "+"):
-                return [self._changed(one, how) for one in many]
+                return [_changed(self, one, how) for one in many]
             if how and bool(many) == ("+" in how[:2]):
                 return self.text(re.sub(r"^:?[-+=]", "", how))
             return many
         value = values.get(name, None if index is None else self._index(name, index))
         put = re.match(r":?[=?+-]", how)
         if put is None or (how[0] == ":" and put[0] == ":"):
-            return self._changed(value, how) if how else value
+            return _changed(self, value, how) if how else value
         return self._instead(name, value, put[0], how[put.end() :])
 
     def _index(self, name: str, index: str) -> str:
@@ -206,30 +213,6 @@ class Expander:
         if how[-1] == "=":
             self._values.put(name, found)
         return found
-
-    def _slice(self, how: str, of_arguments: bool) -> slice:
-        first, *count = (int(self.sum(part)) for part in how[1:].split(":"))
-        begin = max(first - of_arguments, 0) if first >= 0 else first
-        return slice(begin, begin + count[0] if count else None)
-
-    def _changed(self, value: str, how: str) -> str:
-        """Without a beginning or an end, with parts replaced, cut out, or in other letters."""
-        if missing := list(unknown_names(value)):
-            return "".join(map(unknown, missing))
-        if how in ("^^", ",,"):
-            return value.upper() if how == "^^" else value.lower()
-        if how in ("^", ","):
-            return (value[:1].upper() if how == "^" else value[:1].lower()) + value[1:]
-        if how.startswith(":"):
-            return value[self._slice(how, False)]
-        if ends := re.match(r"##?|%%?", how):
-            return _trimmed(value, self.text(how[ends.end() :]), ends[0])
-        if how.startswith("/"):
-            every = how.startswith("//")
-            old, _, new = how[1 + every :].partition("/")
-            pattern = _pattern(self.text(old))
-            return re.sub(pattern, lambda _: self.text(new), value, count=0 if every else 1)
-        raise ConfigError(f"${{...{how}}} is not read here")
 
 
 def words_of(text: str) -> Iterator[str]:
@@ -282,3 +265,29 @@ def _braced(word: str) -> list[str]:
         "".join(part for pair in zip(between, (*chosen, ""), strict=True) for part in pair)
         for chosen in product(*alternatives)
     ]
+
+
+def _slice(expander: Expander, how: str, of_arguments: bool) -> slice:
+    first, *count = (int(expander.sum(part)) for part in how[1:].split(":"))
+    begin = max(first - of_arguments, 0) if first >= 0 else first
+    return slice(begin, begin + count[0] if count else None)
+
+
+def _changed(expander: Expander, value: str, how: str) -> str:
+    """Without a beginning or an end, with parts replaced, cut out, or in other letters."""
+    if missing := list(unknown_names(value)):
+        return "".join(map(unknown, missing))
+    if how in ("^^", ",,"):
+        return value.upper() if how == "^^" else value.lower()
+    if how in ("^", ","):
+        return (value[:1].upper() if how == "^" else value[:1].lower()) + value[1:]
+    if how.startswith(":"):
+        return value[_slice(expander, how, False)]
+    if ends := re.match(r"##?|%%?", how):
+        return _trimmed(value, expander.text(how[ends.end() :]), ends[0])
+    if how.startswith("/"):
+        every = how.startswith("//")
+        old, _, new = how[1 + every :].partition("/")
+        pattern = _pattern(expander.text(old))
+        return re.sub(pattern, lambda _: expander.text(new), value, count=0 if every else 1)
+    raise ConfigError(f"${{...{how}}} is not read here")

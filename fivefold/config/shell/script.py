@@ -6,27 +6,24 @@ from pathlib import Path, PurePath
 from types import MappingProxyType
 
 from fivefold.config.shell.conditions import Condition, tested
-from fivefold.config.shell.expansion import Expander, matches, words_of
+from fivefold.config.shell.expansion import Expander, matches
 from fivefold.config.shell.scan import Token
-from fivefold.config.shell.sums import Sum
 from fivefold.config.shell.syntax import (
     Block,
-    Case,
+    CaseOf,
     Chain,
     Check,
-    Choice,
     Command,
     Function,
-    Group,
+    Grouped,
+    If,
     Loop,
     Statement,
     parse,
 )
 from fivefold.config.shell.unknown import (
-    is_unknown,
     known_part,
     readable,
-    unknown,
     unknown_names,
 )
 from fivefold.config.shell.variables import Variables
@@ -40,7 +37,7 @@ _MOST_STEPS, _DEEPEST = 20_000, 30
 _DECIDES = (*_DECLARING, "set", "eval", "source", ".", "shift", "unset")
 
 
-class Script:
+class ShellScript:
     """A script that is read as bash would run it in an environment.
 
     What is not set, and what other programs would tell, is not known (`unknown`). Conditions read
@@ -55,8 +52,12 @@ class Script:
         launches: whether the words of a command are what is looked for.
 
     Attributes:
+        variables: what is set.
         commands: words of each command that is none of the shell's own.
         notes: what was not known and decided about variables.
+        folders: where files that it sources may lie.
+        asking: whether a condition is being read.
+        ended: whether it has come to its end.
     """
 
     def __init__(
@@ -66,23 +67,24 @@ class Script:
         folder: Path | None,
         launches: Callable[[Sequence[str]], bool],
     ) -> None:
-        self._variables = Variables(environment, arguments, self._told_by)
-        self._expander = Expander(self._variables)
+        self.variables = Variables(environment, arguments)
+        self._expander = Expander(self.variables)
         self._functions: dict[str, Block] = {}
-        self._folder, self._launches = folder, launches
+        self.launches = launches
+        self.folders = (Path(),) if folder is None else (folder, Path())
         self._doubts: list[str] = []
         self._steps, self._depth = 0, 0
-        self._ended, self._asking = False, False
+        self.ended, self.asking = False, False
         self.commands: list[list[str]] = []
         self.notes: dict[str, None] = {}
 
-    def run(self, text: str) -> None:
-        """Read the statements of a text.
+    def run(self, text: str) -> bool:
+        """Read the statements of a text; whether the last one succeeds.
 
         Raises:
             ConfigError: bash would not read it, or it is longer than anybody writes.
         """
-        self._block(parse(text))
+        return self._block(parse(text))
 
     def _block(self, block: Block) -> bool:
         if self._depth > _DEEPEST:
@@ -91,7 +93,7 @@ class Script:
         found = True
         for statement in block:
             self._count()
-            if self._ended:
+            if self.ended:
                 break
             found = self._statement(statement)
         self._depth -= 1
@@ -105,16 +107,16 @@ class Script:
                 return self._check(kind, text)
             case Chain(parts):
                 return self._chain(parts)
-            case Choice(branches, otherwise):
-                return self._choice(branches, otherwise)
-            case Case(word, options):
+            case If(branches, otherwise):
+                return self._if(branches, otherwise)
+            case CaseOf(word, options):
                 return self._case(word, options)
             case Loop():
                 return self._loop(statement)
             case Function(name, body):
                 self._functions[name] = body
                 return True
-            case Group(body):
+            case Grouped(body):
                 return self._block(body)
 
     def _chain(self, parts: Sequence[tuple[str, Statement]]) -> bool:
@@ -127,7 +129,7 @@ class Script:
                 found = self._statement(statement) != before.endswith("!")
         return found
 
-    def _choice(self, branches: Sequence[tuple[Block, Block]], otherwise: Block) -> bool:
+    def _if(self, branches: Sequence[tuple[Block, Block]], otherwise: Block) -> bool:
         for condition, body in branches:
             self._doubts = []
             holds = self._asked(condition)
@@ -137,9 +139,9 @@ class Script:
         return self._block(otherwise)
 
     def _asked(self, condition: Block) -> bool:
-        before, self._asking = self._asking, True
+        before, self.asking = self.asking, True
         found = self._block(condition)
-        self._asking = before
+        self.asking = before
         return found
 
     def _case(self, word: str, options: Sequence[tuple[tuple[str, ...], Block]]) -> bool:
@@ -160,14 +162,14 @@ class Script:
     def _loop(self, loop: Loop) -> bool:
         found = True
         if loop.name:
-            given = self._variables.arguments
+            given = self.variables.arguments
             words = given if loop.words is None else self._expander.fields(loop.words)
             for word in list(words):
-                self._variables.put(loop.name, word)
+                self.variables.put(loop.name, word)
                 found = self._block(loop.body)
             return found
         self._expander.sum(loop.begins)
-        while not self._ended and self._asked(loop.condition) != loop.until:
+        while not self.ended and self._asked(loop.condition) != loop.until:
             found = self._block(loop.body)
             self._expander.sum(loop.step)
             self._count()
@@ -186,7 +188,7 @@ class Script:
         return self._holds(list(tested(text, self._expander)))
 
     def _holds(self, words: Sequence[str]) -> bool:
-        condition = Condition(words, self._expander, self._variables.is_set)
+        condition = Condition(words, self._expander, self.variables.is_set)
         found = condition.holds()
         self._doubts += condition.doubts
         return found
@@ -194,38 +196,28 @@ class Script:
     def _command(self, words: Sequence[str], document: Token | None) -> bool:
         place = 0
         while place < len(words) and (parts := _ASSIGNMENT.fullmatch(words[place])):
-            self._assign(*parts.groups())
+            _assign(self.variables, self._expander, *parts.groups())
             place += 1
         if place == len(words):
             return True
         if words[place] in _DECLARING:
             for word in words[place + 1 :]:
                 if parts := _ASSIGNMENT.fullmatch(word):
-                    self._assign(*parts.groups())
+                    _assign(self.variables, self._expander, *parts.groups())
             return True
         fields = self._expander.fields(words[place:])
         if fields and document and PurePath(fields[0]).name in _SHELLS:
             expanded = document.kind == "document"
             inner = self._expander.in_quotes(document.text) if expanded else document.text
-            return self._block(parse(inner))
+            return self.run(inner)
         return self._call(fields) if fields else True
-
-    def _assign(self, name: str, index: str | None, more: str, text: str) -> None:
-        if text.startswith("(") and text.endswith(")"):
-            self._variables.put_array(name, self._expander.entries(text[1:-1]), bool(more))
-            return
-        value = self._expander.text(text)
-        key = None if index is None else known_part(self._expander.text(index))
-        if more and self._variables.is_set(name):
-            value = self._variables.get(name, key) + value
-        self._variables.put(name, value, key)
 
     def _call(self, fields: list[str]) -> bool:
         name, rest = fields[0], fields[1:]
         if name in self._functions:
-            self._variables.enter(rest)
+            self.variables.enter(rest)
             found = self._block(self._functions[name])
-            self._variables.leave()
+            self.variables.leave()
             return found
         if name in ("[", "test"):
             return self._holds(rest[:-1] if name == "[" else rest)
@@ -233,98 +225,59 @@ class Script:
             return _OWN[name](self, rest)
         if (inner := _inner(fields)) is not None:
             before = len(self.commands)
-            self._block(parse(inner))
+            self.run(inner)
             for command in self.commands[before:]:
                 command[:0] = fields[: fields.index("-c")]
             return True
         self.commands.append(fields)
-        if name == "echo" or self._launches(fields):
+        if name == "echo" or self.launches(fields):
             return True
         self._doubts.append(f"$({readable(name)})")
-        return not self._asking
-
-    def _evaluate(self, words: Sequence[str]) -> bool:
-        return self._block(parse(" ".join(words)))
-
-    def _source(self, words: Sequence[str]) -> bool:
-        """Another script, if it is there; else its variables are not known."""
-        path = PurePath(known_part(words[0])) if words else None
-        folders = [folder for folder in (self._folder, Path()) if folder is not None]
-        if path is not None and not list(unknown_names(words[0])):
-            for folder in folders:
-                if (folder / path).is_file():
-                    with_text = read_text(folder / path, ConfigError)
-                    return self._block(parse(with_text))
-        if words:
-            self.notes[f"$(source {readable(words[0])})"] = None
-        return not self._asking
-
-    def _shift(self, words: Sequence[str]) -> bool:
-        count = int(words[0]) if words and words[0].isdecimal() else 1
-        there = count <= len(self._variables.arguments)
-        del self._variables.arguments[:count]
-        return there
-
-    def _set(self, words: Sequence[str]) -> bool:
-        if "--" in words:
-            self._variables.arguments[:] = words[list(words).index("--") + 1 :]
-        return True
-
-    def _unset(self, words: Sequence[str]) -> bool:
-        for name in words:
-            self._variables.forget(name)
-        return True
-
-    def _exit(self, words: Sequence[str]) -> bool:
-        self._ended = any(map(self._launches, self.commands))
-        return True
-
-    def _told_by(self, command: str) -> str:
-        """What a command prints, where that follows from its words."""
-        words = [] if re.search(r"[|;&<>\n]", command) else list(words_of(command))
-        if words and words[0] in _PRINTS:
-            told = _PRINTS[words[0]](self._expander.fields(words[1:]))
-            if told is not None:
-                return told
-        return unknown(f"$({command.strip()})")
+        return not self.asking
 
 
-_OWN: Mapping[str, Callable[[Script, Sequence[str]], bool]] = MappingProxyType(
+def _assign(
+    variables: Variables, expander: Expander, name: str, index: str | None, more: str, text: str
+) -> None:
+    if text.startswith("(") and text.endswith(")"):
+        variables.put_array(name, expander.entries(text[1:-1]), bool(more))
+        return
+    value = expander.text(text)
+    key = None if index is None else known_part(expander.text(index))
+    if more and variables.is_set(name):
+        value = variables.get(name, key) + value
+    variables.put(name, value, key)
+
+
+def _source(script: ShellScript, words: Sequence[str]) -> bool:
+    """Another script, if it is there; else its variables are not known."""
+    there = [folder / known_part(word) for word in words[:1] for folder in script.folders]
+    known = not any(list(unknown_names(word)) for word in words)
+    for path in there:
+        if known and path.is_file():
+            return script.run(read_text(path, ConfigError))
+    if words:
+        script.notes[f"$(source {readable(words[0])})"] = None
+    return not script.asking
+
+
+def _exit(script: ShellScript, _: Sequence[str]) -> bool:
+    script.ended = any(map(script.launches, script.commands))
+    return True
+
+
+_OWN: Mapping[str, Callable[[ShellScript, Sequence[str]], bool]] = MappingProxyType(
     {
-        "eval": Script._evaluate,
-        "source": Script._source,
-        ".": Script._source,
-        "shift": Script._shift,
-        "set": Script._set,
-        "unset": Script._unset,
-        "exit": Script._exit,
+        "eval": lambda script, words: script.run(" ".join(words)),
+        "source": _source,
+        ".": _source,
+        "shift": lambda script, words: script.variables.shift(words),
+        "set": lambda script, words: script.variables.set_arguments(words),
+        "unset": lambda script, words: script.variables.forget(words),
+        "exit": _exit,
         **dict.fromkeys(("return", "break", "continue", ":", "true"), lambda *_: True),
         **dict.fromkeys(("false", "read", "getopts", "popd"), lambda *_: False),
         **dict.fromkeys(("cd", "pushd", "shopt", "trap", "wait", "ulimit"), lambda *_: True),
-    }
-)
-
-
-def _folder_of(fields: Sequence[str]) -> str | None:
-    return str(PurePath(fields[-1]).parent) if fields and not is_unknown(fields[-1]) else None
-
-
-def _name_of(fields: Sequence[str]) -> str | None:
-    return PurePath(fields[0]).name if len(fields) == 1 else None
-
-
-def _computed(fields: Sequence[str]) -> str | None:
-    text = " ".join(fields)
-    plain = re.fullmatch(r"[-+*/%() \d]+", text)
-    return Sum(text, lambda _: "", lambda *_: None).value() if plain else None
-
-
-_PRINTS: Mapping[str, Callable[[Sequence[str]], str | None]] = MappingProxyType(
-    {
-        "echo": lambda fields: " ".join(f for f in fields if f not in ("-n", "-e")),
-        "dirname": _folder_of,
-        "basename": _name_of,
-        "expr": _computed,
     }
 )
 
@@ -345,11 +298,11 @@ def _decides(statement: Statement) -> bool:
             return own or any(".py" in word for word in words)
         case Chain(parts):
             return any(_decides(part) for _, part in parts)
-        case Choice(branches, otherwise):
+        case If(branches, otherwise):
             return any(map(_decides, [*(s for _, body in branches for s in body), *otherwise]))
-        case Case(_, options):
+        case CaseOf(_, options):
             return any(_decides(one) for _, body in options for one in body)
-        case Loop(body=body) | Group(body=body):
+        case Loop(body=body) | Grouped(body=body):
             return any(map(_decides, body))
         case _:
             return False

@@ -47,7 +47,7 @@ def _divided(a: int, b: int) -> int:
     return whole if (a < 0) == (b < 0) else -whole
 
 
-class Sum:
+class ShellSum:
     """What stands between (( and )), after its expansions.
 
     Args:
@@ -166,4 +166,4 @@ class Sum:
         if missing := tuple(unknown_names(text)):
             self._missing.update(dict.fromkeys(missing))
             return 1
-        return int(Sum(text, self._read, self._write).value()) if text.strip() else 0
+        return int(ShellSum(text, self._read, self._write).value()) if text.strip() else 0

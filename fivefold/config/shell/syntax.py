@@ -36,7 +36,7 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Choice:
+class If:
     """Conditions with what is run if they are the first that holds; and what else."""
 
     branches: tuple[tuple["Block", "Block"], ...]
@@ -44,7 +44,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Case:
+class CaseOf:
     """A word, and patterns with what is run for them."""
 
     word: str
@@ -76,13 +76,13 @@ class Function:
 
 
 @dataclass(frozen=True)
-class Group:
+class Grouped:
     """Statements in braces, or in parentheses."""
 
     body: "Block"
 
 
-Statement: TypeAlias = Command | Check | Chain | Choice | Case | Loop | Function | Group
+Statement: TypeAlias = Command | Check | Chain | If | CaseOf | Loop | Function | Grouped
 Block: TypeAlias = tuple[Statement, ...]
 
 
@@ -108,7 +108,7 @@ class _Reader:
     def __init__(self, found: list[Token]) -> None:
         self._tokens, self._place = found, 0
         self._compound: dict[str, Callable[[], Statement]] = {
-            "if": self._choice,
+            "if": self._if,
             "for": self._for,
             "select": self._for,
             "while": self._while,
@@ -195,13 +195,13 @@ class _Reader:
         self._skip("\n")
         return Function(name, (self._statement(),))
 
-    def _group(self) -> Group:
+    def _group(self) -> Grouped:
         ends = "}" if self._take().text == "{" else ")"
         body = self.block(ends)
         self._expect(ends)
-        return Group(body)
+        return Grouped(body)
 
-    def _choice(self) -> Choice:
+    def _if(self) -> If:
         branches: list[tuple[Block, Block]] = []
         while self.now.text in ("if", "elif"):
             self._take()
@@ -213,7 +213,7 @@ class _Reader:
             self._take()
             otherwise = self.block("fi")
         self._expect("fi")
-        return Choice(tuple(branches), otherwise)
+        return If(tuple(branches), otherwise)
 
     def _for(self) -> Loop:
         self._take()
@@ -243,7 +243,7 @@ class _Reader:
         self._expect("done")
         return body
 
-    def _case(self) -> Case:
+    def _case(self) -> CaseOf:
         self._take()
         word = self._take().text
         self._skip("\n")
@@ -260,7 +260,7 @@ class _Reader:
             branches.append((tuple(patterns), self.block("esac")))
             self._skip("\n", ";;", ";&", ";;&")
         self._expect("esac")
-        return Case(word, tuple(branches))
+        return CaseOf(word, tuple(branches))
 
     def _take(self) -> Token:
         if self.now is _END:

@@ -1,6 +1,6 @@
 """The variables of a script."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from fivefold.config.shell.unknown import unknown
 
@@ -13,19 +13,16 @@ class Variables:
     Args:
         environment: variables that are set before the script begins.
         arguments: what the script is called with.
-        told_by: what a command prints, from its text.
     """
 
     def __init__(
         self,
         environment: Mapping[str, str],
         arguments: Sequence[str],
-        told_by: Callable[[str], str],
     ) -> None:
         self._environment = environment
         self._values: dict[str, str | dict[str, str]] = {}
         self._arguments = [list(arguments)]
-        self.told_by = told_by
 
     @property
     def arguments(self) -> list[str]:
@@ -91,10 +88,25 @@ class Variables:
             found[str(place) if key is None else key] = value
         self._values[name] = _in_order(found)
 
-    def forget(self, name: str) -> None:
-        """Unset a variable, also one of the environment."""
-        self._values.pop(name, None)
-        self._environment = {k: v for k, v in self._environment.items() if k != name}
+    def forget(self, names: Sequence[str]) -> bool:
+        """Unset variables, also those of the environment."""
+        for name in names:
+            self._values.pop(name, None)
+        self._environment = {k: v for k, v in self._environment.items() if k not in names}
+        return True
+
+    def shift(self, words: Sequence[str]) -> bool:
+        """Take the first arguments away; whether there were so many."""
+        count = int(words[0]) if words and words[0].isdecimal() else 1
+        there = count <= len(self.arguments)
+        del self.arguments[:count]
+        return there
+
+    def set_arguments(self, words: Sequence[str]) -> bool:
+        """Replace the arguments by what follows `--`, as `set` does."""
+        if "--" in words:
+            self.arguments[:] = words[words.index("--") + 1 :]
+        return True
 
     def is_set(self, name: str) -> bool:
         """Whether a variable has a value."""
