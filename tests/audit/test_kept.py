@@ -22,5 +22,5 @@ class _Offloading(nn.Module):
 def test_copies_in_the_memory_of_a_host_are_not_kept_on_the_device() -> None:
     stage, x_TH = _Offloading(), torch.ones(3, 5)
     with KeptActivations({0: stage}, 3, lambda: ()) as kept:
-        stage(x_TH, SimpleNamespace(packing=None, tokens=[x_TH]))
+        stage(x_TH, SimpleNamespace(packing=None, tokens=[x_TH], order=()))
     assert kept.sizes == {0: 2 * x_TH.nbytes}
