@@ -148,6 +148,29 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
             "optimizer_cpu_offload": True,
         },
     ),
+    # What attention makes was taken for what its projection reads, after an exchange of heads.
+    "heads that are exchanged": (
+        "llama3-8b",
+        {
+            "num_layers": 8,
+            "context_parallel_size": 2,
+            "cp_comm_type": ("a2a",),
+            "seq_length": 65536,
+            "data_parallel_sharding_strategy": "optim_grads",
+        },
+    ),
+    # In a forward each rank has the rows of all that split an expert.
+    "rows of split experts": (
+        "qwen3-30b-a3b",
+        {
+            "tensor_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 2,
+            "sequence_parallel": True,
+            "seq_length": 16384,
+            "recompute_granularity": "full",
+            "data_parallel_sharding_strategy": "optim",
+        },
+    ),
     # The ends of a stage, unpacked from few bits, were counted beside their copy and the layers'.
     "ends in few bits": (
         "qwen3-8b",
@@ -167,11 +190,11 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", chosen(SMALL, *(n for n in SMALL if n != "sums of experts")))
-def test_two_layers_on_two_ranks_need_what_is_planned(name: str) -> None:
+def test_a_few_layers_on_two_ranks_need_what_is_planned(name: str) -> None:
     preset, settings = SMALL[name]
     asked = {"precision": "bf16", "seq_length": 256, "global_batch_size": 4} | settings
-    size = asked.pop("vocab_size", 1024)
-    model = replace(resolve_model(preset), num_layers=2, vocab_size=size)
+    layers, size = asked.pop("num_layers", 2), asked.pop("vocab_size", 1024)
+    model = replace(resolve_model(preset), num_layers=layers, vocab_size=size)
     config = Config(model).with_values(**asked)
     _needs_what_is_planned(rehearsed_layout(check(config, 2)), LIMIT / 2)
 
