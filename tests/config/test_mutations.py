@@ -19,7 +19,7 @@ from tests.config.published import PUBLISHED
 from tests.config.published_multimodal import MULTIMODAL
 
 FILES = PUBLISHED | MULTIMODAL
-MUTATIONS = 5000
+TIMES = pytest.mark.parametrize("times", [2_000, pytest.param(5_000, marks=pytest.mark.exhaustive)])
 
 _BYTES = [
     b"",
@@ -100,13 +100,14 @@ def _is_read(read: Callable[[], Config]) -> bool:
 
 
 @pytest.mark.slow
+@TIMES
 @pytest.mark.parametrize("name", FILES)
-def test_mutated_config_json_is_answered(name: str, tmp_path: Path) -> None:
+def test_mutated_config_json_is_answered(name: str, times: int, tmp_path: Path) -> None:
     chance = random.Random(name)
     data = json.dumps(FILES[name], indent=2).encode()
     file = tmp_path / "config.json"
     read = 0
-    for turn in range(MUTATIONS // len(FILES) + 1):
+    for turn in range(times // len(FILES) + 1):
         if turn % 4 == 0:
             file.write_bytes(_mutated_bytes(data, chance))
             read += _is_read(lambda: Config(from_hf_config(file)))
@@ -160,12 +161,13 @@ _TOMLS = {
 
 
 @pytest.mark.slow
+@TIMES
 @pytest.mark.parametrize("name", _TOMLS)
-def test_mutated_toml_is_answered(name: str, tmp_path: Path) -> None:
+def test_mutated_toml_is_answered(name: str, times: int, tmp_path: Path) -> None:
     chance = random.Random(name)
     file = tmp_path / "mine.toml"
     read = 0
-    for turn in range(MUTATIONS // len(_TOMLS) + 1):
+    for turn in range(times // len(_TOMLS) + 1):
         if turn % 4 == 0:
             file.write_bytes(_mutated_bytes(_TOMLS[name].encode(), chance))
         else:

@@ -1,4 +1,5 @@
-"""Cluster files, calibrated ones and tables of published runs, five thousand times damaged.
+"""Cluster files, calibrated ones and tables of published runs, damaged in two thousand ways, and
+in five thousand with `-m exhaustive`.
 
 Each is read, or refused as an error for people; what is read predicts steps of some length.
 """
@@ -21,7 +22,9 @@ from fivefold.published.score import report
 from tests.mutations import mutations
 from tests.predict.layouts import planned
 
-COUNT = 5_000
+COUNTS = pytest.mark.parametrize(
+    "count", [2_000, pytest.param(5_000, marks=pytest.mark.exhaustive)]
+)
 PARTIAL = """
 preset = "H100"
 num_gpus = 16
@@ -52,10 +55,13 @@ SMALL = planned("debug-llama", 2, tp=2, gbs=2, seq=64)
 
 
 @pytest.mark.slow
+@COUNTS
 @pytest.mark.parametrize("text", [PARTIAL, CALIBRATED], ids=["ours", "calibrated"])
-def test_a_cluster_is_one_that_predicts_or_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_cluster_is_one_that_predicts_or_is_refused(
+    text: str, count: int, tmp_path: Path
+) -> None:
     path, read = tmp_path / "cluster.toml", 0
-    for data in mutations(text, COUNT):
+    for data in mutations(text, count):
         path.write_bytes(data)
         try:
             cluster = load_cluster(path)
@@ -68,7 +74,7 @@ def test_a_cluster_is_one_that_predicts_or_is_refused(text: str, tmp_path: Path)
         step = predict(SMALL, replace(cluster, num_gpus=max(2, cluster.num_gpus)))
         assert 0 < step.step_time < 1e12 and isfinite(step.mfu) and step.mfu > 0, data
         assert isfinite(peak_memory(SMALL, cluster).device_total), data
-    assert COUNT / 20 < read < COUNT / 2
+    assert count / 20 < read < count / 2
 
 
 CELLS = {
@@ -108,10 +114,11 @@ def not_a_number(word: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_table_of_runs_is_scored_or_refused(tmp_path: Path) -> None:
+@COUNTS
+def test_a_table_of_runs_is_scored_or_refused(count: int, tmp_path: Path) -> None:
     path, read, scored = tmp_path / "runs.csv", 0, 0
     text = table(CELLS, CELLS | {"prec": "fp8", "step_s": "", "tps_gpu": "9000"})
-    for data in mutations(text, COUNT):
+    for data in mutations(text, count):
         path.write_bytes(data)
         try:
             read_rows(path)
@@ -125,7 +132,7 @@ def test_a_table_of_runs_is_scored_or_refused(tmp_path: Path) -> None:
         json.loads(found.as_json(), parse_constant=not_a_number)
         assert found.table() or not data.strip()
         scored += bool(found.rows)
-    assert COUNT / 20 < scored < read < COUNT * 3 / 4
+    assert count / 20 < scored < read < count * 3 / 4
 
 
 @pytest.mark.parametrize("column", RANGES)

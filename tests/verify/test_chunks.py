@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.verify.cases import CHUNKED, config, named, verify_in_pool
+from tests.verify.cases import CHUNKED, chosen, config, named, verify_in_pool
 from tests.verify.test_matrix import measured
 
 pytestmark = pytest.mark.slow
@@ -64,7 +64,13 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("case", range(len(CASES)))
+# Each pair of settings of these is in other cases of this folder, too, but pairs with `compile`, of
+# which test_compile.py has others: `make exhaustive` runs them.
+AGAIN = (8, 15, 17)
+CHOSEN = [place for place in range(len(CASES)) if place not in AGAIN]
+
+
+@pytest.mark.parametrize("case", chosen(range(len(CASES)), *CHOSEN))
 def test_every_layout_computes_what_one_device_does_and_sends_what_theory_says(case: int) -> None:
     ranks, model, values = CASES[case]
     settings = config(replace(CHUNKED, **model), ranks, **named(**values))

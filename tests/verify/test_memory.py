@@ -237,7 +237,6 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         "weights off the device, tied over stages",
         "every module, deferred weights",
         "linear loss, vocabulary part of padding only",
-        "linear loss, tied over the pipeline, deferred weights, ZeRO-2",
         "the second moment in bf16, two copies of the embedding",
         "moments of fp8, ZeRO-3, tensor parallel",
         "pairs of layers, deferred weights, ZeRO-3",

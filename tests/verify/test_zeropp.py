@@ -88,7 +88,6 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     chosen(
         CASES,
         "hpZ, stages kept gathered",
-        "qwZ, experts",
         "all, tied over pp",
         "all, tp, experts split",
     ),
