@@ -16,7 +16,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.description.latent import LatentDown
 from fivefold.description.layers import LayerKind, describe, describe_layer, layer_kind
 from fivefold.description.operations import Kept, Norm
-from fivefold.description.running import Running, at_place, scale_bytes
+from fivefold.description.running import Running, at_place, scale_bytes, share_at_once
 from fivefold.description.shape import StageParts, has_final_norm, rotations, tempers
 
 
@@ -315,7 +315,7 @@ def _is_recomputed(memory: MemoryConfig, position: int) -> bool:
 
 def _remade(item: Kept, running: Running) -> float:
     """Bytes per token of an item that are recomputed at a time."""
-    return item.size * running.share_at_once(item.remade_by)
+    return item.size * share_at_once(running, item.remade_by)
 
 
 def _away(item: Kept, running: Running) -> float:

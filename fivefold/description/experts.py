@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from fivefold.config.model import ModelConfig
 from fivefold.description.operations import Kept, Operation, RowLinear
-from fivefold.description.running import Running
+from fivefold.description.running import Running, layer_rows
 
 _INDEX = 8  # bytes of the index of an expert or a row: int64
 _AGAIN = "moe", "a2a_overlap_post_attn"
@@ -150,7 +150,7 @@ class Dispatch(Operation):
         if running.expert_ranks == 1 or running.dispatcher == "alltoall":
             again = running.rows(self.copies) if running.expert_ranks > 1 else 0.0
             return _INDEX * (own + again)
-        rows = running.layer_rows(self.model)
+        rows = layer_rows(running, self.model)
         again = rows.reached if running.expert_tensor_parallel > 1 else 0.0
         arrived = self.copies * (rows.got + rows.stayed)
         return _INDEX * (rows.sent + rows.stayed + arrived + again)
@@ -161,7 +161,7 @@ class Dispatch(Operation):
         multiplied = self.model.moe_apply_probs_on_input
         if multiplied or running.expert_ranks == 1 or running.dispatcher != "flex":
             return 0.0
-        rows = running.layer_rows(self.model)
+        rows = layer_rows(running, self.model)
         return self.copies * (rows.sent + rows.stayed)
 
     def _sizes(self, running: Running) -> float:

@@ -141,17 +141,6 @@ class Running:
         """Modules (Megatron's names) that the backward recomputes."""
         return self.memory.remade_modules
 
-    def share_at_once(self, rerun_by: tuple[str, ...]) -> float:
-        """Share of the tokens that an operation works on at a time: a tile's, in a tiled MLP.
-
-        Args:
-            rerun_by: recomputed modules that rerun the operation.
-        """
-        if not self.tiles(rerun_by) or self.microbatch_tokens == inf:
-            return 1.0
-        tokens = int(self.microbatch_tokens) // self.token_parts
-        return self.memory.tile_of(tokens) / tokens
-
     def tiles(self, rerun_by: tuple[str, ...]) -> bool:
         """Whether an operation that these recomputed modules rerun runs in tiles of the tokens."""
         return "mlp" in rerun_by and self.memory.tiled_mlp_num_shards > 1
@@ -190,15 +179,6 @@ class Running:
         """Rows per token of the microbatch that this rank's share of the experts amounts to."""
         return self.rows(experts) / self.expert_tensor_parallel
 
-    def layer_rows(self, model: ModelConfig) -> LayerRows:
-        """Rows of a layer with experts, per token of the microbatch."""
-        if self.routed is not None:
-            return self.routed.times(1 / self.microbatch_tokens)
-        expected = expected_rows(
-            self.dispatcher, model, ep=self.expert_parallel, etp=self.expert_tensor_parallel
-        )
-        return expected.times(1 / self.token_parts)
-
     def narrows(self, *unless: str) -> bool:
         """Whether a linear layer keeps 8 bits of its input: not if one of these is made again."""
         return self.input_bytes < self.element_bytes and not {*unless} & {*self.remade}
@@ -232,6 +212,28 @@ class Running:
     def by_microbatch(self, size: float) -> float:
         """Bytes per token of a tensor with `size` bytes per microbatch."""
         return size / self.microbatch_tokens
+
+
+def share_at_once(running: Running, rerun_by: tuple[str, ...]) -> float:
+    """Share of the tokens that an operation works on at a time: a tile's, in a tiled MLP.
+
+    Args:
+        running: how the operation's layer runs.
+        rerun_by: recomputed modules that rerun the operation.
+    """
+    if not running.tiles(rerun_by) or running.microbatch_tokens == inf:
+        return 1.0
+    tokens = int(running.microbatch_tokens) // running.token_parts
+    return running.memory.tile_of(tokens) / tokens
+
+
+def layer_rows(running: Running, model: ModelConfig) -> LayerRows:
+    """Rows of a layer with experts, per token of the microbatch."""
+    if running.routed is not None:
+        return running.routed.times(1 / running.microbatch_tokens)
+    ep, etp = running.expert_parallel, running.expert_tensor_parallel
+    expected = expected_rows(running.dispatcher, model, ep=ep, etp=etp)
+    return expected.times(1 / running.token_parts)
 
 
 def at_place(running: Running, place: int) -> Running:

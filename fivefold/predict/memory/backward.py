@@ -87,7 +87,7 @@ class _Walk:
         """
         route = self.route
         if route.stage.head:
-            yield from self._head()
+            yield from _at_head(route, self._of_head)
         if route.policy.splits_copy and not self.passage.deferred:
             yield from gathers(route.copies, ActPoint("", communication=route.messages[0]))
         if route.numbers:
@@ -106,33 +106,6 @@ class _Walk:
             point = ActPoint("the reductions", -sum(route.kept), route.gone, done=True)
             own = next(part for part in route.parts[-1] if part.size)
             yield self._ended(point, self.passage.end_of(own), route.copies.but())
-
-    def _head(self) -> Iterator[ActPoint]:
-        """The loss, and the output layer.
-
-        A loss in the compute dtype is done with its log-softmax and that one's gradient before the
-        output layer makes any, and Fivefold's with all but the gradient of the logits.
-        """
-        route = self.route
-        model, running, tokens = route.layout.config.model, route.running, route.tokens
-        loss = loss_bytes(model, running)
-        fused = running.memory.makes_logits_again
-        dx = running.element_bytes * model.hidden_size * (2 if running.sequence_parallel else 1)
-        if fused:  # its sum over slices of the vocabulary
-            dx += max(running.element_bytes, 4) * model.hidden_size
-        busy, dx = tokens * total(loss).remade, tokens * dx
-        gathered, messages = route.copies.but("ends", "rest"), route.messages[0]
-        alone = ActPoint("the loss", working=busy, communication=messages, resharded=gathered)
-        head = alone._replace(where="the output layer", gradients=self._of_head)
-        if running.narrow_loss:
-            half = tokens * loss["logits"].remade / 2
-            yield alone
-            yield head._replace(working=busy + dx - half, loss=-half)
-        elif running.others or fused:
-            yield head._replace(working=busy + dx)
-        else:
-            yield alone._replace(working=tokens * loss_gradient_bytes(model, running))
-            yield head._replace(working=dx)
 
     def _in_layers(self) -> Iterator[ActPoint]:
         """In the last layer, where a gated MLP's gradients and weight gradient meet; at the end of
@@ -172,7 +145,8 @@ class _Walk:
             yield from self._end_of(largest, point, *route.other_than(largest))
 
     def _in_first(self, point: ActPoint) -> ActPoint:
-        """Such a point of the last layer in the first one, which is taken to be like it."""
+        """Such a point of the last layer in the first one, which is taken to be like it, but that
+        no other is gathered beside it."""
         route = self.route
         change = self.passage.after(route.parts[1][1], *route.other_than(0))
         change = change._replace(gradients=change.gradients + point.gradients - self._waiting)
@@ -180,7 +154,8 @@ class _Walk:
         activations, over = point.activations - sum(route.kept[1:]), len(route.numbers) - 1
         read = point.read + sum(route.read[1:])
         first = point._replace(where=where, activations=activations, over=over, read=read)
-        return self._ended(first, change, point.resharded)
+        gathered = route.copies.but("ends", "experts", "rest")
+        return self._ended(first, change, gathered)
 
     def _end_of(self, place: int, point: ActPoint, *done: GatheredBlock) -> Iterator[ActPoint]:
         """The end of a layer's experts, and its own, after that of all behind it and of `done`.
@@ -241,3 +216,30 @@ class _Walk:
         gradients, made, resharded = change
         gradients, resharded = gradients + self._waiting, resharded + gathered
         return point._replace(gradients=gradients, made=made, resharded=resharded)
+
+
+def _at_head(route: Route, of_head: float) -> Iterator[ActPoint]:
+    """The loss, and the output layer, whose new gradient has `of_head` bytes.
+
+    A loss in the compute dtype is done with its log-softmax and that one's gradient before the
+    output layer makes any, and Fivefold's with all but the gradient of the logits.
+    """
+    model, running, tokens = route.layout.config.model, route.running, route.tokens
+    loss = loss_bytes(model, running)
+    fused = running.memory.makes_logits_again
+    dx = running.element_bytes * model.hidden_size * (2 if running.sequence_parallel else 1)
+    if fused:  # its sum over slices of the vocabulary
+        dx += max(running.element_bytes, 4) * model.hidden_size
+    busy, dx = tokens * total(loss).remade, tokens * dx
+    gathered, messages = route.copies.but("ends", "rest"), route.messages[0]
+    alone = ActPoint("the loss", working=busy, communication=messages, resharded=gathered)
+    head = alone._replace(where="the output layer", gradients=of_head)
+    if running.narrow_loss:
+        half = tokens * loss["logits"].remade / 2
+        yield alone
+        yield head._replace(working=busy + dx - half, loss=-half)
+    elif running.others or fused:
+        yield head._replace(working=busy + dx)
+    else:
+        yield alone._replace(working=tokens * loss_gradient_bytes(model, running))
+        yield head._replace(working=dx)

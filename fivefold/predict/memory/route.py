@@ -10,7 +10,7 @@ from fivefold.description.activations import Saved, loss_bytes, saved_activation
 from fivefold.description.experts import ExpertsIn
 from fivefold.description.layers import Layer, LayerKind, describe_layer, layer_kind
 from fivefold.description.operations import Activation, Operation
-from fivefold.description.running import Running
+from fivefold.description.running import Running, share_at_once
 from fivefold.description.shape import StageParts, all_layers, placed_layers
 from fivefold.layout import Layout
 from fivefold.predict.memory.passage import Copies
@@ -130,7 +130,7 @@ class Route:
         running, place, layer = self.running, len(self.numbers) - 1, self._described(-1)
         inputs, after = layer.mlp_input, layer.after_mlp_input
         at, activation = next((n, op) for n, op in enumerate(after) if isinstance(op, Activation))
-        share = running.share_at_once(inputs.rerun_by)
+        share = share_at_once(running, inputs.rerun_by)
         working = self.tokens * inputs.working(running) * share
         start = ActPoint(
             "the last layer",
