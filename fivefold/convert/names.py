@@ -119,6 +119,11 @@ NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             **_MIXTRAL,
         },
         "granitemoe": _GRANITE_MOE,
+        "granitemoehybrid": {
+            ".mlp.gate_proj.": ".shared_mlp.input_linear.",
+            ".mlp.up_proj.": ".shared_mlp.input_linear.",
+            ".mlp.down_proj.": ".shared_mlp.output_linear.",
+        },
         "granitemoeshared": {
             ".mlp.shared_experts.gate_proj.": ".shared_mlp.input_linear.",
             ".mlp.shared_experts.up_proj.": ".shared_mlp.input_linear.",

@@ -241,7 +241,9 @@ def their_name(kind: str, model: ModelConfig, name: str) -> str:
 
 JOINT = ("gpt2", "gpt_neox", "phi3", "falcon", "megatron")
 """Kinds whose queries, keys and values are one linear layer."""
-JOINT_MLPS = ("phi3", "glm", "glm4", "granitemoe", "granitemoeshared", "megatron")
+JOINT_MLPS = (
+    *("phi3", "glm", "glm4", "granitemoe", "granitemoeshared", "granitemoehybrid", "megatron"),
+)
 """Kinds whose gate and up are one linear layer."""
 _PAIRS = ("glm", "glm4", "ernie4_5", "ernie4_5_moe", "cohere", "cohere2", "llama4_text")
 """Kinds with heads of their own whose rotary features are pairs of neighbours."""

@@ -226,6 +226,9 @@ def _with_layers(config: Config, layers: Sequence[int]) -> Config:
     if model.window_attn_skip_freq is not None:
         has = _some_of([model.window_of(n) is not None for n in range(model.num_layers)], layers)
         config = config.with_values(window_attn_skip_freq=window_frequency(has))
+    if model.linear_attention_freq is not None:
+        has = _some_of([*map(model.is_linear, range(model.num_layers))], layers)
+        config = config.with_values(linear_attention_freq=window_frequency(has))
     if model.no_rope_freq is not None:
         has = _some_of([not model.rotates(n) for n in range(model.num_layers)], layers)
         config = config.with_values(no_rope_freq=unrotated_frequency(has))

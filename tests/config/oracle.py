@@ -158,6 +158,9 @@ def renamed(config: ModelConfig, model: nn.Module, tensors: dict[str, Tensor]) -
             name = name.replace("post_feedforward_layernorm", "post_mlp_layernorm")
         for theirs, ours in _NAMES.items():
             name = name.replace(theirs, ours)
+        if config.num_experts is None:  # what Granite's mixtures share is then the only MLP
+            name = name.replace("mlp.shared_experts.", "mlp.")
+            name = name.replace("shared_mlp.input_linear.", "mlp.gate_up_proj.")
         kind = name.rpartition(".")[2]
         if gpt2 and ".c_" in name and kind == "weight":  # its linears are transposed
             value = value.T

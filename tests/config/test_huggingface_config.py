@@ -40,6 +40,8 @@ from tests.config.published import (
     QWEN2_7B,
     QWEN3_8B,
     QWEN3_30B,
+    QWEN3_NEXT_80B,
+    QWEN35_27B,
     SMOLLM3_3B,
     SOLAR_OPEN_100B,
 )
@@ -60,6 +62,8 @@ def without(fields: dict, name: str) -> dict:
         (MISTRAL_V03, "mistral-7b"),
         (PHI35_MINI, "phi-3.5-mini"),
         (PHI4_MINI, "phi-4-mini"),
+        (QWEN3_NEXT_80B, "qwen3-next-80b-a3b"),
+        (QWEN35_27B, "qwen3.5-27b"),
         (HUNYUAN_MT_7B, "hunyuan-mt-7b"),
         (GLM47_FLASH, "glm-4.7-flash"),
         (SOLAR_OPEN_100B, "solar-open-100b"),

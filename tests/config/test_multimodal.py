@@ -142,6 +142,7 @@ def test_what_a_text_model_leaves_out_is_what_transformers_takes_it_for(kind: st
     whole, changes = {
         "gemma3_text": ("gemma3", {}),
         "mistral": ("mistral3", {"sliding_window": None}),
+        "ministral3": ("mistral3", {}),
         "llama": ("llava", {}),
         "qwen2": ("llava_onevision", {}),
         "qwen3": ("internvl", {}),

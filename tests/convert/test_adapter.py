@@ -19,6 +19,8 @@ from fivefold.config.rules.lora import linear_names
 from fivefold.config.sources import to_toml
 from fivefold.convert.hub import HubFolder
 from fivefold.convert.load import checked_sources, fill_from_folder, model_in
+from fivefold.convert.names import JOINED
+from fivefold.convert.stored import JOINT_MLPS
 from fivefold.errors import CheckpointError
 from fivefold.mesh.slices import piece_of
 from fivefold.model.lora import LORA
@@ -38,8 +40,9 @@ OF_MLP = "gate_proj", "up_proj", "down_proj"
 
 def adapted_alone(base: ModelConfig, kind: str) -> tuple[str, ...]:
     """Linear layers of which PEFT can adapt each by itself."""
-    joint = base.num_experts is not None or kind in ("glm", "glm4")
-    return tuple(name for name in linear_names(base) if not joint or name not in OF_MLP)
+    others = OF_MLP if base.num_experts is not None or kind in JOINT_MLPS else ()
+    others += tuple(name.removesuffix(".") for name in JOINED.get(kind, ()))
+    return tuple(name for name in linear_names(base) if name not in others)
 
 
 def _adapted(base: Path, **settings: Any) -> tuple[ModelConfig, Stage]:
@@ -109,7 +112,15 @@ def test_peft_has_our_logits(kind: str, tmp_path: Path) -> None:
     assert (oracle_logits(wrapped, tokens) - ours).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("kind", ["glm", "glm4"])
+def test_several_layers_there_have_adapters_each(tmp_path: Path) -> None:
+    written("qwen3_5_text", tmp_path / "base")
+    model, stage = _adapted(tmp_path / "base", lora_target_modules=("q_proj", "in_proj_ba"))
+    run = _saved(model, stage, tmp_path / "base", tmp_path / "run")
+    with pytest.raises(CheckpointError, match="several linear layers for in_proj_qkvz"):
+        to_hub(run, tmp_path / "adapter", adapter=True)
+
+
+@pytest.mark.parametrize("kind", ["glm", "granitemoehybrid"])
 def test_gate_and_up_of_one_layer_have_one_adapter_there(kind: str, tmp_path: Path) -> None:
     written(kind, tmp_path / "base")
     model, stage = _adapted(tmp_path / "base", lora_target_modules=("q_proj", "up_proj"))

@@ -77,6 +77,7 @@ LATENT = ModelConfig(
     qk_head_dim=5,
     qk_pos_emb_head_dim=4,
     v_head_dim=7,
+    latent_norm_epsilon=0.01,
     rope_type="yarn",
     original_max_position_embeddings=8,
     mscale_all_dim=1.0,
@@ -133,6 +134,11 @@ LONG: dict[str, Any] = {  # rows of 16 tokens are longer
     "original_max_position_embeddings": 12,
     "longrope_short_factor": (1.0, 1.2, 1.7),
     "longrope_long_factor": (1.4, 3.0, 7.0),
+    "qk_layernorm_after_rope": True,
+    "attn_temperature_tuning": True,
+    "attn_temperature_rotated": True,
+    "attn_scale": 0.4,
+    "floor_scale": 3,
 }
 ONE_NORM: dict[str, Any] = {"parallel_residual_one_norm": True, "layernorm_bias": False}
 MULTIPLIERS: dict[str, Any] = {

@@ -57,6 +57,7 @@ DEFAULTS: Mapping[str, Defaults] = MappingProxyType(
         "gpt_oss": Defaults(8, 64, 1e-5, 150000.0),
         "granite": Defaults(),
         "granitemoe": Defaults(),
+        "granitemoehybrid": Defaults(),
         "granitemoeshared": Defaults(),
         "seed_oss": Defaults(8, 128),
         "stablelm": Defaults(32, None, 1e-5, rotary_share=0.25),
@@ -102,7 +103,8 @@ COUNTED_HEADS = (
 )
 """Families in which transformers takes no num_key_value_heads of null."""
 NO_WINDOWS = (
-    *("llama", "granite", "granitemoe", "granitemoeshared", "olmo2", "olmoe", "gemma"),
+    *("llama", "granite", "granitemoe", "granitemoeshared", "granitemoehybrid"),
+    *("olmo2", "olmoe", "gemma"),
     *("minimax_m2", "ernie4_5", "ernie4_5_moe", "arcee", "nemotron", "seed_oss", "stablelm"),
     "cohere",
     *HUNYUAN,

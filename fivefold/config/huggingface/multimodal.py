@@ -144,8 +144,8 @@ MULTIMODAL: Mapping[str, _Multimodal] = MappingProxyType(
         "qwen2_5_vl": _Multimodal(("qwen2_5_vl_text",), _QWEN_VL),
         "qwen3_vl": _Multimodal(("qwen3_vl_text",), _QWEN_VL),
         "qwen3_vl_moe": _Multimodal(("qwen3_vl_moe_text",), _QWEN_VL),
-        "qwen3_5": _Multimodal(("qwen3_5_text",), _QWEN_VL),
-        "qwen3_5_moe": _Multimodal(("qwen3_5_moe_text",), _QWEN_VL),
+        "qwen3_5": _Multimodal(("qwen3_5_text",), (*_QWEN_VL, "language_model_only")),
+        "qwen3_5_moe": _Multimodal(("qwen3_5_moe_text",), (*_QWEN_VL, "language_model_only")),
     }
 )
 _FLAT = "qwen2_vl", "qwen2_5_vl"

@@ -12,6 +12,7 @@ from fivefold.config.huggingface.ernie import ernie4_5, ernie4_5_moe
 from fivefold.config.huggingface.falcon import falcon
 from fivefold.config.huggingface.generic import read_generic
 from fivefold.config.huggingface.gpt import gpt2, gpt_neox, starcoder2
+from fivefold.config.huggingface.granite import granite_hybrid
 from fivefold.config.huggingface.hunyuan import hunyuan, hunyuan_moe
 from fivefold.config.huggingface.layered import exaone4, gemma, gemma2, gemma3, olmo3
 from fivefold.config.huggingface.llama import llama_like
@@ -54,6 +55,7 @@ _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType
         "granite": llama_like,
         "granitemoe": granite_moe,
         "granitemoeshared": granite_moe,
+        "granitemoehybrid": granite_hybrid,
         "seed_oss": seed_oss,
         "stablelm": stablelm,
         "falcon": falcon,
