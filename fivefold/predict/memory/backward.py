@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fivefold.config.training import ELEMENT_BYTES
-from fivefold.counts.blocks import GatheredBlock
+from fivefold.counts.blocks import GatheredBlock, layer_block
 from fivefold.description.activations import loss_bytes, loss_gradient_bytes, total
 from fivefold.predict.memory.passage import Change, Passage
 from fivefold.predict.memory.points import ActPoint, gathers
@@ -145,6 +145,9 @@ class _Walk:
             for each, size in zip(route.last_layer, sizes, strict=True)
         )
         yield from (point, activated)
+        if route.states is not None:
+            change = _behind_states(route, passage, *route.states)
+            yield self._ended(route.states[1], change, route.copies.but("ends", "rest", "beside"))
         if last:
             yield self._in_first(activated)
         if not route.policy.reduces:
@@ -226,3 +229,14 @@ class _Walk:
         gradients, made, resharded = change
         gradients, resharded = gradients + self._waiting, resharded + gathered
         return point._replace(gradients=gradients, made=made, resharded=resharded)
+
+
+def _behind_states(route: Route, passage: Passage, place: int, point: ActPoint) -> Change:
+    """What has changed when all layers behind this linear attention are done, and its MLP."""
+    behind = [layer_block(route.layout, n, trained=True) for n in route.numbers[place + 1 :]]
+    change = Change(0.0, 0.0, 0.0)
+    if behind:
+        change = passage.after(route.parts[place + 1][1], *behind)
+    fresh = 0.0 if route.policy.placeholder else passage.fresh
+    fresh *= sum(part.size for part in route.parts[place])
+    return change._replace(gradients=point.gradients + change.gradients + fresh)
