@@ -1,6 +1,7 @@
 """The operations of layers with linear attention (Gated DeltaNet), and their costs."""
 
 from dataclasses import dataclass, field
+from math import ceil
 
 from fivefold.config.model import ModelConfig
 from fivefold.description.operations import ColumnLinear, Kept, Operation, RowLinear
@@ -34,6 +35,25 @@ class DeltaRule(Operation):
     def read_features(self) -> int:
         """Features per token of what it reads, over all ranks: queries, keys, values, rates."""
         return self.model.linear_conv_size + 2 * self.model.linear_num_value_heads
+
+    def working(self, running: Running) -> float:
+        """Most bytes per token of its backward, which makes all again that lies between: in the
+        walk through chunks, before it, or in the convolution.
+
+        Numbers are tensors that are alive at once, as autograd keeps them, with their gradients:
+        of the size of a key for each key head, of one for each value head, and so on.
+        """
+        model, tp = self.model, running.tensor_parallel
+        keys, values = model.linear_num_key_heads / tp, model.linear_num_value_heads / tp
+        of_keys, of_each = keys * model.linear_key_head_dim, values * model.linear_key_head_dim
+        of_values = values * model.linear_value_head_dim
+        walk = 7 * of_keys + 7 * of_each + 8 * of_values + (5 * values + 2 * keys) * CHUNK
+        before = 9 * of_keys + 4 * of_each + 8 * of_values + (7 * values + 2 * keys) * CHUNK
+        taps = model.linear_conv_kernel_dim * (2 * of_keys + of_values)
+        ends = 9 * of_keys + of_each + 8 * of_values, 14 * of_keys + of_each + 6 * of_values
+        filled = ceil(running.seq_length / CHUNK) * CHUNK / running.seq_length
+        most = max(filled * walk, filled * before, *(taps + end for end in ends))
+        return max(running.element_bytes, 4) * most
 
     def kept_else(self, running: Running) -> tuple[Kept, ...]:
         """What it reads, of which the backward makes all else again."""

@@ -19,6 +19,10 @@ SHARDED = {"data_parallel_sharding_strategy": "optim_grads_params"}
 REFUSED: dict[str, tuple[dict[str, Any], int]] = {
     "reset_attention_mask": ({"reset_attention_mask": True}, 1),
     "attention_chunk_size": ({"attention_chunk_size": 8}, 1),
+    "linear attention": (
+        {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "2"},
+        1,
+    ),
     "hidden_dropout": ({"hidden_dropout": 0.1}, 1),
     "attention_dropout": ({"attention_dropout": 0.1}, 1),
     "lora_dropout": ({"lora_rank": 4, "lora_dropout": 0.1}, 1),

@@ -92,6 +92,12 @@ SOME: dict[str, tuple[Any, ...]] = {
     "moe_router_group_topk": (2,),
     "moe_router_topk_scaling_factor": (2.5,),
     "moe_layer_freq": ("1", "2"),
+    "linear_attention_freq": ("2", "[1,1,0,1,1]"),
+    "linear_conv_kernel_dim": (1, 2),
+    "linear_key_head_dim": (24,),
+    "linear_value_head_dim": (9,),
+    "linear_num_key_heads": (2, 8),
+    "linear_num_value_heads": (16,),
 }
 SECTIONS_OF_A_STEP = ("model", "parallel", "experts", "memory", "training", "data", "optimizer")
 

@@ -155,9 +155,11 @@ DELTA = replace(
     attention_output_gate=True,
     experimental_attention_variant="gated_delta_net",
     linear_attention_freq="[1,0,1,1,0]",
+    init_method_std=0.3,
+    norm_epsilon=1e-3,  # what a state gives its first tokens may be next to nothing
     linear_conv_kernel_dim=3,
-    linear_key_head_dim=3,
-    linear_value_head_dim=5,
+    linear_key_head_dim=16,  # of few features, some are as good as 0, and their gradients huge
+    linear_value_head_dim=12,
     linear_num_key_heads=4,
     linear_num_value_heads=8,
 )

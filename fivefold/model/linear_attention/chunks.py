@@ -53,5 +53,11 @@ class DocumentChunks:
         put = torch.empty_like(position)
         put[place[real]] = torch.arange(place.numel()).view_as(place)[real]
         take = torch.minimum(place, end - 1)
-        counting = None if bool(real.all()) else real.to(device)
-        return cls(tuple(active), take.to(device), counting, put.to(device), position.to(device))
+        counting = None if bool(real.all()) else _there(real, device)
+        places = (_there(x, device) for x in (put, position))
+        return cls(tuple(active), _there(take, device), counting, *places)
+
+
+def _there(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor on the device; the host does not wait for the copy."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

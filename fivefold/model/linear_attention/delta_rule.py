@@ -94,52 +94,64 @@ class _Attend(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(mixed, rates, taps, decay, bias)
         ctx.rest = sizes, of
-        return _attended(mixed, rates, Parameters(taps, decay, bias), sizes, of)
+        chunks = _chunks(mixed, rates, Parameters(taps, decay, bias), sizes, of)
+        return _by_token(walk(chunks, of.active), of).to(mixed.dtype).view(*mixed.shape[:3], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """First through the walk, then through what comes before it: never both at once."""
+        (sizes, of), saved = ctx.rest, ctx.saved_tensors  # once, as a checkpoint wants it
+        mixed, rates, *parameters = saved
+        chunks = _chunks(mixed, rates, Parameters(*parameters), sizes, of)
+        grads = _walked_back(chunks, grad, sizes, of)
+        del chunks
         wanted = ctx.needs_input_grad[:5]
-        inputs = [
-            x.detach().requires_grad_(wants)
-            for x, wants in zip(ctx.saved_tensors, wanted, strict=True)
-        ]
-        mixed, rates, *rest = inputs
+        inputs = [x.detach().requires_grad_(wants) for x, wants in zip(saved, wanted, strict=True)]
+        mixed, rates, *parameters = inputs
         with torch.enable_grad():
-            out = _attended(mixed, rates, Parameters(*rest), *ctx.rest)
+            again = _chunks(mixed, rates, Parameters(*parameters), sizes, of)
         asked = [x for x in inputs if x.requires_grad]
-        made = iter(torch.autograd.grad(out, asked, grad))
+        made = iter(torch.autograd.grad(again, asked, grads))
         return *(next(made) if wants else None for wants in wanted), None, None
 
 
-def _attended(
+def _walked_back(
+    chunks: "Chunks", grad: Tensor, sizes: StateSizes, of: DocumentChunks
+) -> tuple[Tensor, ...]:
+    """The gradients of chunks, from that of what queries read [B, L, G, r V]."""
+    leaves = Chunks(*(x.detach().requires_grad_() for x in chunks))
+    with torch.enable_grad():
+        out = _by_token(walk(leaves, of.active), of)
+    return torch.autograd.grad(out, leaves, grad.reshape(out.shape).to(out.dtype))
+
+
+def _chunks(
     mixed_BLGF: Tensor,
     rates_BLGR: Tensor,
     parameters: Parameters,
     sizes: StateSizes,
     of: DocumentChunks,
-) -> Tensor:
-    """`attend` by operations that autograd knows, in at least fp32."""
-    heads, dtype = mixed_BLGF.shape[2], mixed_BLGF.dtype
-    wide = torch.promote_types(dtype, torch.float32)
+) -> "Chunks":
+    """What the rule needs to know, in at least fp32, by operations that autograd knows."""
+    heads = mixed_BLGF.shape[2]
+    wide = torch.promote_types(mixed_BLGF.dtype, torch.float32)
     taps, decay, bias = (parameter.to(wide) for parameter in parameters)
     mixed_TF, rates_TGR = mixed_BLGF.flatten(2).flatten(0, 1), rates_BLGR.flatten(0, 1).to(wide)
     mixed_TF = F.silu(convolved(mixed_TF.to(wide), taps, of.position))
     split = [sizes.key, sizes.key, sizes.shared * sizes.value]
     q, k, v = mixed_TF.unflatten(1, (heads, -1)).split(split, dim=-1)
     rate, slow = rates_TGR.chunk(2, dim=-1)
-    rate_TGr = rate.sigmoid()
     fade_TGr = -decay.exp().view(heads, -1) * F.softplus(slow + bias.view(heads, -1))
     chunks = Chunks(
         _by_chunk(unit(q) * sizes.key**-0.5, of, 2),
         _by_chunk(unit(k), of, 2),
         _by_chunk(v.unflatten(2, (sizes.shared, -1)), of, 3),
-        _by_chunk(rate_TGr, of, 3),
-        _by_chunk(fade_TGr, of, 3).cumsum(-1),
+        _by_chunk(rate.sigmoid(), of, 3),
+        _by_chunk(fade_TGr, of, 3),
     )
-    if of.real is not None:
-        chunks = chunks._replace(rate=chunks.rate * of.real[:, None, None])
-    out_TGrV = _by_token(walk(chunks, of.active), of)
-    return out_TGrV.reshape(*mixed_BLGF.shape[:3], -1).to(dtype)
+    if of.real is None:
+        return chunks
+    return chunks._replace(rate=chunks.rate * of.real[:, None, None])
 
 
 def convolved(x_TF: Tensor, taps_FK: Tensor, position_T: Tensor) -> Tensor:
@@ -165,7 +177,7 @@ class Chunks(NamedTuple):
         k: the same.
         v: [N, G, r, C, V].
         rate: [N, G, r, C], 0 where a token does not count.
-        fade: [N, G, r, C], the sum of the logarithms of all decays up to each token.
+        fade: [N, G, r, C], the logarithm of the decay of each token.
     """
 
     q: Tensor
@@ -184,12 +196,13 @@ def walk(chunks: Chunks, active: Sequence[int]) -> Tensor:
     """
     q, k, v, rate, fade = chunks
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
-    since = fade[..., :, None] - fade[..., None, :]
+    # Sums of the logarithms between two tokens, not differences of sums, which cancel each other.
+    since = fade[..., None].masked_fill(~later.mT, 0.0).cumsum(-2)
     left = since.masked_fill(later, -torch.inf).exp()  # of what a token before has written
     k_each, q_each = k[:, :, None], q[:, :, None]
     meets = (k @ k.mT)[:, :, None] * left * rate[..., None]
     reads = (q @ k.mT)[:, :, None] * left
-    begun, last = fade.exp()[..., None], fade[..., -1:]
+    begun = fade.cumsum(-1).exp()[..., None]
     asked = torch.cat((v, k_each * begun), dim=-1) * rate[..., None]
     solved = torch.linalg.solve_triangular(meets, asked, upper=False, unitriangular=True)
     fresh, stale = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
@@ -198,8 +211,8 @@ def walk(chunks: Chunks, active: Sequence[int]) -> Tensor:
         stale,  # what of the state they read
         q_each * begun,
         reads,
-        k_each * (last - fade).exp()[..., None],
-        last.exp()[..., None],
+        k_each * left[..., -1, :, None],
+        begun[..., -1:, :],
     )
     state = v.new_zeros(active[0], *v.shape[1:3], k.shape[-1], v.shape[-1])
     outs = []

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fivefold.config.training import ELEMENT_BYTES
-from fivefold.counts.blocks import GatheredBlock
+from fivefold.counts.blocks import GatheredBlock, layer_block
 from fivefold.description.activations import loss_bytes, loss_gradient_bytes, total
 from fivefold.predict.memory.passage import Change, Passage
 from fivefold.predict.memory.points import ActPoint, gathers
@@ -124,6 +124,9 @@ class _Walk:
             remade = route.tokens * remade_at_once(route.running, route.layers)
             again = again._replace(remade=remade, communication=route.messages[3])
             yield again._replace(gradients=self._waiting, resharded=point.resharded)
+        if route.states is not None:
+            change = _behind_states(route, passage, *route.states)
+            yield self._ended(route.states[1], change, route.copies.but("ends", "rest", "beside"))
         if last:
             yield self._in_first(activated)
         if not route.policy.reduces:
@@ -243,3 +246,14 @@ def _at_head(route: Route, of_head: float) -> Iterator[ActPoint]:
     else:
         yield alone._replace(working=tokens * loss_gradient_bytes(model, running))
         yield head._replace(working=dx)
+
+
+def _behind_states(route: Route, passage: Passage, place: int, point: ActPoint) -> Change:
+    """What has changed when all layers behind this linear attention are done, and its MLP."""
+    behind = [layer_block(route.layout, n, trained=True) for n in route.numbers[place + 1 :]]
+    change = Change(0.0, 0.0, 0.0)
+    if behind:
+        change = passage.after(route.parts[place + 1][1], *behind)
+    fresh = 0.0 if route.policy.placeholder else passage.fresh
+    fresh *= sum(part.size for part in route.parts[place])
+    return change._replace(gradients=point.gradients + change.gradients + fresh)

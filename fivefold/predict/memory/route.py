@@ -9,6 +9,7 @@ from fivefold.counts.policy import StatePolicy
 from fivefold.description.activations import Saved, loss_bytes, saved_activations, total
 from fivefold.description.experts import ExpertsIn
 from fivefold.description.layers import Layer, LayerKind, describe_layer, layer_kind
+from fivefold.description.linear_attention import DeltaRule
 from fivefold.description.operations import Activation, Operation
 from fivefold.description.running import Running, share_at_once
 from fivefold.description.shape import StageParts, all_layers, placed_layers
@@ -182,6 +183,30 @@ class Route:
             read=0.0,
         )
         return self._without(point, place, (*layer.after_mlp_input, *layer.mlp_inputs))
+
+    @cached_property
+    def states(self) -> tuple[int, ActPoint] | None:
+        """The place of the last layer with linear attention, and where the backward of its delta
+        rule makes all again; None if there is no such layer."""
+        places = [n for n in range(len(self.numbers)) if self._described(n).kind.linear]
+        if not places:
+            return None
+        running, place = self.running, places[-1]
+        operations = self._described(place).operations
+        at, rule = next((n, op) for n, op in enumerate(operations) if isinstance(op, DeltaRule))
+        model = self.layout.config.model
+        # Of the residual stream, of heads and of their gates.
+        grads = running.element_bytes * model.hidden_size / running.token_parts
+        grads += 2 * running.by_heads(model.linear_value_size)
+        point = self.last_layer[0]._replace(
+            where="the states of the last linear attention",
+            activations=-sum(self.kept[place + 1 :]),
+            working=self.tokens * (rule.working(running) + grads),
+            communication=self.messages[0],
+            over=len(self.numbers) - place - 1,
+            read=sum(self.read[place + 1 :]),
+        )
+        return place, self._without(point, place, operations[at + 1 :])
 
     def _described(self, place: int) -> Layer:
         """The operations of a layer of the stage."""
