@@ -67,8 +67,8 @@ class Route:
     @cached_property
     def read(self) -> tuple[float, ...]:
         """Bytes that deferred weight gradients of each layer need."""
-        places = range(len(self.numbers))
-        return tuple(self._read_by(self._described(place).operations) for place in places)
+        described = (self._described(n).operations for n in range(len(self.numbers)))
+        return tuple(self.tokens * deferred_bytes(each, self.running) for each in described)
 
     @cached_property
     def gone(self) -> float:
@@ -212,10 +212,6 @@ class Route:
         """The operations of a layer of the stage."""
         return describe_layer(self.layout.config.model, self.numbers[place])
 
-    def _read_by(self, operations: Iterable[Operation]) -> float:
-        """Bytes that deferred weight gradients of these operations need."""
-        return self.tokens * deferred_bytes(operations, self.running)
-
     def _without(self, point: ActPoint, place: int, operations: Iterable[Operation]) -> ActPoint:
         """A point at which these operations of a layer of the stage are over: what it has kept for
         them, has made again or has back from the host is free, unless it is yet to be read."""
@@ -229,5 +225,5 @@ class Route:
             activations=point.activations - self.tokens * freed.kept,
             remade=point.remade - self.tokens * freed.remade,
             working=point.working - self.tokens * freed.offloaded,
-            read=point.read + self._read_by(operations),
+            read=point.read + self.tokens * deferred_bytes(operations, self.running),
         )
