@@ -60,7 +60,7 @@ def _nested(depth: int) -> Any:
 
 def _mutated_fields(fields: dict[str, Any], chance: random.Random) -> dict[str, Any]:
     """Some values, at any depth, are others, gone, renamed or exchanged."""
-    fields = copy.deepcopy(fields)
+    plain, fields = fields, copy.deepcopy(fields)
     for _ in range(chance.choice((1, 1, 1, 2, 5))):
         tables = [fields, *(v for v in fields.values() if isinstance(v, dict) and v)]
         table = chance.choice(tables)
@@ -73,7 +73,7 @@ def _mutated_fields(fields: dict[str, Any], chance: random.Random) -> dict[str, 
         elif kind == 2 and isinstance(table.get(name), list) and table[name]:
             table[name][chance.randrange(len(table[name]))] = chance.choice(_VALUES)()
         elif kind == 3:
-            table[name] = copy.deepcopy(chance.choice(list(fields.values()) or [0]))
+            table[name] = copy.deepcopy(chance.choice([*plain.values()]))
         else:
             table[name] = chance.choice(_VALUES)()
     return fields

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fivefold.model.traced import result
+
 
 def split_gate(both_TF: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """Queries and gates, [T, F] each, of which a projection makes [T, 2 F] head by head.
@@ -31,7 +33,7 @@ class _GatedOutput(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
         ctx.save_for_backward(x, gate)
         wide = torch.promote_types(x.dtype, torch.float32)
-        return gate.to(wide).sigmoid().mul_(x).to(x.dtype)
+        return result(gate.to(wide).sigmoid().mul_(x).to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:

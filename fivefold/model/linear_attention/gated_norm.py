@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.model.leaves import local
+from fivefold.model.traced import result
 
 
 class GatedNorm(nn.Module):
@@ -35,7 +36,7 @@ class _GatedNorm(torch.autograd.Function):
         ctx.epsilon = epsilon
         wide = torch.promote_types(x.dtype, torch.float32)
         normed, _ = _normed(x.to(wide), epsilon)
-        return normed.mul_(weight.to(wide)).mul_(F.silu(gate.to(wide))).to(x.dtype)
+        return result(normed.mul_(weight.to(wide)).mul_(F.silu(gate.to(wide))).to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
