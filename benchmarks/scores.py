@@ -62,7 +62,10 @@ def kinds() -> str:
             rows.append(_short(f"{kind}, {_COMPLETE[complete]}", found, runs))
     rows.sort()
     rows.append(_short("all", found, found.rows))
-    for file, words in (("bloom_runs", "BLOOM's candidates"), ("unseen_runs", "unseen sources")):
+    for file, words in (
+        ("bloom_runs", "BLOOM's candidates"),
+        ("unseen_runs", "unseen sources and later releases"),
+    ):
         rows.append(_short(f"{words}: no constant is fitted to them", scored(file), None))
     known = [row.memory for row in found.rows if row.memory is not None]
     memory = found.summary(found.rows).memory_mape
