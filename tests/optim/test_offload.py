@@ -261,7 +261,13 @@ def _halfway(*states: dict[str, Tensor]) -> bool:
     return bool(found)
 
 
-@pytest.mark.parametrize("way", [AWAY, VISITING], ids=["host", "device"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(AWAY, id="host"),
+        pytest.param(VISITING, id="device", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_refused_step_changes_no_bit_and_checkpoints_know_no_place(
     pool: Pool, tmp_path: Path, way: dict[str, bool]
 ) -> None:

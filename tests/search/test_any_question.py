@@ -42,7 +42,7 @@ from fivefold.tell.infeasible import why_nothing
 from fivefold.tell.record import as_json
 from fivefold.tell.report import context, memory_table, others, ranked, traded
 
-QUESTIONS = 12  # of each kind; `-m exhaustive` asks a thousand
+QUESTIONS = 8  # of each kind; `-m exhaustive` asks a thousand
 SUGGESTING = (2_004, 2_005, 2_008, 2_010, 2_013)  # seeds of questions that are answered with a no
 ROWS = 30  # layouts of each part that are looked at
 MODELS = ("debug-llama", "debug-gpt", "debug", "gpt2", "deepseek-v2-lite", "mixtral-8x7b")

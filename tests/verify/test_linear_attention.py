@@ -68,7 +68,7 @@ WHOLE_ROWS = [case for case in CASES if "documents" not in case and "experts" no
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", chosen(CASES, *list(CASES)[::3]))
+@pytest.mark.parametrize("case", chosen(CASES, *list(CASES)[::4]))
 def test_layouts(case: str) -> None:
     ranks, family, values = CASES[case]
     report = verify_in_pool(ranks, config(MODELS[family], ranks, **values))
