@@ -15,10 +15,10 @@ from fivefold.description.activations import (
     saved_activations,
     total,
 )
-from fivefold.description.layers import layer_kinds
+from fivefold.description.layers import describe, layer_kinds
 from fivefold.description.running import Running
 from fivefold.pipeline.schedules.registry import Shape
-from fivefold.predict.memory.stage import waiting_bytes
+from fivefold.predict.memory.sizes import deferred_bytes
 from fivefold.search.bound_tables import (
     EMBEDDING,
     FOR_MEMORY,
@@ -226,7 +226,7 @@ def _saved(config: Config) -> list[float]:
     waiting = [0.0] * KINDS
     for place, kind in sample_layers(model).items():
         if not kind.predicts:
-            waiting[place] = waiting_bytes(model, running, kind)
+            waiting[place] = deferred_bytes(describe(model, kind).operations, running)
     return kept + waiting
 
 

@@ -64,7 +64,8 @@ _ANOTHER = (
 _TOKENS = ("train_tokens", "lr_decay_tokens", "lr_warmup_tokens")
 _NO_PRETRAINING = re.compile(
     r"bert|t5|ict|mimo|multimodal|hf2|_to_|retro|vlm|vision|dino|hybrid|mamba|prefix_lm|generat"
-    r"|eval|server|inference|convert|checkpoint|analyze|ptq|quant|merge_|preprocess|prune|export|distill|main\.py"
+    r"|eval|server|inference|convert|checkpoint|analyze|ptq|quant|merge_|preprocess|prune|export"
+    r"|distill|main\.py"
 )
 
 

@@ -25,7 +25,7 @@ EPSILON = 1e-6
 
 
 class StateSizes(NamedTuple):
-    """StateSizes of linear attention's heads.
+    """Sizes of linear attention's heads.
 
     Attributes:
         key: K.

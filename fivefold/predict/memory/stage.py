@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from fivefold.config.model import ModelConfig
 from fivefold.counts.policy import StatePolicy
 from fivefold.counts.state import gathered_bytes, stage_gradients, stage_narrow
 from fivefold.description.activations import (
@@ -21,7 +20,7 @@ from fivefold.description.activations import (
     saved_activations,
     total,
 )
-from fivefold.description.layers import LayerKind, describe, layer_kind
+from fivefold.description.layers import LayerKind, layer_kind
 from fivefold.description.running import Running
 from fivefold.description.shape import (
     ModelParts,
@@ -33,7 +32,6 @@ from fivefold.pipeline.ir import Kind
 from fivefold.predict.memory.backward import backward_points
 from fivefold.predict.memory.points import ActPoint, gathers
 from fivefold.predict.memory.route import Route
-from fivefold.predict.memory.sizes import deferred_bytes
 
 
 @dataclass(frozen=True)
@@ -247,8 +245,3 @@ def _saved_by_layer(layout: Layout, stage: StageParts, running: Running) -> list
             known[kind] = total(saved_activations(model, layer, running, position=place))
         result.append(known[kind])
     return result
-
-
-def waiting_bytes(model: ModelConfig, running: Running, kind: LayerKind) -> float:
-    """Bytes per token that the weight gradients of a layer need: x and dY of its linear layers."""
-    return deferred_bytes(describe(model, kind).operations, running)

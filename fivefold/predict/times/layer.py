@@ -35,8 +35,6 @@ GROUPED_OPERATIONS = 49
 a layer of Mixtral launches 85 kernels and one of DeepSeek-V2-Lite 110, where a dense one has 33."""
 STATE_OPERATIONS, STEP_OPERATIONS = 70, 8
 """Operations of PyTorch's delta rule in each layer, and for each chunk of its sequences."""
-
-
 _ROUTER_OPERATIONS = 25
 _PREPARATION: Mapping[Dispatcher, int] = MappingProxyType(
     {"alltoall": 11, "deepep": 1, "hybridep": 0}
