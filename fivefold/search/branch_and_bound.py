@@ -20,7 +20,7 @@ from fivefold.pipeline.schedules.registry import Shape
 from fivefold.predict.data_parallel.transfers import Moves
 from fivefold.predict.step import program_times
 from fivefold.predict.times.layer import TimesCache
-from fivefold.search.bound_tables import stage_kinds
+from fivefold.search.bound_tables import module_counts, stage_kinds
 from fivefold.search.candidate import Candidate, evaluate
 from fivefold.search.columns import Column
 from fivefold.search.request import Request
@@ -211,7 +211,7 @@ class OpenCandidates:
 
     def _sent(self, rows: Column, layout: Layout) -> list[tuple[Sharding, list[Moves]]]:
         """What these candidates, whose stages are those of a layout, send at least."""
-        _, kinds = stage_kinds(layout.config.model, layout.split.stages)
+        _, kinds = stage_kinds(module_counts(layout.config.model, layout.split.stages))
         layers = [len(stage.layers) for stage in layout.split.stages]
         buckets = not layout.config.gathers_weights("no_shard")
         found = []

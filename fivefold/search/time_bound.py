@@ -259,7 +259,8 @@ def _path(space: Space, ranks: Ranks, cells: Cells) -> Values:
 
 def _whole(space: Space) -> Values:
     """The modules of each kind in the whole model."""
-    return np.array(module_counts(space.config.model, space.partitions[0].split.stages), float)
+    counts = module_counts(space.config.model, space.partitions[0].split.stages)
+    return counts.sum(axis=0, dtype=float)
 
 
 def _share(space: Space, ranks: Ranks) -> Values:
