@@ -6,8 +6,9 @@ from types import MappingProxyType
 from typing import Any
 
 from fivefold.layout import Layout
-from fivefold.search.memory_choices import RECOMPUTE, describe
+from fivefold.search.memory_choices import RECOMPUTE
 from fivefold.search.search import SearchResult, search
+from fivefold.tell.describe import recompute_words
 from fivefold.tell.explain import slower
 from fivefold.tell.export import deepspeed, megatron_pipeline, torchtitan
 from fivefold.tell.export.megatron_memory import one_number
@@ -50,7 +51,7 @@ def within(result: SearchResult, target: str) -> tuple[SearchResult, tuple[str, 
         lacks.append(f"run {_pipeline(best)}")
     by_stage = target == "megatron" and not given & set(RECOMPUTE)
     if by_stage and not one_number(best.config.memory):
-        lacks.append(describe(best.config.memory))
+        lacks.append(recompute_words(best.config.memory))
     if not lacks:
         return result, ()
     if by_stage:
@@ -70,10 +71,11 @@ def within(result: SearchResult, target: str) -> tuple[SearchResult, tuple[str, 
     old, new = result.best.prediction, found[0].prediction
     assert old is not None
     assert new is not None
+    new_layout = found[0].layout
+    recomputed = recompute_words(new_layout.config.memory)
     note = (
-        f"{lacking}: planned again, with {_pipeline(found[0].layout)}, "
-        f"{describe(found[0].layout.config.memory)}; a step takes {human_seconds(new.step_time)}, "
-        f"{slower(old, new)}"
+        f"{lacking}: planned again, with {_pipeline(new_layout)}, {recomputed}; a step takes "
+        f"{human_seconds(new.step_time)}, {slower(old, new)}"
     )
     return replace(again, found=found), (note,)
 
