@@ -329,11 +329,8 @@ def _compared(plan: Candidate, each: Advice) -> Iterator[str]:
     elif each.best is None:
         yield "no such layout fits these GPUs, this batch and what was given"
     else:
-        here, there = plan.prediction, each.best.prediction
-        assert here is not None
-        assert there is not None
         yield f"the best of it: {summary(each.best.layout)}"
-        yield f"{_seconds(each.best)}, {slower(here, there)}"
+        yield f"{_seconds(each.best)}, {slower(plan.predicted, each.best.predicted)}"
 
 
 def _seconds(candidate: Candidate) -> str:
