@@ -176,13 +176,12 @@ class Setting:
     def _checked(self, value: Any) -> Any:
         if self.choices and value not in self.choices:
             value = _SPELLINGS.get(value, value)
-        if self.choices and value not in self.choices:
-            raise ValueError(value)
-        if type(value) is int and abs(value) >= _MAX_WHOLE:
-            raise ValueError(value)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(value)
-        if self.is_empty(value):
+        if (
+            (self.choices and value not in self.choices)
+            or (type(value) is int and abs(value) >= _MAX_WHOLE)
+            or (isinstance(value, float) and not math.isfinite(value))
+            or self.is_empty(value)
+        ):
             raise ValueError(value)
         if isinstance(value, str):
             value.encode()  # a UnicodeEncodeError is a ValueError: files hold settings as UTF-8
