@@ -58,6 +58,15 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def name_of_flag(flag: str) -> str:
+    """The inverse of `flag_of`, of a flag with or without values.
+
+    >>> name_of_flag("--seq-length 4096")
+    'seq_length'
+    """
+    return flag.split()[0].removeprefix("--").replace("-", "_")
+
+
 @dataclass(frozen=True)
 class Setting:
     """One field of a settings dataclass.
