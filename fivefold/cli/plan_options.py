@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from fivefold.cli.budget import BUDGET_HELP, budget_bytes
+from fivefold.cli.helps import JSON_HELP
 from fivefold.config.flags import SWITCHES
 from fivefold.config.settings import argument, flag_of, option, settings_of
 from fivefold.config.sources import Loaded, load_options, scan_all
@@ -83,7 +84,7 @@ class Options:
     html: str | None = option(
         None, "also write a page with timeline, memory and parts of the step time to this file"
     )
-    json: bool = option(False, "print the result as JSON")
+    json: bool = option(False, JSON_HELP)
     calibrate: str | None = option(
         None, "measure this machine and write a cluster's .toml file, instead of planning"
     )

@@ -14,6 +14,7 @@ from shlex import quote
 
 from fivefold.check import check
 from fivefold.cli.auto_layout import ranks_for_gpus, with_layout
+from fivefold.cli.helps import DEVICE_HELP, NPROC_HELP, RECIPE_HELP
 from fivefold.cli.style import note
 from fivefold.cli.train import ranks, recipe_name
 from fivefold.config.config import Config
@@ -53,11 +54,9 @@ class Options:
     are flags stay. Writes the recipe with the layout found, the machine, and all trials.
     """
 
-    recipe: str | None = argument("name of a shipped recipe, or path of a .toml file", None)
-    nproc: int | None = option(None, "processes to start on this machine (default: 1)")
-    device: Asked = option(
-        "auto", "where to train; auto: on GPUs if there are enough; cuda: ranks may share one"
-    )
+    recipe: str | None = argument(RECIPE_HELP, None)
+    nproc: int | None = option(None, f"{NPROC_HELP} (default: 1)")
+    device: Asked = option("auto", f"where to train; {DEVICE_HELP}")
     cluster: str | None = option(
         None, "kind of GPU, or TOML file of a cluster, to begin with (default: measures this one)"
     )
