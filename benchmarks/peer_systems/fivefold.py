@@ -5,7 +5,6 @@ import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.peer_systems.common import (
@@ -22,9 +21,9 @@ from benchmarks.peer_systems.common import (
     TOPK,
     VOCAB,
     Job,
+    end,
     measure,
     parse,
-    say,
 )
 from benchmarks.peer_systems.rows import CLIP, Row
 from fivefold.check import check
@@ -98,11 +97,7 @@ def main() -> None:
 
     def rank(env: RankEnv) -> None:
         torch.set_num_threads(1)
-        result = measure(build(layout, env), row, steps, warmup, imported)
-        if env.rank == 0:
-            say(result)
-        dist.barrier()
-        dist.destroy_process_group()
+        end(measure(build(layout, env), row, steps, warmup, imported))
 
     raise SystemExit(launch_local(rank, row.ranks))
 
