@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, islice
-from math import exp, inf, log, sqrt
+from math import exp, inf
 
 from fivefold.config.sharding import SHARDING, Sharding
 from fivefold.counts.blocks import stage_blocks
@@ -355,7 +355,6 @@ class _Predictor:
         peak = self.cluster.gpu.peak.of(layout.config.product_precision)
         ideal = flops / grid.world_size / peak
         optimizer, on_host = self._optimizer
-        jitter = self.cluster.jitter * sqrt(2 * log(grid.world_size)) * whole
         parts = (
             TimePart("ideal", ideal),
             TimePart("kernel efficiency", each.compute.total + each.host.total - unwaited - ideal),
@@ -368,7 +367,7 @@ class _Predictor:
             TimePart("PP communication", whole - still),
             TimePart("DP communication", each.dp.total + around),
             TimePart("optimizer", optimizer + self._summing()),
-            TimePart("jitter", jitter),
+            TimePart("jitter", self.cluster.lateness(grid.world_size) * whole),
         )
         step = sum(part.seconds for part in parts)
         notes = tuple(unusual(layout, self.cluster))
