@@ -12,11 +12,12 @@ import argparse
 import statistics
 import tempfile
 import time
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 from fivefold.check import check
-from fivefold.cli.tune import Options, Planner, measure
+from fivefold.cli.tune import Options, candidates, measure
 from fivefold.config.config import Config
 from fivefold.config.sources import load_consistent
 from fivefold.errors import ConfigError
@@ -73,7 +74,7 @@ def main() -> None:
         machine = load_cluster(file)
     tuning = Tuning(
         machine,
-        Planner(loaded, asked.nproc),
+        partial(candidates, loaded, asked.nproc),
         attempt,
         options.trial_steps,
         options.run_steps,
