@@ -37,10 +37,12 @@ if TYPE_CHECKING:
 
 _OF_TASKS = ("num_fewshot", "limit")
 _NO_TRAINING: dict[str, Any] = {
-    **{"eval_interval": 1, "label_smoothing": 0.0},
-    **{"fp8_param_gather": False, "rampup_batch_size": ()},
-    **{"check_weight_hash_across_dp_replicas_interval": 0},
-    **{"check_loss_across_dp_replicas_interval": 0},
+    "eval_interval": 1,
+    "label_smoothing": 0.0,
+    "fp8_param_gather": False,
+    "rampup_batch_size": (),
+    "check_weight_hash_across_dp_replicas_interval": 0,
+    "check_loss_across_dp_replicas_interval": 0,
 }
 _OF_BOTH = ("run", "step", "device", "json", "tasks")
 
