@@ -29,13 +29,14 @@ from benchmarks.peer_systems.rows import CLIP, Row
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
+from fivefold.config.sharding import SHARDING
 from fivefold.data.packing import Microbatch
 from fivefold.layout import Layout
 from fivefold.train.engine import Engine
 from fivefold.train.ranks.launch import init_process_group, launch_local
 from fivefold.train.ranks.rank_env import RankEnv
 
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+STRATEGIES = tuple(SHARDING)
 
 
 def supports(row: Row) -> bool:
