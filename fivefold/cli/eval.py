@@ -8,6 +8,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from fivefold.check import check
+from fivefold.cli.helps import DEVICE_HELP, JSON_HELP, NPROC_HELP, RUN_HELP, STEP_HELP
 from fivefold.cli.style import note
 from fivefold.config.config import SETTINGS, Config
 from fivefold.config.data import MOCK
@@ -36,10 +37,12 @@ if TYPE_CHECKING:
 
 _OF_TASKS = ("num_fewshot", "limit")
 _NO_TRAINING: dict[str, Any] = {
-    **{"eval_interval": 1, "label_smoothing": 0.0},
-    **{"fp8_param_gather": False, "rampup_batch_size": ()},
-    **{"check_weight_hash_across_dp_replicas_interval": 0},
-    **{"check_loss_across_dp_replicas_interval": 0},
+    "eval_interval": 1,
+    "label_smoothing": 0.0,
+    "fp8_param_gather": False,
+    "rampup_batch_size": (),
+    "check_weight_hash_across_dp_replicas_interval": 0,
+    "check_loss_across_dp_replicas_interval": 0,
 }
 _OF_BOTH = ("run", "step", "device", "json", "tasks")
 
@@ -59,13 +62,11 @@ class Options:
     device (extra: fivefold[eval]).
     """
 
-    run: str = argument("run folder of `fivefold train`")
-    step: int | None = option(None, "step of the checkpoint (default: the latest)")
-    nproc: int = option(1, "processes to start on this machine")
-    device: Asked = option(
-        "auto", "where to run; auto: on GPUs if there are enough; cuda: ranks may share one"
-    )
-    json: bool = option(False, "print the result as JSON")
+    run: str = argument(RUN_HELP)
+    step: int | None = option(None, STEP_HELP)
+    nproc: int = option(1, NPROC_HELP)
+    device: Asked = option("auto", f"where to run; {DEVICE_HELP}")
+    json: bool = option(False, JSON_HELP)
     tasks: tuple[str, ...] = option(
         (), "tasks of lm-evaluation-harness that choose or score: names, or paths of .yaml files"
     )

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fivefold.cli.helps import RUN_HELP
 from fivefold.cli.style import note
 from fivefold.config.settings import argument, option
 from fivefold.config.sources import load_options
@@ -26,7 +27,7 @@ class Options:
     format, for ui.perfetto.dev: pipeline actions and messages carry their names.
     """
 
-    run: str = argument("run folder of `fivefold train`")
+    run: str = argument(RUN_HELP)
     top: int = option(8, "operations to show, those that took the longest")
     trace: str | None = option(None, "file to write (default: profile/trace.json in the folder)")
 

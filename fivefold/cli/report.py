@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fivefold.cli.helps import RUN_HELP
 from fivefold.config.settings import argument, option
 from fivefold.config.sources import load_options
 from fivefold.errors import FivefoldError
@@ -22,7 +23,7 @@ class Options:
     the load of experts, settings and machine. The page is one file, which needs no network.
     """
 
-    run: str = argument("run folder of `fivefold train`")
+    run: str = argument(RUN_HELP)
     other: str | None = argument("run folder to compare it with", None)
     cluster: str | None = option(
         None,

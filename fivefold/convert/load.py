@@ -169,7 +169,7 @@ class Reads(Protocol):
 
 
 def sources_in(
-    path: Path, model: ModelConfig, adapter: Path | None, *, trained: bool = False
+    path: Path, model: ModelConfig, adapter: Path | None, *, trained: bool
 ) -> dict[str, tuple[Reads, Stored]]:
     """The folder that holds each tensor of a model, and where; checked.
 

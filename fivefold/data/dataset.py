@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from fivefold.config.data import IGNORED
 from fivefold.data.indexed import IndexedTokens
 from fivefold.data.mock import MockTokens
 from fivefold.data.order import Blend, shuffled
-from fivefold.data.packing import IGNORED, Microbatch, Packing, pack
+from fivefold.data.packing import Microbatch, Packing, pack
 from fivefold.data.streams import Conversations, Text
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import ConfigError, DataError, Mistake

@@ -6,8 +6,9 @@ from types import TracebackType
 from typing import Any, TypedDict
 
 from fivefold.config.batch_sizes import BatchSizes
+from fivefold.config.data import IGNORED
 from fivefold.data.dataset import Dataset
-from fivefold.data.packing import IGNORED, Microbatch
+from fivefold.data.packing import Microbatch
 from fivefold.errors import DataError
 
 

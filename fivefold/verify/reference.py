@@ -14,9 +14,10 @@ from torch import Tensor
 
 from fivefold.checkpoint.tensor_file import write_tensors
 from fivefold.config.config import Config
+from fivefold.config.data import IGNORED
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.training import OptimizerConfig
-from fivefold.data.packing import IGNORED, Microbatch
+from fivefold.data.packing import Microbatch
 from fivefold.description.shape import is_layer_matrix, stage_weights
 from fivefold.model.batch import Batch
 from fivefold.model.eight_bit.delayed import DelayedScaling
