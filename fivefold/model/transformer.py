@@ -28,7 +28,7 @@ from fivefold.model.dropout import Dropout
 from fivefold.model.layer import TransformerLayer
 from fivefold.model.layers import Column, Embedding, LayerBlock, Linear, plain_column
 from fivefold.model.lora import as_if_trained, freeze
-from fivefold.model.loss import cross_entropy
+from fivefold.model.loss import LossRule, cross_entropy
 from fivefold.model.moe.layer import MoE
 from fivefold.model.moe.routing import Decisions
 from fivefold.model.norms import LayerNorm, RMSNorm, make_norm
@@ -194,6 +194,13 @@ class Stage(nn.Module):
         ]
         return losses[0] if len(losses) == 1 else torch.stack(losses)
 
+    @property
+    def loss_rule(self) -> LossRule:
+        """How losses are made of logits; z-loss is of what is trained, not of evaluations."""
+        model, z_coeff = self.model, self.z_loss_coeff if self.training else 0.0
+        cap = model.final_logit_softcapping
+        return LossRule(model.vocab_size, self.label_smoothing, z_coeff, cap)
+
     def objective(self, losses: Tensor) -> Tensor:
         """The scalar to differentiate, from the result of `loss`, possibly scaled."""
         return objective(losses, self.mtp_loss_scaling_factor)
@@ -282,11 +289,6 @@ def _for_head(model: ModelConfig, states: list[Tensor]) -> list[Tensor]:
     return states if by == 1.0 else [state_TH / by for state_TH in states]
 
 
-def trained_z_coeff(stage: Stage) -> float:
-    """Factor of the z-loss: of what is trained, not of evaluations."""
-    return stage.z_loss_coeff if stage.training else 0.0
-
-
 HeadLoss = Callable[[Stage, Tensor, Tensor, Tensor | None], Tensor]
 """(stage, normed states [T, H], labels [T], weights [T]) -> summed loss."""
 
@@ -297,13 +299,4 @@ def plain_head_loss(
     """Logits, then their loss; replaced by losses that keep no logits."""
     assert stage.lm_head is not None, "the last stage has the head"
     (logits_TV,) = stage.column(x_TH, stage.lm_head)
-    return stage.cross_entropy(
-        logits_TV,
-        labels_T,
-        stage.model.vocab_size,
-        stage.label_smoothing,
-        weights_T,
-        trained_z_coeff(stage),
-        stage.z_sums,
-        stage.model.final_logit_softcapping,
-    )
+    return stage.cross_entropy(logits_TV, labels_T, stage.loss_rule, weights_T, stage.z_sums)
