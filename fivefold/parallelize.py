@@ -50,19 +50,10 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     deferred, turns = DeferredWeights(), Turns(device)
     # PyTorch's linears add nothing to sums, nor do the ends beside them.
     of_ends = deferred if layout.owns_linears else DeferredWeights()
+    wide = torch.promote_types(policy.master_dtype, torch.float32)
     with torch.device("meta"):
         stages = {
-            index: Stage(
-                config.model,
-                parts,
-                seed=config.training.seed,
-                label_smoothing=config.training.label_smoothing,
-                z_loss_coeff=config.training.z_loss_coeff,
-                mtp_loss_scaling_factor=config.training.mtp_loss_scaling_factor,
-                experts=config.experts,
-                global_batch_size=config.training.global_batch_size,
-                seq_length=config.training.seq_length,
-            ).to(torch.promote_types(policy.master_dtype, torch.float32))
+            index: Stage(config.model, parts, config.training, config.experts).to(wide)
             for index, parts in layout.stages_of(pp_rank).items()
         }
     records = {record.name: record for record in parameter_records(layout, groups.rank)}
