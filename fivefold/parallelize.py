@@ -11,6 +11,7 @@ from fivefold.counts.units import unit_of, units_on_host
 from fivefold.data_parallel.fsdp import ShardedStage
 from fivefold.data_parallel.policy import Policy, make_policy
 from fivefold.data_parallel.replicated import ReplicatedStage
+from fivefold.data_parallel.stage_gradients import StageGradients
 from fivefold.expert.deepep import Kernels
 from fivefold.expert.install import install_experts
 from fivefold.layout import Layout
@@ -87,8 +88,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     }
     offloaded = None
     if away:
-        sharded = (each for each in gradients.values() if isinstance(each, ShardedStage))
-        blocks = [block for each in sharded for block in each.away()]
+        blocks = [block for each in gradients.values() for block in each.away()]
         named = dict(kept for stage in stages.values() for kept in stage.named_parameters())
         offloaded = OffloadedParameters(blocks, named, device, config.memory.param_offload_path)
         log.info("weights visit the device for their gathers")
@@ -111,7 +111,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     )
 
 
-def _sums(layout: Layout, gradients: Iterable[ShardedStage | ReplicatedStage]) -> list[SumOf]:
+def _sums(layout: Layout, gradients: Iterable[StageGradients]) -> list[SumOf]:
     """Where products add weight gradients up, or make those that are sent as they are."""
     adds = layout.fuses_accumulation
     if adds:
@@ -248,7 +248,7 @@ def _install_data_parallel(
     device: torch.device,
     records: dict[str, ParameterRecord],
     away: frozenset[str],
-) -> ShardedStage | ReplicatedStage:
+) -> StageGradients:
     """Give a stage its memory: under FSDP2 after it is sharded, so that no rank holds it whole.
 
     `away`: names of parameters whose shards are not kept on the device.

@@ -34,6 +34,7 @@ from fivefold.data_parallel.left_over import (
 )
 from fivefold.data_parallel.policy import Policy
 from fivefold.data_parallel.prefetch import last_layer_first, set_prefetch
+from fivefold.data_parallel.stage_gradients import StageGradients
 from fivefold.mesh.groups import Groups
 from fivefold.mesh.slices import local_tensor
 from fivefold.model.moe.layer import Experts
@@ -41,7 +42,7 @@ from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import Sum, Work, run_works
 
 
-class ShardedStage:
+class ShardedStage(StageGradients):
     """A stage whose parameters FSDP2 holds.
 
     One class because every act of a step sets the same switches of the same units of FSDP2.
@@ -178,22 +179,12 @@ class ShardedStage:
             parameter.grad_dtype = self._policy.gradient_dtype
 
     def before_forward(self, *, last: bool) -> None:
-        """Pass FSDP2's hooks by, if weights are gathered, and the backward reduces no gradients.
-
-        Args:
-            last: whether it is the forward of this stage's last backward of the step.
-        """
+        """Pass FSDP2's hooks by, if weights are gathered, and the backward reduces no gradients."""
         if self._hooks is not None:
             self._hooks.before_forward(reduces=last and self._in_hooks)
 
     def before_backward(self, *, whole: bool, last: bool) -> None:
-        """Set what the coming backward does with gradients.
-
-        Args:
-            whole: whether it computes all gradients; otherwise deferred weight gradients follow in
-                `run_weights`, and nothing is reduced before.
-            last: whether it is this stage's last backward of the step.
-        """
+        """Set what the coming backward does with gradients."""
         reduces = whole and (self._every or (last and self._in_hooks))
         self._set(reduces, last=last, reshards=self._policy.reshards or (last and reduces))
         if self._hooks is not None:
@@ -328,13 +319,9 @@ class ShardedStage:
             unit.reshard()
 
     def settle(self) -> list[Any]:
-        """Forget all events of steps and evaluations before, which a capture must not wait for.
+        """Forget events that FSDP2 keeps for whoever comes next; the device has done all its work.
 
-        The device has done all of its work. FSDP2 keeps events for whoever comes next; most are
-        gone when a step ends, and gathers that an evaluation had begun for nothing are not.
-
-        Returns:
-            The streams on which FSDP2 gathers and reduces.
+        Most are gone when a step ends; gathers that an evaluation began for nothing are not.
         """
         self.reshard()
         state: Any = self._root._get_fsdp_state()

@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from fivefold.data_parallel.stage_gradients import StageGradients
 from fivefold.model.batch import Batch
 from fivefold.model.moe.routing import Decisions
 from fivefold.model.sequence_slices import SlicedSequence
@@ -25,38 +25,6 @@ Piece = tuple[int, int, int]
 
 Observer = Callable[[Act], AbstractContextManager[object]]
 """Entered once what a compute act needs is there, left when the act has ended."""
-
-
-class StageGradients(Protocol):
-    """What the executor needs of data parallelism, per stage."""
-
-    def before_forward(self, *, last: bool) -> None:
-        """`last`: the next forward is that of the stage's last backward, which is whole."""
-
-    def before_backward(self, *, whole: bool, last: bool) -> None:
-        """What the next backward computes: `whole` with weight gradients, or dX only; `last`: no
-        later act of the step adds to this stage's gradients."""
-
-    def after_backward(self, *, last: bool) -> None:
-        """A backward with weight gradients has ended; `last` as above."""
-
-    def put_aside(self) -> list[Work]:
-        """A backward of dX alone has ended: what is to run before its weight gradients."""
-
-    def run_weights(self, works: list[Work], *, last: bool) -> None:
-        """Compute weight gradients that a backward has put aside; `last` as above."""
-
-    def reduce(self) -> None:
-        """All weight gradients of the step are there: start summing what is not yet."""
-
-    def unshard(self) -> None:
-        """Start gathering the stage's parameters, which stay until `reshard`."""
-
-    def await_unshard(self) -> None:
-        """Wait for the stage's parameters, which the next act reads."""
-
-    def reshard(self) -> None:
-        """Free the gathered parameters."""
 
 
 @dataclass
