@@ -17,10 +17,12 @@ from torch import Tensor
 
 from fivefold.model.attention.blocks import Block, Visibility
 from fivefold.model.attention.cuda_kernels import (
+    ATEN,
     CudnnOnCuda,
     Differentiated,
     FlashOnCuda,
     Flex,
+    Grads,
     OwnOnCuda,
     lacking_cudnn,
     lacking_flash,
@@ -30,9 +32,7 @@ from fivefold.model.attention.cuda_kernels import (
 from fivefold.model.attention.scores import USUAL, Scores
 from fivefold.model.dropout import PairDropout
 
-Grads = tuple[Tensor, Tensor, Tensor]
 ROWS = 256  # queries per step of the plain kernel, which bounds the probabilities it holds
-ATEN = torch.ops.aten
 
 
 class BlockKernel(Protocol):
