@@ -35,7 +35,7 @@ from fivefold.data_parallel.left_over import (
 from fivefold.data_parallel.policy import Policy
 from fivefold.data_parallel.prefetch import last_layer_first, set_prefetch
 from fivefold.data_parallel.stage_gradients import StageGradients
-from fivefold.mesh.groups import Groups
+from fivefold.mesh.groups import Groups, NodeGroups
 from fivefold.mesh.slices import local_tensor
 from fivefold.model.moe.layer import Experts
 from fivefold.model.transformer import Stage
@@ -77,25 +77,12 @@ class ShardedStage(StageGradients):
         self._policy, self._by_hand = policy, by_hand
         self._in_hooks, self._every = reduces_in_hooks, policy.reduces_every_microbatch
         self._stage = stage
-        types = MixedPrecisionPolicy(cast_forward_inputs=False)
-        if {policy.master_dtype, policy.gradient_dtype} != {policy.compute_dtype}:
-            types = MixedPrecisionPolicy(
-                param_dtype=policy.compute_dtype,
-                reduce_dtype=policy.gradient_dtype,
-                cast_forward_inputs=False,
-            )
-        dense = _data_mesh(groups.mesh, policy)
-        meshes: dict[nn.Module, DeviceMesh] = dict.fromkeys(
-            (*stage.layers.values(), *stage.predictions, stage), dense
-        )
-        if groups.experts is not None:
-            of_experts = _data_mesh(groups.experts.mesh, policy)
-            meshes = dict.fromkeys((m.experts for m in stage.mixtures), of_experts) | meshes
+        meshes = _meshes(stage, groups, policy)
         for module, mesh in meshes.items():
             fully_shard(
                 module,
                 mesh=mesh,
-                mp_policy=types,
+                mp_policy=_types(policy),
                 reshard_after_forward=policy.reshards,
                 shard_placement_fn=partial(_split_dim, shards=mesh.size(-1)),
             )
@@ -112,26 +99,29 @@ class ShardedStage(StageGradients):
         self._root.set_is_last_backward(False)
         for unit in self._units:
             wrapped: Any = unit
-            mesh, nodes = meshes[wrapped], groups.nodes
-            # The loss is already divided by the global token count, so reductions are plain sums.
-            if mesh.size() > 1:  # alone, a rank would divide a copy by 1
-                unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)
-            if groups.experts is not None and isinstance(wrapped, Experts):
-                nodes = groups.experts.nodes
-            self.exchanges += set_communication(unit, _parameter_groups(unit), mesh, policy, nodes)
-            if policy.gathers_8_bits:
-                shards = mesh.get_group(-1) if mesh.size(-1) > 1 else None
-                for group in _parameter_groups(unit):
-                    self._narrow[shards] += gather_in_eight_bits(group, policy.compute_dtype)
-            if by_hand:
-                without_hooks(unit)
+            owner = groups.experts if isinstance(wrapped, Experts) else None
+            self._set_up(unit, meshes[wrapped], (owner or groups).nodes)
         self._hooks: UnitHooks | None = None
         if not by_hand:
             set_prefetch(self._units, policy.overlap_param_gather)
             groups_of_all = self.parameter_groups()
             self._hooks = UnitHooks(self._units, groups_of_all, once=not self._every)
         self._away: Mapping[nn.Module, AwayShards] = {}
+
+    def _set_up(self, unit: FSDPModule, mesh: DeviceMesh, nodes: NodeGroups) -> None:
+        """Choose what a unit sends, and how it is summed."""
+        # The loss is already divided by the global token count, so reductions are plain sums.
+        if mesh.size() > 1:  # alone, a rank would divide a copy by 1
+            unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        groups, policy = _parameter_groups(unit), self._policy
+        self.exchanges += set_communication(unit, groups, mesh, policy, nodes)
+        if policy.gathers_8_bits:
+            shards = mesh.get_group(-1) if mesh.size(-1) > 1 else None
+            for group in groups:
+                self._narrow[shards] += gather_in_eight_bits(group, policy.compute_dtype)
+        if self._by_hand:
+            without_hooks(unit)
 
     def give_memory(self, device: torch.device, away: Collection[str]) -> None:
         """Give all parameters memory with any values; shards of those in `away` lie elsewhere."""
@@ -343,6 +333,27 @@ class ShardedStage(StageGradients):
         for handle in self._gathers:
             handle.wait()
         self._gathers = []
+
+
+def _types(policy: Policy) -> MixedPrecisionPolicy:
+    """In which types FSDP2 gathers and reduces, where these are not those of the parameters."""
+    if {policy.master_dtype, policy.gradient_dtype} == {policy.compute_dtype}:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(
+        param_dtype=policy.compute_dtype,
+        reduce_dtype=policy.gradient_dtype,
+        cast_forward_inputs=False,
+    )
+
+
+def _meshes(stage: Stage, groups: Groups, policy: Policy) -> dict[nn.Module, DeviceMesh]:
+    """The units of a stage, inner ones first, and the ranks that share the state of each."""
+    meshes: dict[nn.Module, DeviceMesh] = {}
+    if groups.experts is not None:
+        of_experts = _data_mesh(groups.experts.mesh, policy)
+        meshes = dict.fromkeys((m.experts for m in stage.mixtures), of_experts)
+    units = *stage.layers.values(), *stage.predictions, stage
+    return meshes | dict.fromkeys(units, _data_mesh(groups.mesh, policy))
 
 
 def _data_mesh(mesh: DeviceMesh, policy: Policy) -> DeviceMesh:
