@@ -123,6 +123,11 @@ class ShardedStage(StageGradients):
         if self._by_hand:
             without_hooks(unit)
 
+    @property
+    def _state(self) -> Any:
+        """FSDP2's own, of the whole stage."""
+        return self._root._get_fsdp_state()
+
     def give_memory(self, device: torch.device, away: Collection[str]) -> None:
         """Give all parameters memory with any values; shards of those in `away` lie elsewhere."""
         groups: dict[nn.Module, Any] = {unit: _parameter_groups(unit) for unit in self._units}
@@ -159,7 +164,7 @@ class ShardedStage(StageGradients):
         FSDP2 would convert to the parameters' type: that of masters on the device, or where these
         are on the host the compute dtype.
         """
-        self._root._get_fsdp_state()._lazy_init()
+        self._state._lazy_init()
         for unit in self._units:
             for group in _parameter_groups(unit):
                 group._orig_dtype = self._policy.gradient_dtype
@@ -180,14 +185,14 @@ class ShardedStage(StageGradients):
         if self._hooks is not None:
             self._hooks.before_backward(reduces=reduces)
         self._unreduced = 0 if reduces and not self._by_hand else self._unreduced + 1
-        free_gathered(self._root._get_fsdp_state())
+        free_gathered(self._state)
 
     def after_backward(self, *, last: bool) -> None:
         """Reduce gradients where FSDP2's hooks do not."""
         if self._by_hand:
             self.run_weights([], last=last)
         else:
-            free_message(self._root._get_fsdp_state())
+            free_message(self._state)
 
     def put_aside(self) -> list[Work]:
         """See `left_over.put_aside`; sums to the end of the step are in one dtype anyway."""
@@ -219,7 +224,7 @@ class ShardedStage(StageGradients):
             if not awaited[group]:
                 complete(group, narrow)
         self._end_of_backward()
-        free_message(self._root._get_fsdp_state())
+        free_message(self._state)
 
     def reduce(self) -> None:
         """Reduce the accumulated gradients of the step and free gathered parameters."""
@@ -259,7 +264,7 @@ class ShardedStage(StageGradients):
         There is no public call for this, nor for "reduce now"; PyTorch's own pipelining uses the
         same private ones.
         """
-        self._root._get_fsdp_state()._root_post_backward_final_callback()
+        self._state._root_post_backward_final_callback()
 
     def finish(self) -> None:
         """Let the computation that follows wait for the reductions of this stage's gradients."""
@@ -293,7 +298,7 @@ class ShardedStage(StageGradients):
 
     def unshard(self) -> None:
         """Start to gather every block's parameters, which stay until `reshard`."""
-        self._root._get_fsdp_state()._lazy_init()
+        self._state._lazy_init()
         for unit in self._units:
             self._gather(unit)
 
@@ -314,8 +319,7 @@ class ShardedStage(StageGradients):
         Most are gone when a step ends; gathers that an evaluation began for nothing are not.
         """
         self.reshard()
-        state: Any = self._root._get_fsdp_state()
-        return let_go(state, self.parameter_groups())
+        return let_go(self._state, self.parameter_groups())
 
     def blocks(self) -> Iterator[tuple[list[nn.Parameter], Callable[[], None]]]:
         """Each block's own parameters, in the order of a forward, and what starts their gather."""
