@@ -30,12 +30,7 @@ from fivefold.checkpoint.integrity import (
     read_manifest,
     stamps,
 )
-from fivefold.checkpoint.matching import (
-    check_histories,
-    check_optimizers,
-    check_types,
-    mismatches,
-)
+from fivefold.checkpoint.matching import check_histories, check_optimizers, check_types, mismatches
 from fivefold.checkpoint.reader import fill
 from fivefold.checkpoint.staging import Staging
 from fivefold.checkpoint.team import DiskFullError, Team

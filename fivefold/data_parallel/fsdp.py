@@ -8,12 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    UnshardHandle,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHandle, fully_shard
 from torch.distributed.tensor import Shard
 
 from fivefold.data_parallel.away import AwayShards, give_memory
@@ -66,13 +61,7 @@ class ShardedStage(StageGradients):
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        groups: Groups,
-        policy: Policy,
-        *,
-        reduces_in_hooks: bool,
-        by_hand: bool,
+        self, stage: Stage, groups: Groups, policy: Policy, *, reduces_in_hooks: bool, by_hand: bool
     ) -> None:
         self._policy, self._by_hand = policy, by_hand
         self._in_hooks, self._every = reduces_in_hooks, policy.reduces_every_microbatch

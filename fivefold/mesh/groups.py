@@ -362,11 +362,7 @@ def neighbours_by_round(ranks: int, here: int) -> list[int | None]:
 
 
 def _mesh(
-    grid: Grid,
-    rank: int,
-    device_type: str,
-    made: _Made,
-    along: Mapping[str, tuple[int, ...]],
+    grid: Grid, rank: int, device_type: str, made: _Made, along: Mapping[str, tuple[int, ...]]
 ) -> DeviceMesh:
     """The mesh of one pipeline rank's parameters, from groups that exist already.
 

@@ -51,11 +51,7 @@ class Direction(StrEnum):
     BACKWARD = "backward"
 
 
-_DIRECTIONS = {
-    Kind.F: Direction.FORWARD,
-    Kind.B: Direction.BACKWARD,
-    Kind.BW: Direction.BACKWARD,
-}
+_DIRECTIONS = {Kind.F: Direction.FORWARD, Kind.B: Direction.BACKWARD, Kind.BW: Direction.BACKWARD}
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,14 +52,7 @@ class PackedKernel(Protocol):
         """Output [T, N, Dv], and log-sum-exp [N, T] in at least fp32."""
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        at: Pieces,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Pieces
     ) -> Grads:
         """Gradients of q, k and v; `out` and `lse` may include a sink."""
 
@@ -83,14 +76,7 @@ class PackedFlash:
         return out[..., : v.shape[-1]].contiguous(), lse
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        at: Pieces,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Pieces
     ) -> Grads:
         """See `PackedKernel`."""
         grad, wide, out = (padded(x, q.shape[-1]) for x in (grad.contiguous(), v, out))
@@ -118,14 +104,7 @@ class PackedOwn:
         return attention_kernels.forward(q, k, v, *self._within(at), self.scores)
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        at: Pieces,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Pieces
     ) -> Grads:
         """See `PackedKernel`."""
         from fivefold.model.kernels import attention as attention_kernels

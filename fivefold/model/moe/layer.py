@@ -124,10 +124,7 @@ Beside = Callable[[], None]
 
 
 def plain_dispatch(
-    x_TH: Tensor,
-    choice: ExpertChoice,
-    run: RunExperts,
-    beside: tuple[Beside, Beside] | None = None,
+    x_TH: Tensor, choice: ExpertChoice, run: RunExperts, beside: tuple[Beside, Beside] | None = None
 ) -> Tensor:
     """All experts on this rank; replaced under expert parallelism."""
     assert beside is None, "nothing travels"

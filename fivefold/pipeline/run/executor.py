@@ -134,11 +134,7 @@ class _Step:
         self._acts = program.ranks[executor.pp_rank]
         self._predicts = batches[0].num_further > 0
         self._mail = Mail(
-            executor.group,
-            executor.lines,
-            executor.hidden_shape,
-            executor.dtype,
-            executor.device,
+            executor.group, executor.lines, executor.hidden_shape, executor.dtype, executor.device
         )
         self._recomputed = {_piece(act) for act in self._acts if act.kind is Kind.R}
         self._forwards: dict[Piece, _Forward] = {}
