@@ -51,19 +51,9 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     deferred, turns = DeferredWeights(), Turns(device)
     # PyTorch's linears add nothing to sums, nor do the ends beside them.
     of_ends = deferred if layout.owns_linears else DeferredWeights()
-    wide = torch.promote_types(policy.master_dtype, torch.float32)
-    with torch.device("meta"):
-        stages = {
-            index: Stage(config.model, parts, config.training, config.experts).to(wide)
-            for index, parts in layout.stages_of(pp_rank).items()
-        }
     records = {record.name: record for record in parameter_records(layout, groups.rank)}
     on_host = _on_host(layout, pp_rank, records)
-    for stage in stages.values():
-        for name, parameter in stage.named_parameters():
-            narrow = name in on_host or not records[name].trained
-            if narrow or policy.master_dtype == policy.compute_dtype:
-                parameter.data = parameter.data.to(policy.compute_dtype)
+    stages = _plain_stages(layout, pp_rank, policy, records, on_host)
     _install_tensor(layout, groups, stages, deferred, of_ends, records)
     meanwhile = turns.give_way if layout.overlaps_pairs else None
     _install_experts(layout, groups, stages, deferred, records, meanwhile)
@@ -109,6 +99,28 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     return ParallelModel(
         layout, groups, stages, gradients, records, executor, on_host, scaling, shared, offloaded
     )
+
+
+def _plain_stages(
+    layout: Layout,
+    pp_rank: int,
+    policy: Policy,
+    records: Mapping[str, ParameterRecord],
+    on_host: frozenset[str],
+) -> dict[int, Stage]:
+    """This rank's stages on the meta device, each parameter in the type in which it is kept."""
+    config, wide = layout.config, torch.promote_types(policy.master_dtype, torch.float32)
+    with torch.device("meta"):
+        stages = {
+            index: Stage(config.model, parts, config.training, config.experts).to(wide)
+            for index, parts in layout.stages_of(pp_rank).items()
+        }
+    for stage in stages.values():
+        for name, parameter in stage.named_parameters():
+            narrow = name in on_host or not records[name].trained
+            if narrow or policy.master_dtype == policy.compute_dtype:
+                parameter.data = parameter.data.to(policy.compute_dtype)
+    return stages
 
 
 def _sums(layout: Layout, gradients: Iterable[StageGradients]) -> list[SumOf]:
