@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from fivefold.config.settings import Count, option
 
+IGNORED = -100
+"""The label of a token without a loss, as in torch."""
 MOCK = "mock"
 """The data path of numbers that are made up."""
 

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fivefold.config.data import IGNORED
 from fivefold.model.caps import capped, capped_, slope
 
 CAPPED_AT_A_TIME = 1 << 22
 """Logits whose slope below their cap is made at a time: 16 MiB in fp32."""
-IGNORED = -100
-"""The label of a token that the loss ignores."""
 
 
 class LossRule(NamedTuple):
