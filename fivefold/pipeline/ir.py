@@ -74,6 +74,10 @@ class Message:
         )
 
 
+Piece = tuple[int, int, int]
+"""Stage, microbatch, slice."""
+
+
 @dataclass(frozen=True, slots=True)
 class Act:
     """One pipeline action of one rank.
@@ -112,6 +116,11 @@ class Act:
     def direction(self) -> Direction | None:
         """The way that its result goes to another stage; None if it stays."""
         return _DIRECTIONS.get(self.kind)
+
+    @property
+    def piece(self) -> Piece:
+        """What of which microbatch it works on."""
+        return self.stage, self.mb, self.slice
 
     @property
     def elementary(self) -> tuple["Act", ...]:
