@@ -181,7 +181,7 @@ class LocalCheckpoints:
             if (full := caused_by_full_disk(problem)) is not None:
                 needed = sum(p.local.numel() * p.local.element_size() for p in pieces.values())
                 told = disk_full("keeping states in memory failed", self._folder, needed=needed)
-                raise CheckpointError(str(told)) from full
+                raise CheckpointError(told) from full
             raise problem
         self._complete = step
 
