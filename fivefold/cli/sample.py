@@ -132,7 +132,7 @@ def _template_of(sampler: "Sampler", run: Path) -> str:
         return model
     what = "--chat needs a chat template, and this run has a tokenizer of its own"
     why = "templates come with the tokenizers of chat models (--tokenizer-model)"
-    raise DataError(str(Mistake(what, (why,))))
+    raise DataError(Mistake(what, (why,)))
 
 
 def _prompts(options: Options) -> list[str]:

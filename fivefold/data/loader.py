@@ -2,7 +2,6 @@
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, TypedDict
 
 from fivefold.config.batch_sizes import BatchSizes
@@ -137,14 +136,3 @@ class Loader:
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
-
-    def __enter__(self) -> "Loader":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -45,12 +45,10 @@ def make_attention(model: ModelConfig, layer: int) -> AttentionBlock | GatedDelt
     return (LatentAttention if model.multi_latent_attention else Attention)(model, layer)
 
 
-def make_mlp(
-    model: ModelConfig, layer: int, experts: ExpertsConfig, global_batch_size: int
-) -> LayerBlock:
+def make_mlp(model: ModelConfig, layer: int, experts: ExpertsConfig) -> LayerBlock:
     """The dense MLP or mixture of experts of one layer."""
     if layer_kind(model, layer).experts:
-        return MoE(model, layer, experts, global_batch_size)
+        return MoE(model, layer, experts)
     return MLP(model, model.ffn_size)
 
 
@@ -62,9 +60,7 @@ class TransformerLayer(nn.Module):
         fuses_norm: as in `model.fusions`.
     """
 
-    def __init__(
-        self, model: ModelConfig, layer: int, experts: ExpertsConfig, global_batch_size: int
-    ) -> None:
+    def __init__(self, model: ModelConfig, layer: int, experts: ExpertsConfig) -> None:
         super().__init__()
         before, after = model.norms_before, model.norms_after
         self.input_layernorm = make_norm(model) if before else nn.Identity()
@@ -72,7 +68,7 @@ class TransformerLayer(nn.Module):
         self.post_self_attn_layernorm = make_norm(model) if after else None
         own = before and not model.parallel_residual_one_norm
         self.post_attention_layernorm = make_norm(model) if own else nn.Identity()
-        self.mlp = make_mlp(model, layer, experts, global_batch_size)
+        self.mlp = make_mlp(model, layer, experts)
         self.post_mlp_layernorm = make_norm(model) if after else None
         self.dropout, self.scale = model.hidden_dropout, model.residual_multiplier
         self.side_by_side = model.parallel_residual

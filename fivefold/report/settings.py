@@ -46,5 +46,5 @@ def run_config(folder: Path, part: Path | None = None) -> Config:
         mistakes.raise_if_any()
     except ConfigError as error:  # drop the advice of its mistakes, which is for command lines
         why = tuple(line for found in error.mistakes for line in (found.what, *found.why))
-        raise DataError(str(Mistake(f"{file} does not hold the settings of a run", why))) from None
+        raise DataError(Mistake(f"{file} does not hold the settings of a run", why)) from None
     return config

@@ -62,12 +62,7 @@ from fivefold.units import several
 
 
 def train(
-    layout: Layout,
-    name: str,
-    nproc: int | None,
-    asked: Asked = "auto",
-    *,
-    max_restarts: int = 0,
+    layout: Layout, name: str, nproc: int | None, asked: Asked = "auto", *, max_restarts: int = 0
 ) -> End:
     """Run a recipe and return how it ended.
 

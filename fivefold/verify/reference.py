@@ -76,16 +76,9 @@ class ReferenceStep:
 def plain_model(config: Config, dtype: torch.dtype) -> Stage:
     """The whole model without parallelism, its parameters in `dtype`."""
     training = config.training
-    model = Stage(
-        config.model,
-        seed=training.seed,
-        label_smoothing=training.label_smoothing,
-        z_loss_coeff=training.z_loss_coeff,
-        mtp_loss_scaling_factor=training.mtp_loss_scaling_factor,
-        experts=config.experts,
-        global_batch_size=training.global_batch_size,
-        seq_length=training.seq_length,
-    )
+    model = Stage(config.model, training=training, experts=config.experts)
+    for mixture in model.mixtures:
+        mixture.router.begin_step(training.global_batch_size)
     stand_in(model, config)
     products = eight_bit(training, dtype)
     if products is not None:

@@ -14,6 +14,7 @@ from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.huggingface import from_hf_config
 from fivefold.config.huggingface.write import differences, to_hf_config
+from fivefold.config.training import TrainingConfig
 from fivefold.convert.hub import INDEX, HubFolder
 from fivefold.convert.load import fill_from_folder, model_in
 from fivefold.errors import CheckpointError
@@ -45,7 +46,7 @@ def written(kind: str, folder: Path, dtype: torch.dtype = torch.float64, **how: 
 
 def our_stage(folder: Path) -> tuple[Config, Stage]:
     model = model_in(HubFolder(folder))
-    stage = Stage(model).double().eval()
+    stage = Stage(model, training=TrainingConfig(seq_length=LENGTH)).double().eval()
     tensors = {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
     for tensor in tensors.values():
         tensor.data.fill_(float("nan"))

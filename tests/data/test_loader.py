@@ -1,6 +1,7 @@
 import json
 import os
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -88,11 +89,11 @@ def test_the_global_batch_does_not_depend_on_the_layout(dataset, layout, step, s
 def test_resuming_anywhere_gives_the_batches_that_would_have_come(dataset, stop, prefetch, sizes):
     whole = loader(dataset, sizes=sizes)
     expected = [whole.next_batch() for _ in range(9)]
-    with loader(dataset, sizes=sizes, prefetch=prefetch) as first:
+    with closing(loader(dataset, sizes=sizes, prefetch=prefetch)) as first:
         for step in range(stop):
             assert_same(first.next_batch(), expected[step])
         state = json.loads(json.dumps(first.state_dict()))
-    with loader(dataset, sizes=sizes, prefetch=prefetch) as second:
+    with closing(loader(dataset, sizes=sizes, prefetch=prefetch)) as second:
         second.next_batch()
         second.load_state_dict(state)
         for step in range(stop, 9):
@@ -110,7 +111,7 @@ def test_resuming_with_another_batch_size_misses_nothing(dataset):
 
 
 def test_seek_goes_back_to_fixed_samples(dataset):
-    with loader(dataset, prefetch=True) as validation:
+    with closing(loader(dataset, prefetch=True)) as validation:
         first = validation.next_batch()
         validation.next_batch()
         validation.seek(0)
@@ -154,7 +155,7 @@ def test_prefetch_waits_less_than_it_reads(dataset):
             gate.wait(0.2)
             return dataset.microbatch(indices)
 
-    with loader(Slow(), gbs=1, prefetch=True) as ahead:
+    with closing(loader(Slow(), gbs=1, prefetch=True)) as ahead:
         ahead.next_batch()
         assert ahead.data_wait_s >= 0.2
         ahead._ahead.result()  # the training step takes its time
@@ -170,7 +171,7 @@ def test_an_error_in_the_thread_reaches_the_caller(dataset):
                 raise DataError("broken disk")
             return dataset.microbatch(indices)
 
-    with loader(Broken(), gbs=1, prefetch=True) as ahead:
+    with closing(loader(Broken(), gbs=1, prefetch=True)) as ahead:
         ahead.next_batch()
         with pytest.raises(DataError, match="broken disk"):
             ahead.next_batch()

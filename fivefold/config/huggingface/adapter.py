@@ -112,7 +112,7 @@ def refuse_adapter(folder: Path) -> None:
     kind, base = fields.get("peft_type"), fields.get("base_model_name_or_path")
     what = f"{folder} holds an adapter of PEFT ({kind}) to {base}, and no whole weights"
     of = base if base and Path(str(base)).is_dir() else "BASE"
-    raise CheckpointError(str(Mistake(what, works=(f"--load {of} --load-adapter {folder}",))))
+    raise CheckpointError(Mistake(what, works=(f"--load {of} --load-adapter {folder}",)))
 
 
 def _see_patterns(reader: Reader, rank: int, alpha: float) -> None:

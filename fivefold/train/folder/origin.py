@@ -91,13 +91,13 @@ def _foreign(load: str, config: Config) -> Origin | None:
     if is_hub_folder(folder):
         if config.checkpoint.ckpt_step is not None:
             what = f"ckpt_step chooses one of several checkpoints, and {load} has weights alone"
-            raise CheckpointError(str(Mistake(what, works=("--ckpt-step none",))))
+            raise CheckpointError(Mistake(what, works=("--ckpt-step none",)))
         return _from_hub(folder, config)
     if adapter is not None:
         what = f"load_adapter is for weights as Hugging Face keeps them, and {load} has none"
         run, weights = quote(load), quote(f"{folder}-hf")
         made = f"--load {weights}, made by fivefold convert {run} {weights}"
-        raise CheckpointError(str(Mistake(what, attempt=made)))
+        raise CheckpointError(Mistake(what, attempt=made))
     if not is_megatron(folder):
         return None
     return _from_megatron(megatron_checkpoint(folder, config.checkpoint.ckpt_step), config)
@@ -119,7 +119,7 @@ def _from_run(source: Checkpointer, folder: Path, config: Config, *, continues: 
         what = f"{source.folder} is of a run without adapters, and lora_rank asks for some"
         afresh = f"--load {quote(str(folder))} --finetune --save {quote(f'{folder}-adapters')}"
         works = (afresh if continues else "--finetune",)
-        raise CheckpointError(str(Mistake(what, works=works)))
+        raise CheckpointError(Mistake(what, works=works))
     same_model(state.model, config.model.base if starts else config.model, source.folder)
     origin = Origin(source.folder, state.step, weights_only, damage=damage)
     if not weights_only:
@@ -160,7 +160,7 @@ def _from_hub(folder: Path, config: Config) -> Origin:
         what, attempt = f"{folder} is of another model", f"--model {quote(str(folder))}"
         if there != from_hf_config(hub.fields):  # the files lack what config.json promises
             attempt += f" --mtp-num-layers {there.mtp_num_layers}"
-        raise CheckpointError(str(Mistake(what, tuple(wrong), attempt=attempt)))
+        raise CheckpointError(Mistake(what, tuple(wrong), attempt=attempt))
     load = config.checkpoint.load_adapter
     adapter = None if load is None else Path(load)
     checked_sources(folder, config.model, adapter)  # before any rank starts

@@ -38,7 +38,7 @@ def run_tokenizer(run: Path, state: SavedState) -> Tokenizer:
     same = next((path for path in _others(run) if _digest(path) == expected), None)
     if same is not None:
         attempt = f"cp {quote(str(same))} {quote(str(file))}"
-    raise DataError(str(Mistake(what, tuple(why), attempt=attempt)))
+    raise DataError(Mistake(what, tuple(why), attempt=attempt))
 
 
 def _digest(file: Path) -> str:

@@ -180,10 +180,7 @@ def _end(
 
 
 def _replace(
-    ranks: list[Child],
-    generations: Generations,
-    orders: Orders,
-    start: Callable[[int, int], Child],
+    ranks: list[Child], generations: Generations, orders: Orders, start: Callable[[int, int], Child]
 ) -> None:
     """Start new ranks for those that died or do not let go, and have all of them go on."""
 
