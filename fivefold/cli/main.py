@@ -69,6 +69,7 @@ MEANT_VERBS = {
 
 def program() -> NoReturn:
     """`main`, as a process of its own."""
+    process.own_streams()
     process.begin()
     process.leave(main())
 
