@@ -51,7 +51,7 @@ class _RichConsole(rich.console.Console):
     """One that raises the error of a pipe whose reader has gone, in place of SystemExit."""
 
     def on_broken_pipe(self) -> None:
-        raise  # noqa: PLE0704
+        raise
 
 
 class Console:

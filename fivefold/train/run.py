@@ -16,7 +16,7 @@ from fivefold.config.config import Config
 from fivefold.config.rules.graph import check_graph_device
 from fivefold.config.sources import to_toml
 from fivefold.counts.derived import describe
-from fivefold.data.prepare import PreparedData
+from fivefold.data.prepare import PreparedData, Progress
 from fivefold.errors import FivefoldError, TrainingError
 from fivefold.expert.deepep_rules import check_deepep
 from fivefold.files import telling_system_errors
@@ -97,7 +97,7 @@ def train(
             print(_nothing_to_do(job))
             return End(0)
         with lock.beating():
-            job = replace(job, data=open_data(config, print))
+            job = replace(job, data=_open_data(job, print))
         if nproc in (None, 1) and not max_restarts:
             torch.set_num_threads(threads.count)
             device = _join(job, env)
@@ -218,7 +218,7 @@ def run_rank(job: Job, env: RankEnv, device: torch.device) -> int:
         stack.enter_context(telling_system_errors(TrainingError, job.path))
         if lock is not None:
             stack.enter_context(lock.beating())
-        data = job.data or open_data(job.layout.config, print if lock else logging.debug)
+        data = job.data or _open_data(job, print if lock else logging.debug)
         if job.hosts:
             check_alike(given_data(data), job.hosts)
         stack.enter_context(_watchdog(job, env, folder))
@@ -306,6 +306,11 @@ def _find_origin(config: Config, lock: RunLock, *, again: bool) -> Origin | None
             print(f"warning: {damage}", file=sys.stderr, flush=True)
     folder.starts()
     return find_origin(config, lock.folder)
+
+
+def _open_data(job: Job, progress: Progress) -> PreparedData:
+    known = None if job.origin is None else job.origin.tokenizer
+    return open_data(job.layout.config, progress, known)
 
 
 def _nothing_to_do(job: Job) -> str:
