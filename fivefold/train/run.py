@@ -23,7 +23,12 @@ from fivefold.files import telling_system_errors
 from fivefold.layout import Layout
 from fivefold.mesh.collectives import from_first
 from fivefold.model.eight_bit.rules import check_kernels
-from fivefold.train.build import local_place, make_trainer, open_local
+from fivefold.train.build import (
+    local_place,
+    make_trainer,
+    open_local,
+    remove_left_states,
+)
 from fivefold.train.console import Console
 from fivefold.train.corpora import open_data
 from fivefold.train.folder.lock import FolderInUse, RunLock, claim
@@ -94,6 +99,7 @@ def train(
         origin = _find_origin(config, lock, again=False)
         job = Job(layout, name, lock.folder, origin, chosen, threads, bindings, lock)
         if is_finished(job.origin, config):
+            remove_left_states(job, RunFolder(job.path))
             print(_nothing_to_do(job))
             return End(0)
         with lock.beating():
@@ -180,6 +186,7 @@ def _train_as_launched(layout: Layout, name: str, env: RankEnv, asked: Asked) ->
         if not is_finished(origin, config):
             run_rank(job, env, device)
         elif env.rank == 0:
+            remove_left_states(job, RunFolder(job.path))
             print(_nothing_to_do(job))
     return 0
 
@@ -230,6 +237,8 @@ def run_rank(job: Job, env: RankEnv, device: torch.device) -> int:
                 _begin(job, folder, lock, trainer, data, console)
             trainer.local = trainer.local or open_local(job, folder, trainer)
             trainer.run()
+            if trainer.local is None and env.local_rank == 0:
+                remove_left_states(job, folder)
         except (FivefoldError, OSError):
             if lock is not None:
                 lock.check()  # what a vanished folder brought about
