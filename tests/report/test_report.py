@@ -126,6 +126,20 @@ def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
         read_story(tmp_path)
 
 
+def test_a_page_that_cannot_be_written_may_lie_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = a_run(tmp_path / "run")
+    (folder / "report.html").mkdir()  # as good as a disk that is only read
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(folder)]) == 2
+    what, attempt = capsys.readouterr().err.splitlines()
+    assert what == f"error: cannot write {folder}/report.html: Is a directory"
+    flags = attempt.removeprefix("  try:   ").split(",")[0]
+    assert main(["report", str(folder), *flags.split()]) == 0
+    assert (tmp_path / "report.html").is_file()
+
+
 def test_what_is_no_run_folder_says_which_one_is_meant(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "my run")
     for inside in ("checkpoints", "checkpoints/step-00000004"):
