@@ -17,6 +17,7 @@ from fivefold.errors import (
     ConfigError,
     DataError,
     FivefoldError,
+    Mistake,
     PlaceError,
     RanksFailed,
     TrainingError,
@@ -132,8 +133,18 @@ def _dispatch(words: list[str]) -> int:
         topic = next(iter(flags[asked + 1 :]), None)
         print(help_text(verb, module.Options, sys.stdout, topic))
         return 0
+    _see_current_folder()
     status: int = module.run(argv)
     return status
+
+
+def _see_current_folder() -> None:
+    """Refuse to work in a folder that is gone, where PyTorch cannot even be imported."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        what = "the current folder is gone: it was deleted, or another one has its name"
+        raise FivefoldError(str(Mistake(what, attempt='cd "$PWD", or another folder'))) from None
 
 
 def _explained(topic: str) -> list[str]:

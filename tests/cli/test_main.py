@@ -408,6 +408,20 @@ def test_an_empty_word_is_no_value(verb: str, capsys: pytest.CaptureFixture[str]
         assert f"{name} is empty\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_current_folder_that_is_gone_is_said(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PyTorch, which looks there, would end the process with words about its own library."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main([verb]) == 2
+    assert capsys.readouterr().err.startswith("error: the current folder is gone")
+    assert main(["help", verb]) == 0
+
+
 def test_plan_from_no_run_names_the_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
