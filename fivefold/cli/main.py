@@ -76,7 +76,8 @@ def program() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; return 0 for success, 1 for a failure, 2 for a mistake in it."""
+    """Run a command line; return 0 for success, 1 for a failure, 2 for a mistake in it, else 128
+    and the signal that ended it, or a rank of it."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         with telling_system_errors(FivefoldError), leaving_in_order():
@@ -87,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _tells(error):
             # In one piece, so that ranks that fail at the same time do not mix their lines.
             sys.stderr.write(f"{paint('error:', 'red', sys.stderr)} {error}\n")
+        if isinstance(error, RanksFailed):
+            return error.status
         return 1 if isinstance(error, TrainingError) else 2
     except KeyboardInterrupt:
         return 130

@@ -85,7 +85,7 @@ class End:
         if self.signum is not None:
             raise SystemExit(self.status or 128 + self.signum)
         if self.status:
-            raise RanksFailed(what)
+            raise RanksFailed(what, self.status)
 
 
 def launch_local(worker: Worker, nproc: int) -> int:
