@@ -80,6 +80,7 @@ def test_weights_are_given_the_tokens_that_they_know(
     (run / "tokenizer.json").unlink()
     assert main([*words, "--train-iters", "2"]) == 0
     assert (run / "tokenizer.json").read_bytes() == known
-    other = [*words, "--save", str(tmp_path / "other"), "--tokenizer-vocab-size", "400"]
-    assert main([*other, "--train-iters", "1"]) == 0
-    assert (tmp_path / "other" / "tokenizer.json").read_bytes() != known
+    if kind == "run":
+        other = [*words, "--save", str(tmp_path / "other"), "--tokenizer-vocab-size", "400"]
+        assert main([*other, "--train-iters", "1"]) == 0
+        assert (tmp_path / "other" / "tokenizer.json").read_bytes() != known
