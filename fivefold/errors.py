@@ -109,7 +109,15 @@ class TrainingError(FivefoldError):
 
 
 class RanksFailed(FivefoldError):
-    """Ranks that a command started have failed, and have told why themselves."""
+    """Ranks that a command started have failed, and have told why themselves.
+
+    Attributes:
+        status: exit status for the shell, as of `train`.
+    """
+
+    def __init__(self, what: str, status: int) -> None:
+        super().__init__(what)
+        self.status = status
 
 
 class Mistakes:

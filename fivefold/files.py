@@ -165,18 +165,26 @@ def telling_system_errors(
 
 @contextmanager
 def telling_unwritable(
-    path: str | os.PathLike[str], error: type[FivefoldError] = FivefoldError
+    path: str | os.PathLike[str],
+    error: type[FivefoldError] = FivefoldError,
+    attempt: str | None = None,
 ) -> Iterator[None]:
     """Turn an OSError, raised in the block while it writes `path`, into one message.
 
     That of a full disk passes: `telling_system_errors` says more of it.
+
+    Args:
+        path: file or folder to name.
+        error: class of the error to raise.
+        attempt: what the user may try instead; None: nothing is known.
     """
     try:
         yield
     except OSError as problem:
         if caused_by_full_disk(problem) is not None:
             raise
-        raise error(f"cannot write {path}: {problem.strerror or problem}") from problem
+        what = f"cannot write {path}: {problem.strerror or problem}"
+        raise error(str(Mistake(what, attempt=attempt))) from problem
 
 
 def free_bytes(path: str | os.PathLike[str]) -> int | None:

@@ -46,7 +46,9 @@ def run(argv: Sequence[str]) -> int:
     for trace in traces:
         print("\n".join(shown(trace, options.top)), end="\n\n")
     path = Path(options.trace) if options.trace else there / "trace.json"
-    with telling_unwritable(path):
+    with telling_unwritable(
+        path, attempt="--trace trace.json, or another file that can be written"
+    ):
         write_atomic(path, json.dumps(merged(traces)))
     print(f"wrote {path}, for ui.perfetto.dev")
     return 0

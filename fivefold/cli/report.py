@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     gains = [line for folder in folders for line in _gains(folder, options.cluster)]
     text = page([read_story(folder) for folder in folders], gains)
     path = Path(options.html) if options.html else folders[0] / FILE
-    with telling_unwritable(path):
+    with telling_unwritable(path, attempt=f"--html {FILE}, or another file that can be written"):
         write_atomic(path, text)
     print(f"wrote {path}")
     return 0

@@ -38,7 +38,7 @@ class Corpus:
     marks: IndexedTokens | None = None
 
     def identity(self) -> str:
-        """Sizes and a digest that identify the corpus, independent of its path."""
+        """Its name, sizes and a digest of its tokens."""
         tokens, starts = self.data.checked, self.data.document_starts
         digest = hashlib.sha256(starts.tobytes())
         every = max(1, len(tokens) // 4096)
@@ -50,6 +50,11 @@ class Corpus:
             f"{self.name}: {len(tokens)} tokens, {self.data.num_documents} documents{weight}, "
             f"sha256 {digest.hexdigest()[:16]}"
         )
+
+
+def content(identity: str) -> str:
+    """What is in a corpus, of its identity: without its name, which a move may change."""
+    return identity.rpartition(": ")[2]
 
 
 def parse_split(split: str) -> tuple[float, ...]:

@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 
 from fivefold.config.batch_sizes import BatchSizes
 from fivefold.config.data import IGNORED
-from fivefold.data.dataset import Dataset
+from fivefold.data.dataset import Dataset, content
 from fivefold.data.packing import Microbatch
 from fivefold.errors import DataError
 
@@ -118,7 +118,8 @@ class Loader:
             DataError: the data, its order or its tokens have changed.
         """
         saved, now = state["fingerprint"], self._dataset.fingerprint
-        changed = [key for key in {**saved, **now} if saved.get(key) != now.get(key)]
+        was, is_ = _unnamed(saved), _unnamed(now)
+        changed = [key for key in {**was, **is_} if was.get(key) != is_.get(key)]
         if changed:
             lines = [f"{key}: was {saved.get(key)}, is {now.get(key)}" for key in changed]
             raise DataError(
@@ -136,3 +137,11 @@ class Loader:
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
+
+
+def _unnamed(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """A fingerprint without the names of corpora, which may have moved."""
+    data = fingerprint.get("data")
+    if not isinstance(data, list):
+        return fingerprint
+    return fingerprint | {"data": [content(str(identity)) for identity in data]}

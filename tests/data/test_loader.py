@@ -20,9 +20,9 @@ def dataset(tokenizer, write_documents):
     return build(tokenizer, write_documents)
 
 
-def build(tokenizer, write_documents, seed=7, seq_length=8):
+def build(tokenizer, write_documents, seed=7, seq_length=8, name="first"):
     corpora = [
-        Corpus("first", write_documents([list(range(1, 200)), [0]])),
+        Corpus(name, write_documents([list(range(1, 200)), [0]])),
         Corpus("second", write_documents([list(range(50, 150)), [0]])),
     ]
     packing = Packing(seq_length, 0)
@@ -191,3 +191,14 @@ def test_a_loader_survives_a_fork_before_use(dataset):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     ahead.next_batch()
     ahead.close()
+
+
+@pytest.mark.parametrize("name", ["second", "a: b", "x, weight 2: 3"])
+def test_data_that_has_moved_is_the_same(dataset, tokenizer, write_documents, name):
+    state = json.loads(json.dumps(loader(dataset, after=24).state_dict()))
+    moved = loader(build(tokenizer, write_documents, name=name))
+    moved.load_state_dict(state)
+    assert moved.consumed_samples == 24
+    other = loader(build(tokenizer, write_documents, seed=8, name=name))
+    with pytest.raises(DataError, match="seed: was 7, is 8\n  it goes on"):
+        other.load_state_dict(state)
