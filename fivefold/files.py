@@ -160,7 +160,7 @@ def telling_system_errors(
         if named is not None:
             folder = Path(named).parent
         what = f"cannot write {named or folder or 'a file'}"
-        raise error(str(disk_full(what, folder, str(cause.strerror)))) from problem
+        raise error(disk_full(what, folder, str(cause.strerror))) from problem
 
 
 @contextmanager
@@ -184,7 +184,7 @@ def telling_unwritable(
         if caused_by_full_disk(problem) is not None:
             raise
         what = f"cannot write {path}: {problem.strerror or problem}"
-        raise error(str(Mistake(what, attempt=attempt))) from problem
+        raise error(Mistake(what, attempt=attempt)) from problem
 
 
 def free_bytes(path: str | os.PathLike[str]) -> int | None:
