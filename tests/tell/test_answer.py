@@ -16,7 +16,7 @@ from tests.search.test_search import result_of
 
 QUESTIONS = (
     "debug --gpus 1 --gbs 8 --seq-length 256",
-    "debug-mixtral --cluster A100 --gpus 4 --gbs 8 --seq-length 256 --tp 2",
+    "debug-mixtral --cluster A100 --gpus 2 --gbs 8 --seq-length 256 --tp 2",
     "gpt2 --cluster H100 --gpus 16 --gbs 64",
     "--model debug-llama --cluster H100 --gpus 9 --gbs 9 --seq-length 256",
     "gpt2 --cluster GB200 --gpus 8 --gbs 64 --rules --top 2 --train_tokens 1T",

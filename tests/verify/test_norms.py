@@ -33,7 +33,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     ),
     "experts, context": (4, "oss", named(ep=2, cp=2, strategy="optim")),
     "experts, attention with its norm again": (
-        4,
+        2,
         "oss",
         named(ep=2, overlap_moe_expert_parallel_comm=True)
         | _SELECTIVE
