@@ -196,9 +196,10 @@ def _batch(length: int, packed: bool) -> Batch:
 
 def measured(step: Step, device: torch.device) -> dict[str, Any]:
     """Median seconds of a step; on CUDA also its launches, idle share and peak memory."""
-    for _ in range(WARMUP):
+    warmup, steps = (WARMUP, STEPS) if device.type == "cuda" else (1, 2)  # a dry run
+    for _ in range(warmup):
         step()
-    times = [seconds(step, device) for _ in range(STEPS)]
+    times = [seconds(step, device) for _ in range(steps)]
     found: dict[str, Any] = {"seconds": statistics.median(times)}
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

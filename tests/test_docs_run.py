@@ -59,9 +59,11 @@ def steps_of(page: Path) -> Iterator[Command]:
 
 def only_tells(command: Command) -> bool:
     """Whether no page shows what a command prints, and it has to do with no file: then it proves
-    what the tests of its room do, and tests/test_docs.py sees that its flags are taken."""
+    what the tests of its room do, and tests/test_docs.py sees that its flags are taken; or it is a
+    dry run, which that makes, too."""
     verb, *words = command.argv or [""]
-    return verb in TELLING and not command.output and not any(map(FILE.search, words))
+    alone = verb in TELLING and not any(map(FILE.search, words))
+    return (alone or "--dry-run" in words) and not command.output
 
 
 def prepare(folder: Path) -> None:

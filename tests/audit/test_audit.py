@@ -24,7 +24,7 @@ from tests.audit.layouts import FAMILIES, microbatches_of, random_layouts
 from tests.pool import run
 from tests.verify.cases import chosen, shared_groups
 
-FEW, MANY = 3, 50
+FEW, MANY = 2, 50
 MEASURED_BY_HOST = ("at model/moe/grouped.py", "at expert/transfer.py")
 SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 SIZES: dict[str, Any] = {
@@ -290,6 +290,7 @@ def test_what_documents_keep_at_home_is_told_but_not_judged(kind: str, tmp_path:
         layout
         for layout in random_layouts(7)
         if layout.grid.cp > 1
+        and layout.grid.world_size <= 4
         and layout.config.parallel.cp_comm_type == (kind,)
         # Gathered latents that nobody sees are not projected either.
         and layout.config.model.multi_latent_attention == (kind == "all_gather")
@@ -331,8 +332,8 @@ def test_a_run_that_was_not_measured_says_how_to_measure_it(tmp_path: Path) -> N
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     """Also the last one, without which the others could be those of a smaller run."""
-    layout = next(layout for layout in random_layouts(5) if layout.grid.world_size == 2)
-    records_of(layout, 1, tmp_path)
+    for rank in range(2):
+        write_record(tmp_path, replace(_empty(rank), world_size=2))
     for rank in range(2):
         path = (tmp_path / f"rank-{rank}.json").rename(tmp_path / "kept")
         with pytest.raises(DataError, match=f"lacks the record of rank {rank}\n  try: "):

@@ -20,7 +20,7 @@ from tests.audit.test_experts import CASES, SMALL
 from tests.verify.cases import chosen, config, named
 
 pytestmark = pytest.mark.slow
-FEW, MANY = 3, 40
+FEW, MANY = 2, 40
 
 
 def _adapted(model: ModelConfig, random: Random) -> ModelConfig:

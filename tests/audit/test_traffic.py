@@ -319,7 +319,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         "cp by Ulysses over more ranks than key/value heads",
         "cp, a kind for each layer",
         "cp with a window",
-        "qgZ of nodes, tp + sp + cp",
+        "qgZ",
         "all of ZeRO++, tied over pp",
     ),
 )

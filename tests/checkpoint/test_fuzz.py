@@ -40,7 +40,7 @@ STATE = SavedState(
 )
 
 
-@pytest.fixture(params=[1_000, pytest.param(5_000, marks=pytest.mark.exhaustive)])
+@pytest.fixture(params=[500, pytest.param(5_000, marks=pytest.mark.exhaustive)])
 def count(request: pytest.FixtureRequest) -> int:
     """How many changes."""
     return int(request.param)

@@ -226,4 +226,4 @@ def test_suggestions_for_random_pipelines_mend_their_mistakes(tmp_path: Path) ->
     assert followed > LINES // 3
 
 
-SEED, LINES = int(os.environ.get("ADVICE_SEED", "0")), int(os.environ.get("ADVICE_LINES", "150"))
+SEED, LINES = int(os.environ.get("ADVICE_SEED", "0")), int(os.environ.get("ADVICE_LINES", "100"))

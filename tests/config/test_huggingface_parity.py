@@ -801,7 +801,7 @@ def test_tokens_are_multiplied_by_their_weights_as_in_transformers_to_the_bit() 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TINY)
 @given(data=st.data())
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_any_config_is_refused_by_name_or_read_as_transformers_reads_it(
     kind: str, data: st.DataObject
 ) -> None:
@@ -864,7 +864,9 @@ def test_each_field_is_refused_by_name_or_read_as_transformers_reads_it(kind: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize(
+    "kind", chosen(["llama", "mistral", "qwen3", "gpt2", "gpt_neox"], "llama", "gpt2", "gpt_neox")
+)
 def test_fields_without_effect_have_none_in_transformers(kind: str) -> None:
     fields = {"model_type": kind} | TINY[kind]
     tokens = torch.arange(LENGTH)[None]

@@ -61,10 +61,10 @@ def laid_out() -> Iterator[tuple[str, Layout]]:
 
 
 @pytest.mark.parametrize(
-    "part", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 6))]
+    "part", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 10))]
 )
 def test_what_was_exported_comes_back(part: int) -> None:
-    for name, layout in list(laid_out())[part::6]:
+    for name, layout in list(laid_out())[part::10]:
         found = export(layout, "megatron")
         assert not differing(command_of(found.text, layout), found, layout), name
 

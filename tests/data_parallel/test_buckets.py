@@ -160,7 +160,7 @@ def _same_sums(rank: int, world: int, settings: dict[str, Any]) -> None:
 )
 def test_sums_keep_what_their_terms_have_not(settings: dict[str, Any]) -> None:
     ranks = 2 if not settings else 4
-    run(ranks, _same_sums, settings | {"precision": "bf16", "global_batch_size": 4 * ranks})
+    run(ranks, _same_sums, settings | {"precision": "bf16", "global_batch_size": 8})
 
 
 @shared_groups()
@@ -194,7 +194,8 @@ HELD = {
 ARRIVALS = [*product(MODELS, HELD)]
 
 
-@pytest.mark.parametrize("case", chosen(ARRIVALS, *ARRIVALS[:: len(HELD) + 1]), ids=str)
+# The first two are of families whose layers the third has, too.
+@pytest.mark.parametrize("case", chosen(ARRIVALS, *ARRIVALS[:: len(HELD) + 1][2:]), ids=str)
 def test_each_gradient_comes_once_before_its_message_leaves(case: tuple[str, str]) -> None:
     family, how = case
     world, settings = HELD[how]

@@ -68,7 +68,7 @@ def test_kernels_are_the_plain_passes(entries: Entries, dtype: torch.dtype, kern
     )
 
 
-@pytest.mark.parametrize("case", chosen(CASES, *CASES[::2]), ids=NAMES)
+@pytest.mark.parametrize("case", chosen(CASES, *CASES[::3]), ids=NAMES)
 def test_losses_by_kernels_are_the_loss(
     case: tuple[str, float, bool], kernels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

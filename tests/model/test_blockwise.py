@@ -2,7 +2,7 @@
 
 import random
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +29,7 @@ from fivefold.model.batch import Documents
 from fivefold.model.dropout import Dropout, PairDropout
 from tests.kernels import DEVICES, run_kernels
 from tests.model.plain_attention import plain_attention
+from tests.verify.cases import chosen
 
 
 def seen_by_definition(sight: Sight, query: int, key: int) -> bool:
@@ -155,7 +156,13 @@ def test_the_backward_of_a_kernel_that_autograd_differentiates(shared: int) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [
+        (torch.float64, 1e-12),
+        pytest.param(torch.float32, 1e-5, marks=pytest.mark.exhaustive),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_equals_the_plain_kernel(dtype: torch.dtype, tolerance: float) -> None:
     """Not compiled; on CPUs it has no backward."""
@@ -209,10 +216,13 @@ SMALL = cut(((0, 100),), ((0, 100),), Sight((0, 30, 100), 25), tile=50)
     [
         (torch.float64, 1e-12, 1, 6, 6),
         *[
-            pytest.param(torch.float64, 1e-12, *shape, marks=pytest.mark.exhaustive)
-            for shape in ((2, 64, 24), (4, 20, 40))
+            pytest.param(*kind, *shape, marks=pytest.mark.exhaustive)
+            for kind, shape in (
+                ((torch.float64, 1e-12), (2, 64, 24)),
+                ((torch.float64, 1e-12), (4, 20, 40)),
+                ((torch.float32, 1e-5), (4, 20, 40)),
+            )
         ],
-        (torch.float32, 1e-5, 4, 20, 40),
         (torch.float16, 4e-3, 2, 64, 24),
         # Not multiplied when interpreted:
         pytest.param(torch.bfloat16, 3e-2, 2, 64, 24, marks=pytest.mark.gpu),
@@ -242,7 +252,11 @@ def test_the_kernel_that_drops_equals_the_plain_one(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "dropped"),
-    [(torch.float64, 1e-12, False), (torch.float64, 1e-12, True), (torch.float16, 4e-3, False)],
+    [
+        pytest.param(torch.float64, 1e-12, False, marks=pytest.mark.exhaustive),
+        (torch.float64, 1e-12, True),
+        (torch.float16, 4e-3, False),
+    ],
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets
 def test_the_kernel_that_caps_equals_the_plain_one(
@@ -264,13 +278,19 @@ def test_the_kernel_that_caps_equals_the_plain_one(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    chosen(
+        [*product((False, True), (None, 5), (False, True))],
+        *((False, None, True), (False, 5, False), (True, None, False), (True, 5, True)),
+    ),
+    ids=str,
+)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets
 def test_one_call_attends_drops_and_caps(
-    device: str, packed: bool, window: int | None, sinks: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, case: tuple[bool, int | None, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    packed, window, sinks = case
     where = run_kernels(device, monkeypatch, cuda_kernels)
     shapes = (2, 40, 4, 6), (2, 40, 2, 6), (2, 40, 2, 8), (4,), (2, 40, 4, 8)
     *inputs, grad = (x.to(where).requires_grad_() for x in tensors(*shapes))

@@ -16,7 +16,7 @@ from tests.kernels import DEVICES, run_kernels
 
 BLOCKS: list[Block] = [(None, None), (1, None), (None, 1), (1, 128), (128, 1), (128, 128)]
 BLOCKS += [(1, 32), (32, 1), (1, 1)]
-CASES = 20
+CASES = 12
 """Of the 192 combinations of a block: the interpreter takes some 50 ms for each."""
 
 

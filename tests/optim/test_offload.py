@@ -1,6 +1,7 @@
 """An optimizer in host memory does what the one on the device does, to the bit."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -293,6 +294,16 @@ def test_a_checkpoint_of_remainders_is_one_of_fp32_masters(pool: Pool, tmp_path:
     assert any(all(run) for run in runs), "every seed met a number halfway between two of bf16"
 
 
+HELD = (
+    "two copies of the model",
+    "experts on two meshes, half",
+    "moments in 8 bits, experts",
+    "moments in 8 bits, ZeRO-3",
+    "replicated, recomputed",
+    "weights off the device, experts, half",
+)
+
+
 def _held(rank: int, world: int, settings: Config) -> tuple[float, ...]:
     """Bytes of weights, moments and host memory on this rank, and what theory says."""
     with patch.object(memory, "UPDATE_BUCKET", BUCKET):
@@ -313,21 +324,18 @@ def _counted(engine: Engine, rank: int) -> tuple[float, ...]:
     return *measured, state.masters, state.optimizer, state.host, state.disk, state.rooms
 
 
-@pytest.mark.parametrize("folder", [None, "away"])
 @pytest.mark.parametrize(
-    "case",
-    [
-        "replicated, recomputed",
-        "two copies of the model",
-        "experts on two meshes, half",
-        "weights off the device, experts, half",
-        "moments in 8 bits, ZeRO-3",
-        "moments in 8 bits, experts",
-    ],
+    "where",
+    chosen(
+        [*product(HELD, (None, "away"))],
+        *((case, [None, "away"][n % 2]) for n, case in enumerate(HELD)),
+    ),
+    ids=str,
 )
 def test_bytes_here_and_on_the_host_are_what_the_formula_says(
-    pool: Pool, tmp_path: Path, case: str, folder: str | None
+    pool: Pool, tmp_path: Path, where: tuple[str, str | None]
 ) -> None:
+    case, folder = where
     ranks, model, values = CASES[case]
     settings = config(model, ranks, **({"precision": "bf16"} | named(**values) | AWAY))
     path = folder and str(tmp_path / folder)

@@ -49,9 +49,9 @@ def makespans(problem):
             for case in (
                 (loop_placement, 4, 32, 8, ("interleaved_zb", 100.875), 100.6, 99.9125),
                 (v_placement, 2, 32, 8, ("zb_v", 101.675), 101.675, 101.075),
+                (v_placement, 2, 24, 4, ("v_min", 103.85), 97.4, 81.075),
             )
         ),
-        (v_placement, 2, 24, 4, ("v_min", 103.85), 97.4, 81.075),
         (v_placement, 2, 24, 5, ("v_half", 86.45), 84.95, 80.075),
     ],
 )

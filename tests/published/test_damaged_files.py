@@ -23,7 +23,7 @@ from tests.mutations import mutations
 from tests.predict.layouts import planned
 
 COUNTS = pytest.mark.parametrize(
-    "count", [2_000, pytest.param(5_000, marks=pytest.mark.exhaustive)]
+    "count", [1_000, pytest.param(5_000, marks=pytest.mark.exhaustive)]
 )
 PARTIAL = """
 preset = "H100"

@@ -61,7 +61,7 @@ CAPS = {
 }
 Steps = tuple[tuple[str, dict[str, Any]], ...]
 WIDE: Steps = (
-    *(("debug-llama", LLAMA | {"precision": p}) for p in ("bf16", "fp16", "fp32")),
+    *(("debug-llama", LLAMA | {"precision": p}) for p in ("bf16", "fp32")),
     *(("debug-gpt", GPT | {"precision": precision}) for precision in ("bf16", "fp32")),
     *(("debug-llama", {"precision": "bf16"} | given) for given in (STATES, REMAINDERS, WITHOUT)),
     ("debug-llama", {"precision": "fp64"} | STATES),
@@ -82,6 +82,7 @@ SIZES: Steps = (
 )
 """Further sizes of real models, which decide what tiles need."""
 BRANCHES: Steps = (
+    ("debug-llama", LLAMA | {"precision": "fp16"}),
     ("debug-llama", ONE_MORE | PART | {"cross_entropy_loss_fusion": True}),
     ("debug-llama", MOMENTS | {"activation_func": "quick_gelu"}),
     ("debug-llama", KEYS | {"activation_func": "gelu"}),

@@ -102,7 +102,7 @@ def rehearsed(name: str) -> list[Script]:
         LAYOUTS,
         "replicated pipeline",
         "experts",
-        "padding alone on a rank",
+        "tensor",
         "optimizer on the host",
     ),
 )

@@ -52,8 +52,10 @@ def test_a_row_may_name_sizes_in_order() -> None:
     "line",
     [
         SMALL,
-        pytest.param(EXPERTS, marks=pytest.mark.exhaustive),
-        "llama2-13b --cluster A100 --gpus 16 --gbs 64",
+        *(
+            pytest.param(line, marks=pytest.mark.exhaustive)
+            for line in (EXPERTS, "llama2-13b --cluster A100 --gpus 16 --gbs 64")
+        ),
     ],
 )
 def test_what_a_row_costs_is_the_best_within_it(line: str) -> None:

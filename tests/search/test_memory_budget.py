@@ -136,11 +136,11 @@ def agree(
     "recipe", ["debug", pytest.param("debug-mixtral", marks=pytest.mark.exhaustive)]
 )
 def test_the_choice_is_the_fastest_of_everything(recipe: str, bandwidth: float) -> None:
-    cluster = replace(load_cluster("H100", 4), host_bandwidth=bandwidth)
-    settings = SMALL | {"pipeline_model_parallel_size": 4, "num_layers": 8}
-    request = asked(recipe, 4, cluster, **settings)
+    cluster = replace(load_cluster("H100", 3), host_bandwidth=bandwidth)
+    settings = SMALL | {"pipeline_model_parallel_size": 3, "num_layers": 6}
+    request = asked(recipe, 3, cluster, **settings)
     modules = DENSE if recipe == "debug" else EXPERTS
-    agree(request, everything(request, modules, 3), whole=False)
+    agree(request, everything(request, modules, 2), whole=False)
 
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {

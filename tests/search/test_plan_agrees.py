@@ -26,7 +26,7 @@ from tests.search.test_any_question import asked, line_of
 
 pytestmark = pytest.mark.slow
 
-SEEDS = (7, 38, 62, 90)
+SEEDS = (7, 38, 90, pytest.param(62, marks=pytest.mark.exhaustive))
 MESH = {
     "tensor_model_parallel_size": "tp",
     "context_parallel_size": "cp",
@@ -118,7 +118,7 @@ def _words(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-@pytest.mark.parametrize("seed", SEEDS[:3])
+@pytest.mark.parametrize("seed", (*SEEDS[:2], SEEDS[-1]))
 def test_text_json_and_page_have_the_same_figures(
     seed: int, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

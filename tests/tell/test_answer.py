@@ -16,10 +16,10 @@ from tests.search.test_search import result_of
 
 QUESTIONS = (
     "debug --gpus 1 --gbs 8 --seq-length 256",
-    "debug-mixtral --cluster A100 --gpus 4 --gbs 8 --seq-length 256 --tp 2",
+    "debug-mixtral --cluster A100 --gpus 2 --gbs 8 --seq-length 256 --tp 2",
     "gpt2 --cluster H100 --gpus 16 --gbs 64",
     "--model debug-llama --cluster H100 --gpus 9 --gbs 9 --seq-length 256",
-    "gpt2 --cluster GB200 --gpus 16 --gbs 64 --rules --top 2 --train_tokens 1T",
+    "gpt2 --cluster GB200 --gpus 8 --gbs 64 --rules --top 2 --train_tokens 1T",
 )
 SETTINGS = ("tp=2", "pp=2 dp_shard=1", "micro_batch_size=2", "tp=4 cp=2")
 
@@ -85,7 +85,7 @@ def test_lines_fit_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch, cap
 @pytest.mark.slow
 def test_why_answers_in_five_lines_and_repeats_nothing(monkeypatch, capsys) -> None:
     monkeypatch.setattr(columns, "line_width", lambda: 10_000)
-    asked = "plan gpt2 --gpus 16 --gbs 64"
+    asked = "plan gpt2 --gpus 8 --gbs 32"
     answer = set(_said(asked, capsys).splitlines())
     for words in SETTINGS:
         lines = _said(f"{asked} --why '{words}'", capsys).splitlines()

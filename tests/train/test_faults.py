@@ -56,8 +56,8 @@ WAITING = ("stop-forward-2-hsdp", "hang-save-1-tp2dp2")  # most of their time is
 BUSY = (  # each told by other means than the others
     "kill-start-1-replicas",
     "raise-reduction-1-pp2",
-    "gradient--3-hsdp",
-    "exp_avg--2-pp2zero3",
+    "gradient--1-zero2",
+    "exp_avg--1-zero3",
     "cotangent--1-cp2",
 )
 TORCHRUN = (

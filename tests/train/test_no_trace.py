@@ -55,7 +55,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         "llama",
         flags(strategy="optim_grads_params")
         | {"fp8_format": "hybrid", "fp8_amax_history_len": 4, "fp8_param_gather": True}
-        | {"fp8_amax_compute_algo": "max"},
+        | {"fp8_amax_compute_algo": "max", "num_layers": 2},
     ),
     "weights and optimizer on the host": (
         2,
@@ -73,7 +73,8 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         2,
         "llama",
         flags(strategy="optim")
-        | {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "precision": "bf16"},
+        | {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "precision": "bf16"}
+        | {"num_layers": 2},
     ),
 }
 SEEDS = range(60)

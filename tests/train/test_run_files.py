@@ -108,16 +108,16 @@ def shown(run: Path) -> None:
 
 
 READERS: dict[str, tuple[str, Callable[[Path], object], int]] = {
-    "start": ("environment.json", lambda run: RunFolder(run).starts(), 500),
-    "report starts": ("environment.json", shown, 150),
-    "resume": ("metrics.jsonl", resumed, 200),
-    "report metrics": ("metrics.jsonl", shown, 150),
-    "learn": ("metrics.jsonl", observed, 250),
-    "audit metrics": ("metrics.jsonl", audited, 150),
-    "audit records": ("audit/rank-1.json", audited, 250),
-    "settings": ("config.toml", run_config, 250),
-    "audit settings": ("config.toml", audited, 150),
-    "owner": (FILE, lambda run: read_json(run / FILE, Owner), 500),
+    "start": ("environment.json", lambda run: RunFolder(run).starts(), 300),
+    "report starts": ("environment.json", shown, 100),
+    "resume": ("metrics.jsonl", resumed, 150),
+    "report metrics": ("metrics.jsonl", shown, 100),
+    "learn": ("metrics.jsonl", observed, 150),
+    "audit metrics": ("metrics.jsonl", audited, 100),
+    "audit records": ("audit/rank-1.json", audited, 150),
+    "settings": ("config.toml", run_config, 150),
+    "audit settings": ("config.toml", audited, 100),
+    "owner": (FILE, lambda run: read_json(run / FILE, Owner), 300),
 }
 
 

@@ -269,7 +269,7 @@ def compare_gradients(rank: int, world: int, values: dict[str, Any], wrong: int)
             8, named(tp=2, pp=2, strategy="optim", **STAGES), marks=pytest.mark.exhaustive
         ),
         (4, named(pp=2, pipeline_schedule="zb_h1", **STAGES)),
-        (4, named(strategy="optim", **TWO)),
+        pytest.param(4, named(strategy="optim", **TWO), marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_gradient_that_one_replica_computes_otherwise_is_found(

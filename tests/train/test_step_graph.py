@@ -89,7 +89,11 @@ CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "several ranks": (LLAMA, 2, {}),
     "bf16 of several ranks": (PLAIN, 2, BF16),
     "gradients sharded": (LLAMA, 2, named(strategy="optim_grads")),
-    "parameters sharded": (LLAMA, 2, {**BF16, **named(strategy="optim_grads_params")}),
+    "parameters sharded": (
+        replace(LLAMA, num_layers=2),
+        2,
+        {**BF16, **named(strategy="optim_grads_params")},
+    ),
     "gathered in 8 bits": (
         LLAMA,
         2,

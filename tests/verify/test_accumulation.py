@@ -43,7 +43,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any], float]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", chosen(CASES, *[*CASES][::2]))
+@pytest.mark.parametrize("case", chosen(CASES, "switched off", "ZeRO-1", "replicated", "deferred"))
 def test_sums_of_weight_gradients_are_exact(case: str) -> None:
     ranks, model, more, share = CASES[case]
     settings = {"data_parallel_sharding_strategy": "optim"} | more | {"micro_batch_size": 1}

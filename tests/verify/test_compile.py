@@ -33,11 +33,12 @@ QUICK = replace(MODELS["gpt"], activation_func="quick_gelu")
 COMPILED_MODELS = {
     **MODELS,
     "llama tied, short": replace(MODELS["llama tied"], num_layers=2),
+    "gpt, short": replace(MODELS["gpt"], num_layers=2),
 }
 FULL = {"recompute_granularity": "full"}
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "nothing installed": (1, "llama", flags()),
-    "dropout, ZeRO-3, recomputed": (2, "gpt", flags(strategy="optim_grads_params") | FULL),
+    "dropout, ZeRO-3, recomputed": (2, "gpt, short", flags(strategy="optim_grads_params") | FULL),
     "tensor parallel, deferred weights": (
         4,
         "llama tied, short",
@@ -213,7 +214,8 @@ def _compiled(rank: int, world_size: int, settings: Config, folder: Path) -> tup
 
 
 def test_layers_stay_compiled_after_a_measured_step(pool: Pool, tmp_path: Path) -> None:
-    settings = config(MODELS["llama"], **flags(), **COMPILED)
+    model = replace(MODELS["llama"], num_layers=2)
+    settings = config(model, **flags(), **COMPILED, global_batch_size=2)
     ((before, after),) = pool.run(1, _compiled, settings, tmp_path)
     assert before == after > 0
 

@@ -29,7 +29,6 @@ pytestmark = pytest.mark.slow
 MODEL = replace(MIXTURE, hidden_size=24)  # a row in fp32 is a multiple of 16 bytes
 FLEX = {"moe_token_dispatcher_type": "flex", "moe_enable_deepep": True}
 CASES: list[tuple[int, dict[str, Any]]] = [
-    (2, {"expert_model_parallel_size": 2, "moe_shared_expert_overlap": True}),
     (
         2,
         {
@@ -37,6 +36,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
             "moe_router_topk": 1,
             "moe_router_score_function": "sigmoid",
             "moe_apply_probs_on_input": True,
+            "moe_shared_expert_overlap": True,
         },
     ),
     (

@@ -63,7 +63,6 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         CASES,
         "ZeRO-1, tied over the pipeline",
         "ZeRO-3, both ends of a tied model on one rank",
-        "HSDP, ZeRO-3",
         "more stages than microbatches, replicated",
     ),
 )

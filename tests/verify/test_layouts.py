@@ -296,9 +296,7 @@ def test_layouts_in_bf16_are_as_close_as_one_device(world: int, case: dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "corner", chosen(BF16_CORNERS, "replicated", "kept in bf16, ZeRO-2, replicas")
-)
+@pytest.mark.parametrize("corner", chosen(BF16_CORNERS, "kept in bf16, ZeRO-2, replicas"))
 def test_corners_of_bf16(corner: str) -> None:
     world, model, settings = BF16_CORNERS[corner]
     passes(world, model, settings | {"precision": "bf16"})

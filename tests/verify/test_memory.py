@@ -239,7 +239,6 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         "linear loss, vocabulary part of padding only",
         "the second moment in bf16, two copies of the embedding",
         "moments of fp8, ZeRO-3, tensor parallel",
-        "pairs of layers, deferred weights, ZeRO-3",
     ),
 )
 def test_memory_techniques_are_exact(case: str) -> None:

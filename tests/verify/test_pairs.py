@@ -27,7 +27,7 @@ TURNS = {
     "ep": 2,
 }
 DELAYED = TURNS | {"delay_wgrad_compute": True}
-LOOP = {"pipeline_model_parallel_layout": "Et|tt|t|tL", "global_batch_size": 16}
+LOOP = {"pipeline_model_parallel_layout": "Et|tt|t|tL", "global_batch_size": 8}
 BIASED = {"moe_router_enable_expert_bias": True}
 CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (4, BIASED, TURNS | LOOP | BALANCED),
@@ -76,11 +76,15 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "model", "values"),
-    [pytest.param(*case, marks=pytest.mark.exhaustive) if case[0] == 8 else case for case in CASES],
-    ids=str,
-)
+# Each setting of these is in another case, too, here or in test_schedules.py.
+AGAIN = (3, 5)
+CHOSEN = [
+    pytest.param(*case, marks=pytest.mark.exhaustive) if place in AGAIN else case
+    for place, case in enumerate(CASES)
+]
+
+
+@pytest.mark.parametrize(("ranks", "model", "values"), CHOSEN, ids=str)
 def test_pairs(ranks: int, model: dict[str, Any], values: dict[str, Any]) -> None:
     found = config(replace(MIXTURE, **model), ranks, **named(**values))
     report = verify_in_pool(ranks, found, on_rank=measured)
@@ -151,7 +155,11 @@ def _crossed(rank: int, world_size: int, *arguments: Any) -> VerifyReport | None
     return report
 
 
-@pytest.mark.parametrize("values", [DELAYED, TURNS, TURNS | {NAME: False}], ids=str)
+@pytest.mark.parametrize(
+    "values",
+    [DELAYED, pytest.param(TURNS, marks=pytest.mark.exhaustive), TURNS | {NAME: False}],
+    ids=str,
+)
 def test_messages_of_both_halves_are_under_way_at_once(values: dict[str, Any]) -> None:
     found = config(MIXTURE, **named(**values | {"pp": 1}))
     report = verify_in_pool(2, found, on_rank=_crossed)

@@ -44,7 +44,7 @@ CASES: list[tuple[str, int, str, dict[str, Any], str]] = [
         TP,
     ),
     ("skip-tp-sum", 4, "gpt", flags(tp=2, dp=2, sequence=True, strategy="optim_grads_params"), TP),
-    ("skip-dp-sum", 4, "mixture", flags(dp=4, strategy="optim") | LIMITED, DP),
+    ("skip-dp-sum", 2, "mixture", flags(dp=2, strategy="optim") | LIMITED, DP),
     ("skip-dp-sum", 2, "gpt", flags(dp=2), DP),
     ("skip-dp-sum", 4, "llama", flags(dp=4, strategy="optim"), DP),
     ("skip-dp-sum", 4, "llama", flags(dp=2, tp=2, strategy="optim_grads_params"), DP),

@@ -26,7 +26,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", chosen(CASES, "copies of a tied embedding", "on the host", "Muon"))
+@pytest.mark.parametrize("name", chosen(CASES, "on the host", "Muon", "further tokens"))
 def test_ends_and_layers_move_by_their_rates(name: str) -> None:
     ranks, model, values = CASES[name]
     report = verify_in_pool(ranks, config(MODELS[model], ranks, **values, **RATES))

@@ -133,7 +133,6 @@ WITH_OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         WITH_OTHERS,
         "two copies of a tied model on four ranks",
         "one stage gathered at a time",
-        "slices, stages gathered once",
         "searched under a limit",
     ),
 )

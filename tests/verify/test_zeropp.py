@@ -88,7 +88,6 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     chosen(
         CASES,
         "hpZ, stages kept gathered",
-        "all, tied over pp",
         "all, tp, experts split",
     ),
 )
