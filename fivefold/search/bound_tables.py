@@ -37,19 +37,20 @@ from fivefold.search.space import Space
 
 Values = NDArray[np.float64]
 
-DENSE, EXPERTS, LINEAR, LINEAR_EXPERTS, PREDICTION, EMBEDDING, HEAD = range(7)
-"""Kinds of modules in a pipeline stage: a dense layer, a layer with experts, the same with linear
-attention, a multi-token prediction layer, the embedding, the head."""
-LAYERS = (DENSE, EXPERTS, LINEAR, LINEAR_EXPERTS)
+LAYERS = range(4)
+PREDICTION, EMBEDDING, HEAD = range(4, 7)
+"""Kinds of modules in a pipeline stage: the kinds of layers that the model has, in the order in
+which they come, of which there are four at most; a multi-token prediction layer, the embedding, the
+head."""
 KINDS = 7
 
 
 def module_counts(model: ModelConfig, stages: Iterable[StageParts]) -> list[int]:
     """The number of modules of each kind in these stages."""
-    counts = [0] * KINDS
+    counts, places = [0] * KINDS, {kind: n for n, kind in sample_layers(model).items()}
     for stage in stages:
         for layer in stage.layers:
-            counts[_place(layer_kind(model, layer))] += 1
+            counts[places[layer_kind(model, layer)]] += 1
         counts[PREDICTION] += stage.mtp
         counts[EMBEDDING] += stage.embedding
         counts[HEAD] += stage.head
@@ -65,14 +66,11 @@ def stage_kinds(
     return [list(modules) for modules in kinds], [kinds[modules] for modules in each]
 
 
-def _place(kind: LayerKind) -> int:
-    return PREDICTION if kind.predicts else LAYERS[kind.experts + 2 * kind.linear]
-
-
 @lru_cache(maxsize=16)
 def sample_layers(model: ModelConfig) -> Mapping[int, LayerKind]:
     """One kind of layer of the model for each kind of module: those of LAYERS, and PREDICTION."""
-    return MappingProxyType({_place(kind): kind for kind in layer_kinds(model)})
+    kinds = enumerate(layer_kinds(model))
+    return MappingProxyType({PREDICTION if kind.predicts else n: kind for n, kind in kinds})
 
 
 @dataclass(frozen=True)

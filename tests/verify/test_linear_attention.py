@@ -64,6 +64,51 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         flags(tp=2, dp=2, strategy="optim") | {"optimizer": "muon"},
     ),
 }
+HYBRID_CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "hybrid, tensor and context parallel, ZeRO-3, tied": (
+        8,
+        "hybrid tied",
+        flags(tp=2, sequence=True, dp=2, strategy="optim_grads_params") | context(2, "p2p"),
+    ),
+    "hybrid, alone": (1, "hybrid", flags() | DROP),
+    "hybrid, documents of one token": (2, "hybrid", flags(tp=2) | ONES),
+    "hybrid, whole layers recomputed": (4, "hybrid", flags(tp=4, sequence=True) | FULL),
+    "hybrid, exchanged heads, recomputed": (
+        2,
+        "hybrid",
+        flags() | context(2, "a2a") | selective("core_attn", "layernorm", "mlp"),
+    ),
+    "hybrid, deferred weights, uneven stages": (
+        4,
+        "hybrid",
+        flags(tp=2, pp=2, sequence=True) | BUBBLES,
+    ),
+    "hybrid, one layer or none a stage": (
+        4,
+        "hybrid tied",
+        flags(pp=4, stages="E|t|t||t|t|t|L") | {"micro_batch_size": 1},
+    ),
+    "hybrid, moved": (2, "hybrid", flags(tp=2, sequence=True) | MOVED),
+    "hybrid, experts on ranks, ring, recomputed": (
+        8,
+        "hybrid, experts",
+        flags(tp=2, sequence=True, dp=2)
+        | context(2, "p2p")
+        | {"expert_model_parallel_size": 2}
+        | selective("moe", "layernorm"),
+    ),
+    "hybrid, experts in a pipeline, ZeRO-2": (
+        4,
+        "hybrid, experts",
+        flags(pp=2, dp=2, strategy="optim_grads") | {"expert_model_parallel_size": 2} | FULL,
+    ),
+    "hybrid, Muon, ZeRO-1": (
+        4,
+        "hybrid",
+        flags(tp=2, dp=2, strategy="optim") | {"optimizer": "muon"},
+    ),
+}
+CASES |= HYBRID_CASES
 WHOLE_ROWS = [case for case in CASES if "documents" not in case and "experts" not in case]
 
 

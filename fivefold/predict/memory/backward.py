@@ -125,10 +125,14 @@ class _Walk:
             again = again._replace(remade=remade, communication=route.messages[3])
             yield again._replace(gradients=self._waiting, resharded=point.resharded)
         if route.states is not None:
-            change = _behind_states(route, passage, *route.states)
+            change = _behind(route, passage, *route.states)
             yield self._ended(route.states[1], change, route.copies.but("ends", "rest", "beside"))
+        for place, inside in route.other_mixers:
+            change = _behind(route, passage, place, inside)
+            yield self._ended(inside, change, inside.resharded)
         if last:
-            yield self._in_first(activated)
+            inside, size = route.first_layer
+            yield self._in_first(inside._replace(gradients=self._waiting + size * self._fresh))
         if not route.policy.reduces:
             return
         yield from self._end_of(last, point)
@@ -248,8 +252,8 @@ def _at_head(route: Route, of_head: float) -> Iterator[ActPoint]:
         yield head._replace(working=dx)
 
 
-def _behind_states(route: Route, passage: Passage, place: int, point: ActPoint) -> Change:
-    """What has changed when all layers behind this linear attention are done, and its MLP."""
+def _behind(route: Route, passage: Passage, place: int, point: ActPoint) -> Change:
+    """What has changed when all layers behind this one are done, and most of its own."""
     behind = [layer_block(route.layout, n, trained=True) for n in route.numbers[place + 1 :]]
     change = Change(0.0, 0.0, 0.0)
     if behind:

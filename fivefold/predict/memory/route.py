@@ -9,8 +9,8 @@ from fivefold.counts.policy import StatePolicy
 from fivefold.description.activations import Saved, loss_bytes, saved_activations, total
 from fivefold.description.experts import ExpertsIn
 from fivefold.description.layers import Layer, LayerKind, describe_layer, layer_kind
-from fivefold.description.linear_attention import DeltaRule
-from fivefold.description.operations import Activation, Operation
+from fivefold.description.linear_attention import Recurrence
+from fivefold.description.operations import Activation, CoreAttention, Operation
 from fivefold.description.running import Running, share_at_once
 from fivefold.description.shape import StageParts, all_layers, placed_layers
 from fivefold.layout import Layout
@@ -24,6 +24,8 @@ from fivefold.predict.memory.sizes import (
     remade_at_once,
     tiled_sums,
 )
+
+_INSIDE = Activation | CoreAttention | Recurrence
 
 
 @dataclass(frozen=True)
@@ -126,27 +128,57 @@ class Route:
         """Within the last layer: where a gated MLP's gradients meet the first of its new weight
         gradients, and where its activation has made the gradients of its inputs.
 
-        Both without new weight gradients, which are of `inward` and of `outward`.
+        Both without new weight gradients, which are of `inward` and of `outward`. Where the layer
+        has no MLP they are of its mixer: where it is projected into, and where its tokens meet.
         """
-        running, place, layer = self.running, len(self.numbers) - 1, self._described(-1)
-        inputs, after = layer.mlp_input, layer.after_mlp_input
-        at, activation = next((n, op) for n, op in enumerate(after) if isinstance(op, Activation))
-        share = share_at_once(running, inputs.rerun_by)
-        working = self.tokens * inputs.working(running) * share
-        start = ActPoint(
+        return self._in_layer(len(self.numbers) - 1)
+
+    @cached_property
+    def _start(self) -> ActPoint:
+        """The beginning of the last layer's backward."""
+        return ActPoint(
             "the last layer",
             loss=self.gone,
-            remade=self.tokens * remade_at_once(running, self.layers),
-            working=working + tiled_sums(self.layout, layer, running),
+            remade=self.tokens * remade_at_once(self.running, self.layers),
             communication=self.messages[2],
             resharded=self.copies.but("ends", "experts", "rest", "beside"),
         )
+
+    def _in_layer(self, place: int) -> tuple[ActPoint, ActPoint]:
+        """These points in any layer, as if it were the last."""
+        running, layer = self.running, self._described(place)
+        inputs, after = layer.last_input, layer.after_last_input
+        at, inside = next((n, op) for n, op in enumerate(after) if isinstance(op, _INSIDE))
+        share = share_at_once(running, inputs.rerun_by)
+        working = self.tokens * inputs.working(running) * share
+        start = self._start._replace(working=working + tiled_sums(self.layout, layer, running))
         around = running.element_bytes * inputs.inputs / running.token_parts
-        activated = start._replace(
-            where="the activation of the last layer",
-            working=self.tokens * (around + activation.working(running) * share),
+        inner = start._replace(
+            where="the activation of the last layer" if layer.kind.mlp else "the last mixer",
+            working=self.tokens * (around + inside.working(running) * share),
         )
-        return self._without(start, place, after), self._without(activated, place, after[at + 1 :])
+        return self._without(start, place, after), self._without(inner, place, after[at + 1 :])
+
+    @cached_property
+    def first_layer(self) -> tuple[ActPoint, float]:
+        """The latter point in the first layer, as if it were the last, and the trained elements
+        behind it: as in the last one, unless layers have one mixer each."""
+        layer = self._described(0)
+        if layer.kind.mixer is None:
+            return self.last_layer[1], self.outward
+        return self._in_layer(0)[1], last_linears(self.layout, layer)
+
+    @cached_property
+    def other_mixers(self) -> tuple[tuple[int, ActPoint], ...]:
+        """Where layers have one mixer each: the place of the last layer of each kind but that of
+        the last layer, and the former point in it."""
+        last = {self._described(n).kind: n for n in range(len(self.numbers))}
+        del last[self._described(-1).kind]
+        return tuple(
+            (place, self._behind(place, self._in_layer(place)[0], f"the last layer of {kind.name}"))
+            for kind, place in last.items()
+            if kind.mixer is not None
+        )
 
     @property
     def reruns_experts(self) -> bool:
@@ -174,39 +206,42 @@ class Route:
 
     def _in_experts(self, place: int) -> ActPoint | None:
         running, layer = self.running, self._described(place)
-        if not isinstance(layer.mlp_input, ExpertsIn):
+        if not isinstance(layer.last_input, ExpertsIn):
             return None
         point = self.last_layer[0]._replace(
             activations=0.0,
             remade=self.tokens * remade_at_once(running, self.layers),
-            working=self.tokens * layer.mlp_input.of_rows(running),
+            working=self.tokens * layer.last_input.of_rows(running),
             read=0.0,
         )
-        return self._without(point, place, (*layer.after_mlp_input, *layer.mlp_inputs))
+        return self._without(point, place, (*layer.after_last_input, *layer.last_inputs))
 
     @cached_property
     def states(self) -> tuple[int, ActPoint] | None:
-        """The place of the last layer with linear attention, and where the backward of its delta
-        rule makes all again; None if there is no such layer."""
+        """The place of the last layer with states, and where their backward makes all again; None
+        if there is no such layer."""
         places = [n for n in range(len(self.numbers)) if self._described(n).kind.linear]
         if not places:
             return None
         running, place = self.running, places[-1]
         operations = self._described(place).operations
-        at, rule = next((n, op) for n, op in enumerate(operations) if isinstance(op, DeltaRule))
-        model = self.layout.config.model
+        at, rule = next((n, op) for n, op in enumerate(operations) if isinstance(op, Recurrence))
         # Of the residual stream, of heads and of their gates.
-        grads = running.element_bytes * model.hidden_size / running.token_parts
-        grads += 2 * running.by_heads(model.linear_value_size)
-        point = self.last_layer[0]._replace(
-            where="the states of the last linear attention",
-            activations=-sum(self.kept[place + 1 :]),
-            working=self.tokens * (rule.working(running) + grads),
-            communication=self.messages[0],
+        grads = running.element_bytes * self.layout.config.model.hidden_size / running.token_parts
+        grads += 2 * running.by_heads(rule.sizes.size)
+        working = self.tokens * (rule.working(running) + grads)
+        point = self._start._replace(working=working, communication=self.messages[0])
+        point = self._without(point, place, operations[at + 1 :])
+        return place, self._behind(place, point, "the last layer with states")
+
+    def _behind(self, place: int, point: ActPoint, where: str) -> ActPoint:
+        """A point within a layer, given as if it were the last, behind which there are others."""
+        return point._replace(
+            where=where,
+            activations=point.activations - sum(self.kept[place + 1 :]),
             over=len(self.numbers) - place - 1,
-            read=sum(self.read[place + 1 :]),
+            read=point.read + sum(self.read[place + 1 :]),
         )
-        return place, self._without(point, place, operations[at + 1 :])
 
     def _described(self, place: int) -> Layer:
         """The operations of a layer of the stage."""

@@ -19,13 +19,13 @@ def deferred_bytes(operations: Iterable[Operation], running: Running) -> float:
 
 def first_linear(layout: Layout, layer: Layer) -> float:
     """Parameters of an MLP's projections into its inner features, on one rank."""
-    return max((_trained_by(layout, linear) for linear in layer.mlp_inputs), default=0)
+    return max((_trained_by(layout, linear) for linear in layer.last_inputs), default=0)
 
 
 def last_linears(layout: Layout, layer: Layer) -> float:
     """Parameters of an MLP's projections out of its inner features, on one rank."""
-    inward = layer.mlp_inputs
-    return sum(_trained_by(layout, op) for op in layer.after_mlp_input if op not in inward)
+    inward = layer.last_inputs
+    return sum(_trained_by(layout, op) for op in layer.after_last_input if op not in inward)
 
 
 def _trained_by(layout: Layout, operation: Operation) -> int:
@@ -65,7 +65,7 @@ def buffers(layout: Layout, stage: StageParts, running: Running) -> tuple[float,
     layers = [describe_layer(model, layer) for layer in all_layers(model, stage)]
     if grid.pp > 1:
         between = 2 * element * model.hidden_size / running.token_parts
-    softmax = [layer for layer in layers if not layer.kind.linear]
+    softmax = [layer for layer in layers if layer.kind.softmax]
     if grid.cp > 1 and softmax:
         keys = element * softmax[0].one(CoreAttention).key_value_features(grid.tp)
         whole = "all_gather" in layout.config.parallel.cp_comm_type
