@@ -30,13 +30,23 @@ class StateSpace(Recurrence):
         return 1
 
     def working(self, running: Running) -> float:
-        """See `Recurrence.working`; numbers as in `DeltaRule.working`."""
+        """See `Recurrence.working`.
+
+        Numbers are tensors that are alive at once, of the size of all B of a group's heads, of
+        states, of heads, and of all pairs of tokens of a chunk: where what states give, where what
+        tokens ask them, and where pairs have their gradients; and before the walk, what the
+        convolution keeps of each tap.
+        """
         sizes, tp = self.sizes, running.tensor_parallel
-        groups, heads = sizes.groups / tp, sizes.heads / tp
-        of_keys, of_each, of_heads = groups * sizes.key, heads * sizes.key, heads * sizes.value
-        walk = 5 * of_keys + 5 * of_each + 6 * of_heads + (5 * heads + 2 * groups) * CHUNK
-        taps = sizes.taps * (2 * of_keys + of_heads) + 10 * of_keys + 6 * of_heads
-        return max(running.element_bytes, 4) * max(filled(running) * walk, taps)
+        heads = sizes.heads / tp
+        of_each, of_heads, pairs = heads * sizes.key, heads * sizes.value, heads * CHUNK
+        states, mixed = of_each * sizes.value / CHUNK, sizes.mixed / tp
+        shared = sizes.groups / tp * (2 * sizes.key + CHUNK)
+        given = 3 * of_each + 3 * states + 7 * of_heads + 2 * pairs
+        asked = 4 * of_each + 2 * states + 5 * of_heads + 2 * pairs
+        paired = 6 * of_heads + 5 * pairs
+        walk = filled(running) * (max(given, asked, paired) + shared)
+        return max(running.element_bytes, 4) * max(walk, (sizes.taps + 5) * mixed)
 
 
 def mamba(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operation, ...]:

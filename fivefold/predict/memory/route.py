@@ -135,14 +135,32 @@ class Route:
 
     @cached_property
     def _start(self) -> ActPoint:
-        """The beginning of the last layer's backward."""
+        """The beginning of the last layer's backward, without what is recomputed."""
         return ActPoint(
             "the last layer",
             loss=self.gone,
-            remade=self.tokens * remade_at_once(self.running, self.layers),
-            communication=self.messages[2],
             resharded=self.copies.but("ends", "experts", "rest", "beside"),
         )
+
+    def _messages_of(self, kind: LayerKind) -> float:
+        """Bytes of messages in the backward of a layer of a kind."""
+        if kind.mixer is None or kind.experts:
+            return self.messages[2]
+        return self.messages[1 if kind.softmax else 0]
+
+    def own_until_states(self, place: int) -> float:
+        """Trained elements of a layer whose gradients are there when those of its states are made:
+        most of them, if an MLP follows."""
+        layer = self._described(place)
+        if layer.kind.mixer is None:
+            return sum(part.size for part in self.parts[place])
+        return last_linears(self.layout, layer)
+
+    def _remade(self, place: int) -> float:
+        """Bytes recomputed at a time where a layer's backward runs: as many as anywhere, unless
+        layers have one mixer each."""
+        alike = self._described(place).kind.mixer is None
+        return self.tokens * remade_at_once(self.running, self.layers, None if alike else place)
 
     def _in_layer(self, place: int) -> tuple[ActPoint, ActPoint]:
         """These points in any layer, as if it were the last."""
@@ -151,7 +169,12 @@ class Route:
         at, inside = next((n, op) for n, op in enumerate(after) if isinstance(op, _INSIDE))
         share = share_at_once(running, inputs.rerun_by)
         working = self.tokens * inputs.working(running) * share
-        start = self._start._replace(working=working + tiled_sums(self.layout, layer, running))
+        working += tiled_sums(self.layout, layer, running)
+        start = self._start._replace(
+            working=working,
+            remade=self._remade(place),
+            communication=self._messages_of(layer.kind),
+        )
         around = running.element_bytes * inputs.inputs / running.token_parts
         inner = start._replace(
             where="the activation of the last layer" if layer.kind.mlp else "the last mixer",
@@ -210,7 +233,7 @@ class Route:
             return None
         point = self.last_layer[0]._replace(
             activations=0.0,
-            remade=self.tokens * remade_at_once(running, self.layers),
+            remade=self._remade(place),
             working=self.tokens * layer.last_input.of_rows(running),
             read=0.0,
         )
@@ -231,6 +254,7 @@ class Route:
         grads += 2 * running.by_heads(rule.sizes.size)
         working = self.tokens * (rule.working(running) + grads)
         point = self._start._replace(working=working, communication=self.messages[0])
+        point = point._replace(remade=self._remade(place))
         point = self._without(point, place, operations[at + 1 :])
         return place, self._behind(place, point, "the last layer with states")
 

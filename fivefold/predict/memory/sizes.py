@@ -41,8 +41,9 @@ def tiled_sums(layout: Layout, layer: Layer, running: Running) -> float:
     return max(running.element_bytes, 4) * sum(sizes)
 
 
-def remade_at_once(running: Running, layers: Sequence[Saved]) -> float:
-    """Most bytes recomputed at a time: those of a group of layers, or of parts of a layer."""
+def remade_at_once(running: Running, layers: Sequence[Saved], place: int | None = None) -> float:
+    """Most bytes recomputed at a time: those of a group of layers, or of parts of a layer; with a
+    place only of the group in which that layer is."""
     memory = running.memory
     full = memory.recompute_granularity == "full" and memory.recompute_method == "uniform"
     group = memory.recompute_num_layers[0] if full else 1
@@ -50,7 +51,7 @@ def remade_at_once(running: Running, layers: Sequence[Saved]) -> float:
         sum(layer.remade for layer in layers[start : start + group])
         for start in range(0, len(layers), group)
     ]
-    return max(sums, default=0.0)
+    return max(sums, default=0.0) if place is None else sums[place // group]
 
 
 def buffers(layout: Layout, stage: StageParts, running: Running) -> tuple[float, ...]:
