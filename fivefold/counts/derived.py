@@ -11,7 +11,7 @@ from fivefold.config.training import TrainingConfig
 from fivefold.counts.state import ModelState, model_state
 from fivefold.counts.volumes import by_axis, step_volumes
 from fivefold.description.activations import saved_activations
-from fivefold.description.layers import layer_kind, layer_kinds
+from fivefold.description.kinds import layer_kind, layer_kinds
 from fivefold.description.running import Running
 from fivefold.description.shape import (
     ModelParts,

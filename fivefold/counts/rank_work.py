@@ -21,7 +21,8 @@ from fivefold.description.activations import (
     saved_activations,
     total,
 )
-from fivefold.description.layers import describe_layer, layer_kind
+from fivefold.description.kinds import layer_kind
+from fivefold.description.layers import describe_layer
 from fivefold.description.running import Running
 from fivefold.description.shape import has_final_norm, layer_weights, placed_layers
 from fivefold.layout import Layout

@@ -15,7 +15,8 @@ from fivefold.counts.remade import remade_layers
 from fivefold.counts.routed import StepRows
 from fivefold.counts.sharded import ShardedVolumes
 from fivefold.counts.shards import ShardPlace
-from fivefold.description.layers import Layer, describe_layer, layer_kind
+from fivefold.description.kinds import layer_kind
+from fivefold.description.layers import Layer, describe_layer
 from fivefold.description.linear_attention import Recurrence
 from fivefold.description.operations import CoreAttention, Operation
 from fivefold.description.running import Running, at_place

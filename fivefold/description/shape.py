@@ -18,7 +18,8 @@ from typing import Protocol
 
 from fivefold.config.model import ModelConfig
 from fivefold.config.reach import Reach
-from fivefold.description.layers import LayerKind, describe, describe_layer, layer_kind
+from fivefold.description.kinds import LayerKind, layer_kind
+from fivefold.description.layers import describe, describe_layer
 from fivefold.description.linear_attention import Recurrence
 from fivefold.description.operations import CoreAttention
 from fivefold.description.prediction import PredictionInput

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fivefold.config.experts import ExpertsConfig
 from fivefold.config.model import ModelConfig
-from fivefold.description.layers import layer_kind
+from fivefold.description.kinds import layer_kind
 from fivefold.mesh.device import runs_triton
 from fivefold.model.attention.grouped_query import Attention, AttentionBlock
 from fivefold.model.attention.latent import LatentAttention

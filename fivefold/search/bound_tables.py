@@ -20,12 +20,8 @@ from numpy.typing import NDArray
 
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
-from fivefold.description.layers import (
-    LayerKind,
-    describe,
-    layer_kind,
-    layer_kinds,
-)
+from fivefold.description.kinds import LayerKind, layer_kind, layer_kinds
+from fivefold.description.layers import describe
 from fivefold.description.shape import StageParts
 from fivefold.description.weights import Weight, embedding_weights, head_weights
 from fivefold.layout import Layout

@@ -17,13 +17,13 @@ from fivefold.description.linear_attention import CHUNK
 from fivefold.description.shape import parameter_shapes
 from fivefold.model.linear_attention.chunks import DocumentChunks
 from fivefold.model.linear_attention.delta_rule import DELTA_RULE, unit
-from fivefold.model.linear_attention.recurrence import Group, Rule, attend, convolved
+from fivefold.model.linear_attention.recurrence import StateGroup, StateRule, attend, convolved
 from fivefold.model.linear_attention.state_space import STATE_SPACE
 from fivefold.model.transformer import Stage
 from tests.model.models import batch_of
 from tests.model.wide import Wide
 
-GROUP, GROUPS, TAPS = Group(key=5, value=4, shared=2), 2, 3
+GROUP, GROUPS, TAPS = StateGroup(key=5, value=4, shared=2), 2, 3
 Inputs = Sequence[Tensor]
 
 
@@ -46,7 +46,7 @@ def _drawn(tokens: int, rates: int, *parameters: tuple[int, ...]) -> list[Tensor
     return [x.requires_grad_() for x in drawn]
 
 
-def _read(rule: Rule, inputs: Inputs, starts: Sequence[int]) -> Tensor:
+def _read(rule: StateRule, inputs: Inputs, starts: Sequence[int]) -> Tensor:
     mixed, rates, *parameters = inputs
     chunks = DocumentChunks.of(starts, mixed.device)
     return attend(rule, mixed, rates, parameters, GROUP, chunks)
@@ -95,7 +95,7 @@ def _space_by_token(inputs: Inputs) -> Tensor:
 class Case(NamedTuple):
     """A rule of states, what it is told, and the same rule token by token."""
 
-    rule: Rule
+    rule: StateRule
     inputs: Callable[[int], list[Tensor]]
     by_token: Callable[[Inputs], Tensor]
 

@@ -22,7 +22,7 @@ OF_MODELS = (
         " ".join(OF_MAMBA),
         "hybrid_override_pattern != none",
         "is for layers with Mamba-2",
-        "--hybrid-override-pattern M-",
+        "--num-layers 2 --hybrid-override-pattern M-",
     ),
     where(
         "attn_temperature_tuning",

@@ -109,7 +109,8 @@ def _check_mamba_heads(model: ModelConfig, mistakes: Mistakes) -> None:
     inner, size = 2 * model.hidden_size, model.mamba_head_dim
     if model.mamba_num_heads is None and inner % size:
         mistakes.add(
-            f"2 x hidden_size {model.hidden_size} cannot be split into heads of {size}",
+            f"hybrid_override_pattern: 2 x hidden_size {model.hidden_size} cannot be split into "
+            f"heads of {size}",
             f"{inner} / {size} = {inner / size:.2f} (must be whole, or set mamba_num_heads)",
             works=[f"--mamba-head-dim {n}" for n in nearest(size, divisors(inner))],
         )
@@ -117,7 +118,7 @@ def _check_mamba_heads(model: ModelConfig, mistakes: Mistakes) -> None:
     groups, heads = model.mamba_num_groups, model.states.heads
     if heads % groups:
         mistakes.add(
-            f"{heads} heads of Mamba-2 cannot be in {groups} groups",
+            f"hybrid_override_pattern: {heads} heads of Mamba-2 cannot be in {groups} groups",
             f"heads / mamba_num_groups = {heads} / {groups} = {heads / groups:.2f} (must be whole)",
             works=[f"--mamba-num-groups {n}" for n in nearest(groups, divisors(heads))],
         )

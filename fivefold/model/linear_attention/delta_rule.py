@@ -18,13 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.model.linear_attention.chunks import DocumentChunks
-from fivefold.model.linear_attention.recurrence import Group, Rule, by_chunk, convolved, faded
+from fivefold.model.linear_attention.recurrence import (
+    StateGroup,
+    StateRule,
+    by_chunk,
+    convolved,
+    faded,
+)
 
 EPSILON = 1e-6
 """Added to the squared length of queries and keys before they are divided by it."""
 
 
-class Chunks(NamedTuple):
+class DeltaChunks(NamedTuple):
     """What the rule needs to know of chunks.
 
     Attributes:
@@ -46,10 +52,10 @@ def _chunks(
     mixed_BLGF: Tensor,
     rates_BLGR: Tensor,
     parameters: Sequence[Tensor],
-    group: Group,
+    group: StateGroup,
     of: DocumentChunks,
-) -> Chunks:
-    """See `Rule.chunks`.
+) -> DeltaChunks:
+    """See `StateRule.chunks`.
 
     Parameters are the taps [G F, taps] of the convolution, the last of the token itself; and of
     each value head the logarithm of how fast it forgets, and what is added to what tokens say of
@@ -64,7 +70,7 @@ def _chunks(
     q, k, v = mixed_TF.unflatten(1, (heads, -1)).split(split, dim=-1)
     rate, slow = rates_TGR.chunk(2, dim=-1)
     fade_TGr = -decay.exp().view(heads, -1) * F.softplus(slow + bias.view(heads, -1))
-    chunks = Chunks(
+    chunks = DeltaChunks(
         by_chunk(unit(q) * group.key**-0.5, of, 2),
         by_chunk(unit(k), of, 2),
         by_chunk(v.unflatten(2, (group.shared, -1)), of, 3),
@@ -82,7 +88,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 def _walk(chunks: Sequence[Tensor], active: Sequence[int]) -> Tensor:
-    """See `Rule.walk`."""
+    """See `StateRule.walk`."""
     q, k, v, rate, fade = chunks
     left, begun = faded(fade)
     begun = begun[..., None]
@@ -112,5 +118,5 @@ def _walk(chunks: Sequence[Tensor], active: Sequence[int]) -> Tensor:
     return torch.cat(outs)
 
 
-DELTA_RULE = Rule(_chunks, _walk)
+DELTA_RULE = StateRule(_chunks, _walk)
 """States that are corrected by what their keys read."""

@@ -17,7 +17,7 @@ from fivefold.description.linear_attention import CHUNK
 from fivefold.model.linear_attention.chunks import DocumentChunks
 
 
-class Group(NamedTuple):
+class StateGroup(NamedTuple):
     """Sizes of a group of heads: a key head with the value heads that share it, for example.
 
     Attributes:
@@ -31,7 +31,7 @@ class Group(NamedTuple):
     shared: int
 
     @classmethod
-    def of(cls, sizes: StateShape) -> "Group":
+    def of(cls, sizes: StateShape) -> "StateGroup":
         """One group of a model's heads."""
         return cls(sizes.key, sizes.value, sizes.heads // sizes.groups)
 
@@ -41,7 +41,7 @@ class Group(NamedTuple):
         return 2 * self.key + self.shared * self.value
 
 
-class Rule(NamedTuple):
+class StateRule(NamedTuple):
     """How states learn, forget and answer.
 
     Attributes:
@@ -52,16 +52,18 @@ class Rule(NamedTuple):
             [N, G, r, C, V]; they begin as zeros.
     """
 
-    chunks: Callable[[Tensor, Tensor, Sequence[Tensor], Group, DocumentChunks], tuple[Tensor, ...]]
+    chunks: Callable[
+        [Tensor, Tensor, Sequence[Tensor], StateGroup, DocumentChunks], tuple[Tensor, ...]
+    ]
     walk: Callable[[Sequence[Tensor], Sequence[int]], Tensor]
 
 
 def attend(
-    rule: Rule,
+    rule: StateRule,
     mixed_BLGF: Tensor,
     rates_BLGR: Tensor,
     parameters: Sequence[Tensor],
-    group: Group,
+    group: StateGroup,
     of: DocumentChunks,
 ) -> Tensor:
     """What states answer, [B, L, G, r V].
@@ -85,8 +87,8 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        rule: Rule,
-        group: Group,
+        rule: StateRule,
+        group: StateGroup,
         of: DocumentChunks,
         mixed: Tensor,
         rates: Tensor,
@@ -117,7 +119,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _walked_back(
-    rule: Rule, chunks: Sequence[Tensor], grad: Tensor, of: DocumentChunks
+    rule: StateRule, chunks: Sequence[Tensor], grad: Tensor, of: DocumentChunks
 ) -> tuple[Tensor, ...]:
     """The gradients of chunks, from that of what states answer [B, L, G, r V]."""
     leaves = [x.detach().requires_grad_() for x in chunks]

@@ -18,7 +18,7 @@ from fivefold.model.dropout import Dropout
 from fivefold.model.layers import LayerBlock, Linear
 from fivefold.model.leaves import local
 from fivefold.model.linear_attention.chunks import DocumentChunks
-from fivefold.model.linear_attention.recurrence import Group, Rule, attend
+from fivefold.model.linear_attention.recurrence import StateGroup, StateRule, attend
 from fivefold.model.shards import MicrobatchShare
 
 
@@ -73,14 +73,14 @@ class StateLayer(LayerBlock):
     """
 
     recomputed_with_norm = "a2a_overlap_attn"
-    rule: Rule
+    rule: StateRule
     conv1d: Convolution
     out_proj: Linear
     norm: Callable[[Tensor, Tensor], Tensor]
 
     def __init__(self, sizes: StateShape, rates: int, layer: int) -> None:
         super().__init__()
-        self.group, self.rates = Group.of(sizes), rates
+        self.group, self.rates = StateGroup.of(sizes), rates
         self.kernel: StateKernel = plain_states
         self.layer, self.site = layer, f"layers.{layer}.self_attn.states"
 

@@ -14,10 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.model.linear_attention.chunks import DocumentChunks
-from fivefold.model.linear_attention.recurrence import Group, Rule, by_chunk, convolved, faded
+from fivefold.model.linear_attention.recurrence import (
+    StateGroup,
+    StateRule,
+    by_chunk,
+    convolved,
+    faded,
+)
 
 
-class Chunks(NamedTuple):
+class SpaceChunks(NamedTuple):
     """What the walk needs to know of chunks; a filled place follows all others of its document,
     so that none reads what it writes.
 
@@ -42,10 +48,10 @@ def _chunks(
     mixed_BLGF: Tensor,
     rates_BLGR: Tensor,
     parameters: Sequence[Tensor],
-    group: Group,
+    group: StateGroup,
     of: DocumentChunks,
-) -> Chunks:
-    """See `Rule.chunks`.
+) -> SpaceChunks:
+    """See `StateRule.chunks`.
 
     Parameters are the taps [G F, taps] of the convolution, the last of the token itself, and its
     bias; and of each head the logarithm of A, the bias of steps, and D. Mixed are r heads' x, a B
@@ -59,7 +65,7 @@ def _chunks(
     split = [group.shared * group.value, group.key, group.key]
     x, b, c = mixed_TF.unflatten(1, (groups, -1)).split(split, dim=-1)
     step_TGr = F.softplus(rates_BLGR.flatten(0, 1).to(wide) + step_bias.view(groups, -1))
-    return Chunks(
+    return SpaceChunks(
         by_chunk(x.unflatten(2, (group.shared, -1)), of, 3),
         by_chunk(b, of, 2),
         by_chunk(c, of, 2),
@@ -70,7 +76,7 @@ def _chunks(
 
 
 def _walk(chunks: Sequence[Tensor], active: Sequence[int]) -> Tensor:
-    """See `Rule.walk`."""
+    """See `StateRule.walk`."""
     x, b, c, step, fade, skip = chunks
     left, begun = faded(fade)
     fresh = x * step[..., None]
@@ -86,5 +92,5 @@ def _walk(chunks: Sequence[Tensor], active: Sequence[int]) -> Tensor:
     return out + (c[:, :, None] * begun[..., None]) @ torch.cat(states)
 
 
-STATE_SPACE = Rule(_chunks, _walk)
+STATE_SPACE = StateRule(_chunks, _walk)
 """States that add what tokens write."""

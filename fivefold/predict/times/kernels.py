@@ -7,7 +7,8 @@ from itertools import chain
 
 from fivefold.config.model import ModelConfig
 from fivefold.description.experts import ExpertsIn, ExpertsOut
-from fivefold.description.layers import LayerKind, describe
+from fivefold.description.kinds import LayerKind
+from fivefold.description.layers import describe
 from fivefold.description.linear_attention import Recurrence
 from fivefold.description.lora import Adapters
 from fivefold.description.operations import CoreAttention, Operation

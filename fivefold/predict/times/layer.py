@@ -13,7 +13,8 @@ from types import MappingProxyType
 from fivefold.config.model import ModelConfig
 from fivefold.description.activations import saved_activations, total
 from fivefold.description.experts import Dispatch, ExpertsIn, ExpertsOut
-from fivefold.description.layers import LayerKind, describe, layer_kinds
+from fivefold.description.kinds import LayerKind, layer_kinds
+from fivefold.description.layers import describe
 from fivefold.description.linear_attention import CHUNK
 from fivefold.description.operations import Activation, Operation
 from fivefold.description.running import Running
