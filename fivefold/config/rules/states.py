@@ -119,6 +119,7 @@ def _check_mamba_heads(model: ModelConfig, mistakes: Mistakes) -> None:
     if heads % groups:
         mistakes.add(
             f"hybrid_override_pattern: {heads} heads of Mamba-2 cannot be in {groups} groups",
-            f"heads / mamba_num_groups = {heads} / {groups} = {heads / groups:.2f} (must be whole)",
+            f"mamba_num_heads / mamba_num_groups = {heads} / {groups} = {heads / groups:.2f} "
+            "(must be whole)",
             works=[f"--mamba-num-groups {n}" for n in nearest(groups, divisors(heads))],
         )
