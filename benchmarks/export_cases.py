@@ -81,6 +81,16 @@ LAYOUTS: Mapping[str, tuple[str, int, dict[str, Any]]] = {
         8,
         {"tensor_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim"},
     ),
+    "one mixer each": (
+        "nemotron-3-nano-30b-a3b",
+        16,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 8,
+            "data_parallel_sharding_strategy": "optim",
+        },
+    ),
     "in a V": (
         "qwen3-14b",
         8,

@@ -2,7 +2,6 @@
 it."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import log, sqrt
 from typing import Any, NamedTuple, get_args
 
@@ -193,7 +192,7 @@ class ModelConfig(ByLayer):
         (`attention_output_gate`)."""
         return self.q_size * (1 + self.attention_output_gate)
 
-    @cached_property
+    @property
     def states(self) -> StateShape:
         """Sizes of layers with linear attention, or with Mamba-2."""
         if self.hybrid_override_pattern is not None:

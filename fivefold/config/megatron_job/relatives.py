@@ -76,6 +76,8 @@ def is_pretraining(launcher: Sequence[str]) -> bool:
         return True
     folder, _, name = program.rpartition("/")
     named = f"{folder}/{name}" if name == "train.py" else name
+    if name == "pretrain_mamba.py":
+        return True
     return not _NO_PRETRAINING.search(named)
 
 
