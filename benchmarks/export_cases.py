@@ -81,6 +81,16 @@ LAYOUTS: Mapping[str, tuple[str, int, dict[str, Any]]] = {
         8,
         {"tensor_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim"},
     ),
+    "one mixer each": (
+        "nemotron-3-nano-30b-a3b",
+        16,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 8,
+            "data_parallel_sharding_strategy": "optim",
+        },
+    ),
     "in a V": (
         "qwen3-14b",
         8,
@@ -175,6 +185,7 @@ _LONGROPE = {
     "longrope_long_factor": (4.0,) * 64,
 }
 _LINEAR = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "4"}
+_HYBRID = {"preset": "nemotron-h-8b"}
 _LATENT_YARN = {"preset": "deepseek-v2-lite", "rope_type": "yarn"}
 _MLA = {"preset": "deepseek-v2-lite"}
 _GROUPS = {"preset": "mixtral-8x7b", "moe_router_num_groups": 2, "moe_router_group_topk": 2}
@@ -264,6 +275,11 @@ CHANGES: Mapping[str, Change] = {
     "linear_value_head_dim": Change(64, _LINEAR),
     "linear_num_key_heads": Change(8, _LINEAR),
     "linear_num_value_heads": Change(64, _LINEAR),
+    "hybrid_override_pattern": Change("M-M*" * 13, _HYBRID),
+    "mamba_state_dim": Change(64, _HYBRID),
+    "mamba_head_dim": Change(32, _HYBRID),
+    "mamba_num_groups": Change(16, _HYBRID),
+    "mamba_num_heads": Change(64, _HYBRID),
     "no_rope_freq": Change("4"),
     "attention_chunk_size": Change(1024),
     "attn_temperature_tuning": Change(True, {"no_rope_freq": "4"}),

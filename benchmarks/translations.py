@@ -28,7 +28,8 @@ OTHERWISE = frozenset(
 
 def command_of(text: str, layout: Layout) -> str:
     """The command line that starts exported flags on the ranks of a layout."""
-    return f"torchrun --nproc-per-node {layout.grid.world_size} pretrain_gpt.py {text}"
+    kind = "gpt" if layout.config.model.hybrid_override_pattern is None else "mamba"
+    return f"torchrun --nproc-per-node {layout.grid.world_size} pretrain_{kind}.py {text}"
 
 
 def differing(job: str, found: Export, layout: Layout) -> list[str]:

@@ -53,8 +53,8 @@ class Architecture:
     final_logit_softcapping: Positive | None = option(
         None, "c: logits become c tanh(logit / c), as in Gemma 2; none: as they are"
     )
-    position_embedding_type: Literal["rope", "learned_absolute"] = option(
-        "rope", "position encoding: rotary, or a learned table"
+    position_embedding_type: Literal["rope", "learned_absolute", "none"] = option(
+        "rope", "position encoding: rotary, a learned table, or none, as in Nemotron-H"
     )
     rotary_base: Positive = option(10000.0, "base (theta) of RoPE")
     rotary_base_local: Positive | None = option(
@@ -263,6 +263,19 @@ class Architecture:
     linear_num_key_heads: Count = option(16, "query and key heads of linear attention")
     linear_num_value_heads: Count = option(
         32, "value heads of linear attention, of which equally many share a key head"
+    )
+    hybrid_override_pattern: str | None = option(
+        None,
+        "one mixer a layer: M (Mamba-2), * (attention), - (MLP) or E (experts), as in 'M-M-M-M*-' "
+        "of Nemotron-H; none: attention and an MLP in each",
+    )
+    mamba_state_dim: Count = option(128, "features of a Mamba-2 state for each feature of its head")
+    mamba_head_dim: Count = option(64, "features of a head of Mamba-2")
+    mamba_num_groups: Count = option(
+        8, "groups of Mamba-2's heads, of which each has one B and one C, and a norm"
+    )
+    mamba_num_heads: Count | None = option(
+        None, "heads of Mamba-2 (default: 2 x hidden size / mamba_head_dim)"
     )
     mtp_num_layers: Whole = option(0, "multi-token prediction layers")
     lora_rank: int | None = option(

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from fivefold.config.architecture import Architecture
 from fivefold.config.layer_pattern import (
+    Mixer,
     expert_layers,
     linear_layers,
+    mixers,
     unrotated_layers,
     window_layers,
 )
@@ -17,6 +20,10 @@ OF_LINEAR_ATTENTION = (
     *("linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
 )
 """Settings that say something of layers with linear attention only."""
+OF_MAMBA = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
+"""Settings that say something of layers with Mamba-2 only."""
+
+Each = TypeVar("Each")
 
 
 @dataclass(frozen=True)
@@ -24,25 +31,37 @@ class ByLayer(Architecture):
     """An architecture, and which of its layers have what."""
 
     def _at(
-        self, layer: int, layers_of: Callable[[str, int], tuple[bool, ...]], pattern: str
-    ) -> bool:
+        self, layer: int, layers_of: Callable[[str, int], tuple[Each, ...]], pattern: str
+    ) -> Each:
         """What a pattern says of a layer; those of further predictions are like the last one."""
         return layers_of(pattern, self.num_layers)[min(layer, self.num_layers - 1)]
 
+    def mixer_of(self, layer: int) -> Mixer | None:
+        """The one mixer of a layer; None: it has attention and an MLP."""
+        if self.hybrid_override_pattern is None:
+            return None
+        return self._at(layer, mixers, self.hybrid_override_pattern)
+
     def is_linear(self, layer: int) -> bool:
-        """Whether a layer has linear attention, in place of attention with a softmax."""
+        """Whether a layer has linear attention or Mamba-2: a state, and no softmax."""
+        if self.hybrid_override_pattern is not None:
+            return self.mixer_of(layer) == "M"
         freq = self.linear_attention_freq
         return freq is not None and self._at(layer, linear_layers, freq)
 
+    def is_softmax(self, layer: int) -> bool:
+        """Whether a layer has attention with a softmax."""
+        return self.mixer_of(layer) in (None, "*") and not self.is_linear(layer)
+
     @property
     def has_linear_layers(self) -> bool:
-        """Whether layers have linear attention."""
-        return self.experimental_attention_variant is not None
+        """Whether layers have linear attention or Mamba-2."""
+        return (self.experimental_attention_variant, self.hybrid_override_pattern) != (None, None)
 
     @property
     def softmax_layers(self) -> tuple[int, ...]:
         """The layers whose attention has a softmax, without those of further predictions."""
-        return tuple(n for n in range(self.num_layers) if not self.is_linear(n))
+        return tuple(filter(self.is_softmax, range(self.num_layers)))
 
     def window_of(self, layer: int) -> int | None:
         """How many tokens before itself a token of a layer attends to; None: all."""
@@ -58,7 +77,7 @@ class ByLayer(Architecture):
 
     def rotates(self, layer: int) -> bool:
         """Whether RoPE turns queries and keys of a layer."""
-        if self.is_linear(layer):
+        if not self.is_softmax(layer):
             return False
         if self.no_rope_freq is None:
             return self.position_embedding_type == "rope"
@@ -66,7 +85,7 @@ class ByLayer(Architecture):
 
     def tempers(self, layer: int) -> bool:
         """Whether a layer multiplies queries by factors of their positions."""
-        if self.is_linear(layer):
+        if not self.is_softmax(layer):
             return False
         return self.attn_temperature_tuning and (
             self.rotates(layer) == self.attn_temperature_rotated
@@ -85,10 +104,14 @@ class ByLayer(Architecture):
 
     def is_moe(self, layer: int) -> bool:
         """Whether a layer has experts."""
+        if self.hybrid_override_pattern is not None:
+            return self.mixer_of(layer) == "E"
         has = self.num_experts is not None
         return has and self._at(layer, expert_layers, self.moe_layer_freq)
 
     @property
     def has_dense_layers(self) -> bool:
         """Whether a layer has an MLP in place of experts: `ffn_hidden_size` is its width."""
+        if self.hybrid_override_pattern is not None:
+            return "-" in self.hybrid_override_pattern
         return not all(map(self.is_moe, range(self.num_layers)))

@@ -87,7 +87,7 @@ class Config:
     def gathers_latents(self, layer: int) -> bool:
         """Whether context-parallel ranks gather a layer's latents, not its keys and values."""
         gathered = self.parallel.cp_comm_of(layer) == "all_gather"
-        latent = self.model.multi_latent_attention and not self.model.is_linear(layer)
+        latent = self.model.multi_latent_attention and self.model.is_softmax(layer)
         return latent and gathered and self.parallel.context_parallel_size > 1
 
     def gathers_weights(self, strategy: str | None = None) -> bool:

@@ -4,12 +4,16 @@ import ast
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
+from typing import Literal, get_args
 
 from fivefold.config.settings import flag_of
 from fivefold.errors import ConfigError, Mistake
 
 # A limit, because stages list their layers: a typing error must not ask for a billion.
 MAX_LAYERS = 100_000
+
+Mixer = Literal["M", "*", "-", "E"]
+"""What a layer of a hybrid model consists of: Mamba-2, attention, an MLP, or experts."""
 
 
 @lru_cache(maxsize=256)
@@ -60,6 +64,29 @@ def linear_layers(freq: str, num_layers: int) -> tuple[bool, ...]:
     """
     value = _read("linear_attention_freq", freq, num_layers)
     return _all_but_every(value, num_layers) if isinstance(value, int) else value
+
+
+@lru_cache(maxsize=256)
+def mixers(pattern: str, num_layers: int) -> tuple[Mixer, ...]:
+    """The mixer of each layer of a hybrid model.
+
+    Args:
+        pattern: one letter for each layer, as Megatron-LM's --hybrid-override-pattern has it.
+        num_layers: number of layers of the model.
+
+    Raises:
+        ConfigError: other letters, or another number of them.
+    """
+    name, known = "hybrid_override_pattern", get_args(Mixer)
+    if wrong := sorted({*pattern} - {*known}):
+        why = "M is Mamba-2, * attention, - an MLP, E experts"
+        what = f"{name} {pattern!r} has {', '.join(map(repr, wrong))}, which is no layer"
+        raise ConfigError(Mistake(what, (why,), (f"{flag_of(name)} none",)))
+    if len(pattern) != num_layers:
+        sizes = f"{len(pattern)} letters, {num_layers} layers"
+        works = (f"--num-layers {len(pattern)}",) if pattern else (f"{flag_of(name)} none",)
+        raise ConfigError(Mistake(f"{name} does not have one letter a layer", (sizes,), works))
+    return tuple(letter for each in pattern for letter in known if letter == each)
 
 
 def window_frequency(has_window: Sequence[bool]) -> str:

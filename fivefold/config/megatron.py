@@ -15,11 +15,18 @@ TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = "metadata.json"
 NEVER = (
     *("apply_residual_connection_post_layernorm", "rotary_interleaved", "use_mup"),
-    *("moe_latent_size", "hybrid_override_pattern"),
+    "moe_latent_size",
 )
 """Switches that no model here has, most of which change what the same weights compute."""
-_NOT_READ = (*NEVER, "attention_output_gate", "experimental_attention_variant")
+_NOT_READ = (
+    *NEVER,
+    *("attention_output_gate", "experimental_attention_variant", "hybrid_override_pattern"),
+)
 """Those of models whose weights are not read from there."""
+HYBRID_SPEC = "megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"
+"""The specification of models whose layers have one mixer each: its module, and its name there."""
+HYBRID_EPSILON = 1e-5
+"""What norms of Mamba-2's heads add to the variance there, whatever others do."""
 _OURS: Mapping[str, float | str | None] = MappingProxyType(
     {
         "norm_placement": "before",

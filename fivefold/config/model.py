@@ -3,12 +3,43 @@ it."""
 
 from dataclasses import dataclass, replace
 from math import log, sqrt
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from fivefold.config.by_layer import ByLayer
 from fivefold.config.lora import OF_ADAPTERS, LoraTarget
 
 MAX_SIZE = (1 << 31) - 1  # of any dimension, so that products of two fit into 64 bits
+
+MAMBA_TAPS = 4
+"""Tokens over which the convolution of Mamba-2 reaches, in Megatron-LM always."""
+
+
+class StateShape(NamedTuple):
+    """Sizes of layers that keep a state: linear attention, or Mamba-2.
+
+    Attributes:
+        groups: key heads, or groups of Mamba-2: what ranks split, with all heads that share it.
+        heads: value heads, of which equally many share a key head; those of Mamba-2.
+        key: features of a query or key, or of a B or C of Mamba-2.
+        value: features of a head.
+        taps: tokens over which the convolution reaches.
+    """
+
+    groups: int
+    heads: int
+    key: int
+    value: int
+    taps: int
+
+    @property
+    def size(self) -> int:
+        """Features of all heads together."""
+        return self.heads * self.value
+
+    @property
+    def mixed(self) -> int:
+        """Features that the convolution runs over: queries, keys and values; or x, B and C."""
+        return 2 * self.groups * self.key + self.size
 
 
 @dataclass(frozen=True)
@@ -52,12 +83,14 @@ class ModelConfig(ByLayer):
     def spelt_out(self) -> "ModelConfig":
         """The same model with the sizes that follow from others filled in."""
         latent, experts = self.multi_latent_attention, self.num_experts is not None
+        hybrid = self.hybrid_override_pattern is not None
         return replace(
             self,
             num_query_groups=None if latent else self.num_kv_heads,
             kv_channels=None if latent else self.head_dim,
             ffn_hidden_size=self.ffn_size,
             moe_ffn_hidden_size=self.expert_ffn_size if experts else None,
+            mamba_num_heads=self.states.heads if hybrid else None,
         )
 
     @property
@@ -160,16 +193,15 @@ class ModelConfig(ByLayer):
         return self.q_size * (1 + self.attention_output_gate)
 
     @property
-    def linear_conv_size(self) -> int:
-        """Features of all queries, keys and values of linear attention, which its convolution
-        runs over."""
-        keys = self.linear_num_key_heads * self.linear_key_head_dim
-        return 2 * keys + self.linear_value_size
-
-    @property
-    def linear_value_size(self) -> int:
-        """Features of all value heads of linear attention together."""
-        return self.linear_num_value_heads * self.linear_value_head_dim
+    def states(self) -> StateShape:
+        """Sizes of layers with linear attention, or with Mamba-2."""
+        if self.hybrid_override_pattern is not None:
+            heads = self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
+            sizes = self.mamba_num_groups, heads, self.mamba_state_dim, self.mamba_head_dim
+            return StateShape(*sizes, MAMBA_TAPS)
+        heads, value = self.linear_num_value_heads, self.linear_value_head_dim
+        sizes = self.linear_num_key_heads, heads, self.linear_key_head_dim, value
+        return StateShape(*sizes, self.linear_conv_kernel_dim)
 
     @property
     def attention_size(self) -> int:

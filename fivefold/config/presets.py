@@ -341,6 +341,31 @@ _NEMOTRON_8B = ModelConfig(
     gated_linear_unit=False,
     rotary_percent=0.5,
 )
+_NEMOTRON_H_8B = ModelConfig(
+    num_layers=52,
+    hidden_size=4096,
+    num_attention_heads=32,
+    num_query_groups=8,
+    kv_channels=128,
+    ffn_hidden_size=21504,
+    vocab_size=131072,
+    max_position_embeddings=8192,
+    position_embedding_type="none",
+    activation_func="squared_relu",
+    gated_linear_unit=False,
+    hybrid_override_pattern="M-M-M-M*" + 3 * "-M-M-M-M-M*" + "-M-M-M-M-M-",
+    mamba_num_heads=128,
+)
+_NEMOTRON_H_56B = replace(
+    _NEMOTRON_H_8B,
+    num_layers=118,
+    hidden_size=8192,
+    num_attention_heads=64,
+    ffn_hidden_size=32768,
+    hybrid_override_pattern="M-M-M-M*" + 9 * "-M-M-M-M-M*" + "-M-M-M-M-M-",
+    mamba_num_heads=256,
+    mamba_state_dim=256,
+)
 _DEMO_LLAMA = ModelConfig(
     num_layers=4,
     hidden_size=192,
@@ -691,6 +716,36 @@ PRESETS: Mapping[str, ModelConfig] = {
         num_query_groups=8,
         ffn_hidden_size=73728,
     ),
+    "nemotron-h-8b": _NEMOTRON_H_8B,
+    "nemotron-h-47b": replace(
+        _NEMOTRON_H_56B,
+        num_layers=98,
+        ffn_hidden_size=30720,
+        hybrid_override_pattern=8 * "M-"
+        + "M*"
+        + 10 * "-M"
+        + "*"
+        + 2 * "-M-M-M-M-M*"
+        + 7 * "-M"
+        + "---MM---M-M*-M-M-M-M-M-",
+    ),
+    "nemotron-h-56b": _NEMOTRON_H_56B,
+    "nemotron-3-nano-30b-a3b": replace(
+        _NEMOTRON_H_8B,
+        hidden_size=2688,
+        num_query_groups=2,
+        ffn_hidden_size=1856,
+        max_position_embeddings=262144,
+        hybrid_override_pattern="MEMEM*" + 4 * "EMEMEM*" + "EMEMEMEM*EMEMEMEME",
+        mamba_num_heads=64,
+        num_experts=128,
+        moe_router_topk=6,
+        moe_router_score_function="sigmoid",
+        moe_router_topk_scaling_factor=2.5,
+        moe_router_enable_expert_bias=True,
+        moe_ffn_hidden_size=1856,
+        moe_shared_expert_intermediate_size=3712,
+    ),
     "deepseek-v2-lite": replace(
         _DEEPSEEK_V2,
         num_layers=27,
@@ -910,6 +965,10 @@ HUB_NAMES: Mapping[str, str] = {
     "Qwen/Qwen3-Next-80B-A3B-Instruct": "qwen3-next-80b-a3b",
     "Qwen/Qwen3-Next-80B-A3B-Thinking": "qwen3-next-80b-a3b",
     "Qwen/Qwen3.5-27B": "qwen3.5-27b",
+    "nvidia/Nemotron-H-8B-Base-8K": "nemotron-h-8b",
+    "nvidia/Nemotron-H-56B-Base-8K": "nemotron-h-56b",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16": "nemotron-3-nano-30b-a3b",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "nemotron-3-nano-30b-a3b",
     "mistralai/Mixtral-8x7B-v0.1": "mixtral-8x7b",
     "mistralai/Mixtral-8x22B-v0.1": "mixtral-8x22b",
     "deepseek-ai/DeepSeek-V2-Lite": "deepseek-v2-lite",

@@ -144,6 +144,8 @@ class Setting:
         parts = (
             map(self.words, value) if isinstance(value, tuple) and value else [self.words(value)]
         )
+        if self.kind is str and str(value).startswith("-"):  # or it would be a flag itself
+            return f"{self.flag}={shlex.quote(value)}"
         return " ".join([self.flag, *map(shlex.quote, parts)])
 
     def from_toml(self, value: object) -> Any:

@@ -14,7 +14,7 @@ from fivefold.mesh.groups import Groups
 from fivefold.model.attention.blocks import Sight
 from fivefold.model.attention.grouped_query import Kernel
 from fivefold.model.batch import Batch
-from fivefold.model.linear_attention.gated_delta_net import GatedDeltaNet
+from fivefold.model.linear_attention.state_layer import StateLayer
 from fivefold.model.shards import MicrobatchShare, Shards
 from fivefold.model.transformer import Stage
 
@@ -29,7 +29,9 @@ def install_context_parallel(stage: Stage, kinds: Sequence[CpCommType], groups: 
     """
     for layer in stage.transformer_layers:
         attention = layer.self_attn
-        if isinstance(attention, GatedDeltaNet):
+        if attention is None:
+            continue
+        if isinstance(attention, StateLayer):
             assert groups.cp is not None, "one rank needs no context parallelism"
             attention.kernel = StatesOfHeads(groups.cp)
             continue

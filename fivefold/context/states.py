@@ -1,4 +1,4 @@
-"""Context parallelism of linear attention: each rank walks through whole documents for some heads.
+"""Context parallelism of states: each rank walks through whole documents for some heads.
 
 A state runs through a document from its beginning to its end, so ranks exchange the tokens they
 hold for the heads that they compute, whatever attention with a softmax does (`cp_comm_type`).
@@ -10,15 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.context.attention import Deal, ToHeads, ToTokens
-from fivefold.model.linear_attention.delta_rule import attend
-from fivefold.model.linear_attention.gated_delta_net import GatedDeltaNet, Within
+from fivefold.model.linear_attention.recurrence import attend
+from fivefold.model.linear_attention.state_layer import StateLayer, Within
 
 
 @dataclass(frozen=True)
 class StatesOfHeads:
-    """The kernel of the tokens of all ranks, for this rank's share of the key heads.
+    """The kernel of the tokens of all ranks, for this rank's share of the key heads, or of
+    the groups.
 
-    One all-to-all of what the delta rule reads, and one of what it makes.
+    One all-to-all of what states are told, and one of what it makes.
 
     Attributes:
         group: context-parallel group.
@@ -26,9 +27,7 @@ class StatesOfHeads:
 
     group: dist.ProcessGroup
 
-    def __call__(
-        self, mixed: Tensor, rates: Tensor, layer: GatedDeltaNet, within: Within
-    ) -> Tensor:
+    def __call__(self, mixed: Tensor, rates: Tensor, layer: StateLayer, within: Within) -> Tensor:
         """See `StateKernel`."""
         part, heads = within.part, mixed.shape[2]
         assert part is not None, "whole rows need no context parallelism"
@@ -36,6 +35,6 @@ class StatesOfHeads:
         features = mixed.shape[3], rates.shape[3]
         mixed, rates = ToHeads.apply(deal, features, mixed.flatten(2), rates.flatten(2))
         learned = layer.learned(deal.queries(self.group.rank()))
-        out = attend(mixed, rates, learned, layer.sizes, within.documents)
+        out = attend(layer.rule, mixed, rates, learned, layer.group, within.documents)
         back: Tensor = ToTokens.apply(out.flatten(2), deal)
         return back.unflatten(2, (heads, -1))

@@ -204,7 +204,9 @@ def _why_not(model: ModelConfig, kind: str) -> str:
 
 
 def _joint(model: ModelConfig, kind: str) -> str:
-    """Why one adapter there would be several here; empty if none would."""
+    """Why one adapter there would be several here, or none; empty if each is one."""
+    if model.hybrid_override_pattern is not None:
+        return f"{kind} has layers with Mamba-2, which have no adapters here"
     if kind in JOINT:
         return f"{kind} has queries, keys and values in one linear layer, which has one adapter"
     apart = [ours.removesuffix(".") for ours in JOINED.get(kind, {})]

@@ -4,7 +4,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 BASES: Mapping[str, str] = MappingProxyType(
-    {"gpt2": "transformer.", "falcon": "transformer.", "gpt_neox": "gpt_neox.", "megatron": ""}
+    {
+        "gpt2": "transformer.",
+        "falcon": "transformer.",
+        "gpt_neox": "gpt_neox.",
+        "megatron": "",
+        "nemotron_h": "backbone.",
+    }
 )
 _APART = {
     "in_proj_qkvz.": ("in_proj_qkv.", "in_proj_z."),
@@ -190,6 +196,18 @@ NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             ".mlp.experts.down_proj.weight": ".feed_forward.experts.down_proj",
             ".mlp.": ".feed_forward.",
         },
+        "nemotron_h": {
+            "embed_tokens.": "embeddings.",
+            ".input_layernorm.": ".norm.",
+            ".post_attention_layernorm.": ".norm.",
+            ".self_attn.in_proj_xbcz.": ".mixer.in_proj.",
+            ".self_attn.in_proj_dt.": ".mixer.in_proj.",
+            ".self_attn.": ".mixer.",
+            ".mlp.router.expert_bias": ".mixer.gate.e_score_correction_bias",
+            ".mlp.router.": ".mixer.gate.",
+            ".mlp.": ".mixer.",
+            **_EACH,
+        },
         "qwen3_vl_moe_text": {".mlp.router.": ".mlp.gate.", **_TOGETHER},
     }
 )
@@ -203,5 +221,6 @@ LAST: Mapping[str, str] = MappingProxyType(
         "falcon": "ln_f.",
         "gpt_neox": "final_layer_norm.",
         "megatron": "decoder.final_layernorm.",
+        "nemotron_h": "norm_f.",
     }
 )

@@ -108,6 +108,8 @@ def _place(kind: str, model: ModelConfig, name: str, shape: Shape, neighbours: b
         return replace(place, rows=torch.arange(model.vocab_size), of=model.vocab_size)
     if ".experts." in name:
         return _experts(kind, model, name, place)
+    if model.hybrid_override_pattern is not None and any(part in name for part in _MAMBA):
+        return _mamba(model, name, place)
     if any(part in name for part in _LINEAR_ATTENTION):
         return _linear_attention(kind, model, name, place)
     pairs = neighbours if model.multi_latent_attention else kind in _PAIRS
@@ -123,30 +125,52 @@ def _place(kind: str, model: ModelConfig, name: str, shape: Shape, neighbours: b
 def _linear_attention(kind: str, model: ModelConfig, name: str, place: Stored) -> Stored:
     """What is here key head by key head: the convolution, and projections of which families have
     several."""
-    values = model.linear_num_value_heads // model.linear_num_key_heads
-    widths = [*[model.linear_key_head_dim] * 2, *[values * model.linear_value_head_dim] * 2]
+    sizes = model.states
+    values = sizes.heads // sizes.groups
+    widths = [*[sizes.key] * 2, *[values * sizes.value] * 2]
     if "conv1d." in name:
-        return replace(place, axis=-3, rows=_by_key_head(model, widths[:3]))
+        return replace(place, axis=-3, rows=_by_group(model, widths[:3]))
     joined = next((theirs for ours, theirs in JOINED.get(kind, {}).items() if ours in name), None)
     if joined is None:
         return place
     before = place.names[0].rpartition("in_proj_")[0]
     if "in_proj_ba." in name:
         widths = [values] * 2
-    last = model.linear_num_key_heads * widths[-1]
+    last = sizes.groups * widths[-1]
     return replace(
         place,
         names=tuple(f"{before}{part}weight" for part in joined),
-        rows=_by_key_head(model, widths),
+        rows=_by_group(model, widths),
         joined=(place.shape[0] - last, last),
     )
 
 
-def _by_key_head(model: ModelConfig, widths: Sequence[int]) -> Tensor:
-    """Rows of parts that follow one another, each key head's of all parts together."""
-    heads = model.linear_num_key_heads
-    parts = torch.arange(heads * sum(widths)).split([heads * width for width in widths])
-    return torch.cat([part.view(heads, -1) for part in parts], dim=1).flatten()
+def _mamba(model: ModelConfig, name: str, place: Stored) -> Stored:
+    """What is here group by group: the convolution, and all but the steps of the projection, which
+    are one there, of gates, x, B, C and steps."""
+    sizes = model.states
+    of_heads = sizes.heads // sizes.groups * sizes.value
+    if "conv1d." in name:
+        axis = -1 if name.endswith("bias") else -3
+        return replace(place, axis=axis, rows=_by_group(model, [of_heads, *[sizes.key] * 2]))
+    size = sizes.size + sizes.mixed
+    if "in_proj_dt." in name:
+        return replace(place, rows=torch.arange(size, size + sizes.heads), of=size + sizes.heads)
+    z, x, *others = _parts(model, [of_heads, of_heads, *[sizes.key] * 2])
+    rows = torch.cat([x, *others, z], dim=1).flatten()
+    return replace(place, rows=rows, of=size + sizes.heads)
+
+
+def _by_group(model: ModelConfig, widths: Sequence[int]) -> Tensor:
+    """Rows of parts that follow one another, each group's (or key head's) of all parts together."""
+    return torch.cat(_parts(model, widths), dim=1).flatten()
+
+
+def _parts(model: ModelConfig, widths: Sequence[int]) -> list[Tensor]:
+    """Rows of parts that follow one another, each [groups, its width]."""
+    groups = model.states.groups
+    parts = torch.arange(groups * sum(widths)).split([groups * width for width in widths])
+    return [part.view(groups, -1) for part in parts]
 
 
 def _experts(kind: str, model: ModelConfig, name: str, place: Stored) -> Stored:
@@ -228,7 +252,8 @@ def their_name(kind: str, model: ModelConfig, name: str) -> str:
         inner = "shared_head.norm.weight" if inner == "norm.weight" else inner
         name = f"layers.{model.num_layers + int(depth)}.{inner}"
     layer = re.match(r"layers\.(\d+)\.", name)
-    if layer is not None and model.is_linear(int(layer[1])):
+    hybrid = model.hybrid_override_pattern is not None
+    if layer is not None and model.is_linear(int(layer[1])) and not hybrid:
         name = name.replace(".self_attn.", ".linear_attn.")
     if name.startswith("norm."):
         name = LAST.get(kind, "norm.") + name.removeprefix("norm.")
@@ -248,9 +273,11 @@ JOINT_MLPS = (
 _PAIRS = ("glm", "glm4", "ernie4_5", "ernie4_5_moe", "cohere", "cohere2", "llama4_text")
 """Kinds with heads of their own whose rotary features are pairs of neighbours."""
 _LINEAR_ATTENTION = "conv1d.", "in_proj_qkvz.", "in_proj_ba."
+_MAMBA = "conv1d.", "in_proj_xbcz.", "in_proj_dt."
 _LEFT_OUT = {
     "ernie4_5_moe": ("mtp_",),
     **dict.fromkeys(("exaone_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ("mtp.",)),
+    "nemotron_h": ("mtp.",),
 }
 """Of kinds whose layers for further tokens are left out: how the names of these begin."""
 _PREDICTING = (

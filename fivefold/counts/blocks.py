@@ -6,7 +6,7 @@ from math import prod
 
 from fivefold.config.model import ModelConfig
 from fivefold.counts.policy import StatePolicy
-from fivefold.description.layers import layer_kinds
+from fivefold.description.kinds import layer_kinds
 from fivefold.description.shape import EMBEDDING, ModelParts, StageParts, kinds_of, stage_weights
 from fivefold.layout import Layout
 from fivefold.model.eight_bit.rules import in_eight_bits

@@ -11,7 +11,7 @@ from fivefold.config.training import TrainingConfig
 from fivefold.counts.state import ModelState, model_state
 from fivefold.counts.volumes import by_axis, step_volumes
 from fivefold.description.activations import saved_activations
-from fivefold.description.layers import layer_kind, layer_kinds
+from fivefold.description.kinds import LayerKind, layer_kind, layer_kinds
 from fivefold.description.running import Running
 from fivefold.description.shape import (
     ModelParts,
@@ -169,11 +169,21 @@ def _layers(model: ModelConfig) -> str:
     kinds, parts = kinds_of(model, range(model.num_layers)), []
     for kind, count in kinds.items():
         size = count_parameters(model, ModelParts((layer_kinds(model)[kind],))).layers
-        number = several(count, "dense layer" if len(kinds) > 1 else "layer")
-        if kind.experts:
-            number = f"{several(count, 'layer')} with experts"
+        number = several(count, "layer") + _with(kind)
+        if len(kinds) > 1 and not _with(kind):
+            number = several(count, "dense layer")
         parts.append(f"{number} x {human_count(size)}")
     return " + ".join(parts)
+
+
+def _with(kind: LayerKind) -> str:
+    """What tells a kind of layer from others of the model."""
+    if kind.mixer is not None:
+        return f" with {_MIXERS[kind.mixer]}"
+    return " with experts" * kind.experts
+
+
+_MIXERS = {"M": "Mamba-2", "*": "attention", "-": "an MLP", "E": "experts"}
 
 
 def _flops(layout: Layout) -> list[Row]:
@@ -266,7 +276,7 @@ def _kept(layout: Layout) -> list[Row]:
     for (kind, layer), (which, own) in product(first.items(), ways.items()):
         saved = saved_activations(model, layer, replace(running, memory=own))
         parts = {name: tokens * each.kept for name, each in saved.items()}
-        name = f"kept by a{which}layer" + (" with experts" if kind.experts else "")
+        name = f"kept by a{which}layer{_with(kind)}"
         rows.append((name, human_bytes(sum(parts.values())), _summed(parts)))
     return rows
 

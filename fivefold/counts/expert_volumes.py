@@ -8,7 +8,8 @@ from fivefold.counts.messages import Flow, wire_bytes
 from fivefold.counts.remade import remade_layers
 from fivefold.counts.routed import StepRows
 from fivefold.description.expert_rows import LayerRows, expected_rows, padded_rows
-from fivefold.description.layers import describe, layer_kind
+from fivefold.description.kinds import layer_kind
+from fivefold.description.layers import describe
 from fivefold.description.running import Running
 from fivefold.layout import Layout
 

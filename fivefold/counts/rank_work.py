@@ -21,7 +21,8 @@ from fivefold.description.activations import (
     saved_activations,
     total,
 )
-from fivefold.description.layers import describe_layer, layer_kind
+from fivefold.description.kinds import layer_kind
+from fivefold.description.layers import describe_layer
 from fivefold.description.running import Running
 from fivefold.description.shape import has_final_norm, layer_weights, placed_layers
 from fivefold.layout import Layout
@@ -90,7 +91,7 @@ def kept_activations(
         kept += 8.0 * (places > 0 or (repeats and model.drops))
         kept += 8.0 * (repeats and model.num_experts is not None)
     if model.attention_dropout:  # not saved tensors, which recomputation would free
-        places += sum(not model.is_linear(layer) for layer in layers)
+        places += sum(map(model.is_softmax, layers))
     return tokens * (kept + (total(saved).offloaded if on_host else 0.0)) + 8.0 * places
 
 
@@ -98,10 +99,11 @@ def _dropout_places(layout: Layout, layers: Mapping[int, Remade]) -> int:
     """Places of layers that drop features, each of which keeps the key of its mask."""
     model = layout.config.model
     holding = {layer for layer, remade in layers.items() if not remade.whole}
-    places = 2 * len(holding) if model.hidden_dropout else 0
+    mixers = 2 if model.hybrid_override_pattern is None else 1
+    places = mixers * len(holding) if model.hidden_dropout else 0
     if model.lora_dropout:
         if layout.config.memory.tiled_mlp_num_shards > 1:  # a tile holds it until it is run again
-            holding |= {layer for layer in layers if not layer_kind(model, layer).experts}
+            holding |= {layer for layer in layers if layer_kind(model, layer).dense}
         places += sum(_adapters(layout, layer) for layer in holding)
     return places
 
@@ -125,7 +127,7 @@ def _copies(layout: Layout, layer: int, running: Running, *, packed: bool, one_c
     the output projection keeps 8 bits of what it reads, attention counts its own.
     """
     model, grid = layout.config.model, layout.grid
-    if grid.cp > 1 or model.is_linear(layer):
+    if grid.cp > 1 or not model.is_softmax(layer):
         return 0.0
     gated = model.attention_output_gate  # which keeps the output whatever the projection does
     read = gated or model.trains_all or model.reads_shared("o_proj")
@@ -267,7 +269,7 @@ class _Products:
         if name == "mlp.shared_experts.down_proj.weight":  # a gate saves what it multiplies
             return region == "shared_experts" or not self._model.moe_shared_expert_gate
         if name in ("self_attn.o_proj.weight", "self_attn.out_proj.weight"):
-            return region != "layer"
+            return region != "layer" or self._model.hybrid_override_pattern is not None
         return name == "mlp.down_proj.weight"
 
 

@@ -11,7 +11,7 @@ from fivefold.counts.policy import StatePolicy, layout_policy
 from fivefold.counts.shards import ShardPlace, num_expert_shards
 from fivefold.counts.units import units_on_host
 from fivefold.data_parallel.blocks import UnitSizes
-from fivefold.description.layers import layer_kind
+from fivefold.description.kinds import layer_kind
 from fivefold.description.shape import StageParts, layer_weights
 from fivefold.layout import Layout
 from fivefold.model.eight_bit.rules import OPERANDS, delayed_bytes

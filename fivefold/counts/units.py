@@ -6,7 +6,7 @@ from itertools import accumulate
 from fivefold.counts.blocks import GatheredBlock, stage_blocks
 from fivefold.counts.policy import engine_policy
 from fivefold.counts.shards import num_expert_shards, num_shards
-from fivefold.description.layers import layer_kind
+from fivefold.description.kinds import layer_kind
 from fivefold.description.shape import StageParts
 from fivefold.layout import Layout
 

@@ -15,8 +15,9 @@ from fivefold.counts.remade import remade_layers
 from fivefold.counts.routed import StepRows
 from fivefold.counts.sharded import ShardedVolumes
 from fivefold.counts.shards import ShardPlace
-from fivefold.description.layers import Layer, describe_layer, layer_kind
-from fivefold.description.linear_attention import DeltaRule
+from fivefold.description.kinds import layer_kind
+from fivefold.description.layers import Layer, describe_layer
+from fivefold.description.linear_attention import Recurrence
 from fivefold.description.operations import CoreAttention, Operation
 from fivefold.description.running import Running, at_place
 from fivefold.description.shape import all_layers, placed_layers
@@ -190,12 +191,12 @@ class _Volumes:
 
     def _is_tiled(self, layer: Layer) -> bool:
         """Whether the layer's MLP runs in tiles of the tokens."""
-        return self.layout.config.memory.tiled_mlp_num_shards > 1 and not layer.kind.experts
+        return self.layout.config.memory.tiled_mlp_num_shards > 1 and layer.kind.dense
 
     def _repeated_block(self, layer: Layer, modules: set[str]) -> int:
         """Like `_repeated` for these modules of a layer: up to the last linear layer's input."""
         linears: Sequence[Operation] = ()
-        if "mlp" in modules and not layer.kind.experts:
+        if "mlp" in modules and layer.kind.dense:
             linears = layer.remade_mlp
         elif "moe" in modules and layer.kind.experts:
             linears = layer.mlp if self.model.moe_shared_expert_gate else layer.remade_mlp
@@ -218,6 +219,7 @@ class _Volumes:
             for layer in all_layers(model, spec):
                 if model.is_linear(layer):
                     yield self._states(layer, self.recomputed[stage], layer in whole)
+                if not model.is_softmax(layer):
                     continue
                 kind = self.parallel.cp_comm_of(layer)
                 gathered, core = kind == "all_gather", self._layer(layer).one(CoreAttention)
@@ -249,10 +251,9 @@ class _Volumes:
                 yield Flow("cp", "keys, values and heads", sent)
 
     def _states(self, layer: int, twice: int, again: bool) -> Flow:
-        """What linear attention reads, exchanged for heads, and what it makes, for tokens; both
+        """What states are told, exchanged for heads, and what it makes, for tokens; both
         once more in the backward, and where the layer is made `again`."""
-        made = self.model.linear_value_size
-        features = self._layer(layer).one(DeltaRule).read_features + made
+        features = self._layer(layer).one(Recurrence).read_features + self.model.states.size
         size = self.tokens * features / self.tp * self.element
         runs = self.microbatches * (2 + again) + twice
         return Flow(

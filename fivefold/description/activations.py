@@ -13,8 +13,9 @@ from types import MappingProxyType
 
 from fivefold.config.memory import LOSS_TOKENS, MemoryConfig, vocab_split_sizes
 from fivefold.config.model import ModelConfig
+from fivefold.description.kinds import LayerKind, layer_kind
 from fivefold.description.latent import LatentDown
-from fivefold.description.layers import LayerKind, describe, describe_layer, layer_kind
+from fivefold.description.layers import describe, describe_layer
 from fivefold.description.operations import Kept, Norm
 from fivefold.description.running import Running, at_place, scale_bytes, share_at_once
 from fivefold.description.shape import StageParts, has_final_norm, rotations, tempers

@@ -4,11 +4,9 @@ This is the one place that knows which layers a model has. Names are those of th
 `model.transformer`; layer indices from num_layers on mean multi-token prediction layers.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from fivefold.config.model import ModelConfig
 from fivefold.description.experts import (
@@ -18,9 +16,11 @@ from fivefold.description.experts import (
     RouterLinear,
     SharedOut,
 )
+from fivefold.description.kinds import LayerKind, layer_kind
 from fivefold.description.latent import latent_projections
 from fivefold.description.linear_attention import GatedHeads, linear_attention
 from fivefold.description.lora import Adapters, Rescaled, with_adapters
+from fivefold.description.mamba import mamba
 from fivefold.description.operations import (
     Activation,
     ColumnLinear,
@@ -43,28 +43,6 @@ from fivefold.description.weights import (
 
 _SHARED_GATE = "mlp.shared_expert_gate.weight"
 OperationT = TypeVar("OperationT", bound=Operation)
-
-
-class LayerKind(NamedTuple):
-    """The kind of a layer; layers of one kind have equal descriptions.
-
-    Attributes:
-        experts: whether the layer has experts instead of a dense MLP.
-        predicts: whether it is a multi-token prediction layer, with a projection and norms.
-        linear: whether it has linear attention.
-    """
-
-    experts: bool = False
-    predicts: bool = False
-    linear: bool = False
-
-    @property
-    def name(self) -> str:
-        """Short name, under which layer costs are reported: dense, moe, those with linear attention
-        as linear_dense and linear_moe, or mtp."""
-        if self.predicts:
-            return "mtp"
-        return "linear_" * self.linear + ("moe" if self.experts else "dense")
 
 
 @dataclass(frozen=True)
@@ -90,28 +68,32 @@ class Layer:
         return found
 
     @property
-    def mlp_input(self) -> ColumnLinear | ExpertsIn:
-        """The first projection into the inner features of the MLP or experts."""
-        return self.mlp_inputs[0]
+    def last_input(self) -> ColumnLinear | ExpertsIn:
+        """The first projection into the inner features of what comes last: the MLP or experts, or
+        the only mixer."""
+        return self.last_inputs[0]
 
     @cached_property
-    def mlp_inputs(self) -> tuple[ColumnLinear | ExpertsIn, ...]:
-        """All projections into inner features, including those of shared experts."""
-        return tuple(op for op in self.mlp if isinstance(op, ColumnLinear | ExpertsIn))
+    def last_inputs(self) -> tuple[ColumnLinear | ExpertsIn, ...]:
+        """All projections into these, including those of shared experts."""
+        last = self.mlp or self.attention
+        return tuple(op for op in last if isinstance(op, ColumnLinear | ExpertsIn))
 
     @property
     def remade_mlp(self) -> tuple[Operation, ...]:
         """The linear layers of the MLP that its recomputation runs: all but the last product,
         unless what that makes is kept, to be scaled."""
         kinds = ColumnLinear | ExpertsIn | Adapters | Rescaled
+        if not self.kind.mlp:
+            return ()
         *_, last = (op for op in self.mlp if not isinstance(op, Norm | Residual))
         again = kinds | RowLinear if isinstance(last, Rescaled) else kinds
         return tuple(op for op in self.mlp if isinstance(op, again))
 
     @cached_property
-    def after_mlp_input(self) -> tuple[Operation, ...]:
-        """The operations after the first projection into inner features."""
-        return self.operations[self.operations.index(self.mlp_input) + 1 :]
+    def after_last_input(self) -> tuple[Operation, ...]:
+        """The operations after the first of these projections."""
+        return self.operations[self.operations.index(self.last_input) + 1 :]
 
     @cached_property
     def attention(self) -> tuple[Operation, ...]:
@@ -125,6 +107,8 @@ class Layer:
 
     @cached_property
     def _middle(self) -> int:
+        if not self.kind.attends:
+            return 0
         return next(n for n, op in enumerate(self.operations, 1) if isinstance(op, Residual))
 
     @property
@@ -141,26 +125,13 @@ class Layer:
         return residual.dropout or isinstance(last, Norm)
 
 
-def layer_kind(model: ModelConfig, layer: int) -> LayerKind:
-    """The kind of a layer."""
-    return LayerKind(model.is_moe(layer), layer >= model.num_layers, model.is_linear(layer))
-
-
-@lru_cache(maxsize=64)
-def layer_kinds(model: ModelConfig) -> Mapping[LayerKind, int]:
-    """The index of the first layer of each kind that the model has."""
-    found: dict[LayerKind, int] = {}
-    for layer in range(model.num_layers + (model.mtp_num_layers > 0)):
-        found.setdefault(layer_kind(model, layer), layer)
-    return MappingProxyType(found)
-
-
 @lru_cache(maxsize=512)
 def describe(model: ModelConfig, kind: LayerKind) -> Layer:
     """The operations of a kind of layer."""
-    mlp = _experts(model) if kind.experts else _dense(model)
+    attention = _attention(model, kind) if kind.attends else ()
+    mlp = () if not kind.mlp else _experts(model) if kind.experts else _dense(model)
     around = (_prediction(model),) if kind.predicts else ()
-    operations = *around, *_attention(model, kind.linear), *mlp
+    operations = *around, *attention, *mlp
     adapted = operations if model.trains_all else (*with_adapters(operations, model),)
     return Layer(kind, adapted)
 
@@ -170,12 +141,13 @@ def describe_layer(model: ModelConfig, layer: int) -> Layer:
     return describe(model, layer_kind(model, layer))
 
 
-def _attention(model: ModelConfig, linear: bool) -> tuple[Operation, ...]:
-    """Attention of either kind, with the norms and the sum around it."""
+def _attention(model: ModelConfig, kind: LayerKind) -> tuple[Operation, ...]:
+    """Attention of any kind, with the norms and the sum around it."""
     h, before = model.hidden_size, _makes_input(model, "a2a_overlap_attn")
+    with_states = mamba if kind.mixer == "M" else linear_attention
     return (
         *_norm_before("attn_norm", "input_layernorm", model, "a2a_overlap_attn"),
-        *(linear_attention if linear else _softmax_attention)(model, before),
+        *(with_states if kind.linear else _softmax_attention)(model, before),
         *_norm_after("attn_output_norm", "post_self_attn_layernorm", model),
         Residual(
             "attn_residual", features=h, dropout=bool(model.hidden_dropout), mask="attn_dropout"

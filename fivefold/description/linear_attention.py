@@ -1,21 +1,22 @@
-"""The operations of layers with linear attention (Gated DeltaNet), and their costs."""
+"""The operations of layers that keep a state (Gated DeltaNet, Mamba-2), and their costs."""
 
 from dataclasses import dataclass, field
 from math import ceil
 
-from fivefold.config.model import ModelConfig
+from fivefold.config.model import ModelConfig, StateShape
 from fivefold.description.operations import ColumnLinear, Kept, Operation, RowLinear
 from fivefold.description.running import Running
 from fivefold.description.weights import Weight, column, row
 
 CHUNK = 64
 """Most tokens of a chunk, within which the delta rule is solved at once."""
-_AGAIN = ("a2a_overlap_attn",)
+AGAIN = ("a2a_overlap_attn",)
+"""Recomputed modules that rerun a mixer with a state."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaRule(Operation):
-    """The convolution over queries, keys and values, and the gated delta rule.
+class Recurrence(Operation):
+    """The convolution, and what states are told and asked.
 
     Attributes:
         model: gives the heads and their features.
@@ -24,43 +25,73 @@ class DeltaRule(Operation):
     model: ModelConfig = field(repr=False)
 
     @property
-    def flops(self) -> int:
-        """FLOPs of the forward of one token, as Megatron-LM counts them: four products of each
-        value head's state with a key, a value or a query, and the taps of the convolution."""
-        model = self.model
-        state = model.linear_value_size * model.linear_key_head_dim
-        return 2 * (4 * state + model.linear_conv_kernel_dim * model.linear_conv_size)
+    def sizes(self) -> StateShape:
+        """Of the heads."""
+        return self.model.states
 
     @property
-    def read_features(self) -> int:
-        """Features per token of what it reads, over all ranks: queries, keys, values, rates."""
-        return self.model.linear_conv_size + 2 * self.model.linear_num_value_heads
+    def flops(self) -> int:
+        """FLOPs of the forward of one token, as Megatron-LM counts them."""
+        raise NotImplementedError
+
+    @property
+    def rates(self) -> int:
+        """Numbers per token and head that say how fast states forget and learn."""
+        raise NotImplementedError
 
     def working(self, running: Running) -> float:
         """Most bytes per token of its backward, which makes all again that lies between: in the
-        walk through chunks, before it, or in the convolution.
+        walk through chunks, before it, or in the convolution."""
+        raise NotImplementedError
+
+    @property
+    def read_features(self) -> int:
+        """Features per token of what it reads, over all ranks: what is mixed, and rates."""
+        return self.sizes.mixed + self.rates * self.sizes.heads
+
+    def kept_else(self, running: Running) -> tuple[Kept, ...]:
+        """What it reads, of which the backward makes all else again."""
+        features = self.sizes.mixed, self.rates * self.sizes.heads
+        tensors = tuple(map(running.by_heads, features))
+        return (Kept(self.name, tensors, AGAIN, "core_attn"),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaRule(Recurrence):
+    """The convolution over queries, keys and values, and the gated delta rule."""
+
+    @property
+    def flops(self) -> int:
+        """Four products of each value head's state with a key, a value or a query, and the taps of
+        the convolution."""
+        sizes = self.sizes
+        return 2 * (4 * sizes.size * sizes.key + sizes.taps * sizes.mixed)
+
+    @property
+    def rates(self) -> int:
+        """How fast a state learns, and how fast it forgets."""
+        return 2
+
+    def working(self, running: Running) -> float:
+        """See `Recurrence.working`.
 
         Numbers are tensors that are alive at once, as autograd keeps them, with their gradients:
         of the size of a key for each key head, of one for each value head, and so on.
         """
-        model, tp = self.model, running.tensor_parallel
-        keys, values = model.linear_num_key_heads / tp, model.linear_num_value_heads / tp
-        of_keys, of_each = keys * model.linear_key_head_dim, values * model.linear_key_head_dim
-        of_values = values * model.linear_value_head_dim
+        sizes, tp = self.sizes, running.tensor_parallel
+        keys, values = sizes.groups / tp, sizes.heads / tp
+        of_keys, of_each, of_values = keys * sizes.key, values * sizes.key, values * sizes.value
         walk = 7 * of_keys + 7 * of_each + 8 * of_values + (5 * values + 2 * keys) * CHUNK
         before = 9 * of_keys + 4 * of_each + 8 * of_values + (7 * values + 2 * keys) * CHUNK
-        taps = model.linear_conv_kernel_dim * (2 * of_keys + of_values)
+        taps = sizes.taps * (2 * of_keys + of_values)
         ends = 9 * of_keys + of_each + 8 * of_values, 14 * of_keys + of_each + 6 * of_values
-        filled = ceil(running.seq_length / CHUNK) * CHUNK / running.seq_length
-        most = max(filled * walk, filled * before, *(taps + end for end in ends))
+        most = max(filled(running) * max(walk, before), *(taps + end for end in ends))
         return max(running.element_bytes, 4) * most
 
-    def kept_else(self, running: Running) -> tuple[Kept, ...]:
-        """What it reads, of which the backward makes all else again."""
-        model = self.model
-        sizes = model.linear_conv_size, 2 * model.linear_num_value_heads
-        tensors = tuple(map(running.by_heads, sizes))
-        return (Kept(self.name, tensors, _AGAIN, "core_attn"),)
+
+def filled(running: Running) -> float:
+    """Places in chunks for each token of a sequence."""
+    return ceil(running.seq_length / CHUNK) * CHUNK / running.seq_length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +106,7 @@ class GatedHeads(Operation):
 
     def kept_else(self, running: Running) -> tuple[Kept, ...]:
         """Heads and gates."""
-        return (Kept(self.name, (running.by_heads(self.features),) * 2, _AGAIN),)
+        return (Kept(self.name, (running.by_heads(self.features),) * 2, AGAIN),)
 
 
 def linear_attention(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operation, ...]:
@@ -83,34 +114,34 @@ def linear_attention(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Op
 
     `remade_by`: recomputed modules that make its input again.
     """
-    h, heads, size = model.hidden_size, model.linear_num_value_heads, model.linear_value_size
-    mixed = model.linear_conv_size
+    h, sizes = model.hidden_size, model.states
+    heads, size, mixed = sizes.heads, sizes.size, sizes.mixed
     projections = (
         *column("self_attn.in_proj_qkvz", h, mixed + size, False),
         *column("self_attn.in_proj_ba", h, 2 * heads, False),
     )
     of_heads = (
-        Weight("self_attn.conv1d.weight", (mixed, 1, model.linear_conv_kernel_dim), split=0),
+        Weight("self_attn.conv1d.weight", (mixed, 1, sizes.taps), split=0),
         Weight("self_attn.A_log", (heads,), split=0),
         Weight("self_attn.dt_bias", (heads,), split=0),
     )
-    norm = Weight("self_attn.norm.weight", (model.linear_value_head_dim,), sees="heads")
+    norm = Weight("self_attn.norm.weight", (sizes.value,), sees="heads")
     return (
         ColumnLinear(
             "linear_qkv",
             projections,
-            _AGAIN,
+            AGAIN,
             inputs=h,
             outputs=mixed + size + 2 * heads,
             remade_by=remade_by,
         ),
-        DeltaRule("delta_rule", of_heads, _AGAIN, model=model),
-        GatedHeads("gated_norm", (norm,), _AGAIN, features=size),
+        DeltaRule("delta_rule", of_heads, AGAIN, model=model),
+        GatedHeads("gated_norm", (norm,), AGAIN, features=size),
         RowLinear(
             "attn_proj",
             row("self_attn.out_proj", size, h, False),
             inputs=size,
             outputs=h,
-            remade_by=_AGAIN,
+            remade_by=AGAIN,
         ),
     )

@@ -307,6 +307,12 @@ class CoreAttention(Operation):
         beside = Kept("normed_heads", normed, again)
         return Kept("core_attn", attended, remade), repeated, beside, scores, result
 
+    def working(self, running: Running) -> float:
+        """Bytes per token of the gradients of its result and of queries, keys and values."""
+        model = self.model
+        queries = running.by_heads(model.attention_size + model.q_size)
+        return queries + running.by_key_heads(model.k_size + model.v_size, model.num_kv_heads)
+
     def _keeps_output(self, running: Running) -> bool:
         """Whether attention keeps its output beside what reads it: ranks exchange it, or the output
         projection keeps 8 bits of it."""

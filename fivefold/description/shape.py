@@ -18,8 +18,9 @@ from typing import Protocol
 
 from fivefold.config.model import ModelConfig
 from fivefold.config.reach import Reach
-from fivefold.description.layers import LayerKind, describe, describe_layer, layer_kind
-from fivefold.description.linear_attention import DeltaRule
+from fivefold.description.kinds import LayerKind, layer_kind
+from fivefold.description.layers import describe, describe_layer
+from fivefold.description.linear_attention import Recurrence
 from fivefold.description.operations import CoreAttention
 from fivefold.description.prediction import PredictionInput
 from fivefold.description.weights import Weight, embedding_weights, head_weights
@@ -124,7 +125,7 @@ def rotations(model: ModelConfig, parts: StageParts) -> frozenset[bool]:
 
 
 def has_linear(model: ModelConfig, parts: StageParts) -> bool:
-    """Whether layers of a stage have linear attention."""
+    """Whether layers of a stage have linear attention or Mamba-2."""
     return any(map(model.is_linear, all_layers(model, parts)))
 
 
@@ -276,7 +277,7 @@ def forward_flops(
     2 x weights of the linear layers (including router, chosen experts and output layer), plus per
     layer 2 x keys attended x heads x (key + value features of a head). The mean number of keys is
     half the sequence if causal, fewer with a window or chunks. With linear attention it is a number
-    that does not depend on the sequence (`DeltaRule.flops`). The output layer runs once per
+    that does not depend on the sequence (`Recurrence.flops`). The output layer runs once per
     predicted token.
     """
     parts = parts or whole_model(model)
@@ -286,8 +287,8 @@ def forward_flops(
     for layer in all_layers(model, parts):
         described = describe_layer(model, layer)
         if described.kind.linear:
-            states += described.one(DeltaRule).flops
-        else:
+            states += described.one(Recurrence).flops
+        elif described.kind.softmax:
             per_key[model.reach_of(layer)] += described.one(CoreAttention).flops_per_key
     if parts.head:
         weights += (1 + model.mtp_num_layers) * model.padded_vocab_size * model.hidden_size

@@ -47,6 +47,8 @@ def install_offload(stage: Stage, memory: MemoryConfig, host: "Host") -> None:
         made = {id(before_mlp)} if "pre_mlp_layernorm_output" in tensors else set[int]()
         if moved or made:
             layer.block = _MovingBlock(layer.block, moved, made, host)
+        if attention is None:
+            continue
         if "core_attn" in modules:
             attention.wrap_kernel(host.moving)
         if "attn_proj" in modules:

@@ -25,7 +25,7 @@ def _split_over_tp(model: ModelConfig) -> list[tuple[str, int]]:
     """Name and size of everything that tensor parallelism splits."""
     sizes = {
         "num_attention_heads": model.num_attention_heads,
-        "linear_num_key_heads": model.linear_num_key_heads * model.has_linear_layers,
+        _groups_setting(model): model.states.groups * model.has_linear_layers,
         "ffn_hidden_size": model.ffn_size if model.has_dense_layers else 0,
         "moe_shared_expert_intermediate_size": model.shared_ffn_size,
         "padded vocabulary": model.padded_vocab_size,
@@ -34,6 +34,12 @@ def _split_over_tp(model: ModelConfig) -> list[tuple[str, int]]:
         ),
     }
     return [(name, size) for name, size in sizes.items() if size]
+
+
+def _groups_setting(model: ModelConfig) -> str:
+    """The setting of what ranks split of layers with states."""
+    hybrid = model.hybrid_override_pattern is not None
+    return "mamba_num_groups" if hybrid else "linear_num_key_heads"
 
 
 def check_tensor_parallel(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
@@ -244,12 +250,13 @@ def check_context(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
             works=[f"--seq-length {n * unit}" for n in near if n],
         )
     tp = parallel.tensor_model_parallel_size
-    keys = model.linear_num_key_heads // tp
+    keys = model.states.groups // tp
     if model.has_linear_layers and keys % cp:
+        hybrid = model.hybrid_override_pattern is not None
+        of = "groups of Mamba-2" if hybrid else "key heads of linear attention"
         mistakes.add(
-            f"{cp} context-parallel ranks cannot exchange tokens for {keys} key heads of linear "
-            "attention",
-            f"linear_num_key_heads {model.linear_num_key_heads} / tp {tp} = {keys}, and {keys} / "
+            f"{cp} context-parallel ranks cannot exchange tokens for {keys} {of}",
+            f"{_groups_setting(model)} {model.states.groups} / tp {tp} = {keys}, and {keys} / "
             f"{cp} = {keys / cp:.4g}",
             works=[f"--cp {d}" for d in nearest(cp, divisors(max(keys, 1)))],
         )

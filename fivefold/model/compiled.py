@@ -31,13 +31,14 @@ def compile_layers(stage: Stage, backend: str) -> None:
     """
     torch._dynamo.config.recompile_limit = VARIANTS
     for layer in stage.transformer_layers:
-        layer.self_attn.wrap_kernel(_kernel_within)
-        if not layer.mlp.compiles:
-            layer.mlp.forward = _outside(layer.mlp.forward)
         heads = layer.self_attn
+        if heads is not None:
+            heads.wrap_kernel(_kernel_within)
+        if layer.mlp is not None and not layer.mlp.compiles:
+            layer.mlp.forward = _outside(layer.mlp.forward)  # type: ignore[method-assign]
         if isinstance(heads, Attention) and heads.norm_together is not plain_together:
             heads.norm_together = _outside(heads.norm_together)
-        for module in (layer.self_attn, layer.mlp):
+        for module in layer.mixers:
             for seam in ("column", "row", "whole", "spread", "summed"):
                 if (filled := getattr(module, seam)) not in _PLAIN:
                     setattr(module, seam, _outside(filled))

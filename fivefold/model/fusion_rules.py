@@ -28,6 +28,8 @@ def check_fusions(config: Config, mistakes: Mistakes) -> None:
         )
     if model.parallel_residual:
         mistakes.add(f"{_TELLS}, which reads no sum with parallel_residual", works=[_OFF])
+    if model.hybrid_override_pattern is not None:
+        mistakes.add(f"{_TELLS}, and hybrid_override_pattern has it in other layers", works=[_OFF])
 
 
 def joins_norm(config: Config) -> bool:

@@ -1,6 +1,7 @@
 """Weight initialisation that does not depend on the layout: every slice is a slice of the whole."""
 
 from collections.abc import Callable, Mapping, Sequence
+from math import log
 
 import torch
 from torch import Tensor
@@ -13,13 +14,18 @@ from fivefold.model.seeds import derive_seed
 from fivefold.model.transformer import Stage
 
 _ROWS_PER_BLOCK = 256
-# The outputs of the 2 L residual branches are scaled down as in GPT-2, so that the variance of the
-# residual stream does not grow with depth.
+# The outputs of the 2 L residual branches, or of L with one mixer a layer, are scaled down as in
+# GPT-2, so that the variance of the residual stream does not grow with depth.
 _RESIDUAL_OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 _GATED_NORM = "self_attn.norm.weight"
-"""Of linear attention; other norms may have weights that are offsets from 1."""
+"""Of layers with states; other norms may have weights that are offsets from 1."""
 _FASTEST = 16.0
-"""Largest decay of linear attention's heads at first: uniform from 1, as in Megatron-LM."""
+"""Largest decay of heads with states at first: uniform from 1, as in Megatron-LM."""
+_STEPS = 0.001, 0.1
+"""Smallest and largest step of Mamba-2's heads at first, as in Megatron-LM."""
+
+Draw = Callable[[int, int, torch.Generator], Tensor]
+"""(rows, columns, generator) -> drawn elements."""
 
 
 def init_slice(
@@ -52,13 +58,13 @@ def init_slice(
         shape_there = parameter_shapes(model)[weight]
         rows = init_slice(weight, shape_there, (*slices, slice(None)), model, seed)
         return lengths_of(rows, dtype)
-    if name.endswith(".A_log"):
+    if (of_states := _of_states(name, model)) is not None:
+        draw, scale = of_states
         one = (global_shape[0], 1)
-        drawn = _matrix(name, one, [*spans, (0, 1)], 1.0, seed, torch.float32, _fast)
-        return drawn[:, 0].log().to(dtype)
+        return _matrix(name, one, [*spans, (0, 1)], scale, seed, dtype, draw)[:, 0]
     if len(global_shape) == 1 or name.endswith(".bias"):
         ones = name.endswith("norm.weight") and not model.apply_layernorm_1p
-        ones = ones or name.endswith((_GATED_NORM, ".dt_bias"))
+        ones = ones or name.endswith((_GATED_NORM, ".dt_bias", ".D"))
         value = 1.0 if ones else 0.0
         return torch.full(shape, value, dtype=dtype)
     if name.endswith(".conv1d.weight"):  # as PyTorch does
@@ -70,7 +76,8 @@ def init_slice(
         return _adapter(name, global_shape, spans, seed, dtype)
     std = model.init_method_std
     if name.endswith(_RESIDUAL_OUTPUTS):
-        std /= (2 * model.num_layers) ** 0.5
+        branches = 2 if model.hybrid_override_pattern is None else 1
+        std /= (branches * model.num_layers) ** 0.5
     sizes = global_shape[-2], global_shape[-1]
     if len(global_shape) == 2:
         return _matrix(name, sizes, spans, std, seed, dtype)
@@ -124,9 +131,27 @@ def _uniform(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     return torch.rand(rows, columns, generator=generator).mul_(2.0).sub_(1.0)
 
 
+def _of_states(name: str, model: ModelConfig) -> tuple[Draw, float] | None:
+    """How vectors of layers with states are drawn, and what they are multiplied by."""
+    if name.endswith(".A_log"):
+        return _fast, 1.0
+    if model.hybrid_override_pattern is not None and name.endswith(".dt_bias"):
+        return _steps, 1.0
+    if name.endswith(".conv1d.bias"):  # as PyTorch does
+        return _uniform, model.states.taps**-0.5
+    return None
+
+
 def _fast(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """Uniform in [1, _FASTEST)."""
-    return torch.rand(rows, columns, generator=generator).mul_(_FASTEST - 1.0).add_(1.0)
+    """The logarithm of numbers uniform in [1, _FASTEST)."""
+    return torch.rand(rows, columns, generator=generator).mul_(_FASTEST - 1.0).add_(1.0).log_()
+
+
+def _steps(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """What softplus makes steps of whose logarithms are uniform."""
+    least, most = map(log, _STEPS)
+    step = torch.rand(rows, columns, generator=generator).mul_(most - least).add_(least).exp_()
+    return step + (-torch.expm1(-step)).log_()
 
 
 def _normal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
@@ -140,7 +165,7 @@ def _matrix(
     scale: float,
     seed: int,
     dtype: torch.dtype,
-    draw: Callable[[int, int, torch.Generator], Tensor] = _normal,
+    draw: Draw = _normal,
 ) -> Tensor:
     """A slice of a matrix of shape `sizes` with drawn elements, times `scale`."""
     (first, last), (left, right) = spans

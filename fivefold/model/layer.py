@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fivefold.config.experts import ExpertsConfig
 from fivefold.config.model import ModelConfig
-from fivefold.description.layers import layer_kind
+from fivefold.description.kinds import layer_kind
 from fivefold.mesh.device import runs_triton
 from fivefold.model.attention.grouped_query import Attention, AttentionBlock
 from fivefold.model.attention.latent import LatentAttention
@@ -17,6 +17,8 @@ from fivefold.model.context import Context
 from fivefold.model.dropout import Dropout, HiddenDropout, LayerDropout
 from fivefold.model.layers import LayerBlock
 from fivefold.model.linear_attention.gated_delta_net import GatedDeltaNet
+from fivefold.model.linear_attention.mamba import Mamba
+from fivefold.model.linear_attention.state_layer import StateLayer
 from fivefold.model.lora import add_adapters
 from fivefold.model.mlp import MLP
 from fivefold.model.moe.layer import MoE
@@ -38,22 +40,29 @@ def plain_block(norm: Norm, module: LayerBlock, x_TH: Tensor, *rest: Any) -> Ten
     return made_TH
 
 
-def make_attention(model: ModelConfig, layer: int) -> AttentionBlock | GatedDeltaNet:
-    """The model's kind of attention for one layer."""
-    if layer_kind(model, layer).linear:
-        return GatedDeltaNet(model, layer)
+def make_attention(model: ModelConfig, layer: int) -> AttentionBlock | StateLayer | None:
+    """The model's kind of attention for one layer; None: it is an MLP alone."""
+    kind = layer_kind(model, layer)
+    if not kind.attends:
+        return None
+    if kind.linear:
+        return (GatedDeltaNet if kind.mixer is None else Mamba)(model, layer)
     return (LatentAttention if model.multi_latent_attention else Attention)(model, layer)
 
 
-def make_mlp(model: ModelConfig, layer: int, experts: ExpertsConfig) -> LayerBlock:
-    """The dense MLP or mixture of experts of one layer."""
-    if layer_kind(model, layer).experts:
+def make_mlp(model: ModelConfig, layer: int, experts: ExpertsConfig) -> MLP | MoE | None:
+    """The dense MLP or mixture of experts of one layer; None: it has neither."""
+    kind = layer_kind(model, layer)
+    if not kind.mlp:
+        return None
+    if kind.experts:
         return MoE(model, layer, experts)
     return MLP(model, model.ffn_size)
 
 
 class TransformerLayer(nn.Module):
-    """Attention and MLP, each after a norm, or before one, and added to the residual stream.
+    """Attention and MLP, each after a norm, or before one, and added to the residual stream; or one
+    of both alone.
 
     Attributes:
         block: seam around a norm and the module after it.
@@ -63,13 +72,14 @@ class TransformerLayer(nn.Module):
     def __init__(self, model: ModelConfig, layer: int, experts: ExpertsConfig) -> None:
         super().__init__()
         before, after = model.norms_before, model.norms_after
-        self.input_layernorm = make_norm(model) if before else nn.Identity()
+        kind = layer_kind(model, layer)
+        self.input_layernorm = make_norm(model) if before and kind.attends else nn.Identity()
         self.self_attn = make_attention(model, layer)
-        self.post_self_attn_layernorm = make_norm(model) if after else None
-        own = before and not model.parallel_residual_one_norm
+        self.post_self_attn_layernorm = make_norm(model) if after and kind.attends else None
+        own = before and kind.mlp and not model.parallel_residual_one_norm
         self.post_attention_layernorm = make_norm(model) if own else nn.Identity()
         self.mlp = make_mlp(model, layer, experts)
-        self.post_mlp_layernorm = make_norm(model) if after else None
+        self.post_mlp_layernorm = make_norm(model) if after and kind.mlp else None
         self.dropout, self.scale = model.hidden_dropout, model.residual_multiplier
         self.side_by_side = model.parallel_residual
         self.one_norm = model.parallel_residual_one_norm
@@ -84,6 +94,11 @@ class TransformerLayer(nn.Module):
         so that whatever is put around a norm and its module holds for each by itself."""
         return self.input_layernorm if self.one_norm else self.post_attention_layernorm
 
+    @property
+    def mixers(self) -> list[LayerBlock]:
+        """Its attention and its MLP, or the one that it has."""
+        return [each for each in (self.self_attn, self.mlp) if each is not None]
+
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]."""
         if context.dropout is not None:
@@ -92,19 +107,25 @@ class TransformerLayer(nn.Module):
 
     def run(self, x_TH: Tensor, context: Context) -> Tensor:
         """`forward` without what differs between layers by name; compiled once for all of them."""
+        if self.self_attn is None:
+            return self._fed(x_TH, x_TH, context)
         drop = context.layer
         attended_TH = self.block(self.input_layernorm, self.self_attn, x_TH, context)
         attended_TH = _normed(self.post_self_attn_layernorm, attended_TH)
         norm = self._joined_norm(x_TH)
-        if norm is not None:
+        if norm is not None and self.mlp is not None:
             sum_TH, normed_TH = norm.of_sum(attended_TH, x_TH, self.scale)
-            made_TH = self.mlp(normed_TH, context)
-        else:
-            sum_TH = self._added(x_TH, attended_TH, drop.attended)
-            read_TH = x_TH if self.side_by_side else sum_TH
-            made_TH = self.block(self.norm_before_mlp, self.mlp, read_TH, context)
-        made_TH = _normed(self.post_mlp_layernorm, made_TH)
-        return self._added(sum_TH, made_TH, drop.made)
+            made_TH = _normed(self.post_mlp_layernorm, self.mlp(normed_TH, context))
+            return self._added(sum_TH, made_TH, drop.made)
+        sum_TH = self._added(x_TH, attended_TH, drop.attended)
+        return self._fed(x_TH if self.side_by_side else sum_TH, sum_TH, context)
+
+    def _fed(self, read_TH: Tensor, sum_TH: Tensor, context: Context) -> Tensor:
+        """The residual stream after the MLP, if there is one, which reads `read_TH`."""
+        if self.mlp is None:
+            return sum_TH
+        made_TH = self.block(self.norm_before_mlp, self.mlp, read_TH, context)
+        return self._added(sum_TH, _normed(self.post_mlp_layernorm, made_TH), context.layer.made)
 
     def _added(self, sum_TH: Tensor, x_TH: Tensor, drop: HiddenDropout | None) -> Tensor:
         if drop is None or not self.dropout:
@@ -121,7 +142,7 @@ class TransformerLayer(nn.Module):
         return norm if joined and isinstance(norm, RMSNorm) else None
 
     def _dropout(self, dropout: Dropout) -> LayerDropout:
-        heads = self.self_attn.head_dropout(dropout)
+        heads = None if self.self_attn is None else self.self_attn.head_dropout(dropout)
         adapters = dropout.of_adapters(self.site, self.adapted, self.lora_dropout)
         if not self.dropout:
             return LayerDropout(heads=heads, adapters=adapters)

@@ -108,7 +108,7 @@ def check_schedule(config: Config, parallel: ParallelConfig, mistakes: Mistakes)
         )
     for name, value in (
         ("multi_latent_attention", config.model.multi_latent_attention),
-        ("experimental_attention_variant", config.model.has_linear_layers),
+        ("layers that keep a state", config.model.has_linear_layers),
         ("mtp_num_layers", config.model.mtp_num_layers > 0),
         ("recompute_granularity full", config.memory.recompute_granularity == "full"),
     ):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from fivefold.check import check
 from fivefold.counts.state import stages_held
-from fivefold.description.layers import layer_kind
+from fivefold.description.kinds import layer_kind
 from fivefold.layout import Layout
 from fivefold.mesh.grid import EXPERT_AXES
 from fivefold.rehearse.shortest import enough_to_hold_all

@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta, UnsetType
 from fivefold.audit.record import RankRecord, read_records
 from fivefold.audit.report import AuditReport, Outlook, audit
 from fivefold.check import check
-from fivefold.description.layers import layer_kind
+from fivefold.description.kinds import layer_kind
 from fivefold.files import read_json_lines
 from fivefold.layout import Layout
 from fivefold.predict.cluster_file import load_cluster

@@ -21,12 +21,8 @@ from numpy.typing import NDArray
 
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
-from fivefold.description.layers import (
-    LayerKind,
-    describe,
-    layer_kind,
-    layer_kinds,
-)
+from fivefold.description.kinds import LayerKind, layer_kind, layer_kinds
+from fivefold.description.layers import describe
 from fivefold.description.shape import StageParts
 from fivefold.description.weights import Weight, embedding_weights, head_weights
 from fivefold.layout import Layout
@@ -38,10 +34,11 @@ from fivefold.search.space import Space
 
 Values = NDArray[np.float64]
 
-DENSE, EXPERTS, LINEAR, LINEAR_EXPERTS, PREDICTION, EMBEDDING, HEAD = range(7)
-"""Kinds of modules in a pipeline stage: a dense layer, a layer with experts, the same with linear
-attention, a multi-token prediction layer, the embedding, the head."""
-LAYERS = (DENSE, EXPERTS, LINEAR, LINEAR_EXPERTS)
+LAYERS = range(4)
+PREDICTION, EMBEDDING, HEAD = range(4, 7)
+"""Kinds of modules in a pipeline stage: the kinds of layers that the model has, in the order in
+which they come, of which there are four at most; a multi-token prediction layer, the embedding, the
+head."""
 KINDS = 7
 
 
@@ -67,17 +64,15 @@ def stage_kinds(counts: NDArray[np.int64]) -> tuple[list[list[int]], list[int]]:
 @lru_cache(maxsize=16)
 def _layer_places(model: ModelConfig) -> tuple[int, ...]:
     """The kind of module that each layer is."""
-    return tuple(_place(layer_kind(model, layer)) for layer in range(model.num_layers))
-
-
-def _place(kind: LayerKind) -> int:
-    return PREDICTION if kind.predicts else LAYERS[kind.experts + 2 * kind.linear]
+    places = {kind: place for place, kind in sample_layers(model).items()}
+    return tuple(places[layer_kind(model, layer)] for layer in range(model.num_layers))
 
 
 @lru_cache(maxsize=16)
 def sample_layers(model: ModelConfig) -> Mapping[int, LayerKind]:
     """One kind of layer of the model for each kind of module: those of LAYERS, and PREDICTION."""
-    return MappingProxyType({_place(kind): kind for kind in layer_kinds(model)})
+    kinds = enumerate(layer_kinds(model))
+    return MappingProxyType({PREDICTION if kind.predicts else n: kind for n, kind in kinds})
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from functools import partial
 import numpy as np
 
 from fivefold.counts.policy import engine_policy
-from fivefold.description.layers import layer_kind
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.data_parallel.muon import least_orthogonalising
 from fivefold.predict.data_parallel.update import offload_seconds, summing_seconds, update_seconds
@@ -14,15 +13,14 @@ from fivefold.predict.data_parallel.zeropp import least_bytes
 from fivefold.predict.times.communication import all_reduce, gather, reduce_scatter
 from fivefold.search.bound_tables import (
     EMBEDDING,
-    EXPERTS,
     FOR_TIME,
     KINDS,
-    LINEAR_EXPERTS,
     PREDICTION,
     Cells,
     Ranks,
     Values,
     parameter_cells,
+    sample_layers,
 )
 from fivefold.search.collectives import Collective, affine, no_bound
 from fivefold.search.space import Space
@@ -48,7 +46,7 @@ class DataParallelBound:
         self.copy, narrow = least_bytes(space.config)
         self.scattered = narrow or self.wire
         model, ones = space.config.model, np.ones_like(self.expert)
-        self.further_experts = layer_kind(model, model.num_layers).experts
+        self.mixtures = [n for n, kind in sample_layers(model).items() if kind.experts]
         # With hpZ all gathers but one are in a node; that of experts may hold all their shards.
         node = parallel.zero_hpz_partition_size
         near = (self.shard, self.expert) if node == 1 else (np.minimum(self.shard, node), ones)
@@ -73,7 +71,7 @@ class DataParallelBound:
 
     def reduced(self, held: Values) -> Values:
         """Seconds to reduce the gradients of modules, [N, K] of each layout."""
-        layers, with_experts = _messages(held, self.further_experts)
+        layers, with_experts = _messages(held, self.mixtures)
         empty, slope = self.replica_reduce
         between = layers * empty
         between += self.trained.weighted(held) / self.shard * self.wire * slope
@@ -94,7 +92,7 @@ class DataParallelBound:
         most: float = np.inf,
     ) -> Values:
         """Seconds of moves of dense parameters and of experts, in at most so many messages each."""
-        counts = _messages(held, self.further_experts)
+        counts = _messages(held, self.mixtures)
         parts = of.weighted(held), of.weighted(held, KINDS)
         total = np.zeros(len(self.space))
         for count, parameters, (empty, slope) in zip(counts, parts, moves, strict=True):
@@ -143,11 +141,8 @@ class DataParallelBound:
         return found
 
 
-def _messages(held: Values, further_experts: bool) -> tuple[Values, Values]:
-    """Transfers of modules: of dense parameters, one a layer and one of both ends, and of experts.
-
-    `further_experts`: whether the layers of further predictions have experts.
-    """
+def _messages(held: Values, mixtures: list[int]) -> tuple[Values, Values]:
+    """Transfers of modules: of dense parameters, one a layer and one of both ends, and of experts,
+    which these kinds of layers have."""
     layers = held[:, :PREDICTION].sum(axis=1) + held[:, PREDICTION:].max(axis=1)
-    mixtures = held[:, EXPERTS] + held[:, LINEAR_EXPERTS]
-    return layers, mixtures + held[:, PREDICTION] * further_experts
+    return layers, held[:, mixtures].sum(axis=1)

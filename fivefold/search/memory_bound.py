@@ -15,7 +15,8 @@ from fivefold.description.activations import (
     saved_activations,
     total,
 )
-from fivefold.description.layers import describe, layer_kinds
+from fivefold.description.kinds import layer_kinds
+from fivefold.description.layers import describe
 from fivefold.description.running import Running
 from fivefold.pipeline.schedules.registry import Shape
 from fivefold.predict.memory.sizes import deferred_bytes

@@ -16,7 +16,7 @@ from fivefold.config.data import IGNORED
 from fivefold.context.install import shards_of
 from fivefold.data.packing import Microbatch
 from fivefold.model.attention.blockwise import Keys, Queries
-from fivefold.model.attention.grouped_query import Scope, attention
+from fivefold.model.attention.grouped_query import AttentionBlock, Scope, attention
 from fivefold.model.batch import Batch, taken
 from fivefold.model.dropout import HeadDropout
 from fivefold.model.shards import MicrobatchShare, Shards
@@ -41,7 +41,8 @@ def losses_by_mistake(
         _loss(model, [_miscounted(config, batch) for batch in batches]),
     )
     kinds = config.parallel.cp_comm_type
-    layers = [layer.self_attn for layer in model.transformer_layers]
+    every = [layer.self_attn for layer in model.transformer_layers]
+    layers = [module for module in every if isinstance(module, AttentionBlock)]
     for text, mistakes in _MISTAKES.items():
         wrong = [module for module in layers if kinds[module.layer % len(kinds)] in mistakes]
         if not wrong:

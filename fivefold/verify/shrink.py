@@ -7,7 +7,11 @@ from typing import Any
 
 from fivefold.check import check
 from fivefold.config.config import Config
-from fivefold.config.layer_pattern import layer_frequency, unrotated_frequency, window_frequency
+from fivefold.config.layer_pattern import (
+    layer_frequency,
+    unrotated_frequency,
+    window_frequency,
+)
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.config.rules.dependence import without_orphans
@@ -20,6 +24,7 @@ from fivefold.pipeline.ir import v_placement
 from fivefold.pipeline.split.stages import StageSpec, layout_string
 from fivefold.units import human_count, several
 from fivefold.verify.last_bits import refuse_last_bits
+from fivefold.verify.mixers import few_mixers, kind_of, small_states
 
 LARGEST_MODEL = 2_000_000  # parameters: a few steps in fp64 take seconds
 LARGEST_BATCH = 8_192  # tokens of a global batch
@@ -163,11 +168,12 @@ def _shallower(layout: Layout, config: Config) -> Config:
     model, stages = config.model, layout.split.stages
     counts = [len(stage.layers) for stage in stages]
     if len(counts) == 1:
-        few = max(2, len(set(config.parallel.cp_comm_type)))
+        mixers = {*map(model.mixer_of, stages[0].layers)}
+        few = max(2, len(set(config.parallel.cp_comm_type)), len(mixers))
         taken = _taken(model, stages[0].layers, few)
         return _with_layers(_recomputing_fewer(config, counts, [len(taken)]), taken)
     fewest = min(count for count in counts if count)
-    kinds = max(len(set(map(model.is_moe, stage.layers))) for stage in stages)
+    kinds = max(len({kind_of(model, layer) for layer in stage.layers}) for stage in stages)
     least = min(fewest, max(kinds, 1 + _recomputes_some(config.memory, counts)))
     kept: list[StageSpec] = []
     taken = []
@@ -210,8 +216,9 @@ def _fewer_recomputed(number: int, count: int, left: int) -> int:
 
 
 def _taken(model: ModelConfig, layers: Sequence[int], count: int) -> list[int]:
-    """At most `count` of these layers, with and without experts if there are both."""
-    firsts = {model.is_moe(layer): layer for layer in reversed(layers)}
+    """At most `count` of these layers, with and without experts if there are both, and of each
+    mixer if layers have one."""
+    firsts = {kind_of(model, layer): layer for layer in reversed(layers)}
     others = [layer for layer in layers if layer not in firsts.values()]
     return sorted([*firsts.values(), *others][:count])
 
@@ -221,7 +228,9 @@ def _with_layers(config: Config, layers: Sequence[int]) -> Config:
     model, kinds = config.model, tuple(dict.fromkeys(config.parallel.cp_comm_type))
     if len(kinds) > 1:
         kinds = tuple(kinds[place % len(kinds)] for place in range(len(layers)))
-    if model.num_experts is not None:
+    if model.hybrid_override_pattern is not None:
+        config = config.with_values(hybrid_override_pattern=few_mixers(model, layers))
+    elif model.num_experts is not None:
         config = config.with_values(moe_layer_freq=layer_frequency([*map(model.is_moe, layers)]))
     if model.window_attn_skip_freq is not None:
         has = _some_of([model.window_of(n) is not None for n in range(model.num_layers)], layers)
@@ -257,6 +266,8 @@ def _narrower(layout: Layout, config: Config) -> Config:
     padding = min(model.padded_vocab_size - model.vocab_size, 7)
     if model.num_experts is not None:
         config = config.with_values(**_fewer_experts(layout, config, hidden))
+    if model.hybrid_override_pattern is not None:
+        config = config.with_values(**small_states(config))
     return config.with_values(
         hidden_size=hidden,
         num_attention_heads=heads,

@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -146,6 +146,8 @@ def _is_table(name: str) -> bool:
 
 def renamed(config: ModelConfig, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Their parameters, or gradients of them, under our names and in our order of features."""
+    if model.config.model_type == "nemotron_h":
+        return _one_mixer_each(config, tensors)
     gpt2 = model.config.model_type == "gpt2"
     second = model.config.model_type == "deepseek_v2"  # which does not read the field
     interleaved = second or getattr(model.config, "rope_interleave", True)
@@ -195,6 +197,39 @@ def renamed(config: ModelConfig, model: nn.Module, tensors: dict[str, Tensor]) -
     return found
 
 
+def _one_mixer_each(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those of Nemotron-H: what is part by part there, group by group here."""
+    sizes, found = config.states, dict[str, Tensor]()
+    shared = [sizes.groups * sizes.key] * 2
+
+    def by_group(parts: Sequence[Tensor]) -> Tensor:
+        each = [part.unflatten(0, (sizes.groups, -1)) for part in parts]
+        return torch.cat(each, dim=1).flatten(0, 1)
+
+    for name, value in tensors.items():
+        for theirs, ours in _OF_ENDS.items():
+            name = name.replace(theirs, ours)
+        if not name.startswith("layers."):
+            found[name] = value
+            continue
+        _, layer, part = name.split(".", 2)
+        of_mlp = config.mixer_of(int(layer)) in ("-", "E")
+        norm = "post_attention_layernorm" if of_mlp else "input_layernorm"
+        part = f"{norm}.weight" if part == "norm.weight" else part
+        part = part.replace("mixer.", "mlp." if of_mlp else "self_attn.")
+        part = part.replace("mlp.gate.", "mlp.router.")
+        where = f"layers.{layer}.{part}" + ".weight" * (".experts." in part)
+        if "in_proj" in part:
+            z, *mixed, step = value.split([sizes.size, sizes.size, *shared, sizes.heads])
+            found[where.replace("in_proj", "in_proj_xbcz")] = by_group([*mixed, z])
+            found[where.replace("in_proj", "in_proj_dt")] = step
+        elif "conv1d" in part:
+            found[where] = by_group(value.split([sizes.size, *shared]))
+        else:
+            found[where] = value
+    return found
+
+
 def _linear_attention(config: ModelConfig, name: str, value: Tensor) -> dict[str, Tensor]:
     """Rows of queries, keys and values one after the other as each key head's; of projections that
     are joined, [key heads, rows of each, H]."""
@@ -203,7 +238,7 @@ def _linear_attention(config: ModelConfig, name: str, value: Tensor) -> dict[str
         joined = any(name.endswith(f"in_proj_{part}.weight") for part in "zba")
         return {name: value.unflatten(0, (heads, -1)) if joined else value}
     keys = heads * config.linear_key_head_dim
-    parts = value.split([keys, keys, config.linear_value_size])
+    parts = value.split([keys, keys, config.states.size])
     by_head = torch.cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1)
     return {name: by_head.flatten(0, 1) if "conv1d" in name else by_head}
 
@@ -279,6 +314,11 @@ _NAMES = {
     "key_layernorm.": "k_norm.",
     "dense_h_to_4h.": "up_proj.",
     "dense_4h_to_h.": "down_proj.",
+}
+_OF_ENDS = {
+    "model.": "",
+    "embeddings.": "embed_tokens.",
+    "norm_f.": "norm.",
 }
 _JOINED = {
     "in_proj_qkvz.": ("in_proj_qkv.", "in_proj_z."),

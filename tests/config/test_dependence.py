@@ -112,6 +112,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "window_attn_skip_freq": ("2",),
     "no_rope_freq": ("2",),
     "linear_attention_freq": ("2",),
+    "hybrid_override_pattern": ("M-*M",),
+    "mamba_num_heads": (4,),
     "attention_chunk_size": (8,),
     "rotary_base_local": (100.0,),
     "softmax_scale": (0.3,),

@@ -92,6 +92,19 @@ _LINEAR = {
     "linear_num_value_heads": 4,
     "shared_expert_intermediate_size": 20,
 }
+_MAMBA = {
+    "head_dim": 12,
+    "num_key_value_heads": 2,
+    "ssm_state_size": 10,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 20,
+}
 _FACTORS = {"short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.5, 2, 4.0, 6.5]}
 TINY: Mapping[str, dict[str, Any]] = {
     "llama": _SIZES,
@@ -169,6 +182,9 @@ TINY: Mapping[str, dict[str, Any]] = {
     | _EXPERTS
     | _LINEAR
     | {"num_experts": 4, "moe_intermediate_size": 24},
+    "nemotron_h": {n: v for n, v in _SIZES.items() if n != "num_hidden_layers"}
+    | _MAMBA
+    | {"hybrid_override_pattern": "M-EM*"},
     "gpt_oss": _SIZES | _EXPERTS | {"num_local_experts": 4, "head_dim": 8},
     "glm": _SIZES | {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None},
     "glm4": _SIZES | {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None},
@@ -708,6 +724,15 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_next, no linear attention": ("qwen3_next", {"layer_types": _BIASED[:1] * 2}),
+    "nemotron_h, by names, groups of experts": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["moe", "linear_attention", "full_attention"],
+            "n_group": 2,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "nemotron_h, no experts": ("nemotron_h", {"hybrid_override_pattern": "MM*-", "n_groups": 1}),
     "qwen3_5_text, tied, one key head": (
         "qwen3_5_text",
         {

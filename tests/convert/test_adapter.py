@@ -104,8 +104,8 @@ def test_peft_has_our_logits(kind: str, tmp_path: Path) -> None:
     kinds = {"use_rslora": kind in FAMILIES[::3], "use_dora": kind in FAMILIES[1::2]}
     model, stage = _adapted(tmp_path / "base", **kinds, lora_target_modules=targets)
     run = _saved(model, stage, tmp_path / "base", tmp_path / "run")
-    if kind in JOINT:
-        with pytest.raises(CheckpointError, match="one linear layer"):
+    if kind in (*JOINT, "nemotron_h"):
+        with pytest.raises(CheckpointError, match=r"one linear layer|layers with Mamba-2"):
             to_hub(run, tmp_path / "adapter", adapter=True)
         return
     to_hub(run, tmp_path / "adapter", adapter=True)

@@ -141,6 +141,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
         "qwen3_5_text",
         {"tp": 2, "data_parallel_sharding_strategy": "optim_grads_params"},
     ),
+    "one mixer each": (4, "nemotron_h", {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}),
     "transposed, tied over stages": (4, "gpt2", {"tp": 2, "pp": 2}),
 }
 SHORT = {

@@ -150,8 +150,22 @@ DELTA = replace(
     linear_num_key_heads=2,
     linear_num_value_heads=6,
 )
+HYBRID = replace(
+    LLAMA,
+    hybrid_override_pattern="M*-",
+    use_rope_scaling=False,
+    position_embedding_type="none",
+    rotary_base=10000.0,
+    activation_func="squared_relu",
+    gated_linear_unit=False,
+    mamba_state_dim=6,
+    mamba_head_dim=5,
+    mamba_num_groups=2,
+    mamba_num_heads=6,
+)
 FAMILIES = {
     "delta": DELTA,
+    "hybrid": HYBRID,
     "command": COMMAND,
     "sinks": SINKS,
     "chunked": CHUNKED,

@@ -28,14 +28,19 @@ def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Ten
             seen = replace(seen, rotary_base=local, use_rope_scaling=False, rope_type="rope")
             seen = replace(seen, rotary_seq_len_interpolation_factor=None)
         normed = _norm(model, own, "input_layernorm", x)
-        if model.is_linear(layer):
-            attended = _delta_net(model, own, normed)
+        mixer = model.mixer_of(layer)
+        if mixer in ("-", "E"):
+            attended = torch.zeros_like(x)
+        elif model.is_linear(layer):
+            attended = (_mamba if mixer == "M" else _delta_net)(model, own, normed)
         else:
             attended = _attention(seen, own, normed, window)
         attended = _norm(model, own, "post_self_attn_layernorm", attended)
         y = x + attended * model.residual_multiplier
         read = x if model.parallel_residual else y
-        made = _mlp(model, own, _norm(model, own, "post_attention_layernorm", read))
+        made = torch.zeros_like(x)
+        if mixer in (None, "-"):
+            made = _mlp(model, own, _norm(model, own, "post_attention_layernorm", read))
         x = y + _norm(model, own, "post_mlp_layernorm", made) * model.residual_multiplier
     x = _norm(model, weights, "norm", x)
     head = weights.get("lm_head.weight", weights["embed_tokens.weight"])
@@ -143,6 +148,40 @@ def _delta_net(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:
             gate = projected[:, head, mixed + value * V : mixed + (value + 1) * V]
             normed = _norm(plain, own, "self_attn.norm", torch.stack(read))
             outputs.append(normed * _silu(gate))
+    return _linear(own, "self_attn.out_proj", torch.cat(outputs, dim=1))
+
+
+def _mamba(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Mamba-2, token by token."""
+    K, V, groups = model.mamba_state_dim, model.mamba_head_dim, model.mamba_num_groups
+    heads = model.mamba_num_heads or 2 * model.hidden_size // V
+    shared = heads // groups
+    mixed, outputs = shared * V + 2 * K, []
+    projected = _linear(own, "self_attn.in_proj_xbcz", x).unflatten(1, (groups, -1))
+    steps = _linear(own, "self_attn.in_proj_dt", x)
+    taps = own["self_attn.conv1d.weight"][:, 0].unflatten(0, (groups, mixed))
+    bias = own["self_attn.conv1d.bias"].unflatten(0, (groups, mixed))
+    for group in range(groups):
+        rows = []
+        for s in range(len(x)):
+            reach = range(min(4, s + 1))
+            terms = [projected[s - j, group, :mixed] * taps[group, :, -1 - j] for j in reach]
+            rows.append(_silu(torch.stack(terms).sum(0) + bias[group]))
+        values, b, c = torch.stack(rows).split([shared * V, K, K], dim=1)
+        read = torch.zeros_like(values)
+        for value in range(shared):
+            head, of_head = group * shared + value, slice(value * V, (value + 1) * V)
+            state = x.new_zeros(K, V)
+            for s in range(len(x)):
+                step = (1 + (steps[s, head] + own["self_attn.dt_bias"][head]).exp()).log()
+                state = state * (-own["self_attn.A_log"][head].exp() * step).exp()
+                state = state + b[s][:, None] * values[s, of_head] * step
+                skipped = own["self_attn.D"][head] * values[s, of_head]
+                read[s, of_head] = c[s] @ state + skipped
+        gated = read * _silu(projected[:, group, mixed:])
+        plain = replace(model, apply_layernorm_1p=False)
+        scale = own["self_attn.norm.weight"].unflatten(0, (groups, -1))[group]
+        outputs.append(_norm(plain, {"norm.weight": scale}, "norm", gated))
     return _linear(own, "self_attn.out_proj", torch.cat(outputs, dim=1))
 
 

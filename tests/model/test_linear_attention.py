@@ -1,8 +1,8 @@
-"""Linear attention against a state that takes token by token, document by document."""
+"""Layers with states against a state that takes token by token, document by document."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,48 +16,54 @@ from fivefold.config.model import ModelConfig
 from fivefold.description.linear_attention import CHUNK
 from fivefold.description.shape import parameter_shapes
 from fivefold.model.linear_attention.chunks import DocumentChunks
-from fivefold.model.linear_attention.delta_rule import (
-    Parameters,
-    StateSizes,
-    attend,
-    convolved,
-    unit,
-)
+from fivefold.model.linear_attention.delta_rule import DELTA_RULE, unit
+from fivefold.model.linear_attention.recurrence import StateGroup, StateRule, attend, convolved
+from fivefold.model.linear_attention.state_space import STATE_SPACE
 from fivefold.model.transformer import Stage
 from tests.model.models import batch_of
+from tests.model.wide import Wide
 
-SIZES, HEADS, TAPS = StateSizes(key=5, value=4, shared=2), 2, 3
+GROUP, GROUPS, TAPS = StateGroup(key=5, value=4, shared=2), 2, 3
+Inputs = Sequence[Tensor]
 
 
-def _inputs(tokens: int) -> list[Tensor]:
-    """Queries, keys and values; rates; parameters."""
+def _delta_inputs(tokens: int) -> list[Tensor]:
+    """Queries, keys and values; rates and decays; taps, decays and their bias."""
+    return _drawn(tokens, 2, (GROUPS * GROUP.mixed, TAPS), *[(GROUPS * GROUP.shared,)] * 2)
+
+
+def _space_inputs(tokens: int) -> list[Tensor]:
+    """x, B and C; steps; taps and their bias; decays, the bias of steps, and D."""
+    features = GROUPS * GROUP.mixed
+    return _drawn(tokens, 1, (features, TAPS), (features,), *[(GROUPS * GROUP.shared,)] * 3)
+
+
+def _drawn(tokens: int, rates: int, *parameters: tuple[int, ...]) -> list[Tensor]:
     made = torch.Generator().manual_seed(tokens)
-    states = HEADS * SIZES.shared
-    shapes: list[tuple[int, ...]] = [(1, tokens, HEADS, SIZES.mixed)]
-    shapes += [(1, tokens, HEADS, 2 * SIZES.shared), (HEADS * SIZES.mixed, TAPS)]
-    shapes += [(states,), (states,)]
+    shapes: list[tuple[int, ...]] = [(1, tokens, GROUPS, GROUP.mixed)]
+    shapes += [(1, tokens, GROUPS, rates * GROUP.shared), *parameters]
     drawn = [torch.randn(shape, generator=made, dtype=torch.float64) for shape in shapes]
     return [x.requires_grad_() for x in drawn]
 
 
-def _read(inputs: Sequence[Tensor], starts: Sequence[int]) -> Tensor:
+def _read(rule: StateRule, inputs: Inputs, starts: Sequence[int]) -> Tensor:
     mixed, rates, *parameters = inputs
     chunks = DocumentChunks.of(starts, mixed.device)
-    return attend(mixed, rates, Parameters(*parameters), SIZES, chunks)
+    return attend(rule, mixed, rates, parameters, GROUP, chunks)
 
 
-def _token_by_token(inputs: Sequence[Tensor]) -> Tensor:
+def _delta_by_token(inputs: Inputs) -> Tensor:
     """Of one document."""
     mixed, rates, taps, decay, bias = inputs
     length = mixed.shape[1]
     made = convolved(mixed[0].flatten(1), taps, torch.arange(length))
-    made = nn.functional.silu(made).unflatten(1, (HEADS, -1))
-    q, k, v = made.split([SIZES.key, SIZES.key, SIZES.shared * SIZES.value], dim=-1)
-    q, k, v = unit(q) * SIZES.key**-0.5, unit(k), v.unflatten(2, (SIZES.shared, -1))
+    made = nn.functional.silu(made).unflatten(1, (GROUPS, -1))
+    q, k, v = made.split([GROUP.key, GROUP.key, GROUP.shared * GROUP.value], dim=-1)
+    q, k, v = unit(q) * GROUP.key**-0.5, unit(k), v.unflatten(2, (GROUP.shared, -1))
     rate, slow = rates[0].chunk(2, dim=-1)
-    speed = decay.exp() * nn.functional.softplus(slow + bias.view(HEADS, -1)).flatten(1)
+    speed = decay.exp() * nn.functional.softplus(slow + bias.view(GROUPS, -1)).flatten(1)
     kept = (-speed).exp().view(slow.shape)
-    state, outs = torch.zeros(HEADS, SIZES.shared, SIZES.key, SIZES.value, dtype=q.dtype), []
+    state, outs = torch.zeros(GROUPS, GROUP.shared, GROUP.key, GROUP.value, dtype=q.dtype), []
     for t in range(length):
         state = state * kept[t, ..., None, None]
         wrong = v[t] - torch.einsum("gk,grkv->grv", k[t], state)
@@ -65,6 +71,40 @@ def _token_by_token(inputs: Sequence[Tensor]) -> Tensor:
         state = state + torch.einsum("gk,grv->grkv", k[t], written)
         outs.append(torch.einsum("gk,grkv->grv", q[t], state).flatten(1))
     return torch.stack(outs)[None]
+
+
+def _space_by_token(inputs: Inputs) -> Tensor:
+    """Of one document."""
+    mixed, rates, taps, tap_bias, decay, bias, skip = inputs
+    length = mixed.shape[1]
+    made = convolved(mixed[0].flatten(1), taps, torch.arange(length)) + tap_bias
+    made = nn.functional.silu(made).unflatten(1, (GROUPS, -1))
+    x, b, c = made.split([GROUP.shared * GROUP.value, GROUP.key, GROUP.key], dim=-1)
+    x = x.unflatten(2, (GROUP.shared, -1))
+    step = nn.functional.softplus(rates[0] + bias.view(GROUPS, -1))
+    kept = (-decay.exp().view(GROUPS, -1) * step).exp()
+    state, outs = torch.zeros(GROUPS, GROUP.shared, GROUP.key, GROUP.value, dtype=x.dtype), []
+    for t in range(length):
+        state = state * kept[t, ..., None, None]
+        state = state + torch.einsum("gk,grv->grkv", b[t], x[t] * step[t, ..., None])
+        read = torch.einsum("gk,grkv->grv", c[t], state)
+        outs.append((read + skip.view(GROUPS, -1, 1) * x[t]).flatten(1))
+    return torch.stack(outs)[None]
+
+
+class Case(NamedTuple):
+    """A rule of states, what it is told, and the same rule token by token."""
+
+    rule: StateRule
+    inputs: Callable[[int], list[Tensor]]
+    by_token: Callable[[Inputs], Tensor]
+
+
+RULES = [
+    Case(DELTA_RULE, _delta_inputs, _delta_by_token),
+    Case(STATE_SPACE, _space_inputs, _space_by_token),
+]
+of_each_rule = pytest.mark.parametrize("case", RULES, ids=["delta", "space"])
 
 
 def _assert_same(inputs: Sequence[Tensor], made: Tensor, expected: Tensor) -> None:
@@ -75,22 +115,25 @@ def _assert_same(inputs: Sequence[Tensor], made: Tensor, expected: Tensor) -> No
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
+@of_each_rule
 @pytest.mark.parametrize("length", [1, 2, CHUNK, CHUNK + 1, 3 * CHUNK - 1])
-def test_chunks_give_what_a_state_gives_token_by_token(length: int) -> None:
-    inputs = _inputs(length)
-    _assert_same(inputs, _read(inputs, (0, length)), _token_by_token(inputs))
+def test_chunks_give_what_a_state_gives_token_by_token(case: Case, length: int) -> None:
+    inputs = case.inputs(length)
+    _assert_same(inputs, _read(case.rule, inputs, (0, length)), case.by_token(inputs))
 
 
+@of_each_rule
 @settings(max_examples=12, deadline=None)
 @given(lengths=st.lists(st.sampled_from([1, 2, 5, 63, 64, 65, 130]), min_size=1, max_size=6))
-def test_packed_documents_are_those_alone(lengths: list[int]) -> None:
+def test_packed_documents_are_those_alone(case: Case, lengths: list[int]) -> None:
     starts = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
-    inputs = _inputs(starts[-1])
+    inputs = case.inputs(starts[-1])
     mixed, rates, *parameters = inputs
     alone = [
-        _read([mixed[:, a:b], rates[:, a:b], *parameters], (0, b - a)) for a, b in pairwise(starts)
+        _read(case.rule, [mixed[:, a:b], rates[:, a:b], *parameters], (0, b - a))
+        for a, b in pairwise(starts)
     ]
-    _assert_same(inputs, _read(inputs, starts), torch.cat(alone, dim=1))
+    _assert_same(inputs, _read(case.rule, inputs, starts), torch.cat(alone, dim=1))
 
 
 def _pair(monkeypatch: pytest.MonkeyPatch) -> tuple[Stage, nn.Module]:
@@ -106,7 +149,7 @@ def _pair(monkeypatch: pytest.MonkeyPatch) -> tuple[Stage, nn.Module]:
         },
     )
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    monkeypatch.setattr(theirs, "torch", _Wide())
+    monkeypatch.setattr(theirs, "torch", Wide())
     model = ModelConfig(
         **{"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2},
         **{"kv_channels": 8, "ffn_hidden_size": 40, "vocab_size": 96, "rotary_base": 500.0},
@@ -127,13 +170,6 @@ def _pair(monkeypatch: pytest.MonkeyPatch) -> tuple[Stage, nn.Module]:
     return stage, other
 
 
-class _Wide:
-    """PyTorch with fp64 for fp32, in which transformers computes whatever it is given."""
-
-    def __getattr__(self, name: str) -> Any:
-        return torch.float64 if name in ("float32", "float") else getattr(torch, name)
-
-
 def _their_name(model: ModelConfig, name: str) -> str:
     if name.startswith("layers.") and model.is_linear(int(name.split(".")[1])):
         name = name.replace(".self_attn.", ".linear_attn.")
@@ -145,7 +181,7 @@ def _ordered(model: ModelConfig, name: str, x: Tensor) -> Tensor:
     if not name.endswith("conv1d.weight"):
         return x
     keys = model.linear_num_key_heads * model.linear_key_head_dim
-    parts = x[:, 0].split([keys, keys, model.linear_value_size])
+    parts = x[:, 0].split([keys, keys, model.states.size])
     by_head = [part.unflatten(0, (model.linear_num_key_heads, -1)) for part in parts]
     return torch.cat(by_head, 1).flatten(0, 1)[:, None]
 

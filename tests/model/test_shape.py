@@ -10,6 +10,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
 from fivefold.config.reach import Reach
 from fivefold.description.linear_attention import DeltaRule
+from fivefold.description.mamba import StateSpace
 from fivefold.description.shape import (
     ModelParts,
     count_parameters,
@@ -21,7 +22,7 @@ from fivefold.description.shape import (
 )
 from fivefold.model.attention.blocks import Sight
 from fivefold.model.attention.grouped_query import AttentionBlock
-from fivefold.model.linear_attention.gated_delta_net import GatedDeltaNet
+from fivefold.model.linear_attention.state_layer import StateLayer
 from fivefold.model.transformer import Stage
 from tests.model.models import FAMILIES, GPT, LLAMA, batch_of
 from tests.model.plain_attention import plain_attention
@@ -88,6 +89,8 @@ def test_flops_are_those_that_pytorch_counts(model: ModelConfig) -> None:
     for parameter in stage.parameters():
         torch.nn.init.normal_(parameter)
     for layer in stage.layers.values():
+        if layer.self_attn is None:
+            continue
         softmax = isinstance(layer.self_attn, AttentionBlock)
         # Two matrix products, which the counter sees; or none.
         layer.self_attn.kernel = plain_attention if softmax else _without_states
@@ -98,7 +101,8 @@ def test_flops_are_those_that_pytorch_counts(model: ModelConfig) -> None:
         loss.backward()
     tokens = batch.tokens.numel()
     linear = sum(map(model.is_linear, range(model.num_layers)))
-    states = linear * DeltaRule("", model=model).flops
+    rule = DeltaRule if model.hybrid_override_pattern is None else StateSpace
+    states = linear * rule("", model=model).flops
     assert forward.get_total_flops() == tokens * (
         forward_flops(model, 16, causal=False).total - states
     )
@@ -106,9 +110,9 @@ def test_flops_are_those_that_pytorch_counts(model: ModelConfig) -> None:
     assert both == tokens * (training_flops(model, 16, causal=False).total - 3 * states)
 
 
-def _without_states(mixed: Tensor, rates: Tensor, layer: GatedDeltaNet, _: object) -> Tensor:
-    """Values, in place of what a state of them gives."""
-    return mixed[..., 2 * layer.sizes.key :] * rates.mean()
+def _without_states(mixed: Tensor, rates: Tensor, layer: StateLayer, _: object) -> Tensor:
+    """As many features as a state gives, in place of what it gives."""
+    return mixed[..., 2 * layer.group.key :] * rates.mean()
 
 
 def test_flops_of_stages_add_up_and_causal_attention_is_half() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fivefold.description.layers import LayerKind
+from fivefold.description.kinds import LayerKind
 from fivefold.predict.cluster import preset
 from fivefold.predict.software import Software
 from fivefold.predict.step import predict

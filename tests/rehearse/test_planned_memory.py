@@ -25,6 +25,7 @@ LIMIT = 0.05
 in which what one block needs for a moment weighs much."""
 DENSE = ("llama3-8b", "qwen3-8b")
 EXPERTS = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2-lite", "gpt-oss-20b", "deepseek-v3")
+HYBRIDS = ("nemotron-h-8b", "nemotron-3-nano-30b-a3b")
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "gpipe", "dualpipe_v")
 RECOMPUTED = ("core_attn", "mlp", "layernorm")
 
@@ -49,6 +50,10 @@ def drawn(seed: int, models: Sequence[str] = DENSE, **more: Any) -> Layout:
 def _model(draw: random.Random, name: str) -> ModelConfig:
     """Eight layers of a model, the first without experts where its own first ones are."""
     model = resolve_model(name)
+    if model.hybrid_override_pattern is not None:
+        mixers = model.hybrid_override_pattern[:8]
+        model = replace(model, num_layers=8, vocab_size=32768, hybrid_override_pattern=mixers)
+        return replace(model, num_experts=model.num_experts and 64)
     if model.num_experts is None:
         return replace(model, num_layers=8, vocab_size=32768)
     model = replace(model, num_experts=min(model.num_experts, 64))
@@ -112,6 +117,12 @@ def test_a_rank_needs_what_is_planned(seed: int) -> None:
 @pytest.mark.parametrize("seed", chosen(range(100), 0))
 def test_a_rank_with_experts_needs_what_is_planned(seed: int) -> None:
     _needs_what_is_planned(drawn(seed, EXPERTS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", chosen(range(60), 11))
+def test_a_rank_with_one_mixer_a_layer_needs_what_is_planned(seed: int) -> None:
+    _needs_what_is_planned(drawn(seed, HYBRIDS))
 
 
 @pytest.mark.slow

@@ -164,7 +164,28 @@ DELTA = replace(
     linear_num_key_heads=4,
     linear_num_value_heads=8,
 )
+HYBRID = replace(
+    LLAMA,
+    hybrid_override_pattern="M-*M-",
+    position_embedding_type="none",
+    rotary_base=10000.0,
+    use_rope_scaling=False,
+    activation_func="squared_relu",
+    gated_linear_unit=False,
+    init_method_std=0.2,
+    mamba_state_dim=6,
+    mamba_head_dim=6,
+    mamba_num_groups=4,
+    mamba_num_heads=8,
+)
 MODELS = {
+    "hybrid": HYBRID,
+    "hybrid tied": replace(
+        HYBRID, hybrid_override_pattern="-MM*M", untie_embeddings_and_output_weights=False
+    ),
+    "hybrid, experts": replace(
+        HYBRID, **EXPERTS | {"hybrid_override_pattern": "ME*EM", "moe_layer_freq": "1"}
+    ),
     "delta": DELTA,
     "delta tied": replace(DELTA, untie_embeddings_and_output_weights=False),
     "delta, experts": replace(DELTA, **EXPERTS, moe_shared_expert_gate=True),

@@ -1,5 +1,5 @@
-"""Layers with linear attention, and gates of attention's output: exact in every layout, and as
-large as theory says."""
+"""Layers with linear attention or Mamba-2, and gates of attention's output: exact in every layout,
+and as large as theory says."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from tests.verify.families import (
 FULL = {"recompute_granularity": "full"}
 ONES = {"reset_attention_mask": True, "document_length": 1}
 LORA = {"lora_rank": 3, "lora_alpha": 5.0}
-CASES: dict[str, Case] = {
+DELTA: dict[str, Case] = {
     "tensor and context parallel, ZeRO-3, tied": (
         8,
         "delta tied",
@@ -68,6 +68,51 @@ CASES: dict[str, Case] = {
         flags(tp=2, dp=2, strategy="optim") | {"optimizer": "muon"},
     ),
 }
+HYBRID: dict[str, Case] = {
+    "hybrid, tensor and context parallel, ZeRO-3, tied": (
+        8,
+        "hybrid tied",
+        flags(tp=2, sequence=True, dp=2, strategy="optim_grads_params") | context(2, "p2p"),
+    ),
+    "hybrid, alone": (1, "hybrid", flags() | DROP),
+    "hybrid, documents of one token": (2, "hybrid", flags(tp=2) | ONES),
+    "hybrid, whole layers recomputed": (4, "hybrid", flags(tp=4, sequence=True) | FULL),
+    "hybrid, exchanged heads, recomputed": (
+        2,
+        "hybrid",
+        flags() | context(2, "a2a") | selective("core_attn", "layernorm", "mlp"),
+    ),
+    "hybrid, deferred weights, uneven stages": (
+        4,
+        "hybrid",
+        flags(tp=2, pp=2, sequence=True) | BUBBLES,
+    ),
+    "hybrid, one layer or none a stage": (
+        4,
+        "hybrid tied",
+        flags(pp=4, stages="E|t|t||t|t|t|L") | {"micro_batch_size": 1},
+    ),
+    "hybrid, moved": (2, "hybrid", flags(tp=2, sequence=True) | MOVED),
+    "hybrid, experts on ranks, ring, recomputed": (
+        8,
+        "hybrid, experts",
+        flags(tp=2, sequence=True, dp=2)
+        | context(2, "p2p")
+        | {"expert_model_parallel_size": 2}
+        | selective("moe", "layernorm"),
+    ),
+    "hybrid, experts in a pipeline, ZeRO-2": (
+        4,
+        "hybrid, experts",
+        flags(pp=2, dp=2, strategy="optim_grads") | {"expert_model_parallel_size": 2} | FULL,
+    ),
+    "hybrid, Muon, ZeRO-1": (
+        4,
+        "hybrid",
+        flags(tp=2, dp=2, strategy="optim") | {"optimizer": "muon"},
+    ),
+}
+CASES = DELTA | HYBRID
 WHOLE_ROWS = [case for case in CASES if "documents" not in case and "experts" not in case]
 
 
@@ -81,6 +126,7 @@ WHOLE_ROWS = [case for case in CASES if "documents" not in case and "experts" no
         "ZeRO-2 and deferred weights",
         "moved",
         "adapters with magnitudes, exchanged heads",
+        *list(HYBRID)[5::3],
     ),
 )
 def test_layouts(case: str) -> None:
@@ -88,6 +134,14 @@ def test_layouts(case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", chosen(WHOLE_ROWS, "ring, whole layers recomputed", "moved"))
+@pytest.mark.parametrize(
+    "case",
+    chosen(
+        WHOLE_ROWS,
+        "ring, whole layers recomputed",
+        "moved",
+        "hybrid, whole layers recomputed",
+    ),
+)
 def test_bytes_and_products_are_those_of_theory(case: str, tmp_path: Path) -> None:
     does_what_theory_says(CASES[case], tmp_path)

@@ -76,6 +76,19 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
             "seq_length": 4096,
         },
     ),
+    "one mixer each": (
+        "nemotron-3-nano-30b-a3b",
+        16,
+        {
+            "tensor_model_parallel_size": 4,
+            "sequence_parallel": True,
+            "pipeline_model_parallel_size": 2,
+            "expert_model_parallel_size": 8,
+            "context_parallel_size": 2,
+            "global_batch_size": 16,
+            "seq_length": 4096,
+        },
+    ),
     "gpt2, empty stage": (
         "gpt2",
         4,

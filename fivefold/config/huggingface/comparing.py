@@ -3,7 +3,7 @@
 from dataclasses import asdict, replace
 from typing import Any
 
-from fivefold.config.by_layer import OF_LINEAR_ATTENTION
+from fivefold.config.by_layer import OF_LINEAR_ATTENTION, OF_MAMBA
 from fivefold.config.model import ModelConfig
 
 _TRAINING = ("hidden_dropout", "attention_dropout", "init_method_std")
@@ -40,6 +40,7 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     told["window_size"] = [model.window_of(layer) for layer in layers]
     told["no_rope_freq"] = [not model.rotates(layer) for layer in layers]
     told["linear_attention_freq"] = [model.is_linear(layer) for layer in layers]
+    told["hybrid_override_pattern"] = model.hybrid_override_pattern
     told["moe_layer_freq"] = [model.is_moe(layer) for layer in layers]
     unused = [*_OURS, "window_attn_skip_freq"]
     if not model.attn_temperature_tuning:
@@ -57,9 +58,9 @@ def _told(model: ModelConfig) -> dict[str, Any]:
             "v_head_dim",
             "latent_norm_epsilon",
         ]
-    if model.position_embedding_type == "rope":  # positions are computed, however many
+    if model.position_embedding_type != "learned_absolute":  # positions are computed, however many
         unused.append("max_position_embeddings")
-    else:
+    if model.position_embedding_type != "rope":
         unused += [name for name in told if name.startswith("rot")]
     if not model.use_rope_scaling:
         unused += [name for name in told if name.startswith("rope_") and name != "rope_type"]
@@ -70,8 +71,10 @@ def _told(model: ModelConfig) -> dict[str, Any]:
         unused += [name for name in told if name.startswith("longrope_")]
     if model.rope_type == "rope":
         unused.append("original_max_position_embeddings")
-    if not model.has_linear_layers:
+    if model.experimental_attention_variant is None:
         unused += OF_LINEAR_ATTENTION
+    if model.hybrid_override_pattern is None:
+        unused += OF_MAMBA
     if not model.qk_layernorm:
         unused += ["qk_layernorm_type", "qk_layernorm_after_rope"]
     if model.moe_router_num_groups is None:

@@ -103,6 +103,40 @@ def qwen_linear(model: ModelConfig, kind: str) -> Fields:
     }
 
 
+def nemotron_h(model: ModelConfig, kind: str) -> Fields:
+    """Of Nemotron-H and Nemotron 3 Nano."""
+    sizes = size_fields(model)
+    del sizes["num_hidden_layers"]
+    names = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    states, experts = model.states, {}
+    if model.num_experts is not None:
+        experts = {
+            "n_routed_experts": model.num_experts,
+            "num_experts_per_tok": model.moe_router_topk,
+            "moe_intermediate_size": model.expert_ffn_size,
+            "moe_shared_expert_intermediate_size": model.shared_ffn_size,
+            "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+            "n_group": model.moe_router_num_groups or 1,
+            "topk_group": model.moe_router_group_topk or 1,
+        }
+    return {
+        **sizes,
+        "layers_block_type": [names[letter] for letter in model.hybrid_override_pattern or ""],
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "intermediate_size": model.ffn_size,
+        "mlp_hidden_act": ACTIVATIONS.get(model.activation_func, model.activation_func),
+        "layer_norm_epsilon": model.norm_epsilon,
+        "attention_dropout": model.attention_dropout,
+        "ssm_state_size": states.key,
+        "mamba_head_dim": states.value,
+        "n_groups": states.groups,
+        "mamba_num_heads": states.heads,
+        "rescale_prenorm_residual": False,
+        **experts,
+    }
+
+
 def gpt_oss(model: ModelConfig, kind: str) -> Fields:
     """Of gpt-oss."""
     return llama_like(model, kind) | {

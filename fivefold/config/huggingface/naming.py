@@ -64,6 +64,9 @@ _THEIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "moe_router_group_topk": ("topk_group",),
         "moe_ffn_hidden_size": ("moe_intermediate_size",),
         "attention_chunk_size": ("attention_chunk_size",),
+        "hybrid_override_pattern": ("layers_block_type", "layer_types", "hybrid_override_pattern"),
+        "mamba_state_dim": ("ssm_state_size",),
+        "mamba_num_groups": ("n_groups", "mamba_n_groups"),
         "attn_scale": ("attn_scale", *_in_rope("llama_4_scaling_beta")),
         "floor_scale": ("floor_scale", *_in_rope("original_max_position_embeddings")),
     }

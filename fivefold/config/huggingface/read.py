@@ -31,6 +31,7 @@ from fivefold.config.huggingface.mixtures import (
 )
 from fivefold.config.huggingface.multimodal import MULTIMODAL, is_multimodal, text_reader
 from fivefold.config.huggingface.naming import in_words_of
+from fivefold.config.huggingface.nemotron_h import nemotron_h
 from fivefold.config.huggingface.qwen_linear import qwen3_5, qwen3_5_moe, qwen3_next
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.huggingface.seed import seed_oss
@@ -63,6 +64,7 @@ _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType
         "cohere2": cohere2,
         "arcee": arcee,
         "nemotron": nemotron,
+        "nemotron_h": nemotron_h,
         "ernie4_5": ernie4_5,
         "ernie4_5_moe": ernie4_5_moe,
         "olmo2": llama_like,

@@ -104,6 +104,11 @@ class Reader:
             return None
         return str(value)
 
+    def letters(self, name: str, choices: str, default: str) -> str:
+        """A text of one letter or more, all among `choices`."""
+        value = self._value((name,), default, _letters_of(choices))
+        return default if value is _WRONG else value
+
     def texts(self, name: str, choices: Sequence[str]) -> Sequence[str] | None:
         """A list of words from `choices`; None if null or missing."""
         value = self._value((name,), None, _or_null(_list_of(_a_text)))
@@ -224,6 +229,14 @@ def _a_switch(value: Any) -> str | None:
 
 def _a_text(value: Any) -> str | None:
     return None if isinstance(value, str) else "a text"
+
+
+def _letters_of(choices: str) -> Need:
+    def need(value: Any) -> str | None:
+        right = isinstance(value, str) and value and not {*value} - {*choices}
+        return None if right else f"letters among {choices}"
+
+    return need
 
 
 def _text_or_texts(value: Any) -> str | None:

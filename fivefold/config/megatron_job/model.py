@@ -1,8 +1,8 @@
 """The model of a job of Megatron-LM, in settings."""
 
-from fivefold.config.by_layer import OF_LINEAR_ATTENTION
+from fivefold.config.by_layer import OF_LINEAR_ATTENTION, OF_MAMBA
 from fivefold.config.layer_pattern import runs
-from fivefold.config.megatron import NEVER
+from fivefold.config.megatron import HYBRID_EPSILON, HYBRID_SPEC, NEVER
 from fivefold.config.megatron_job.arguments import MegatronJob
 from fivefold.config.settings import flag_of
 from fivefold.config.translation import Named
@@ -36,6 +36,7 @@ def of_model(job: MegatronJob, mistakes: Mistakes, lost: list[str]) -> Named:
     if job["experimental_attention_variant"] is not None:
         yield "linear_attention_freq", _pattern(job["linear_attention_freq"])
         yield from job.same(*OF_LINEAR_ATTENTION[1:])
+    yield from _mixers(job, mistakes, lost)
     if job["multi_latent_attention"]:
         yield from job.same("multi_latent_attention", "q_lora_rank", "kv_lora_rank")
         yield from job.same("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
@@ -60,6 +61,30 @@ def _normalised_heads(job: MegatronJob, mistakes: Mistakes, lost: list[str]) -> 
             "qk_l2_norm = True: there it is of layers without RoPE, too, which no model here "
             "normalises so"
         )
+
+
+def _mixers(job: MegatronJob, mistakes: Mistakes, lost: list[str]) -> Named:
+    """Layers of one mixer each; without a pattern or shares all have Mamba-2."""
+    pattern, hybrid = job["hybrid_override_pattern"], job["is_hybrid_model"]
+    shares = {name: job[name] for name in ("hybrid_attention_ratio", "hybrid_mlp_ratio")}
+    if pattern is None and any(shares.values()):
+        told = " and ".join(f"{name} = {value}" for name, value in shares.items() if value)
+        mistakes.add(
+            f"{told}: which layers these are stands in the job's log, as its hybrid allocation",
+            works=("--hybrid-override-pattern LETTERS",),
+        )
+    if pattern is None and not hybrid:
+        return
+    if not hybrid:
+        lost.append(
+            "is_hybrid_model = False: outputs of mixers start smaller there, as of layers with two"
+        )
+    if job["layernorm_epsilon"] != HYBRID_EPSILON:
+        lost.append(f"norms of Mamba-2's heads add {HYBRID_EPSILON:g} there, whatever others do")
+    if job["spec"] not in (None, [*HYBRID_SPEC]):
+        mistakes.add(f"spec = {shown(job['spec'])}: no model here has such layers")
+    yield "hybrid_override_pattern", pattern or "M" * (job["num_layers"] or 1)
+    yield from job.same(*OF_MAMBA)
 
 
 def _activation(job: MegatronJob) -> Named:

@@ -19,6 +19,7 @@ _RENAMED: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
         "--activations-checkpoint-num-layers": ("--recompute-num-layers", ()),
         "--checkpoint-num-layers": ("--recompute-num-layers", ()),
         "--ds-sequence-parallel-size": ("--context-parallel-size", ("--cp-comm-type", "a2a")),
+        "--hybrid-layer-pattern": ("--hybrid-override-pattern", ("--is-hybrid-model",)),
         "--layernorm-epsilon": ("--norm-epsilon", ()),
         "--num-key-value-heads": ("--num-query-groups", _GROUPS),
         "--pad-vocab-size-to": ("--padded-vocab-size", ()),
@@ -77,6 +78,8 @@ def is_pretraining(launcher: Sequence[str]) -> bool:
         return True
     folder, _, name = program.rpartition("/")
     named = f"{folder}/{name}" if name == "train.py" else name
+    if name == "pretrain_mamba.py":
+        return True
     return not _NO_PRETRAINING.search(named)
 
 

@@ -2,11 +2,12 @@
 
 from fivefold.config.config import SECTION_SETTINGS, SETTINGS
 from fivefold.config.divisors import divisors, nearest
-from fivefold.config.layer_pattern import MAX_LAYERS, expert_layers, linear_layers, window_layers
+from fivefold.config.layer_pattern import MAX_LAYERS, expert_layers, window_layers
 from fivefold.config.lora import OF_ADAPTERS
 from fivefold.config.model import MAX_SIZE, ModelConfig
 from fivefold.config.rules.lora import check_adapters
 from fivefold.config.rules.rope import check_rope
+from fivefold.config.rules.states import check_states
 from fivefold.config.rules.values import check_ranges
 from fivefold.config.settings import flag_of
 from fivefold.errors import Mistakes, did_you_mean
@@ -51,7 +52,7 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
     check_rope(model, mistakes)
     _check_gate(model, mistakes)
     _check_reach(model, mistakes)
-    _check_linear(model, mistakes)
+    check_states(model, mistakes)
     if model.window_attn_skip_freq is not None:
         with mistakes.collecting():
             if not any(window_layers(model.window_attn_skip_freq, model.num_layers)):
@@ -84,45 +85,6 @@ def _check_reach(model: ModelConfig, mistakes: Mistakes) -> None:
                 f"qk_l2_norm and {name} both normalise what scores are made of",
                 works=("--no-qk-l2-norm", f"--no-{flag_of(name)[2:]}"),
             )
-
-
-def _check_linear(model: ModelConfig, mistakes: Mistakes) -> None:
-    """Check which layers have linear attention, and its heads."""
-    if model.attention_output_gate and model.multi_latent_attention:
-        mistakes.add(
-            "attention_output_gate is made by the query projection, which "
-            "multi_latent_attention has none of that makes one",
-            works=("--no-attention-output-gate", "--no-multi-latent-attention"),
-        )
-    if model.experimental_attention_variant is None:
-        return
-    off, freq = "--experimental-attention-variant none", model.linear_attention_freq
-    if freq is None:
-        mistakes.add(
-            f"experimental_attention_variant {model.experimental_attention_variant} needs "
-            "linear_attention_freq, which says of which layers",
-            works=("--linear-attention-freq 2", off)[model.num_layers < 2 :],
-        )
-        return
-    with mistakes.collecting():
-        linear = linear_layers(freq, model.num_layers)
-        if len({*linear}) < 2:
-            kind = "linear attention" if linear[0] else "a softmax"
-            mistakes.add(
-                f"linear_attention_freq {freq!r} gives all layers {kind}, and a model with "
-                "experimental_attention_variant has layers of both kinds",
-                works=("--linear-attention-freq 2", f"--linear-attention-freq none {off}")[
-                    model.num_layers < 2 :
-                ],
-            )
-    keys, values = model.linear_num_key_heads, model.linear_num_value_heads
-    if values % keys:
-        mistakes.add(
-            f"{values} value heads of linear attention cannot share {keys} key heads",
-            f"linear_num_value_heads / linear_num_key_heads = {values} / {keys} = "
-            f"{values / keys:.2f} (must be whole)",
-            works=[f"--linear-num-key-heads {n}" for n in nearest(keys, divisors(values))],
-        )
 
 
 def _check_gate(model: ModelConfig, mistakes: Mistakes) -> None:
@@ -197,6 +159,8 @@ def _check_experts(model: ModelConfig, mistakes: Mistakes) -> None:
             f"moe_router_topk is {model.moe_router_topk}",
             works=["--moe-router-topk 1", "--no-moe-apply-probs-on-input"],
         )
+    if model.hybrid_override_pattern is not None:
+        return
     with mistakes.collecting():
         if not any(expert_layers(model.moe_layer_freq, model.num_layers)):
             mistakes.add(

@@ -1,6 +1,6 @@
 """Which settings of a model mean something only beside another one."""
 
-from fivefold.config.by_layer import OF_LINEAR_ATTENTION
+from fivefold.config.by_layer import OF_LINEAR_ATTENTION, OF_MAMBA
 from fivefold.config.rules.orphan import where
 
 OF_MODELS = (
@@ -17,6 +17,12 @@ OF_MODELS = (
         "experimental_attention_variant != none",
         "is for layers with linear attention",
         "--experimental-attention-variant gated_delta_net --linear-attention-freq 2",
+    ),
+    where(
+        " ".join(OF_MAMBA),
+        "hybrid_override_pattern != none",
+        "is for layers with Mamba-2",
+        "--num-layers 2 --hybrid-override-pattern M-",
     ),
     where(
         "attn_temperature_tuning",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fivefold.config.model import ModelConfig
-from fivefold.description.layers import layer_kind
+from fivefold.description.kinds import layer_kind
 from fivefold.description.shape import count_parameters
 from fivefold.errors import ConfigError, Mistake
 from fivefold.pipeline.costs.costs import Costs

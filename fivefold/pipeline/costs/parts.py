@@ -12,7 +12,7 @@ from fivefold.description.activations import (
     saved_activations,
     total,
 )
-from fivefold.description.layers import layer_kind, layer_kinds
+from fivefold.description.kinds import layer_kind, layer_kinds
 from fivefold.description.running import Running
 from fivefold.description.shape import count_parameters, forward_flops
 from fivefold.errors import Mistakes, did_you_mean

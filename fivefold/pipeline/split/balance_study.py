@@ -6,7 +6,7 @@ from math import inf
 from typing import Any
 
 from fivefold.config.model import ModelConfig
-from fivefold.description.layers import layer_kind
+from fivefold.description.kinds import layer_kind
 from fivefold.errors import ConfigError, Mistake
 from fivefold.pipeline.costs.parts import (
     ModelPart,

@@ -7,7 +7,7 @@ from math import prod
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.counts.matrices import Matrix, parts_and_shards
-from fivefold.description.layers import layer_kinds
+from fivefold.description.kinds import layer_kinds
 from fivefold.description.shape import (
     ModelParts,
     StageParts,

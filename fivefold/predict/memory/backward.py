@@ -125,10 +125,15 @@ class _Walk:
             again = again._replace(remade=remade, communication=route.messages[3])
             yield again._replace(gradients=self._waiting, resharded=point.resharded)
         if route.states is not None:
-            change = _behind_states(route, passage, *route.states)
+            place = route.states[0]
+            change = _behind(route, passage, *route.states, route.own_until_states(place))
             yield self._ended(route.states[1], change, route.copies.but("ends", "rest", "beside"))
+        for place, inside in route.other_mixers:
+            change = _behind(route, passage, place, inside, sum(p.size for p in route.parts[place]))
+            yield self._ended(inside, change, inside.resharded)
         if last:
-            yield self._in_first(activated)
+            inside, size = route.first_layer
+            yield self._in_first(inside._replace(gradients=self._waiting + size * self._fresh))
         if not route.policy.reduces:
             return
         yield from self._end_of(last, point)
@@ -248,12 +253,11 @@ def _at_head(route: Route, of_head: float) -> Iterator[ActPoint]:
         yield head._replace(working=dx)
 
 
-def _behind_states(route: Route, passage: Passage, place: int, point: ActPoint) -> Change:
-    """What has changed when all layers behind this linear attention are done, and its MLP."""
+def _behind(route: Route, passage: Passage, place: int, point: ActPoint, own: float) -> Change:
+    """What has changed when all layers behind this one are done, and `own` elements of its own."""
     behind = [layer_block(route.layout, n, trained=True) for n in route.numbers[place + 1 :]]
     change = Change(0.0, 0.0, 0.0)
     if behind:
         change = passage.after(route.parts[place + 1][1], *behind)
-    fresh = 0.0 if route.policy.placeholder else passage.fresh
-    fresh *= sum(part.size for part in route.parts[place])
+    fresh = 0.0 if route.policy.placeholder else passage.fresh * own
     return change._replace(gradients=point.gradients + change.gradients + fresh)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fivefold.counts.policy import StatePolicy, layout_policy
 from fivefold.counts.state import ModelState, model_state, stages_held
 from fivefold.description.activations import Running
-from fivefold.description.layers import layer_kind
+from fivefold.description.kinds import layer_kind
 from fivefold.layout import Layout
 from fivefold.pipeline.ir import Kind
 from fivefold.predict.cluster import Cluster

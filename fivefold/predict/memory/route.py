@@ -1,152 +1,109 @@
 """What a backward meets in a stage of the pipeline; sizes are bytes on one device."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
-from fivefold.counts.blocks import GatheredBlock, layer_block, stage_blocks
-from fivefold.counts.policy import StatePolicy
-from fivefold.description.activations import Saved, loss_bytes, saved_activations, total
+from fivefold.description.activations import saved_activations, total
 from fivefold.description.experts import ExpertsIn
-from fivefold.description.layers import Layer, LayerKind, describe_layer, layer_kind
-from fivefold.description.linear_attention import DeltaRule
-from fivefold.description.operations import Activation, Operation
-from fivefold.description.running import Running, share_at_once
-from fivefold.description.shape import StageParts, all_layers, placed_layers
-from fivefold.layout import Layout
-from fivefold.predict.memory.passage import Copies
+from fivefold.description.kinds import LayerKind
+from fivefold.description.linear_attention import Recurrence
+from fivefold.description.operations import Activation, CoreAttention, Operation
+from fivefold.description.running import share_at_once
 from fivefold.predict.memory.points import ActPoint
 from fivefold.predict.memory.sizes import (
-    buffers,
     deferred_bytes,
     first_linear,
     last_linears,
     remade_at_once,
     tiled_sums,
 )
+from fivefold.predict.memory.stage_sizes import StageSizes
+
+_INSIDE = Activation | CoreAttention | Recurrence
 
 
-@dataclass(frozen=True)
-class Route:
-    """What a backward meets in a stage.
-
-    Attributes:
-        layout: layout of the stage.
-        stage: the stage.
-        running: how its layers run.
-        policy: the framework's policy for model state.
-        layers: bytes per token of each of them.
-    """
-
-    layout: Layout
-    stage: StageParts
-    running: Running
-    policy: StatePolicy
-    layers: tuple[Saved, ...]
-
-    @cached_property
-    def numbers(self) -> tuple[int, ...]:
-        """The layers of the stage."""
-        return all_layers(self.layout.config.model, self.stage)
-
-    @cached_property
-    def _placed(self) -> list[tuple[int, int]]:
-        """The layers with their places."""
-        return placed_layers(self.layout.config.model, self.stage)
-
-    @cached_property
-    def tokens(self) -> int:
-        """Tokens of a microbatch on this rank."""
-        return self.layout.config.rank_tokens
-
-    @cached_property
-    def kept(self) -> tuple[float, ...]:
-        """Bytes of activations of each layer."""
-        return tuple(self.tokens * layer.kept for layer in self.layers)
-
-    @cached_property
-    def read(self) -> tuple[float, ...]:
-        """Bytes that deferred weight gradients of each layer need."""
-        described = (self._described(n).operations for n in range(len(self.numbers)))
-        return tuple(self.tokens * deferred_bytes(each, self.running) for each in described)
-
-    @cached_property
-    def gone(self) -> float:
-        """Bytes of the loss, negative."""
-        loss = loss_bytes(self.layout.config.model, self.running) if self.stage.head else {}
-        return -self.tokens * total(loss).kept
-
-    @cached_property
-    def messages(self) -> tuple[float, ...]:
-        """Bytes of messages, as `sizes.buffers` has them."""
-        return buffers(self.layout, self.stage, self.running)
-
-    @cached_property
-    def vocabulary(self) -> float:
-        """Trained elements of the output layer, or of an embedding that ranks split."""
-        model = self.layout.config.model
-        entries = model.padded_vocab_size / self.layout.grid.tp
-        return model.trains_all * entries * model.hidden_size
-
-    @cached_property
-    def blocks(self) -> tuple[GatheredBlock, ...]:
-        """What is trained: the ends of the stage, then its layers, each kind with their number."""
-        whole = self.policy.whole_embedding
-        return stage_blocks(self.layout, self.stage, trained=True, whole_embedding=whole)
-
-    @cached_property
-    def copies(self) -> Copies:
-        """What is gathered to compute with."""
-        return Copies.of(self.layout, self.stage, self.policy)
-
-    @cached_property
-    def parts(self) -> tuple[tuple[GatheredBlock, GatheredBlock], ...]:
-        """The experts of each layer of the stage, and the rest of it, as far as it is trained."""
-        model = self.layout.config.model
-        known: dict[LayerKind, tuple[GatheredBlock, GatheredBlock]] = {}
-        kinds = [layer_kind(model, number) for number in self.numbers]
-        for kind, number in zip(kinds, self.numbers, strict=True):
-            if kind not in known:
-                known[kind] = layer_block(self.layout, number, trained=True).parts(self.policy)
-        return tuple(known[kind] for kind in kinds)
-
-    @cached_property
-    def largest(self) -> int:
-        """Place of the layer, the first of those, of which most is trained together."""
-        sizes = [max(part.size for part in parts) for parts in self.parts]
-        return sizes.index(max(sizes))
-
-    def other_than(self, place: int) -> tuple[GatheredBlock, ...]:
-        """What is trained of all layers but one."""
-        own = layer_block(self.layout, self.numbers[place], trained=True)
-        return *self.blocks[1:], replace(own, count=-1)
+class Route(StageSizes):
+    """What a backward meets in a stage: points within its layers."""
 
     @cached_property
     def last_layer(self) -> tuple[ActPoint, ActPoint]:
         """Within the last layer: where a gated MLP's gradients meet the first of its new weight
         gradients, and where its activation has made the gradients of its inputs.
 
-        Both without new weight gradients, which are of `inward` and of `outward`.
+        Both without new weight gradients, which are of `inward` and of `outward`. Where the layer
+        has no MLP they are of its mixer: where it is projected into, and where its tokens meet.
         """
-        running, place, layer = self.running, len(self.numbers) - 1, self._described(-1)
-        inputs, after = layer.mlp_input, layer.after_mlp_input
-        at, activation = next((n, op) for n, op in enumerate(after) if isinstance(op, Activation))
-        share = share_at_once(running, inputs.rerun_by)
-        working = self.tokens * inputs.working(running) * share
-        start = ActPoint(
+        return self._in_layer(len(self.numbers) - 1)
+
+    @cached_property
+    def _start(self) -> ActPoint:
+        """The beginning of the last layer's backward, without what is recomputed."""
+        return ActPoint(
             "the last layer",
             loss=self.gone,
-            remade=self.tokens * remade_at_once(running, self.layers),
-            working=working + tiled_sums(self.layout, layer, running),
-            communication=self.messages[2],
             resharded=self.copies.but("ends", "experts", "rest", "beside"),
         )
-        around = running.element_bytes * inputs.inputs / running.token_parts
-        activated = start._replace(
-            where="the activation of the last layer",
-            working=self.tokens * (around + activation.working(running) * share),
+
+    def _messages_of(self, kind: LayerKind) -> float:
+        """Bytes of messages in the backward of a layer of a kind."""
+        if kind.mixer is None or kind.experts:
+            return self.messages[2]
+        return self.messages[1 if kind.softmax else 0]
+
+    def own_until_states(self, place: int) -> float:
+        """Trained elements of a layer whose gradients are there when those of its states are made:
+        most of them, if an MLP follows."""
+        layer = self.described(place)
+        if layer.kind.mixer is None:
+            return sum(part.size for part in self.parts[place])
+        return last_linears(self.layout, layer)
+
+    def _remade(self, place: int) -> float:
+        """Bytes recomputed at a time where a layer's backward runs: as many as anywhere, unless
+        layers have one mixer each."""
+        alike = self.described(place).kind.mixer is None
+        return self.tokens * remade_at_once(self.running, self.layers, None if alike else place)
+
+    def _in_layer(self, place: int) -> tuple[ActPoint, ActPoint]:
+        """These points in any layer, as if it were the last."""
+        running, layer = self.running, self.described(place)
+        inputs, after = layer.last_input, layer.after_last_input
+        at, inside = next((n, op) for n, op in enumerate(after) if isinstance(op, _INSIDE))
+        share = share_at_once(running, inputs.rerun_by)
+        working = self.tokens * inputs.working(running) * share
+        working += tiled_sums(self.layout, layer, running)
+        start = self._start._replace(
+            working=working,
+            remade=self._remade(place),
+            communication=self._messages_of(layer.kind),
         )
-        return self._without(start, place, after), self._without(activated, place, after[at + 1 :])
+        around = running.element_bytes * inputs.inputs / running.token_parts
+        inner = start._replace(
+            where="the activation of the last layer" if layer.kind.mlp else "the last mixer",
+            working=self.tokens * (around + inside.working(running) * share),
+        )
+        return self._without(start, place, after), self._without(inner, place, after[at + 1 :])
+
+    @cached_property
+    def first_layer(self) -> tuple[ActPoint, float]:
+        """The latter point in the first layer, as if it were the last, and the trained elements
+        behind it: as in the last one, unless layers have one mixer each."""
+        layer = self.described(0)
+        if layer.kind.mixer is None:
+            return self.last_layer[1], self.outward
+        return self._in_layer(0)[1], last_linears(self.layout, layer)
+
+    @cached_property
+    def other_mixers(self) -> tuple[tuple[int, ActPoint], ...]:
+        """Where layers have one mixer each: the place of the last layer of each kind but that of
+        the last layer, and the former point in it."""
+        last = {self.described(n).kind: n for n in range(len(self.numbers))}
+        del last[self.described(-1).kind]
+        return tuple(
+            (place, self._behind(place, self._in_layer(place)[0], f"the last layer of {kind.name}"))
+            for kind, place in last.items()
+            if kind.mixer is not None
+        )
 
     @property
     def reruns_experts(self) -> bool:
@@ -154,17 +111,17 @@ class Route:
         memory = self.running.memory
         again = {"moe", "routed_experts"} & {*memory.remade_modules}
         again_as_whole = memory.recompute_granularity == "full"
-        return self._described(-1).kind.experts and bool(again or again_as_whole)
+        return self.described(-1).kind.experts and bool(again or again_as_whole)
 
     @cached_property
     def inward(self) -> float:
         """Trained elements of a projection into the inner features of the last layer's MLP."""
-        return first_linear(self.layout, self._described(-1))
+        return first_linear(self.layout, self.described(-1))
 
     @cached_property
     def outward(self) -> float:
         """Trained elements of the projections out of them."""
-        return last_linears(self.layout, self._described(-1))
+        return last_linears(self.layout, self.described(-1))
 
     @cached_property
     def in_experts(self) -> Callable[[int], ActPoint | None]:
@@ -173,44 +130,45 @@ class Route:
         return cache(self._in_experts)
 
     def _in_experts(self, place: int) -> ActPoint | None:
-        running, layer = self.running, self._described(place)
-        if not isinstance(layer.mlp_input, ExpertsIn):
+        running, layer = self.running, self.described(place)
+        if not isinstance(layer.last_input, ExpertsIn):
             return None
         point = self.last_layer[0]._replace(
             activations=0.0,
-            remade=self.tokens * remade_at_once(running, self.layers),
-            working=self.tokens * layer.mlp_input.of_rows(running),
+            remade=self._remade(place),
+            working=self.tokens * layer.last_input.of_rows(running),
+            communication=self._messages_of(layer.kind),
             read=0.0,
         )
-        return self._without(point, place, (*layer.after_mlp_input, *layer.mlp_inputs))
+        return self._without(point, place, (*layer.after_last_input, *layer.last_inputs))
 
     @cached_property
     def states(self) -> tuple[int, ActPoint] | None:
-        """The place of the last layer with linear attention, and where the backward of its delta
-        rule makes all again; None if there is no such layer."""
-        places = [n for n in range(len(self.numbers)) if self._described(n).kind.linear]
+        """The place of the last layer with states, and where their backward makes all again; None
+        if there is no such layer."""
+        places = [n for n in range(len(self.numbers)) if self.described(n).kind.linear]
         if not places:
             return None
         running, place = self.running, places[-1]
-        operations = self._described(place).operations
-        at, rule = next((n, op) for n, op in enumerate(operations) if isinstance(op, DeltaRule))
-        model = self.layout.config.model
+        operations = self.described(place).operations
+        at, rule = next((n, op) for n, op in enumerate(operations) if isinstance(op, Recurrence))
         # Of the residual stream, of heads and of their gates.
-        grads = running.element_bytes * model.hidden_size / running.token_parts
-        grads += 2 * running.by_heads(model.linear_value_size)
-        point = self.last_layer[0]._replace(
-            where="the states of the last linear attention",
-            activations=-sum(self.kept[place + 1 :]),
-            working=self.tokens * (rule.working(running) + grads),
-            communication=self.messages[0],
-            over=len(self.numbers) - place - 1,
-            read=sum(self.read[place + 1 :]),
-        )
-        return place, self._without(point, place, operations[at + 1 :])
+        grads = running.element_bytes * self.layout.config.model.hidden_size / running.token_parts
+        grads += 2 * running.by_heads(rule.sizes.size)
+        working = self.tokens * (rule.working(running) + grads)
+        point = self._start._replace(working=working, communication=self.messages[0])
+        point = point._replace(remade=self._remade(place))
+        point = self._without(point, place, operations[at + 1 :])
+        return place, self._behind(place, point, "the last layer with states")
 
-    def _described(self, place: int) -> Layer:
-        """The operations of a layer of the stage."""
-        return describe_layer(self.layout.config.model, self.numbers[place])
+    def _behind(self, place: int, point: ActPoint, where: str) -> ActPoint:
+        """A point within a layer, given as if it were the last, behind which there are others."""
+        return point._replace(
+            where=where,
+            activations=point.activations - sum(self.kept[place + 1 :]),
+            over=len(self.numbers) - place - 1,
+            read=point.read + sum(self.read[place + 1 :]),
+        )
 
     def _without(self, point: ActPoint, place: int, operations: Iterable[Operation]) -> ActPoint:
         """A point at which these operations of a layer of the stage are over: what it has kept for

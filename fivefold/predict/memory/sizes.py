@@ -19,13 +19,13 @@ def deferred_bytes(operations: Iterable[Operation], running: Running) -> float:
 
 def first_linear(layout: Layout, layer: Layer) -> float:
     """Parameters of an MLP's projections into its inner features, on one rank."""
-    return max((_trained_by(layout, linear) for linear in layer.mlp_inputs), default=0)
+    return max((_trained_by(layout, linear) for linear in layer.last_inputs), default=0)
 
 
 def last_linears(layout: Layout, layer: Layer) -> float:
     """Parameters of an MLP's projections out of its inner features, on one rank."""
-    inward = layer.mlp_inputs
-    return sum(_trained_by(layout, op) for op in layer.after_mlp_input if op not in inward)
+    inward = layer.last_inputs
+    return sum(_trained_by(layout, op) for op in layer.after_last_input if op not in inward)
 
 
 def _trained_by(layout: Layout, operation: Operation) -> int:
@@ -41,8 +41,9 @@ def tiled_sums(layout: Layout, layer: Layer, running: Running) -> float:
     return max(running.element_bytes, 4) * sum(sizes)
 
 
-def remade_at_once(running: Running, layers: Sequence[Saved]) -> float:
-    """Most bytes recomputed at a time: those of a group of layers, or of parts of a layer."""
+def remade_at_once(running: Running, layers: Sequence[Saved], place: int | None = None) -> float:
+    """Most bytes recomputed at a time: those of a group of layers, or of parts of a layer; with a
+    place only of the group in which that layer is."""
     memory = running.memory
     full = memory.recompute_granularity == "full" and memory.recompute_method == "uniform"
     group = memory.recompute_num_layers[0] if full else 1
@@ -50,7 +51,7 @@ def remade_at_once(running: Running, layers: Sequence[Saved]) -> float:
         sum(layer.remade for layer in layers[start : start + group])
         for start in range(0, len(layers), group)
     ]
-    return max(sums, default=0.0)
+    return max(sums, default=0.0) if place is None else sums[place // group]
 
 
 def buffers(layout: Layout, stage: StageParts, running: Running) -> tuple[float, ...]:
@@ -65,7 +66,7 @@ def buffers(layout: Layout, stage: StageParts, running: Running) -> tuple[float,
     layers = [describe_layer(model, layer) for layer in all_layers(model, stage)]
     if grid.pp > 1:
         between = 2 * element * model.hidden_size / running.token_parts
-    softmax = [layer for layer in layers if not layer.kind.linear]
+    softmax = [layer for layer in layers if layer.kind.softmax]
     if grid.cp > 1 and softmax:
         keys = element * softmax[0].one(CoreAttention).key_value_features(grid.tp)
         whole = "all_gather" in layout.config.parallel.cp_comm_type

@@ -20,7 +20,7 @@ from fivefold.description.activations import (
     saved_activations,
     total,
 )
-from fivefold.description.layers import LayerKind, layer_kind
+from fivefold.description.kinds import LayerKind, layer_kind
 from fivefold.description.running import Running
 from fivefold.description.shape import (
     ModelParts,

@@ -7,8 +7,9 @@ from itertools import chain
 
 from fivefold.config.model import ModelConfig
 from fivefold.description.experts import ExpertsIn, ExpertsOut
-from fivefold.description.layers import LayerKind, describe
-from fivefold.description.linear_attention import DeltaRule
+from fivefold.description.kinds import LayerKind
+from fivefold.description.layers import describe
+from fivefold.description.linear_attention import Recurrence
 from fivefold.description.lora import Adapters
 from fivefold.description.operations import CoreAttention, Operation
 from fivefold.description.shape import all_layers, kinds_of, training_flops
@@ -103,8 +104,8 @@ def _of_layers(times: LayerTimes, kind: LayerKind, count: int) -> Iterator[_Row]
         seconds = each[op.name].compute.total
         if isinstance(op, CoreAttention):
             yield op.name, _attention_shape(times), seconds * count, 0.0
-        elif isinstance(op, DeltaRule):
-            shape = f"{times.model.linear_num_value_heads // times.grid.tp} heads"
+        elif isinstance(op, Recurrence):
+            shape = f"{op.sizes.heads // times.grid.tp} heads"
             yield op.name, shape, seconds * count, _state_flops(times.model, kind) * count
         elif weights := [weight for weight in op.weights if weight.multiplies]:
             flops = sum(_flops(times, weight) for weight in weights)
@@ -115,7 +116,7 @@ def _of_layers(times: LayerTimes, kind: LayerKind, count: int) -> Iterator[_Row]
 
 def _state_flops(model: ModelConfig, kind: LayerKind) -> int:
     """FLOPs per token of a layer's states, forward and backward."""
-    return 3 * describe(model, kind).one(DeltaRule).flops if kind.linear else 0
+    return 3 * describe(model, kind).one(Recurrence).flops if kind.linear else 0
 
 
 def _flops(times: LayerTimes, weight: Weight) -> float:

@@ -13,7 +13,8 @@ from types import MappingProxyType
 from fivefold.config.model import ModelConfig
 from fivefold.description.activations import saved_activations, total
 from fivefold.description.experts import Dispatch, ExpertsIn, ExpertsOut
-from fivefold.description.layers import LayerKind, describe, layer_kinds
+from fivefold.description.kinds import LayerKind, layer_kinds
+from fivefold.description.layers import describe
 from fivefold.description.linear_attention import CHUNK
 from fivefold.description.operations import Activation, Operation
 from fivefold.description.running import Running
@@ -33,8 +34,11 @@ DENSE_OPERATIONS = 25
 GROUPED_OPERATIONS = 49
 """Operations that experts add to it if their products are grouped. Counted on an H100 (2026-11-27):
 a layer of Mixtral launches 85 kernels and one of DeepSeek-V2-Lite 110, where a dense one has 33."""
-STATE_OPERATIONS, STEP_OPERATIONS = 70, 8
-"""Operations of PyTorch's delta rule in each layer, and for each chunk of its sequences."""
+MIXER_SHARE = 0.6
+"""Share of these that are of attention, with its norm and its sum."""
+STATE_OPERATIONS, STEP_OPERATIONS, SPACE_STEP_OPERATIONS = 70, 8, 2
+"""Operations of PyTorch's states in each layer, and for each chunk of its sequences: of a delta
+rule, and of a state space."""
 _ROUTER_OPERATIONS = 25
 _PREPARATION: Mapping[Dispatcher, int] = MappingProxyType(
     {"alltoall": 11, "deepep": 1, "hybridep": 0}
@@ -54,9 +58,12 @@ def forward_operations(layout: Layout, kind: LayerKind, software: Software) -> i
     `fivefold audit` shows them beside those that it has counted.
     """
     operations = DENSE_OPERATIONS if software.fused else 45
+    if kind.mixer is not None:
+        operations = ceil(operations * (MIXER_SHARE if kind.attends else 1 - MIXER_SHARE))
     if kind.linear and not software.state_kernels:  # PyTorch computes it chunk by chunk
         chunks = ceil(layout.config.training.seq_length / CHUNK)
-        operations += STATE_OPERATIONS + STEP_OPERATIONS * chunks
+        each = STEP_OPERATIONS if kind.mixer is None else SPACE_STEP_OPERATIONS
+        operations += STATE_OPERATIONS + each * chunks
     if not kind.experts:
         return operations
     if not software.loops_experts:

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 
 from fivefold.description.experts import Dispatch, ExpertsIn, ExpertsOut, RouterLinear
 from fivefold.description.latent import LatentDown, LatentUp
-from fivefold.description.linear_attention import DeltaRule, GatedHeads
+from fivefold.description.linear_attention import DeltaRule, GatedHeads, Recurrence
 from fivefold.description.lora import Adapters, Rescaled
 from fivefold.description.operations import (
     Activation,
@@ -38,7 +38,7 @@ from fivefold.predict.times.compute import (
 )
 from fivefold.predict.times.context import configured_ways, exchange
 from fivefold.predict.times.stage import Times
-from fivefold.predict.times.states import delta_rule
+from fivefold.predict.times.states import delta_rule, state_space
 
 ELEMENT = 2.0  # bytes of an activation in bf16, whatever precision multiplies
 ADDED = 8.0  # bytes an element that a gradient takes to be added to a sum by a kernel of its own
@@ -109,8 +109,8 @@ class OperationTimes:
                 return self._latent_up(op, weights)
             case CoreAttention():
                 return self._core_attention()
-            case DeltaRule():
-                return self._delta_rule(op)
+            case Recurrence():
+                return self._states(op)
             case GatedHeads():
                 size = self.tokens * ELEMENT * op.features / self.grid.tp
                 return self._elementwise(3 * size, 5 * size)
@@ -349,10 +349,11 @@ class OperationTimes:
             rotary += Times(way.attention, cp=way.exposed) * share
         return rotary
 
-    def _delta_rule(self, op: DeltaRule) -> Times:
-        """The delta rule, and between context-parallel ranks the exchange of its heads."""
-        made = delta_rule(self.config, self.gpu, kernels=self.software.state_kernels)
-        features = (op.read_features + self.model.linear_value_size) / self.grid.tp
+    def _states(self, op: Recurrence) -> Times:
+        """What states do, and between context-parallel ranks the exchange of their heads."""
+        of_rule = delta_rule if isinstance(op, DeltaRule) else state_space
+        made = of_rule(self.config, self.gpu, kernels=self.software.state_kernels)
+        features = (op.read_features + op.sizes.size) / self.grid.tp
         size = self.tokens * ELEMENT * features * (1 - 1 / self.grid.cp)
         cp = exchange(self.cluster, self.grid.cp, self.grid.tp, size)
         return Times(made, cp=Phases(cp, cp))

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
-from fivefold.description.layers import LayerKind, layer_kind
+from fivefold.description.kinds import LayerKind, layer_kind
 from fivefold.layout import Layout
 from fivefold.predict.times.compute import Phases
 

@@ -1,4 +1,4 @@
-"""Predicts the time of linear attention's delta rule on one rank, chunk by chunk.
+"""Predicts the times of linear attention's delta rule and Mamba-2's state space on one rank.
 
 Within chunks its products are of all chunks at once; those with states are of one chunk of each
 sequence and head after the other, which leaves multiprocessors idle.
@@ -13,9 +13,9 @@ from fivefold.predict.times.compute import Phases, elementwise, matmul
 
 BACKWARD = 3.0
 """Backward over forward: it makes the forward again, and two gradients of each product."""
-_KERNELS = (
-    6  # of flash-linear-attention's forward: convolution, lengths, decays, system, walk, read
-)
+_KERNELS = 6
+"""Of flash-linear-attention's forward: convolution, lengths, decays, system, walk, read; of
+mamba_ssm's: convolution, decays, what chunks write, walk, scores, read."""
 _NARROW, _WIDE = 2.0, 4.0  # bytes of an element of kernels in 16 bits, and of PyTorch's in fp32
 
 
@@ -29,9 +29,9 @@ def delta_rule(config: Config, gpu: Gpu, *, kernels: bool) -> Phases:
     """
     model, parallel = config.model, config.parallel
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-    key, value = model.linear_key_head_dim, model.linear_value_head_dim
-    keys = max(model.linear_num_key_heads // ranks, 1)
-    values = max(model.linear_num_value_heads // ranks, 1)
+    sizes = model.states
+    key, value = sizes.key, sizes.value
+    keys, values = max(sizes.groups // ranks, 1), max(sizes.heads // ranks, 1)
     rows, length = config.training.micro_batch_size, config.training.seq_length
     steps = ceil(length / CHUNK)
     kind = config.training.precision if kernels else "fp32"
@@ -48,8 +48,38 @@ def delta_rule(config: Config, gpu: Gpu, *, kernels: bool) -> Phases:
         moved = _NARROW * (2 * mixed + 4 * keys * key + 3 * (within + heads) + 2 * states)
         launches = _KERNELS
     else:
-        taps = 5 * model.linear_conv_kernel_dim * mixed  # pad, mask, product, sum, each apart
+        taps = 5 * sizes.taps * mixed  # pad, mask, product, sum, each apart
         moved = _WIDE * (taps + 8 * mixed + 12 * within + 10 * heads + 6 * states)
         launches = 0  # the host's, see `layer.state_operations`
     forward = at_once + steps * step + elementwise(gpu, rows * length * moved, launches)
+    return Phases(forward, BACKWARD * forward)
+
+
+def state_space(config: Config, gpu: Gpu, *, kernels: bool) -> Phases:
+    """Seconds of the convolution and the state space of Mamba-2; arguments as of `delta_rule`.
+
+    Its products are of all chunks at once. Only the sum of a state and of what a chunk has written
+    goes from step to step.
+    """
+    sizes, parallel = config.model.states, config.parallel
+    ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    groups, heads = max(sizes.groups // ranks, 1), max(sizes.heads // ranks, 1)
+    key, value = sizes.key, sizes.value
+    rows, length = config.training.micro_batch_size, config.training.seq_length
+    steps = ceil(length / CHUNK)
+    kind = config.training.precision if kernels else "fp32"
+    many = rows * steps * heads
+    products = matmul(gpu, CHUNK, CHUNK, key, kind, rows * steps * groups)  # C with B
+    products += matmul(gpu, CHUNK, value, CHUNK, kind, many)  # what they read of a chunk
+    products += matmul(gpu, key, value, CHUNK, kind, many)  # what it writes
+    products += matmul(gpu, CHUNK, value, key, kind, many)  # what they read of states
+    mixed, within = 2 * groups * key + heads * value, heads * CHUNK
+    states = heads * key * value / CHUNK
+    if kernels:
+        moved, launches = _NARROW * (4 * mixed + 2 * within + 6 * states), _KERNELS
+    else:
+        taps = 5 * sizes.taps * mixed  # pad, mask, product, sum, each apart
+        each = heads * (3 * key + 4 * value)
+        moved, launches = _WIDE * (taps + 6 * mixed + 7 * within + each + 8 * states), 0
+    forward = products + elementwise(gpu, rows * length * moved, launches)
     return Phases(forward, BACKWARD * forward)

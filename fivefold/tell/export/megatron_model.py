@@ -1,9 +1,11 @@
 """Flags of the model for Megatron-LM, and what it lacks of it."""
 
 from collections.abc import Iterator
+from shlex import quote
 
-from fivefold.config.by_layer import OF_LINEAR_ATTENTION
+from fivefold.config.by_layer import OF_LINEAR_ATTENTION, OF_MAMBA
 from fivefold.config.layer_pattern import runs
+from fivefold.config.megatron import HYBRID_EPSILON, HYBRID_SPEC
 from fivefold.config.model import ModelConfig
 from fivefold.layout import Layout
 from fivefold.tell.export.megatron_experts import expert_flags
@@ -34,6 +36,8 @@ def model_flags(said: Settings, layout: Layout) -> Iterator[str]:
     yield from flags(said, "attention_output_gate")
     if said["experimental_attention_variant"] is not None:
         yield from flags(said, "experimental_attention_variant", *OF_LINEAR_ATTENTION)
+    if said["hybrid_override_pattern"] is not None:
+        yield from _hybrid(said)
     yield from flags(said, "position_embedding_type")
     positions = max(said["max_position_embeddings"], layout.config.training.seq_length)
     yield from set_flag("max_position_embeddings", positions)
@@ -110,6 +114,38 @@ def _has_tanh(model: ModelConfig) -> bool:
     return model.activation_func == "gelu_tanh" and model.add_bias_linear
 
 
+def _hybrid(said: Settings) -> Iterator[str]:
+    """Layers of one mixer each, which its program builds from a specification."""
+    yield "--is-hybrid-model"
+    yield from flag("spec", *HYBRID_SPEC)
+    pattern = said["hybrid_override_pattern"]
+    if pattern.startswith("-"):  # or it would be a flag itself
+        yield f"--hybrid-override-pattern={quote(pattern)}"
+    else:
+        yield from flag("hybrid-override-pattern", pattern)
+    yield from flags(said, *OF_MAMBA)
+
+
+def _lost_of_hybrids(model: ModelConfig, layout: Layout) -> Iterator[str]:
+    """Sentences about models whose layers have one mixer each."""
+    yield (
+        "layers of one mixer each (hybrid_override_pattern) are a model of pretrain_mamba.py, not "
+        "of pretrain_gpt.py"
+    )
+    if model.norm_epsilon != HYBRID_EPSILON:
+        yield (
+            f"norms of Mamba-2's heads add {HYBRID_EPSILON:g} to the variance there, whatever "
+            f"norm_epsilon is: {model.norm_epsilon:g}"
+        )
+    stages = {len(stage.layers) for stage in layout.split.stages}
+    if layout.grid.pp > 1 and (len(stages) > 1 or layout.split.num_virtual > 1):
+        yield (
+            "its layers of one mixer each are split evenly over pipeline ranks, one stage on each: "
+            "pipeline_model_parallel_layout and num_virtual_stages_per_pipeline_rank do not go "
+            "with them"
+        )
+
+
 def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
     """Sentences about what it has not, or has in another way."""
     model = layout.config.model
@@ -122,7 +158,9 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
             f"rotary_seq_len_interpolation_factor {stretch:g} was left out: models of release 0.16 "
             "take no notice of its flag, which later ones read as a whole number"
         )
-    if model.has_linear_layers and layout.grid.cp > 1:
+    if model.hybrid_override_pattern is not None:
+        yield from _lost_of_hybrids(model, layout)
+    if model.experimental_attention_variant is not None and layout.grid.cp > 1:
         yield "its linear attention has no context parallelism in release 0.16"
     if model.use_rope_scaling:
         others = [

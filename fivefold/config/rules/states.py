@@ -1,0 +1,125 @@
+"""Validation of layers that keep a state, and of layers that have one mixer each."""
+
+from fivefold.config.divisors import divisors, nearest
+from fivefold.config.layer_pattern import linear_layers, mixers
+from fivefold.config.model import ModelConfig
+from fivefold.config.settings import flag_of
+from fivefold.errors import Mistakes
+
+_OFF = "--hybrid-override-pattern none"
+
+
+def check_states(model: ModelConfig, mistakes: Mistakes) -> None:
+    """Check which layers have linear attention, its heads, and layers of one mixer each."""
+    if model.attention_output_gate and model.multi_latent_attention:
+        mistakes.add(
+            "attention_output_gate is made by the query projection, which "
+            "multi_latent_attention has none of that makes one",
+            works=("--no-attention-output-gate", "--no-multi-latent-attention"),
+        )
+    if model.hybrid_override_pattern is not None:
+        with mistakes.collecting():
+            _check_hybrid(
+                model, "".join(mixers(model.hybrid_override_pattern, model.num_layers)), mistakes
+            )
+    if model.experimental_attention_variant is not None:
+        _check_linear(model, mistakes)
+
+
+def _check_linear(model: ModelConfig, mistakes: Mistakes) -> None:
+    off, freq = "--experimental-attention-variant none", model.linear_attention_freq
+    if freq is None:
+        mistakes.add(
+            f"experimental_attention_variant {model.experimental_attention_variant} needs "
+            "linear_attention_freq, which says of which layers",
+            works=("--linear-attention-freq 2", off)[model.num_layers < 2 :],
+        )
+        return
+    with mistakes.collecting():
+        linear = linear_layers(freq, model.num_layers)
+        if len({*linear}) < 2:
+            kind = "linear attention" if linear[0] else "a softmax"
+            mistakes.add(
+                f"linear_attention_freq {freq!r} gives all layers {kind}, and a model with "
+                "experimental_attention_variant has layers of both kinds",
+                works=("--linear-attention-freq 2", f"--linear-attention-freq none {off}")[
+                    model.num_layers < 2 :
+                ],
+            )
+    keys, values = model.linear_num_key_heads, model.linear_num_value_heads
+    if values % keys:
+        mistakes.add(
+            f"{values} value heads of linear attention cannot share {keys} key heads",
+            f"linear_num_value_heads / linear_num_key_heads = {values} / {keys} = "
+            f"{values / keys:.2f} (must be whole)",
+            works=[f"--linear-num-key-heads {n}" for n in nearest(keys, divisors(values))],
+        )
+
+
+def _check_hybrid(model: ModelConfig, pattern: str, mistakes: Mistakes) -> None:
+    """Check a model whose layers have one mixer each."""
+    name = "hybrid_override_pattern"
+    if "M" not in pattern:
+        example = "M" + pattern[1:]
+        mistakes.add(
+            f"{name} {pattern!r} has no layer with Mamba-2",
+            works=(f"{flag_of(name)} {example!r}", _OFF),
+        )
+    if ("E" in pattern) != (model.num_experts is not None):
+        has = "layers" if "E" in pattern else "no layer"
+        number = "no num_experts" if model.num_experts is None else f"{model.num_experts} of them"
+        off = "--num-experts 8" if model.num_experts is None else "--num-experts none"
+        mistakes.add(
+            f"{name} {pattern!r} has {has} with experts, and the model {number}", works=(off,)
+        )
+    both = "has attention and an MLP in each layer, and hybrid_override_pattern one of them"
+    for setting, value, default in (
+        ("parallel_residual", model.parallel_residual, False),
+        ("mtp_num_layers", model.mtp_num_layers, 0),
+    ):
+        if value != default:
+            off = (
+                f"--no-{flag_of(setting)[2:]}" if value is True else f"{flag_of(setting)} {default}"
+            )
+            mistakes.add(f"{setting} {both}", works=(off, _OFF))
+    if model.moe_layer_freq != "1":
+        mistakes.add(
+            f"moe_layer_freq {model.moe_layer_freq!r} and {name} both say which layers have "
+            "experts",
+            works=("--moe-layer-freq 1", _OFF),
+        )
+    if model.experimental_attention_variant is not None:
+        mistakes.add(
+            f"experimental_attention_variant {model.experimental_attention_variant} and {name} "
+            "both say which layers keep states",
+            works=("--experimental-attention-variant none --linear-attention-freq none", _OFF),
+        )
+    if model.multi_latent_attention:
+        mistakes.add(
+            f"{name} has no multi_latent_attention",
+            works=("--no-multi-latent-attention", _OFF),
+        )
+    if model.lora_rank is not None:
+        mistakes.add(f"{name}: layers with Mamba-2 have no adapters", works=("--lora-rank none",))
+    _check_mamba_heads(model, mistakes)
+
+
+def _check_mamba_heads(model: ModelConfig, mistakes: Mistakes) -> None:
+    """Check that heads of Mamba-2 are whole, and that equally many are in each group."""
+    inner, size = 2 * model.hidden_size, model.mamba_head_dim
+    if model.mamba_num_heads is None and inner % size:
+        mistakes.add(
+            f"hybrid_override_pattern: 2 x hidden_size {model.hidden_size} cannot be split into "
+            f"heads of {size}",
+            f"{inner} / {size} = {inner / size:.2f} (must be whole, or set mamba_num_heads)",
+            works=[f"--mamba-head-dim {n}" for n in nearest(size, divisors(inner))],
+        )
+        return
+    groups, heads = model.mamba_num_groups, model.states.heads
+    if heads % groups:
+        mistakes.add(
+            f"hybrid_override_pattern: {heads} heads of Mamba-2 cannot be in {groups} groups",
+            f"mamba_num_heads / mamba_num_groups = {heads} / {groups} = {heads / groups:.2f} "
+            "(must be whole)",
+            works=[f"--mamba-num-groups {n}" for n in nearest(groups, divisors(heads))],
+        )

@@ -1,0 +1,71 @@
+"""Which kinds of layers a model has."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
+from typing import NamedTuple
+
+from fivefold.config.layer_pattern import Mixer
+from fivefold.config.model import ModelConfig
+
+
+class LayerKind(NamedTuple):
+    """The kind of a layer; layers of one kind have equal descriptions.
+
+    Attributes:
+        experts: whether the layer has experts instead of a dense MLP.
+        predicts: whether it is a multi-token prediction layer, with a projection and norms.
+        linear: whether it has linear attention, or Mamba-2.
+        mixer: all that the layer has (`hybrid_override_pattern`); None: attention and an MLP.
+    """
+
+    experts: bool = False
+    predicts: bool = False
+    linear: bool = False
+    mixer: Mixer | None = None
+
+    @property
+    def attends(self) -> bool:
+        """Whether tokens meet in it: in attention, or in states."""
+        return self.mixer in (None, "M", "*")
+
+    @property
+    def softmax(self) -> bool:
+        """Whether it has attention with a softmax."""
+        return self.attends and not self.linear
+
+    @property
+    def mlp(self) -> bool:
+        """Whether it has an MLP or experts."""
+        return self.mixer in (None, "-", "E")
+
+    @property
+    def dense(self) -> bool:
+        """Whether it has an MLP that is not one of experts."""
+        return self.mlp and not self.experts
+
+    @property
+    def name(self) -> str:
+        """Short name, under which layer costs are reported: dense, moe, those with linear attention
+        as linear_dense and linear_moe, or mtp; mamba, attention, mlp and experts for layers of one
+        mixer."""
+        if self.predicts:
+            return "mtp"
+        if self.mixer is not None:
+            return {"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"}[self.mixer]
+        return "linear_" * self.linear + ("moe" if self.experts else "dense")
+
+
+def layer_kind(model: ModelConfig, layer: int) -> LayerKind:
+    """The kind of a layer."""
+    predicts, linear = layer >= model.num_layers, model.is_linear(layer)
+    return LayerKind(model.is_moe(layer), predicts, linear, model.mixer_of(layer))
+
+
+@lru_cache(maxsize=64)
+def layer_kinds(model: ModelConfig) -> Mapping[LayerKind, int]:
+    """The index of the first layer of each kind that the model has."""
+    found: dict[LayerKind, int] = {}
+    for layer in range(model.num_layers + (model.mtp_num_layers > 0)):
+        found.setdefault(layer_kind(model, layer), layer)
+    return MappingProxyType(found)

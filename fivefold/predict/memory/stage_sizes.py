@@ -1,0 +1,118 @@
+"""What a stage of the pipeline keeps, gathers and sends; sizes are bytes on one device."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fivefold.counts.blocks import GatheredBlock, layer_block, stage_blocks
+from fivefold.counts.policy import StatePolicy
+from fivefold.description.activations import Saved, loss_bytes, total
+from fivefold.description.kinds import LayerKind, layer_kind
+from fivefold.description.layers import Layer, describe_layer
+from fivefold.description.running import Running
+from fivefold.description.shape import StageParts, all_layers, placed_layers
+from fivefold.layout import Layout
+from fivefold.predict.memory.passage import Copies
+from fivefold.predict.memory.sizes import (
+    buffers,
+    deferred_bytes,
+)
+
+
+@dataclass(frozen=True)
+class StageSizes:
+    """What a backward meets in a stage, wherever it is.
+
+    Attributes:
+        layout: layout of the stage.
+        stage: the stage.
+        running: how its layers run.
+        policy: the framework's policy for model state.
+        layers: bytes per token of each of them.
+    """
+
+    layout: Layout
+    stage: StageParts
+    running: Running
+    policy: StatePolicy
+    layers: tuple[Saved, ...]
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """The layers of the stage."""
+        return all_layers(self.layout.config.model, self.stage)
+
+    @cached_property
+    def _placed(self) -> list[tuple[int, int]]:
+        """The layers with their places."""
+        return placed_layers(self.layout.config.model, self.stage)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of a microbatch on this rank."""
+        return self.layout.config.rank_tokens
+
+    @cached_property
+    def kept(self) -> tuple[float, ...]:
+        """Bytes of activations of each layer."""
+        return tuple(self.tokens * layer.kept for layer in self.layers)
+
+    @cached_property
+    def read(self) -> tuple[float, ...]:
+        """Bytes that deferred weight gradients of each layer need."""
+        described = (self.described(n).operations for n in range(len(self.numbers)))
+        return tuple(self.tokens * deferred_bytes(each, self.running) for each in described)
+
+    @cached_property
+    def gone(self) -> float:
+        """Bytes of the loss, negative."""
+        loss = loss_bytes(self.layout.config.model, self.running) if self.stage.head else {}
+        return -self.tokens * total(loss).kept
+
+    @cached_property
+    def messages(self) -> tuple[float, ...]:
+        """Bytes of messages, as `sizes.buffers` has them."""
+        return buffers(self.layout, self.stage, self.running)
+
+    @cached_property
+    def vocabulary(self) -> float:
+        """Trained elements of the output layer, or of an embedding that ranks split."""
+        model = self.layout.config.model
+        entries = model.padded_vocab_size / self.layout.grid.tp
+        return model.trains_all * entries * model.hidden_size
+
+    @cached_property
+    def blocks(self) -> tuple[GatheredBlock, ...]:
+        """What is trained: the ends of the stage, then its layers, each kind with their number."""
+        whole = self.policy.whole_embedding
+        return stage_blocks(self.layout, self.stage, trained=True, whole_embedding=whole)
+
+    @cached_property
+    def copies(self) -> Copies:
+        """What is gathered to compute with."""
+        return Copies.of(self.layout, self.stage, self.policy)
+
+    @cached_property
+    def parts(self) -> tuple[tuple[GatheredBlock, GatheredBlock], ...]:
+        """The experts of each layer of the stage, and the rest of it, as far as it is trained."""
+        model = self.layout.config.model
+        known: dict[LayerKind, tuple[GatheredBlock, GatheredBlock]] = {}
+        kinds = [layer_kind(model, number) for number in self.numbers]
+        for kind, number in zip(kinds, self.numbers, strict=True):
+            if kind not in known:
+                known[kind] = layer_block(self.layout, number, trained=True).parts(self.policy)
+        return tuple(known[kind] for kind in kinds)
+
+    @cached_property
+    def largest(self) -> int:
+        """Place of the layer, the first of those, of which most is trained together."""
+        sizes = [max(part.size for part in parts) for parts in self.parts]
+        return sizes.index(max(sizes))
+
+    def other_than(self, place: int) -> tuple[GatheredBlock, ...]:
+        """What is trained of all layers but one."""
+        own = layer_block(self.layout, self.numbers[place], trained=True)
+        return *self.blocks[1:], replace(own, count=-1)
+
+    def described(self, place: int) -> Layer:
+        """The operations of a layer of the stage."""
+        return describe_layer(self.layout.config.model, self.numbers[place])
