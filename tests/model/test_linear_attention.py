@@ -9,8 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
 from fivefold.config.model import ModelConfig
 from fivefold.description.linear_attention import CHUNK
@@ -138,6 +136,9 @@ def test_packed_documents_are_those_alone(case: Case, lengths: list[int]) -> Non
 
 def _pair(monkeypatch: pytest.MonkeyPatch) -> tuple[Stage, nn.Module]:
     """A model of ours, and one of transformers' with the same weights, both in fp64 throughout."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+    from transformers.models.qwen3_next import modeling_qwen3_next as theirs
+
     config = Qwen3NextConfig(
         **{"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "num_experts": 0},
         **{"intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2},
