@@ -1,6 +1,6 @@
 """gloo's own collectives against the pairwise ones of `fivefold.mesh.collectives`, on this machine.
 
-    python benchmarks/collectives.py [--ranks 2 4]
+    python -m benchmarks.collectives [--ranks 2 4]
 
 Prints, per collective, size of the whole buffer and number of ranks, the median wall time and the
 CPU time of one call (of rank 0, user and system). CPU time is the fairer of the two where ranks
@@ -8,20 +8,17 @@ outnumber cores, since waiting for another rank's turn is wall time only.
 """
 
 import argparse
-import os
-import platform
-import resource
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.turns import about
 from fivefold.mesh.collectives import all_gather, all_reduce, reduce_scatter
 from fivefold.train.ranks.launch import init_process_group, launch_local
 from fivefold.train.ranks.rank_env import RankEnv
@@ -75,11 +72,6 @@ class Row:
     cpu: float
 
 
-def _cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
 def _time(call: Callable[[Tensor], None], x: Tensor) -> tuple[float, float]:
     """Median wall and mean CPU milliseconds of a call; the number of calls is agreed on."""
     start = time.perf_counter()
@@ -89,12 +81,12 @@ def _time(call: Callable[[Tensor], None], x: Tensor) -> tuple[float, float]:
     calls = min(200, max(3, int(SECONDS / once.item())))
     walls = []
     dist.barrier()
-    cpu = _cpu_seconds()
+    cpu = time.process_time()
     for _ in range(calls):
         start = time.perf_counter()
         call(x)
         walls.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(walls), 1e3 * (_cpu_seconds() - cpu) / calls
+    return 1e3 * statistics.median(walls), 1e3 * (time.process_time() - cpu) / calls
 
 
 def _measure(env: RankEnv) -> None:
@@ -127,21 +119,11 @@ def _show(ranks: int, rows: list[Row]) -> None:
             )
 
 
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     options = parser.parse_args()
-    print(
-        f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} CPUs ({_processor()}), "
-        f"load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, fp32 over loopback"
-    )
+    print(about("fp32 over loopback"))
     for ranks in options.ranks:
         launch_local(_measure, ranks)
 

@@ -1,6 +1,6 @@
 """What it costs to leave weight gradients for later: CPU time of a stage's forward and backward.
 
-    python benchmarks/deferral.py [--rounds 15]
+    python -m benchmarks.deferral [--rounds 15]
 
 Two layers of 512 features, 512 tokens, fp32, one thread. In turn, round after round, so that a busy
 machine disturbs all alike: the backward in one piece; dX, then what Fivefold's linears put aside;
@@ -10,15 +10,14 @@ the ratio to the first.
 """
 
 import argparse
-import os
-import statistics
-import time
 from collections.abc import Callable
+from statistics import median
 
 import torch
 from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from benchmarks.turns import about, cpu_ratio, in_turns
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.memory.recompute import install_recompute
@@ -105,24 +104,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
-    print(
-        f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, "
-        f"torch {torch.__version__}, {rounds} rounds"
-    )
+    print(about(f"{rounds} rounds"))
     print(f"{'':<30}{'kept':>16}{'recomputed':>18}")
     table: dict[str, list[str]] = {name: [] for name in WAYS}
     for recomputed in (False, True):
-        steps = {name: make(recomputed) for name, make in WAYS.items()}
-        spent: dict[str, list[float]] = {name: [] for name in WAYS}
-        for _ in range(rounds + 1):
-            for name, step in steps.items():
-                start = time.process_time()
-                step()
-                spent[name].append(time.process_time() - start)
-        whole = spent["in one piece"]
-        for name, times in spent.items():  # the first round only warms up
-            ratio = statistics.median(t / w for t, w in zip(times[1:], whole[1:], strict=True))
-            table[name].append(f"{1e3 * statistics.median(times[1:]):.0f} ms {ratio:.2f}x")
+        found = in_turns({name: make(recomputed) for name, make in WAYS.items()}, rounds)
+        for name, taken in found.items():
+            ratio = cpu_ratio(taken, found["in one piece"])
+            table[name].append(f"{1e3 * median(each.cpu for each in taken):.0f} ms {ratio:.2f}x")
     for name, cells in table.items():
         print(f"{name:<30}" + "".join(f"{cell:>17}" for cell in cells))
 

@@ -10,10 +10,6 @@ experts of a rank; megatron-core and Fivefold send tokens by alltoall, and Fivef
 Bytes are those that the kernel counted on the ranks' connections, the same way for everybody.
 """
 
-import argparse
-import datetime
-import json
-import signal
 import sys
 from pathlib import Path
 
@@ -21,16 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.peer_systems.rows import EXPERT_ROWS  # noqa: E402
-from benchmarks.peers import (  # noqa: E402
-    System,
-    answer,
-    in_turn,
-    make_peers_venv,
-    measure,
-    medians,
-    save,
-    table,
-)
+from benchmarks.peers import System, compare, medians, parse, table  # noqa: E402
 
 SYSTEMS = {
     system.name: system
@@ -46,35 +33,8 @@ SYSTEMS = {
 
 
 def main() -> None:
-    asked = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
-    if "megatron" in asked.systems:
-        make_peers_venv()
-    about = {name: answer(SYSTEMS[name], ["--supports"]) for name in asked.systems}
-    runs: dict[tuple[str, str], list[dict]] = {}
-    for turn in range(asked.rounds):
-        for row in (EXPERT_ROWS[name] for name in asked.rows):
-            for name in in_turn(asked.systems, turn):
-                print(f"round {turn + 1}: {row.label}, {name}", file=sys.stderr)
-                run = measure(SYSTEMS[name], row, asked.steps, asked.warmup)
-                runs.setdefault((row.name, name), []).append(run)
-            save(asked, about, runs)
-    print(render(json.loads(asked.json.read_text())))
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", nargs="+", choices=EXPERT_ROWS, default=list(EXPERT_ROWS))
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--steps", type=int, default=5, help="measured steps of a run")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before them, at least one")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each cell; medians count")
-    results = ROOT / "benchmarks" / "results" / f"experts-{datetime.date.today()}.json"
-    parser.add_argument("--json", type=Path, default=results)
-    asked = parser.parse_args()
-    if asked.warmup < 1:
-        parser.error("--warmup must be at least 1: the first step sets things up")
-    return asked
+    asked = parse(__doc__, "experts", EXPERT_ROWS, SYSTEMS)
+    print(render(compare(asked, SYSTEMS, [EXPERT_ROWS[name] for name in asked.rows])))
 
 
 def summary(report: dict) -> str:

@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.export_cases import CHANGES, planned
+from fivefold.config.sharding import SHARDING
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
 
@@ -14,7 +15,7 @@ _PRESETS = (
     "deepseek-v3",
 )
 _DEGREES: Mapping[str, tuple[Any, ...]] = {
-    "data_parallel_sharding_strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
+    "data_parallel_sharding_strategy": tuple(SHARDING),
     "tensor_model_parallel_size": (1, 2, 4, 8),
     "sequence_parallel": (True,),
     "pipeline_model_parallel_size": (1, 2, 4),

@@ -58,10 +58,7 @@ def _cell(result: SearchResult, each: Advice) -> str:
         return "as planned"
     if each.best is None:
         return f"{each.row.says}: nothing fits"
-    here, there = result.best.prediction, each.best.prediction
-    assert here is not None
-    assert there is not None
-    where = differences(here, there, most=1)
+    where = differences(result.best.predicted, each.best.predicted, most=1)
     longer = percent(each.best.seconds / result.best.seconds - 1)
     return f"{degrees(each.best.layout)}: {longer}" + (f", {where[0]}" if where else "")
 

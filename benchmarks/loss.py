@@ -1,6 +1,6 @@
 """What losses that keep no logits cost: CPU time of output layer and loss, forward and backward.
 
-    python benchmarks/loss.py [--rounds 9]
+    python -m benchmarks.loss [--rounds 9]
 
 1,024 tokens of 256 features, a vocabulary of 16,384, fp32, one thread; in turn, round after round,
 so that a busy machine disturbs all alike. Prints the median CPU time, its ratio to the plain loss,
@@ -8,15 +8,15 @@ and the bytes of [tokens, vocabulary] tensors that are alive between forward and
 """
 
 import argparse
-import os
-import statistics
-import time
 from collections.abc import Callable
+from functools import partial
+from statistics import median
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from benchmarks.turns import about, cpu_ratio, in_turns
 from fivefold.config.memory import DEFAULT_VOCAB_SPLIT
 from fivefold.config.model import ModelConfig
 from fivefold.memory.cross_entropy import LinearCrossEntropy, NativeCrossEntropy
@@ -45,6 +45,10 @@ def _loss(impl: str) -> Loss:
     return lambda: stage.head_loss(stage, x_TH, labels_T, None)
 
 
+def _backward(loss: Loss) -> None:
+    loss().backward()
+
+
 def _kept(loss: Loss) -> int:
     """Bytes of distinct memory, as large as the logits, that the backward needs."""
     sizes: dict[int, int] = {}
@@ -64,22 +68,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
-    print(
-        f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, "
-        f"torch {torch.__version__}, {rounds} rounds"
-    )
+    print(about(f"{rounds} rounds"))
     losses = {impl: _loss(impl) for impl in ("plain", "native", "linear")}
-    spent: dict[str, list[float]] = {impl: [] for impl in losses}
-    for _ in range(rounds + 1):
-        for impl, loss in losses.items():
-            start = time.process_time()
-            loss().backward()
-            spent[impl].append(time.process_time() - start)
-    for impl, times in spent.items():  # the first round only warms up
-        pairs = zip(times[1:], spent["plain"][1:], strict=True)
-        ratio = statistics.median(own / plain for own, plain in pairs)
-        kept = human_bytes(_kept(losses[impl]))
-        print(f"{impl:<8}{1e3 * statistics.median(times[1:]):>6.0f} ms {ratio:>6.2f}x {kept:>10}")
+    backwards = {impl: partial(_backward, loss) for impl, loss in losses.items()}
+    found = in_turns(backwards, rounds)
+    for impl, taken in found.items():
+        ratio, kept = cpu_ratio(taken, found["plain"]), human_bytes(_kept(losses[impl]))
+        usual = 1e3 * median(each.cpu for each in taken)
+        print(f"{impl:<8}{usual:>6.0f} ms {ratio:>6.2f}x {kept:>10}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """A step with the optimizer in host memory: seconds, CPU seconds, bytes, beside DeepSpeed's.
 
-    python benchmarks/offload.py [--rounds 5] [--layers 4] [--hidden 512] [--path FOLDER]
+    python -m benchmarks.offload [--rounds 5] [--layers 4] [--hidden 512] [--path FOLDER]
     pip install --no-deps --target DIR deepspeed==0.19.8 hjson py-cpuinfo msgpack ...
-    PYTHONPATH=DIR python benchmarks/offload.py --deepspeed
+    PYTHONPATH=DIR python -m benchmarks.offload --deepspeed
 
 Without a GPU a second tensor stands for host memory, so copies cost what copies within memory cost,
 and nothing overlaps. What is compared is the work of the host in a step: the update of the same
@@ -14,7 +14,6 @@ could take), and with --deepspeed by DeepSpeed's `DeepSpeedCPUAdam`, which compi
 import argparse
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -22,6 +21,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+from benchmarks.turns import in_turns
 from fivefold.config.training import OptimizerConfig
 from fivefold.memory.host import HostLink
 from fivefold.optim.adamw import AdamW
@@ -128,14 +128,7 @@ def main() -> None:
     ways["on a disk"] = on_host(named, Path(args.path))
     if args.deepspeed:
         ways["DeepSpeedCPUAdam"] = deepspeed(named)
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for turn in range(args.rounds + 1):
-        for name, (step, *_) in ways.items():
-            wall, cpu = time.perf_counter(), time.process_time()
-            step()
-            if turn:  # the first warms up
-                found = (time.perf_counter() - wall, time.process_time() - cpu)
-                taken[name].append(found)
+    taken = in_turns({name: step for name, (step, *_) in ways.items()}, args.rounds)
     print(f"{count:,} parameters, {torch.get_num_threads()} threads of {os.cpu_count()} cores")
     for name, (_, held, mapped) in ways.items():
         wall, cpu = (median(column) for column in zip(*taken[name], strict=True))

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import venv
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -75,22 +75,30 @@ SYSTEMS = {
 
 
 def main() -> None:
-    asked = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
-    if any(SYSTEMS[name].peer for name in asked.systems):
-        make_peers_venv()
-    about = {name: answer(SYSTEMS[name], ["--supports"]) for name in asked.systems}
+    asked = parse(__doc__, "peers", ROWS, SYSTEMS)
     rows = [row for row in ROWS.values() if row.name in {"one", *asked.rows}]
+    print(render(compare(asked, SYSTEMS, rows)))
+
+
+def compare(
+    asked: argparse.Namespace, systems: Mapping[str, System], rows: Sequence[Row]
+) -> dict[str, Any]:
+    """Measure every row on each system that has it, in turn; the report as it is saved."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    if any(systems[name].peer for name in asked.systems):
+        make_peers_venv()
+    about = {name: answer(systems[name], ["--supports"]) for name in asked.systems}
     runs: dict[tuple[str, str], list[dict]] = {}
     for turn in range(asked.rounds):
         for row in rows:
             for name in in_turn(about, turn):
                 if row.name in about[name].get("rows", ()):
                     print(f"round {turn + 1}: {row.label}, {name}", file=sys.stderr)
-                    run = measure(SYSTEMS[name], row, asked.steps, asked.warmup)
+                    run = measure(systems[name], row, asked.steps, asked.warmup)
                     runs.setdefault((row.name, name), []).append(run)
             save(asked, about, runs)
-    print(render(json.loads(asked.json.read_text())))
+    report: dict[str, Any] = json.loads(asked.json.read_text())
+    return report
 
 
 def in_turn(systems: Iterable[str], turn: int) -> list[str]:
@@ -115,14 +123,17 @@ def save(asked: argparse.Namespace, about: dict, runs: dict) -> None:
     asked.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+def parse(
+    doc: str | None, name: str, rows: Mapping[str, Row], systems: Mapping[str, System]
+) -> argparse.Namespace:
+    """What to measure of these rows and systems, and where results go that are called `name`."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--rows", nargs="+", choices=rows, default=list(rows))
+    parser.add_argument("--systems", nargs="+", choices=systems, default=list(systems))
     parser.add_argument("--steps", type=int, default=5, help="measured steps of a run")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them, at least one")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each cell; medians count")
-    results = ROOT / "benchmarks" / "results" / f"peers-{datetime.date.today()}.json"
+    results = ROOT / "benchmarks" / "results" / f"{name}-{datetime.date.today()}.json"
     parser.add_argument("--json", type=Path, default=results)
     asked = parser.parse_args()
     if asked.warmup < 1:

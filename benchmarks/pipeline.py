@@ -183,15 +183,12 @@ def work(cell: Cell, steps: int) -> None:
 
     def rank(env: Any) -> None:
         import torch
-        import torch.distributed as dist
+
+        from benchmarks.peer_systems.common import end
 
         torch.set_num_threads(1)
         build = torch_step if cell.system == "torch" else fivefold_step
-        result = measured(build(cell, env), steps)
-        if env.rank == 0:
-            print(json.dumps(result), flush=True)
-        dist.barrier()
-        dist.destroy_process_group()
+        end(measured(build(cell, env), steps))
 
     raise SystemExit(launch_local(rank, cell.ranks))
 
@@ -200,15 +197,15 @@ def measured(step: Any, steps: int) -> dict:
     """Two steps to warm up, then `steps`, then one whose memory is looked at."""
     import torch.distributed as dist
 
-    from benchmarks.peer_systems.common import batch, cpu_seconds, memory_mib
+    from benchmarks.peer_systems.common import batch, memory_mib
 
     data = [batch(i, 0, 1) for i in range(steps + 3)]
     losses = [step(*data[i]) for i in range(2)]
     dist.barrier()
-    wall, cpu = time.perf_counter(), cpu_seconds()
+    wall, cpu = time.perf_counter(), time.process_time()
     losses += [step(*data[2 + i]) for i in range(steps)]
     dist.barrier()
-    wall, cpu = time.perf_counter() - wall, cpu_seconds() - cpu
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     before = resident_mib()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     step(*data[-1])

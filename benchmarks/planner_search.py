@@ -25,7 +25,6 @@ from fivefold.config.presets import PRESETS
 from fivefold.predict.cluster_file import load_cluster
 from fivefold.predict.step import predict
 from fivefold.search.bound_tables import Ranks
-from fivefold.search.candidate import Candidate
 from fivefold.search.enumeration import enumerate_space
 from fivefold.search.memory_bound import memory_bound
 from fivefold.search.request import Request, request
@@ -139,9 +138,9 @@ def report(run: Run) -> Iterator[str]:
         f"by their bounds none that was not looked at is more than {result.gap:.1%} faster"
     )
     best = result.best
-    assert best.prediction is not None
-    yield f"planner:   {summary(best.layout)}: {human_seconds(best.seconds)}, MFU " + (
-        f"{best.prediction.mfu:.1%}"
+    yield (
+        f"planner:   {summary(best.layout)}: {human_seconds(best.seconds)}, "
+        f"MFU {best.predicted.mfu:.1%}"
     )
     if not run.published:
         return
@@ -150,17 +149,17 @@ def report(run: Run) -> Iterator[str]:
         nearest = min(found.rejected, key=lambda c: c.memory.device_total)
         yield f"published: {summary(nearest.layout)} {shortfall(nearest.memory)}"
         return
-    published: Candidate = found.best
-    assert published.prediction is not None
+    published = found.best
     place = 1 + sum(c.seconds < published.seconds for c in result.by_mesh())
-    yield f"published: {summary(published.layout)}: {human_seconds(published.seconds)}, MFU " + (
-        f"{published.prediction.mfu:.1%}"
+    yield (
+        f"published: {summary(published.layout)}: {human_seconds(published.seconds)}, "
+        f"MFU {published.predicted.mfu:.1%}"
     )
     yield (
         f"place {place} of {len(result.by_mesh())} meshes looked at; at most "
         f"{faster_share(asked, published.seconds):.2%} of the legal layouts are faster"
     )
-    yield f"against the planner's: {slower(best.prediction, published.prediction)}"
+    yield f"against the planner's: {slower(best.predicted, published.predicted)}"
 
 
 def speed() -> Iterator[str]:

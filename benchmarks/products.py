@@ -9,8 +9,6 @@ is added to a sum by its product, over a product and a sum. Prints medians of th
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -18,15 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.turns import cpu_ratio, in_turns
+
 JOINED = {"qkv": (512, (512, 128, 128)), "gate, up": (512, (1536, 1536))}
 SUMS = ((512, 512, 1536), (512, 1024, 4096), (128, 1024, 4096))
-
-
-def cpu_seconds(run: Callable[[], object]) -> float:
-    """CPU time of a call."""
-    began = time.process_time()
-    run()
-    return time.process_time() - began
 
 
 def apart(x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor]) -> object:
@@ -61,8 +54,8 @@ def added(total: Tensor, grad: Tensor, x: Tensor) -> object:
 
 def ratio(rounds: int, first: Callable[[], object], second: Callable[[], object]) -> float:
     """Median of the time of the first over that of the second."""
-    cpu_seconds(first), cpu_seconds(second)
-    return statistics.median(cpu_seconds(first) / cpu_seconds(second) for _ in range(rounds))
+    found = in_turns({"first": first, "second": second}, rounds)
+    return cpu_ratio(found["first"], found["second"])
 
 
 def main() -> None:

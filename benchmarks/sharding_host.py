@@ -27,7 +27,6 @@ from fivefold.train.ranks.rank_env import RankEnv
 from fivefold.verify.batches import global_batch, microbatches, rows_of
 
 RANKS, LAYERS = 2, 8
-STRATEGIES = tuple(SHARDING)
 
 
 def layout_of(strategy: str, count: int) -> Layout:
@@ -83,10 +82,10 @@ def main() -> None:
     least: dict[tuple[str, int], float] = {}
     for _ in range(asked.rounds):
         for count in asked.microbatches:
-            for strategy in STRATEGIES:
+            for strategy in SHARDING:
                 taken = seconds(layout_of(strategy, count), asked.steps)
                 least[strategy, count] = min(taken, least.get((strategy, count), taken))
-    for strategy in STRATEGIES:
+    for strategy in SHARDING:
         cells = []
         for count in asked.microbatches:
             taken = least[strategy, count]

@@ -13,9 +13,7 @@ The CPUs that multiply also move the messages here, so hiding them can gain litt
 """
 
 import argparse
-import os
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.collectives import _cpu_seconds, _processor
+from benchmarks.turns import Taken, about, timed
 from fivefold.mesh.collectives import start_messages
 from fivefold.model.layers import Kept, Linear
 from fivefold.tensor.deferred_weight import DeferredWeights
@@ -94,21 +92,23 @@ def _halves(exchange: Exchange, ranks: int) -> tuple[Half, Half]:
     return forward, backward
 
 
+def _steps(halves: tuple[Half, Half]) -> None:
+    for _ in range(STEPS):
+        for half in halves:
+            half()
+
+
 def _measure(env: RankEnv, rounds: int, folder: Path | None) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)
     init_process_group(env, "cpu")
     assert dist.group.WORLD is not None
     halves = {name: _halves(way(dist.group.WORLD), env.world_size) for name, way in WAYS.items()}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
+    times: dict[str, list[Taken]] = {name: [] for name in WAYS}
     for _ in range(rounds):
-        for name, (forward, backward) in halves.items():
+        for name, both in halves.items():
             dist.barrier()
-            wall, cpu = time.perf_counter(), _cpu_seconds()
-            for _ in range(STEPS):
-                forward()
-                backward()
-            times[name].append((time.perf_counter() - wall, _cpu_seconds() - cpu))
+            times[name].append(timed(partial(_steps, both)))
     shares = {
         name: [
             _beside(half, f"{name}-{what}", env, folder)
@@ -147,9 +147,7 @@ def _covered(start: float, end: float, spans: Sequence[tuple[float, float]]) -> 
     return covered
 
 
-def _show(
-    ranks: int, times: dict[str, list[tuple[float, float]]], shares: dict[str, list[float]]
-) -> None:
+def _show(ranks: int, times: dict[str, list[Taken]], shares: dict[str, list[float]]) -> None:
     print(f"\n{ranks} ranks{'ms a step: wall':>24}{'CPU':>8}{'ratio: wall':>14}{'CPU':>7}", end="")
     print("   products while receiving: forward  backward")
     for name, each in times.items():
@@ -164,9 +162,7 @@ def _show(
         print(f"{name:<7}{wall:>24.1f}{cpu:>8.1f}{ratios}{beside}", flush=True)
 
 
-def _ratios(
-    each: Sequence[tuple[float, float]], base: Sequence[tuple[float, float]]
-) -> Iterator[float]:
+def _ratios(each: Sequence[Taken], base: Sequence[Taken]) -> Iterator[float]:
     for column in range(2):
         yield statistics.median(a[column] / b[column] for a, b in zip(each, base, strict=True))
 
@@ -177,11 +173,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--trace", type=Path)
     options = parser.parse_args()
-    print(
-        f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} CPUs ({_processor()}), load "
-        f"{os.getloadavg()[0]:.1f}, torch {torch.__version__}, fp32, {TOKENS} tokens, "
-        f"{HIDDEN} -> 2 x {INNER} -> {HIDDEN}"
-    )
+    print(about(f"fp32, {TOKENS} tokens, {HIDDEN} -> 2 x {INNER} -> {HIDDEN}"))
     for ranks in options.ranks:
         launch_local(partial(_measure, rounds=options.rounds, folder=options.trace), ranks)
 

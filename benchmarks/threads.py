@@ -1,6 +1,6 @@
 """What threads of one process are worth: seconds and CPU seconds of a step, by size of its work.
 
-    python benchmarks/threads.py [--rounds 7]
+    python -m benchmarks.threads [--rounds 7]
 
 Llama-shaped models of two layers, each trained for a few steps with 1, 2, 4 ... threads in turn,
 round after round, so that a busy machine disturbs all alike. Prints how many numbers the hidden
@@ -9,12 +9,13 @@ to it, and how many threads `fivefold train` would choose.
 """
 
 import argparse
-import time
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 
+from benchmarks.turns import Taken, timed
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
@@ -64,13 +65,10 @@ def _batch(layout: Layout) -> list[Microbatch]:
     ]
 
 
-def _step(engine: Engine, batch: list[Microbatch], threads: int) -> tuple[float, float]:
-    """Seconds and CPU seconds."""
+def _step(engine: Engine, batch: list[Microbatch], threads: int) -> Taken:
     torch.set_num_threads(threads)
     engine.step(batch)  # what the threads need to wake up is not counted
-    wall, cpu = time.perf_counter(), time.process_time()
-    engine.step(batch)
-    return time.perf_counter() - wall, time.process_time() - cpu
+    return timed(partial(engine.step, batch))
 
 
 def main() -> None:

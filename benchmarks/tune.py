@@ -12,12 +12,14 @@ import argparse
 import statistics
 import tempfile
 import time
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 from fivefold.check import check
-from fivefold.cli.tune import Options, Planner, measure
+from fivefold.cli.tune import Options, candidates, measure
 from fivefold.config.config import Config
+from fivefold.config.sharding import SHARDING
 from fivefold.config.sources import load_consistent
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
@@ -27,14 +29,12 @@ from fivefold.tell.describe import summary
 from fivefold.train.corpora import open_data
 from fivefold.train.trial import try_layout
 
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-
 
 def sweep(config: Config, world: int) -> list[Layout]:
     """The layouts of the sweep."""
     sizes = [1 << n for n in range(world.bit_length()) if 1 << n <= world]
     found: dict[Layout, None] = {}
-    for tp, pp, cp, strategy, widest in product(sizes, sizes, sizes, STRATEGIES, (False, True)):
+    for tp, pp, cp, strategy, widest in product(sizes, sizes, sizes, SHARDING, (False, True)):
         if tp * pp * cp > world:
             continue
         dp = world // (tp * pp * cp)
@@ -73,7 +73,7 @@ def main() -> None:
         machine = load_cluster(file)
     tuning = Tuning(
         machine,
-        Planner(loaded, asked.nproc),
+        partial(candidates, loaded, asked.nproc),
         attempt,
         options.trial_steps,
         options.run_steps,

@@ -9,10 +9,6 @@ from itertools import chain
 from typing import Any
 
 
-class FivefoldError(Exception):
-    """An error to be shown to the user as one message, without a traceback."""
-
-
 @dataclass(frozen=True)
 class Mistake:
     """One thing that is wrong.
@@ -36,6 +32,13 @@ class Mistake:
         if self.attempt:
             lines.append(f"  try:   {self.attempt}")
         return "\n".join(lines)
+
+
+class FivefoldError(Exception):
+    """An error to be shown to the user as one message, without a traceback."""
+
+    def __init__(self, message: Mistake | str) -> None:
+        super().__init__(str(message))
 
 
 class ConfigError(FivefoldError):
@@ -79,7 +82,7 @@ class OtherSettings(CheckpointError):
     """
 
     def __init__(self, mistake: Mistake) -> None:
-        super().__init__(str(mistake))
+        super().__init__(mistake)
         self.mistake = mistake
 
 
@@ -90,7 +93,7 @@ class DamagedCheckpoint(CheckpointError):
         intact: step of the latest checkpoint of its folder that is intact; None if there is none.
     """
 
-    def __init__(self, message: str, intact: int | None) -> None:
+    def __init__(self, message: Mistake | str, intact: int | None) -> None:
         super().__init__(message)
         self.intact = intact
 
@@ -106,7 +109,15 @@ class TrainingError(FivefoldError):
 
 
 class RanksFailed(FivefoldError):
-    """Ranks that a command started have failed, and have told why themselves."""
+    """Ranks that a command started have failed, and have told why themselves.
+
+    Attributes:
+        status: exit status for the shell, as of `train`.
+    """
+
+    def __init__(self, what: str, status: int) -> None:
+        super().__init__(what)
+        self.status = status
 
 
 class Mistakes:

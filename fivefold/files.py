@@ -17,7 +17,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, TypeVar
 
-from fivefold.errors import FivefoldError, Mistake
+from fivefold.errors import DataError, FivefoldError, Mistake
 
 try:
     from zlib_ng.zlib_ng import crc32 as crc32  # the same CRC-32, several times as fast
@@ -165,18 +165,26 @@ def telling_system_errors(
 
 @contextmanager
 def telling_unwritable(
-    path: str | os.PathLike[str], error: type[FivefoldError] = FivefoldError
+    path: str | os.PathLike[str],
+    error: type[FivefoldError] = FivefoldError,
+    attempt: str | None = None,
 ) -> Iterator[None]:
     """Turn an OSError, raised in the block while it writes `path`, into one message.
 
     That of a full disk passes: `telling_system_errors` says more of it.
+
+    Args:
+        path: file or folder to name.
+        error: class of the error to raise.
+        attempt: what the user may try instead; None: nothing is known.
     """
     try:
         yield
     except OSError as problem:
         if caused_by_full_disk(problem) is not None:
             raise
-        raise error(f"cannot write {path}: {problem.strerror or problem}") from problem
+        what = f"cannot write {path}: {problem.strerror or problem}"
+        raise error(str(Mistake(what, attempt=attempt))) from problem
 
 
 def free_bytes(path: str | os.PathLike[str]) -> int | None:
@@ -240,20 +248,21 @@ def read_json(
     return parse_json(read_text(path, error), kind, str(path), error)
 
 
-def read_json_lines(
-    path: str | os.PathLike[str], kind: type[T], error: type[FivefoldError] = FivefoldError
-) -> list[T]:
+def read_json_lines(path: str | os.PathLike[str], kind: type[T]) -> list[T]:
     """The lines of a file that is appended to, as `parse_json` returns each.
 
     An incomplete last line is left out: it is being written, or a crash cut it short.
+
+    Raises:
+        DataError: the file cannot be read, or a line is damaged.
     """
     found = []
-    for number, line in enumerate(read_text(path, error).split("\n")[:-1], 1):
+    for number, line in enumerate(read_text(path, DataError).split("\n")[:-1], 1):
         try:
-            found.append(parse_json(line, kind, f"{path}:{number}", error))
-        except error as problem:
+            found.append(parse_json(line, kind, f"{path}:{number}", DataError))
+        except DataError as problem:
             attempt = f"sed -i {number}d {quote(str(path))}"
-            raise error(str(Mistake(str(problem), attempt=attempt))) from None
+            raise DataError(Mistake(str(problem), attempt=attempt)) from None
     return found
 
 

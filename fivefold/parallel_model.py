@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fivefold.counts.parameters import ParameterRecord
-from fivefold.data_parallel.fsdp import ShardedStage
-from fivefold.data_parallel.replicated import ReplicatedStage, local_grad
+from fivefold.data_parallel.replicated import local_grad
+from fivefold.data_parallel.stage_gradients import StageGradients
 from fivefold.layout import Layout
 from fivefold.memory.parameters import OffloadedParameters
 from fivefold.mesh.collectives import sum_in_buckets
@@ -47,7 +47,7 @@ class ParallelModel:
     layout: Layout
     groups: Groups
     stages: dict[int, Stage]
-    gradients: dict[int, ShardedStage | ReplicatedStage]
+    gradients: dict[int, StageGradients]
     records: dict[str, ParameterRecord]
     executor: Executor
     on_host: frozenset[str]
@@ -64,8 +64,7 @@ class ParallelModel:
             self.offloaded.follow(
                 block
                 for stage, backward in passes(acts)
-                if isinstance(sharded := self.gradients[stage], ShardedStage)
-                for block in sharded.away(backward=backward, further=further)
+                for block in self.gradients[stage].away(backward=backward, further=further)
             )
         for gradients in self.gradients.values():
             gradients.before_run(trains=not program.forward_only)
@@ -79,9 +78,8 @@ class ParallelModel:
     def shared_weights(self) -> Iterator[torch.Tensor]:
         """What is made of weights for all forwards and backwards of a step that follow."""
         yield from self.step_weights.held()
-        for sharded in self.gradients.values():
-            if isinstance(sharded, ShardedStage):
-                yield from sharded.second_copies()
+        for gradients in self.gradients.values():
+            yield from gradients.second_copies()
 
     def finish_gradients(self) -> None:
         """Complete every sum that a parameter's record names: over data first."""

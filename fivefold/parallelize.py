@@ -11,6 +11,7 @@ from fivefold.counts.units import unit_of, units_on_host
 from fivefold.data_parallel.fsdp import ShardedStage
 from fivefold.data_parallel.policy import Policy, make_policy
 from fivefold.data_parallel.replicated import ReplicatedStage
+from fivefold.data_parallel.stage_gradients import StageGradients
 from fivefold.expert.deepep import Kernels
 from fivefold.expert.install import install_experts
 from fivefold.layout import Layout
@@ -50,28 +51,9 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     deferred, turns = DeferredWeights(), Turns(device)
     # PyTorch's linears add nothing to sums, nor do the ends beside them.
     of_ends = deferred if layout.owns_linears else DeferredWeights()
-    with torch.device("meta"):
-        stages = {
-            index: Stage(
-                config.model,
-                parts,
-                seed=config.training.seed,
-                label_smoothing=config.training.label_smoothing,
-                z_loss_coeff=config.training.z_loss_coeff,
-                mtp_loss_scaling_factor=config.training.mtp_loss_scaling_factor,
-                experts=config.experts,
-                global_batch_size=config.training.global_batch_size,
-                seq_length=config.training.seq_length,
-            ).to(torch.promote_types(policy.master_dtype, torch.float32))
-            for index, parts in layout.stages_of(pp_rank).items()
-        }
     records = {record.name: record for record in parameter_records(layout, groups.rank)}
     on_host = _on_host(layout, pp_rank, records)
-    for stage in stages.values():
-        for name, parameter in stage.named_parameters():
-            narrow = name in on_host or not records[name].trained
-            if narrow or policy.master_dtype == policy.compute_dtype:
-                parameter.data = parameter.data.to(policy.compute_dtype)
+    stages = _plain_stages(layout, pp_rank, policy, records, on_host)
     _install_tensor(layout, groups, stages, deferred, of_ends, records)
     meanwhile = turns.give_way if layout.overlaps_pairs else None
     _install_experts(layout, groups, stages, deferred, records, meanwhile)
@@ -96,8 +78,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     }
     offloaded = None
     if away:
-        sharded = (each for each in gradients.values() if isinstance(each, ShardedStage))
-        blocks = [block for each in sharded for block in each.away()]
+        blocks = [block for each in gradients.values() for block in each.away()]
         named = dict(kept for stage in stages.values() for kept in stage.named_parameters())
         offloaded = OffloadedParameters(blocks, named, device, config.memory.param_offload_path)
         log.info("weights visit the device for their gathers")
@@ -120,7 +101,29 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     )
 
 
-def _sums(layout: Layout, gradients: Iterable[ShardedStage | ReplicatedStage]) -> list[SumOf]:
+def _plain_stages(
+    layout: Layout,
+    pp_rank: int,
+    policy: Policy,
+    records: Mapping[str, ParameterRecord],
+    on_host: frozenset[str],
+) -> dict[int, Stage]:
+    """This rank's stages on the meta device, each parameter in the type in which it is kept."""
+    config, wide = layout.config, torch.promote_types(policy.master_dtype, torch.float32)
+    with torch.device("meta"):
+        stages = {
+            index: Stage(config.model, parts, config.training, config.experts).to(wide)
+            for index, parts in layout.stages_of(pp_rank).items()
+        }
+    for stage in stages.values():
+        for name, parameter in stage.named_parameters():
+            narrow = name in on_host or not records[name].trained
+            if narrow or policy.master_dtype == policy.compute_dtype:
+                parameter.data = parameter.data.to(policy.compute_dtype)
+    return stages
+
+
+def _sums(layout: Layout, gradients: Iterable[StageGradients]) -> list[SumOf]:
     """Where products add weight gradients up, or make those that are sent as they are."""
     adds = layout.fuses_accumulation
     if adds:
@@ -257,7 +260,7 @@ def _install_data_parallel(
     device: torch.device,
     records: dict[str, ParameterRecord],
     away: frozenset[str],
-) -> ShardedStage | ReplicatedStage:
+) -> StageGradients:
     """Give a stage its memory: under FSDP2 after it is sharded, so that no rank holds it whole.
 
     `away`: names of parameters whose shards are not kept on the device.

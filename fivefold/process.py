@@ -14,12 +14,64 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from typing import NoReturn
 
 RARELY = 100_000
 """New objects after which Python looks for garbage, while a process imports and reads settings."""
 _USUALLY = gc.get_threshold()
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class Output(io.TextIOWrapper):
+    """Standard output, whose errors name its file, as those of other files do."""
+
+    def write(self, text: str) -> int:
+        """Write text.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with _naming_output():
+            return super().write(text)
+
+    def flush(self) -> None:
+        """Write what is buffered.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with _naming_output():
+            super().flush()
+
+
+@contextlib.contextmanager
+def _naming_output() -> Iterator[None]:
+    """Have an OSError that is raised in the block name the file that standard output goes to."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = os.path.realpath("/dev/stdout")
+        raise
+
+
+def own_streams() -> None:
+    """Make the standard streams those of a program, before it opens any file.
+
+    Those that whoever started the process has closed go nowhere: the next file that is opened would
+    take the place of one, and be given its text.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    sys.stdin = sys.stdin or open(0)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", buffering=1)  # noqa: SIM115
+    out = sys.stdout or open(1, "w")  # noqa: SIM115
+    if isinstance(out, io.TextIOWrapper):
+        encoding, by_line, at_once = out.encoding, out.line_buffering, out.write_through
+        sys.stdout = Output(out.detach(), encoding, line_buffering=by_line, write_through=at_once)
 
 
 def begin() -> None:

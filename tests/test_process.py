@@ -58,6 +58,33 @@ def test_a_reader_who_has_gone_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_streams_that_are_closed_go_nowhere_and_no_file_takes_their_place() -> None:
+    """Whichever of the three whoever starts the process has closed."""
+    code = "import sys; from fivefold import process; process.own_streams(); "
+    code += "print('out', flush=True); "
+    code += "print('err', file=sys.stderr, flush=True); assert not sys.stdin.read(); "
+    code += "process.leave(open('/dev/null').fileno())"
+    for closed in range(1, 8):
+        ends = "".join(f" {n}>&-" for n in range(3) if closed & 1 << n)
+        words = ["sh", "-c", f'exec "$0" -c "$1"{ends}', sys.executable, code]
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+        said = "" if closed & 2 else "out\n", "" if closed & 4 else "err\n"
+        assert done.returncode == 3 and (done.stdout, done.stderr) == said, (ends, done)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="has no /dev/full")
+@pytest.mark.parametrize("unbuffered", [(), ("-u",)])
+def test_an_output_that_cannot_be_written_is_named(unbuffered: tuple[str, ...]) -> None:
+    code = "from fivefold.cli.main import program; program()"
+    words = [sys.executable, *unbuffered, "-c", code, "help"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: disk full: cannot write /dev/full\n"), done.stderr
+
+
 @pytest.mark.slow
 def test_ranks_look_for_garbage_as_usual_share_imports_and_finish_their_turn() -> None:
     done = run(RANK)

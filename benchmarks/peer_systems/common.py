@@ -6,7 +6,6 @@ Shapes: B sequences, S positions, H hidden, N heads, D head size, V vocabulary.
 import argparse
 import json
 import os
-import resource
 import socket
 import struct
 import sys
@@ -191,7 +190,11 @@ def main(build: Callable[[Row], Job], supports: Callable[[Row], bool], *packages
     imported = time.time()
     row, steps, warmup = parse(supports, *packages)
     torch.set_num_threads(1)
-    result = measure(build(row), row, steps, warmup, imported)
+    end(measure(build(row), row, steps, warmup, imported))
+
+
+def end(result: dict) -> None:
+    """Let rank 0 say the result, and leave together."""
     if dist.get_rank() == 0:
         say(result)
     dist.barrier()
@@ -210,10 +213,10 @@ def measure(job: Job, row: Row, steps: int, warmup: int, imported: float) -> dic
     losses += [job.step(*data[step]) for step in range(1, warmup)]
     dist.barrier()
     received = bytes_received()
-    wall, cpu = time.perf_counter(), cpu_seconds()
+    wall, cpu = time.perf_counter(), time.process_time()
     losses += [job.step(*data[warmup + step]) for step in range(steps)]
     dist.barrier()
-    wall, cpu = time.perf_counter() - wall, cpu_seconds() - cpu
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     received = bytes_received() - received
     launched = float(os.environ.get("PEERS_LAUNCHED", "nan"))
     has_loss = losses[0] is not None
@@ -243,11 +246,6 @@ def measure(job: Job, row: Row, steps: int, warmup: int, imported: float) -> dic
         "pss_mb": sum(rank["pss"] for rank in ranks),
         "loss": [sum(step) / len(step) for step in zip(*curves, strict=True)],
     }
-
-
-def cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def bytes_received() -> int:

@@ -5,7 +5,6 @@ import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.peer_systems.common import (
@@ -22,21 +21,22 @@ from benchmarks.peer_systems.common import (
     TOPK,
     VOCAB,
     Job,
+    end,
     measure,
     parse,
-    say,
 )
 from benchmarks.peer_systems.rows import CLIP, Row
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
+from fivefold.config.sharding import SHARDING
 from fivefold.data.packing import Microbatch
 from fivefold.layout import Layout
 from fivefold.train.engine import Engine
 from fivefold.train.ranks.launch import init_process_group, launch_local
 from fivefold.train.ranks.rank_env import RankEnv
 
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+STRATEGIES = tuple(SHARDING)
 
 
 def supports(row: Row) -> bool:
@@ -98,11 +98,7 @@ def main() -> None:
 
     def rank(env: RankEnv) -> None:
         torch.set_num_threads(1)
-        result = measure(build(layout, env), row, steps, warmup, imported)
-        if env.rank == 0:
-            say(result)
-        dist.barrier()
-        dist.destroy_process_group()
+        end(measure(build(layout, env), row, steps, warmup, imported))
 
     raise SystemExit(launch_local(rank, row.ranks))
 

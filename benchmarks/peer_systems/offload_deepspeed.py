@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.peer_systems.common import ADAMW, BATCH, Job, Model, loss_of, measure, say
+from benchmarks.peer_systems.common import ADAMW, BATCH, Job, Model, end, loss_of, measure
 from benchmarks.peer_systems.offload_ways import Asked, asked
 from benchmarks.peer_systems.rows import CLIP
 
@@ -51,11 +51,7 @@ def main() -> None:
     imported = time.time()
     given = asked()
     torch.set_num_threads(1)
-    result = measure(build(given), given.row, given.steps, given.warmup, imported)
-    if dist.get_rank() == 0:
-        say(result)
-    dist.barrier()
-    dist.destroy_process_group()
+    end(measure(build(given), given.row, given.steps, given.warmup, imported))
 
 
 if __name__ == "__main__":

@@ -4,9 +4,8 @@ import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from benchmarks.peer_systems.common import measure, say
+from benchmarks.peer_systems.common import end, measure
 from benchmarks.peer_systems.fivefold import build, layout_of
 from benchmarks.peer_systems.offload_ways import Asked, asked
 from fivefold.check import check
@@ -34,11 +33,7 @@ def main() -> None:
 
     def rank(env: RankEnv) -> None:
         torch.set_num_threads(1)
-        result = measure(build(layout, env), given.row, given.steps, given.warmup, imported)
-        if env.rank == 0:
-            say(result)
-        dist.barrier()
-        dist.destroy_process_group()
+        end(measure(build(layout, env), given.row, given.steps, given.warmup, imported))
 
     raise SystemExit(launch_local(rank, given.row.ranks))
 

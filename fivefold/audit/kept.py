@@ -35,10 +35,7 @@ class KeptActivations(Watch):
     """
 
     def __init__(
-        self,
-        stages: dict[int, nn.Module],
-        seq_length: int,
-        shared: Callable[[], Iterable[Tensor]],
+        self, stages: dict[int, nn.Module], seq_length: int, shared: Callable[[], Iterable[Tensor]]
     ) -> None:
         super().__init__()
         self._stages, self._shared = stages, shared

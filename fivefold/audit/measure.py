@@ -80,13 +80,7 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
         step=step,
         world_size=engine.layout.grid.world_size,
         sent=traffic.by_axis,
-        parameters=sum(
-            local_tensor(parameter).nbytes
-            for name, parameter in engine.parameters.items()
-            if name not in (host.weights or ())
-        ),
         gradients=gradients,
-        optimizer=sum(tensor.nbytes for tensor in engine.optimizer.device.held()),
         activations=kept.sizes,
         multiplications=work.flops,
         packed=kept.packed,
@@ -97,13 +91,25 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
         layer_operations=launched.of_a_layer,
         waits=dict(waits.places),
         peak_allocated=torch.cuda.max_memory_allocated(engine.device) if on_gpu else None,
-        scales=sum(tensor.nbytes for tensor in engine.model.scaling.held()),
-        rooms=sum(tensor.nbytes for tensor in host.rooms()),
-        host=sum(tensor.nbytes for tensor in host.tensors()),
-        disk=host.disk_bytes(),
+        **_held(engine),
         **{name: now - before[name] for name, now in _moved(host).items()},
     )
     write_record(folder, record)
+
+
+def _held(engine: Measurable) -> dict[str, float]:
+    """What a record says of the state that is kept from step to step, in bytes."""
+    host, away = engine.optimizer.host, engine.optimizer.host.weights or ()
+    here = (local_tensor(p) for name, p in engine.parameters.items() if name not in away)
+    tensors = {
+        "parameters": here,
+        "optimizer": engine.optimizer.device.held(),
+        "scales": engine.model.scaling.held(),
+        "rooms": host.rooms(),
+        "host": host.tensors(),
+    }
+    held = {name: sum(tensor.nbytes for tensor in each) for name, each in tensors.items()}
+    return held | {"disk": host.disk_bytes()}
 
 
 def _moved(host: HostAdamW) -> dict[str, float]:

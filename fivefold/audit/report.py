@@ -285,9 +285,7 @@ def _products(layout: Layout, pairs: Pairs) -> Finding:
 
 
 def _operations(
-    records: Sequence[RankRecord],
-    predicted: tuple[float, float] | None,
-    outlook: Outlook | None,
+    records: Sequence[RankRecord], predicted: tuple[float, float] | None, outlook: Outlook | None
 ) -> Iterator[Finding]:
     """Findings for the operations launched by a layer and by the step, where they are most, and the
     share of the step that the host launches."""

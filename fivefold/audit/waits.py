@@ -12,7 +12,7 @@ from torch import Tensor
 from fivefold.audit.watch import Watch, after, project_line, tensors_in
 from fivefold.memory.host import HostLink
 
-_READS = frozenset(
+READS = frozenset(
     {
         "aten::_local_scalar_dense",
         "aten::_unique2",
@@ -34,7 +34,7 @@ _ACCESSORS = ("tolist", "cpu", "numpy", "__array__")
 def awaited(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> bool:
     """Whether the host knows of the end of an operation of the device when it goes on."""
     name = func.name().partition(".")[0]
-    if name in _READS:
+    if name in READS:
         return True
     if name == "aten::index":  # of the elements that a mask selects, the host needs the number
         return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))

@@ -30,12 +30,7 @@ from fivefold.checkpoint.integrity import (
     read_manifest,
     stamps,
 )
-from fivefold.checkpoint.matching import (
-    check_histories,
-    check_optimizers,
-    check_types,
-    mismatches,
-)
+from fivefold.checkpoint.matching import check_histories, check_optimizers, check_types, mismatches
 from fivefold.checkpoint.reader import fill
 from fivefold.checkpoint.staging import Staging
 from fivefold.checkpoint.team import DiskFullError, Team
@@ -316,7 +311,7 @@ class Checkpointer:
             what = f"{job} failed"
             return disk_full(what, self.folder, *why, needed=needed, goes_on=goes_on)
 
-        return CheckpointError(str(self._team.leader(job, tell)))
+        return CheckpointError(self._team.leader(job, tell))
 
     def _read_meta(self, folder: Path) -> dict[str, Any]:
         path = folder / META
@@ -353,7 +348,7 @@ class Checkpointer:
 
         found = self._team.leader(f"looking into {self.folder}", find)
         if isinstance(found, Mistake):
-            raise CheckpointError(str(found))
+            raise CheckpointError(found)
         return found
 
     def _absent(self, step: int | None) -> Mistake:
@@ -384,4 +379,4 @@ class Checkpointer:
                 there = quote(str(self.folder))
                 attempt = f"load it with --load {there} {attempt} and another --save"
         what = f"{folder} is damaged"
-        return DamagedCheckpoint(str(Mistake(what, (*faults, why), (), attempt)), intact)
+        return DamagedCheckpoint(Mistake(what, (*faults, why), (), attempt), intact)

@@ -59,7 +59,7 @@ class CheckpointFolder:
             why = f"expected the number of a step, found {found}"
             works, path = tuple(str(step) for step in steps), quote(str(pointer))
             attempt = f"echo {steps[-1]} > {path}" if text else f"rm -r {path}"
-            raise CheckpointError(str(Mistake(f"{pointer} is damaged", (why,), works, attempt)))
+            raise CheckpointError(Mistake(f"{pointer} is damaged", (why,), works, attempt))
         return int(text) if int(text) in steps else steps[-1]
 
     def of(self, step: int) -> Path:

@@ -8,7 +8,7 @@ host keeps what a host that is lost had. These are Megatron-Core's local checkpo
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -54,10 +54,9 @@ class LocalCheckpoints:
         self._folder = folder
         self._group = new_group(backend="gloo") if dist.is_initialized() else None
         self._team = Team(self._group)
-        hosts = self._team.together("naming hosts", lambda: host)
-        self._hosts = hosts
+        self._hosts = self._team.together("naming hosts", lambda: host)
         rank, size = self._team.rank, self._team.size
-        jump = _jump_to_another(hosts) if jump is None else jump % size
+        jump = _jump_to_another(self._hosts) if jump is None else jump % size
         self._to, self._from = (rank + jump) % size, (rank - jump) % size
         self._staging = Staging()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -152,9 +151,9 @@ class LocalCheckpoints:
         for owner, holder in enumerate(holders):
             path = folder / _name(owner, signatures[owner])
             if owner != holder and rank == holder:
-                self._send(path, owner)
+                _settle(self._start_send(path, path.stat().st_size, owner))
             elif owner != holder and rank == owner:
-                self._receive(path, holder)
+                self._receive(folder, owner, holder)
         self._complete = step
         job = f"loading step {step} from {self._folder}"
         path = folder / _name(rank, own)
@@ -170,66 +169,55 @@ class LocalCheckpoints:
             self._folder.rmdir()
 
     def _write(self, step: int, pieces: dict[str, Piece], meta: str) -> None:
-        folder = self._folder / _folder(step)
-        path = folder / _name(self._team.rank, _signature(pieces))
+        path = self._folder / _folder(step) / _name(self._team.rank, _signature(pieces))
         size, problem = _LOST, None
         try:
             write_state(path, pieces, meta)
             size = path.stat().st_size
         except Exception as error:  # the neighbour still waits for a size
             problem = error
-        self._exchange(path, size, folder)
+        self._exchange(path, size)
         if problem is not None:
             if (full := caused_by_full_disk(problem)) is not None:
                 needed = sum(p.local.numel() * p.local.element_size() for p in pieces.values())
                 told = disk_full("keeping states in memory failed", self._folder, needed=needed)
-                raise CheckpointError(str(told)) from full
+                raise CheckpointError(told) from full
             raise problem
         self._complete = step
 
-    def _exchange(self, path: Path, size: int, folder: Path) -> None:
+    def _exchange(self, path: Path, size: int) -> None:
         """Send this rank's file to the rank that keeps its copy, and keep that of another."""
         sends = self._hosts[self._to] != self._hosts[self._team.rank]
         keeps = self._hosts[self._from] != self._hosts[self._team.rank]
-        works = []
-        if sends:
-            header = torch.tensor([size, int(path.name[-28:-12], 16) - (1 << 63)])
-            works.append(dist.isend(header, group=self._group, group_dst=self._to))
-            works += self._start_send(path, size, self._to) if size > 0 else []
+        works = self._start_send(path, size, self._to) if sends else []
         try:
             if keeps:
-                incoming = torch.zeros(2, dtype=torch.int64)
-                dist.recv(incoming, group=self._group, group_src=self._from)
-                count, signature = incoming.tolist()
-                if count == _LOST:
-                    raise CheckpointError(f"rank {self._from} could not keep its state")
-                name = _name(self._from, f"{signature + (1 << 63):016x}")
-                self._take(folder / name, count, self._from)
+                self._receive(path.parent, self._from, self._from)
         finally:
-            for work in works:
-                if work is not None:
-                    work.wait()
-
-    def _send(self, path: Path, to: int) -> None:
-        size = path.stat().st_size
-        dist.send(torch.tensor([size]), group=self._group, group_dst=to)
-        for work in self._start_send(path, size, to):
-            if work is not None:
-                work.wait()
-
-    def _receive(self, path: Path, source: int) -> None:
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.recv(size, group=self._group, group_src=source)
-        self._take(path, int(size), source)
+            _settle(works)
 
     def _start_send(self, path: Path, size: int, to: int) -> list[dist.Work | None]:
-        data = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-        pieces = data.split(CHUNK)
+        """Start sending a file, of `_LOST` bytes if there is none: first its size and signature."""
+        pieces = [torch.tensor([size, int(path.name[-28:-12], 16) - (1 << 63)])]
+        if size > 0:
+            data = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+            pieces += data.split(CHUNK)
         return [dist.isend(piece, group=self._group, group_dst=to) for piece in pieces]
 
-    def _take(self, path: Path, size: int, source: int) -> None:
-        """Write what another rank sends; all of it is received even if it cannot be written."""
+    def _receive(self, folder: Path, owner: int, source: int) -> None:
+        """Write the file of a rank, as another one sends it; all of it is received even if it
+        cannot be written.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        header = torch.zeros(2, dtype=torch.int64)
+        dist.recv(header, group=self._group, group_src=source)
+        size, signature = header.tolist()
+        if size == _LOST:
+            raise CheckpointError(f"rank {owner} could not keep its state")
         parts = self._incoming(size, source)
+        path = folder / _name(owner, f"{signature + (1 << 63):016x}")
         try:
             with atomic_path(path) as temporary, temporary.open("wb") as file:
                 for part in parts:
@@ -259,6 +247,12 @@ class LocalCheckpoints:
                 for path in [path for pattern in patterns for path in folder.glob(pattern)]:
                     path.unlink(missing_ok=True)
                 folder.rmdir()
+
+
+def _settle(works: Iterable[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()
 
 
 def latest_complete(folder: Path, world_size: int) -> int | None:

@@ -68,7 +68,7 @@ class Team:
         if failed := {rank: why for rank, why in enumerate(failures) if why is not None}:
             full = any(failure.disk_full for failure in failed.values())
             kind = DiskFullError if full else CheckpointError
-            raise kind(str(Mistake(f"{job} failed", tuple(_reasons(failed, self.size)))))
+            raise kind(Mistake(f"{job} failed", tuple(_reasons(failed, self.size))))
 
 
 def _attempt(work: Callable[[], T], size: int) -> tuple[T | None, _Failure | None]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fivefold.cli.helps import JSON_HELP, RUN_HELP
 from fivefold.cli.verdict import tell
 from fivefold.config.settings import argument, option
 from fivefold.config.sources import load_options
@@ -20,11 +21,11 @@ class Options:
     and the peak of GPU memory are predicted for that machine.
     """
 
-    run: str = argument("run folder of `fivefold train`")
+    run: str = argument(RUN_HELP)
     cluster: str | None = option(
         None, "kind of GPU, or TOML file of a cluster, for which to predict the step time"
     )
-    json: bool = option(False, "print the result as JSON")
+    json: bool = option(False, JSON_HELP)
 
 
 def run(argv: Sequence[str]) -> int:

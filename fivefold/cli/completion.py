@@ -98,8 +98,7 @@ def _of_config() -> Iterator[Setting]:
 def _flags(settings: Mapping[str, Setting]) -> Iterator[str]:
     for setting in settings.values():
         if not setting.positional:
-            off = f"--no-{setting.flag[2:]}"
-            yield off if setting.default is True else setting.flag
+            yield setting.typed(False) if setting.default is True else setting.flag
     if "recipe" in settings:
         yield from map(flag_of, (*ALIASES, *SWITCHES))
 

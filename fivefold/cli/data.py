@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fivefold.cli.helps import RECIPE_HELP
 from fivefold.cli.style import note
 from fivefold.config.settings import argument
 from fivefold.config.sources import load
@@ -16,7 +17,7 @@ from fivefold.units import human_count, several
 class Options:
     """Tokenise the corpus of a recipe, cache the result for training, and count its tokens."""
 
-    recipe: str | None = argument("name of a shipped recipe, or path of a .toml file", None)
+    recipe: str | None = argument(RECIPE_HELP, None)
 
 
 def run(argv: Sequence[str]) -> int:

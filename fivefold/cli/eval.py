@@ -4,10 +4,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from shlex import quote
+from shlex import join, quote
 from typing import TYPE_CHECKING, Any
 
 from fivefold.check import check
+from fivefold.cli.helps import DEVICE_HELP, JSON_HELP, NPROC_HELP, RUN_HELP, STEP_HELP
 from fivefold.cli.style import note
 from fivefold.config.config import SETTINGS, Config
 from fivefold.config.data import MOCK
@@ -36,11 +37,14 @@ if TYPE_CHECKING:
 
 _OF_TASKS = ("num_fewshot", "limit")
 _NO_TRAINING: dict[str, Any] = {
-    **{"eval_interval": 1, "label_smoothing": 0.0},
-    **{"fp8_param_gather": False, "rampup_batch_size": ()},
-    **{"check_weight_hash_across_dp_replicas_interval": 0},
-    **{"check_loss_across_dp_replicas_interval": 0},
+    "eval_interval": 1,
+    "label_smoothing": 0.0,
+    "fp8_param_gather": False,
+    "rampup_batch_size": (),
+    "check_weight_hash_across_dp_replicas_interval": 0,
+    "check_loss_across_dp_replicas_interval": 0,
 }
+_OF_A_PART = ("json", "eval_iters", "full_validation")
 _OF_BOTH = ("run", "step", "device", "json", "tasks")
 
 
@@ -59,13 +63,11 @@ class Options:
     device (extra: fivefold[eval]).
     """
 
-    run: str = argument("run folder of `fivefold train`")
-    step: int | None = option(None, "step of the checkpoint (default: the latest)")
-    nproc: int = option(1, "processes to start on this machine")
-    device: Asked = option(
-        "auto", "where to run; auto: on GPUs if there are enough; cuda: ranks may share one"
-    )
-    json: bool = option(False, "print the result as JSON")
+    run: str = argument(RUN_HELP)
+    step: int | None = option(None, STEP_HELP)
+    nproc: int = option(1, NPROC_HELP)
+    device: Asked = option("auto", f"where to run; {DEVICE_HELP}")
+    json: bool = option(False, JSON_HELP)
     tasks: tuple[str, ...] = option(
         (), "tasks of lm-evaluation-harness that choose or score: names, or paths of .yaml files"
     )
@@ -106,7 +108,7 @@ def run(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(finite(_as_json(options.run, found)), indent=2))
     else:
-        print("\n".join(_text(options.run, layout, found)))
+        print("\n".join(_text(options, layout, found)))
     return 0
 
 
@@ -151,7 +153,7 @@ def _run_tasks(options: Options) -> int:
         return 0
     print(as_table(_task_rows(found)))
     print(f"by lm_eval {found['lm_eval_version']}, on one device in fp32")
-    print(f"  next: fivefold eval {quote(options.run)} --full-validation")
+    print(f"  next: fivefold eval {_checkpoint(options)} --full-validation")
     return 0
 
 
@@ -226,7 +228,25 @@ def _as_json(run: str, found: Sequence["Evaluated"]) -> dict[str, Any]:
     }
 
 
-def _text(run: str, layout: Layout, found: Sequence["Evaluated"]) -> Iterator[str]:
+def _checkpoint(options: Options) -> str:
+    """The words of a command line that name what is evaluated."""
+    step = "" if options.step is None else f" --step {options.step}"
+    return f"{quote(options.run)}{step}"
+
+
+def _whole(options: Options) -> str:
+    """The words that evaluate the same sets in the same layout, but each sample once."""
+    words = []
+    for setting in settings_of(Options):
+        value = getattr(options, setting.name)
+        if setting.name in ("run", "step", *_OF_A_PART) or value == setting.default:
+            continue
+        values = value if isinstance(value, tuple) else (value,)
+        words += [setting.flag, *(str(each) for each in values if each is not True)]
+    return join([*words, "--full-validation"])
+
+
+def _text(options: Options, layout: Layout, found: Sequence["Evaluated"]) -> Iterator[str]:
     rows = []
     for each in found:
         its, bits = each.metrics, each.bits_per_byte
@@ -243,6 +263,5 @@ def _text(run: str, layout: Layout, found: Sequence["Evaluated"]) -> Iterator[st
     ranks = "one device" if grid.world_size == 1 else f"{grid.world_size} ranks"
     yield f"step {found[0].metrics.step} in {training.precision} on {ranks}; {read}"
     whole = training.full_validation or _is_endless(layout.config)
-    after = "PROMPT" if whole else "--full-validation"
-    verb = "sample" if whole else "eval"
-    yield f"  next: fivefold {verb} {quote(run)} {after}"
+    verb, after = ("sample", "PROMPT") if whole else ("eval", _whole(options))
+    yield f"  next: fivefold {verb} {_checkpoint(options)} {after}"

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from fivefold.check import check
+from fivefold.cli.helps import RECIPE_HELP
 from fivefold.cli.style import note
 from fivefold.cli.train import recipe_name
 from fivefold.config.settings import argument, option, settings_of
@@ -101,7 +102,7 @@ class Options:
     """
 
     target: Literal["slurm", "kubernetes", "skypilot", "ray"] = argument("kind of cluster")
-    recipe: str | None = argument("name of a shipped recipe, or path of a .toml file", None)
+    recipe: str | None = argument(RECIPE_HELP, None)
     nodes: int = option(1, "machines")
     ranks_per_node: int = option(8, "ranks a machine, each with a GPU")
     gpu: str | None = option("H100", "kind of GPU, which SkyPilot and Ray ask for; none: CPUs only")

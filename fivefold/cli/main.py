@@ -17,6 +17,7 @@ from fivefold.errors import (
     ConfigError,
     DataError,
     FivefoldError,
+    Mistake,
     PlaceError,
     RanksFailed,
     TrainingError,
@@ -69,12 +70,14 @@ MEANT_VERBS = {
 
 def program() -> NoReturn:
     """`main`, as a process of its own."""
+    process.own_streams()
     process.begin()
     process.leave(main())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; return 0 for success, 1 for a failure, 2 for a mistake in it."""
+    """Run a command line; return 0 for success, 1 for a failure, 2 for a mistake in it, else 128
+    and the signal that ended it, or a rank of it."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         with telling_system_errors(FivefoldError), leaving_in_order():
@@ -85,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _tells(error):
             # In one piece, so that ranks that fail at the same time do not mix their lines.
             sys.stderr.write(f"{paint('error:', 'red', sys.stderr)} {error}\n")
+        if isinstance(error, RanksFailed):
+            return error.status
         return 1 if isinstance(error, TrainingError) else 2
     except KeyboardInterrupt:
         return 130
@@ -131,8 +136,18 @@ def _dispatch(words: list[str]) -> int:
         topic = next(iter(flags[asked + 1 :]), None)
         print(help_text(verb, module.Options, sys.stdout, topic))
         return 0
+    _see_current_folder()
     status: int = module.run(argv)
     return status
+
+
+def _see_current_folder() -> None:
+    """Refuse to work in a folder that is gone, where PyTorch cannot even be imported."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        what = "the current folder is gone: it was deleted, or another one has its name"
+        raise FivefoldError(Mistake(what, attempt='cd "$PWD", or another folder')) from None
 
 
 def _explained(topic: str) -> list[str]:

@@ -195,11 +195,10 @@ def _details(result: "SearchResult", changes: Sequence["Sensitivity"]) -> Iterat
     from fivefold.tell.effects import effects
     from fivefold.tell.efficiency import opened
 
-    assert result.best.prediction is not None
     yield from prose([report.counts(result)])
-    yield from _section("where the time goes", report.waterfall(result.best.prediction))
+    yield from _section("where the time goes", report.waterfall(result.best.predicted))
     yield from prose([report.CONVENTION])
-    yield from _section("kernel efficiency, opened", opened(result.best.prediction))
+    yield from _section("kernel efficiency, opened", opened(result.best.predicted))
     yield from _section("memory by pipeline rank", report.memory_table(result.best))
     moved = moved_and_kept(result.best.layout)
     yield from _section("bytes sent in a step, and kept of a microbatch", listed(moved, right=(1,)))

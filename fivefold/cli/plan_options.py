@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from fivefold.cli.budget import BUDGET_HELP, budget_bytes
+from fivefold.cli.helps import JSON_HELP
 from fivefold.config.flags import SWITCHES
 from fivefold.config.settings import argument, flag_of, option, settings_of
 from fivefold.config.sources import Loaded, load_options, scan_all
@@ -83,7 +84,7 @@ class Options:
     html: str | None = option(
         None, "also write a page with timeline, memory and parts of the step time to this file"
     )
-    json: bool = option(False, "print the result as JSON")
+    json: bool = option(False, JSON_HELP)
     calibrate: str | None = option(
         None, "measure this machine and write a cluster's .toml file, instead of planning"
     )
@@ -127,6 +128,29 @@ def planned_request(
     mistakes = Mistakes()
     check_values(loaded.config, mistakes)
     check_model(loaded.config.model, mistakes)
+    _check_numbers(options, tokens, mistakes)
+    _check_output(options, mistakes)
+    if options.html is not None:
+        _check_page(Path(options.html), mistakes)
+    cluster = known = None
+    with mistakes.collecting():
+        cluster, known = _machine(options)
+        if options.memory_budget is not None:
+            cluster = cluster.within(budget_bytes(options.memory_budget))
+        elif options.memory_margin is not None:
+            cluster = replace(cluster, memory_margin=options.memory_margin)
+            check_together(cluster, mistakes)
+    mistakes.raise_if_any()
+    assert cluster is not None
+    if options.host_memory is not None:
+        cluster = replace(cluster, host_memory_bytes=options.host_memory * GB)
+    origins = {"by_flag": loaded.by_flag, "by_recipe": loaded.by_recipe}
+    asked = request(loaded.config, cluster, **origins)
+    return asked.among(PROVEN) if options.proven else asked, known
+
+
+def _check_numbers(options: Options, tokens: float | None, mistakes: Mistakes) -> None:
+    """Add numbers that cannot be, and those that are of something else than a plan."""
     for name, value in (("--gpus", options.gpus), ("--top", options.top)):
         if value is not None and value < 1:
             mistakes.add(f"{name} must be at least 1, not {value}")
@@ -155,30 +179,12 @@ def planned_request(
             f"--train-tokens must be a number of tokens, not {options.train_tokens!r}",
             works=("15T", "100B", "3.5e11"),
         )
-    _check_output(options, loaded.by_flag, mistakes)
-    if options.html is not None:
-        _check_page(Path(options.html), mistakes)
+
+
+def _check_output(options: Options, mistakes: Mistakes) -> None:
+    """Add what is asked for and would not be printed, or written."""
     if options.learned is not None and not options.from_runs:
         mistakes.add(f"--learned {options.learned} needs runs", works=("--learned none",))
-    cluster = known = None
-    with mistakes.collecting():
-        cluster, known = _machine(options)
-        if options.memory_budget is not None:
-            cluster = cluster.within(budget_bytes(options.memory_budget))
-        elif options.memory_margin is not None:
-            cluster = replace(cluster, memory_margin=options.memory_margin)
-            check_together(cluster, mistakes)
-    mistakes.raise_if_any()
-    assert cluster is not None
-    if room is not None:
-        cluster = replace(cluster, host_memory_bytes=room * GB)
-    origins = {"by_flag": loaded.by_flag, "by_recipe": loaded.by_recipe}
-    asked = request(loaded.config, cluster, **origins)
-    return asked.among(PROVEN) if options.proven else asked, known
-
-
-def _check_output(options: Options, by_flag: frozenset[str], mistakes: Mistakes) -> None:
-    """Add what is asked for and would not be printed."""
     if options.json and options.emit is not None:
         mistakes.add("--json and --emit both say what to print", works=("--no-json", "--emit none"))
     if options.emit is not None and options.why is not None:

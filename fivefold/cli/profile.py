@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fivefold.cli.helps import RUN_HELP
 from fivefold.cli.style import note
 from fivefold.config.settings import argument, option
 from fivefold.config.sources import load_options
@@ -26,7 +27,7 @@ class Options:
     format, for ui.perfetto.dev: pipeline actions and messages carry their names.
     """
 
-    run: str = argument("run folder of `fivefold train`")
+    run: str = argument(RUN_HELP)
     top: int = option(8, "operations to show, those that took the longest")
     trace: str | None = option(None, "file to write (default: profile/trace.json in the folder)")
 
@@ -45,7 +46,9 @@ def run(argv: Sequence[str]) -> int:
     for trace in traces:
         print("\n".join(shown(trace, options.top)), end="\n\n")
     path = Path(options.trace) if options.trace else there / "trace.json"
-    with telling_unwritable(path):
+    with telling_unwritable(
+        path, attempt="--trace trace.json, or another file that can be written"
+    ):
         write_atomic(path, json.dumps(merged(traces)))
     print(f"wrote {path}, for ui.perfetto.dev")
     return 0

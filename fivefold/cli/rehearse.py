@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fivefold.check import check
+from fivefold.cli.helps import JSON_HELP, RECIPE_HELP
 from fivefold.cli.style import note
 from fivefold.cli.verdict import tell
 from fivefold.config.settings import argument, option
@@ -27,7 +28,7 @@ class Options:
     message of the rehearsed ranks meets its counterpart, and all bytes are as theory says.
     """
 
-    recipe: str | None = argument("name of a shipped recipe, or path of a .toml file", None)
+    recipe: str | None = argument(RECIPE_HELP, None)
     nproc: int = option(1, "ranks of the job, of which only a few are run")
     ranks: Literal["roles", "every"] = option(
         "roles", "which ranks to run: one of each role, or every one"
@@ -35,7 +36,7 @@ class Options:
     device: Literal["gpu", "cpu"] = option("gpu", "what the job is to run on: its code differs")
     jobs: int | None = option(None, "processes that rehearse ranks (default: one for each core)")
     cluster: str = option("H100", "kind of GPU, or TOML file of a cluster, with which to compare")
-    json: bool = option(False, "print the result as JSON")
+    json: bool = option(False, JSON_HELP)
 
 
 def run(argv: Sequence[str]) -> int:

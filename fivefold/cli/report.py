@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fivefold.cli.helps import RUN_HELP
 from fivefold.config.settings import argument, option
 from fivefold.config.sources import load_options
 from fivefold.errors import FivefoldError
@@ -22,7 +23,7 @@ class Options:
     the load of experts, settings and machine. The page is one file, which needs no network.
     """
 
-    run: str = argument("run folder of `fivefold train`")
+    run: str = argument(RUN_HELP)
     other: str | None = argument("run folder to compare it with", None)
     cluster: str | None = option(
         None,
@@ -39,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     gains = [line for folder in folders for line in _gains(folder, options.cluster)]
     text = page([read_story(folder) for folder in folders], gains)
     path = Path(options.html) if options.html else folders[0] / FILE
-    with telling_unwritable(path):
+    with telling_unwritable(path, attempt=f"--html {FILE}, or another file that can be written"):
         write_atomic(path, text)
     print(f"wrote {path}")
     return 0

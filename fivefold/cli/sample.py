@@ -7,6 +7,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fivefold.cli.helps import RUN_HELP, STEP_HELP
 from fivefold.config.settings import argument, flag_of, option
 from fivefold.config.sources import load_options
 from fivefold.errors import DataError, Mistake, Mistakes
@@ -23,14 +24,14 @@ if TYPE_CHECKING:
 class Options:
     """Continue prompts with the model of a run, whatever layout trained it."""
 
-    run: str = argument("run folder of `fivefold train`")
+    run: str = argument(RUN_HELP)
     prompt: str = argument("text to continue", "")
     prompts: str | None = option(None, "file of texts to continue, one a line, all at once")
     num_samples: int = option(1, "texts for each prompt")
     chat: bool = option(
         False, "answer each line of the standard input, by the tokenizer's chat template"
     )
-    step: int | None = option(None, "step of the checkpoint (default: the latest)")
+    step: int | None = option(None, STEP_HELP)
     max_tokens: int = option(100, "most tokens to generate")
     temperature: float = option(
         0.8, "temperature of the softmax: 0 always takes the most likely token"
@@ -131,7 +132,7 @@ def _template_of(sampler: "Sampler", run: Path) -> str:
         return model
     what = "--chat needs a chat template, and this run has a tokenizer of its own"
     why = "templates come with the tokenizers of chat models (--tokenizer-model)"
-    raise DataError(str(Mistake(what, (why,))))
+    raise DataError(Mistake(what, (why,)))
 
 
 def _prompts(options: Options) -> list[str]:

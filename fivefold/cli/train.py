@@ -9,6 +9,7 @@ from typing import Literal
 
 from fivefold.check import check
 from fivefold.cli.budget import BUDGET_HELP, within_budget
+from fivefold.cli.helps import DEVICE_HELP, NPROC_HELP, RECIPE_HELP
 from fivefold.cli.plan_options import USUAL_CLUSTER
 from fivefold.cli.style import note, paint
 from fivefold.config.config import Config
@@ -36,11 +37,9 @@ class Options:
     on this machine, by default one.
     """
 
-    recipe: str | None = argument("name of a shipped recipe, or path of a .toml file", None)
-    nproc: int | None = option(None, "processes to start on this machine")
-    device: Asked = option(
-        "auto", "where to train; auto: on GPUs if there are enough; cuda: ranks may share one"
-    )
+    recipe: str | None = argument(RECIPE_HELP, None)
+    nproc: int | None = option(None, NPROC_HELP)
+    device: Asked = option("auto", f"where to train; {DEVICE_HELP}")
     layout: Literal["given", "auto"] = option(
         "given",
         "auto: the planner's fastest layout for these ranks, in place of the recipe's; layout "

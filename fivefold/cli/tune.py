@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -14,9 +15,9 @@ from shlex import quote
 
 from fivefold.check import check
 from fivefold.cli.auto_layout import ranks_for_gpus, with_layout
+from fivefold.cli.helps import DEVICE_HELP, NPROC_HELP, RECIPE_HELP
 from fivefold.cli.style import note
 from fivefold.cli.train import ranks, recipe_name
-from fivefold.config.config import Config
 from fivefold.config.settings import argument, option
 from fivefold.config.sources import Loaded, load_consistent, to_toml
 from fivefold.errors import ConfigError, FivefoldError, Mistakes
@@ -53,11 +54,9 @@ class Options:
     are flags stay. Writes the recipe with the layout found, the machine, and all trials.
     """
 
-    recipe: str | None = argument("name of a shipped recipe, or path of a .toml file", None)
-    nproc: int | None = option(None, "processes to start on this machine (default: 1)")
-    device: Asked = option(
-        "auto", "where to train; auto: on GPUs if there are enough; cuda: ranks may share one"
-    )
+    recipe: str | None = argument(RECIPE_HELP, None)
+    nproc: int | None = option(None, f"{NPROC_HELP} (default: 1)")
+    device: Asked = option("auto", f"where to train; {DEVICE_HELP}")
     cluster: str | None = option(
         None, "kind of GPU, or TOML file of a cluster, to begin with (default: measures this one)"
     )
@@ -86,8 +85,8 @@ def run(argv: Sequence[str]) -> int:
     with telling_unwritable(out):
         out.mkdir(parents=True, exist_ok=True)
     machine = _machine(options.cluster, world, options.device, out)
-    planner = Planner(loaded, world)
-    planner(machine)  # what is wrong is said before anything is read or started
+    planned = partial(candidates, loaded, world)
+    planned(machine)  # what is wrong is said before anything is read or started
     from fivefold.train.trial import try_layout
 
     data = open_data(config, print)
@@ -96,7 +95,7 @@ def run(argv: Sequence[str]) -> int:
         return try_layout(layout, data, options.device, steps)
 
     tuning = Tuning(
-        machine, planner, attempt, options.trial_steps, options.run_steps, options.max_trials
+        machine, planned, attempt, options.trial_steps, options.run_steps, options.max_trials
     )
     for number, one in enumerate(tuning.explore(), 1):
         print(f"trial {number}: {_told(one)}", flush=True)
@@ -152,36 +151,28 @@ def measure(file: Path, world: int, device: Asked) -> None:
         )
 
 
-class Planner:
-    """The layouts that may be the fastest on a machine, of those that the trainer has."""
+def candidates(loaded: Loaded[Options], world: int, machine: Cluster) -> list[Layout]:
+    """The layouts that may be the fastest on a machine, of those that the trainer has.
 
-    def __init__(self, loaded: Loaded[Options], world: int) -> None:
-        self._config, self._by_flag, self._world = loaded.config, loaded.by_flag, world
+    They are those of the plan, of which the best of each mesh come first.
 
-    def __call__(self, machine: Cluster) -> list[Layout]:
-        """The layouts of the plan for a machine, those of other meshes first.
-
-        Raises:
-            ConfigError: the configuration is wrong, or no layout fits.
-        """
-        machine = replace(machine, num_gpus=self._world)
-        asked = request(self._config, machine, by_flag=self._by_flag, by_recipe=ASSUMABLE)
-        result = search(asked)
-        if not result.found:
-            raise why_nothing(result).spelled(ranks_for_gpus)
-        # Of layouts that differ only in what they save, the fastest.
-        plain: dict[object, Candidate] = {}
-        for each in result.found:
-            plain.setdefault((each.layout.config.parallel, each.layout.config.training), each)
-        ranked = [*result.by_mesh()[:EACH], *islice(plain.values(), EACH)]
-        made = (self._layout(with_layout(self._config, each)) for each in ranked)
-        return [layout for layout in made if layout is not None]
-
-    def _layout(self, config: Config) -> Layout | None:
-        try:
-            return check(config, self._world)
-        except ConfigError:
-            return None
+    Raises:
+        ConfigError: the configuration is wrong, or no layout fits.
+    """
+    config, machine = loaded.config, replace(machine, num_gpus=world)
+    asked = request(config, machine, by_flag=loaded.by_flag, by_recipe=ASSUMABLE)
+    result = search(asked)
+    if not result.found:
+        raise why_nothing(result).spelled(ranks_for_gpus)
+    # Of layouts that differ only in what they save, the fastest.
+    plain: dict[object, Candidate] = {}
+    for each in result.found:
+        plain.setdefault((each.layout.config.parallel, each.layout.config.training), each)
+    made = []
+    for each in (*result.by_mesh()[:EACH], *islice(plain.values(), EACH)):
+        with suppress(ConfigError):
+            made.append(check(with_layout(config, each), world))
+    return made
 
 
 def _told(one: Tried) -> str:

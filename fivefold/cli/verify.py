@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fivefold.check import check
+from fivefold.cli.helps import DEVICE_HELP, JSON_HELP, NPROC_HELP, RECIPE_HELP
 from fivefold.cli.style import note
 from fivefold.cli.verdict import tell
 from fivefold.config.rules.graph import check_graph_device
@@ -28,11 +29,9 @@ class Options:
     everything agrees.
     """
 
-    recipe: str | None = argument("name of a shipped recipe, or path of a .toml file", None)
-    nproc: int = option(1, "processes to start on this machine")
-    device: Asked = option(
-        "auto", "where to run; auto: on GPUs if there are enough; cuda: ranks may share one"
-    )
+    recipe: str | None = argument(RECIPE_HELP, None)
+    nproc: int = option(1, NPROC_HELP)
+    device: Asked = option("auto", f"where to run; {DEVICE_HELP}")
     steps: int | None = option(
         None, "optimizer steps to compare (default: 3, or 4 of which the last replays a graph)"
     )
@@ -42,7 +41,7 @@ class Options:
     races: bool = option(
         False, "follow streams of GPUs; accesses to memory that no wait orders are a failure"
     )
-    json: bool = option(False, "print the result as JSON")
+    json: bool = option(False, JSON_HELP)
     plant: (
         Literal[
             "skip-tp-sum",

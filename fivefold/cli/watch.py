@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from fivefold.cli.helps import RUN_HELP
 from fivefold.config.settings import argument, option
 from fivefold.config.sources import load_options
 from fivefold.errors import ConfigError, DataError
@@ -31,7 +32,7 @@ class Options:
     It reads the files of the run folder only, so that it may run on any machine that sees them.
     """
 
-    run: str = argument("run folder of `fivefold train`")
+    run: str = argument(RUN_HELP)
     interval: float = option(2.0, "seconds between looks")
     once: bool = option(False, "look once")
 

@@ -6,6 +6,8 @@ from fivefold.config.settings import Count, option
 
 MOCK = "mock"
 """The data path of numbers that are made up."""
+IGNORED = -100
+"""The label of a token that the loss ignores, as in torch."""
 
 
 @dataclass(frozen=True)

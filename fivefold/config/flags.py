@@ -152,7 +152,7 @@ class _Scanner:
             self._words.popleft()
             self._mistakes.add(
                 f"{flag} stands alone, without {following!r}",
-                works=(setting.flag, f"--no-{setting.flag[2:]}"),
+                works=(setting.flag, setting.typed(False)),
             )
         self._set(setting, flag, value)
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from fivefold.config.config import SETTINGS
-from fivefold.config.megatron_names import MEGATRON_NAMES, STEPS
+from fivefold.config.megatron_names import MEGATRON_NAMES, ONE_WAY, STEPS
+from fivefold.config.settings import name_of_flag
 
 _BATCH = "global_batch_size = micro_batch_size x data-parallel ranks x accumulated microbatches"
 _KERNELS = "PyTorch's fused kernels run where they can; there is nothing to choose"
@@ -35,7 +36,7 @@ class Foreign:
 
 def name_of(flag: str) -> str:
     """'--lr-decay-style cosine' -> 'lr_decay_style'; a switch by its name, on or off."""
-    name = flag.split()[0].removeprefix("--").replace("-", "_")
+    name = name_of_flag(flag)
     return name if name in SETTINGS else name.removeprefix("no_")
 
 
@@ -361,7 +362,7 @@ FOREIGN = _table(
         "",
         "ckpt_format auto_detect_ckpt_format use_dist_ckpt dist_ckpt_strictness num_workers "
         "dataloader_num_workers dataloader_type distributed_backend",
-        "there is one way, which needs no choice",
+        ONE_WAY,
     ),
     (
         "",

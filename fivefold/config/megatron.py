@@ -71,7 +71,7 @@ def megatron_checkpoint(folder: Path, step: int | None, step_flag: str = "--ckpt
     if (folder / METADATA).is_file():
         if step is not None and folder.name != f"iter_{step:07d}":
             what = f"{folder} is one checkpoint, and not known to be that of iteration {step}"
-            raise CheckpointError(str(Mistake(what, works=(f"{step_flag} none",))))
+            raise CheckpointError(Mistake(what, works=(f"{step_flag} none",)))
     else:
         tracked = read_text(folder / TRACKER, CheckpointError) if step is None else str(step)
         told = tracked.strip()[:19]
@@ -80,16 +80,16 @@ def megatron_checkpoint(folder: Path, step: int | None, step_flag: str = "--ckpt
             there = sorted(path.name[5:] for path in folder.glob("iter_*"))
             works = tuple(f"{step_flag} {int(step)}" for step in there if step.isdecimal())
             what = f"there is no checkpoint of iteration {told} in {folder}"
-            raise CheckpointError(str(Mistake(what, works=works)))
+            raise CheckpointError(Mistake(what, works=works))
     if any(found.glob(_OLD)):
         what = f"{found} has the format of --ckpt-format torch, a file of each rank"
         attempt = "Megatron-LM's --ckpt-convert-format torch_dist, with --ckpt-convert-save FOLDER"
-        raise CheckpointError(str(Mistake(what, attempt=attempt)))
+        raise CheckpointError(Mistake(what, attempt=attempt))
     kind = read_json(found / METADATA, dict[str, Any], CheckpointError).get("sharded_backend")
     if kind != "torch_dist":
         what = f"{found} is a checkpoint of format {str(kind)[:40]!r}"
         works = ("torch_dist (Megatron-LM's --ckpt-format)",)
-        raise CheckpointError(str(Mistake(what, works=works)))
+        raise CheckpointError(Mistake(what, works=works))
     return found
 
 

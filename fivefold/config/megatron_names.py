@@ -1,6 +1,6 @@
 """Names of Megatron-LM's flags (August 2026) that Fivefold has otherwise, or not at all."""
 
-_ONE_WAY = "there is one way, which needs no choice"
+ONE_WAY = "there is one way, which needs no choice"
 _MESSAGES = "messages between stages are always asynchronous, each direction by itself"
 _OPTIMIZERS = "AdamW and Muon are the optimizers"
 _BATCH = "a batch is whole microbatches on every rank, or refused"
@@ -45,7 +45,7 @@ MEGATRON_NAMES: tuple[tuple[str, str, str], ...] = (
         "fsdp_double_buffer suggested_communication_unit_size fsdp_manual_registration "
         "megatron_fsdp_version use_nccl_ub disable_symmetric_registration use_sharp "
         "sharp_enabled_group nccl_communicator_config_path use_gloo_process_groups lazy_mpu_init",
-        _ONE_WAY,
+        ONE_WAY,
     ),
     (
         "",
@@ -63,7 +63,7 @@ MEGATRON_NAMES: tuple[tuple[str, str, str], ...] = (
     ("--moe-deepep-num-sms", "moe_flex_dispatcher_num_sms", ""),
     ("--num-experts", "num_moe_experts", ""),
     ("--recompute-modules moe", "moe_layer_recompute", "with --recompute-granularity selective"),
-    ("", "use_grouped_gemm_for_shared_expert use_grouped_gemm_for_dense_mlp", _ONE_WAY),
+    ("", "use_grouped_gemm_for_shared_expert use_grouped_gemm_for_dense_mlp", ONE_WAY),
     # Batch and duration
     ("--rampup-batch-size", "step_batch_size_schedule", "it grows by equal parts"),
     ("--global-batch-size", "decrease_batch_size_if_needed", _BATCH),
@@ -85,7 +85,7 @@ MEGATRON_NAMES: tuple[tuple[str, str, str], ...] = (
     ),
     ("--check-for-nan-in-loss-and-grad", "check_for_nan_in_loss", ""),
     ("--manual-gc-interval", "manual_gc_eval no_manual_gc_eval", "evaluations collect nothing"),
-    ("", "empty_unused_memory_level", _ONE_WAY),
+    ("", "empty_unused_memory_level", ONE_WAY),
     # Optimizer
     ("--weight-decay", "apply_wd_to_qk_layernorm no_weight_decay_cond_type", _RATES),
     ("--lr-wsd-decay-iters", "wsd_decay_steps", STEPS),
@@ -185,7 +185,7 @@ MEGATRON_NAMES: tuple[tuple[str, str, str], ...] = (
         "with --profile; the snapshot is in the run folder",
     ),
     ("--log-straggler", "disable_straggler_on_startup straggler_minmax_count", ""),
-    ("", "straggler_ctrlr_port no_one_logger one_logger_project one_logger_run_name", _ONE_WAY),
+    ("", "straggler_ctrlr_port no_one_logger one_logger_project one_logger_run_name", ONE_WAY),
     (
         "--max-restarts",
         "inprocess_restart enable_ft_package inprocess_max_iterations",

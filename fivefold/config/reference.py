@@ -156,8 +156,7 @@ def _spellings(setting: Setting) -> list[str]:
     """The flag with a placeholder for its value, and its aliases."""
     short = [flag_of(alias) for alias, of in ALIASES.items() if of == setting.name]
     if setting.kind is bool:
-        off = f"--no-{setting.flag[2:]}"
-        return [off if setting.default is True else setting.flag, *short]
+        return [setting.typed(setting.default is not True), *short]
     word = {int: "N", float: "X", str: "WORD"}[setting.kind] + ("..." if setting.many else "")
     return [f"{setting.flag} {word}", *short]
 

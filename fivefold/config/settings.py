@@ -58,6 +58,15 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def name_of_flag(flag: str) -> str:
+    """The inverse of `flag_of`, of a flag with or without values.
+
+    >>> name_of_flag("--seq-length 4096")
+    'seq_length'
+    """
+    return flag.split()[0].removeprefix("--").replace("-", "_")
+
+
 @dataclass(frozen=True)
 class Setting:
     """One field of a settings dataclass.
@@ -178,13 +187,12 @@ class Setting:
     def _checked(self, value: Any) -> Any:
         if self.choices and value not in self.choices:
             value = _SPELLINGS.get(value, value)
-        if self.choices and value not in self.choices:
-            raise ValueError(value)
-        if type(value) is int and abs(value) >= _MAX_WHOLE:
-            raise ValueError(value)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(value)
-        if self.is_empty(value):
+        if (
+            (self.choices and value not in self.choices)
+            or (type(value) is int and abs(value) >= _MAX_WHOLE)
+            or (isinstance(value, float) and not math.isfinite(value))
+            or self.is_empty(value)
+        ):
             raise ValueError(value)
         if isinstance(value, str):
             value.encode()  # a UnicodeEncodeError is a ValueError: files hold settings as UTF-8

@@ -118,7 +118,7 @@ def load_consistent(
     return replace(loaded, config=config)
 
 
-def load_with_origins(argv: Sequence[str], options: type[T], *, models: bool = False) -> Loaded[T]:
+def load_with_origins(argv: Sequence[str], options: type[T], *, models: bool) -> Loaded[T]:
     """A command's options and configuration, with the origin of each setting.
 
     Args:

@@ -232,14 +232,10 @@ class Gather:
     group: dist.ProcessGroup
     head_chunks: int = HEAD_CHUNKS
 
-    def forward(self, own: Own) -> Iterator[Keys]:
-        """The keys of one group of heads after the other."""
-        return self._keys(own)
-
     def backward(self, own: Own) -> Backward:
-        """The same; one group's gradients are sent home while the next group is computed."""
+        """As `forward`; one group's gradients are sent home while the next group is computed."""
         home: list[tuple[Span, Callable[[], Tensor]]] = []
-        for keys in self._keys(own):
+        for keys in self.forward(own):
             assert keys.heads is not None
             home.append((keys.heads, self._send_home(own, _joint((yield keys)))))
         total = torch.empty_like(own.kv, dtype=own.wide)
@@ -247,7 +243,8 @@ class Gather:
             total[:, :, first:last] = arrive()
         return total
 
-    def _keys(self, own: Own) -> Iterator[Keys]:
+    def forward(self, own: Own) -> Iterator[Keys]:
+        """The keys of one group of heads after the other."""
         heads = own.kv.shape[2]
         count = min(self.head_chunks, heads)
         chunks = [(heads * i // count, heads * (i + 1) // count) for i in range(count)]

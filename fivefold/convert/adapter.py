@@ -92,7 +92,7 @@ def write_adapter(
         CheckpointError: PEFT could not load them.
     """
     if why := _why_not(model, kind):
-        raise CheckpointError(str(Mistake(why, works=("convert without --adapter: merged",))))
+        raise CheckpointError(Mistake(why, works=("convert without --adapter: merged",)))
     tensors = {
         name: made_of(parts, read, dtype_of(parts[0].name))
         for name, parts in theirs(adapter_places(model, places)).items()
@@ -143,7 +143,7 @@ def open_adapter(
     if model.mtp_num_layers and not has_predictions(kind, model, adapter.modules):
         what = f"{folder} has no adapters for the layers that predict further tokens"
         why = "transformers leaves these layers out, and so does an adapter that was made with it"
-        raise CheckpointError(str(Mistake(what, (why,), works=("--mtp-num-layers 0",))))
+        raise CheckpointError(Mistake(what, (why,), works=("--mtp-num-layers 0",)))
     _see_targets(adapter, places)
     files = TensorFiles(
         folder, dict.fromkeys(tensor_names(folder / ADAPTER, CheckpointError), folder / ADAPTER)
@@ -172,7 +172,7 @@ def _see_settings(adapter: PeftAdapter, model: ModelConfig) -> None:
         )
         works = " ".join(OURS[name].typed(value) for name, value in changed.items())
         what = f"{adapter.folder} holds adapters that these settings do not describe"
-        raise CheckpointError(str(Mistake(what, lines, works=(works,))))
+        raise CheckpointError(Mistake(what, lines, works=(works,)))
 
 
 def _see_targets(adapter: PeftAdapter, places: Mapping[str, Stored]) -> None:
@@ -190,7 +190,7 @@ def _see_targets(adapter: PeftAdapter, places: Mapping[str, Stored]) -> None:
     ]
     if wrong:
         what = f"{adapter.folder}: target_modules is not what {ADAPTER} has"
-        raise CheckpointError(str(Mistake(what, tuple(wrong[:8]))))
+        raise CheckpointError(Mistake(what, tuple(wrong[:8])))
 
 
 def _why_not(model: ModelConfig, kind: str) -> str:

@@ -145,7 +145,7 @@ class HubFolder:
                 kind, asked = self.dtype(name), " x ".join(map(str, blocks))
                 there = "has none" if found is None else f"has {' x '.join(map(str, found))}"
                 what = f"{self.path}: {name} is stored as {kind}, with scales that do not fit"
-                raise CheckpointError(str(Mistake(what, (f"{asked} are needed, it {there}",))))
+                raise CheckpointError(Mistake(what, (f"{asked} are needed, it {there}",)))
 
     def _block_sizes(self) -> tuple[int, int]:
         """Rows and columns that share a scale of fp8."""
@@ -215,18 +215,18 @@ class HubFolder:
             missing = sorted({f for f in places.values() if not (self.path / str(f)).is_file()})
             if missing:
                 what = f"{self.path} lacks {len(missing)} of its files"
-                raise CheckpointError(str(Mistake(what, (", ".join(map(str, missing[:8])),))))
+                raise CheckpointError(Mistake(what, (", ".join(map(str, missing[:8])),)))
             return {name: self.path / str(file) for name, file in places.items()}
         found: dict[str, Path] = {}
         for file in sorted(self.path.glob("*.safetensors")):
             for name in tensor_names(file, CheckpointError):
                 if name in found:
                     what = f"{self.path} has {name} twice: in {found[name].name} and {file.name}"
-                    raise CheckpointError(str(Mistake(what, works=(INDEX, WHOLE))))
+                    raise CheckpointError(Mistake(what, works=(INDEX, WHOLE)))
                 found[name] = file
         if not found:
             old = [path.name for path in self.path.glob("*.bin")]
             why = (f"it has {', '.join(old[:3])}; transformers' save_pretrained writes these",)
             what = f"{self.path} has no .safetensors files"
-            raise CheckpointError(str(Mistake(what, why if old else ())))
+            raise CheckpointError(Mistake(what, why if old else ()))
         return found

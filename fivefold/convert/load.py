@@ -115,7 +115,7 @@ def check_copies(hub: HubFolder, model: ModelConfig) -> None:
         what = f"{hub.path}: {name} is not {original}, and the model has one for both"
         apart = '"tie_word_embeddings": false in config.json'
         works = apart if name.startswith(HEADS) else "--mtp-num-layers 0"
-        raise CheckpointError(str(Mistake(what, works=(works,))))
+        raise CheckpointError(Mistake(what, works=(works,)))
 
 
 def _equal(hub: HubFolder, name: str, other: str) -> bool:
@@ -169,7 +169,7 @@ class Reads(Protocol):
 
 
 def sources_in(
-    path: Path, model: ModelConfig, adapter: Path | None, *, trained: bool = False
+    path: Path, model: ModelConfig, adapter: Path | None, *, trained: bool
 ) -> dict[str, tuple[Reads, Stored]]:
     """The folder that holds each tensor of a model, and where; checked.
 
@@ -214,7 +214,7 @@ def checked_sources(
         for name in place.names:
             if held.dtype(name) not in STORED:
                 what = f"{path}: {name} is stored as {held.dtype(name)}"
-                raise CheckpointError(str(Mistake(what, works=tuple(STORED))))
+                raise CheckpointError(Mistake(what, works=tuple(STORED)))
     if not is_megatron(path):
         hub = HubFolder(path)
         hub.check_scales()

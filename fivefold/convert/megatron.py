@@ -72,7 +72,7 @@ class MegatronFolder(MegatronTensors):
         _see_kind(model)
         told = self.arguments
         if wrong := unlike(model, told):
-            raise CheckpointError(str(Mistake(f"{self.path} is of another model", tuple(wrong))))
+            raise CheckpointError(Mistake(f"{self.path} is of another model", tuple(wrong)))
         places = {
             name: self._in_parts(name, self._padded(place, model, told))
             for name, place in stored_tensors("megatron", model).items()
@@ -131,4 +131,4 @@ def _see_kind(model: ModelConfig) -> None:
     ]
     if wrong:
         what = f"Megatron-core's checkpoints are read without {', '.join(wrong)}"
-        raise CheckpointError(str(Mistake(what, attempt="a Hugging Face folder of the model")))
+        raise CheckpointError(Mistake(what, attempt="a Hugging Face folder of the model"))

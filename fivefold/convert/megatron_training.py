@@ -72,7 +72,7 @@ def training_in(folder: Path) -> MegatronTraining:
         what = f"{folder} does not tell how many updates Adam has made"
         if steps:
             what += f" of all weights alike, but {' and '.join(f'{s:,}' for s in sorted(steps))}"
-        raise CheckpointError(str(Mistake(what, works=WEIGHTS_ALONE)))
+        raise CheckpointError(Mistake(what, works=WEIGHTS_ALONE))
     return MegatronTraining(
         step=steps.pop(),
         iteration=_count(common.get("iteration")),
@@ -119,7 +119,7 @@ def _check_format(folder: MegatronFolder) -> None:
         why = "they can be read in the layout that saved them alone"
         what = f"{folder.path} has masters and moments in buckets{kind}"
         attempt = "Megatron-LM's --dist-ckpt-optim-fully-reshardable, which saves them by weight"
-        raise CheckpointError(str(Mistake(what, (why,), works=WEIGHTS_ALONE, attempt=attempt)))
+        raise CheckpointError(Mistake(what, (why,), works=WEIGHTS_ALONE, attempt=attempt))
     other = sorted({*folder.states} - {*MOMENTS, *_MASTERS})
     if missing := [moment for moment in MOMENTS if moment not in folder.states]:
         what = f"{folder.path} has no {' and no '.join(missing)}: its optimizer was not Adam"
@@ -127,7 +127,7 @@ def _check_format(folder: MegatronFolder) -> None:
         what = f"{folder.path} has {', '.join(other)} of its optimizer, which AdamW has not"
     else:
         return
-    raise CheckpointError(str(Mistake(what, works=WEIGHTS_ALONE)))
+    raise CheckpointError(Mistake(what, works=WEIGHTS_ALONE))
 
 
 def _check_tensors(
@@ -155,7 +155,7 @@ def _check_tensors(
     ):
         if found:
             why = few(list(dict.fromkeys(found)), _SHOWN)
-            raise CheckpointError(str(Mistake(f"{folder.path} {what}", (why,), WEIGHTS_ALONE)))
+            raise CheckpointError(Mistake(f"{folder.path} {what}", (why,), WEIGHTS_ALONE))
 
 
 def _optimizers(saved: Any) -> Iterator[dict[str, Any]]:

@@ -137,5 +137,5 @@ def _rounded(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
             most = values[beyond].abs().max().item()
             largest = torch.finfo(dtype).max
             what = f"{name} has {most:g}, and the largest number of {dtype} is {largest:g}"
-            raise CheckpointError(str(Mistake(what, works=("--dtype bf16", "--dtype fp32"))))
+            raise CheckpointError(Mistake(what, works=("--dtype bf16", "--dtype fp32")))
     return rounded

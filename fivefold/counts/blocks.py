@@ -43,9 +43,14 @@ class GatheredBlock:
         return replace(self, dense=tuple(dense), experts=tuple(experts))
 
     @cached_property
+    def sizes(self) -> tuple[int, int]:
+        """Elements of `dense` and of `experts`."""
+        return sum(map(prod, self.dense)), sum(map(prod, self.experts))
+
+    @cached_property
     def size(self) -> int:
         """Elements of one block."""
-        return sum(map(prod, (*self.dense, *self.experts)))
+        return sum(self.sizes)
 
     @property
     def last(self) -> int:

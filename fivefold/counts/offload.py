@@ -53,7 +53,7 @@ def host_traffic(layout: Layout, rank: int) -> HostTraffic:
     return HostTraffic(out, back, brought)
 
 
-def times_reduced(layout: Layout, *, experts: bool = False) -> int:
+def times_reduced(layout: Layout, *, experts: bool) -> int:
     """How often in a step a gradient is complete over the ranks that share its parameter's state.
 
     Replicas of shards are summed once, at the end, and what is not reduced in every microbatch too.

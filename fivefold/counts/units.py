@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from itertools import accumulate
-from math import prod
 
 from fivefold.counts.blocks import GatheredBlock, stage_blocks
 from fivefold.counts.policy import engine_policy
@@ -34,10 +33,7 @@ def units_on_host(layout: Layout, pp_rank: int) -> dict[tuple[int, str], Gathere
         for name, block in _stage_units(layout, stage)
     ]
     units.sort(key=lambda unit: _ORDER.index(unit[0][1].partition(".")[0]))
-    sizes = [
-        sum(map(prod, block.dense)) / shards + sum(map(prod, block.experts)) / expert_shards
-        for _, block in units
-    ]
+    sizes = [block.sizes[0] / shards + block.sizes[1] / expert_shards for _, block in units]
     before = accumulate(sizes, initial=0.0)
     return {
         unit: block

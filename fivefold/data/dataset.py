@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from fivefold.config.data import IGNORED
 from fivefold.data.indexed import IndexedTokens
 from fivefold.data.mock import MockTokens
 from fivefold.data.order import Blend, shuffled
-from fivefold.data.packing import IGNORED, Microbatch, Packing, pack
+from fivefold.data.packing import Microbatch, Packing, pack
 from fivefold.data.streams import Conversations, Text
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import ConfigError, DataError, Mistake
@@ -37,7 +38,7 @@ class Corpus:
     marks: IndexedTokens | None = None
 
     def identity(self) -> str:
-        """Sizes and a digest that identify the corpus, independent of its path."""
+        """Its name, sizes and a digest of its tokens."""
         tokens, starts = self.data.checked, self.data.document_starts
         digest = hashlib.sha256(starts.tobytes())
         every = max(1, len(tokens) // 4096)
@@ -49,6 +50,11 @@ class Corpus:
             f"{self.name}: {len(tokens)} tokens, {self.data.num_documents} documents{weight}, "
             f"sha256 {digest.hexdigest()[:16]}"
         )
+
+
+def content(identity: str) -> str:
+    """What is in a corpus, of its identity: without its name, which a move may change."""
+    return identity.rpartition(": ")[2]
 
 
 def parse_split(split: str) -> tuple[float, ...]:

@@ -2,12 +2,12 @@
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, TypedDict
 
 from fivefold.config.batch_sizes import BatchSizes
-from fivefold.data.dataset import Dataset
-from fivefold.data.packing import IGNORED, Microbatch
+from fivefold.config.data import IGNORED
+from fivefold.data.dataset import Dataset, content
+from fivefold.data.packing import Microbatch
 from fivefold.errors import DataError
 
 
@@ -118,7 +118,8 @@ class Loader:
             DataError: the data, its order or its tokens have changed.
         """
         saved, now = state["fingerprint"], self._dataset.fingerprint
-        changed = [key for key in {**saved, **now} if saved.get(key) != now.get(key)]
+        was, is_ = _unnamed(saved), _unnamed(now)
+        changed = [key for key in {**was, **is_} if was.get(key) != is_.get(key)]
         if changed:
             lines = [f"{key}: was {saved.get(key)}, is {now.get(key)}" for key in changed]
             raise DataError(
@@ -137,13 +138,10 @@ class Loader:
             self._thread.shutdown()
             self._thread = None
 
-    def __enter__(self) -> "Loader":
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
+def _unnamed(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """A fingerprint without the names of corpora, which may have moved."""
+    data = fingerprint.get("data")
+    if not isinstance(data, list):
+        return fingerprint
+    return fingerprint | {"data": [content(str(identity)) for identity in data]}

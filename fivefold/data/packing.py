@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-IGNORED = -100  # label of a token without loss, as in torch
+from fivefold.config.data import IGNORED
+
 # What is known of a token of a conversation, as bits of a number beside it.
 LEARNT = 1  # it is the assistant's, so predicting it is learnt
 BEGINS = 2  # a conversation begins with it

@@ -49,7 +49,7 @@ class PreparedData:
     """A tokenizer and the corpora it has tokenised; the splits are made when first asked for.
 
     Each split is a `Dataset`, or raises DataError if a corpus leaves it less than one sample.
-    Training samples are shuffled; validation and test samples keep the order of the corpus.
+    Training samples are shuffled; validation samples keep the order of the corpus.
 
     Attributes:
         named: corpora of the validation sets that have names.
@@ -71,11 +71,6 @@ class PreparedData:
     def valid(self) -> Dataset:
         """The validation samples, in the order of the corpus."""
         return self._dataset("valid", shuffle=False)
-
-    @cached_property
-    def test(self) -> Dataset:
-        """The test samples, in the order of the corpus."""
-        return self._dataset("test", shuffle=False)
 
     def _dataset(self, part: str, shuffle: bool) -> Dataset:
         return Dataset(

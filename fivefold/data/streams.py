@@ -57,10 +57,8 @@ class Conversations:
         end = min(end, start + self._room)
         tokens = np.full(self._room, self._eod_id, dtype=np.int64)
         marks = np.zeros(self._room, dtype=np.int64)
-        tokens[: end - start], marks[: end - start] = (
-            self._tokens[start:end],
-            self._marks[start:end],
-        )
+        tokens[: end - start] = self._tokens[start:end]
+        marks[: end - start] = self._marks[start:end]
         if end - start < self._room:
             marks[end - start] = BEGINS
         return tokens, marks

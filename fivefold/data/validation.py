@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from fivefold.config.data import IGNORED
 from fivefold.data.dataset import Corpus, Dataset, check_labels, parse_split
-from fivefold.data.packing import IGNORED
 from fivefold.data.prepare import PreparedData
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import DataError, Mistakes

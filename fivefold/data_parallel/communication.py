@@ -147,10 +147,7 @@ class HierarchicalReduceScatter(_Buffers):
     """
 
     def __init__(
-        self,
-        format: Format,
-        inner: dist.ProcessGroup | None,
-        outer: dist.ProcessGroup | None,
+        self, format: Format, inner: dist.ProcessGroup | None, outer: dist.ProcessGroup | None
     ) -> None:
         self.format, self._inner, self._outer = format, inner, outer
 

@@ -8,12 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    UnshardHandle,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHandle, fully_shard
 from torch.distributed.tensor import Shard
 
 from fivefold.data_parallel.away import AwayShards, give_memory
@@ -34,14 +29,15 @@ from fivefold.data_parallel.left_over import (
 )
 from fivefold.data_parallel.policy import Policy
 from fivefold.data_parallel.prefetch import last_layer_first, set_prefetch
-from fivefold.mesh.groups import Groups
+from fivefold.data_parallel.stage_gradients import StageGradients
+from fivefold.mesh.groups import Groups, NodeGroups
 from fivefold.mesh.slices import local_tensor
 from fivefold.model.moe.layer import Experts
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import Sum, Work, run_works
 
 
-class ShardedStage:
+class ShardedStage(StageGradients):
     """A stage whose parameters FSDP2 holds.
 
     One class because every act of a step sets the same switches of the same units of FSDP2.
@@ -65,36 +61,17 @@ class ShardedStage:
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        groups: Groups,
-        policy: Policy,
-        *,
-        reduces_in_hooks: bool,
-        by_hand: bool,
+        self, stage: Stage, groups: Groups, policy: Policy, *, reduces_in_hooks: bool, by_hand: bool
     ) -> None:
         self._policy, self._by_hand = policy, by_hand
         self._in_hooks, self._every = reduces_in_hooks, policy.reduces_every_microbatch
         self._stage = stage
-        types = MixedPrecisionPolicy(cast_forward_inputs=False)
-        if {policy.master_dtype, policy.gradient_dtype} != {policy.compute_dtype}:
-            types = MixedPrecisionPolicy(
-                param_dtype=policy.compute_dtype,
-                reduce_dtype=policy.gradient_dtype,
-                cast_forward_inputs=False,
-            )
-        dense = _data_mesh(groups.mesh, policy)
-        meshes: dict[nn.Module, DeviceMesh] = dict.fromkeys(
-            (*stage.layers.values(), *stage.predictions, stage), dense
-        )
-        if groups.experts is not None:
-            of_experts = _data_mesh(groups.experts.mesh, policy)
-            meshes = dict.fromkeys((m.experts for m in stage.mixtures), of_experts) | meshes
+        meshes = _meshes(stage, groups, policy)
         for module, mesh in meshes.items():
             fully_shard(
                 module,
                 mesh=mesh,
-                mp_policy=types,
+                mp_policy=_types(policy),
                 reshard_after_forward=policy.reshards,
                 shard_placement_fn=partial(_split_dim, shards=mesh.size(-1)),
             )
@@ -111,26 +88,34 @@ class ShardedStage:
         self._root.set_is_last_backward(False)
         for unit in self._units:
             wrapped: Any = unit
-            mesh, nodes = meshes[wrapped], groups.nodes
-            # The loss is already divided by the global token count, so reductions are plain sums.
-            if mesh.size() > 1:  # alone, a rank would divide a copy by 1
-                unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)
-            if groups.experts is not None and isinstance(wrapped, Experts):
-                nodes = groups.experts.nodes
-            self.exchanges += set_communication(unit, _parameter_groups(unit), mesh, policy, nodes)
-            if policy.gathers_8_bits:
-                shards = mesh.get_group(-1) if mesh.size(-1) > 1 else None
-                for group in _parameter_groups(unit):
-                    self._narrow[shards] += gather_in_eight_bits(group, policy.compute_dtype)
-            if by_hand:
-                without_hooks(unit)
+            owner = groups.experts if isinstance(wrapped, Experts) else None
+            self._set_up(unit, meshes[wrapped], (owner or groups).nodes)
         self._hooks: UnitHooks | None = None
         if not by_hand:
             set_prefetch(self._units, policy.overlap_param_gather)
             groups_of_all = self.parameter_groups()
             self._hooks = UnitHooks(self._units, groups_of_all, once=not self._every)
         self._away: Mapping[nn.Module, AwayShards] = {}
+
+    def _set_up(self, unit: FSDPModule, mesh: DeviceMesh, nodes: NodeGroups) -> None:
+        """Choose what a unit sends, and how it is summed."""
+        # The loss is already divided by the global token count, so reductions are plain sums.
+        if mesh.size() > 1:  # alone, a rank would divide a copy by 1
+            unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        groups, policy = _parameter_groups(unit), self._policy
+        self.exchanges += set_communication(unit, groups, mesh, policy, nodes)
+        if policy.gathers_8_bits:
+            shards = mesh.get_group(-1) if mesh.size(-1) > 1 else None
+            for group in groups:
+                self._narrow[shards] += gather_in_eight_bits(group, policy.compute_dtype)
+        if self._by_hand:
+            without_hooks(unit)
+
+    @property
+    def _state(self) -> Any:
+        """FSDP2's own, of the whole stage."""
+        return self._root._get_fsdp_state()
 
     def give_memory(self, device: torch.device, away: Collection[str]) -> None:
         """Give all parameters memory with any values; shards of those in `away` lie elsewhere."""
@@ -168,7 +153,7 @@ class ShardedStage:
         FSDP2 would convert to the parameters' type: that of masters on the device, or where these
         are on the host the compute dtype.
         """
-        self._root._get_fsdp_state()._lazy_init()
+        self._state._lazy_init()
         for unit in self._units:
             for group in _parameter_groups(unit):
                 group._orig_dtype = self._policy.gradient_dtype
@@ -178,35 +163,25 @@ class ShardedStage:
             parameter.grad_dtype = self._policy.gradient_dtype
 
     def before_forward(self, *, last: bool) -> None:
-        """Pass FSDP2's hooks by, if weights are gathered, and the backward reduces no gradients.
-
-        Args:
-            last: whether it is the forward of this stage's last backward of the step.
-        """
+        """Pass FSDP2's hooks by, if weights are gathered, and the backward reduces no gradients."""
         if self._hooks is not None:
             self._hooks.before_forward(reduces=last and self._in_hooks)
 
     def before_backward(self, *, whole: bool, last: bool) -> None:
-        """Set what the coming backward does with gradients.
-
-        Args:
-            whole: whether it computes all gradients; otherwise deferred weight gradients follow in
-                `run_weights`, and nothing is reduced before.
-            last: whether it is this stage's last backward of the step.
-        """
+        """Set what the coming backward does with gradients."""
         reduces = whole and (self._every or (last and self._in_hooks))
         self._set(reduces, last=last, reshards=self._policy.reshards or (last and reduces))
         if self._hooks is not None:
             self._hooks.before_backward(reduces=reduces)
         self._unreduced = 0 if reduces and not self._by_hand else self._unreduced + 1
-        free_gathered(self._root._get_fsdp_state())
+        free_gathered(self._state)
 
     def after_backward(self, *, last: bool) -> None:
         """Reduce gradients where FSDP2's hooks do not."""
         if self._by_hand:
             self.run_weights([], last=last)
         else:
-            free_message(self._root._get_fsdp_state())
+            free_message(self._state)
 
     def put_aside(self) -> list[Work]:
         """See `left_over.put_aside`; sums to the end of the step are in one dtype anyway."""
@@ -238,7 +213,7 @@ class ShardedStage:
             if not awaited[group]:
                 complete(group, narrow)
         self._end_of_backward()
-        free_message(self._root._get_fsdp_state())
+        free_message(self._state)
 
     def reduce(self) -> None:
         """Reduce the accumulated gradients of the step and free gathered parameters."""
@@ -278,7 +253,7 @@ class ShardedStage:
         There is no public call for this, nor for "reduce now"; PyTorch's own pipelining uses the
         same private ones.
         """
-        self._root._get_fsdp_state()._root_post_backward_final_callback()
+        self._state._root_post_backward_final_callback()
 
     def finish(self) -> None:
         """Let the computation that follows wait for the reductions of this stage's gradients."""
@@ -312,7 +287,7 @@ class ShardedStage:
 
     def unshard(self) -> None:
         """Start to gather every block's parameters, which stay until `reshard`."""
-        self._root._get_fsdp_state()._lazy_init()
+        self._state._lazy_init()
         for unit in self._units:
             self._gather(unit)
 
@@ -328,17 +303,12 @@ class ShardedStage:
             unit.reshard()
 
     def settle(self) -> list[Any]:
-        """Forget all events of steps and evaluations before, which a capture must not wait for.
+        """Forget events that FSDP2 keeps for whoever comes next; the device has done all its work.
 
-        The device has done all of its work. FSDP2 keeps events for whoever comes next; most are
-        gone when a step ends, and gathers that an evaluation had begun for nothing are not.
-
-        Returns:
-            The streams on which FSDP2 gathers and reduces.
+        Most are gone when a step ends; gathers that an evaluation began for nothing are not.
         """
         self.reshard()
-        state: Any = self._root._get_fsdp_state()
-        return let_go(state, self.parameter_groups())
+        return let_go(self._state, self.parameter_groups())
 
     def blocks(self) -> Iterator[tuple[list[nn.Parameter], Callable[[], None]]]:
         """Each block's own parameters, in the order of a forward, and what starts their gather."""
@@ -356,6 +326,27 @@ class ShardedStage:
         for handle in self._gathers:
             handle.wait()
         self._gathers = []
+
+
+def _types(policy: Policy) -> MixedPrecisionPolicy:
+    """In which types FSDP2 gathers and reduces, where these are not those of the parameters."""
+    if {policy.master_dtype, policy.gradient_dtype} == {policy.compute_dtype}:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(
+        param_dtype=policy.compute_dtype,
+        reduce_dtype=policy.gradient_dtype,
+        cast_forward_inputs=False,
+    )
+
+
+def _meshes(stage: Stage, groups: Groups, policy: Policy) -> dict[nn.Module, DeviceMesh]:
+    """The units of a stage, inner ones first, and the ranks that share the state of each."""
+    meshes: dict[nn.Module, DeviceMesh] = {}
+    if groups.experts is not None:
+        of_experts = _data_mesh(groups.experts.mesh, policy)
+        meshes = dict.fromkeys((m.experts for m in stage.mixtures), of_experts)
+    units = *stage.layers.values(), *stage.predictions, stage
+    return meshes | dict.fromkeys(units, _data_mesh(groups.mesh, policy))
 
 
 def _data_mesh(mesh: DeviceMesh, policy: Policy) -> DeviceMesh:

@@ -19,12 +19,7 @@ import torch
 from fivefold.config.config import Config
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {
-        "bf16": torch.bfloat16,
-        "fp16": torch.float16,
-        "fp32": torch.float32,
-        "fp64": torch.float64,
-    }
+    {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 )
 """Types in which a run computes, by their names in settings."""
 

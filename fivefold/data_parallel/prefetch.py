@@ -30,9 +30,7 @@ def set_prefetch(units: Sequence[FSDPModule], early: bool) -> None:
             unit.set_modules_to_forward_prefetch(others)
 
 
-def _with_following(
-    units: Sequence[FSDPModule],
-) -> Iterator[tuple[FSDPModule, list[FSDPModule]]]:
+def _with_following(units: Sequence[FSDPModule]) -> Iterator[tuple[FSDPModule, list[FSDPModule]]]:
     """Each layer with its own experts and the next layer, to prefetch.
 
     Experts prefetch nothing: a backward that recomputes them would gather a finished layer.

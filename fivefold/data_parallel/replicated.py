@@ -1,15 +1,15 @@
 """no_shard: every rank holds all parameters; gradients are all-reduced in buckets."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.data_parallel.policy import Policy
+from fivefold.data_parallel.stage_gradients import StageGradients
 from fivefold.mesh.buckets import buckets_of
 from fivefold.mesh.collectives import Pending, start_all_reduce
 from fivefold.mesh.slices import laid_out_like, local_tensor
@@ -18,7 +18,7 @@ from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import Sum, Work, run_works
 
 
-class ReplicatedStage:
+class ReplicatedStage(StageGradients):
     """A stage whose gradients are all-reduced, each bucket as soon as it is complete.
 
     Args:
@@ -31,11 +31,8 @@ class ReplicatedStage:
         adds: whether products add weight gradients to those of earlier microbatches.
 
     Attributes:
-        exchanges: none: ZeRO++ sends what is sharded.
         buckets: gradients that are sent together.
     """
-
-    exchanges = ()
 
     def __init__(
         self,
@@ -73,21 +70,11 @@ class ReplicatedStage:
         for parameter in self._own:
             keep_gradients_in(parameter, self._gradient_dtype)
 
-    def before_forward(self, *, last: bool) -> None:
-        """Nothing is ever gathered."""
-
     def before_backward(self, *, whole: bool, last: bool) -> None:
         """Prepare to count complete gradients if the step's last backward computes them."""
         counts = whole and last and self._in_hooks
         self._hooks_count = counts and bool(self.buckets)
         self._missing = [len(b.parameters) for b in self.buckets] if counts else []
-
-    def after_backward(self, *, last: bool) -> None:
-        """Hooks have seen every gradient."""
-
-    def put_aside(self) -> list[Work]:
-        """Gradients are added up where they are."""
-        return []
 
     def run_weights(self, works: list[Work], *, last: bool) -> None:
         """Run deferred weight gradients; the step's last call starts each completed bucket."""
@@ -136,31 +123,11 @@ class ReplicatedStage:
                 return Sum(held)
         return self.buckets[index].sum_of(parameter) if index is not None and whole else None
 
-    def unshard(self) -> None:
-        """Nothing is ever gathered."""
-
-    def await_unshard(self) -> None:
-        """Nothing is ever gathered."""
-
-    def reshard(self) -> None:
-        """Nothing is ever gathered."""
-
     def before_run(self, *, trains: bool) -> None:
         """Take the memory of all messages before the first training step, which then needs as much
         as the others."""
         for bucket in self.buckets if trains else ():
             bucket.give_memory()
-
-    def forget(self) -> None:
-        """Nothing is ever gathered."""
-
-    def settle(self) -> list[Any]:
-        """Nothing is left of a step that has ended, and no stream is its own."""
-        return []
-
-    def blocks(self) -> Iterator[tuple[list[nn.Parameter], Callable[[], None]]]:
-        """No block: nothing is ever gathered."""
-        return iter(())
 
     def _arrived(self, parameter: Tensor) -> None:
         index = self._bucket_of[parameter]

@@ -31,11 +31,7 @@ def check_data_parallel(config: Config, parallel: ParallelConfig, mistakes: Mist
             mistakes.add(
                 f"grad_reduce_in_bf16 has no effect on no_shard {why}: their all-reduce would sum "
                 "in bf16",
-                works=[
-                    "--no-grad-reduce-in-bf16",
-                    here,
-                    "--data-parallel-sharding-strategy optim",
-                ],
+                works=["--no-grad-reduce-in-bf16", here, "--data-parallel-sharding-strategy optim"],
             )
         usual = ParallelConfig.ddp_bucket_size
         if parallel.ddp_bucket_size != usual:

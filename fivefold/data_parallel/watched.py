@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fivefold.data_parallel.fsdp import ShardedStage
 from fivefold.data_parallel.replicated import ReplicatedStage
+from fivefold.data_parallel.stage_gradients import StageGradients
 from fivefold.mesh.slices import local_tensor
 
 Look = Callable[[Tensor, Tensor], None]
@@ -15,9 +16,7 @@ Show = Callable[[Any], Iterator[tuple[Tensor, Tensor]]]
 
 
 @contextmanager
-def watching_gradients(
-    stages: Iterable[ShardedStage | ReplicatedStage], look: Look
-) -> Iterator[None]:
+def watching_gradients(stages: Iterable[StageGradients], look: Look) -> Iterator[None]:
     """Call `look(parameter, gradient)` in the block for what is about to be summed over replicas.
 
     Where gradients are summed after each microbatch, it is called as often. The gradient is this
@@ -28,7 +27,7 @@ def watching_gradients(
     for stage in stages:
         if isinstance(stage, ReplicatedStage):
             watched += [(bucket, "start", _of_bucket) for bucket in stage.buckets]
-        else:
+        elif isinstance(stage, ShardedStage):
             watched += [(group, "post_backward", _of_group) for group in stage.parameter_groups()]
     for owner, name, show in watched:
         setattr(owner, name, _after_a_look(owner, getattr(owner, name), show, look))

@@ -103,11 +103,7 @@ class _Journey:
     copies: int | None = None
 
     def __init__(
-        self,
-        buffer: Any,
-        choice: ExpertChoice,
-        ranks: int,
-        meanwhile: Callable[[], None] | None,
+        self, buffer: Any, choice: ExpertChoice, ranks: int, meanwhile: Callable[[], None] | None
     ) -> None:
         self._buffer, self._choice, self._ranks = buffer, choice, ranks
         self._meanwhile = meanwhile

@@ -15,13 +15,7 @@ from torch import Tensor
 
 from fivefold.expert.transfer import Flight, join, share
 from fivefold.mesh.collectives import all_gather, exchange_rows, group_size
-from fivefold.model.moe.layer import (
-    Beside,
-    RunExperts,
-    by_expert,
-    by_expert_padded,
-    by_part_padded,
-)
+from fivefold.model.moe.layer import Beside, RunExperts, by_expert, by_expert_padded, by_part_padded
 from fivefold.model.moe.permutation import PlacedRows, Rows
 from fivefold.model.moe.routing import ExpertChoice
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.config import Config
+from fivefold.data.dataset import content
 from fivefold.data.prepare import PreparedData, Progress, prepare
 from fivefold.data.validation import ValidationSet, has_split, validation_sets
 from fivefold.errors import DataError
@@ -118,7 +119,7 @@ def _differs(data: PreparedData, state: SavedState) -> bool:
     """Whether corpora have other tokens than those of which the run had its own split."""
     then = state.loader["fingerprint"].get("data", [])
     now = [corpus.identity() for corpus in data.corpora]
-    what, was = ([text.partition(": ")[2] for text in texts] for texts in (now, then))
+    what, was = ([content(text) for text in texts] for texts in (now, then))
     return bool(what) and bool(was) and what != was
 
 

@@ -53,7 +53,7 @@ def load_model(run: Path, step: int | None = None) -> tuple[Config, Stage, Token
     """
     config = _config(run)
     tokenizer = run_tokenizer(run, _state(run, step))
-    stage = Stage(config.model, seq_length=config.training.seq_length).eval()
+    stage = Stage(config.model, training=config.training).eval()
     _fill(stage, run, step, config)
     return config, stage, tokenizer
 

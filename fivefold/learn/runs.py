@@ -44,12 +44,10 @@ def observed(folder: Path) -> tuple[Observation, Story]:
     if not times:
         needed = max(story.done, training.batch_sizes.smaller_steps) + 2
         raise DataError(
-            str(
-                Mistake(
-                    f"{folder} has no times of steps of the whole batch after the first one of "
-                    "its latest start",
-                    attempt=f"two more steps at least: {training.lasting(needed)}",
-                )
+            Mistake(
+                f"{folder} has no times of steps of the whole batch after the first one of "
+                "its latest start",
+                attempt=f"two more steps at least: {training.lasting(needed)}",
             )
         )
     layout = check(story.config, ranks, planned=True)

@@ -25,8 +25,8 @@ from fivefold.mesh.collectives import all_gather, start_all_reduce, start_reduce
 from fivefold.mesh.device import multiply_, runs_triton
 from fivefold.model.layers import Linear, add_product
 from fivefold.model.leaves import local
-from fivefold.model.loss import note_z, token_weights
-from fivefold.model.transformer import Stage, trained_z_coeff
+from fivefold.model.loss import LossRule, note_z, token_weights
+from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.vocabulary import Entries, merge_statistics
 
@@ -71,20 +71,16 @@ class NativeCrossEntropy:
         self,
         logits_Tv: Tensor,
         labels_T: Tensor,
-        vocab_size: int,
-        label_smoothing: float = 0.0,
+        rule: LossRule,
         weights_T: Tensor | None = None,
-        z_loss_coeff: float = 0.0,
         z_sums: list[Tensor] | None = None,
-        cap: float | None = None,
     ) -> Tensor:
         """Sum of the token losses; arguments as in `model.loss.cross_entropy`.
 
         Overwrites the logits, so they must not be used afterwards.
         """
         rank = 0 if self.group is None else self.group.rank()
-        first = rank * logits_Tv.shape[1]
-        entries = Entries(first, vocab_size, label_smoothing, z_loss_coeff, cap)
+        entries = Entries(rank * logits_Tv.shape[1], rule)
         weights_T = token_weights(labels_T, weights_T, logits_Tv.dtype)
         loss: Tensor = _Native.apply(logits_Tv, labels_T, weights_T, entries, self.group, z_sums)
         return loss
@@ -106,7 +102,7 @@ class _Native(torch.autograd.Function):
         pieces = list(_pieces(len(logits_Tv), len(logits_Tv) if whole else at_a_time))
         own = [_statistics(entries, logits_Tv[rows], labels_T[rows]) for rows in pieces]
         losses = entries.losses(torch.cat(own, dim=1), group)
-        note_z(z_sums, entries.z_coeff, losses.lse_T, weights_T)
+        note_z(z_sums, entries.rule.z_coeff, losses.lse_T, weights_T)
         if ctx.needs_input_grad[0]:
             for rows in pieces:
                 logits, labels = logits_Tv[rows], labels_T[rows]
@@ -151,9 +147,7 @@ class LinearCrossEntropy:
         assert stage.lm_head is not None, "the last stage has the head"
         weight_vH = local(stage.lm_head.weight)
         rank = 0 if self.group is None else self.group.rank()
-        shape = rank * len(weight_vH), stage.model.vocab_size
-        factors = stage.label_smoothing, trained_z_coeff(stage)
-        entries = Entries(*shape, *factors, stage.model.final_logit_softcapping)
+        entries = Entries(rank * len(weight_vH), stage.loss_rule)
         weights_T = token_weights(labels_T, weights_T, x_TH.dtype)
         inputs = x_TH, weight_vH, labels_T, weights_T
         loss: Tensor = _Linear.apply(*inputs, entries, self, stage.lm_head, stage.z_sums)
@@ -183,7 +177,7 @@ class _Linear(torch.autograd.Function):
             ]
             parts.append(torch.cat(found, dim=1))
         losses = entries.losses(merge_statistics(torch.stack(parts)), on.group)
-        note_z(z_sums, entries.z_coeff, losses.lse_T, weights_T)
+        note_z(z_sums, entries.rule.z_coeff, losses.lse_T, weights_T)
         ctx.save_for_backward(x, weight_vH, labels_T, weights_T, losses.lse_T)
         ctx.entries, ctx.on, ctx.parameter = entries, on, head.weight
         return losses.loss_T @ weights_T

@@ -25,7 +25,7 @@ WARPS = 8
 def statistics(entries: Entries, logits_Tv: Tensor, labels_T: Tensor) -> Tensor:
     """`Entries.statistics` by an online softmax (Milakov and Gimelshein 2018), in fp32."""
     tokens, held = logits_Tv.shape
-    found = logits_Tv.new_empty(3 if entries.smoothing else 2, tokens, dtype=torch.float32)
+    found = logits_Tv.new_empty(3 if entries.rule.smoothing else 2, tokens, dtype=torch.float32)
     arguments: tuple[Any, ...] = (logits_Tv, labels_T, found, logits_Tv.stride(0), tokens)
     launch(
         _statistics,
@@ -34,8 +34,8 @@ def statistics(entries: Entries, logits_Tv: Tensor, labels_T: Tensor) -> Tensor:
         entries.first,
         held,
         true=entries.true(logits_Tv),  # the same of nearly all ranges
-        smoothed=bool(entries.smoothing),
-        cap=entries.cap or 0.0,
+        smoothed=bool(entries.rule.smoothing),
+        cap=entries.rule.cap or 0.0,
         size=AT_A_TIME,
         num_warps=WARPS,
     )
@@ -55,10 +55,10 @@ def overwrite(
         entries.true(logits_Tv),
         entries.first,
         held,
-        entries.smoothing / entries.vocab_size,
-        1.0 - entries.smoothing,
-        2.0 * entries.z_coeff,
-        cap=entries.cap or 0.0,
+        entries.rule.smoothing / entries.rule.vocab_size,
+        1.0 - entries.rule.smoothing,
+        2.0 * entries.rule.z_coeff,
+        cap=entries.rule.cap or 0.0,
         size=AT_A_TIME,
         num_warps=WARPS,
     )

@@ -133,9 +133,7 @@ class Host:
         self._latest: weakref.ref[_Group] | None = None
 
     def moving(
-        self,
-        function: Callable[..., Result],
-        only: Callable[..., set[int]] | None = None,
+        self, function: Callable[..., Result], only: Callable[..., set[int]] | None = None
     ) -> Callable[..., Result]:
         """Wrap a function so that what its forward saves is offloaded until its backward.
 

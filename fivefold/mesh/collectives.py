@@ -170,9 +170,7 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _exchange(
-    group: dist.ProcessGroup,
-    send: Callable[[int], Tensor],
-    receive: Callable[[int], Tensor],
+    group: dist.ProcessGroup, send: Callable[[int], Tensor], receive: Callable[[int], Tensor]
 ) -> list[dist.Work]:
     """Post one send and one receive per peer; round k pairs rank r with r+k and r-k."""
     size, rank = group.size(), group.rank()
@@ -281,10 +279,7 @@ def exchange_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_in_buckets(
-    tensors: list[Tensor],
-    group: dist.ProcessGroup | None,
-    *,
-    bucket_bytes: int = 64 << 20,
+    tensors: list[Tensor], group: dist.ProcessGroup | None, *, bucket_bytes: int = 64 << 20
 ) -> None:
     """Sum tensors over a group in place, flattened into few large messages.
 

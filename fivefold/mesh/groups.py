@@ -217,14 +217,7 @@ def build_groups(
     cp_ranks = grid.group_of(rank, ("cp",))
     inner, outer = parts_of(cp_ranks, rank, cp_sizes[0]) if cp_sizes else ((), ())
     here = grid.coordinates(rank)["pp"]
-    tied = None
-    sharing = next((ranks for ranks in tied_ranks if here in ranks), None)
-    if sharing is not None:
-        tied = made.group(tuple(pp_ranks[i] for i in sharing))
-    elif tied_ranks:
-        # torch names a group after its ranks and how many groups each has made before. Ranks
-        # without a tied embedding make one as well, or the next common group would hang.
-        new_group((rank,))
+    tied = _tied(pp_ranks, here, tied_ranks, made)
     pair = sorted((pp_ranks[here], pp_ranks[-1 - here]))
     replicas = ("dp_replicate",) if sharded else ("dp_replicate", "dp_shard", "cp")
     meshed = (replicas, ("dp_shard", "cp") if sharded else (), ("tp",))
@@ -252,6 +245,20 @@ def build_groups(
     )
     loops_give_way()
     return groups
+
+
+def _tied(
+    pp_ranks: tuple[int, ...], here: int, tied_ranks: Sequence[tuple[int, ...]], made: "_Made"
+) -> dist.ProcessGroup | None:
+    """The group of the pipeline ranks that hold copies of the embedding with this one."""
+    sharing = next((ranks for ranks in tied_ranks if here in ranks), None)
+    if sharing is not None:
+        return made.group(tuple(pp_ranks[i] for i in sharing))
+    if tied_ranks:
+        # torch names a group after its ranks and how many groups each has made before. Ranks
+        # without a tied embedding make one as well, or the next common group would hang.
+        new_group((pp_ranks[here],))
+    return None
 
 
 def _expert_groups(
@@ -355,11 +362,7 @@ def neighbours_by_round(ranks: int, here: int) -> list[int | None]:
 
 
 def _mesh(
-    grid: Grid,
-    rank: int,
-    device_type: str,
-    made: _Made,
-    along: Mapping[str, tuple[int, ...]],
+    grid: Grid, rank: int, device_type: str, made: _Made, along: Mapping[str, tuple[int, ...]]
 ) -> DeviceMesh:
     """The mesh of one pipeline rank's parameters, from groups that exist already.
 

@@ -14,6 +14,7 @@ VARIANTS = 32
 of one length, then of any x training or not."""
 
 _outside: Any = torch.compiler.disable
+_PLAIN = (plain_column, plain_row, plain_spread, plain_sum)
 
 
 def compile_layers(stage: Stage, backend: str) -> None:
@@ -38,16 +39,9 @@ def compile_layers(stage: Stage, backend: str) -> None:
         if isinstance(heads, Attention) and heads.norm_together is not plain_together:
             heads.norm_together = _outside(heads.norm_together)
         for module in layer.mixers:
-            if module.column is not plain_column:
-                module.column = _outside(module.column)
-            if module.row is not plain_row:
-                module.row = _outside(module.row)
-            if module.whole is not plain_column:
-                module.whole = _outside(module.whole)
-            if module.spread is not plain_spread:
-                module.spread = _outside(module.spread)
-            if module.summed is not plain_sum:
-                module.summed = _outside(module.summed)
+            for seam in ("column", "row", "whole", "spread", "summed"):
+                if (filled := getattr(module, seam)) not in _PLAIN:
+                    setattr(module, seam, _outside(filled))
         layer.run = torch.compile(layer.run, backend=backend)  # type: ignore[method-assign]
 
 

@@ -50,15 +50,13 @@ def make_attention(model: ModelConfig, layer: int) -> AttentionBlock | StateLaye
     return (LatentAttention if model.multi_latent_attention else Attention)(model, layer)
 
 
-def make_mlp(
-    model: ModelConfig, layer: int, experts: ExpertsConfig, global_batch_size: int
-) -> MLP | MoE | None:
+def make_mlp(model: ModelConfig, layer: int, experts: ExpertsConfig) -> MLP | MoE | None:
     """The dense MLP or mixture of experts of one layer; None: it has neither."""
     kind = layer_kind(model, layer)
     if not kind.mlp:
         return None
     if kind.experts:
-        return MoE(model, layer, experts, global_batch_size)
+        return MoE(model, layer, experts)
     return MLP(model, model.ffn_size)
 
 
@@ -71,9 +69,7 @@ class TransformerLayer(nn.Module):
         fuses_norm: as in `model.fusions`.
     """
 
-    def __init__(
-        self, model: ModelConfig, layer: int, experts: ExpertsConfig, global_batch_size: int
-    ) -> None:
+    def __init__(self, model: ModelConfig, layer: int, experts: ExpertsConfig) -> None:
         super().__init__()
         before, after = model.norms_before, model.norms_after
         kind = layer_kind(model, layer)
@@ -82,7 +78,7 @@ class TransformerLayer(nn.Module):
         self.post_self_attn_layernorm = make_norm(model) if after and kind.attends else None
         own = before and kind.mlp and not model.parallel_residual_one_norm
         self.post_attention_layernorm = make_norm(model) if own else nn.Identity()
-        self.mlp = make_mlp(model, layer, experts, global_batch_size)
+        self.mlp = make_mlp(model, layer, experts)
         self.post_mlp_layernorm = make_norm(model) if after and kind.mlp else None
         self.dropout, self.scale = model.hidden_dropout, model.residual_multiplier
         self.side_by_side = model.parallel_residual

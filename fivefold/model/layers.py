@@ -75,11 +75,7 @@ class Products:
         return (grad_TF,)
 
     def output(
-        self,
-        x: Kept,
-        weight_FH: Tensor,
-        bias_F: Tensor | None = None,
-        out_TF: Tensor | None = None,
+        self, x: Kept, weight_FH: Tensor, bias_F: Tensor | None = None, out_TF: Tensor | None = None
     ) -> Tensor:
         """[T, H] -> [T, F], written into `out_TF` if there is one."""
         (x_TH,) = x

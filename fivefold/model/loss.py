@@ -1,17 +1,33 @@
 """Cross entropy, summed over tokens; the caller divides once by the number of valid tokens."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fivefold.config.data import IGNORED
 from fivefold.model.caps import capped, capped_, slope
 
 CAPPED_AT_A_TIME = 1 << 22
 """Logits whose slope below their cap is made at a time: 16 MiB in fp32."""
-IGNORED = -100
-"""The label of a token that the loss ignores."""
+
+
+class LossRule(NamedTuple):
+    """How a token's loss is made of its logits.
+
+    Attributes:
+        vocab_size: size of the unpadded vocabulary; padding entries get no probability.
+        smoothing: probability spread evenly over the unpadded vocabulary.
+        z_coeff: factor of the square of the logits' log-sum-exp, which is added to the loss
+            (Chowdhery et al., PaLM, 2022, section 5).
+        cap: c, where the loss is of c tanh(logits / c); None: of the logits.
+    """
+
+    vocab_size: int
+    smoothing: float = 0.0
+    z_coeff: float = 0.0
+    cap: float | None = None
 
 
 def capped_into(out: Tensor, logits: Tensor, cap: float | None) -> Tensor:
@@ -32,31 +48,22 @@ def through_cap_(grad_TV: Tensor, logits_TV: Tensor, cap: float | None) -> Tenso
 def cross_entropy(
     logits_TV: Tensor,
     labels_T: Tensor,
-    vocab_size: int,
-    label_smoothing: float = 0.0,
+    rule: LossRule,
     weights_T: Tensor | None = None,
-    z_loss_coeff: float = 0.0,
     z_sums: list[Tensor] | None = None,
-    cap: float | None = None,
 ) -> Tensor:
     """Sum of the token losses, a scalar in fp32 (fp64 for fp64 logits).
 
     Args:
-        logits_TV: logits over the padded vocabulary; padding entries get no probability.
-        labels_T: int64 below `vocab_size`, or IGNORED.
-        vocab_size: size of the unpadded vocabulary.
-        label_smoothing: probability spread evenly over the unpadded vocabulary.
+        logits_TV: logits over the padded vocabulary.
+        labels_T: int64 below the rule's `vocab_size`, or IGNORED.
+        rule: how losses are made.
         weights_T: weight of each token's loss; None: all 1.
-        z_loss_coeff: factor of the square of the logits' log-sum-exp, which is added to a token's
-            loss (Chowdhery et al., PaLM, 2022, section 5).
-        z_sums: receives the part of the sum that this factor adds, if there is one.
-        cap: c, where the loss is of c tanh(logits / c); None: of the logits.
+        z_sums: receives the part of the sum that is z-loss, if there is some.
     """
     weights_T = token_weights(labels_T, weights_T, logits_TV.dtype)
-    factors = label_smoothing, z_loss_coeff, cap
-    loss: Tensor = _CrossEntropy.apply(
-        logits_TV, labels_T.clamp_min(0), weights_T, vocab_size, factors, z_sums
-    )
+    targets_T = labels_T.clamp_min(0)
+    loss: Tensor = _CrossEntropy.apply(logits_TV, targets_T, weights_T, rule, z_sums)
     return loss
 
 
@@ -86,15 +93,14 @@ class _CrossEntropy(torch.autograd.Function):
         logits_TV: Tensor,
         targets_T: Tensor,
         weights_T: Tensor,
-        vocab_size: int,
-        factors: tuple[float, float, float | None],
+        rule: LossRule,
         z_sums: list[Tensor] | None,
     ) -> Tensor:
-        smoothing, z_coeff, cap = factors
+        vocab_size, smoothing, z_coeff, cap = rule
         true_TV = capped(logits_TV[:, :vocab_size].to(weights_T.dtype), cap)
         norm_T = true_TV.logsumexp(dim=1)
         ctx.save_for_backward(logits_TV, targets_T, weights_T, norm_T)
-        ctx.vocab_size, ctx.factors = vocab_size, factors
+        ctx.rule = rule
         expected_T = true_TV.gather(1, targets_T[:, None]).squeeze(1)
         if smoothing:
             expected_T = torch.lerp(expected_T, true_TV.mean(dim=1), smoothing)
@@ -106,7 +112,7 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits_TV, targets_T, weights_T, norm_T = ctx.saved_tensors
-        (smoothing, z_coeff, cap), vocab_size = ctx.factors, ctx.vocab_size
+        vocab_size, smoothing, z_coeff, cap = ctx.rule
         own_TV = logits_TV[:, :vocab_size]
         scale_T1 = (grad * weights_T)[:, None]
         grad_TV = torch.empty_like(logits_TV, dtype=weights_T.dtype)
@@ -118,4 +124,4 @@ class _CrossEntropy(torch.autograd.Function):
             true_TV.sub_(scale_T1 * (smoothing / vocab_size))
         true_TV.scatter_add_(1, targets_T[:, None], (smoothing - 1.0) * scale_T1)
         through_cap_(true_TV, own_TV, cap)
-        return grad_TV.to(logits_TV.dtype), None, None, None, None, None
+        return grad_TV.to(logits_TV.dtype), None, None, None, None

@@ -24,9 +24,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean_square = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).unsqueeze(-1)
-        scale = mean_square.add_(epsilon).rsqrt_()
+        wide, scale = _wide_and_scale(x, epsilon)
         ctx.save_for_backward(x, weight, scale)
         ctx.offset = offset
         factor = weight.to(scale.dtype) + offset if offset else weight
@@ -46,6 +44,13 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None
 
 
+def _wide_and_scale(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """x in at least fp32, and one over its root mean square over the last dim, [..., 1]."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean_square = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).unsqueeze(-1)
+    return wide, mean_square.add_(epsilon).rsqrt_()
+
+
 def unit_norm(x: Tensor, epsilon: float) -> Tensor:
     """x divided by its root mean square over the last dim; statistics in at least fp32."""
     y: Tensor = _UnitNorm.apply(x, epsilon)
@@ -57,9 +62,7 @@ class _UnitNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, epsilon: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean_square = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).unsqueeze(-1)
-        scale = mean_square.add_(epsilon).rsqrt_()
+        wide, scale = _wide_and_scale(x, epsilon)
         y = result((wide * scale).to(x.dtype))
         ctx.save_for_backward(y, scale)
         return y

@@ -12,11 +12,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from fivefold.config.data import IGNORED
 from fivefold.config.model import ModelConfig
 from fivefold.model.batch import Batch
 from fivefold.model.context import Context
 from fivefold.model.layers import Column, Linear, plain_column
-from fivefold.model.loss import IGNORED
 from fivefold.model.norms import make_norm
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fivefold.config.experts import ExpertsConfig
 from fivefold.config.model import ModelConfig
+from fivefold.config.training import TrainingConfig
 from fivefold.description.shape import (
     StageParts,
     has_final_norm,
@@ -28,7 +29,7 @@ from fivefold.model.dropout import Dropout
 from fivefold.model.layer import TransformerLayer
 from fivefold.model.layers import Column, Embedding, LayerBlock, Linear, plain_column
 from fivefold.model.lora import as_if_trained, freeze
-from fivefold.model.loss import cross_entropy
+from fivefold.model.loss import LossRule, cross_entropy
 from fivefold.model.moe.layer import MoE
 from fivefold.model.moe.routing import Decisions
 from fivefold.model.norms import LayerNorm, RMSNorm, make_norm
@@ -61,6 +62,7 @@ class Stage(nn.Module):
     tokens without the embedding looks them up in a tied output weight, else in a copy.
 
     Attributes:
+        settings: its seed of dropout, its loss, and the length of rows.
         column: seam around the output layer.
         through: seam around the layers.
         head_loss: seam around output layer and loss together.
@@ -80,35 +82,28 @@ class Stage(nn.Module):
         self,
         model: ModelConfig,
         parts: StageParts | None = None,
-        *,
-        seed: int = 0,
-        label_smoothing: float = 0.0,
-        z_loss_coeff: float = 0.0,
-        mtp_loss_scaling_factor: float = 0.1,
+        training: TrainingConfig | None = None,
         experts: ExpertsConfig | None = None,
-        global_batch_size: int = 1,
-        seq_length: int = 1,
     ) -> None:
         super().__init__()
         parts = parts or whole_model(model)
+        self.settings, experts = training or TrainingConfig(), experts or ExpertsConfig()
         vocab, hidden = model.padded_vocab_size, model.hidden_size
         learned = parts.embedding and model.position_embedding_type == "learned_absolute"
         tokens = partial(Embedding, vocab, hidden, model.embedding_multiplier)
         self.embed_tokens = tokens() if parts.embedding else None
         self.embed_positions = Embedding(model.max_position_embeddings, hidden) if learned else None
-        rules = experts or ExpertsConfig(), global_batch_size
         self.layers = nn.ModuleDict(
-            {str(i): TransformerLayer(model, i, *rules) for i in parts.layers}
+            {str(i): TransformerLayer(model, i, experts) for i in parts.layers}
         )
         self.norm = make_norm(model) if has_final_norm(model, parts) else None
         self.lm_head = Linear(hidden, vocab) if parts.head else None
         further = range(model.num_layers, model.num_layers + parts.mtp)
-        layers = (TransformerLayer(model, i, *rules) for i in further)
+        layers = (TransformerLayer(model, i, experts) for i in further)
         self.mtp = nn.ModuleDict({str(d): FurtherToken(model, x) for d, x in enumerate(layers)})
         self.mtp_embed_tokens = tokens() if parts.mtp and not parts.embedding else None
-        self.model, self.parts, jitter = model, parts, rules[0].moe_input_jitter_eps
-        self.seed, self.label_smoothing, self.z_loss_coeff = seed, label_smoothing, z_loss_coeff
-        self.mtp_loss_scaling_factor, self.jitters = mtp_loss_scaling_factor, jitter is not None
+        self.model, self.parts = model, parts
+        self.jitters = experts.moe_input_jitter_eps is not None
         freeze(self, model)
         self.tie()
         self.column: Column = plain_column
@@ -117,7 +112,7 @@ class Stage(nn.Module):
         self.cross_entropy: Callable[..., Tensor] = cross_entropy
         self.shard_tokens: Callable[[Tensor], Tensor] = lambda values_T: values_T
         self.fuses_rope, self.fuses_dropout, self.z_sums = False, False, list[Tensor]()
-        self.rotary = Rotary(model, rotations(model, parts), seq_length)
+        self.rotary = Rotary(model, rotations(model, parts), self.settings.seq_length)
 
     @property
     def transformer_layers(self) -> list[TransformerLayer]:
@@ -194,9 +189,17 @@ class Stage(nn.Module):
         ]
         return losses[0] if len(losses) == 1 else torch.stack(losses)
 
+    @property
+    def loss_rule(self) -> LossRule:
+        """How losses are made of logits; z-loss is of what is trained, not of evaluations."""
+        model, settings = self.model, self.settings
+        z_coeff = settings.z_loss_coeff if self.training else 0.0
+        cap = model.final_logit_softcapping
+        return LossRule(model.vocab_size, settings.label_smoothing, z_coeff, cap)
+
     def objective(self, losses: Tensor) -> Tensor:
         """The scalar to differentiate, from the result of `loss`, possibly scaled."""
-        return objective(losses, self.mtp_loss_scaling_factor)
+        return objective(losses, self.settings.mtp_loss_scaling_factor)
 
     def _run_layers(
         self,
@@ -239,7 +242,7 @@ class Stage(nn.Module):
             return None
         ids_T = batch.own_token_ids.flatten()
         rows = self.shard_tokens(ids_T), ids_T
-        return Dropout(self.seed, batch.step, *rows, batch.token_ids, self.fuses_dropout)
+        return Dropout(self.settings.seed, batch.step, *rows, batch.token_ids, self.fuses_dropout)
 
 
 def _context(
@@ -282,11 +285,6 @@ def _for_head(model: ModelConfig, states: list[Tensor]) -> list[Tensor]:
     return states if by == 1.0 else [state_TH / by for state_TH in states]
 
 
-def trained_z_coeff(stage: Stage) -> float:
-    """Factor of the z-loss: of what is trained, not of evaluations."""
-    return stage.z_loss_coeff if stage.training else 0.0
-
-
 HeadLoss = Callable[[Stage, Tensor, Tensor, Tensor | None], Tensor]
 """(stage, normed states [T, H], labels [T], weights [T]) -> summed loss."""
 
@@ -297,13 +295,4 @@ def plain_head_loss(
     """Logits, then their loss; replaced by losses that keep no logits."""
     assert stage.lm_head is not None, "the last stage has the head"
     (logits_TV,) = stage.column(x_TH, stage.lm_head)
-    return stage.cross_entropy(
-        logits_TV,
-        labels_T,
-        stage.model.vocab_size,
-        stage.label_smoothing,
-        weights_T,
-        trained_z_coeff(stage),
-        stage.z_sums,
-        stage.model.final_logit_softcapping,
-    )
+    return stage.cross_entropy(logits_TV, labels_T, stage.loss_rule, weights_T, stage.z_sums)

@@ -86,13 +86,10 @@ class AdamW:
             for name, leaf in self._leaves.items():
                 self._state[name][REMAINDER] = torch.zeros_like(leaf, dtype=torch.int16)
         named = {parameter: name for name, parameter in self._parameters.items()}
-        self._updates = [
-            (self._optimizers(names, config), names, then)
-            for names, then in (
-                ([named[p] for p in together if p in named], then)
-                for together, then in blocks or ((tuple(named), lambda: None),)
-            )
-        ]
+        self._updates: list[tuple[list[Any], list[str], Callable[[], None]]] = []
+        for together, then in blocks or ((tuple(named), lambda: None),):
+            names = [named[p] for p in together if p in named]
+            self._updates.append((self._optimizers(names, config), names, then))
         self._steps = 0
 
     def _moments(self, name: str, leaf: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:

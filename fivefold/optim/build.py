@@ -1,5 +1,6 @@
 """Builds the optimizer of a rank: which of its state is where, and when gradients leave."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -9,8 +10,9 @@ from fivefold.data_parallel.fsdp import ShardedStage
 from fivefold.data_parallel.policy import DTYPES, make_policy
 from fivefold.memory.host import HostLink
 from fivefold.mesh.slices import piece_of
+from fivefold.optim.adamw import AdamW
 from fivefold.optim.loss_scale import LossScaler
-from fivefold.optim.muon import Shared
+from fivefold.optim.muon import MuonAdamW, Shared
 from fivefold.optim.offload import HostAdamW
 from fivefold.optim.optimizer import Optimizer
 from fivefold.optim.rounding import NamedElements
@@ -49,11 +51,19 @@ def build_optimizer(model: ParallelModel, device: torch.device, scaler: LossScal
             for name, _ in model.stages[index].named_parameters():
                 if name in away:
                     host.leave_when_reduced(name, whole=len(model.records[name].sums) == 1)
+    return Optimizer(parameters, _on_device(model, places), host, scaler)
+
+
+def _on_device(model: ParallelModel, places: Mapping[str, NamedElements]) -> AdamW:
+    """What updates the parameters whose state is on the device."""
+    config = model.layout.config
+    here = {name: p for name, p in model.parameters().items() if name not in model.on_host}
     early = config.parallel.overlap_param_gather_with_optimizer_step
     blocks = [*model.blocks()] if early else ()
-    shared = _shared_matrices(model)
+    if config.optimizer.optimizer != "muon":
+        return AdamW(here, config.optimizer, blocks, places)
     dtype = DTYPES[config.training.muon_precision]
-    return Optimizer(parameters, config.optimizer, host, blocks, places, scaler, shared, dtype)
+    return MuonAdamW(here, config.optimizer, _shared_matrices(model), dtype, blocks, places)
 
 
 def _shared_matrices(model: ParallelModel) -> list[Shared]:

@@ -23,14 +23,7 @@ from fivefold.mesh.slices import Piece, local_tensor, piece_of
 from fivefold.optim.adamw import STATES, AdamW, moments_like, state_name, state_piece
 from fivefold.optim.grad_norm import Departed, clip_
 from fivefold.optim.offload_rooms import UpdateRooms
-from fivefold.optim.offload_state import (
-    GRADIENT,
-    Bucket,
-    BucketPart,
-    Lines,
-    OffloadedState,
-    Visit,
-)
+from fivefold.optim.offload_state import GRADIENT, Bucket, BucketPart, Lines, OffloadedState, Visit
 from fivefold.optim.rounding import MASTER, NamedElements
 from fivefold.optim.schedule import StepRates
 
@@ -251,10 +244,7 @@ def _stay(parameter: Tensor) -> None:
 
 
 def _like(
-    config: OptimizerConfig,
-    dtype: torch.dtype,
-    gradient_dtype: torch.dtype,
-    shape: tuple[int, ...],
+    config: OptimizerConfig, dtype: torch.dtype, gradient_dtype: torch.dtype, shape: tuple[int, ...]
 ) -> dict[str, Tensor]:
     """On the meta device, what is kept of a parameter of this shape."""
     master, gradient = (torch.empty(shape, dtype=d, device="meta") for d in (dtype, gradient_dtype))

@@ -1,18 +1,14 @@
 """The optimizer of a rank, wherever its state is."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
-from fivefold.config.training import OptimizerConfig
 from fivefold.mesh.slices import Piece, local_tensor, piece_of
-from fivefold.optim.adamw import AdamW, Block
+from fivefold.optim.adamw import AdamW
 from fivefold.optim.grad_norm import Departed
 from fivefold.optim.loss_scale import LossScaler
-from fivefold.optim.muon import MuonAdamW, Shared
 from fivefold.optim.offload import HostAdamW
-from fivefold.optim.rounding import NamedElements
 
 
 class Optimizer:
@@ -20,33 +16,20 @@ class Optimizer:
 
     Args:
         parameters: all parameters of this rank by global name.
-        config: betas, epsilon and weight decay.
-        host: those whose state is in host memory.
-        blocks: as for `AdamW`, of the device's parameters.
-        places: as for `AdamW`, of all parameters.
+        device: updates those whose state is on the device.
+        host: updates the others.
         scaler: scale of the loss that gradients are of.
-        matrices: as for `MuonAdamW`.
-        dtype: as for `MuonAdamW`.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        config: OptimizerConfig,
+        device: AdamW,
         host: HostAdamW,
-        blocks: Sequence[Block],
-        places: Mapping[str, NamedElements] | None,
         scaler: LossScaler,
-        matrices: Sequence[Shared],
-        dtype: torch.dtype,
     ) -> None:
-        self._parameters, self.host, self._scaler = parameters, host, scaler
-        here = {n: p for n, p in parameters.items() if n not in host}
-        self.device = (
-            MuonAdamW(here, config, matrices, dtype, blocks, places)
-            if config.optimizer == "muon"
-            else AdamW(here, config, blocks, places)
-        )
+        self._parameters, self._scaler = parameters, scaler
+        self.device, self.host = device, host
 
     @property
     def steps(self) -> int:

@@ -51,11 +51,7 @@ class Direction(StrEnum):
     BACKWARD = "backward"
 
 
-_DIRECTIONS = {
-    Kind.F: Direction.FORWARD,
-    Kind.B: Direction.BACKWARD,
-    Kind.BW: Direction.BACKWARD,
-}
+_DIRECTIONS = {Kind.F: Direction.FORWARD, Kind.B: Direction.BACKWARD, Kind.BW: Direction.BACKWARD}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +72,10 @@ class Message:
             f"message {self.id} ({self.direction}, microbatch {self.mb}, stage {self.src_stage} "
             f"on rank {self.src_rank} -> stage {self.dst_stage} on rank {self.dst_rank})"
         )
+
+
+Piece = tuple[int, int, int]
+"""Stage, microbatch, slice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,11 @@ class Act:
     def direction(self) -> Direction | None:
         """The way that its result goes to another stage; None if it stays."""
         return _DIRECTIONS.get(self.kind)
+
+    @property
+    def piece(self) -> Piece:
+        """What of which microbatch it works on."""
+        return self.stage, self.mb, self.slice
 
     @property
     def elementary(self) -> tuple["Act", ...]:

@@ -23,7 +23,7 @@ def eager_dx(program: Program) -> Program:
     def halves(act: Act) -> tuple[Act, ...]:
         if act.kind is not Kind.BW or not leaving[act.stage]:
             return (act,)
-        where = act.stage, act.mb, act.slice
+        where = act.piece
         return Act(Kind.B, *where), Act(Kind.W, *where)
 
     ranks = tuple(tuple(half for act in acts for half in halves(act)) for acts in program.ranks)

@@ -273,7 +273,7 @@ def _holdings(program: Program, rank: int, footprint: Footprint) -> Iterator[tup
     A forward that is recomputed takes nothing; its R takes all.
     """
     acts = program.ranks[rank]
-    recomputed = {(act.stage, act.mb, act.slice) for act in acts if act.kind is Kind.R}
+    recomputed = {act.piece for act in acts if act.kind is Kind.R}
     for act in acts:
         if act.kind not in COMPUTE:
             continue
@@ -282,7 +282,7 @@ def _holdings(program: Program, rank: int, footprint: Footprint) -> Iterator[tup
             size = footprint.size(kid.stage) / program.num_slices
             match kid.kind:
                 case Kind.F:
-                    again = (kid.stage, kid.mb, kid.slice) in recomputed
+                    again = kid.piece in recomputed
                     taken += 0.0 if again else size
                 case Kind.R:
                     taken += size

@@ -142,10 +142,10 @@ def _check_local_order(program: Program) -> None:
     for rank, place, act in _acts(program):
         if act.kind not in _PHASE:
             continue
-        before_place, before = last.get((act.stage, act.mb, act.slice), (-1, None))
+        before_place, before = last.get(act.piece, (-1, None))
         if before and (place == before_place or _PHASE[act.kind] < _PHASE[before.kind]):
             raise ProgramError(f"rank {rank}: {act} comes after {before}, it must come before")
-        last[act.stage, act.mb, act.slice] = (place, act)
+        last[act.piece] = (place, act)
 
 
 def _check_causal(program: Program) -> None:

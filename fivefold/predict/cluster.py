@@ -6,7 +6,7 @@ by a file (`predict.cluster_file`).
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, log, sqrt
 from types import MappingProxyType
 
 from fivefold.errors import ConfigError, Mistake, did_you_mean
@@ -90,6 +90,10 @@ class Cluster:
     def is_rack(self) -> bool:
         """Whether a node, in which NVLink connects all GPUs, is a rack of hosts."""
         return self.gpus_per_node > LARGEST_HOST
+
+    def lateness(self, gpus: int) -> float:
+        """The share of a step by which the slowest of so many GPUs is expected to be late."""
+        return self.jitter * sqrt(2 * log(gpus))
 
     @property
     def host_share(self) -> float:

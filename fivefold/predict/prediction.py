@@ -61,6 +61,11 @@ class Prediction:
     notes: tuple[str, ...]
 
     @property
+    def losses(self) -> list[TimePart]:
+        """The parts of the step beyond the ideal time."""
+        return [part for part in self.parts if part.name != "ideal"]
+
+    @property
     def tokens_per_second_per_gpu(self) -> float:
         """Tokens of the global batch, divided by the step time and the number of GPUs."""
         tokens = self.layout.config.training.step_tokens

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, islice
-from math import exp, inf, log, prod, sqrt
+from math import exp, inf
 
 from fivefold.config.sharding import SHARDING, Sharding
 from fivefold.counts.blocks import stage_blocks
@@ -179,11 +179,7 @@ class _Predictor:
             return Phases()
         shard, expert = data_groups(self.layout, self.cluster)
         parameters = sum(
-            block.count
-            * (
-                sum(map(prod, block.dense)) / shard.size
-                + sum(map(prod, block.experts)) / expert.size
-            )
+            block.count * (block.sizes[0] / shard.size + block.sizes[1] / expert.size)
             for block in stage_blocks(self.layout, spec)
         )
         return self.times.later(bringing_seconds(self.cluster, self.policy, parameters), work)
@@ -317,8 +313,8 @@ class _Predictor:
         dense = experts = tensors = 0
         for stage in stages:
             for block in stage_blocks(self.layout, stage, trained=True):
-                dense += block.count * sum(map(prod, block.dense))
-                experts += block.count * sum(map(prod, block.experts))
+                dense += block.count * block.sizes[0]
+                experts += block.count * block.sizes[1]
                 tensors += block.count * (len(block.dense) + len(block.experts))
         return dense, experts, tensors
 
@@ -359,7 +355,6 @@ class _Predictor:
         peak = self.cluster.gpu.peak.of(layout.config.product_precision)
         ideal = flops / grid.world_size / peak
         optimizer, on_host = self._optimizer
-        jitter = self.cluster.jitter * sqrt(2 * log(grid.world_size)) * whole
         parts = (
             TimePart("ideal", ideal),
             TimePart("kernel efficiency", each.compute.total + each.host.total - unwaited - ideal),
@@ -372,7 +367,7 @@ class _Predictor:
             TimePart("PP communication", whole - still),
             TimePart("DP communication", each.dp.total + around),
             TimePart("optimizer", optimizer + self._summing()),
-            TimePart("jitter", jitter),
+            TimePart("jitter", self.cluster.lateness(grid.world_size) * whole),
         )
         step = sum(part.seconds for part in parts)
         notes = tuple(unusual(layout, self.cluster))

@@ -9,11 +9,10 @@ from torch import Tensor
 from fivefold.audit.calls import Call, call_of
 from fivefold.audit.holdings import Accounting, Holdings
 from fivefold.audit.launches import launches
+from fivefold.audit.waits import READS
 from fivefold.audit.watch import after, tensors_in
 from fivefold.pipeline.ir import COMPUTE, Act
 from fivefold.rehearse.script import ACTIVATIONS, MESSAGES, WORKING, Issued
-
-_WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2")
 
 
 class StepHoldings(Holdings):
@@ -94,7 +93,7 @@ class StepLedger(Accounting):
         if call is not None:
             self.issued.append(_issued(call))
             self.holdings.count_as(MESSAGES, (*call.gives, *call.gets), only=WORKING)
-        elif func.name().partition(".")[0] in _WAITS:
+        elif func.name().partition(".")[0] in READS:
             self.read_by_host()
         result = super()._run(func, args, kwargs)
         self.operations += launches(func)

@@ -59,7 +59,7 @@ def rehearse_ranks(
             return [*pool.map(one, ranks)]
         except BrokenProcessPool:
             what = f"one of {size} processes that rehearse ranks was killed"
-            raise FivefoldError(str(Mistake(what, (BY_NOBODY,), attempt="--jobs 1"))) from None
+            raise FivefoldError(Mistake(what, (BY_NOBODY,), attempt="--jobs 1")) from None
         except BaseException:  # a signal, or the failure of a rank: the others need not finish
             for process in multiprocessing.active_children():
                 process.kill()

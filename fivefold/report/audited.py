@@ -12,7 +12,6 @@ from fivefold.audit.record import RankRecord, read_records
 from fivefold.audit.report import AuditReport, Outlook, audit
 from fivefold.check import check
 from fivefold.description.kinds import layer_kind
-from fivefold.errors import DataError
 from fivefold.files import read_json_lines
 from fivefold.layout import Layout
 from fivefold.predict.cluster_file import load_cluster
@@ -63,7 +62,7 @@ def usual_seconds(metrics: Path, audited: int, alike: Alike) -> float | None:
     Raises:
         DataError: the file cannot be read.
     """
-    lines = read_json_lines(metrics, _Line, DataError)
+    lines = read_json_lines(metrics, _Line)
     steps = [line for line in lines if line.grad_norm is not UNSET]
     usual = alike.usual([line.step for line in steps]) - {audited}
     sizes = {line.step: line.tokens for line in steps}

@@ -1,6 +1,7 @@
 """Reads the settings of a run from its folder."""
 
 from pathlib import Path
+from shlex import quote
 
 from fivefold.config.config import Config
 from fivefold.config.rules.model import check_model
@@ -8,6 +9,8 @@ from fivefold.config.rules.values import check_values
 from fivefold.config.sources import read_config
 from fivefold.errors import ConfigError, DataError, Mistake, Mistakes, did_you_mean
 from fivefold.train.folder.run_folder import RunFolder
+
+HUB_CONFIG = "config.json"
 
 
 def run_settings(folder: Path) -> Path:
@@ -19,9 +22,15 @@ def run_settings(folder: Path) -> Path:
     file = RunFolder(folder).config_file
     if not file.is_file():
         near = [p.name for p in folder.parent.glob("*") if (p / file.name).is_file()]
-        raise DataError(
-            f"{folder} is not a run folder: it has no {file.name}{did_you_mean(folder.name, near)}"
-        )
+        meant = did_you_mean(folder.name, near)
+        if inside := [p for p in folder.parents if (p / file.name).is_file()]:
+            meant = f", did you mean {str(inside[0])!r}?"
+        attempt = None
+        if (folder / HUB_CONFIG).is_file():  # weights as Hugging Face keeps them
+            attempt = f"fivefold convert {quote(str(folder))} {quote(f'{folder}-run')}"
+            attempt += ", which makes a run folder"
+        what = f"{folder} is not a run folder: it has no {file.name}{meant}"
+        raise DataError(Mistake(what, attempt=attempt))
     return file
 
 
@@ -46,5 +55,5 @@ def run_config(folder: Path, part: Path | None = None) -> Config:
         mistakes.raise_if_any()
     except ConfigError as error:  # drop the advice of its mistakes, which is for command lines
         why = tuple(line for found in error.mistakes for line in (found.what, *found.why))
-        raise DataError(str(Mistake(f"{file} does not hold the settings of a run", why))) from None
+        raise DataError(Mistake(f"{file} does not hold the settings of a run", why)) from None
     return config

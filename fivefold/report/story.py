@@ -167,7 +167,7 @@ def read_story(folder: Path) -> Story:
     starts, metrics = run.starts(), run.metrics_file
     records: list[dict[str, Any]] = []
     if metrics.is_file():
-        lines = read_json_lines(metrics, dict[str, Any], DataError)
+        lines = read_json_lines(metrics, dict[str, Any])
         records = [line for line in lines if is_step(line.get("step"))]
     seen = _changed(metrics) if records else None
     happenings = sorted(_happenings(run, starts), key=lambda each: each.when)

@@ -7,10 +7,11 @@ once for each combination of their values and looked up by index; the rest is ar
 columns.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -41,25 +42,30 @@ head."""
 KINDS = 7
 
 
-def module_counts(model: ModelConfig, stages: Iterable[StageParts]) -> list[int]:
-    """The number of modules of each kind in these stages."""
-    counts, places = [0] * KINDS, {kind: n for n, kind in sample_layers(model).items()}
-    for stage in stages:
-        for layer in stage.layers:
-            counts[places[layer_kind(model, layer)]] += 1
-        counts[PREDICTION] += stage.mtp
-        counts[EMBEDDING] += stage.embedding
-        counts[HEAD] += stage.head
+def module_counts(model: ModelConfig, stages: Sequence[StageParts]) -> NDArray[np.int64]:
+    """[stages, K] the number of modules of each kind in each of these stages."""
+    places = _layer_places(model)
+    counts = np.zeros((len(stages), KINDS), np.int64)
+    for stage, row in zip(stages, counts, strict=True):
+        for place, layers in Counter(places[layer] for layer in stage.layers).items():
+            row[place] = layers
+        row[PREDICTION], row[EMBEDDING], row[HEAD] = stage.mtp, stage.embedding, stage.head
     return counts
 
 
-def stage_kinds(
-    model: ModelConfig, stages: Sequence[StageParts]
-) -> tuple[list[list[int]], list[int]]:
-    """The modules of each kind of stage, the first stage's at first, and the kind of each stage."""
-    each = [tuple(module_counts(model, [stage])) for stage in stages]
+def stage_kinds(counts: NDArray[np.int64]) -> tuple[list[list[int]], list[int]]:
+    """By the modules of each stage: those of each kind of stage, the first stage's at first, and
+    the kind of each stage."""
+    each = list(map(tuple, counts.tolist()))
     kinds = {modules: kind for kind, modules in enumerate(dict.fromkeys(each))}
     return [list(modules) for modules in kinds], [kinds[modules] for modules in each]
+
+
+@lru_cache(maxsize=16)
+def _layer_places(model: ModelConfig) -> tuple[int, ...]:
+    """The kind of module that each layer is."""
+    places = {kind: place for place, kind in sample_layers(model).items()}
+    return tuple(places[layer_kind(model, layer)] for layer in range(model.num_layers))
 
 
 @lru_cache(maxsize=16)
@@ -148,8 +154,10 @@ def _ranks_of(model: ModelConfig, partition: Partition, chunks: int) -> dict[str
         (rank, partition.pp - 1 - rank)[: partition.known.num_copies]
         for rank in range(partition.pp)
     ]
-    on = [[stages[s] for of in places for s in split.stages_of(of)] for places in seen]
-    layers = [sum(len(s.layers) + s.mtp for s in held) for held in on]
+    on = [[s for of in places for s in split.stages_of(of)] for places in seen]
+    counts = module_counts(model, stages)
+    of_layers = [len(s.layers) + s.mtp for s in stages]
+    layers = [sum(of_layers[s] for s in held) for held in on]
     fullest = [rank for rank in range(partition.pp) if layers[rank] == max(layers)]
     chosen = (0, partition.pp - 1, fullest[0], fullest[-1])
     nearest = [min(seen[rank]) for rank in chosen]
@@ -157,17 +165,19 @@ def _ranks_of(model: ModelConfig, partition: Partition, chunks: int) -> dict[str
     lies = split.placement
     crossed = [0, *accumulate(a != b for a, b in pairwise(lies))]
     own = [split.stages_of(rank) for rank in chosen]
+    ahead = counts[::-1].cumsum(axis=0)[::-1]
+    none = np.zeros(KINDS, np.int64)
     return {
-        "held": [module_counts(model, on[rank]) for rank in chosen],
+        "held": [counts[on[rank]].sum(axis=0) for rank in chosen],
         "chunk": [
-            [module_counts(model, on[rank][c : c + 1]) for c in range(chunks)] for rank in chosen
+            [counts[s] for s in on[rank]] + [none] * (chunks - len(on[rank])) for rank in chosen
         ],
-        "before": [module_counts(model, stages[:start]) for start in starts],
-        "own": [module_counts(model, stages[start : start + 1]) for start in starts],
-        "first": module_counts(model, stages[:1]),
-        "final": module_counts(model, stages[-1:]),
-        "kinds": stage_kinds(model, stages)[0],
-        "thinnest": [min(len(s.layers) for s in on[rank]) for rank in chosen],
+        "before": [ahead[0] - ahead[start] for start in starts],
+        "own": [counts[start] for start in starts],
+        "first": counts[0],
+        "final": counts[-1],
+        "kinds": stage_kinds(counts)[0],
+        "thinnest": [min(len(stages[s].layers) for s in on[rank]) for rank in chosen],
         "index": nearest,
         "chunks": split.num_virtual,
         "copies": partition.known.num_copies,
@@ -183,7 +193,7 @@ def _ranks_of(model: ModelConfig, partition: Partition, chunks: int) -> dict[str
             for rank in chosen
         ],
         "alone": [limits.alone(partition.place(rank)) for rank in chosen],
-        "ahead": [module_counts(model, chain(*(stages[s:] for s in held))) for held in own],
+        "ahead": [ahead[list(held)].sum(axis=0) for held in own],
         "crossings": [sum(crossed[-1] - crossed[s] for s in held) for held in own],
     }
 

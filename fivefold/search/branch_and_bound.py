@@ -20,12 +20,12 @@ from fivefold.pipeline.schedules.registry import Shape
 from fivefold.predict.data_parallel.transfers import Moves
 from fivefold.predict.step import program_times
 from fivefold.predict.times.layer import TimesCache
-from fivefold.search.bound_tables import stage_kinds
+from fivefold.search.bound_tables import module_counts, stage_kinds
 from fivefold.search.candidate import Candidate, evaluate
 from fivefold.search.columns import Column
 from fivefold.search.request import Request
 from fivefold.search.space import SHARDINGS, Space
-from fivefold.search.time_bound import TIMING, TimeBound, waits
+from fivefold.search.time_bound import TIMING, TimeBound
 
 # Work is counted in pipeline actions that are built and simulated.
 TOGETHER = 48  # most sets of costs that one walk over a program times
@@ -192,7 +192,7 @@ class OpenCandidates:
         ledger.walked(layouts[0], len(rows), sum(map(len, senders)))
         sent = [self._sent(others, layouts[0]) for others in senders]
         times = program_times(layouts, sent, cluster, ledger.times_cache)
-        slowest, bounds = waits(self.space, cluster), self.bounds
+        slowest, bounds = 1 + cluster.lateness(self.space.world), self.bounds
         for row, others, (seconds, longer) in zip(rows, senders, times, strict=True):
             alike = self._timing.members(row)
             self._timed.add(int(self._timing.of[row]))
@@ -211,7 +211,7 @@ class OpenCandidates:
 
     def _sent(self, rows: Column, layout: Layout) -> list[tuple[Sharding, list[Moves]]]:
         """What these candidates, whose stages are those of a layout, send at least."""
-        _, kinds = stage_kinds(layout.config.model, layout.split.stages)
+        _, kinds = stage_kinds(module_counts(layout.config.model, layout.split.stages))
         layers = [len(stage.layers) for stage in layout.split.stages]
         buckets = not layout.config.gathers_weights("no_shard")
         found = []

@@ -38,6 +38,12 @@ class Candidate:
         return self.bound if self.prediction is None else self.prediction.step_time
 
     @property
+    def predicted(self) -> Prediction:
+        """The predicted step of a layout that was timed, as each one is that fits."""
+        assert self.prediction is not None
+        return self.prediction
+
+    @property
     def mesh(self) -> tuple[int, ...]:
         """Degrees of parallelism (tp, cp, pp, ep, etp) by which layouts are grouped."""
         grid = self.layout.grid

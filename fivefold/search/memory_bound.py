@@ -49,20 +49,20 @@ def memory_bound(space: Space, ranks: Ranks, *, estimate: bool = False) -> Value
     """
     sharded, of_sharded = space.distinct(SHARDING)
     run, of_run = space.distinct(_RUNNING)
-    state, kept = _State(sharded), _KeptBytes(run)
+    state, kept = _State(sharded, ranks), _KeptBytes(run, ranks)
     several = space.columns["microbatches"] * space.config.parallel.num_sequence_slices > 1
     best = np.zeros(len(space))
     for which in FOR_MEMORY:
-        flying, less = kept.flying(ranks, which)
-        held = (less + kept.waiting(ranks, which))[of_run]
+        flying, less = kept.flying(which)
+        held = (less + kept.waiting(which))[of_run]
         # A layer's gradients are reduced when their x and dY are gone.
-        arriving = state.arriving(ranks, which)[of_sharded]
+        arriving = state.arriving(which)[of_sharded]
         np.maximum(held, less[of_run] + arriving, out=held)
         # In the drain a layer's x and dY go as its gradients come.
-        np.maximum(held, kept.drained(ranks, which)[of_run], out=held)
+        np.maximum(held, kept.drained(which)[of_run], out=held)
         np.maximum(held, flying[of_run], out=held)
-        start, remade = (part[of_sharded] for part in state.on(ranks, which))
-        meet = several if estimate else kept.again(ranks, which)[of_run]
+        start, remade = (part[of_sharded] for part in state.on(which))
+        meet = several if estimate else kept.again(which)[of_run]
         np.maximum(best, start + held + np.where(meet, remade, 0), out=best)
         np.maximum(best, start + np.where(several, remade, 0), out=best)
     return best
@@ -75,17 +75,17 @@ _RUNNING = ("partition", "tp", "sp", "cp", "etp", "mbs", "microbatches", "memory
 class _State:
     """Bytes of weights, gradients and optimizer state."""
 
-    def __init__(self, space: Space) -> None:
-        self.space = space
+    def __init__(self, space: Space, ranks: Ranks) -> None:
+        self.space, self.ranks, self.partition = space, ranks, space.columns["partition"]
         self.sizes, self.trained = parameter_cells(space)
         self.shards = {
             "dense": space.shards,
             "expert": np.where(space.shards == 1, 1, space.expert_shards),
         }
 
-    def on(self, ranks: Ranks, which: int) -> tuple[Values, Values]:
+    def on(self, which: int) -> tuple[Values, Values]:
         """Bytes of model state on one of the ranks: at a step's start, and gradients it makes."""
-        held = ranks.held[self.space.columns["partition"], which]
+        held = self.ranks.held[self.partition, which]
         at_start, made = np.zeros((2, len(self.space)))
         for kind, start in (("dense", 0), ("expert", KINDS)):
             trained = self.trained.weighted(held, start)
@@ -95,22 +95,23 @@ class _State:
             made += trained * remade
         return at_start, made
 
-    def arriving(self, ranks: Ranks, which: int) -> Values:
+    def arriving(self, which: int) -> Values:
         """Bytes of new gradients of one layer's experts, or of the rest of it, in reduction.
 
         Only where gradients are sharded: products may add the others to their sums. Less copies of
         their weights, which a step's last backward frees.
         """
-        partition = self.space.columns["partition"]
         sharded = self.space.config.with_values(data_parallel_sharding_strategy="optim")
         policy = engine_policy(sharded)
-        held = ranks.held[partition, which]
+        held = self.ranks.held[self.partition, which]
         smallest = np.full(len(self.space), np.inf)
         for kind in LAYERS:
             parts = self.trained.column(kind), self.trained.column(KINDS + kind)
             size = np.maximum(*parts)
             smallest = np.where(held[:, kind] > 0, np.minimum(smallest, size), smallest)
-        several = (ranks.thinnest[partition, which] > 1) & self.space.sharded("splits_gradients")
+        several = (self.ranks.thinnest[self.partition, which] > 1) & self.space.sharded(
+            "splits_gradients"
+        )
         return np.where(several, smallest * (policy.reducing - policy.copy), 0.0)
 
     def _per_parameter(self, kind: str, *, trained: bool) -> tuple[Values, Values]:
@@ -144,72 +145,67 @@ class _State:
 class _KeptBytes:
     """Bytes of activations kept between forward and backward."""
 
-    def __init__(self, space: Space) -> None:
-        self.space = space
+    def __init__(self, space: Space, ranks: Ranks) -> None:
+        self.space, self.ranks = space, ranks
         names = ("tp", "sp", "etp", "memory")
         self.per_token = Cells(space, 2 * KINDS, (names, _saved))
         self._limited = space.config.memory.recompute_in_flight_limit is not None
         c = space.columns
+        self.partition, self.count = c["partition"], c["microbatches"]
         self.tokens = c["mbs"] * (space.config.training.seq_length / c["cp"])
+        self.is_long = self.count >= 2 * ranks.size[self.partition]
 
-    def _chunks(self, ranks: Ranks, which: int, start: int) -> Values:
+    def _chunks(self, which: int, start: int) -> Values:
         """[N, C] bytes that a microbatch keeps in each stage of a rank, without the loss."""
-        partition = self.space.columns["partition"]
         per_token = self.per_token.table[self.per_token.index, start : start + PREDICTION + 1]
-        counts = ranks.chunk[partition, which][:, :, : PREDICTION + 1]
+        counts = self.ranks.chunk[self.partition, which][:, :, : PREDICTION + 1]
         found: Values = np.einsum("nck,nk->nc", counts, per_token) * self.tokens[:, None]
         return found
 
-    def _smallest(self, ranks: Ranks, chunks: Values) -> Values:
+    def _smallest(self, chunks: Values) -> Values:
         """The fewest bytes of any stage that exists on the rank."""
-        partition = self.space.columns["partition"]
-        there = np.arange(chunks.shape[1]) < ranks.stages[partition][:, None]
+        there = np.arange(chunks.shape[1]) < self.ranks.stages[self.partition][:, None]
         found: Values = np.where(there, chunks, np.inf).min(axis=1)
         return found
 
-    def flying(self, ranks: Ranks, which: int) -> tuple[Values, Values]:
+    def flying(self, which: int) -> tuple[Values, Values]:
         """Bytes of all chunks in flight on a rank; and of all but those in their backward."""
-        partition, count = self.space.columns["partition"], self.space.columns["microbatches"]
-        p, chunks = ranks.size[partition], self._chunks(ranks, which, 0)
-        each = np.minimum(ranks.kept[partition, which], count[:, None])
+        ranks, partition, chunks = self.ranks, self.partition, self._chunks(which, 0)
+        each = np.minimum(ranks.kept[partition, which], self.count[:, None])
         in_v = self.space.by_partition(lambda each: each.known.shape is Shape.V)
-        known = each.any(axis=1) & (~in_v | (count >= 2 * p))
-        few = in_flight_in_v(self.space, ranks, which) * self._smallest(ranks, chunks)
+        known = each.any(axis=1) & (~in_v | self.is_long)
+        few = in_flight_in_v(self.space, ranks, which) * self._smallest(chunks)
         kept = np.where(known, (each * chunks).sum(axis=1), few)
         if self._limited:  # any backward needs one of them
-            kept = self._smallest(ranks, chunks)
+            kept = self._smallest(chunks)
         # The first dW may come after some more backwards, and no forwards be left for these.
-        late = np.where(count >= 2 * p, 0, ranks.deferred[partition, which] - 1)
+        late = np.where(self.is_long, 0, ranks.deferred[partition, which] - 1)
         waits = np.where(np.isfinite(late), late, 0)
         less = np.maximum(kept - (1 + waits) * chunks.max(axis=1), 0) * np.isfinite(late)
         held = ranks.held[partition, which]
         return kept + self.per_token.column(HEAD) * held[:, HEAD] * self.tokens, less
 
-    def again(self, ranks: Ranks, which: int) -> NDArray[np.bool_]:
+    def again(self, which: int) -> NDArray[np.bool_]:
         """Whether as much is in flight again once gradients of all stages have been made."""
-        partition, count = self.space.columns["partition"], self.space.columns["microbatches"]
-        fewer = (ranks.kept[partition, which] < count[:, None]).all(axis=1)
-        found: NDArray[np.bool_] = fewer & (count >= 2 * ranks.size[partition])
+        fewer = (self.ranks.kept[self.partition, which] < self.count[:, None]).all(axis=1)
+        found: NDArray[np.bool_] = fewer & self.is_long
         return found
 
-    def drained(self, ranks: Ranks, which: int) -> Values:
+    def drained(self, which: int) -> Values:
         """Bytes of activations and deferred dW in the drain, when most dW are deferred."""
-        partition, count = self.space.columns["partition"], self.space.columns["microbatches"]
         if self._limited:
             return np.zeros(len(self.space))
         found: Values = sum(
-            (ranks.drained[partition, which, n] * self._chunks(ranks, which, start)).sum(axis=1)
+            (self.ranks.drained[self.partition, which, n] * self._chunks(which, start)).sum(axis=1)
             for n, start in enumerate((0, KINDS))
         )
-        return np.where(count >= 2 * ranks.size[partition], found, 0)
+        return np.where(self.is_long, found, 0)
 
-    def waiting(self, ranks: Ranks, which: int) -> Values:
+    def waiting(self, which: int) -> Values:
         """Bytes kept for deferred dW."""
-        partition, count = self.space.columns["partition"], self.space.columns["microbatches"]
-        deferring = ranks.deferred[partition, which] - 1  # when the first of these dW runs
-        known = np.isfinite(deferring) & (count >= 2 * ranks.size[partition])
-        chunks = np.where(known, deferring, 0)
-        return chunks * self._smallest(ranks, self._chunks(ranks, which, KINDS))
+        deferring = self.ranks.deferred[self.partition, which] - 1  # when the first of these runs
+        chunks = np.where(np.isfinite(deferring) & self.is_long, deferring, 0)
+        return chunks * self._smallest(self._chunks(which, KINDS))
 
 
 def _saved(config: Config) -> list[float]:

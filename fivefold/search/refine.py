@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
 from fivefold.config.config import Config
 from fivefold.errors import ConfigError
@@ -12,7 +13,7 @@ from fivefold.predict.memory.peak import peak_memory
 from fivefold.search.branch_and_bound import LOOK, Ledger
 from fivefold.search.by_stage import PartlyRecomputed
 from fivefold.search.candidate import Candidate, evaluate
-from fivefold.search.memory_choices import MemoryChoice, in_flight_limits, refinements
+from fivefold.search.memory_choices import in_flight_limits, refinements
 from fivefold.search.request import Request
 from fivefold.search.stage_numbers import QUICK, Numbers, try_numbers, try_one_number
 
@@ -48,11 +49,11 @@ class Refiner:
         others = distinct([c for pair in zip(missed, tight, strict=True) for c in pair], MISSED)
         for base in fastest:
             layers = max(len(stage.layers) for stage in base.layout.split.stages)
-            for choice in self.permitted(refinements(self.request.given, layers)):
-                self._try(base.layout.config.with_values(**choice.settings))
+            for settings in self._permitted(refinements(self.request.given, layers)):
+                self._try(base.layout.config.with_values(**settings))
         for base in (*fastest, *others):
-            for choice in self._limits(base):
-                config = base.layout.config.with_values(**choice.settings)
+            for settings in self._limits(base):
+                config = base.layout.config.with_values(**settings)
                 if self._try(config, replace(base.layout, config=config)):
                     break
         self._by_stage(promising)
@@ -61,9 +62,8 @@ class Refiner:
                 if base.layout.sends_dx_first and base.layout.grid.tp > 1:
                     self._try(base.layout.config.with_values(pipeline_dx_first=False))
 
-    def permitted(self, choices: Iterable[MemoryChoice]) -> list[MemoryChoice]:
-        """The choices that the request permits."""
-        return [choice for choice in choices if self.request.permits(choice.settings)]
+    def _permitted(self, choices: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        return filter(self.request.permits, choices)
 
     def _fastest(self) -> list[Candidate]:
         return sorted(self.ledger.found, key=lambda c: c.seconds)
@@ -86,7 +86,7 @@ class Refiner:
         ledger.found.append(candidate)
         return candidate.seconds
 
-    def _limits(self, base: Candidate) -> Iterator[MemoryChoice]:
+    def _limits(self, base: Candidate) -> Iterator[dict[str, Any]]:
         """Limits on microbatches in flight with which a layout that is too large may fit."""
         layout = base.layout
         if base.memory.fits or layout.config.memory.recompute_granularity == "full":
@@ -96,7 +96,7 @@ class Refiner:
         in_flight = round(held.sum(axis=1).max())
         each = (worst.parts.get("activations", 0.0) + worst.parts.get("loss", 0.0)) / in_flight
         excess = worst.peak - self.request.cluster.room
-        yield from self.permitted(in_flight_limits(self.request.given, in_flight, each, excess))
+        yield from self._permitted(in_flight_limits(self.request.given, in_flight, each, excess))
 
     def _by_stage(self, promising: Sequence[PartlyRecomputed]) -> None:
         """Recompute the fewest layers of each stage with which layouts fit.

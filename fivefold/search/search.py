@@ -205,7 +205,8 @@ class _Search:
         faster = np.flatnonzero(least < self.ledger.best)
         if len(faster):
             choices = further_choices(self.request.config, self.request.given)
-            more = space.take(faster).with_memory(self.refiner.permitted(choices))
+            permitted = [each for each in choices if self.request.permits(each.settings)]
+            more = space.take(faster).with_memory(permitted)
             more = trained(more, like=space)
             bounds, sizes = self._bounded(more)
             fits = self._fitting(sizes)

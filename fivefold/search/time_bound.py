@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
-from math import log, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,13 +104,14 @@ def time_bound(
     sums = [once.summed(stage, moved[:, 1, kind]) for kind, stage in enumerate(stages)]
     begins, after = once.before_all(), np.minimum.reduce(sums)
     sent = np.maximum(first + sums[0], any_stage + after) + begins
-    sent += (waits(space, cluster) - 1) * best
+    sent += cluster.lateness(space.world) * best
     slices = space.config.parallel.num_sequence_slices
     added = loads.data.sums(ranks)[loads.of_sharded]
     rest = loads.data.optimizer(ranks)[loads.of_sharded]
     rest += (space.columns["microbatches"] * slices - 1) * added
     moved = np.swapaxes(moved, 1, 2)
-    return TimeBound(best * waits(space, cluster), begins + after, sent, rest, moved)
+    program = best * (1 + cluster.lateness(space.world))
+    return TimeBound(program, begins + after, sent, rest, moved)
 
 
 def quick_time_bound(
@@ -131,13 +131,8 @@ def quick_time_bound(
     for which in FOR_TIME:
         work, kept = _pipeline(run, ranks, cells, cluster, which)
         best = np.maximum.reduce([best, *work, kept])
-    found: Values = (best * waits(space, cluster))[of_run]
+    found: Values = (best * (1 + cluster.lateness(space.world)))[of_run]
     return found
-
-
-def waits(space: Space, cluster: Cluster) -> float:
-    """The factor by which waiting for the slowest of all GPUs lengthens a step."""
-    return 1 + cluster.jitter * sqrt(2 * log(space.world))
 
 
 TIMING = ("partition", "tp", "sp", "cp", "dp", "ep", "etp", "mbs", "memory", "pairs")
@@ -259,7 +254,8 @@ def _path(space: Space, ranks: Ranks, cells: Cells) -> Values:
 
 def _whole(space: Space) -> Values:
     """The modules of each kind in the whole model."""
-    return np.array(module_counts(space.config.model, space.partitions[0].split.stages), float)
+    counts = module_counts(space.config.model, space.partitions[0].split.stages)
+    return counts.sum(axis=0, dtype=float)
 
 
 def _share(space: Space, ranks: Ranks) -> Values:

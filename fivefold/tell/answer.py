@@ -52,13 +52,12 @@ def title(result: SearchResult, model: str) -> str:
 def answer(result: SearchResult) -> list[tuple[str, str]]:
     """The best layout, its time and memory, and what was asked and assumed, each with its name."""
     candidate, request = result.best, result.request
-    assert candidate.prediction is not None
     training = request.config.training
     tokens = training.step_tokens
     fp8 = f" with {training.fp8_format} fp8" if training.fp8_format else ""
     rows = [
         ("layout", summary(candidate.layout)),
-        ("step", _speed(candidate.prediction)),
+        ("step", _speed(candidate.predicted)),
         ("memory", _fits(result)),
         (
             "batch",
@@ -74,7 +73,7 @@ def answer(result: SearchResult) -> list[tuple[str, str]]:
     if request.only == PROVEN:
         rows.append(("proven", "only what published runs have used (--proven)"))
     untrained = export(candidate.layout, "fivefold").missing
-    notes = (*candidate.prediction.notes, *requirements(candidate.layout), *untrained)
+    notes = (*candidate.predicted.notes, *requirements(candidate.layout), *untrained)
     return rows + [("note", note) for note in notes]
 
 
@@ -119,9 +118,7 @@ def reasons(result: SearchResult, changes: Sequence[Sensitivity]) -> list[tuple[
         changes: the effects of changes of the cluster and of further techniques.
     """
     best = result.best
-    assert best.prediction is not None
-    lost = [part for part in best.prediction.parts if part.name != "ideal"]
-    shares = [(part.name, part.seconds / best.seconds) for part in lost]
+    shares = [(part.name, part.seconds / best.seconds) for part in best.predicted.losses]
     shares = sorted((each for each in shares if each[1] >= 0.005), key=lambda each: -each[1])
     spent = ", ".join(f"{name} {share:.1%}" for name, share in shares)
     rows = [("spent", f"{spent} of the step" if spent else largest_loss(result))]
@@ -157,9 +154,8 @@ def why(result: SearchResult, other: SearchResult, text: str) -> Iterator[str]:
         other: what a search with these settings found.
         text: the settings, as they were asked for.
     """
-    best, found = result.best.prediction, other.best.prediction if other.found else None
-    assert best is not None
-    if found is None:
+    best = result.best.predicted
+    if not other.found:
         nearest = min(other.rejected, key=lambda c: c.memory.device_total, default=None)
         if nearest is None:
             yield f"{text}: {why_nothing(other)}"
@@ -173,7 +169,7 @@ def why(result: SearchResult, other: SearchResult, text: str) -> Iterator[str]:
         yield from listed([("layout", summary(result.best.layout))])
         return
     seconds = f"{human_seconds(other.best.seconds)} a step, {human_seconds(best.step_time)} at best"
-    share, _, where = slower(best, found).partition(": ")
+    share, _, where = slower(best, other.best.predicted).partition(": ")
     yield f"{text}: {share}, {seconds}"
     used = other.best.memory.device_total
     more = used - result.best.memory.device_total

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
+from fivefold.config.memory import MemoryConfig
 from fivefold.layout import Layout
 from fivefold.predict.cluster import Cluster
-from fivefold.search.memory_choices import describe
 from fivefold.units import human_bandwidth, human_bytes
 
 
@@ -56,12 +56,26 @@ def context_words(layout: Layout) -> str:
     return f"{kinds} {sizes}".strip()
 
 
+def recompute_words(memory: MemoryConfig) -> str:
+    """A short description of what is recomputed."""
+    if memory.recompute_granularity is None:
+        return "no recompute"
+    what = "full recompute"
+    if memory.recompute_granularity == "selective":
+        what = f"recompute {' '.join(memory.recompute_modules)}"
+    if memory.recompute_method == "block":
+        numbers = " ".join(map(str, memory.recompute_num_layers))
+        by_stage = "by stage" if " " in numbers else "a stage"
+        return f"{what} of {numbers} layers {by_stage}"
+    return what
+
+
 def memory_words(layout: Layout) -> list[str]:
     """Descriptions of the memory techniques, if any are used."""
     memory = layout.config.memory
     words = []
     if memory.recompute_granularity is not None:
-        words.append(describe(memory))
+        words.append(recompute_words(memory))
     if memory.tiled_mlp_num_shards > 1:
         words.append(f"MLPs in {memory.tiled_mlp_num_shards} tiles")
     if memory.recompute_in_flight_limit is not None:

@@ -87,12 +87,11 @@ class Alternative:
 def alternatives(result: SearchResult) -> list[Alternative]:
     """The nearest layouts of other meshes: slower ones, and faster ones that do not fit."""
     best = result.best
-    assert best.prediction is not None
-    found = []
-    for other in result.by_mesh():
-        if other.mesh == best.mesh or other.prediction is None:
-            continue
-        found.append(Alternative(other, slower(best.prediction, other.prediction)))
+    found = [
+        Alternative(other, slower(best.predicted, other.predicted))
+        for other in result.by_mesh()
+        if other.mesh != best.mesh
+    ]
     faster = [c for c in missed(result) if c.seconds < best.seconds]
     tight = sorted(faster, key=lambda c: c.memory.device_total)[: ALTERNATIVES // 2]
     return [
@@ -226,11 +225,8 @@ def binding(result: SearchResult) -> str:
 
 def largest_loss(result: SearchResult) -> str:
     """The part of the step that costs the most time beyond the ideal."""
-    best = result.best
-    assert best.prediction is not None
-    lost = [part for part in best.prediction.parts if part.name != "ideal"]
-    largest = max(lost, key=lambda part: part.seconds)
-    share = largest.seconds / best.seconds
+    largest = max(result.best.predicted.losses, key=lambda part: part.seconds)
+    share = largest.seconds / result.best.seconds
     return f"the largest loss of time is {largest.name}, {share:.0%} of the step"
 
 

@@ -145,7 +145,9 @@ def _small_tensor_with_experts(facts: Facts) -> Iterator[Allowed]:
     """The same, with experts whole and their messages under an overlapped 1F1B pipeline."""
     for each in _small_tensor(facts):
         yield {
-            **{"tp": each["tp"], "etp": (1,), "ep": _SIZES[1:]},
+            "tp": each["tp"],
+            "etp": (1,),
+            "ep": _SIZES[1:],
             "pipeline_schedule": ("combined_1f1b",),
         }
 
@@ -163,7 +165,9 @@ TABLES: tuple[Table, ...] = (
             _sized(10, 70, "tp 4, pp 2 to 4, the rest dp", {"tp": (4,), "pp": (2, 3, 4)}),
             _sized(70, 175, "tp 8, pp 4 to 8, the rest dp", {"tp": (8,), "pp": _FOUR_TO_EIGHT}),
             _sized(
-                *(175, inf, "tp 8, pp 8 to 16, cp 2, the rest dp"),
+                175,
+                inf,
+                "tp 8, pp 8 to 16, cp 2, the rest dp",
                 {"tp": (8,), "pp": _EIGHT_TO_SIXTEEN, "cp": (2,)},
             ),
         ),
@@ -173,19 +177,27 @@ TABLES: tuple[Table, ...] = (
         "distributed training fundamentals",
         (
             _sized(
-                *(1, 7, "dp with ZeRO-2 or 3"),
+                1,
+                7,
+                "dp with ZeRO-2 or 3",
                 {"tp": (1,), "pp": (1,), _SHARDING: ("optim_grads", *_ZERO_3)},
             ),
             _sized(
-                *(7, 13, "ZeRO-3 with recomputation"),
+                7,
+                13,
+                "ZeRO-3 with recomputation",
                 {
-                    **{"tp": (1,), "pp": (1,), _SHARDING: _ZERO_3},
+                    "tp": (1,),
+                    "pp": (1,),
+                    _SHARDING: _ZERO_3,
                     "recompute_granularity": ("full", "selective"),
                 },
             ),
             _sized(13, 70, "tp 4, pp 2, ZeRO-1", {"tp": (4,), "pp": (2,), _SHARDING: _ZERO_1}),
             _sized(
-                *(70, 400, "tp 8, pp 4 to 8, ZeRO-1"),
+                70,
+                400,
+                "tp 8, pp 4 to 8, ZeRO-1",
                 {"tp": (8,), "pp": _FOUR_TO_EIGHT, _SHARDING: _ZERO_1},
             ),
             Row(
@@ -329,11 +341,8 @@ def _compared(plan: Candidate, each: Advice) -> Iterator[str]:
     elif each.best is None:
         yield "no such layout fits these GPUs, this batch and what was given"
     else:
-        here, there = plan.prediction, each.best.prediction
-        assert here is not None
-        assert there is not None
         yield f"the best of it: {summary(each.best.layout)}"
-        yield f"{_seconds(each.best)}, {slower(here, there)}"
+        yield f"{_seconds(each.best)}, {slower(plan.predicted, each.best.predicted)}"
 
 
 def _seconds(candidate: Candidate) -> str:

@@ -89,12 +89,11 @@ def _on_host_ways(request: Request) -> Iterator[Change]:
 def _on_host(flags: str, result: SearchResult) -> str:
     """What an optimizer off the device would make fit, and how slow that is."""
     best = result.best
-    assert best.prediction is not None
-    waits = next(part for part in best.prediction.parts if part.name == "offloading")
+    waits = next(part for part in best.predicted.parts if part.name == "offloading")
     disk = f", and {human_bytes(best.memory.disk)} of disk" if best.memory.disk else ""
     return (
         f"with {flags}: {summary(best.layout)}, "
-        f"{human_seconds(best.seconds)} a step ({best.prediction.mfu:.1%} MFU), "
+        f"{human_seconds(best.seconds)} a step ({best.predicted.mfu:.1%} MFU), "
         f"{waits.seconds / best.seconds:.0%} of it for the host, "
         f"{human_bytes(best.memory.device_total)} of each GPU and "
         f"{human_bytes(best.memory.host)} of host memory for it{disk}"

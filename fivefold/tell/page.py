@@ -30,7 +30,6 @@ def page(result: SearchResult, model: str, tokens: float | None) -> str:
         tokens: tokens of a whole run; None: those of the request's steps.
     """
     best = result.best
-    assert best.prediction is not None
     title = answer.title(result, model)
     changes = sensitivities(result)
     head, *ranked = report.ranked(result, 20)
@@ -42,7 +41,7 @@ def page(result: SearchResult, model: str, tokens: float | None) -> str:
         "<h2>Why</h2>",
         pages.table(answer.reasons(result, changes)),
         "<h2>Where the time goes</h2>",
-        *waterfall(best.prediction),
+        *waterfall(best.predicted),
         "<h2>Memory by pipeline rank</h2>",
         *memory_bars(best.memory),
         *_timeline(best),
@@ -100,8 +99,7 @@ def memory_bars(memory: MemoryPrediction) -> Iterator[str]:
 
 
 def _timeline(best: Candidate) -> Iterator[str]:
-    layout, prediction = best.layout, best.prediction
-    assert prediction is not None
+    layout = best.layout
     if layout.grid.pp == 1:
         return
     acts = len(layout.split.stages) * 3
@@ -116,7 +114,7 @@ def _timeline(best: Candidate) -> Iterator[str]:
         except ConfigError:
             continue
         title = f"{layout.schedule}, {count:,} of {wanted:,} microbatches"
-        chart = Chart(title, program, simulate(program, prediction.costs), unit="s")
+        chart = Chart(title, program, simulate(program, best.predicted.costs), unit="s")
         yield "<h2>The pipeline</h2>"
         yield f"<small>{escape(summary(layout))}</small>"
         yield from timelines([chart])

@@ -39,12 +39,10 @@ def ranked(result: SearchResult, most: int) -> list[tuple[str, ...]]:
     """The best layout of each mesh, the recommended one first, below a row of names."""
     rows: list[tuple[str, ...]] = [("", "step", "", "MFU", "memory", "layout")]
     for number, candidate in enumerate(result.by_mesh()[:most], 1):
-        prediction = candidate.prediction
-        assert prediction is not None
         figures = (
             human_seconds(candidate.seconds),
             percent(candidate.seconds / result.best.seconds - 1),
-            f"{prediction.mfu:.1%}",
+            f"{candidate.predicted.mfu:.1%}",
             human_bytes(candidate.memory.device_total),
         )
         rows.append((f"{number}", *figures, summary(candidate.layout)))
@@ -252,14 +250,11 @@ def traded(result: SearchResult) -> list[tuple[str, ...]]:
 
 def rules(result: SearchResult, rule: Rule) -> Iterator[str]:
     """The layout that rules of thumb lead to, compared with the best."""
-    if rule.candidate is None or rule.candidate.prediction is None:
+    if rule.candidate is None:
         yield "the rule of thumb finds nothing that fits"
         return
-    best = result.best.prediction
-    assert best is not None
     for step in rule.steps:
         yield f"- {step}"
     yield summary(rule.candidate.layout)
-    yield (
-        f"step {human_seconds(rule.candidate.seconds)}, {slower(best, rule.candidate.prediction)}"
-    )
+    behind = slower(result.best.predicted, rule.candidate.predicted)
+    yield f"step {human_seconds(rule.candidate.seconds)}, {behind}"

@@ -6,8 +6,9 @@ from types import MappingProxyType
 from typing import Any
 
 from fivefold.layout import Layout
-from fivefold.search.memory_choices import RECOMPUTE, describe
+from fivefold.search.memory_choices import RECOMPUTE
 from fivefold.search.search import SearchResult, search
+from fivefold.tell.describe import recompute_words
 from fivefold.tell.explain import slower
 from fivefold.tell.export import deepspeed, megatron_pipeline, torchtitan
 from fivefold.tell.export.megatron_memory import one_number
@@ -42,19 +43,19 @@ def within(result: SearchResult, target: str) -> tuple[SearchResult, tuple[str, 
     if target not in PIPELINES:
         return result, ()
     trainer, schedules, its_pipeline = PIPELINES[target]
-    given, best = result.request.given, result.best.layout
+    given, planned = result.request.given, result.best.layout
     only: dict[str, frozenset[Any]] = {}
     lacks = []
-    if "pipeline_schedule" not in given and its_pipeline(best) is not best:
+    if "pipeline_schedule" not in given and its_pipeline(planned) is not planned:
         only["pipeline_schedule"] = frozenset(schedules)
-        lacks.append(f"run {_pipeline(best)}")
+        lacks.append(f"run {_pipeline(planned)}")
     by_stage = target == "megatron" and not given & set(RECOMPUTE)
-    if by_stage and not one_number(best.config.memory):
-        lacks.append(describe(best.config.memory))
+    if by_stage and not one_number(planned.config.memory):
+        lacks.append(recompute_words(planned.config.memory))
     if not lacks:
         return result, ()
     if by_stage:
-        most = best.config.model.num_layers
+        most = planned.config.model.num_layers
         only["recompute_num_layers"] = frozenset((n,) for n in range(1, most + 1))
     lacking = f"{trainer} cannot {' and '.join(lacks)}"
     again = search(result.request.among(only))
@@ -67,13 +68,11 @@ def within(result: SearchResult, target: str) -> tuple[SearchResult, tuple[str, 
     )
     if not found:
         return result, (f"{lacking}, and no layout that it can run was found",)
-    old, new = result.best.prediction, found[0].prediction
-    assert old is not None
-    assert new is not None
+    best = found[0]
+    recomputed = recompute_words(best.layout.config.memory)
     note = (
-        f"{lacking}: planned again, with {_pipeline(found[0].layout)}, "
-        f"{describe(found[0].layout.config.memory)}; a step takes {human_seconds(new.step_time)}, "
-        f"{slower(old, new)}"
+        f"{lacking}: planned again, with {_pipeline(best.layout)}, {recomputed}; a step takes "
+        f"{human_seconds(best.seconds)}, {slower(result.best.predicted, best.predicted)}"
     )
     return replace(again, found=found), (note,)
 

@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 
 from fivefold.model.eight_bit.linear import scales_of, with_scales
-from fivefold.model.layers import (
-    Kept,
-    Linear,
-    Products,
-    input_gradients,
-    of_one_input,
-    outputs,
-)
+from fivefold.model.layers import Kept, Linear, Products, input_gradients, of_one_input, outputs
 from fivefold.model.leaves import add_to_grad, local
 from fivefold.tensor.deferred_weight import DeferredWeights
 

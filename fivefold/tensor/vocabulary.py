@@ -12,13 +12,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from fivefold.config.data import IGNORED
 from fivefold.mesh.collectives import all_gather
 from fivefold.mesh.device import uses_gpu_kernels
 from fivefold.model.caps import capped
 from fivefold.model.layers import Embedding, Kept, Products
 from fivefold.model.leaves import local
 from fivefold.model.loss import (
-    IGNORED,
+    LossRule,
     capped_into,
     note_z,
     through_cap_,
@@ -135,19 +136,15 @@ class VocabularyCrossEntropy:
         self,
         logits_Tv: Tensor,
         labels_T: Tensor,
-        vocab_size: int,
-        label_smoothing: float = 0.0,
+        rule: LossRule,
         weights_T: Tensor | None = None,
-        z_loss_coeff: float = 0.0,
         z_sums: list[Tensor] | None = None,
-        cap: float | None = None,
     ) -> Tensor:
         """Sum of the token losses; arguments as in `model.loss.cross_entropy`."""
-        first = self.group.rank() * logits_Tv.shape[1]
-        entries = Entries(first, vocab_size, label_smoothing, z_loss_coeff, cap)
+        entries = Entries(self.group.rank() * logits_Tv.shape[1], rule)
 
         def note(lse_T: Tensor) -> None:
-            note_z(z_sums, z_loss_coeff, lse_T, token_weights(labels_T, weights_T, lse_T.dtype))
+            note_z(z_sums, rule.z_coeff, lse_T, token_weights(labels_T, weights_T, lse_T.dtype))
 
         loss_T: Tensor = _VocabularyCrossEntropy.apply(
             logits_Tv, labels_T, entries, self.group, note
@@ -192,17 +189,11 @@ class Entries:
 
     Attributes:
         first: index of the first entry.
-        vocab_size: size of the unpadded vocabulary; later entries have no probability.
-        smoothing: probability spread evenly over the unpadded vocabulary.
-        z_coeff: factor of the squared log-sum-exp that is added to the loss.
-        cap: c, where the loss is of c tanh(logits / c); None: of the logits.
+        rule: how losses are made.
     """
 
     first: int
-    vocab_size: int
-    smoothing: float
-    z_coeff: float = 0.0
-    cap: float | None = None
+    rule: LossRule
 
     def statistics(self, logits_Tv: Tensor, labels_T: Tensor) -> Tensor:
         """Statistics of these logits for the loss: [3, T], or [2, T] without smoothing.
@@ -210,24 +201,25 @@ class Entries:
         The rows are the log-sum-exp, the target's logit if in this range (else 0), and the sum.
         """
         wide = logits_Tv.to(torch.promote_types(logits_Tv.dtype, torch.float32))
-        wide = capped(wide, self.cap)
+        wide = capped(wide, self.rule.cap)
         true = wide[:, : self.true(logits_Tv)]
         here_T, mine_T = _own_rows(labels_T, self.first, logits_Tv.shape[1])
         # A range of padding only is allowed: its log-sum-exp is -inf and its sum 0.
         target_T = wide.gather(1, mine_T[:, None]).squeeze(1).masked_fill(~here_T, 0.0)
         return torch.stack(
-            [true.logsumexp(1), target_T] + ([true.sum(1)] if self.smoothing else [])
+            [true.logsumexp(1), target_T] + ([true.sum(1)] if self.rule.smoothing else [])
         )
 
     def losses(self, own: Tensor, group: dist.ProcessGroup | None) -> TokenLosses:
         """The losses, from all ranks' statistics by one all-gather."""
+        vocab_size, smoothing, z_coeff, _ = self.rule
         lse_T, target_T, *sums = merge_statistics(all_gather(own[None], group))
         loss_T = lse_T - target_T
-        if self.smoothing:
-            mean_T = sums[0] / self.vocab_size
-            loss_T = (1 - self.smoothing) * loss_T + self.smoothing * (lse_T - mean_T)
-        if self.z_coeff:
-            loss_T += self.z_coeff * lse_T.square()
+        if smoothing:
+            mean_T = sums[0] / vocab_size
+            loss_T = (1 - smoothing) * loss_T + smoothing * (lse_T - mean_T)
+        if z_coeff:
+            loss_T += z_coeff * lse_T.square()
         return TokenLosses(loss_T, lse_T)
 
     def gradient(
@@ -241,15 +233,16 @@ class Entries:
             lse_T: log-sum-exp over the whole vocabulary.
             scale_T: upstream gradient times the weight of each token's loss; 0 where ignored.
         """
+        vocab_size, smoothing, z_coeff, cap = self.rule
         grad_Tv = torch.empty_like(logits_Tv, dtype=lse_T.dtype)
-        torch.sub(capped_into(grad_Tv, logits_Tv, self.cap), lse_T[:, None], out=grad_Tv).exp_()
-        grad_Tv *= (scale_T * z_slope(lse_T, self.z_coeff))[:, None]
-        if self.smoothing:
-            grad_Tv -= (scale_T * (self.smoothing / self.vocab_size))[:, None]
+        torch.sub(capped_into(grad_Tv, logits_Tv, cap), lse_T[:, None], out=grad_Tv).exp_()
+        grad_Tv *= (scale_T * z_slope(lse_T, z_coeff))[:, None]
+        if smoothing:
+            grad_Tv -= (scale_T * (smoothing / vocab_size))[:, None]
         here_T, mine_T = _own_rows(labels_T, self.first, logits_Tv.shape[1])
-        share_T = (scale_T * (self.smoothing - 1.0)).to(grad_Tv.dtype).masked_fill_(~here_T, 0.0)
+        share_T = (scale_T * (smoothing - 1.0)).to(grad_Tv.dtype).masked_fill_(~here_T, 0.0)
         grad_Tv.scatter_add_(1, mine_T[:, None], share_T[:, None])
-        through_cap_(grad_Tv, logits_Tv, self.cap)
+        through_cap_(grad_Tv, logits_Tv, cap)
         grad_Tv[:, self.true(logits_Tv) :] = 0.0
         return grad_Tv
 
@@ -259,7 +252,7 @@ class Entries:
 
     def true(self, logits_Tv: Tensor) -> int:
         """How many of these logits are of the unpadded vocabulary."""
-        return min(max(self.vocab_size - self.first, 0), logits_Tv.shape[1])
+        return min(max(self.rule.vocab_size - self.first, 0), logits_Tv.shape[1])
 
 
 def merge_statistics(parts: Tensor) -> Tensor:

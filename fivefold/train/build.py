@@ -1,5 +1,6 @@
 """Builds the training loop of one rank, and fills it with what the run has saved."""
 
+import shutil
 import socket
 from pathlib import Path
 
@@ -75,7 +76,17 @@ def open_local(job: Job, folder: RunFolder, trainer: Trainer) -> LocalCheckpoint
 
 def local_place(job: Job, folder: RunFolder) -> Path | None:
     """Where this host's memory keeps states of the run; None: nowhere, or not yet."""
-    checkpoint, identity = job.layout.config.checkpoint, folder.identity()
-    if not checkpoint.non_persistent_save_interval or identity is None:
-        return None
-    return Path(checkpoint.non_persistent_local_ckpt_dir) / "fivefold" / identity
+    interval = job.layout.config.checkpoint.non_persistent_save_interval
+    return _kept_in_memory(job, folder) if interval else None
+
+
+def remove_left_states(job: Job, folder: RunFolder) -> None:
+    """Free the memory of this host that an earlier start of a run took which has ended and saved;
+    nothing may be writing there."""
+    if (place := _kept_in_memory(job, folder)) is not None:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _kept_in_memory(job: Job, folder: RunFolder) -> Path | None:
+    place, identity = job.layout.config.checkpoint.non_persistent_local_ckpt_dir, folder.identity()
+    return None if identity is None else Path(place) / "fivefold" / identity

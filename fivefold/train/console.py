@@ -47,6 +47,13 @@ class StepColumn:
         return max(self.width, len(self.title))
 
 
+class _RichConsole(rich.console.Console):
+    """One that raises the error of a pipe whose reader has gone, in place of SystemExit."""
+
+    def on_broken_pipe(self) -> None:
+        raise
+
+
 class Console:
     """Prints a run for one person; a Sink for metrics.
 
@@ -74,7 +81,7 @@ class Console:
         stream = stream or sys.stdout
         terminal = stream.isatty()
         width = width or (None if terminal else LOG_WIDTH)
-        self._console = rich.console.Console(
+        self._console = _RichConsole(
             file=stream, width=width, highlight=False, soft_wrap=not terminal, emoji=False
         )
         self._total = total_steps

@@ -1,6 +1,7 @@
 """The tokens of a run: its corpora opened for its model. Imports no torch."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from fivefold.config.config import Config
 from fivefold.config.data import MOCK, DataConfig
@@ -59,14 +60,20 @@ def check_corpora(config: Config) -> None:
         raise DataError("\n".join(missing))
 
 
-def open_data(config: Config, progress: Progress) -> PreparedData:
+def open_data(config: Config, progress: Progress, tokenizer: Path | None = None) -> PreparedData:
     """Open the tokenised corpora, and tokenise those that are not in the cache.
+
+    Args:
+        config: settings of the run.
+        progress: called with a line about what is being done.
+        tokenizer: file of the tokenizer whose tokens the weights to start from know, in place of
+            one that would be trained; None: none is known.
 
     Raises:
         ConfigError, DataError: the corpora cannot be read, or need another model or length.
     """
     training = config.training
-    data = prepare(_settings(config), training.seq_length, training.seed, progress)
+    data = prepare(_settings(config, tokenizer), training.seq_length, training.seed, progress)
     _check_vocabulary(config, data.tokenizer)
     # What is wrong with a split is told before any process starts.
     check_labels(data.train, data.train.num_samples)
@@ -79,11 +86,19 @@ def _sources(config: Config) -> list[Source]:
     return checked_sources(config.data, config.training.seed, config.model.vocab_size)
 
 
-def _settings(config: Config) -> DataConfig:
-    """The data settings, with the model's vocabulary size for a tokenizer to be trained."""
-    if config.data.tokenizer_vocab_size is not None:
-        return config.data
-    return replace(config.data, tokenizer_vocab_size=config.model.vocab_size)
+def trains_tokenizer(data: DataConfig) -> bool:
+    """Whether a tokenizer is trained on the text because nothing is said of any."""
+    return not (data.tokenizer_model or data.tokenizer_vocab_size or MOCK in data.data_path)
+
+
+def _settings(config: Config, known: Path | None) -> DataConfig:
+    """The data settings, with the known tokenizer or the model's vocabulary for one to train."""
+    data = config.data
+    if known is not None and trains_tokenizer(data):
+        return replace(data, tokenizer_model=str(known))
+    if data.tokenizer_vocab_size is not None:
+        return data
+    return replace(data, tokenizer_vocab_size=config.model.vocab_size)
 
 
 def _check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:

@@ -125,7 +125,8 @@ class Engine:
         if len(routing):
             routing = all_reduce(routing, self.groups.world)
         valid = tokens.flatten()[0]
-        return DeviceResult(loss, norm, valid, votes, step_rates, extra, routing, loss_scale)
+        host_knows = step_rates, extra, routing, loss_scale, self._routers.layers
+        return DeviceResult(loss, norm, valid, votes, *host_knows)
 
     def apply(self, found: DeviceResult, limit: float = inf) -> StepResult:
         """Clip the gradients by their norm and step the optimizer, on the device and then the host.
@@ -139,7 +140,7 @@ class Engine:
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         clip_(grads, found.grad_norm, clip, found_inf, loss_scale=found.loss_scale)
         self.optimizer.device.step(found.rates, found_inf)
-        result = self.read(found)
+        result = found.read()
         if isfinite(result.loss):
             self.scaler.update(overflowed=not result.finite)
         if result.is_refused(limit, finite=finite):
@@ -150,10 +151,6 @@ class Engine:
             self.model.scaling.update()
             self.optimizer.zero_grad()
         return result
-
-    def read(self, found: DeviceResult) -> StepResult:
-        """The numbers of `gradients`, once the device has them."""
-        return found.read(self._routers.layers)
 
     def evaluate(self, batches: Iterable[Sequence[Microbatch]]) -> tuple[float, int]:
         """Mean loss over the valid tokens of several global batches without dropout, and their

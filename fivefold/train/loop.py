@@ -122,8 +122,7 @@ class Trainer:
             return False
         tensors = self.engine.stored_tensors()
         step = self.local.find(tensors)
-        if self.local.damage and self.console is not None:
-            self.console.warning(self.local.damage)
+        self._warn(self.local.damage)
         if step is None or step <= after:
             return False
         what = f"the state of step {step} in memory"
@@ -198,8 +197,7 @@ class Trainer:
                 self._see_replicas(saving=False)
                 if self.validation and self.step % config.training.eval_interval == 0:
                     self._evaluate()
-                if self._keeps_local:
-                    self._save_local()
+                self._save_local()
                 if interval.due(self.step) and not self._dying:
                     self._say(interval.plan(self.step))
                     interval.held = self._save()
@@ -236,6 +234,10 @@ class Trainer:
         if note and self.console is not None:
             self.console.note(note)
 
+    def _warn(self, text: str) -> None:
+        if text and self.console is not None:
+            self.console.warning(text)
+
     def _save(self) -> float:
         """Save, and return the seconds for which this held the run up."""
         self._see_folder()  # a save would create a deleted folder again
@@ -250,14 +252,11 @@ class Trainer:
         return seconds
 
     def _save_local(self) -> None:
-        assert self.local is not None
-        self._see_state()
-        self.local.save(self.step, self.engine.stored_tensors(), self._state)
-
-    @property
-    def _keeps_local(self) -> bool:
+        """Keep the state in the memory of hosts, where that is due."""
         every = self.engine.layout.config.checkpoint.non_persistent_save_interval
-        return self.local is not None and self.step % every == 0 and not self._dying
+        if self.local is not None and self.step % every == 0 and not self._dying:
+            self._see_state()
+            self.local.save(self.step, self.engine.stored_tensors(), self._state)
 
     def _see_state(self) -> None:
         """See that what is about to be saved is sound.
@@ -354,8 +353,7 @@ class Trainer:
                 self.restore(self.checkpointer, disk, weights_only=False)
             self.loader.seek(position)
             then = f"back to the state of step {self.step}, with the data that follows"
-        if self.console is not None:
-            self.console.warning(f"{bad}: {then}")
+        self._warn(f"{bad}: {then}")
 
     def _see_that_it_learns(self, result: StepResult) -> None:
         """Warn if the run no longer learns; stop it before its checkpoints replace good ones.
@@ -369,10 +367,9 @@ class Trainer:
         what = f"step {self.step}: {symptom.what}"
         if symptom.fatal and self._checks:
             raise self._stopped(what, symptom.why)
-        if self.console is not None and not symptom.fatal:
+        if not symptom.fatal:
             kept = ("no checkpoint is written meanwhile",) if self._dying else ()
-            said = Mistake(what, symptom.why + kept, attempt=self._vitals.attempt)
-            self.console.warning(str(said))
+            self._warn(str(Mistake(what, symptom.why + kept, attempt=self._vitals.attempt)))
 
     def _see_replicas(self, *, saving: bool) -> None:
         """Compare replicas, where that is due.

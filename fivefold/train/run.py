@@ -16,14 +16,19 @@ from fivefold.config.config import Config
 from fivefold.config.rules.graph import check_graph_device
 from fivefold.config.sources import to_toml
 from fivefold.counts.derived import describe
-from fivefold.data.prepare import PreparedData
+from fivefold.data.prepare import PreparedData, Progress
 from fivefold.errors import FivefoldError, TrainingError
 from fivefold.expert.deepep_rules import check_deepep
 from fivefold.files import telling_system_errors
 from fivefold.layout import Layout
 from fivefold.mesh.collectives import from_first
 from fivefold.model.eight_bit.rules import check_kernels
-from fivefold.train.build import local_place, make_trainer, open_local
+from fivefold.train.build import (
+    local_place,
+    make_trainer,
+    open_local,
+    remove_left_states,
+)
 from fivefold.train.console import Console
 from fivefold.train.corpora import open_data
 from fivefold.train.folder.lock import FolderInUse, RunLock, claim
@@ -62,12 +67,7 @@ from fivefold.units import several
 
 
 def train(
-    layout: Layout,
-    name: str,
-    nproc: int | None,
-    asked: Asked = "auto",
-    *,
-    max_restarts: int = 0,
+    layout: Layout, name: str, nproc: int | None, asked: Asked = "auto", *, max_restarts: int = 0
 ) -> End:
     """Run a recipe and return how it ended.
 
@@ -94,10 +94,11 @@ def train(
         origin = _find_origin(config, lock, again=False)
         job = Job(layout, name, lock.folder, origin, chosen, threads, bindings, lock)
         if is_finished(job.origin, config):
+            remove_left_states(job, RunFolder(job.path))
             print(_nothing_to_do(job))
             return End(0)
         with lock.beating():
-            job = replace(job, data=open_data(config, print))
+            job = replace(job, data=_open_data(job, print))
         if nproc in (None, 1) and not max_restarts:
             torch.set_num_threads(threads.count)
             device = _join(job, env)
@@ -180,6 +181,7 @@ def _train_as_launched(layout: Layout, name: str, env: RankEnv, asked: Asked) ->
         if not is_finished(origin, config):
             run_rank(job, env, device)
         elif env.rank == 0:
+            remove_left_states(job, RunFolder(job.path))
             print(_nothing_to_do(job))
     return 0
 
@@ -218,7 +220,7 @@ def run_rank(job: Job, env: RankEnv, device: torch.device) -> int:
         stack.enter_context(telling_system_errors(TrainingError, job.path))
         if lock is not None:
             stack.enter_context(lock.beating())
-        data = job.data or open_data(job.layout.config, print if lock else logging.debug)
+        data = job.data or _open_data(job, print if lock else logging.debug)
         if job.hosts:
             check_alike(given_data(data), job.hosts)
         stack.enter_context(_watchdog(job, env, folder))
@@ -230,6 +232,8 @@ def run_rank(job: Job, env: RankEnv, device: torch.device) -> int:
                 _begin(job, folder, lock, trainer, data, console)
             trainer.local = trainer.local or open_local(job, folder, trainer)
             trainer.run()
+            if trainer.local is None and env.local_rank == 0:
+                remove_left_states(job, folder)
         except (FivefoldError, OSError):
             if lock is not None:
                 lock.check()  # what a vanished folder brought about
@@ -306,6 +310,11 @@ def _find_origin(config: Config, lock: RunLock, *, again: bool) -> Origin | None
             print(f"warning: {damage}", file=sys.stderr, flush=True)
     folder.starts()
     return find_origin(config, lock.folder)
+
+
+def _open_data(job: Job, progress: Progress) -> PreparedData:
+    known = None if job.origin is None else job.origin.tokenizer
+    return open_data(job.layout.config, progress, known)
 
 
 def _nothing_to_do(job: Job) -> str:

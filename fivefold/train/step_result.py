@@ -69,6 +69,7 @@ class DeviceResult:
         extra: fp64 scalars by name.
         routing: fp64, as `Routers.sums` has it.
         loss_scale: as in `StepResult`; the host knows it.
+        layers: layers with experts, as many as `routing` has rows.
     """
 
     loss: Tensor
@@ -78,7 +79,8 @@ class DeviceResult:
     rates: StepRates
     extra: Mapping[str, Tensor]
     routing: Tensor
-    loss_scale: float | None = None
+    loss_scale: float | None
+    layers: Sequence[int]
 
     def found_inf(self, limit: float, *, finite: bool) -> Tensor:
         """As `StepResult.is_refused`: 1 or 0, fp32 scalar."""
@@ -87,19 +89,15 @@ class DeviceResult:
             refused |= ~(self.loss.isfinite() & self.grad_norm.isfinite())
         return refused.float()
 
-    def read(self, layers: Sequence[int] = ()) -> StepResult:
-        """The numbers, once the device has them.
-
-        Args:
-            layers: layers with experts, as many as `routing` has rows.
-        """
+    def read(self) -> StepResult:
+        """The numbers, once the device has them."""
         scalars = [self.loss, self.grad_norm, self.tokens.double(), self.votes]
         numbers = torch.stack([*scalars, *self.extra.values()])
         every = torch.cat([numbers, self.routing.flatten()]).tolist()
         loss, grad_norm, tokens, votes, *further = every[: len(numbers)]
         width, first = self.routing.shape[1], len(numbers)
-        rows = [every[first + i * width : first + (i + 1) * width] for i in range(len(layers))]
-        routing = tuple(map(LayerRouting.of, layers, rows))
+        rows = [every[first + i * width : first + (i + 1) * width] for i in range(len(self.layers))]
+        routing = tuple(map(LayerRouting.of, self.layers, rows))
         extra = dict(zip(self.extra, further, strict=True))
         if self.loss_scale is not None:
             extra["loss_scale"] = self.loss_scale

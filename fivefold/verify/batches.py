@@ -5,7 +5,8 @@ from dataclasses import fields
 import numpy as np
 
 from fivefold.config.config import Config
-from fivefold.data.packing import IGNORED, Microbatch
+from fivefold.config.data import IGNORED
+from fivefold.data.packing import Microbatch
 
 EVALUATION = 1_000_000  # index of the global batch used for evaluation
 

@@ -127,7 +127,7 @@ def _gradients(
             for stage in engine.model.stages.values():
                 follow(stage, choices, engine.device)
         sums = engine.gradients(_own_part(engine, step))
-        result = engine.read(sums)
+        result = sums.read()
         if not result.overflowed or sums.loss_scale == least:
             return sums, result
         engine.apply(sums)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from fivefold.config.config import Config
+from fivefold.config.data import IGNORED
 from fivefold.context.install import shards_of
 from fivefold.data.packing import Microbatch
 from fivefold.model.attention.blockwise import Keys, Queries
 from fivefold.model.attention.grouped_query import AttentionBlock, Scope, attention
 from fivefold.model.batch import Batch, taken
 from fivefold.model.dropout import HeadDropout
-from fivefold.model.loss import IGNORED
 from fivefold.model.shards import MicrobatchShare, Shards
 from fivefold.model.transformer import Stage
 from fivefold.train.batches import as_batch

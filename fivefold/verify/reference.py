@@ -3,17 +3,21 @@
 It shares nothing with the parallel code but the model's arithmetic and its initial weights.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fivefold.checkpoint.tensor_file import write_tensors
 from fivefold.config.config import Config
+from fivefold.config.data import IGNORED
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.training import OptimizerConfig
-from fivefold.data.packing import IGNORED, Microbatch
+from fivefold.data.packing import Microbatch
 from fivefold.description.shape import is_layer_matrix, stage_weights
 from fivefold.model.batch import Batch
 from fivefold.model.eight_bit.delayed import DelayedScaling
@@ -33,6 +37,8 @@ from fivefold.verify.choices import ChoiceRecorder, Choices, follow
 from fivefold.verify.standing_in import in_order, round_gathered, scale_each_element, stand_in
 
 Tensors = dict[str, Tensor]
+NAMED = ("grads", "before", "after", "choices")
+"""Fields of a step that hold a tensor for each name."""
 ENDS = ("embed_tokens.weight", "lm_head.weight")
 """Weights of the whole model with a learning rate of their own, if there is one."""
 
@@ -70,16 +76,9 @@ class ReferenceStep:
 def plain_model(config: Config, dtype: torch.dtype) -> Stage:
     """The whole model without parallelism, its parameters in `dtype`."""
     training = config.training
-    model = Stage(
-        config.model,
-        seed=training.seed,
-        label_smoothing=training.label_smoothing,
-        z_loss_coeff=training.z_loss_coeff,
-        mtp_loss_scaling_factor=training.mtp_loss_scaling_factor,
-        experts=config.experts,
-        global_batch_size=training.global_batch_size,
-        seq_length=training.seq_length,
-    )
+    model = Stage(config.model, training=training, experts=config.experts)
+    for mixture in model.mixtures:
+        mixture.router.begin_step(training.global_batch_size)
     stand_in(model, config)
     products = eight_bit(training, dtype)
     if products is not None:
@@ -238,14 +237,41 @@ def valid_tokens(batch: Microbatch) -> int:
 
 
 def save_trace(path: Path, trace: Sequence[ReferenceStep]) -> None:
-    """Write steps in a format that every rank can memory-map."""
-    with path.open("wb") as file:  # of a path, torch does not tell of a full disk
-        torch.save([vars(step) for step in trace], file)
+    """Write steps in a format that every rank can memory-map.
+
+    Raises:
+        OSError: the file system did not take them.
+    """
+    tensors: Tensors = {}
+    numbers: list[dict[str, Any]] = [{} for _ in trace]
+    for step, result in enumerate(trace):
+        for field, value in vars(result).items():
+            if isinstance(value, Tensor):
+                tensors[f"{step}/{field}"] = value.contiguous()
+            elif field in NAMED:
+                for name, tensor in value.items():
+                    tensors[f"{step}/{field}/{name}"] = tensor.contiguous()
+            else:
+                numbers[step][field] = value
+    write_tensors(path, tensors, {"numbers": json.dumps(numbers)})
 
 
 def load_trace(path: Path) -> list[ReferenceStep]:
     """Memory-map what `save_trace` wrote; the ranks of a machine share the memory."""
-    return [ReferenceStep(**step) for step in torch.load(path, mmap=True, weights_only=True)]
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        found = [{name: {} for name in NAMED} | of for of in json.loads(file.metadata()["numbers"])]
+        names = file.keys()
+        for key in names:
+            step, field, *name = key.split("/", 2)
+            if name:
+                found[int(step)][field][name[0]] = file.get_tensor(key)
+            else:
+                found[int(step)][field] = file.get_tensor(key)
+    for values in found:
+        values["choices"] = {int(layer): value for layer, value in values["choices"].items()}
+    return [ReferenceStep(**values) for values in found]
 
 
 def _evaluate(model: Stage, config: Config) -> float:

@@ -64,13 +64,15 @@ class Difference:
     def relative(self) -> float:
         """Error over scale; infinite if not finite."""
         if not isfinite(self.error) or not isfinite(self.own):
-            return float("inf")
-        return self.error / self.scale if self.scale else (float("inf") if self.error else 0.0)
+            return inf
+        if not self.scale:
+            return inf if self.error else 0.0
+        return self.error / self.scale
 
     @property
     def ratio(self) -> float:
         """Norm of the part over the norm of the reference's."""
-        return sqrt(self.own / self.true) if self.true else float("inf")
+        return sqrt(self.own / self.true) if self.true else inf
 
     @property
     def cosine(self) -> float:
@@ -246,8 +248,8 @@ def joint_errors(differences: Collection[Difference]) -> Errors:
             error = max(d.relative for d in here)
         else:
             true = sum(d.true for d in here)
-            error = sqrt(sum(d.off for d in here) / true) if true else float("inf")
-        errors[what] = max(errors[what] or 0.0, error if isfinite(error) else float("inf"))
+            error = sqrt(sum(d.off for d in here) / true) if true else inf
+        errors[what] = max(errors[what] or 0.0, error if isfinite(error) else inf)
     return errors
 
 

@@ -113,7 +113,7 @@ def rounded(config: Config, steps: int, exact: Sequence[ReferenceStep]) -> list[
     if not all(isfinite(step.norm) for step in found):
         what = f"the gradients of one device are not finite in {precision}: nothing can be compared"
         smaller = "a smaller --loss-scale, or none" if precision == "fp16" else "--fp32"
-        raise FivefoldError(str(Mistake(what, attempt=smaller)))
+        raise FivefoldError(Mistake(what, attempt=smaller))
     return found
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
+from fivefold.config.sharding import SHARDING
 from fivefold.data.packing import Microbatch
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
@@ -75,7 +76,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "untie_embeddings_and_output_weights": False,
     },
 }
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+STRATEGIES = tuple(SHARDING)
 CONTEXT = ("p2p", "all_gather", "a2a")
 SCHEDULES = (
     ("auto",),

@@ -19,7 +19,7 @@ from fivefold.config.config import SECTION_SETTINGS, SECTIONS, SETTINGS
 from fivefold.config.flags import ALIASES, SWITCHES
 from fivefold.config.settings import settings_of
 from fivefold.config.sources import RECIPES, read_config, recipe_names, to_toml
-from fivefold.errors import RanksFailed
+from fivefold.train.ranks.launch import End
 
 ROOT = Path(__file__).parents[2]
 TORCH_FREE = """
@@ -408,6 +408,20 @@ def test_an_empty_word_is_no_value(verb: str, capsys: pytest.CaptureFixture[str]
         assert f"{name} is empty\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_current_folder_that_is_gone_is_said(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PyTorch, which looks there, would end the process with words about its own library."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main([verb]) == 2
+    assert capsys.readouterr().err.startswith("error: the current folder is gone")
+    assert main(["help", verb]) == 0
+
+
 def test_plan_from_no_run_names_the_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -435,12 +449,14 @@ def test_what_a_plan_would_not_read_is_refused(
     assert said in capsys.readouterr().err
 
 
-def test_a_failure_that_ranks_have_told_is_not_told_again(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("status", [1, 2, 137])
+def test_a_failure_that_ranks_have_told_is_not_told_again_and_has_their_status(
+    status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def failed(_: list[str]) -> int:
-        raise RanksFailed("the evaluation failed")
+        End(status).raise_if_failed("the evaluation failed")
+        return 0
 
     monkeypatch.setattr(cli, "_dispatch", failed)
-    assert main(["eval", "run"]) == 2
+    assert main(["eval", "run"]) == status
     assert capsys.readouterr().err == ""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fivefold.config.model import ModelConfig
+from fivefold.config.training import TrainingConfig
 from fivefold.description.shape import canonical_name
 from fivefold.model.transformer import Stage
 from tests.model.models import batch_of
@@ -94,7 +95,7 @@ def oracle_windows(model: nn.Module) -> list[int | None]:
 
 def our_stage(config: ModelConfig, model: nn.Module) -> Stage:
     """This project's model with the weights of theirs, in fp64."""
-    stage = Stage(config, seq_length=LENGTH).double().eval()
+    stage = Stage(config, training=TrainingConfig(seq_length=LENGTH)).double().eval()
     theirs = renamed(config, model, dict(model.named_parameters()))
     held = (*model.named_buffers(), *model.named_parameters())
     biases = {name: bias for name, bias in held if "score_correction" in name}

@@ -119,9 +119,9 @@ def test_no_setting_is_looked_at_without_graphs() -> None:
 
 def test_graphs_need_a_gpu_of_the_rank_s_own() -> None:
     config = _of({})
-    check_graph_device(config, "cuda")
-    check_graph_device(config.with_values(cuda_graph_impl=None), "cpu")
+    check_graph_device(config, "cuda", shared=False)
+    check_graph_device(config.with_values(cuda_graph_impl=None), "cpu", shared=False)
     with pytest.raises(ConfigError, match="the device is cpu"):
-        check_graph_device(config, "cpu")
+        check_graph_device(config, "cpu", shared=False)
     with pytest.raises(ConfigError, match="share a GPU"):
         check_graph_device(config, "cuda", shared=True)

@@ -17,6 +17,7 @@ from fivefold.config.huggingface import read_adapter
 from fivefold.config.model import ModelConfig
 from fivefold.config.rules.lora import linear_names
 from fivefold.config.sources import to_toml
+from fivefold.config.training import TrainingConfig
 from fivefold.convert.hub import HubFolder
 from fivefold.convert.load import checked_sources, fill_from_folder, model_in
 from fivefold.convert.names import JOINED
@@ -48,7 +49,7 @@ def adapted_alone(base: ModelConfig, kind: str) -> tuple[str, ...]:
 def _adapted(base: Path, **settings: Any) -> tuple[ModelConfig, Stage]:
     """A Hugging Face folder's model with random adapters, in fp64."""
     model = replace(model_in(HubFolder(base)), lora_rank=3, lora_alpha=5.0, **settings)
-    stage = Stage(model).double().eval()
+    stage = Stage(model, training=TrainingConfig(seq_length=LENGTH)).double().eval()
     tensors = {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
     frozen = {name: piece_of(tensor) for name, tensor in tensors.items() if LORA not in name}
     fill_from_folder(base, model.base, frozen)

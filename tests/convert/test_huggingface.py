@@ -1,17 +1,20 @@
 """Weights of transformers' models: in, out again to the byte, and the same logits both ways."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.huggingface import from_hf_config
 from fivefold.config.huggingface.write import differences, to_hf_config
+from fivefold.config.training import TrainingConfig
 from fivefold.convert.hub import INDEX, HubFolder
 from fivefold.convert.load import fill_from_folder, model_in
 from fivefold.errors import CheckpointError
@@ -43,7 +46,7 @@ def written(kind: str, folder: Path, dtype: torch.dtype = torch.float64, **how: 
 
 def our_stage(folder: Path) -> tuple[Config, Stage]:
     model = model_in(HubFolder(folder))
-    stage = Stage(model).double().eval()
+    stage = Stage(model, training=TrainingConfig(seq_length=LENGTH)).double().eval()
     tensors = {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
     for tensor in tensors.values():
         tensor.data.fill_(float("nan"))
@@ -51,15 +54,19 @@ def our_stage(folder: Path) -> tuple[Config, Stage]:
     return Config(model), stage
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_logits_are_theirs(kind: str, tmp_path: Path) -> None:
-    theirs = written(kind, tmp_path)
-    config, stage = our_stage(tmp_path)
+def both_logits(folder: Path, theirs: Any) -> tuple[Tensor, Tensor]:
+    """The logits of a folder's model as we read it, and those of transformers' model."""
+    config, stage = our_stage(folder)
     batch = batch_of(config.model, [[LENGTH]])
     with torch.no_grad():
         ours = stage.logits(batch)[:, : config.model.vocab_size]
-    expected = oracle_logits(theirs.eval(), batch.tokens)
-    torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-11)
+    return ours, oracle_logits(theirs.eval(), batch.tokens)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_logits_are_theirs(kind: str, tmp_path: Path) -> None:
+    theirs = written(kind, tmp_path)
+    torch.testing.assert_close(*both_logits(tmp_path, theirs), rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -156,7 +163,11 @@ def _differing(rank: int, world: int, settings: Config, folder: Path) -> list[st
             if not name.startswith("optim.")
         }
         fill_from_folder(folder, settings.model, pieces)
-    _, stage = our_stage(folder)
+    return not_slices(our_stage(folder)[1], pieces)
+
+
+def not_slices(stage: Stage, pieces: Mapping[str, Piece]) -> list[str]:
+    """The pieces, of which there are some, that are not those of the whole model."""
     whole = {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
     assert pieces
     return [
@@ -178,13 +189,15 @@ def test_each_rank_reads_its_own_slices(name: str, tmp_path: Path) -> None:
     assert run(world, _differing, settings, tmp_path) == [[]] * world
 
 
+def assert_same_weights(*folders: Path) -> None:
+    one, two = (dict(our_stage(folder)[1].named_parameters()) for folder in folders)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
 def test_files_of_the_bare_model_lack_the_prefix(tmp_path: Path) -> None:
     model = written("gpt2", tmp_path / "whole")
     model.transformer.save_pretrained(tmp_path / "bare")
-    one, two = (
-        dict(our_stage(tmp_path / side)[1].named_parameters()) for side in ("whole", "bare")
-    )
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert_same_weights(tmp_path / "whole", tmp_path / "bare")
 
 
 def test_experts_may_be_together_and_further_predictions_there(tmp_path: Path) -> None:
@@ -203,10 +216,7 @@ def test_experts_may_be_together_and_further_predictions_there(tmp_path: Path) -
     folder.mkdir()
     save_file(tensors | {"mtp.fc.weight": torch.ones(2, 2)}, folder / "model.safetensors")
     (folder / "config.json").write_bytes((tmp_path / "each" / "config.json").read_bytes())
-    one, two = (
-        dict(our_stage(tmp_path / side)[1].named_parameters()) for side in ("each", "together")
-    )
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert_same_weights(tmp_path / "each", folder)
 
 
 def test_block_scaled_fp8_is_widened(tmp_path: Path) -> None:

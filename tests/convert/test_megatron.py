@@ -31,7 +31,7 @@ from fivefold.model.transformer import Stage
 from fivefold.train.engine import Engine
 from fivefold.train.folder.origin import find_origin
 from tests.convert.make_megatron import CASES, FOLDER, LENGTH, PADDED, STEP, VOCABULARY, make
-from tests.convert.test_huggingface import SHORT
+from tests.convert.test_huggingface import SHORT, not_slices
 from tests.model.models import batch_of
 from tests.pool import run
 from tests.verify.cases import shared_groups
@@ -130,14 +130,7 @@ def _differing(rank: int, world: int, settings: Config, path: Path) -> list[str]
         engine = Engine(check(settings, world), rank, torch.device("cpu"), initialises=False)
         pieces: dict[str, Piece] = {n: as_piece(t) for n, t in engine.stored_weights().items()}
         fill_from_folder(path, settings.model, pieces)
-    stage = stage_of(path, settings.model)
-    whole = {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
-    assert pieces
-    return [
-        name
-        for name, piece in pieces.items()
-        if not torch.equal(piece.local, whole[name].detach()[piece.slices].to(piece.local.dtype))
-    ]
+    return not_slices(stage_of(path, settings.model), pieces)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

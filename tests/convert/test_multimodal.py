@@ -19,8 +19,7 @@ from fivefold.train.folder.convert import to_hub, to_run
 from fivefold.train.folder.origin import find_origin
 from tests.config.multimodal import TINY, multimodal
 from tests.config.oracle import LENGTH, InFp64, oracle_logits
-from tests.convert.test_huggingface import our_stage
-from tests.model.models import batch_of
+from tests.convert.test_huggingface import both_logits
 
 _NAMES_OF_5 = (
     ("language_model.model.", "model.language_model."),
@@ -61,12 +60,7 @@ def test_logits_are_those_of_the_whole_model_in_either_spelling(kind: str, tmp_p
     theirs = written(kind, tmp_path / "old")
     renamed(tmp_path / "old", tmp_path / "new")
     for folder in (tmp_path / "old", tmp_path / "new"):
-        config, stage = our_stage(folder)
-        batch = batch_of(config.model, [[LENGTH]])
-        with torch.no_grad():
-            ours = stage.logits(batch)[:, : config.model.vocab_size]
-        expected = oracle_logits(theirs.eval(), batch.tokens)
-        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(*both_logits(folder, theirs), rtol=1e-12, atol=1e-12)
 
 
 def test_experts_are_read_as_published_and_as_transformers_5_saves_them(tmp_path: Path) -> None:
@@ -82,12 +76,8 @@ def test_experts_are_read_as_published_and_as_transformers_5_saves_them(tmp_path
         fields = (tmp_path / f"new-{inner}" / "config.json").read_bytes()
         (tmp_path / f"old-{inner}" / "config.json").write_bytes(fields)
         for age in ("new", "old"):
-            config, stage = our_stage(tmp_path / f"{age}-{inner}")
-            batch = batch_of(config.model, [[LENGTH]])
-            with torch.no_grad():
-                ours = stage.logits(batch)[:, : config.model.vocab_size]
-            expected = oracle_logits(theirs.eval(), batch.tokens)
-            torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+            both = both_logits(tmp_path / f"{age}-{inner}", theirs)
+            torch.testing.assert_close(*both, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", TINY)

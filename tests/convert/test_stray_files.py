@@ -20,10 +20,9 @@ from fivefold.convert.stored import stored_tensors
 from fivefold.errors import CheckpointError, ConfigError
 from fivefold.train.folder.convert import to_hub, to_run
 from fivefold.train.folder.origin import find_origin
-from tests.config.oracle import LENGTH, InFp64, oracle, oracle_logits
+from tests.config.oracle import InFp64, oracle
 from tests.config.test_huggingface_parity import TINY
-from tests.convert.test_huggingface import our_stage, tensors_of, written
-from tests.model.models import batch_of
+from tests.convert.test_huggingface import both_logits, our_stage, tensors_of, written
 
 
 def with_fields(folder: Path, **fields: Any) -> None:
@@ -39,11 +38,8 @@ def agree(folder: Path) -> bool:
     with InFp64():
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     theirs.config._experts_implementation = "eager"
-    config, stage = our_stage(folder)
-    batch = batch_of(config.model, [[LENGTH]])
-    with torch.no_grad():
-        ours = stage.logits(batch)[:, : config.model.vocab_size]
-    return bool((ours - oracle_logits(theirs, batch.tokens)).abs().max() < 1e-11)
+    ours, expected = both_logits(folder, theirs)
+    return bool((ours - expected).abs().max() < 1e-11)
 
 
 @pytest.mark.parametrize("value", [True, False, None])

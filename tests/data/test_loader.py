@@ -1,6 +1,7 @@
 import json
 import os
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -19,9 +20,9 @@ def dataset(tokenizer, write_documents):
     return build(tokenizer, write_documents)
 
 
-def build(tokenizer, write_documents, seed=7, seq_length=8):
+def build(tokenizer, write_documents, seed=7, seq_length=8, name="first"):
     corpora = [
-        Corpus("first", write_documents([list(range(1, 200)), [0]])),
+        Corpus(name, write_documents([list(range(1, 200)), [0]])),
         Corpus("second", write_documents([list(range(50, 150)), [0]])),
     ]
     packing = Packing(seq_length, 0)
@@ -88,11 +89,11 @@ def test_the_global_batch_does_not_depend_on_the_layout(dataset, layout, step, s
 def test_resuming_anywhere_gives_the_batches_that_would_have_come(dataset, stop, prefetch, sizes):
     whole = loader(dataset, sizes=sizes)
     expected = [whole.next_batch() for _ in range(9)]
-    with loader(dataset, sizes=sizes, prefetch=prefetch) as first:
+    with closing(loader(dataset, sizes=sizes, prefetch=prefetch)) as first:
         for step in range(stop):
             assert_same(first.next_batch(), expected[step])
         state = json.loads(json.dumps(first.state_dict()))
-    with loader(dataset, sizes=sizes, prefetch=prefetch) as second:
+    with closing(loader(dataset, sizes=sizes, prefetch=prefetch)) as second:
         second.next_batch()
         second.load_state_dict(state)
         for step in range(stop, 9):
@@ -110,7 +111,7 @@ def test_resuming_with_another_batch_size_misses_nothing(dataset):
 
 
 def test_seek_goes_back_to_fixed_samples(dataset):
-    with loader(dataset, prefetch=True) as validation:
+    with closing(loader(dataset, prefetch=True)) as validation:
         first = validation.next_batch()
         validation.next_batch()
         validation.seek(0)
@@ -154,7 +155,7 @@ def test_prefetch_waits_less_than_it_reads(dataset):
             gate.wait(0.2)
             return dataset.microbatch(indices)
 
-    with loader(Slow(), gbs=1, prefetch=True) as ahead:
+    with closing(loader(Slow(), gbs=1, prefetch=True)) as ahead:
         ahead.next_batch()
         assert ahead.data_wait_s >= 0.2
         ahead._ahead.result()  # the training step takes its time
@@ -170,7 +171,7 @@ def test_an_error_in_the_thread_reaches_the_caller(dataset):
                 raise DataError("broken disk")
             return dataset.microbatch(indices)
 
-    with loader(Broken(), gbs=1, prefetch=True) as ahead:
+    with closing(loader(Broken(), gbs=1, prefetch=True)) as ahead:
         ahead.next_batch()
         with pytest.raises(DataError, match="broken disk"):
             ahead.next_batch()
@@ -190,3 +191,14 @@ def test_a_loader_survives_a_fork_before_use(dataset):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     ahead.next_batch()
     ahead.close()
+
+
+@pytest.mark.parametrize("name", ["second", "a: b", "x, weight 2: 3"])
+def test_data_that_has_moved_is_the_same(dataset, tokenizer, write_documents, name):
+    state = json.loads(json.dumps(loader(dataset, after=24).state_dict()))
+    moved = loader(build(tokenizer, write_documents, name=name))
+    moved.load_state_dict(state)
+    assert moved.consumed_samples == 24
+    other = loader(build(tokenizer, write_documents, seed=8, name=name))
+    with pytest.raises(DataError, match="seed: was 7, is 8\n  it goes on"):
+        other.load_state_dict(state)

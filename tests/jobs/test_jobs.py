@@ -14,7 +14,6 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 
 from fivefold.cli.main import main
 from fivefold.config.sources import read_config, recipe_names
@@ -127,6 +126,8 @@ def test_no_setting_ends_a_job_file_early(odd: str, tmp_path: Path) -> None:
 
 def test_a_train_job_is_all_that_its_schema_knows() -> None:
     content = yaml.safe_load(train_job(job_of()))
+    from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob  # a second's work
+
     read = TrainerV1alpha1TrainJob.from_dict(content)
     assert read is not None
     assert read.to_dict() == content  # fields that it does not know would be lost

@@ -20,6 +20,7 @@ from fivefold.memory import cross_entropy as fused
 from fivefold.memory.cross_entropy import LinearCrossEntropy, NativeCrossEntropy
 from fivefold.mesh.collectives import all_gather
 from fivefold.model.batch import Batch
+from fivefold.model.loss import LossRule
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.exchange import exchange_of
@@ -166,7 +167,7 @@ def test_the_native_loss_keeps_its_gradient_in_the_memory_of_the_logits() -> Non
             return tensor
 
         with saved_tensors_hooks(note, lambda tensor: tensor):
-            loss = stage.cross_entropy(logits, labels_T, MODEL.vocab_size)
+            loss = stage.cross_entropy(logits, labels_T, LossRule(MODEL.vocab_size))
         large = [tensor for tensor in saved if tensor.numel() == logits.numel()]
         assert [tensor.data_ptr() for tensor in large] == [logits.data_ptr()]
         assert torch.equal(logits, before) == (impl == "plain")

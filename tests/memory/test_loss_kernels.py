@@ -10,6 +10,7 @@ import torch
 from fivefold.audit.work import Multiplications
 from fivefold.memory import cross_entropy as fused
 from fivefold.model.batch import on_device
+from fivefold.model.loss import LossRule
 from fivefold.tensor.vocabulary import Entries
 from tests.kernels import DEVICES, run_kernels
 from tests.memory.test_cross_entropy import (
@@ -26,10 +27,10 @@ from tests.model.models import build
 from tests.verify.cases import chosen
 
 RANGES = {
-    "whole, padded": Entries(0, 99, 0.0),
-    "second of two": Entries(52, 99, 0.1, Z),
-    "padding only": Entries(104, 99, 0.1),
-    "shorter than a program": Entries(0, 7, 0.1),
+    "whole, padded": Entries(0, LossRule(99, 0.0)),
+    "second of two": Entries(52, LossRule(99, 0.1, Z)),
+    "padding only": Entries(104, LossRule(99, 0.1)),
+    "shorter than a program": Entries(0, LossRule(7, 0.1)),
 }
 
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
+from fivefold.config.training import TrainingConfig
 from fivefold.description.shape import ModelParts
 from fivefold.model.batch import Batch
 from fivefold.model.init import initialise
@@ -177,9 +179,9 @@ FAMILIES = {
 }
 
 
-def build(model: ModelConfig, parts: ModelParts | None = None, **options: float) -> Stage:
+def build(model: ModelConfig, parts: ModelParts | None = None, **options: Any) -> Stage:
     """An fp64 stage of which every parameter, norms and biases too, is worth checking."""
-    stage = Stage(model, parts, **options).double()
+    stage = Stage(model, parts, TrainingConfig(seq_length=1, **options)).double()
     initialise(stage, seed=7)
     for name, parameter in stage.named_parameters():
         if parameter.dim() == 1:

@@ -42,7 +42,7 @@ def norm(stage: Stage, name: str, x: Tensor) -> Tensor:
 def layers(stage: Stage, x: Tensor, names: list[str], batch: Batch) -> Tensor:
     """The named layers alone, by a stage that has nothing else."""
     model = replace(stage.model, num_layers=len(names), mtp_num_layers=0)
-    middle = Stage(model, ModelParts(tuple(range(len(names)))))
+    middle = Stage(model, ModelParts(tuple(range(len(names)))), stage.settings)
     weights = dict(stage.named_parameters())
     own = {
         key: weights[f"{name}.{key.partition('.')[2].partition('.')[2]}"]

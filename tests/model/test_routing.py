@@ -41,7 +41,7 @@ def _cases() -> Iterator[ModelConfig]:
 def _router(model: ModelConfig, settings: ExpertsConfig) -> tuple[Router, Tensor]:
     """A random router, and tokens."""
     generator = torch.Generator().manual_seed(3)
-    router = Router(model, 1, settings, 1).double().eval()
+    router = Router(model, 1, settings).double().eval()
     router.weight.data.normal_(generator=generator)
     if router.expert_bias is not None:
         router.expert_bias.normal_(std=0.3, generator=generator)

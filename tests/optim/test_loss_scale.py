@@ -108,7 +108,7 @@ def _gradients(
 
     with patch.object(engine_, "LossScaler", Scaler):
         engine = Engine(layout, rank, CPU)
-    found = engine.read(engine.gradients(microbatches_of(layout, rank)))
+    found = engine.gradients(microbatches_of(layout, rank)).read()
     grads = {name: engine.optimizer.gradient(name).clone() for name in engine.trained}
     return found.loss, found.grad_norm, grads
 

@@ -22,6 +22,7 @@ from fivefold.report import story
 from fivefold.report.charts import LAST, MOST_POINTS, charts_of
 from fivefold.report.facts import facts
 from fivefold.report.page import page
+from fivefold.report.settings import run_settings
 from fivefold.report.story import read_story
 
 CHARTS = re.compile(r'const DATA = (\{"runs".*\});')
@@ -123,6 +124,37 @@ def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
     assert view(read_story(folder), 80)[-1] == "no step has ended yet"
     with pytest.raises(DataError, match="is not a run folder"):
         read_story(tmp_path)
+
+
+def test_a_page_that_cannot_be_written_may_lie_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = a_run(tmp_path / "run")
+    (folder / "report.html").mkdir()  # as good as a disk that is only read
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(folder)]) == 2
+    what, attempt = capsys.readouterr().err.splitlines()
+    assert what == f"error: cannot write {folder}/report.html: Is a directory"
+    flags = attempt.removeprefix("  try:   ").split(",")[0]
+    assert main(["report", str(folder), *flags.split()]) == 0
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_what_is_no_run_folder_says_which_one_is_meant(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "my run")
+    for inside in ("checkpoints", "checkpoints/step-00000004"):
+        (folder / inside).mkdir(exist_ok=True, parents=True)
+        with pytest.raises(DataError, match=rf", did you mean '{folder}'\?$"):
+            run_settings(folder / inside)
+    with pytest.raises(DataError, match=r", did you mean 'my run'\?$"):
+        run_settings(tmp_path / "my runs")
+    hub = tmp_path / "my weights"
+    hub.mkdir()
+    (hub / "config.json").write_text("{}")
+    with pytest.raises(DataError) as caught:
+        run_settings(hub)
+    command = str(caught.value).split("try:   fivefold convert ")[1].split(", which")[0]
+    assert shlex.split(command) == [str(hub), f"{hub}-run"]
 
 
 NAMES = ("loss", "grad_norm", "lr", "seconds", "mfu", "eval_loss", "tokens_total")

@@ -76,5 +76,5 @@ def test_what_a_row_costs_is_the_best_within_it(line: str) -> None:
 def test_recomputation_that_a_row_asks_for_is_there() -> None:
     only = {"recompute_granularity": frozenset({"full"})}
     space = legal_space(asked(SMALL).among(only))
-    chosen = {space.memory[number].name for number in set(space.columns["memory"].tolist())}
-    assert chosen == {"full recompute"}
+    chosen = {space.memory[number].is_full for number in set(space.columns["memory"].tolist())}
+    assert chosen == {True}

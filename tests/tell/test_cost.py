@@ -22,7 +22,7 @@ LLAMA = "Llama 3's 54 days"
 
 @cache
 def planned() -> SearchResult:
-    loaded = load_with_origins(["debug"], Options)
+    loaded = load_with_origins(["debug"], Options, models=True)
     return search(request(loaded.config, load_cluster("H100", 2)))
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fivefold.model.caps import capped
 from fivefold.model.layers import Embedding
+from fivefold.model.loss import LossRule
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup, _own_rows
 from tests.pool import run
@@ -72,9 +73,8 @@ def _loss(
     true.backward(torch.tensor(0.7, dtype=torch.float64))
     logits_Tv = logits_TV.detach().chunk(world, 1)[rank].requires_grad_()
     told: list[Tensor] = []
-    ours = VocabularyCrossEntropy(dist.group.WORLD)(
-        logits_Tv, labels_T, TRUE, smoothing, weights_T if weighted else None, Z, told, cap
-    )
+    rule, given = LossRule(TRUE, smoothing, Z, cap), weights_T if weighted else None
+    ours = VocabularyCrossEntropy(dist.group.WORLD)(logits_Tv, labels_T, rule, given, told)
     _close(ours, true)
     z_T = Z * true_TV.logsumexp(1).square() * (labels_T != -100)
     _close(told[0], (z_T * weights_T if weighted else z_T).sum().detach())
@@ -94,7 +94,7 @@ def _half_precision(rank: int, world: int) -> None:
     labels_T = torch.tensor(LABELS["some ignored"])
     logits_TV = _random(6, T, PADDED).bfloat16()
     logits_Tv = logits_TV.chunk(world, 1)[rank].requires_grad_()
-    ours = VocabularyCrossEntropy(dist.group.WORLD)(logits_Tv, labels_T, TRUE)
+    ours = VocabularyCrossEntropy(dist.group.WORLD)(logits_Tv, labels_T, LossRule(TRUE))
     true = F.cross_entropy(logits_TV[:, :TRUE].float(), labels_T, reduction="sum")
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours, true)
@@ -111,7 +111,8 @@ def _far_apart(rank: int, world: int) -> None:
     labels_T = torch.arange(T) % TRUE
     logits_TV = _random(7, T, PADDED).contiguous()
     logits_TV[torch.arange(T), torch.arange(T) % TRUE] = 1e4
-    loss = VocabularyCrossEntropy(dist.group.WORLD)(logits_TV.chunk(world, 1)[rank], labels_T, TRUE)
+    logits_Tv = logits_TV.chunk(world, 1)[rank]
+    loss = VocabularyCrossEntropy(dist.group.WORLD)(logits_Tv, labels_T, LossRule(TRUE))
     assert loss.item() == 0.0
 
 

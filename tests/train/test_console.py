@@ -1,10 +1,13 @@
+import errno
 import io
 import re
+import signal
 
 import pytest
 
 from fivefold.train.console import HEADER_EVERY, Console
 from fivefold.train.metrics import EvalMetrics
+from fivefold.train.ranks.failures import raised
 from tests.train.test_metrics import step_metrics
 
 AT_80 = """\
@@ -142,3 +145,17 @@ def test_no_color_and_dumb_terminals(monkeypatch):
     assert "\x1b[33m" not in terminal_output(2)
     monkeypatch.setenv("TERM", "dumb")
     assert "\x1b" not in terminal_output(2) and "━" not in terminal_output(2)
+
+
+def test_a_reader_who_has_gone_is_told_as_such() -> None:
+    """Of a rank, too, whose launcher has no other sign of it than its exit."""
+
+    class Unread(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    with pytest.raises(BrokenPipeError) as caught:
+        Console(10, stream=Unread()).note("a line")
+    failure = raised(caught.value, 0, None)
+    assert failure.cause.startswith("nobody reads") and not failure.traceback
+    assert failure.status == 128 + signal.SIGPIPE

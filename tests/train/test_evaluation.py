@@ -233,11 +233,12 @@ def test_samples_that_are_read_again_are_said(trained: tuple[Path, str], tmp_pat
         "(?m)^valid_data_path.*", "valid_data_path = []", (folder / "config.toml").read_text()
     )
     (folder / "config.toml").write_text(settings)
-    said = {
-        flags: _fivefold("eval", str(folder), *flags.split()).stderr
-        for flags in ("--full-validation", "--no-full-validation --eval-iters 9 --gbs 64")
-    }
-    assert ["some of them again" in each for each in said.values()] == [False, True]
+    part = "--step 2 --no-full-validation --eval-iters 9 --gbs 64"
+    said = [_fivefold("eval", str(folder), *f.split()) for f in ("--full-validation", part)]
+    assert ["some of them again" in each.stderr for each in said] == [False, True]
+    last = said[1].stdout.splitlines()[-1]  # of the same checkpoint and batches
+    whole = "--step 2 --global-batch-size 64 --full-validation"
+    assert last == f"  next: fivefold eval {folder} {whole}"
 
 
 def test_a_launcher_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fivefold.cli.main import main
+from fivefold.train.folder.run_folder import RunFolder
 from tests import programs
 from tests.programs import Program
 from tests.train.test_run import FIVEFOLD, command, losses, wait_for
@@ -92,3 +95,25 @@ def test_fifty_kills_lose_nothing(cache: Path, tmp_path: Path) -> None:
     assert len(found) == kills
     assert all(int(lost or 0) <= 3 for lost in found)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="has no /dev/shm")
+@pytest.mark.parametrize("steps", [6, 7])
+def test_a_run_that_has_ended_leaves_no_states_of_an_earlier_start(
+    cache: Path, finished: Path, tmp_path: Path, steps: int
+) -> None:
+    """Though it keeps none itself any more, or has nothing left to do."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    identity = RunFolder(run).identity()
+    assert identity is not None
+    memory = Path("/dev/shm/fivefold")
+    left, of_another = memory / identity, memory / f"{identity}-of-another"
+    for folder in (left, of_another):
+        (folder / "step-00000002").mkdir(parents=True)
+    try:
+        assert main(command(cache, run, "--train-iters", str(steps))[3:]) == 0
+        assert not left.exists() and of_another.exists()
+    finally:
+        shutil.rmtree(of_another)

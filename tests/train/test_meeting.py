@@ -9,7 +9,7 @@ import pytest
 
 from fivefold.errors import PlaceError
 from fivefold.train.ranks import meeting
-from fivefold.train.ranks.meeting import check_place, meet
+from fivefold.train.ranks.meeting import check_interfaces, check_place, meet
 from fivefold.train.ranks.rank_env import RankEnv
 
 LIMIT = timedelta(seconds=1)
@@ -102,3 +102,16 @@ def test_a_process_that_is_no_first_rank_and_says_nothing_is_not_waited_for(port
     with socket.create_server(("127.0.0.1", port)):
         (said,) = came(port, [(1, 2)])
     assert f"listens at 127.0.0.1:{port} is not the first rank" in said
+
+
+def test_an_interface_that_is_not_there_is_named_with_those_that_are() -> None:
+    first, *_ = there = [name for _, name in socket.if_nameindex()]
+    for right in ({}, *({"GLOO_SOCKET_IFNAME": x} for x in ("", ",".join(there), f"{first}:1"))):
+        check_interfaces(right)
+    for wrong in ("none0", f"{first},none0", "none0:1", f"{first} "):
+        with pytest.raises(PlaceError) as caught:
+            check_interfaces({"GLOO_SOCKET_IFNAME": wrong})
+        what, why, attempt = str(caught.value).splitlines()
+        assert what.startswith(f"GLOO_SOCKET_IFNAME={wrong}: ")
+        assert why == f"  it has {', '.join(there)}"
+        assert attempt == "  try:   unset GLOO_SOCKET_IFNAME"

@@ -8,7 +8,9 @@ from fivefold.cli.main import main
 from fivefold.config.config import SETTINGS, Config
 from fivefold.config.huggingface.write import to_hf_config
 from fivefold.config.presets import PRESETS
-from fivefold.train.folder.preflight import with_home
+from fivefold.config.settings import flag_of
+from fivefold.errors import ConfigError
+from fivefold.train.folder.preflight import check_start, with_home
 
 OPENED_BY_DATA = ("data_path", "data_cache_path")
 FOLDERS = [name for name, each in SETTINGS.items() if each.kind is str and "folder" in each.help]
@@ -26,6 +28,16 @@ def test_a_folder_may_begin_at_home(name, monkeypatch):
         config = with_home(Config(PRESETS["debug-llama"]).with_values(**{name: given}))
         settled = vars(config.checkpoint) | vars(config.memory)
         assert settled[name] == found
+
+
+@pytest.mark.parametrize("name", sorted({*FOLDERS} - {*OPENED_BY_DATA, "load", "load_adapter"}))
+def test_a_folder_that_will_be_written_is_looked_at_before_anything_starts(name, tmp_path):
+    (tmp_path / "file").touch()
+    values = {"non_persistent_save_interval": 5, "non_persistent_local_ckpt_dir": str(tmp_path)}
+    values |= {name: str(tmp_path / "file" / "x")}
+    why = rf"^{name} = \S+: \S+file is not a folder\n  try:   another {flag_of(name)}$"
+    with pytest.raises(ConfigError, match=why):
+        check_start(Config(PRESETS["debug-llama"]).with_values(**values))
 
 
 def test_a_recipe_may_name_home(tmp_path, monkeypatch, capsys):

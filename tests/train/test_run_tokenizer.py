@@ -53,3 +53,34 @@ def test_another_tokenizer_than_the_runs_is_refused_and_the_advice_mends_it(
         assert not (tmp_path / "hub").exists()
         subprocess.run(said.split("try: ")[-1], shell=True, check=True)
         assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize("kind", ["run", "hub"])
+def test_weights_are_given_the_tokens_that_they_know(
+    finished: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """Whatever text they learn from next; a tokenizer of that text would give other tokens the same
+    numbers. So does a run that goes on, though its own file is gone."""
+    there, text, run = tmp_path / "there", tmp_path / "text", tmp_path / "run"
+    if kind == "hub":
+        assert main(["convert", str(finished), str(there)]) == 0
+    else:
+        shutil.copytree(finished, there)
+    text.mkdir()
+    (text / "a.txt").write_text("".join(f"{n} other words, {n * n}\n" for n in range(3000)))
+    words = ["train", "debug", "--load", str(there), "--finetune", "--save", str(run)]
+    words += ["--data-path", str(text), "--data-cache-path", str(tmp_path / "cache")]
+    words += ["--seq-length", "32", "--global-batch-size", "1", "--lr-decay-iters", "9"]
+    words = [word for word in words if kind == "run" or word != "--finetune"]
+    assert main([*words, "--train-iters", "1"]) == 0
+    told = f"text becomes tokens by {there / 'tokenizer.json'}, which the weights know"
+    assert told in capfd.readouterr().out
+    known = (finished / "tokenizer.json").read_bytes()
+    assert (run / "tokenizer.json").read_bytes() == known
+    (run / "tokenizer.json").unlink()
+    assert main([*words, "--train-iters", "2"]) == 0
+    assert (run / "tokenizer.json").read_bytes() == known
+    if kind == "run":
+        other = [*words, "--save", str(tmp_path / "other"), "--tokenizer-vocab-size", "400"]
+        assert main([*other, "--train-iters", "1"]) == 0
+        assert (tmp_path / "other" / "tokenizer.json").read_bytes() != known

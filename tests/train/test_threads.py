@@ -56,5 +56,14 @@ def test_what_the_user_says_holds(name: str) -> None:
     assert (chosen.count, chosen.why) == (16, name)
 
 
+@pytest.mark.parametrize("said", ["", " ", "abc", "0", "-2", "1.5", "4 2", "4x"])
+def test_what_is_no_number_of_threads_is_left_out_as_openmp_leaves_it_out(said: str) -> None:
+    without = choose_threads(layout(4096), 4, "cpu", {})
+    assert choose_threads(layout(4096), 4, "cpu", {"OMP_NUM_THREADS": said}) == without
+    both = {"OMP_NUM_THREADS": said, "MKL_NUM_THREADS": "16"}
+    assert choose_threads(layout(4096), 4, "cpu", both).why == "MKL_NUM_THREADS"
+    assert choose_threads(layout(4096), 4, "cpu", {"OMP_NUM_THREADS": " 16, 2"}).count == 16
+
+
 def test_a_gpu_has_its_share_of_the_cores() -> None:
     assert choose_threads(layout(64), 4, "cuda", {}).count == 4

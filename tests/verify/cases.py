@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
+from fivefold.config.sharding import SHARDING
 from fivefold.data_parallel.policy import DTYPES
 from fivefold.verify.compare import compare
 from fivefold.verify.reference import load_trace, run_reference, save_trace
@@ -212,7 +213,7 @@ STAGES = {
 }
 # Splits of one sample's work; what they leave of the ranks is data parallel.
 SPLITS = ("pipeline_model_parallel", "tensor_model_parallel", "context_parallel")
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+STRATEGIES = tuple(SHARDING)
 
 
 def config(model: ModelConfig, ranks: int | None = None, **values: Any) -> Config:

@@ -1,12 +1,13 @@
 """The command, from a recipe to the exit status."""
 
 import json
-from dataclasses import fields
 from pathlib import Path
 from subprocess import CompletedProcess
+from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from fivefold.check import check
 from fivefold.cli.verify import Options, in_fp64
@@ -15,7 +16,7 @@ from fivefold.config.presets import resolve_model
 from fivefold.config.sources import load
 from fivefold.errors import ConfigError, DataError
 from fivefold.files import telling_system_errors
-from fivefold.verify.reference import ReferenceStep, save_trace
+from fivefold.verify.reference import ReferenceStep, load_trace, save_trace
 from fivefold.verify.run import _enough_steps
 from tests import programs
 
@@ -67,13 +68,30 @@ def test_only_a_flag_changes_the_precision(flag: str) -> None:
     assert load(in_fp64([*argv, "--precision=bf16"]), Options)[1].training.precision == "bf16"
 
 
+def a_step() -> ReferenceStep:
+    """Of a layer's experts, with a tensor of which every other element is kept."""
+    part = {"x": torch.arange(6.0).reshape(2, 3).T, "y": torch.zeros(0)}
+    numbers = {"loss": 0.1, "norm": float("inf"), "evaluation": 1e-300, "further": {"mtp_1": 0.3}}
+    rest = {"losses": torch.ones(4)[::2], "loads": torch.zeros(0), "choices": {11: torch.ones(2)}}
+    return ReferenceStep(**numbers, **rest, grads=part, before={}, after={"a/b": part["x"]})
+
+
+def test_a_reference_is_read_as_it_was_written(tmp_path: Path) -> None:
+    save_trace(tmp_path / "trace", [a_step() for _ in range(11)])
+    read = load_trace(tmp_path / "trace")
+    assert len(read) == 11
+    for step in read:
+        torch.testing.assert_close(vars(step), vars(a_step()), rtol=0, atol=0)
+
+
 def test_a_full_disk_is_told_of_a_reference(tmp_path: Path) -> None:
-    step = ReferenceStep(*[{"x": torch.zeros(1 << 16)}] * len(fields(ReferenceStep)))
+    full = SafetensorError("Error: No space left on device (os error 28)")
     with (
         pytest.raises(DataError, match=f"disk full: cannot write {tmp_path}"),
+        patch("safetensors.torch.save_file", side_effect=full),
         telling_system_errors(DataError, tmp_path),
     ):
-        save_trace(Path("/dev/full"), [step])
+        save_trace(tmp_path / "trace", [a_step()])
 
 
 def test_a_graph_is_proved_by_a_step_that_replays_it_with_other_tokens() -> None:

@@ -2,18 +2,22 @@
 as theory says."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from fivefold.audit.report import audit
-from fivefold.check import check
-from fivefold.verify.report import describe
-from tests.audit.test_audit import records_of
-from tests.verify.cases import MODELS, chosen, config, flags, verify_in_pool
-from tests.verify.test_latent import BUBBLES, DROP, MOVED, WHOLE, context, selective
+from tests.verify.cases import chosen, flags
+from tests.verify.families import (
+    BUBBLES,
+    DROP,
+    MOVED,
+    Case,
+    computes_what_one_device_does,
+    context,
+    does_what_theory_says,
+    selective,
+)
 
-CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+CASES: dict[str, Case] = {
     "sinks": (1, "sinks", flags()),
     "sinks, tensor parallel, dropout": (2, "sinks", flags(tp=2) | DROP),
     "sinks, sequence parallel": (4, "sinks", flags(tp=4, sequence=True)),
@@ -68,10 +72,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", chosen(CASES, *list(CASES)[::3]))
 def test_layouts(case: str) -> None:
-    ranks, family, values = CASES[case]
-    report = verify_in_pool(ranks, config(MODELS[family], ranks, **values))
-    assert report.passed, report.text()
-    assert None not in report.max_rel_error.values()
+    computes_what_one_device_does(CASES[case])
 
 
 @pytest.mark.slow
@@ -79,10 +80,4 @@ def test_layouts(case: str) -> None:
     "case", [c for c in chosen(CASES, *list(CASES)[::6]) if "experts" not in str(c)]
 )
 def test_bytes_and_products_are_those_of_theory(case: str, tmp_path: Path) -> None:
-    ranks, family, values = CASES[case]
-    layout = check(config(MODELS[family], ranks, **values | WHOLE), ranks)
-    report = audit(describe(layout), layout, records_of(layout, 1, tmp_path), None, None)
-    assert report.passed, report.text()
-    for finding in report.findings:
-        if finding.name.startswith("activations"):
-            assert finding.measured == finding.predicted, finding
+    does_what_theory_says(CASES[case], tmp_path)

@@ -1,35 +1,22 @@
 """Latent attention in every layout computes what one device computes, and does what theory says."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from fivefold.audit.report import audit
-from fivefold.check import check
-from fivefold.verify.report import describe
-from tests.audit.test_audit import records_of
-from tests.verify.cases import MODELS, chosen, config, flags, verify_in_pool
+from tests.verify.cases import chosen, flags
+from tests.verify.families import (
+    BUBBLES,
+    DROP,
+    MOVED,
+    Case,
+    computes_what_one_device_does,
+    context,
+    does_what_theory_says,
+    selective,
+)
 
-
-def context(ranks: int, *kinds: str) -> dict[str, Any]:
-    sizes = {"hierarchical_context_parallel_sizes": (2, ranks // 2)} if "a2a+p2p" in kinds else {}
-    return {"context_parallel_size": ranks, "cp_comm_type": kinds} | sizes
-
-
-def selective(*modules: str) -> dict[str, Any]:
-    return {"recompute_granularity": "selective", "recompute_modules": modules}
-
-
-DROP = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-WHOLE = {"reset_attention_mask": False}
-MOVED = {
-    "fine_grained_activation_offloading": True,
-    "offload_modules": ("attn_norm", "core_attn", "attn_proj", "mlp_norm"),
-    "min_offloaded_tensor_size": 1,
-}
-BUBBLES = {"pipeline_schedule": "zb_h1", "micro_batch_size": 1}
-CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+CASES: dict[str, Case] = {
     "alone": (1, "latent", flags()),
     "tensor parallel": (2, "latent", flags(tp=2)),
     "tensor parallel, dropout": (2, "latent", flags(tp=2) | DROP),
@@ -114,19 +101,10 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", chosen(CASES, *list(CASES)[::6]))
 def test_layouts(case: str) -> None:
-    ranks, family, values = CASES[case]
-    report = verify_in_pool(ranks, config(MODELS[family], ranks, **values))
-    assert report.passed, report.text()
-    assert None not in report.max_rel_error.values()
+    computes_what_one_device_does(CASES[case])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", chosen(CASES, *list(CASES)[::8]))
 def test_bytes_and_products_are_those_of_theory(case: str, tmp_path: Path) -> None:
-    ranks, family, values = CASES[case]
-    layout = check(config(MODELS[family], ranks, **values | WHOLE), ranks)
-    report = audit(describe(layout), layout, records_of(layout, 1, tmp_path), None, None)
-    assert report.passed, report.text()
-    for finding in report.findings:
-        if finding.name.startswith("activations"):
-            assert finding.measured == finding.predicted, finding
+    does_what_theory_says(CASES[case], tmp_path)

@@ -2,21 +2,25 @@
 and as large as theory says."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from fivefold.audit.report import audit
-from fivefold.check import check
-from fivefold.verify.report import describe
-from tests.audit.test_audit import records_of
-from tests.verify.cases import MODELS, chosen, config, flags, verify_in_pool
-from tests.verify.test_latent import BUBBLES, DROP, MOVED, WHOLE, context, selective
+from tests.verify.cases import chosen, flags
+from tests.verify.families import (
+    BUBBLES,
+    DROP,
+    MOVED,
+    Case,
+    computes_what_one_device_does,
+    context,
+    does_what_theory_says,
+    selective,
+)
 
 FULL = {"recompute_granularity": "full"}
 ONES = {"reset_attention_mask": True, "document_length": 1}
 LORA = {"lora_rank": 3, "lora_alpha": 5.0}
-DELTA: dict[str, tuple[int, str, dict[str, Any]]] = {
+DELTA: dict[str, Case] = {
     "tensor and context parallel, ZeRO-3, tied": (
         8,
         "delta tied",
@@ -64,7 +68,7 @@ DELTA: dict[str, tuple[int, str, dict[str, Any]]] = {
         flags(tp=2, dp=2, strategy="optim") | {"optimizer": "muon"},
     ),
 }
-HYBRID: dict[str, tuple[int, str, dict[str, Any]]] = {
+HYBRID: dict[str, Case] = {
     "hybrid, tensor and context parallel, ZeRO-3, tied": (
         8,
         "hybrid tied",
@@ -115,10 +119,7 @@ WHOLE_ROWS = [case for case in CASES if "documents" not in case and "experts" no
 @pytest.mark.slow
 @pytest.mark.parametrize("case", chosen(CASES, *list(DELTA)[::4], *list(HYBRID)[5::3]))
 def test_layouts(case: str) -> None:
-    ranks, family, values = CASES[case]
-    report = verify_in_pool(ranks, config(MODELS[family], ranks, **values))
-    assert report.passed, report.text()
-    assert None not in report.max_rel_error.values()
+    computes_what_one_device_does(CASES[case])
 
 
 @pytest.mark.slow
@@ -126,10 +127,4 @@ def test_layouts(case: str) -> None:
     "case", chosen(WHOLE_ROWS, *WHOLE_ROWS[:15:6], "hybrid, whole layers recomputed")
 )
 def test_bytes_and_products_are_those_of_theory(case: str, tmp_path: Path) -> None:
-    ranks, family, values = CASES[case]
-    layout = check(config(MODELS[family], ranks, **values | WHOLE), ranks)
-    report = audit(describe(layout), layout, records_of(layout, 1, tmp_path), None, None)
-    assert report.passed, report.text()
-    for finding in report.findings:
-        if finding.name.startswith("activations"):
-            assert finding.measured == finding.predicted, finding
+    does_what_theory_says(CASES[case], tmp_path)

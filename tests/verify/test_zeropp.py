@@ -153,7 +153,7 @@ def _against_the_twin(rank: int, world: int, prepared: Config) -> tuple[float, f
     engine = Engine(check(prepared, world), rank, torch.device("cpu"))
     batch = global_batch(prepared, 0)
     parts = [microbatches(prepared, batch, rows_of(prepared, r, world)) for r in range(world)]
-    loss = engine.read(engine.gradients(parts[rank])).loss
+    loss = engine.gradients(parts[rank]).read().loss
     model = plain_model(prepared, torch.float64)
     own = prepared.with_values(zero_hpz_partition_size=1)
     engine.model.reshard()

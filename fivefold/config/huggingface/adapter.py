@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any, get_args
 
 from fivefold.config.huggingface.reader import Reader
@@ -111,8 +112,9 @@ def refuse_adapter(folder: Path) -> None:
     fields = read_json(folder / SETTINGS, dict[str, Any], CheckpointError)
     kind, base = fields.get("peft_type"), fields.get("base_model_name_or_path")
     what = f"{folder} holds an adapter of PEFT ({kind}) to {base}, and no whole weights"
-    of = base if base and Path(str(base)).is_dir() else "BASE"
-    raise CheckpointError(str(Mistake(what, works=(f"--load {of} --load-adapter {folder}",))))
+    of = quote(str(base)) if base and Path(str(base)).is_dir() else "BASE"
+    adapter = quote(str(folder))
+    raise CheckpointError(Mistake(what, works=(f"--load {of} --load-adapter {adapter}",)))
 
 
 def _see_patterns(reader: Reader, rank: int, alpha: float) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from fivefold.config.huggingface.layered import windows_with_rope
-from fivefold.config.huggingface.llama import llama_like
+from fivefold.config.huggingface.llama import llama_like, refuse_head_dim
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.model import ModelConfig
 
@@ -32,9 +32,7 @@ def cohere2(reader: Reader, kind: str) -> ModelConfig:
 def _side_by_side(reader: Reader, kind: str) -> ModelConfig:
     model = llama_like(reader, kind)
     reader.without_effect("model_max_length")  # of the tokenizer
-    usual = model.hidden_size // model.num_attention_heads
-    if model.head_dim != usual:
-        reader.unsupported("head_dim", model.head_dim, [usual], "hidden_size / num_attention_heads")
+    refuse_head_dim(reader, model)
     scale = reader.number("logit_scale", 0.0625)
     if scale <= 0:
         reader.unsupported("logit_scale", scale, [0.0625])

@@ -128,9 +128,7 @@ def _sparse_layers(reader: Reader, kind: str, layers: int) -> list[bool]:
             why = "transformers reads mlp_layer_types alone"
             reader.unsupported("first_k_dense_replace", first, [usual], why)
         return [layer >= first for layer in range(layers)]
-    if len(listed) != layers:
-        counts = f"{len(listed)} entries, num_hidden_layers is {layers}"
-        reader.mistakes.add(f"mlp_layer_types must have one entry a layer: {counts}")
+    if not reader.has_each_layer("mlp_layer_types", listed, layers):
         return [False] * layers
     return [word == "sparse" for word in listed]
 

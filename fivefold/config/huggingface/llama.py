@@ -164,15 +164,21 @@ def activation(reader: Reader, name: str, default: str) -> Any:
     return ACTIVATIONS[word or default]
 
 
+def refuse_head_dim(
+    reader: Reader, model: ModelConfig, why: str = "hidden_size / num_attention_heads"
+) -> None:
+    """Report heads that together have not the features of a hidden state."""
+    usual = model.hidden_size // model.num_attention_heads
+    if model.head_dim != usual:
+        reader.unsupported("head_dim", model.head_dim, [usual], why)
+
+
 def layer_types(reader: Reader, layers: int) -> tuple[bool, ...] | None:
     """Whether each layer has a window, if the config.json lists it; else None."""
     types = reader.texts("layer_types", ("full_attention", "sliding_attention"))
     if types is None:
         return None
-    if len(types) != layers:
-        reader.mistakes.add(
-            f"layer_types must have one entry a layer: {len(types)} entries, {layers} layers"
-        )
+    if not reader.has_each_layer("layer_types", types, layers):
         return (False,) * layers
     return tuple(kind == "sliding_attention" for kind in types)
 

@@ -7,7 +7,12 @@ from typing import Any
 from fivefold.config.huggingface.generic import read_balancing
 from fivefold.config.huggingface.grouped_experts import grouped_experts, predictions
 from fivefold.config.huggingface.layered import exaone4
-from fivefold.config.huggingface.llama import layer_types, llama_like, window_settings
+from fivefold.config.huggingface.llama import (
+    layer_types,
+    llama_like,
+    refuse_head_dim,
+    window_settings,
+)
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.layer_pattern import layer_frequency
 from fivefold.config.model import ModelConfig
@@ -64,10 +69,7 @@ def olmoe(reader: Reader, kind: str) -> ModelConfig:
     """OLMoE: experts in every layer, whose weights are those of a softmax over all of them."""
     model = llama_like(reader, kind)
     read_balancing(reader)
-    usual = model.hidden_size // model.num_attention_heads
-    if model.head_dim != usual:
-        why = "norms there have hidden_size features of queries"
-        reader.unsupported("head_dim", model.head_dim, [usual], why)
+    refuse_head_dim(reader, model, "norms there have hidden_size features of queries")
     return replace(
         model,
         num_experts=reader.size("num_experts", "num_local_experts", default=64),

@@ -86,9 +86,7 @@ def _linear_layers(reader: Reader, layers: int) -> tuple[bool, ...]:
     interval = reader.size("full_attention_interval", default=4)
     if listed is None:
         return tuple((layer + 1) % interval != 0 for layer in range(layers))
-    if len(listed) != layers:
-        counts = f"{len(listed)} entries, num_hidden_layers is {layers}"
-        reader.mistakes.add(f"layer_types must have one entry a layer: {counts}")
+    if not reader.has_each_layer("layer_types", listed, layers):
         return (False,) * layers
     return tuple(word == "linear_attention" for word in listed)
 

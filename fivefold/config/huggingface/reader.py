@@ -118,6 +118,13 @@ class Reader:
             self.unsupported(name, other, choices)
         return [word for word in value if word in choices]
 
+    def has_each_layer(self, name: str, listed: Sequence[Any], layers: int) -> bool:
+        """Whether a list has an entry for each layer; else that is a mistake."""
+        if len(listed) != layers:
+            counts = f"{len(listed)} entries, num_hidden_layers is {layers}"
+            self.mistakes.add(f"{name} must have one entry a layer: {counts}")
+        return len(listed) == layers
+
     def patterns(self, name: str) -> str | tuple[str, ...] | None:
         """A list of texts, or one that is a regular expression; None if null or missing."""
         value = self._value((name,), None, _text_or_texts)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from fivefold.config.huggingface.llama import llama_like
+from fivefold.config.huggingface.llama import llama_like, refuse_head_dim
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.model import ModelConfig
 
@@ -10,9 +10,7 @@ from fivefold.config.model import ModelConfig
 def stablelm(reader: Reader, kind: str) -> ModelConfig:
     """Those whose heads are not normalised; attention and MLP may read one norm side by side."""
     model = llama_like(reader, kind)
-    usual = model.hidden_size // model.num_attention_heads
-    if model.head_dim != usual:
-        reader.unsupported("head_dim", model.head_dim, [usual], "hidden_size / num_attention_heads")
+    refuse_head_dim(reader, model)
     parallel = reader.flag("use_parallel_residual", False)
     reader.fixed("qk_layernorm", False, why="each head would have a norm of its own")
     reader.fixed("hidden_dropout", 0.0, why="it is of MLPs alone")

@@ -10,8 +10,9 @@ from typing import Any, NoReturn
 
 from fivefold.config.foreign import FOREIGN
 from fivefold.config.megatron_job.command import NO_JOB, Around, Launch, launch_of, ranks_of
-from fivefold.config.megatron_job.relatives import in_release, in_samples, is_tokens, name_of
+from fivefold.config.megatron_job.relatives import in_release, in_samples, is_tokens
 from fivefold.config.megatron_job.release import Argument, known
+from fivefold.config.settings import flag_of, name_of_flag
 from fivefold.config.translation import Named
 from fivefold.errors import ConfigError, Mistake, Mistakes, shown
 
@@ -174,7 +175,7 @@ def _from_command(launch: Launch) -> MegatronJob:
             unknown[-1] += f" {word}"
     if not given:
         raise ConfigError(NO_JOB)
-    dashed = {flag.split()[0]: f"--{name_of(flag).replace('_', '-')}" for flag in unknown}
+    dashed = {flag.split()[0]: flag_of(name_of_flag(flag)) for flag in unknown}
     if meant := {flag: name for flag, name in dashed.items() if name in known().flags}:
         what = f"flags of Megatron-LM have dashes; those with underscores, such as {min(meant)},"
         why = "are of a relative whose other defaults are not known here"

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from fivefold.config.settings import name_of_flag
 from fivefold.errors import Mistakes
 
 _FULL = ("--recompute-granularity", "full")
@@ -148,23 +149,18 @@ def in_samples(given: Mapping[str, object], unknown: Sequence[str]) -> Mapping[s
     length, samples = given.get("seq_length"), given.get("train_samples")
     if not isinstance(length, int) or not isinstance(samples, int):
         return {}
-    tokens = {name_of(flag): int(flag.split()[-1]) for flag in unknown if is_tokens(flag)}
+    tokens = {name_of_flag(flag): int(flag.split()[-1]) for flag in unknown if is_tokens(flag)}
     found = {name.replace("tokens", "samples"): many // length for name, many in tokens.items()}
     return found | {"train_samples": min(found.get("train_samples", samples), samples)}
 
 
 def is_tokens(flag: str) -> bool:
     """Whether a flag with its value counts a schedule in tokens."""
-    return name_of(flag) in _TOKENS and flag.split()[-1].isdecimal()
-
-
-def name_of(flag: str) -> str:
-    """The argument that a flag, with or without values, would be."""
-    return flag.split()[0].removeprefix("--").replace("-", "_")
+    return name_of_flag(flag) in _TOKENS and flag.split()[-1].isdecimal()
 
 
 def of_relative(flag: str, release: str) -> str:
     """A sentence about a flag, with its values, that the release does not have."""
-    if name_of(flag) == "deepspeed_config":
+    if name_of_flag(flag) == "deepspeed_config":
         return f"{flag}: what that file says of precision, clipping and offloading is not read"
     return f"{flag}: no argument of Megatron-LM {release}"

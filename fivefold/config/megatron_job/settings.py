@@ -8,7 +8,7 @@ without a word.
 from fivefold.config.megatron_job.arguments import MegatronJob, lost_argument
 from fivefold.config.megatron_job.harmless import DERIVED, is_harmless
 from fivefold.config.megatron_job.model import of_experts, of_model, of_vocabulary
-from fivefold.config.megatron_job.relatives import name_of, of_relative
+from fivefold.config.megatron_job.relatives import of_relative
 from fivefold.config.megatron_job.release import known
 from fivefold.config.megatron_job.training import (
     of_data,
@@ -18,6 +18,7 @@ from fivefold.config.megatron_job.training import (
     of_parallel,
     of_training,
 )
+from fivefold.config.settings import name_of_flag
 from fivefold.config.translation import Translation, fitting
 from fivefold.errors import Mistakes
 
@@ -51,7 +52,7 @@ def translate(job: MegatronJob, vocabulary: int | None = None) -> Translation:
     unread = {name: value for name, value in job.unread().items() if not _idles(job, name)}
     harmless = tuple(sorted(filter(is_harmless, unread)))
     lost += [lost_argument(name, value) for name, value in unread.items() if name not in harmless]
-    idle = {flag: name_of(flag) for flag in job.unknown}
+    idle = {flag: name_of_flag(flag) for flag in job.unknown}
     idle = {f: name for f, name in idle.items() if is_harmless(name) or _idles(job, name)}
     harmless += tuple(idle.values())
     others = [flag for flag in job.unknown if flag not in idle]

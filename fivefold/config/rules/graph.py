@@ -31,7 +31,7 @@ def check_step_graph(config: Config, parallel: ParallelConfig, mistakes: Mistake
         mistakes.add(f"{NAME} replays what one step has launched, and {what}", works=[*works, OFF])
 
 
-def check_graph_device(config: Config, device_type: str, *, shared: bool = False) -> None:
+def check_graph_device(config: Config, device_type: str, *, shared: bool) -> None:
     """Refuse to start ranks on devices where no step can be recorded.
 
     Args:

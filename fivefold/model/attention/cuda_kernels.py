@@ -253,21 +253,14 @@ class Flex:
             q = q * (self.scale * q.shape[-1] ** 0.5)
         shared = q.shape[1] != k.shape[1]
         out, more = attention(
-            *(q, k, v),
-            block_mask=mask,
-            enable_gqa=shared,
-            return_aux=request(lse=True),
+            *(q, k, v), block_mask=mask, enable_gqa=shared, return_aux=request(lse=True)
         )
         return out, more.lse
 
     @cached_property
     def _functions(self) -> tuple[Any, Any, Any]:
         """FlexAttention, imported and compiled (for dynamic lengths) on first use."""
-        from torch.nn.attention.flex_attention import (
-            AuxRequest,
-            create_block_mask,
-            flex_attention,
-        )
+        from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
         if not self.compiled:
             return flex_attention, create_block_mask, AuxRequest

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from fivefold.model.attention.blocks import Block, Visibility
 from fivefold.model.attention.cuda_kernels import (
+    ATEN,
     CudnnOnCuda,
     Differentiated,
     FlashOnCuda,
     Flex,
+    Grads,
     OwnOnCuda,
     lacking_cudnn,
     lacking_flash,
@@ -30,9 +32,7 @@ from fivefold.model.attention.cuda_kernels import (
 from fivefold.model.attention.scores import USUAL, Scores
 from fivefold.model.dropout import PairDropout
 
-Grads = tuple[Tensor, Tensor, Tensor]
 ROWS = 256  # queries per step of the plain kernel, which bounds the probabilities it holds
-ATEN = torch.ops.aten
 
 
 class BlockKernel(Protocol):
@@ -164,20 +164,22 @@ class Padded:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """See `BlockKernel`."""
-        out, lse = self.kernel.forward(q, k, _padded(v, q), block)
+        out, lse = self.kernel.forward(q, k, padded(v, q.shape[-1]), block)
         return out[..., : v.shape[-1]], lse
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
     ) -> Grads:
         """See `BlockKernel`."""
-        grad, wide_v, out = (_padded(x, q) for x in (grad, v, out))
+        grad, wide_v, out = (padded(x, q.shape[-1]) for x in (grad, v, out))
         dq, dk, dv = self.kernel.backward(grad, q, k, wide_v, out, lse, block)
         return dq, dk, dv[..., : v.shape[-1]]
 
 
-def _padded(x: Tensor, like: Tensor) -> Tensor:
-    return F.pad(x, (0, like.shape[-1] - x.shape[-1]))
+def padded(x: Tensor, features: int) -> Tensor:
+    """x with zeros up to so many features; itself if it has them."""
+    lacking = features - x.shape[-1]
+    return F.pad(x, (0, lacking)) if lacking else x
 
 
 @dataclass(frozen=True)

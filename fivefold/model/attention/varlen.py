@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.model.attention.blockwise import sink_grads
@@ -19,6 +18,7 @@ from fivefold.model.attention.cuda_kernels import (
     flash_forward,
     lacking_flash,
 )
+from fivefold.model.attention.kernels import padded
 from fivefold.model.attention.scores import USUAL, Scores
 from fivefold.model.dropout import HeadDropout, PairDropout
 from fivefold.model.traced import result
@@ -52,14 +52,7 @@ class PackedKernel(Protocol):
         """Output [T, N, Dv], and log-sum-exp [N, T] in at least fp32."""
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        at: Pieces,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Pieces
     ) -> Grads:
         """Gradients of q, k and v; `out` and `lse` may include a sink."""
 
@@ -78,22 +71,15 @@ class PackedFlash:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Pieces) -> tuple[Tensor, Tensor]:
         """See `PackedKernel`."""
-        longest, wide = (at.longest, at.longest), _padded(v, q.shape[-1])
+        longest, wide = (at.longest, at.longest), padded(v, q.shape[-1])
         out, lse = flash_forward(q, k, wide, at.starts, longest, True, at.bounds, self.scale)
         return out[..., : v.shape[-1]].contiguous(), lse
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        at: Pieces,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Pieces
     ) -> Grads:
         """See `PackedKernel`."""
-        grad, wide, out = (_padded(x, q.shape[-1]) for x in (grad.contiguous(), v, out))
+        grad, wide, out = (padded(x, q.shape[-1]) for x in (grad.contiguous(), v, out))
         pieces = at.starts, (at.longest, at.longest), True, at.bounds, self.scale
         dq, dk, dv = flash_backward(grad, q, k, wide, out, lse, *pieces)
         return dq, dk, dv[..., : v.shape[-1]]
@@ -118,14 +104,7 @@ class PackedOwn:
         return attention_kernels.forward(q, k, v, *self._within(at), self.scores)
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        at: Pieces,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Pieces
     ) -> Grads:
         """See `PackedKernel`."""
         from fivefold.model.kernels import attention as attention_kernels
@@ -172,11 +151,6 @@ def packed_attention(
     q, k, v = (x.flatten(0, 1) for x in (q_BSND, k_BSGD, v_BSGD))
     out: Tensor = _Packed.apply(q, k, v, sinks, pieces, kernel)
     return out.view(B, S, N, -1)
-
-
-def _padded(x: Tensor, features: int) -> Tensor:
-    lacking = features - x.shape[-1]
-    return F.pad(x, (0, lacking)) if lacking else x
 
 
 class _Packed(torch.autograd.Function):

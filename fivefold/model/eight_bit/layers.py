@@ -101,10 +101,7 @@ def eight_bit_layers(stage: Stage) -> dict[str, tuple[nn.Module, EightBit]]:
 
 
 def install_delayed(
-    stages: Mapping[int, Stage],
-    layers: Sequence[ScaledLayer],
-    config: Config,
-    device: torch.device,
+    stages: Mapping[int, Stage], layers: Sequence[ScaledLayer], config: Config, device: torch.device
 ) -> DelayedScaling:
     """Give the 8-bit linear layers of stages delayed scales, if that is asked for.
 

@@ -248,17 +248,7 @@ class EightBitGroups(Products):
 
     each: EightBit
     ends: list[int]
-
-    @staticmethod
-    def apply(
-        products: Sequence[Products],
-        x_TH: Tensor,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-    ) -> tuple[Tensor, ...]:
-        """[T, H] -> one [T, F] per linear layer, under autograd; biases are added elsewhere."""
-        ys: tuple[Tensor, ...] = _Multiplied.apply(x_TH, tuple(products), *weights)
-        return ys
+    apply = staticmethod(EightBit.apply)
 
     def reading_as(self, first: Products) -> "EightBitGroups":
         """The same, with the scales with which the first linear layer reads their input."""

@@ -62,12 +62,7 @@ class Seen:
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seen: Seen,
-    drop: PairDropout | None,
-    scores: Scores = USUAL,
+    q: Tensor, k: Tensor, v: Tensor, seen: Seen, drop: PairDropout | None, scores: Scores = USUAL
 ) -> tuple[Tensor, Tensor]:
     """Output [T, N, Dv], and log-sum-exp [N, T] of what is seen before dropout, at least fp32.
 

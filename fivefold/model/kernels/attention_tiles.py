@@ -19,13 +19,7 @@ def piece_of(starts):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def keys_of(  # type: ignore[no-untyped-def]
-    start,
-    keys,
-    shift,
-    window,
-    causal: tl.constexpr,
-    windowed: tl.constexpr,
-    rows: tl.constexpr,
+    start, keys, shift, window, causal: tl.constexpr, windowed: tl.constexpr, rows: tl.constexpr
 ):
     """First key that a tile of queries sees, and the end of those."""
     low, high = keys * 0, keys
@@ -38,13 +32,7 @@ def keys_of(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def queries_of(  # type: ignore[no-untyped-def]
-    start,
-    queries,
-    shift,
-    window,
-    causal: tl.constexpr,
-    windowed: tl.constexpr,
-    rows: tl.constexpr,
+    start, queries, shift, window, causal: tl.constexpr, windowed: tl.constexpr, rows: tl.constexpr
 ):
     """First query that sees a tile of keys, and the end of those."""
     low, high = queries * 0, queries
@@ -57,14 +45,7 @@ def queries_of(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def visible_to(  # type: ignore[no-untyped-def]
-    i,
-    j,
-    queries,
-    keys,
-    shift,
-    window,
-    causal: tl.constexpr,
-    windowed: tl.constexpr,
+    i, j, queries, keys, shift, window, causal: tl.constexpr, windowed: tl.constexpr
 ):
     """Which of the keys j each of the queries i sees, see `kernels.attention.Seen`."""
     visible = (i < queries)[:, None] & (j < keys)[None, :]

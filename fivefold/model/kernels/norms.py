@@ -20,12 +20,7 @@ PROGRAMS = 512
 
 
 def sum_and_norm(
-    x_TH: Tensor,
-    onto_TH: Tensor,
-    weight_H: Tensor,
-    epsilon: float,
-    offset: float,
-    factor: float,
+    x_TH: Tensor, onto_TH: Tensor, weight_H: Tensor, epsilon: float, offset: float, factor: float
 ) -> tuple[Tensor, Tensor]:
     """onto + factor x, rounded to its dtype, and the RMSNorm of that (Zhang and Sennrich 2019).
 

@@ -124,10 +124,7 @@ Beside = Callable[[], None]
 
 
 def plain_dispatch(
-    x_TH: Tensor,
-    choice: ExpertChoice,
-    run: RunExperts,
-    beside: tuple[Beside, Beside] | None = None,
+    x_TH: Tensor, choice: ExpertChoice, run: RunExperts, beside: tuple[Beside, Beside] | None = None
 ) -> Tensor:
     """All experts on this rank; replaced under expert parallelism."""
     assert beside is None, "nothing travels"
@@ -208,11 +205,9 @@ class MoE(LayerBlock):
     discards_norm = frozenset({"layernorm", "a2a_overlap_post_attn"})
     compiles = False
 
-    def __init__(
-        self, model: ModelConfig, layer: int, settings: ExpertsConfig, global_batch_size: int
-    ) -> None:
+    def __init__(self, model: ModelConfig, layer: int, settings: ExpertsConfig) -> None:
         super().__init__()
-        self.router = Router(model, layer, settings, global_batch_size)
+        self.router = Router(model, layer, settings)
         self.experts = Experts(model)
         shared = model.shared_ffn_size
         self.shared_experts = MLP(model, shared) if shared else None

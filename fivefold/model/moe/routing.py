@@ -119,6 +119,7 @@ class Router(nn.Module):
         expert_bias: [E], added to the scores for the choice only (Wang et al., Auxiliary-Loss-Free
             Load Balancing, 2024); None without such balancing.
         loss_scale: factor of the losses in their gradients, scalar; None: 1.
+        global_batch_size: rows of the step over all ranks, as `begin_step` was told.
         batch_counts: (step, [E] tokens per expert in the step's microbatches so far, number of
             tokens), for global_aux_loss.
     """
@@ -126,9 +127,7 @@ class Router(nn.Module):
     expert_bias: Tensor | None
     bias: nn.Parameter | None
 
-    def __init__(
-        self, model: ModelConfig, layer: int, settings: ExpertsConfig, global_batch_size: int
-    ) -> None:
+    def __init__(self, model: ModelConfig, layer: int, settings: ExpertsConfig) -> None:
         super().__init__()
         assert model.num_experts is not None, "a router needs experts"
         experts, hidden = model.num_experts, model.hidden_size
@@ -137,7 +136,7 @@ class Router(nn.Module):
         with_bias = model.moe_router_enable_expert_bias
         self.register_buffer("expert_bias", torch.zeros(experts) if with_bias else None)
         self.model, self.layer, self.settings = model, layer, settings
-        self.global_batch_size = global_batch_size
+        self.global_batch_size = 1
         self.surroundings = Surroundings()
         self.choice: Choice = plain_choice
         self.limit: Limit = plain_limit

@@ -13,12 +13,12 @@ from fivefold.pipeline.draw.chart import Chart
 from fivefold.pipeline.ir import Program, loop_placement, v_placement
 from fivefold.pipeline.list_scheduler import Problem
 from fivefold.pipeline.lowering import eager_dx
+from fivefold.pipeline.rules import AUTO
 from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program
 from fivefold.pipeline.simulate import simulate
 from fivefold.pipeline.synthesise import synthesise
 from fivefold.units import human_seconds
 
-AUTO = "auto"
 _LEAST = 1e-6  # minimum time of a stage, as a share of the mean stage
 
 

@@ -4,59 +4,33 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from fivefold.data_parallel.stage_gradients import StageGradients
 from fivefold.model.batch import Batch
 from fivefold.model.moe.routing import Decisions
 from fivefold.model.sequence_slices import SlicedSequence
 from fivefold.model.transformer import Stage
-from fivefold.pipeline.ir import COMPUTE, READS_PARAMETERS, Act, Direction, Kind, Message, Program
+from fivefold.pipeline.ir import (
+    COMPUTE,
+    READS_PARAMETERS,
+    Act,
+    Direction,
+    Kind,
+    Message,
+    Piece,
+    Program,
+)
 from fivefold.pipeline.run.messages import Mail
 from fivefold.pipeline.run.turns import Turns
 from fivefold.tensor.deferred_weight import DeferredWeights, Work
 
-Piece = tuple[int, int, int]
-"""Stage, microbatch, slice."""
-
 Observer = Callable[[Act], AbstractContextManager[object]]
 """Entered once what a compute act needs is there, left when the act has ended."""
-
-
-class StageGradients(Protocol):
-    """What the executor needs of data parallelism, per stage."""
-
-    def before_forward(self, *, last: bool) -> None:
-        """`last`: the next forward is that of the stage's last backward, which is whole."""
-
-    def before_backward(self, *, whole: bool, last: bool) -> None:
-        """What the next backward computes: `whole` with weight gradients, or dX only; `last`: no
-        later act of the step adds to this stage's gradients."""
-
-    def after_backward(self, *, last: bool) -> None:
-        """A backward with weight gradients has ended; `last` as above."""
-
-    def put_aside(self) -> list[Work]:
-        """A backward of dX alone has ended: what is to run before its weight gradients."""
-
-    def run_weights(self, works: list[Work], *, last: bool) -> None:
-        """Compute weight gradients that a backward has put aside; `last` as above."""
-
-    def reduce(self) -> None:
-        """All weight gradients of the step are there: start summing what is not yet."""
-
-    def unshard(self) -> None:
-        """Start gathering the stage's parameters, which stay until `reshard`."""
-
-    def await_unshard(self) -> None:
-        """Wait for the stage's parameters, which the next act reads."""
-
-    def reshard(self) -> None:
-        """Free the gathered parameters."""
 
 
 @dataclass
@@ -166,13 +140,9 @@ class _Step:
         self._acts = program.ranks[executor.pp_rank]
         self._predicts = batches[0].num_further > 0
         self._mail = Mail(
-            executor.group,
-            executor.lines,
-            executor.hidden_shape,
-            executor.dtype,
-            executor.device,
+            executor.group, executor.lines, executor.hidden_shape, executor.dtype, executor.device
         )
-        self._recomputed = {_piece(act) for act in self._acts if act.kind is Kind.R}
+        self._recomputed = {act.piece for act in self._acts if act.kind is Kind.R}
         self._forwards: dict[Piece, _Forward] = {}
         self._weights: dict[Piece, list[Work]] = {}
         self._sequences: dict[tuple[int, int], SlicedSequence] = {}
@@ -255,12 +225,12 @@ class _Step:
     def _await(self, act: Act) -> None:
         parts = self._on.stages[act.stage].parts
         if act.kind is Kind.F and not parts.embedding:
-            self._mail.wait((Direction.FORWARD, *_piece(act)))
+            self._mail.wait((Direction.FORWARD, *act.piece))
         if act.kind in (Kind.B, Kind.BW) and not parts.head:
-            self._mail.wait((Direction.BACKWARD, *_piece(act)))
+            self._mail.wait((Direction.BACKWARD, *act.piece))
 
     def _forward(self, act: Act) -> None:
-        piece, module = _piece(act), self._on.stages[act.stage]
+        piece, module = act.piece, self._on.stages[act.stage]
         x = None
         if not module.parts.embedding:
             x = self._mail.take((Direction.FORWARD, *piece))
@@ -282,7 +252,7 @@ class _Step:
 
     def _recompute(self, act: Act) -> None:
         """Run a forward of which only the input was kept once more, with its graph."""
-        forward = self._forwards[_piece(act)]
+        forward = self._forwards[act.piece]
         forward.edge = self._edge(act, self._run_stage(act, forward.x))
 
     def _edge(self, act: Act, out: Tensor) -> GradientEdge:
@@ -294,7 +264,7 @@ class _Step:
         """Hidden states, or the scaled losses."""
         program, module = self._program, self._on.stages[act.stage]
         end = self._last_weights.get(act.stage)
-        last = end is not None and end.kind is Kind.BW and _piece(end) == _piece(act)
+        last = end is not None and end.kind is Kind.BW and end.piece == act.piece
         self._on.gradients[act.stage].before_forward(last=last)
         sequence = None
         if program.num_slices > 1:
@@ -303,7 +273,7 @@ class _Step:
         if x is not None:
             x.requires_grad_(torch.is_grad_enabled())
         batch = self._batches[act.mb * program.num_slices + act.slice]
-        decisions = self._decisions.setdefault(_piece(act), Decisions())
+        decisions = self._decisions.setdefault(act.piece, Decisions())
         out: Tensor = module(x, batch, sequence, decisions)
         return out * self._scale if module.parts.head else out
 
@@ -317,7 +287,7 @@ class _Step:
         def back() -> None:
             self._backward_input(backward)
             last = self._last_weights[backward.stage] == backward
-            rest = self._weights.pop(_piece(backward))
+            rest = self._weights.pop(backward.piece)
             self._on.gradients[backward.stage].run_weights(rest, last=last)
 
         turns.run(back, ahead, between=self._on.deferred.run_early)
@@ -333,11 +303,11 @@ class _Step:
         self._on.gradients[act.stage].before_backward(whole=False, last=False)
         with self._on.deferred.collect() as works:
             self._differentiate(act)
-        self._weights[_piece(act)] = [*self._on.gradients[act.stage].put_aside(), *works]
+        self._weights[act.piece] = [*self._on.gradients[act.stage].put_aside(), *works]
 
     def _differentiate(self, act: Act) -> None:
         """Run autograd from the gradient of the output, and of what later slices attended to."""
-        piece, module = _piece(act), self._on.stages[act.stage]
+        piece, module = act.piece, self._on.stages[act.stage]
         forward = self._forwards.pop(piece)
         assert forward.edge is not None
         edges: list[GradientEdge] = [forward.edge]
@@ -358,14 +328,14 @@ class _Step:
 
     def _backward_weights(self, act: Act) -> None:
         """The dW that a B has put aside, or one part of it."""
-        works, parts = self._weights[_piece(act)], self._program.num_weight_parts
+        works, parts = self._weights[act.piece], self._program.num_weight_parts
         share = -(-len(works) // (parts - act.part))
-        now, self._weights[_piece(act)] = works[:share], works[share:]
+        now, self._weights[act.piece] = works[:share], works[share:]
         del works
         last = self._last_weights[act.stage] == act
         self._on.gradients[act.stage].run_weights(now, last=last)
         if act.part == parts - 1:
-            del self._weights[_piece(act)]
+            del self._weights[act.piece]
 
     def _give(self, act: Act, direction: Direction, stage: int, tensor: Tensor) -> None:
         """Hand a tensor to `stage`, here or by the SEND that follows."""
@@ -374,7 +344,3 @@ class _Step:
             self._mail.hand_over(address, tensor)
         else:
             self._mail.post(address, tensor)
-
-
-def _piece(act: Act) -> Piece:
-    return act.stage, act.mb, act.slice

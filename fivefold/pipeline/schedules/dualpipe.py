@@ -8,12 +8,7 @@ from collections import deque
 
 from fivefold.errors import ConfigError, Mistake
 from fivefold.pipeline.ir import Act, Kind, pair
-from fivefold.pipeline.schedules.fixed import (
-    Orders,
-    Task,
-    nearest_choices,
-    only_microbatches,
-)
+from fivefold.pipeline.schedules.fixed import Orders, Task, nearest_choices, only_microbatches
 
 
 def dualpipe_v(task: Task) -> Orders:
@@ -24,8 +19,7 @@ def dualpipe_v(task: Task) -> Orders:
     padded = max(total, 2 * ranks)
     return [
         only_microbatches(
-            _DualRank(rank, ranks, task.chunks(rank), (range(padded), range(padded))).order(),
-            total,
+            _DualRank(rank, ranks, task.chunks(rank), (range(padded), range(padded))).order(), total
         )
         for rank in range(ranks)
     ]
@@ -43,8 +37,7 @@ def dualpipe(task: Task) -> Orders:
                 f"dualpipe needs an even number of pipeline ranks, not {ranks}",
                 works=(
                     *nearest_choices(
-                        "--pipeline-model-parallel-size",
-                        (n for n in (ranks - 1, ranks + 1) if n),
+                        "--pipeline-model-parallel-size", (n for n in (ranks - 1, ranks + 1) if n)
                     ),
                     "dualpipe_v",
                 ),

@@ -112,7 +112,7 @@ def interleaved_1f1b(task: Task) -> Orders:
     """
     check_groups(task)
     return [
-        _alternate(*_interleaved(task, rank), warm_up=_warm_up(task, rank))
+        _alternate(*interleaved(task, rank, Kind.BW), warm_up=_warm_up(task, rank))
         for rank in range(task.num_ranks)
     ]
 
@@ -125,7 +125,7 @@ def combined_1f1b(task: Task) -> Orders:
     """
     check_groups(task)
     return [
-        _alternate(*_interleaved(task, rank), warm_up=_warm_up(task, rank) + 1, paired=True)
+        _alternate(*interleaved(task, rank, Kind.BW), warm_up=_warm_up(task, rank) + 1, paired=True)
         for rank in range(task.num_ranks)
     ]
 
@@ -160,12 +160,12 @@ def _pieces(task: Task, rank: int) -> tuple[list[Act], list[Act]]:
     )
 
 
-def _interleaved(task: Task, rank: int) -> tuple[list[Act], list[Act]]:
+def interleaved(task: Task, rank: int, backward: Kind) -> tuple[list[Act], list[Act]]:
     """Forwards and backwards of a rank's stages, depth-first in groups."""
     chunks = task.chunks(rank)
     return (
         [Act(Kind.F, chunks[chunk], mb) for chunk, mb in task.table],
-        [Act(Kind.BW, chunks[-1 - chunk], mb) for chunk, mb in task.table],
+        [Act(backward, chunks[-1 - chunk], mb) for chunk, mb in task.table],
     )
 
 

@@ -43,12 +43,7 @@ def _half_block(ranks: int, rank: int) -> tuple[int, int, int, int]:
 
 def _min_block(ranks: int, rank: int) -> tuple[int, int, int, int]:
     shift = 0 if ranks % 3 else 2
-    return (
-        rank,
-        2 * ranks - rank - 1,
-        2 * ranks + shift + rank,
-        4 * ranks + shift - rank - 1,
-    )
+    return (rank, 2 * ranks - rank - 1, 2 * ranks + shift + rank, 4 * ranks + shift - rank - 1)
 
 
 def _tightened(task: Task, block: Block) -> Orders:

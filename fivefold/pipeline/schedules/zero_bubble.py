@@ -8,7 +8,13 @@ from collections import deque
 from itertools import chain
 
 from fivefold.pipeline.ir import Act, Kind
-from fivefold.pipeline.schedules.fixed import Orders, Task, check_groups, only_microbatches
+from fivefold.pipeline.schedules.fixed import (
+    Orders,
+    Task,
+    check_groups,
+    interleaved,
+    only_microbatches,
+)
 
 
 def zb_h1(task: Task) -> Orders:
@@ -55,18 +61,14 @@ def interleaved_zb(task: Task) -> Orders:
     Flush bubble (P-1)F/V; at V=2 rank 0 holds P microbatches. P <= G <= M.
     """
     check_groups(task)
-    orders = []
-    for rank in range(task.num_ranks):
-        chunks = task.chunks(rank)
-        orders.append(
-            _lagging(
-                [Act(Kind.F, chunks[chunk], mb) for chunk, mb in task.table],
-                [Act(Kind.B, chunks[-1 - chunk], mb) for chunk, mb in task.table],
-                warm_up=task.num_ranks - 1 - rank + (len(chunks) - 1) * task.group_size,
-                lag=rank,
-            )
+    return [
+        _lagging(
+            *interleaved(task, rank, Kind.B),
+            warm_up=task.num_ranks - 1 - rank + (len(task.chunks(rank)) - 1) * task.group_size,
+            lag=rank,
         )
-    return orders
+        for rank in range(task.num_ranks)
+    ]
 
 
 def zb_v(task: Task) -> Orders:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.layout import Layout
-from fivefold.pipeline.ir import COMPUTE, Act, Kind, Program
+from fivefold.pipeline.ir import COMPUTE, Kind, Program
 from fivefold.pipeline.order import Order
 
 WARM_UP, FIRST_BACKWARD, STEADY = "end of the warm-up", "first backward", "steady state"
@@ -104,8 +104,8 @@ def _swept(program: Program, rank: int) -> Moments:
     """The microbatches held during each compute action of a rank."""
     acts = [act for act in program.ranks[rank] if act.kind in COMPUTE]
     place = {stage: at for at, stage in enumerate(program.stages_of(rank))}
-    splits = {_piece(kid) for act in acts for kid in act.elementary if kid.kind is Kind.W}
-    again = {_piece(act) for act in acts if act.kind is Kind.R}
+    splits = {kid.piece for act in acts for kid in act.elementary if kid.kind is Kind.W}
+    again = {act.piece for act in acts if act.kind is Kind.R}
     makes = [
         (kid.stage, number)
         for number, act in enumerate(acts)
@@ -126,7 +126,7 @@ def _swept(program: Program, rank: int) -> Moments:
     for number, act in enumerate(acts):
         light = False  # a forward that keeps no more than its input
         for kid in act.elementary:
-            cell, piece = number * len(place) + place[kid.stage], _piece(kid)
+            cell, piece = number * len(place) + place[kid.stage], kid.piece
             if kid.kind is Kind.F:
                 light = piece in again
                 before.append(size + cell if light else cell)
@@ -166,7 +166,3 @@ def _swept(program: Program, rank: int) -> Moments:
     ends = np.array([first.get(stage, size) for stage in place])
     unmade = (np.arange(len(acts))[:, None] <= ends).astype(np.float64)
     return Moments(tuple(running), *index, kept, inputs, waiting, unmade)
-
-
-def _piece(act: Act) -> tuple[int, int, int]:
-    return act.stage, act.mb, act.slice

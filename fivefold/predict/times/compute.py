@@ -5,10 +5,12 @@ time is the larger of the time of the arithmetic, with the last wave partly empt
 read its operands from memory. The time of an elementwise kernel follows from its memory traffic.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
+from fivefold.config.training import ELEMENT_BYTES
 from fivefold.hardware import Gpu
 
 # Tiles that libraries choose from, (rows, columns, share of the full rate that they reach).
@@ -17,7 +19,7 @@ _EXPONENTIAL = 32  # features of a head whose products take as long as a score's
 _ALIGNED = 16  # bytes that tensor cores read at once
 _PADDED_HEAD = 32  # of whose multiples fused attention has kernels, as in FlashAttention's source
 _FILL = 2.8e-6  # seconds in which a tile's pipeline fills and drains, whatever the rate between
-ELEMENT = {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0, "fp64": 8.0, "fp8": 1.0, "fp4": 0.5}
+ELEMENT: Mapping[str, float] = {**ELEMENT_BYTES, "fp8": 1.0, "fp4": 0.5}
 RECIPE_RATE = {
     "delayed": 1.0,
     "tensorwise": 1.0,

@@ -10,13 +10,16 @@ block to compute.
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
 from fivefold.check import lacking
 from fivefold.config.config import Config
 from fivefold.config.divisors import divisors
+from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import CpCommType
+from fivefold.config.reach import Reach
 from fivefold.counts.messages import PassVolumes, context_volumes
 from fivefold.description.layers import describe_layer
 from fivefold.description.operations import CoreAttention
@@ -203,16 +206,22 @@ def _attention(config: Config, cluster: Cluster, pieces: int) -> Phases:
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size
     features = model.query_dim + model.value_dim
     whole = config.attended_length
-    reaches = Counter(map(model.reach_of, model.softmax_layers))
     found = Phases()
-    for reach, layers in reaches.items():
+    for reach, share in _reach_shares(model).items():
         seen = 2 * reach.mean_keys(whole)
         length = min(training.seq_length // pieces, int(seen))
         each = attention(
             cluster.gpu, tokens * seen * heads * features, length, training.precision, features / 2
         )
-        found += each * (layers / len(model.softmax_layers))
+        found += each * share
     return found
+
+
+@lru_cache(maxsize=16)
+def _reach_shares(model: ModelConfig) -> Mapping[Reach, float]:
+    """How far back tokens attend, and in which share of the layers with a softmax."""
+    reaches = Counter(map(model.reach_of, model.softmax_layers))
+    return MappingProxyType({reach: n / reaches.total() for reach, n in reaches.items()})
 
 
 def _volumes(config: Config, kind: CpCommType, ranks: int, inner: int) -> PassVolumes:

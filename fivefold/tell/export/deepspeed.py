@@ -16,7 +16,7 @@ from fivefold.tell.export.settings import (
     described,
     formats,
     in_steps,
-    state_types,
+    lost_types,
 )
 from fivefold.tell.export.stand_in import changes, one_stage_a_rank
 
@@ -296,9 +296,7 @@ def _lost_of_the_memory(said: Settings) -> Iterator[str]:
     if said["cross_entropy_loss_fusion"]:
         impl = said["cross_entropy_fusion_impl"]
         yield f"cross_entropy_loss_fusion is code there (cross_entropy_fusion_impl = {impl})"
-    if said["use_precision_aware_optimizer"]:
-        kinds = f"use_precision_aware_optimizer, {state_types(said)}"
-        yield f"its gradients and moments have the type of its masters ({kinds})"
+    yield from lost_types(said)
     share, path = said["optimizer_offload_fraction"], said["optimizer_offload_path"]
     if path is not None:
         yield (

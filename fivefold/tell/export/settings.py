@@ -162,6 +162,13 @@ def state_types(said: Settings) -> str:
     )
 
 
+def lost_types(said: Settings) -> Iterator[str]:
+    """What a trainer without types of their own for masters, gradients and moments lacks."""
+    if said["use_precision_aware_optimizer"]:
+        kinds = f"use_precision_aware_optimizer, {state_types(said)}"
+        yield f"its gradients and moments have the type of its masters ({kinds})"
+
+
 def _quoted(value: object) -> str:
     text = str(value)
     return f"'{text}'" if set(text) & set("|*() []") else text

@@ -17,7 +17,7 @@ from fivefold.tell.export.settings import (
     flag,
     formats,
     in_steps,
-    state_types,
+    lost_types,
 )
 from fivefold.tell.export.stand_in import changes, one_stage_a_rank
 from fivefold.tell.export.torchtitan_models import (
@@ -325,9 +325,7 @@ def _lost(said: Settings, layout: Layout) -> Iterator[str]:
             f"{name} was left out: training.enable_cpu_offload there moves "
             f"parameters and gradients, too, and all of them (optimizer_offload_fraction = {share})"
         )
-    if said["use_precision_aware_optimizer"]:
-        kinds = f"use_precision_aware_optimizer, {state_types(said)}"
-        yield f"its gradients and moments have the type of its masters ({kinds})"
+    yield from lost_types(said)
     if training.precision in ("fp16", "fp64"):
         yield f"it computes in bf16 or fp32, not in precision = {training.precision}"
     corpora = " ".join(said["data_path"])

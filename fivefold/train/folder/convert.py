@@ -167,7 +167,7 @@ def _one_to_hub(
     if adapter:
         if model.lora_rank is None:
             what = f"{source} is of a run without adapters"
-            raise CheckpointError(str(Mistake(what, works=("convert without --adapter",))))
+            raise CheckpointError(Mistake(what, works=("convert without --adapter",)))
         base = _base(source)
         with _finished(target) as folder:
             types = {name: asked or saved.dtype for name, saved in index.items()}
@@ -285,7 +285,7 @@ def _finished(target: Path) -> Iterator[Path]:
     """
     if target.exists():
         what = f"{target} is there already"
-        raise CheckpointError(str(Mistake(what, attempt="another folder")))
+        raise CheckpointError(Mistake(what, attempt="another folder"))
     with telling_unwritable(target, CheckpointError):
         target.parent.mkdir(parents=True, exist_ok=True)
     for left in temporary_paths(target.parent, escape(target.name)):

@@ -119,7 +119,7 @@ class RunLock:
             TrainingError: it was deleted, moved, or taken by another run.
         """
         if not _is_at(self._descriptor, self._file):
-            raise TrainingError(str(self._loss()))
+            raise TrainingError(self._loss())
         if not self._owns(_read(self._descriptor)):
             raise TrainingError(
                 f"the run folder {self.folder} was taken over by "

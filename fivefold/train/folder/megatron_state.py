@@ -52,7 +52,7 @@ def check_goes_on(folder: Path, config: Config) -> bool:
         return False
     if config.model.lora_rank is not None:
         what = f"{folder} is of a run without adapters, and lora_rank asks for some"
-        raise CheckpointError(str(Mistake(what, works=WEIGHTS_ALONE)))
+        raise CheckpointError(Mistake(what, works=WEIGHTS_ALONE))
     if config.optimizer.optimizer != "adam":
         what = f"{folder} can be gone on from with Adam, and optimizer is "
         what += config.optimizer.optimizer
@@ -78,7 +78,7 @@ def check_place(folder: Path, training: TrainingConfig) -> str:
         what = f"samples of {folder} have {there.seq_length:,} tokens, and seq_length is "
         what += f"{training.seq_length:,}: its place in the data is none here"
         works = (f"--seq-length {there.seq_length}", *WEIGHTS_ALONE)
-        raise CheckpointError(str(Mistake(what, works=works)))
+        raise CheckpointError(Mistake(what, works=works))
     lost = _iterations_without_step(folder, there, training)
     skipped = f" and {several(lost, 'iteration')} that changed no weight" if lost else ""
     samples = _samples(there, training)
@@ -103,7 +103,7 @@ def _iterations_without_step(
         return there.iteration - there.step
     what = f"{folder} is of iteration {there.iteration:,}, and Adam has taken "
     what += f"{several(there.step, 'step')}: its moments began later than its learning rate"
-    raise CheckpointError(str(Mistake(what, works=WEIGHTS_ALONE)))
+    raise CheckpointError(Mistake(what, works=WEIGHTS_ALONE))
 
 
 def _samples(there: MegatronTraining, training: TrainingConfig) -> int:

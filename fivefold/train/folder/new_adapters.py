@@ -10,11 +10,7 @@ from fivefold.train.engine import Engine
 
 
 def measure_rows(
-    engine: Engine,
-    source: Checkpointer,
-    fill: Callable[[Mapping[str, Piece]], None],
-    *,
-    new: bool,
+    engine: Engine, source: Checkpointer, fill: Callable[[Mapping[str, Piece]], None], *, new: bool
 ) -> None:
     """Give new magnitudes of rows (DoRA), if there are any, the lengths of rows of loaded weights.
 

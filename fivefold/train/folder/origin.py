@@ -20,8 +20,10 @@ from fivefold.errors import (
     Mistake,
     OtherSettings,
 )
+from fivefold.train.corpora import trains_tokenizer
 from fivefold.train.folder.megatron_state import check_goes_on, check_place, megatron_state
-from fivefold.train.folder.run_folder import CHECKPOINTS
+from fivefold.train.folder.run_folder import CHECKPOINTS, TOKENIZER
+from fivefold.train.folder.run_tokenizer import known_tokenizer
 from fivefold.train.folder.saved_state import read_state, same_model, without_adapters
 from fivefold.train.folder.side_files import SIDE
 from fivefold.train.loop import Trainer
@@ -41,6 +43,7 @@ class Origin:
         damage: why a later checkpoint of the run was passed over; empty if none was.
         left_out: parts of a multimodal model there that are not read; empty if all is.
         told: what the user is to know of how the run goes on from there; empty if nothing.
+        tokenizer: file of the tokenizer whose tokens its weights know; None: none is known.
     """
 
     checkpoints: Path
@@ -51,6 +54,7 @@ class Origin:
     damage: str = ""
     left_out: str = ""
     told: str = ""
+    tokenizer: Path | None = None
 
     @property
     def beside(self) -> Path | None:
@@ -91,13 +95,13 @@ def _foreign(load: str, config: Config) -> Origin | None:
     if is_hub_folder(folder):
         if config.checkpoint.ckpt_step is not None:
             what = f"ckpt_step chooses one of several checkpoints, and {load} has weights alone"
-            raise CheckpointError(str(Mistake(what, works=("--ckpt-step none",))))
+            raise CheckpointError(Mistake(what, works=("--ckpt-step none",)))
         return _from_hub(folder, config)
     if adapter is not None:
         what = f"load_adapter is for weights as Hugging Face keeps them, and {load} has none"
         run, weights = quote(load), quote(f"{folder}-hf")
         made = f"--load {weights}, made by fivefold convert {run} {weights}"
-        raise CheckpointError(str(Mistake(what, attempt=made)))
+        raise CheckpointError(Mistake(what, attempt=made))
     if not is_megatron(folder):
         return None
     return _from_megatron(megatron_checkpoint(folder, config.checkpoint.ckpt_step), config)
@@ -119,9 +123,15 @@ def _from_run(source: Checkpointer, folder: Path, config: Config, *, continues: 
         what = f"{source.folder} is of a run without adapters, and lora_rank asks for some"
         afresh = f"--load {quote(str(folder))} --finetune --save {quote(f'{folder}-adapters')}"
         works = (afresh if continues else "--finetune",)
-        raise CheckpointError(str(Mistake(what, works=works)))
+        raise CheckpointError(Mistake(what, works=works))
     same_model(state.model, config.model.base if starts else config.model, source.folder)
-    origin = Origin(source.folder, state.step, weights_only, damage=damage)
+    load = config.checkpoint.load
+    named = (Path(load), Path(load).parent) if continues and load is not None else ()
+    tokenizer = known_tokenizer((source.folder.parent, *named), state)
+    told = "" if continues else _told_tokens(tokenizer, config)
+    origin = Origin(
+        source.folder, state.step, weights_only, damage=damage, told=told, tokenizer=tokenizer
+    )
     if not weights_only:
         earlier = [] if continues else source.steps()
         _check_steps(origin, config.training, earlier, continues=continues)
@@ -160,12 +170,28 @@ def _from_hub(folder: Path, config: Config) -> Origin:
         what, attempt = f"{folder} is of another model", f"--model {quote(str(folder))}"
         if there != from_hf_config(hub.fields):  # the files lack what config.json promises
             attempt += f" --mtp-num-layers {there.mtp_num_layers}"
-        raise CheckpointError(str(Mistake(what, tuple(wrong), attempt=attempt)))
+        raise CheckpointError(Mistake(what, tuple(wrong), attempt=attempt))
     load = config.checkpoint.load_adapter
     adapter = None if load is None else Path(load)
     checked_sources(folder, config.model, adapter)  # before any rank starts
-    parts = hub.told_parts()
-    return Origin(folder, 0, weights_only=True, foreign=True, adapter=adapter, left_out=parts)
+    file = folder / TOKENIZER
+    tokenizer = file if file.is_file() else None
+    return Origin(
+        folder,
+        0,
+        weights_only=True,
+        foreign=True,
+        adapter=adapter,
+        left_out=hub.told_parts(),
+        told=_told_tokens(tokenizer, config),
+        tokenizer=tokenizer,
+    )
+
+
+def _told_tokens(tokenizer: Path | None, config: Config) -> str:
+    """That text becomes the tokens which the weights know, where nothing else is said."""
+    used = tokenizer is not None and trains_tokenizer(config.data)
+    return f"text becomes tokens by {tokenizer}, which the weights know" if used else ""
 
 
 def restore(trainer: Trainer, origin: Origin | None) -> str:

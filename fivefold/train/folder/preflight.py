@@ -39,6 +39,9 @@ def check_start(config: Config) -> None:
     for name in ("optimizer_offload_path", "param_offload_path"):
         if (away := config.value(name)) is not None:
             _check_folder(name, away, "offloaded", mistakes)
+    if config.checkpoint.non_persistent_save_interval:
+        name = "non_persistent_local_ckpt_dir"
+        _check_folder(name, config.value(name), "/dev/shm", mistakes)
     _check_load(config.checkpoint, mistakes)
     with mistakes.collecting():
         if config.logging.tensorboard:

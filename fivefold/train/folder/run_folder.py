@@ -137,7 +137,7 @@ class RunFolder:
             as_kind(starts, list[_Entry], str(file), DataError)
         except DataError as error:
             aside = f"mv {quote(str(file))} {quote(f'{file}.damaged')}"
-            raise DataError(str(Mistake(str(error), attempt=aside))) from None
+            raise DataError(Mistake(str(error), attempt=aside)) from None
         return starts
 
     @property

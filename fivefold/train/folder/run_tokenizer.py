@@ -1,7 +1,7 @@
 """The tokenizer in a run folder, which has to be the one that the run was trained with."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
@@ -38,7 +38,14 @@ def run_tokenizer(run: Path, state: SavedState) -> Tokenizer:
     same = next((path for path in _others(run) if _digest(path) == expected), None)
     if same is not None:
         attempt = f"cp {quote(str(same))} {quote(str(file))}"
-    raise DataError(str(Mistake(what, tuple(why), attempt=attempt)))
+    raise DataError(Mistake(what, tuple(why), attempt=attempt))
+
+
+def known_tokenizer(folders: Iterable[Path], state: SavedState) -> Path | None:
+    """The first of the tokenizers in these folders with which a checkpoint was trained, if any."""
+    expected = state.loader["fingerprint"].get("tokenizer")
+    files = (file for folder in folders if (file := folder / TOKENIZER).is_file())
+    return next((file for file in files if expected in (None, _digest(file))), None)
 
 
 def _digest(file: Path) -> str:

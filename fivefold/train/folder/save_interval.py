@@ -29,11 +29,7 @@ class SaveInterval:
     """
 
     def __init__(
-        self,
-        steps: int | None,
-        step: int,
-        devices: int,
-        agree: Callable[[Callable[[], int]], int],
+        self, steps: int | None, step: int, devices: int, agree: Callable[[Callable[[], int]], int]
     ) -> None:
         self._steps, self._mtbf, self._agree = steps, DEVICE_MTBF / devices, agree
         self.held: float | None = None

@@ -65,7 +65,7 @@ def read_state(source: Checkpointer, step: int | None) -> SavedState:
     if of_data != seq_length:
         wrong.append(f"samples have {seq_length} tokens, those of the data {of_data}")
     if wrong:
-        raise CheckpointError(str(Mistake(f"{what} contradicts itself", tuple(wrong))))
+        raise CheckpointError(Mistake(f"{what} contradicts itself", tuple(wrong)))
     return state
 
 
@@ -107,7 +107,7 @@ def same_model(saved: dict[str, Any], model: ModelConfig, folder: Path) -> None:
         if was[name] != now[name] and name not in _FREE_MODEL_FIELDS
     ]
     if changed:
-        raise CheckpointError(str(Mistake(f"{folder} is of another model", tuple(changed))))
+        raise CheckpointError(Mistake(f"{folder} is of another model", tuple(changed)))
 
 
 def without_adapters(state: SavedState, model: ModelConfig) -> bool:

@@ -57,7 +57,7 @@ def fill_finite(
     if spoilt := _spoilt({name: piece.local for name, piece in pieces.items()}):
         kinds = "weights or moments" if trained else "weights"
         what = f"{path} holds {kinds} that are not finite, so that no loss would be"
-        raise CheckpointError(str(Mistake(what, (few(spoilt, SHOWN),))))
+        raise CheckpointError(Mistake(what, (few(spoilt, SHOWN),)))
 
 
 def locate_in_state(engine: Engine) -> list[str]:

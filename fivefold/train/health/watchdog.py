@@ -44,13 +44,7 @@ class Watchdog:
     """
 
     def __init__(
-        self,
-        env: RankEnv,
-        seconds: float,
-        *,
-        name: Callable[[int], str],
-        ends: str,
-        folder: Path,
+        self, env: RankEnv, seconds: float, *, name: Callable[[int], str], ends: str, folder: Path
     ) -> None:
         self._env, self._activity = env, env.activity
         self._seconds, self._name, self._ends, self._folder = seconds, name, ends, folder

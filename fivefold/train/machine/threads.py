@@ -1,6 +1,7 @@
 """Chooses the number of CPU threads of a rank: as many as its work can use."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,12 +16,24 @@ GRAIN = 32_768
 while they do: `benchmarks/threads.py`."""
 
 
+_NUMBERS = re.compile(r"\s*0*[1-9]\d*\s*(,\s*\d+\s*)*")
+
+
 @dataclass(frozen=True)
 class Threads:
     """The number of a rank's threads, with the reason for it."""
 
     count: int
     why: str
+
+
+def said_in(variables: Mapping[str, str]) -> str | None:
+    """The environment variable that says how many threads a process has; None: none does.
+
+    What is no number, or empty, OpenMP says is invalid, and leaves it out, as if it were not set.
+    """
+    given = (name for name in EXPLICIT if _NUMBERS.fullmatch(variables.get(name, "")))
+    return next(given, None)
 
 
 def choose_threads(
@@ -38,9 +51,8 @@ def choose_threads(
         variables: environment variables.
     """
     cores = torch.get_num_threads()
-    for name in EXPLICIT:
-        if name in variables:
-            return Threads(cores, name)
+    if name := said_in(variables):
+        return Threads(cores, name)
     share = max(1, cores // ranks)
     shared = f"{cores} cores / {ranks} ranks here" if ranks > 1 else f"{cores} cores"
     if device_type != "cpu":

@@ -19,8 +19,10 @@ from fivefold.errors import FivefoldError
 from fivefold.files import telling_system_errors
 from fivefold.process import die_with_parent
 from fivefold.train.health.roll_call import RollCall
+from fivefold.train.machine.threads import said_in
 from fivefold.train.ranks import failures
 from fivefold.train.ranks.failures import Failure
+from fivefold.train.ranks.meeting import INTERFACES
 from fivefold.train.ranks.rank_env import RankEnv
 from fivefold.train.ranks.signals import STOP_SIGNALS
 
@@ -121,11 +123,12 @@ def _become_rank(env: RankEnv, parent: int, threads: int | None) -> None:
     faulthandler.enable(file=2)
     os.environ.update(env.variables)
     # Gloo would look the host's name up, which fails on many laptops.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    if "OMP_NUM_THREADS" in os.environ:  # as with torchrun, what the user set is per rank
+    os.environ.setdefault(INTERFACES, "lo" if sys.platform == "linux" else "lo0")
+    if said_in(os.environ):  # as with torchrun, what the user set is per rank
         threads = torch.get_num_threads()
     threads = threads or max(1, torch.get_num_threads() // env.world_size)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    if said_in(os.environ) != "OMP_NUM_THREADS":
+        os.environ["OMP_NUM_THREADS"] = str(threads)
     # Even to what it is: this replaces the pool of threads that a fork leaves broken. Autograd's
     # threads, one for each GPU, would do so at the same time, and one would find none.
     torch.set_num_threads(threads)

@@ -21,6 +21,7 @@ from fivefold.units import ranks_named
 REPORT_LIMIT = 6_000  # characters of message and of traceback: both fit in a pipe's 64 KiB
 PLACES_SHOWN = 8
 BY_NOBODY = "if nobody ran kill -9, the machine ran out of memory (dmesg says so)"
+UNREAD = "nobody reads what it prints any more: the other end of the pipe has gone"
 CONFIG_ERROR = 2  # exit status of a rank whose settings are wrong
 
 
@@ -65,6 +66,8 @@ def raised(error: BaseException, rank: int, folder: Path | None) -> Failure:
     if isinstance(error, FivefoldError):
         status = CONFIG_ERROR if isinstance(error, ConfigError | OtherSettings) else 1
         return Failure(str(error)[:REPORT_LIMIT], when, status=status, for_user=True)
+    if isinstance(error, BrokenPipeError):  # standard output, as for `main`
+        return Failure(UNREAD, when, status=128 + signal.SIGPIPE)
     text = "".join(traceback.format_exception(error))
     message = str(error).strip()[:REPORT_LIMIT]
     cause = f"{type(error).__name__}: {message}".removesuffix(": ")

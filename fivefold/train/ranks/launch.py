@@ -42,7 +42,7 @@ from fivefold.train.ranks.children import (
 )
 from fivefold.train.ranks.failures import Failure
 from fivefold.train.ranks.fresh_store import fresh_store, keeps_store
-from fivefold.train.ranks.meeting import meet
+from fivefold.train.ranks.meeting import check_interfaces, meet
 from fivefold.train.ranks.rank_env import RankEnv
 from fivefold.train.ranks.rejoin import Generations, Orders
 from fivefold.train.ranks.signals import StopRequest, passed_on
@@ -85,7 +85,7 @@ class End:
         if self.signum is not None:
             raise SystemExit(self.status or 128 + self.signum)
         if self.status:
-            raise RanksFailed(what)
+            raise RanksFailed(what, self.status)
 
 
 def launch_local(worker: Worker, nproc: int) -> int:
@@ -180,10 +180,7 @@ def _end(
 
 
 def _replace(
-    ranks: list[Child],
-    generations: Generations,
-    orders: Orders,
-    start: Callable[[int, int], Child],
+    ranks: list[Child], generations: Generations, orders: Orders, start: Callable[[int, int], Child]
 ) -> None:
     """Start new ranks for those that died or do not let go, and have all of them go on."""
 
@@ -226,6 +223,7 @@ def init_process_group(
 
     Raises:
         ConfigError: this machine has fewer GPUs than ranks.
+        PlaceError: ranks cannot meet.
     """
     process.work()
     if deterministic:
@@ -242,6 +240,7 @@ def init_process_group(
         keep_freed_memory()
         finish_before_others()
     timeout = timedelta(seconds=timeout_seconds)
+    check_interfaces()
     dist.init_process_group(
         backend,
         timeout=timeout,

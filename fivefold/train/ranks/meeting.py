@@ -5,10 +5,11 @@ is up, longer, or for ever, and then shows where in its C++ that was.
 """
 
 import math
+import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from fivefold.units import human_seconds, ranks_named
 RESOLVE_SECONDS = 30.0  # in which a name server may recover, or learn of a pod that has just begun
 LEAST_POLL_SECONDS, MOST_POLL_SECONDS = 0.02, 1.0
 WARNING = timedelta(seconds=30)  # after which it is said who is missing, while others wait on
+INTERFACES = "GLOO_SOCKET_IFNAME"
 SIZE, CAME, ALL, REFUSED = "size", "came", "all came", "refused"  # keys in the store
 
 
@@ -46,6 +48,21 @@ def check_place(env: RankEnv) -> None:
         what = f"the first rank cannot listen at {_place(env)}: another process does"
         why = "it may be of another run, or another first rank of this one (RANK=0)"
         raise PlaceError(Mistake(what, (why,), works=("another MASTER_PORT",)))
+
+
+def check_interfaces(variables: Mapping[str, str] = os.environ) -> None:
+    """See that the network interfaces that gloo is told to use are there.
+
+    Raises:
+        PlaceError: one of them is not.
+    """
+    told = variables.get(INTERFACES, "")
+    there = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, told.split(",")):
+        if name.partition(":")[0] not in there:  # what follows is a label of one of its addresses
+            what = f"{INTERFACES}={told}: {socket.gethostname()} has no network interface {name}"
+            why = (f"it has {', '.join(there)}",)
+            raise PlaceError(Mistake(what, why, attempt=f"unset {INTERFACES}"))
 
 
 def meet(env: RankEnv, timeout: timedelta) -> dist.Store:

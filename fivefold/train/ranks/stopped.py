@@ -28,4 +28,4 @@ def stopped(
     folder = quote(str(checkpointer.folder.parent))
     again = f"--save {folder}, and another machine if it comes again"
     why = (*why, f"{then}latest checkpoint: {kept}")
-    return TrainingError(str(Mistake(what, why, attempt=attempt or again)))
+    return TrainingError(Mistake(what, why, attempt=attempt or again))
