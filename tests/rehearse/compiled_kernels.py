@@ -4,7 +4,7 @@ have: python -m tests.rehearse.compiled_kernels CAPABILITY [every]
 A process of its own: where tests run, Triton interprets. Prints the names of what was compiled, and
 raises Triton's error if a kernel is none: with `every`, all of them, and both sides of each branch;
 otherwise, of small models and of the widest heads, those few in which each argument of a kernel has
-each of its types and constants.
+each of its types and constants, fp16 apart.
 """
 
 import sys
