@@ -157,7 +157,8 @@ class Route(StageSizes):
         grads += 2 * running.by_heads(rule.sizes.size)
         working = self.tokens * (rule.working(running) + grads)
         point = self._start._replace(working=working, communication=self.messages[0])
-        point = point._replace(remade=self._remade(place))
+        again = remade_at_once(running, self.layers, place)
+        point = point._replace(remade=self.tokens * again)
         point = self._without(point, place, operations[at + 1 :])
         return place, self._behind(place, point, "the last layer with states")
 
