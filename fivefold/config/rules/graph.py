@@ -58,7 +58,7 @@ def _of_the_model(config: Config) -> Iterator[tuple[str, list[str]]]:
     """What the model asks of every step anew, and the flags without which it does not."""
     model = config.model
     if model.has_linear_layers:
-        yield "layers that keep a state find the chunks of their documents on the host", []
+        yield "layers with linear attention or Mamba-2 find their chunks on the host", []
     if config.data.reset_attention_mask:
         yield (
             "with reset_attention_mask attention is launched for documents, whose number and "
