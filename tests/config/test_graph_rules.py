@@ -23,7 +23,10 @@ REFUSED: dict[str, tuple[dict[str, Any], int]] = {
         {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "2"},
         1,
     ),
-    "Mamba-2": ({"hybrid_override_pattern": "M-" * (LLAMA.num_layers // 2)}, 1),
+    "Mamba-2": (
+        {"hybrid_override_pattern": "M-" * (LLAMA.num_layers // 2), "mamba_num_groups": 2},
+        1,
+    ),
     "hidden_dropout": ({"hidden_dropout": 0.1}, 1),
     "attention_dropout": ({"attention_dropout": 0.1}, 1),
     "lora_dropout": ({"lora_rank": 4, "lora_dropout": 0.1}, 1),
