@@ -42,9 +42,9 @@ _sort = experts.by_expert
 _put_together = dispatch.join
 
 
-def _read(result: DeviceResult, layers: Sequence[int] = ()) -> StepResult:
+def _read(result: DeviceResult) -> StepResult:
     with suppress(ValueError, OverflowError):  # of what memory held
-        _read_memory(result, layers)
+        _read_memory(result)
     return StepResult(1.0, 1.0, result.rates.lr, 1, extra=dict.fromkeys(result.extra, 0.0))
 
 
