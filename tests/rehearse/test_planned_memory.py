@@ -25,6 +25,7 @@ LIMIT = 0.05
 in which what one block needs for a moment weighs much."""
 DENSE = ("llama3-8b", "qwen3-8b")
 EXPERTS = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2-lite", "gpt-oss-20b", "deepseek-v3")
+LINEAR = ("qwen3.5-27b", "qwen3-next-80b-a3b")
 HYBRIDS = ("nemotron-h-8b", "nemotron-3-nano-30b-a3b")
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "gpipe", "dualpipe_v")
 RECOMPUTED = ("core_attn", "mlp", "layernorm")
@@ -120,6 +121,12 @@ def test_a_rank_with_experts_needs_what_is_planned(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", chosen(range(40)))
+def test_a_rank_with_linear_attention_needs_what_is_planned(seed: int) -> None:
+    _needs_what_is_planned(drawn(seed, LINEAR))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", chosen(range(60), 11))
 def test_a_rank_with_one_mixer_a_layer_needs_what_is_planned(seed: int) -> None:
     _needs_what_is_planned(drawn(seed, HYBRIDS))
@@ -180,6 +187,17 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
             "seq_length": 16384,
             "recompute_granularity": "full",
             "data_parallel_sharding_strategy": "optim",
+        },
+    ),
+    # Of replicas, all gradients of an MLP were counted where they had been added up one by one; and
+    # where one microbatch is all, the first layer's states meet the gradients of all others.
+    "gradients behind states": (
+        "qwen3.5-27b",
+        {
+            "num_layers": 4,
+            "seq_length": 4096,
+            "global_batch_size": 2,
+            "recompute_granularity": "full",
         },
     ),
     # The ends of a stage, unpacked from few bits, were counted beside their copy and the layers'.

@@ -124,10 +124,9 @@ class _Walk:
             remade = route.tokens * remade_at_once(route.running, route.layers)
             again = again._replace(remade=remade, communication=route.messages[3])
             yield again._replace(gradients=self._waiting, resharded=point.resharded)
-        if route.states is not None:
-            place = route.states[0]
-            change = _behind(route, passage, *route.states, route.own_until_states(place))
-            yield self._ended(route.states[1], change, route.copies.but("ends", "rest", "beside"))
+        for place, inside in route.states:
+            change = _behind(route, passage, place, inside, route.own_until_states(place))
+            yield self._ended(inside, change, route.copies.but("ends", "rest", "beside"))
         for place, inside in route.other_mixers:
             change = _behind(route, passage, place, inside, sum(p.size for p in route.parts[place]))
             yield self._ended(inside, change, inside.resharded)
@@ -254,10 +253,17 @@ def _at_head(route: Route, of_head: float) -> Iterator[ActPoint]:
 
 
 def _behind(route: Route, passage: Passage, place: int, point: ActPoint, own: float) -> Change:
-    """What has changed when all layers behind this one are done, and `own` elements of its own."""
+    """What has changed when all layers behind this one are done, and `own` elements of its own.
+
+    FSDP2 keeps new gradients until it has all of a layer's; others are added up one by one.
+    """
     behind = [layer_block(route.layout, n, trained=True) for n in route.numbers[place + 1 :]]
     change = Change(0.0, 0.0, 0.0)
     if behind:
         change = passage.after(route.parts[place + 1][1], *behind)
-    fresh = 0.0 if route.policy.placeholder else passage.fresh * own
-    return change._replace(gradients=point.gradients + change.gradients + fresh)
+    policy, fresh, made = route.policy, 0.0, change.made
+    if not policy.splits_optimizer:
+        made += own * policy.gradient * (policy.remade and passage.first)
+    elif not policy.placeholder:
+        fresh = own * passage.fresh
+    return change._replace(gradients=point.gradients + change.gradients + fresh, made=made)

@@ -143,14 +143,19 @@ class Route(StageSizes):
         return self._without(point, place, (*layer.after_last_input, *layer.last_inputs))
 
     @cached_property
-    def states(self) -> tuple[int, ActPoint] | None:
-        """The place of the last layer with states, and where their backward makes all again; None
-        if there is no such layer."""
+    def states(self) -> tuple[tuple[int, ActPoint], ...]:
+        """The places of the last layer with states, which keeps most, and of the first, where most
+        gradients are made; and where the backward of states makes all again."""
         places = [n for n in range(len(self.numbers)) if self.described(n).kind.linear]
-        if not places:
-            return None
-        running, place = self.running, places[-1]
-        operations = self.described(place).operations
+        first, last = places[:1], places[-1:]  # the last alone, if it is both
+        ends = dict.fromkeys(first, "first") | dict.fromkeys(last, "last")
+        return tuple(
+            (place, self._in_states(place, f"the {end} layer with states"))
+            for place, end in ends.items()
+        )
+
+    def _in_states(self, place: int, where: str) -> ActPoint:
+        running, operations = self.running, self.described(place).operations
         at, rule = next((n, op) for n, op in enumerate(operations) if isinstance(op, Recurrence))
         # Of the residual stream, of heads and of their gates.
         grads = running.element_bytes * self.layout.config.model.hidden_size / running.token_parts
@@ -160,7 +165,7 @@ class Route(StageSizes):
         again = remade_at_once(running, self.layers, place)
         point = point._replace(remade=self.tokens * again)
         point = self._without(point, place, operations[at + 1 :])
-        return place, self._behind(place, point, "the last layer with states")
+        return self._behind(place, point, where)
 
     def _behind(self, place: int, point: ActPoint, where: str) -> ActPoint:
         """A point within a layer, given as if it were the last, behind which there are others."""
