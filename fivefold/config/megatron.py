@@ -99,6 +99,7 @@ def unlike(model: ModelConfig, arguments: Mapping[str, Any]) -> list[str]:
     Only what is among the arguments is compared.
     """
     theirs = {"rotary_seq_len_interpolation_factor": None, **_OURS, **arguments}
+    theirs |= {name: theirs[name] or False for name in _NOT_READ if name in theirs}  # None: off
     if "norm_epsilon" not in theirs and "layernorm_epsilon" in theirs:
         theirs["norm_epsilon"] = theirs["layernorm_epsilon"]
     if theirs.get("group_query_attention") is False:

@@ -22,6 +22,7 @@ from fivefold.config.config import Config
 from fivefold.config.huggingface import from_hf_config
 from fivefold.config.huggingface.write import to_hf_config
 from fivefold.config.megatron import megatron_checkpoint, unlike
+from fivefold.config.megatron_job.release import known
 from fivefold.config.model import ModelConfig
 from fivefold.convert.load import fill_from_folder
 from fivefold.convert.megatron import MegatronFolder
@@ -222,6 +223,9 @@ def test_what_changes_results_alone_is_told_apart(name: str) -> None:
         "apply_layernorm_1p": (False, True),
         "apply_residual_connection_post_layernorm": (False, True),
         "attention_output_gate": (False, True),
+        "experimental_attention_variant": (None, "gated_delta_net"),
+        "hybrid_override_pattern": (None, "M*"),
+        "moe_latent_size": (None, 64),
         "rotary_interleaved": (False, True),
         "squared_relu": (False, True),
         "qk_l2_norm": (False, True),
@@ -267,6 +271,15 @@ def test_what_changes_results_alone_is_told_apart(name: str) -> None:
         assert line.startswith(f"{key}: ")
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixed"])
+def test_arguments_that_are_as_usual_tell_no_other_model(name: str) -> None:
+    """A run of Megatron-LM tells all of its arguments, most of them as they are by default."""
+    told = MegatronFolder(checkpoint(FOLDER / name)).arguments
+    derived = {"kv_channels", "bias_gelu_fusion"}  # by Megatron-LM, before it writes them
+    usual = {key: each for key, each in known().defaults.items() if key not in derived}
+    assert not unlike(MODELS[name], {**usual, **told})
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -276,6 +289,7 @@ def test_what_changes_results_alone_is_told_apart(name: str) -> None:
         ({"kv_channels": 4}, "kv_channels: 4, there 8"),
         ({"add_qkv_bias": True}, "that the checkpoint has not"),
         ({"mtp_num_layers": 1}, "without mtp_num_layers"),
+        ({"hybrid_override_pattern": "*E"}, "that the model has not"),
     ],
 )
 def test_another_mixture_is_refused(change: dict[str, Any], said: str) -> None:
