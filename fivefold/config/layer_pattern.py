@@ -4,7 +4,7 @@ import ast
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from fivefold.config.settings import flag_of
 from fivefold.errors import ConfigError, Mistake
@@ -86,7 +86,7 @@ def mixers(pattern: str, num_layers: int) -> tuple[Mixer, ...]:
         sizes = f"{len(pattern)} letters, {num_layers} layers"
         works = (f"--num-layers {len(pattern)}",) if pattern else (f"{flag_of(name)} none",)
         raise ConfigError(Mistake(f"{name} does not have one letter a layer", (sizes,), works))
-    return tuple(letter for each in pattern for letter in known if letter == each)
+    return cast(tuple[Mixer, ...], tuple(pattern))
 
 
 def window_frequency(has_window: Sequence[bool]) -> str:
