@@ -158,6 +158,27 @@ def test_defaults_are_those_of_megatron() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "file"),
+    [
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model m", "m/tokenizer.json"),
+        ("--tokenizer-type Llama2Tokenizer --tokenizer-model m.model", "m.model"),
+        ("--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model m.model", "m.model"),
+        ("--tokenizer-type SentencePieceTokenizer --tokenizer-model m.model", None),  # adds tokens
+        ("--vocab-file a/gpt2-vocab.json --merge-file a/gpt2-merges.txt", "a/gpt2-vocab.json"),
+        ("--vocab-file a/gpt2-vocab.json --merge-file b/gpt2-merges.txt", None),
+        ("--vocab-file vocab.txt --merge-file merges.txt", None),
+        ("--vocab-file vocab.txt", None),
+        ("", None),
+    ],
+)
+def test_tokenizers_are_the_same_or_named_as_lost(flags: str, file: str | None) -> None:
+    kind = "" if "--tokenizer-type" in flags else "--tokenizer-type GPT2BPETokenizer "
+    job = found(kind + flags)
+    assert job.values.get("tokenizer_model") == file
+    assert any("tokenizer" in lost for lost in job.lost) == (file is None)
+
+
+@pytest.mark.parametrize(
     ("tp", "tokenizer", "padded"), [(1, "", 1024), (8, "", 1024), (2, "NullTokenizer", 1024)]
 )
 def test_vocabularies_are_padded_as_there(tp: int, tokenizer: str, padded: int) -> None:
