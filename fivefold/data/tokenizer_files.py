@@ -9,7 +9,7 @@ from typing import Any
 from fivefold.data.sentence_pieces import from_pieces
 from fivefold.errors import DataError, Mistake
 from fivefold.files import at_home, read_json
-from fivefold.recipes import how_to_get
+from fivefold.recipes import how_to_get_tokenizer
 
 WHOLE, PIECES, VOCABULARY, _MERGES = "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"
 _CONFIG, _ADDED = "tokenizer_config.json", "added_tokens.json"
@@ -35,7 +35,7 @@ def read_tokenizer(path: str | os.PathLike[str]) -> tuple[str, Path]:
     except OSError as error:
         raise DataError(
             f"no tokenizer at {file}: {error.strerror}\n"
-            f"{how_to_get(os.fspath(path))}"
+            f"{how_to_get_tokenizer(os.fspath(path))}"
             "  tokenizer_model is a tokenizer.json, a SentencePiece model, a vocab.json with its "
             "merges.txt, or a folder that holds one; without it a byte-level BPE is trained on the "
             "corpus\n"

@@ -166,3 +166,17 @@ def test_ranks_of_tiktoken_are_refused_by_name(tmp_path):
     file.write_text("IQ== 0\nIg== 1\n")
     with pytest.raises(DataError, match="of tiktoken"):
         Tokenizer.load(file)
+
+
+@pytest.mark.parametrize("path", ["Qwen/Qwen3-8B", "Qwen/Qwen3-8B/tokenizer.json"])
+def test_a_name_of_the_hub_is_told_the_command_that_fetches_it(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fetch = "hf download Qwen/Qwen3-8B tokenizer.json --local-dir Qwen/Qwen3-8B\n"
+    with pytest.raises(DataError, match=fetch):
+        Tokenizer.load(path)
+
+
+def test_a_path_is_no_name_of_the_hub(tmp_path):
+    with pytest.raises(DataError) as caught:
+        Tokenizer.load(tmp_path / "a/b")
+    assert "hf download" not in str(caught.value)
