@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,12 @@ def _parsed(content: bytes, file: Path) -> Any:
     """The message in a file; its classes are made at run time, which types do not see."""
     try:
         from google.protobuf.message import DecodeError
-        from sentencepiece import sentencepiece_model_pb2
+
+        messages = import_module("sentencepiece.sentencepiece_model_pb2")
     except ImportError as error:
         what = f"{file} is no tokenizer.json; SentencePiece models need {error.name}"
         raise DataError(Mistake(what, attempt='pip install "fivefold[sentencepiece]"')) from error
-    model = sentencepiece_model_pb2.ModelProto()
+    model = messages.ModelProto()
     try:
         model.ParseFromString(content)
     except DecodeError as error:

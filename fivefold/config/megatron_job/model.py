@@ -164,7 +164,7 @@ def of_experts(job: MegatronJob) -> Named:
     yield "moe_ffn_hidden_size", job["moe_ffn_hidden_size"] or job["ffn_hidden_size"]
     yield "moe_layer_freq", _pattern(job["moe_layer_freq"])
     yield from job.same("moe_shared_expert_intermediate_size", "moe_shared_expert_gate")
-    yield from job.same("moe_apply_probs_on_input")
+    yield from job.same("moe_apply_probs_on_input", "moe_latent_size")
     yield from job.same("moe_shared_expert_overlap", "moe_router_dtype")
     yield from job.same("moe_router_num_groups", "moe_router_group_topk")
     yield from job.same("moe_router_enable_expert_bias", "moe_router_bias_update_rate")
