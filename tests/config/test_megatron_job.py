@@ -337,6 +337,18 @@ def test_flags_of_relatives_are_those_of_the_release(more: str, values: dict[str
     assert not named
 
 
+def test_layers_of_one_mixer_each_are_read_with_stages_and_without_further_predictions() -> None:
+    job = DENSE.replace("--num-layers 4", "--position-embedding-type none --mamba-num-heads 4")
+    more = "--pipeline-model-parallel-size 2 --mtp-num-layers 2 --hybrid-layer-pattern"
+    found = translate(read_job(f"{job}{more} 'M-*|MM-/*-/*-'"))
+    assert found.values["hybrid_override_pattern"] == "M-*MM-"
+    assert found.values["num_layers"] == 6
+    assert found.values["pipeline_model_parallel_layout"] == "Ettt|tttL"
+    assert found.values["mtp_num_layers"] == 0
+    named = [line for line in found.lost if "further predictions" in line]
+    assert [line.split()[0] for line in named] == ["mtp_num_layers", "--hybrid-layer-pattern"]
+
+
 @pytest.mark.parametrize(
     ("job", "message"),
     [

@@ -40,8 +40,12 @@ def of_model(job: MegatronJob, mistakes: Mistakes, lost: list[str]) -> Named:
     if job["multi_latent_attention"]:
         yield from job.same("multi_latent_attention", "q_lora_rank", "kv_lora_rank")
         yield from job.same("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-    yield "mtp_num_layers", job["mtp_num_layers"] or 0
-    if job["mtp_num_layers"]:
+    depths = job["mtp_num_layers"] or 0
+    if depths and job["hybrid_override_pattern"]:
+        lost.append(f"mtp_num_layers = {depths}: no hybrid model here has further predictions")
+        depths = 0
+    yield "mtp_num_layers", depths
+    if depths:
         yield from job.same("mtp_loss_scaling_factor")
 
 
