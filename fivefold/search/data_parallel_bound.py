@@ -1,6 +1,6 @@
 """Lower bounds on the times of data-parallel communication and of the optimizer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -10,7 +10,13 @@ from fivefold.predict.cluster import Cluster
 from fivefold.predict.data_parallel.muon import least_orthogonalising
 from fivefold.predict.data_parallel.update import offload_seconds, summing_seconds, update_seconds
 from fivefold.predict.data_parallel.zeropp import least_bytes
-from fivefold.predict.times.communication import all_reduce, gather, reduce_scatter
+from fivefold.predict.times.communication import (
+    GroupSpan,
+    all_reduce,
+    gather,
+    reduce_scatter,
+    span,
+)
 from fivefold.search.bound_tables import (
     EMBEDDING,
     FOR_TIME,
@@ -22,8 +28,12 @@ from fivefold.search.bound_tables import (
     parameter_cells,
     sample_layers,
 )
-from fivefold.search.collectives import Collective, affine, no_bound
+from fivefold.search.collectives import affine
+from fivefold.search.columns import Column
 from fivefold.search.space import Space
+
+Collective = Callable[[Cluster, GroupSpan, float], float]
+"""Seconds of a collective for a group and a number of bytes."""
 
 
 class DataParallelBound:
@@ -48,21 +58,30 @@ class DataParallelBound:
         model, ones = space.config.model, np.ones_like(self.expert)
         self.mixtures = [n for n, kind in sample_layers(model).items() if kind.experts]
         # With hpZ all gathers but one are in a node; that of experts may hold all their shards.
-        node = parallel.zero_hpz_partition_size
-        near = (self.shard, self.expert) if node == 1 else (np.minimum(self.shard, node), ones)
-        self.replica_reduce = affine(cluster, all_reduce, c["instances"], c["tp"] * self.shard)
-        further = c["ep"] * c["etp"] * self.expert
-        self.expert_replica_reduce = affine(cluster, all_reduce, space.edp // self.expert, further)
+        node, whole = parallel.zero_hpz_partition_size, (self.shard, self.expert)
+        near = whole if node == 1 else (np.minimum(self.shard, node), ones)
+        strides = c["tp"], c["ep"] * c["etp"]
+        replicas = c["instances"], space.edp // self.expert
+        further = c["tp"] * self.shard, strides[1] * self.expert
         wide = parallel.ddp_reduce_scatter_with_fp32_accumulation
         scatter: Collective = partial(reduce_scatter, in_pairs=wide or narrow is not None)
         if parallel.zero_qgz_partition_size > 1:  # two all-to-alls: no bound
-            scatter = no_bound
-        strides = c["tp"], c["ep"] * c["etp"]
-        whole = self.shard, self.expert
-        self._gather, self._reduce, self._scatter = (
-            [affine(cluster, move, *each) for each in zip(sizes, strides, strict=True)]
-            for move, sizes in ((gather, near), (all_reduce, whole), (scatter, whole))
+            scatter = _no_seconds
+        self._gather, self._reduce, self._scatter, self._between = (
+            [self._affine(move, *each) for each in zip(sizes, apart, strict=True)]
+            for move, sizes, apart in (
+                (gather, near, strides),
+                (all_reduce, whole, strides),
+                (scatter, whole, strides),
+                (all_reduce, replicas, further),
+            )
         )
+
+    def _affine(self, move: Collective, size: Column, stride: Column) -> tuple[Values, Values]:
+        def seconds(ranks: int, apart: int, sent: float) -> float:
+            return move(self.cluster, span(self.cluster, ranks, apart), sent)
+
+        return affine(seconds, size, stride)
 
     def gathered(self, held: Values) -> Values:
         """Seconds to gather the parameters of modules, [N, K] of each layout."""
@@ -71,13 +90,8 @@ class DataParallelBound:
 
     def reduced(self, held: Values) -> Values:
         """Seconds to reduce the gradients of modules, [N, K] of each layout."""
-        layers, with_experts = _messages(held, self.mixtures)
-        empty, slope = self.replica_reduce
-        between = layers * empty
-        between += self.trained.weighted(held) / self.shard * self.wire * slope
-        empty, slope = self.expert_replica_reduce
-        between += with_experts * empty
-        between += self.trained.weighted(held, KINDS) / self.expert * self.wire * slope
+        shares = self.shard, self.expert
+        between = self._seconds(held, self._between, self.wire, self.trained, shares=shares)
         split = self._seconds(held, self._scatter, self.scattered, self.trained) + between
         most = np.inf if self.space.config.gathers_weights("no_shard") else 1  # perhaps in one
         whole = self._seconds(held, self._reduce, self.wire, self.trained, most)
@@ -90,13 +104,15 @@ class DataParallelBound:
         size: float,
         of: Cells,
         most: float = np.inf,
+        shares: tuple[Column | int, Column | int] = (1, 1),
     ) -> Values:
-        """Seconds of moves of dense parameters and of experts, in at most so many messages each."""
+        """Seconds of moves of dense parameters and of experts, or of these shares of them, in at
+        most so many messages each."""
         counts = _messages(held, self.mixtures)
         parts = of.weighted(held), of.weighted(held, KINDS)
         total = np.zeros(len(self.space))
-        for count, parameters, (empty, slope) in zip(counts, parts, moves, strict=True):
-            total += np.minimum(count, most) * empty + parameters * size * slope
+        for count, each, own, (empty, slope) in zip(counts, parts, shares, moves, strict=True):
+            total += np.minimum(count, most) * empty + each / own * size * slope
         return total
 
     def optimizer(self, ranks: Ranks) -> Values:
@@ -146,3 +162,7 @@ def _messages(held: Values, mixtures: list[int]) -> tuple[Values, Values]:
     which these kinds of layers have."""
     layers = held[:, :PREDICTION].sum(axis=1) + held[:, PREDICTION:].max(axis=1)
     return layers, held[:, mixtures].sum(axis=1)
+
+
+def _no_seconds(cluster: Cluster, group: GroupSpan, size: float) -> float:
+    return 0.0

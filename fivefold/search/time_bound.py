@@ -2,16 +2,21 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import chain
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fivefold.config.config import Config
 from fivefold.pipeline.schedules.registry import Shape
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.program.pairs import cuts
+from fivefold.predict.data_parallel.transfers import exposed
+from fivefold.predict.program.least import RankWork
+from fivefold.predict.program.pairs import Paired, hidden
 from fivefold.predict.software import Software
+from fivefold.predict.times.communication import hop_seconds
+from fivefold.predict.times.compute import Phases
 from fivefold.predict.times.layer import LayerTimes, TimesCache
 from fivefold.predict.times.stage import Times
 from fivefold.search.bound_tables import (
@@ -29,8 +34,9 @@ from fivefold.search.bound_tables import (
     one_stage,
     sample_layers,
 )
+from fivefold.search.collectives import affine
 from fivefold.search.columns import Column
-from fivefold.search.once_bound import Loads, OnceBound, beside
+from fivefold.search.once_bound import Loads, OnceBound
 from fivefold.search.space import Space
 
 
@@ -84,16 +90,16 @@ def time_bound(
     # Until stage 0 has its last gradients, or whichever stage has.
     first, any_stage = best, np.zeros(len(space))
     for which in FOR_TIME:
-        (whole, through), kept = _pipeline(run, ranks, cells, cluster, which)
+        rank = _pipeline(run, ranks, cells, cluster, which)
         held = ranks.held[:, which]
         every = _exposed(space, loads, held, cluster)
         # Sums of gradients may run beside the last dX, as the dW do that they are of.
         before = np.maximum(0, microbatches - 1 - ranks.deferred[partition, which])
-        arrives = through[of_run] + before * every
-        own = whole[of_run] + microbatches * every
-        best = np.maximum.reduce([best, own, kept[of_run], arrives])
+        arrives = rank.through[of_run] + before * every
+        own = rank.whole[of_run] + microbatches * every
+        best = np.maximum.reduce([best, own, rank.kept[of_run], arrives])
         if which == FIRST:
-            turned = _turned(run, ranks, cells, whole)[of_run]
+            turned = _turned(run, ranks, cells, rank.whole)[of_run]
             best = np.maximum(best, turned)
             any_stage = turned
         elif which == LAST:
@@ -129,8 +135,8 @@ def quick_time_bound(
     cells = _cells(run, cluster, times_cache)
     best = _path(run, ranks, cells)
     for which in FOR_TIME:
-        work, kept = _pipeline(run, ranks, cells, cluster, which)
-        best = np.maximum.reduce([best, *work, kept])
+        rank = _pipeline(run, ranks, cells, cluster, which)
+        best = np.maximum.reduce([best, rank.whole, rank.through, rank.kept])
     found: Values = (best * (1 + cluster.lateness(space.world)))[of_run]
     return found
 
@@ -139,36 +145,38 @@ TIMING = ("partition", "tp", "sp", "cp", "dp", "ep", "etp", "mbs", "memory", "pa
 """Columns that the pipeline program's time depends on, apart from sharding in each microbatch."""
 
 
-def _pipeline(
-    space: Space, ranks: Ranks, cells: Cells, cluster: Cluster, which: int
-) -> tuple[tuple[Values, Values], Values]:
-    """Lower bounds on the program's seconds.
-
-    The first two follow from the work of one rank, and from that and the way of its last dX; the
-    other from the number of chunks that it can keep at once.
-    """
+def _pipeline(space: Space, ranks: Ranks, cells: Cells, cluster: Cluster, which: int) -> RankWork:
+    """What one of the ranks has to do and to wait for."""
     partition, microbatches = space.columns["partition"], _share(space, ranks)
     held, before = ranks.held[partition, which], ranks.before[partition, which]
-    forward, dx, dw = (cells.weighted(held, phase * KINDS) for phase in range(3))
-    hop = _hop(space, cells, cluster)
-    hops = hop * ranks.index[partition, which]
-    slices = space.config.parallel.num_sequence_slices  # the first comes soon, the last goes alone
-    head, tail = (cells.weighted(before, phase * KINDS) / slices + hops for phase in range(2))
-    paired = space.columns["pairs"] * _hidden(cells, held, cluster)
-    # No pair hides more than all messages of two stages, and what these wait for the host.
-    largest = ranks.largest[partition, which]
-    most = (cells.weighted(largest, number * KINDS) for number in (3, 4, 9, 10))
-    pairs = np.maximum(0, microbatches * ranks.stages[partition] - ranks.alone[partition, which])
-    paired = np.minimum(microbatches * paired, pairs * sum(most))
-    work = microbatches * (forward + dx + dw) - paired
-    deferred = ranks.deferred[partition, which]
-    known = np.where(np.isinf(deferred), 0, deferred)
-    later = known * cells.weighted(ranks.own[partition, which], 2 * KINDS)
-    later = np.where(np.isinf(deferred), np.inf, later)
-    first = cells.weighted(ranks.first[partition], 2 * KINDS) / slices
-    through = work - np.minimum(microbatches * dw, later) + tail + first
-    kept = head + _kept(space, ranks, cells, hop, which) + tail
-    return (head + work, head + through), kept
+    ahead = ranks.ahead[partition, which]
+    forward, dx, dw = (cells.weighted(held, phase * KINDS) for phase in PHASES)
+    work = microbatches * (forward + dx + dw)
+    chunks, parallel = microbatches * ranks.stages[partition], space.config.parallel
+    if space.columns["pairs"].any():
+        paired = microbatches * _hidden(cells, held, cluster)
+        # No pair hides more than all messages of two stages, and what these wait for the host.
+        most = cells.weighted(ranks.largest[partition, which], HIDEABLE * KINDS)
+        pairs = np.maximum(0, chunks - ranks.alone[partition, which])
+        work = work - space.columns["pairs"] * np.minimum(paired, pairs * most)
+    grouped = parallel.microbatch_group_size_per_virtual_pipeline_stage is not None
+    unknown = grouped & (ranks.chunks[partition] > 1)
+    return RankWork(
+        total=microbatches,
+        slices=parallel.num_sequence_slices,
+        hop=_hop(space, cells, cluster),
+        work=work,
+        weights=microbatches * dw,
+        own=cells.weighted(ranks.own[partition, which], DW * KINDS),
+        first=cells.weighted(ranks.first[partition], DW * KINDS),
+        deferred=ranks.deferred[partition, which],
+        before=(cells.weighted(before), cells.weighted(before, DX * KINDS)),
+        hops=ranks.index[partition, which],
+        ahead=cells.weighted(ahead) + cells.weighted(ahead, DX * KINDS),
+        crossings=ranks.crossings[partition, which],
+        chunks=chunks,
+        most=np.where(unknown, np.inf, ranks.most[partition, which]),
+    )
 
 
 def _turned(space: Space, ranks: Ranks, cells: Cells, work: Values) -> Values:
@@ -185,34 +193,13 @@ def _turned(space: Space, ranks: Ranks, cells: Cells, work: Values) -> Values:
     return np.where(in_v, found, 0.0)
 
 
-def _kept(space: Space, ranks: Ranks, cells: Cells, hop: Values, which: int) -> Values:
-    """Seconds that a rank needs for all chunks, given how many it can keep at once.
-
-    A chunk is kept until it has reached the end of the model and come back. By Little's law (1961)
-    the average number kept is the rate of chunks times this residence time.
-    """
-    partition, parallel = space.columns["partition"], space.config.parallel
-    microbatches = _share(space, ranks)
-    grouped = parallel.microbatch_group_size_per_virtual_pipeline_stage is not None
-    most = np.where(grouped & (ranks.chunks[partition] > 1), np.inf, ranks.most[partition, which])
-    ahead = ranks.ahead[partition, which]
-    there_and_back = sum(cells.weighted(ahead, phase * KINDS) for phase in range(2))
-    lasts = there_and_back / parallel.num_sequence_slices
-    lasts += 2 * hop * ranks.crossings[partition, which]
-    found: Values = microbatches * lasts / np.minimum(most, microbatches * ranks.stages[partition])
-    return found
-
-
 def _hidden(cells: Cells, held: Values, cluster: Cluster) -> Values:
-    """Most seconds per microbatch that pairing can hide, as `overlap.hidden` computes them."""
+    """Most seconds per microbatch that pairing can hide, of modules [N, K]."""
     layers = held[:, :EMBEDDING]
-    forward, dx, dw, sent, returned, ahead, back, weights, host, *waits = (
-        cells.weighted(layers, number * KINDS) for number in range(len(_NUMBERS))
-    )
-    beside = np.minimum.reduce(cuts(ahead, back, weights, sent, returned))
-    beside *= 1 - cluster.gpu.overlap_slowdown
-    beside += sum(waits)
-    found: Values = np.maximum(0, np.minimum(beside, forward + dx + dw - 3 * host))
+    each: list[Any] = [cells.weighted(layers, n * KINDS) for n in range(PAIRED, NUMBERS)]
+    work, other, messages, waits = (Phases(*each[at : at + 3]) for at in range(0, 12, 3))
+    times = Paired(Times(compute=work, tp=other, ep=messages, host=waits), each[-1])
+    found: Any = hidden(cluster.gpu, times, times, delays=True)
     return found
 
 
@@ -221,21 +208,20 @@ def _exposed(space: Space, loads: Loads, held: Values, cluster: Cluster) -> Valu
     gradients, parameters = map(space.sharded, ("splits_gradients", "splits_parameters"))
     if not gradients.any():
         return np.zeros(len(space))
-    forward, dx, dw = (loads.work(held, phase) for phase in range(3))
-    arriving, reduced = np.where(parameters, loads.gathered(held), 0.0), loads.reduced(held)
-    joint = beside(cluster, dx + dw, arriving + reduced)
-    apart = beside(cluster, dx, arriving) + beside(cluster, dw, reduced)
-    each = beside(cluster, forward, arriving) + np.where(_splits(space), apart, joint)
-    return np.where(gradients, each, 0.0)
+    phases: list[Any] = [loads.work(held, phase) for phase in PHASES]
+    sent: list[Any] = [np.where(parameters, loads.gathered(held), 0.0), loads.reduced(held)]
+    joint, apart = (
+        exposed(cluster.gpu, Phases(*phases), *sent, apart=apart).total for apart in (False, True)
+    )
+    return np.where(gradients, np.where(loads.defers, apart, joint), 0.0)
 
 
 def _hop(space: Space, cells: Cells, cluster: Cluster) -> Values:
     """Seconds of a message from one pipeline rank to the next."""
     c = space.columns
-    near = c["dp"] * c["cp"] * c["tp"] < cluster.gpus_per_node
-    size = cells.column(len(_NUMBERS) * KINDS)
-    link = [size / link.rate + link.latency for link in (cluster.node_link, cluster.network_link)]
-    return np.where(c["pp"] == 1, 0.0, np.where(near, *link))
+    stride = c["dp"] * c["cp"] * c["tp"]
+    empty, slope = affine(partial(hop_seconds, cluster), c["pp"], stride)
+    return empty + cells.column(NUMBERS * KINDS) * slope
 
 
 def _path(space: Space, ranks: Ranks, cells: Cells) -> Values:
@@ -243,10 +229,10 @@ def _path(space: Space, ranks: Ranks, cells: Cells) -> Values:
     partition = space.columns["partition"]
     final = ranks.final[partition]
     before = _whole(space) - final
-    there_and_back = sum(cells.weighted(before, phase * KINDS) for phase in range(2))
-    forward, dx, *hidden = (cells.weighted(final, n * KINDS) for n in (0, 1, 3, 4, 9, 10))
-    through = forward + dx - space.columns["pairs"] * sum(hidden)
-    update = cells.weighted(ranks.first[partition], 2 * KINDS)
+    there_and_back = sum(cells.weighted(before, phase * KINDS) for phase in (FORWARD, DX))
+    forward, dx, most = (cells.weighted(final, n * KINDS) for n in (FORWARD, DX, HIDEABLE))
+    through = forward + dx - space.columns["pairs"] * most
+    update = cells.weighted(ranks.first[partition], DW * KINDS)
     alone = (there_and_back + update) / space.config.parallel.num_sequence_slices
     found: Values = alone + _share(space, ranks) * through
     return found
@@ -265,7 +251,8 @@ def _share(space: Space, ranks: Ranks) -> Values:
 
 
 def _cells(space: Space, cluster: Cluster, times_cache: TimesCache | None) -> Cells:
-    """The `_NUMBERS` of each kind of module for one microbatch, and the bytes of its message."""
+    """The `_numbers` of each kind of module for one microbatch, the bytes of its message, and
+    whether dW is computed apart from dX."""
     model, known = space.config.model, {} if times_cache is None else times_cache
 
     def times(config: Config) -> LayerTimes:
@@ -283,21 +270,21 @@ def _cells(space: Space, cluster: Cluster, times_cache: TimesCache | None) -> Ce
                 n: _numbers(of.layer(kind, None if whole else modules), of.host(kind))
                 for n, kind in kinds.items()
             }
-            return _in_order(found, 0.0)
+            return _in_order(found, 0.0, 0.0)
 
         return each
 
     def ends(config: Config) -> list[float]:
         of = times(config)
         found = {EMBEDDING: _numbers(of.embedding()), HEAD: _numbers(of.head())}
-        return _in_order(found, of.hidden_bytes / of.parts / config.parallel.num_sequence_slices)
+        return _in_order(found, of.message_bytes, of.defers)
 
     space = replace(space, columns=space.columns | {"defers": _defers(space)})
     columns = ("tp", "sp", "cp", "mbs", "memory", "defers")
     parts: list[Summand] = [(columns, ends), (columns, layers(False))]
     if model.num_experts is not None:
         parts.append(((*columns, "ep", "etp"), layers(True)))
-    return Cells(space, len(_NUMBERS) * KINDS + 1, *parts)
+    return Cells(space, NUMBERS * KINDS + 2, *parts)
 
 
 def _defers(space: Space) -> Column:
@@ -309,31 +296,24 @@ def _defers(space: Space) -> Column:
     return pipelined * (1 + (apart | (c["pairs"] * space.delays_weights > 0)))
 
 
-def _splits(space: Space) -> NDArray[np.bool_]:
-    """Whether dW is computed apart from dX."""
-    return _defers(space) == (1 if space.config.parallel.pipeline_dx_first else 2)
-
-
-_NUMBERS = (
-    *("forward", "dX", "dW"),
-    *("experts' messages in the forward", "in the backward"),
-    *("computation of the forward", "of dX", "of dW"),
-    "issuing the forward",
-    *("waiting for that in the forward", "in the backward"),
-)
-"""Times of a module, in seconds per microbatch, that the bounds sum."""
+FORWARD, DX, DW, HIDEABLE, PAIRED = range(5)
+"""Numbers of a module, in seconds per microbatch, that the bounds sum: its phases, what any pair
+may hide, and from here on what `hidden` takes."""
+PHASES = (FORWARD, DX, DW)
+NUMBERS = 17
 
 
 def _numbers(times: Times, host: float = 0.0) -> tuple[float, ...]:
-    total, work = times.total, times.work
-    messages = times.ep.forward, times.ep.dx
-    computation = work.forward, work.dx, work.dw
-    waits = times.host.forward, times.host.dx + times.host.dw
-    return (total.forward, total.dx, total.dw, *messages, *computation, host, *waits)
+    """These numbers, in their order; `host`: seconds in which the host issues the forward."""
+    total, work, messages, waits = times.total, times.work, times.ep, times.host
+    other = total + (work + messages + waits) * -1
+    phases = (total, work, other, messages, waits)
+    each, *paired = ((p.forward, p.dx, p.dw) for p in phases)
+    return *each, messages.total + waits.total, *chain(*paired), host
 
 
-def _in_order(numbers: Mapping[int, Sequence[float]], message: float) -> list[float]:
-    """The numbers, ordered by number and then by kind of module, with the message last."""
-    nothing = (0.0,) * len(_NUMBERS)
+def _in_order(numbers: Mapping[int, Sequence[float]], *further: float) -> list[float]:
+    """The numbers, ordered by number and then by kind of module, with further ones last."""
+    nothing = (0.0,) * NUMBERS
     each = [numbers.get(kind, nothing) for kind in range(KINDS)]
-    return [*chain.from_iterable(zip(*each, strict=True)), message]
+    return [*chain.from_iterable(zip(*each, strict=True)), *further]

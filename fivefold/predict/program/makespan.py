@@ -20,7 +20,8 @@ from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.pipeline.schedules.limits import Place
 from fivefold.pipeline.schedules.registry import known_of
 from fivefold.predict.data_parallel.once import Once
-from fivefold.predict.program.walk import LeveledProgram
+from fivefold.predict.program.least import RankWork
+from fivefold.predict.program.walk import LeveledProgram, Values
 
 
 @lru_cache(maxsize=256)
@@ -106,16 +107,50 @@ class Clock:
             ready[:, column], gathers[:, column] = each.ready, each.gathers
         walked = longest.walk([*costs, *(costs[of] for of, _ in sent)], ready, gathers)
         told = share * walked.makespans[:count]
-        found = (told + sum(part * each.makespans(costs) for each, part in shorter)).tolist()
+        found = told + sum(part * each.makespans(costs) for each, part in shorter)
         if shorter and program.num_copies == 1:
-            asked = (self.schedule, self.group, program, self.microbatches)
-            found = list(map(max, found, (_least(*asked, each) for each in costs)))
+            found = np.maximum(found, self._least(program, costs))
         longer = []
         for column, (of, each) in enumerate(sent, count):
             starts, ends = walked.starts[:, column].tolist(), walked.ends[:, column].tolist()
             ended = max(float(walked.makespans[column]), each.arrived(starts, ends))
             longer.append(ended - float(walked.makespans[of]))
-        return found, longer
+        return found.tolist(), longer
+
+    def _least(self, program: Program, costs: Sequence[Costs]) -> Values:
+        """[N] the largest lower bound of any rank of a program of one copy of the model, in
+        seconds: a limit may show only after many microbatches."""
+        placement, slices = program.placement, program.num_slices
+        limits, total = known_of(self.schedule).limits, self.microbatches
+        crossed = [0, *accumulate(a != b for a, b in pairwise(placement))]
+        f, b, w = (np.array([getattr(each, name) for each in costs]).T for name in "fbw")
+        hop = np.array([each.hop for each in costs])
+        ahead = (f + b)[::-1].cumsum(axis=0)[::-1]
+        befores = [np.cumsum([hop * 0, *times], axis=0) for times in (f, b)]
+        least = np.zeros(len(costs))
+        for rank in range(program.num_ranks):
+            own = program.stages_of(rank)
+            first, place = own[0], Place(program.num_ranks, len(own), rank)
+            work = sum(f[s] + b[s] + w[s] for s in own) - _most_hidden(costs, own)
+            known = self.group is None or len(own) == 1
+            found = RankWork(
+                total=total,
+                slices=slices,
+                hop=hop,
+                work=total * work,
+                weights=total * sum(w[s] for s in own),
+                own=w[first],
+                first=w[0],
+                deferred=limits.deferred(place),
+                before=(befores[0][first], befores[1][first]),
+                hops=crossed[first],
+                ahead=sum(ahead[s] for s in own),
+                crossings=sum(crossed[-1] - crossed[s] for s in own),
+                chunks=total * len(own),
+                most=limits.in_flight(place) if known else inf,
+            )
+            least = np.maximum.reduce([least, found.whole, found.through, found.kept])
+        return least
 
     def hidden(self, costs: Costs) -> float:
         """Seconds that pairing saves compared with running the halves in turn, over all ranks."""
@@ -126,42 +161,15 @@ class Clock:
         return sum(share * table.repeated(costs) for table, share in self.tables)
 
 
-def _least(schedule: str, group: int | None, program: Program, total: int, costs: Costs) -> float:
-    """The largest lower bound of any rank for this number of microbatches, in seconds.
-
-    These are the bounds of `search.time_bound`. The extrapolation from short programs may miss a
-    limit that shows only after many microbatches.
-    """
-    placement, slices, limits = program.placement, program.num_slices, known_of(schedule).limits
-    crossed = [0, *accumulate(a != b for a, b in pairwise(placement))]
-    there_and_back = [f + b for f, b in zip(costs.f, costs.b, strict=True)]
-    ahead = list(accumulate(reversed(there_and_back)))[::-1]
-    befores = [[0.0, *accumulate(times)] for times in (costs.f, costs.b)]
-    least = 0.0
-    for rank in range(program.num_ranks):
-        own = program.stages_of(rank)
-        work = sum(costs.f[s] + costs.b[s] + costs.w[s] for s in own)
-        if costs.fb is not None:  # each forward may have the partner that hides most
-            backwards = [(stage, costs.b[stage] + costs.w[stage]) for stage in own]
-            work -= sum(
-                costs.f[s] - min(costs.fb[s][other] - alone for other, alone in backwards)
+def _most_hidden(costs: Sequence[Costs], own: Sequence[int]) -> Values:
+    """[N] seconds that pairs hide at most of a microbatch in these stages of a rank: each forward
+    may have the partner that hides most."""
+    hidden = np.zeros(len(costs))
+    for number, each in enumerate(costs):
+        if each.fb is not None:
+            backwards = [(stage, each.b[stage] + each.w[stage]) for stage in own]
+            hidden[number] = sum(
+                each.f[s] - min(each.fb[s][other] - alone for other, alone in backwards)
                 for s in own
             )
-        place = Place(program.num_ranks, len(own), rank)
-        hops = costs.hop * crossed[own[0]]
-        head, tail = (before[own[0]] / slices + hops for before in befores)
-        weights = total * sum(costs.w[s] for s in own)
-        deferred = limits.deferred(place)
-        later = weights if deferred == inf else min(weights, deferred * costs.w[own[0]])
-        lasts = sum(ahead[s] + 2 * costs.hop * (crossed[-1] - crossed[s]) for s in own)
-        most = inf
-        if group is None or len(own) == 1:
-            most = limits.in_flight(place)
-        kept = total * lasts / slices / min(most, total * len(own))
-        least = max(
-            least,
-            head + total * work,
-            head + total * work - later + tail + costs.w[0] / slices,
-            head + kept + tail,
-        )
-    return least
+    return hidden
