@@ -313,21 +313,16 @@ class _Predictor:
         return dense, experts, tensors
 
     def _summing(self) -> float:
-        """Seconds in which Fivefold adds gradients to those of earlier microbatches, where the
-        products that compute them do not: grouped ones, and in layers those of 8 and 4 bits.
-
-        Where each microbatch's are reduced to shards, nothing is added up.
-        """
+        """Seconds in which Fivefold adds gradients to those of earlier microbatches, unless each
+        microbatch's are reduced to shards."""
         if self.software.accumulates_apart != "grouped" or self._sharding.splits_gradients:
             return 0.0
-        narrow, stages = self.layout.config.narrow_products, self.layout.split.stages
-        most = 0
+        config, stages, most = self.layout.config, self.layout.split.stages, 0.0
         for own in self._ranks:
             layers = (replace(stages[s], embedding=False, head=False) for s in own)
             dense, experts, _ = self._trained(layers)
-            most = max(most, experts + dense * narrow)
-        backwards = self.layout.num_microbatches * self.parallel.num_sequence_slices
-        return (backwards - 1) * summing_seconds(self.cluster, self.policy, most)
+            most = max(most, summing_seconds(self.cluster, config, float(dense), float(experts)))
+        return (self.layout.num_microbatches * self.parallel.num_sequence_slices - 1) * most
 
     def prediction(self, whole: float, still: float, around: float) -> Prediction:
         """The prediction of a step.

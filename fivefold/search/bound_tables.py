@@ -29,6 +29,7 @@ from fivefold.layout import Layout
 from fivefold.mesh.grid import Grid
 from fivefold.pipeline.schedules.registry import known_of
 from fivefold.pipeline.split.layout import SplitSettings
+from fivefold.pipeline.split.stages import Split
 from fivefold.search.partitions import Partition
 from fivefold.search.space import Space
 
@@ -297,7 +298,6 @@ def one_stage(config: Config) -> Layout:
     for two things that the configuration tells: whether there is a pipeline, and whether its
     schedule computes dW apart from dX."""
     model, parallel = config.model, config.parallel
-    split = SplitSettings(model.num_layers, 1, mtp_num_layers=model.mtp_num_layers).split()
     experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
     grid = Grid(
         dp_shard=experts,
@@ -307,4 +307,10 @@ def one_stage(config: Config) -> Layout:
         etp=parallel.expert_tensor_parallel_size,
     )
     schedule = "1f1b" if known_of(parallel.pipeline_schedule).fused else "zb_h1"
-    return Layout(config, grid, split, schedule, 1)
+    return Layout(config, grid, _whole(model), schedule, 1)
+
+
+@lru_cache(maxsize=16)
+def _whole(model: ModelConfig) -> Split:
+    """The model as one stage."""
+    return SplitSettings(model.num_layers, 1, mtp_num_layers=model.mtp_num_layers).split()

@@ -48,9 +48,7 @@ class DataParallelBound:
         c = space.columns
         self.space, self.cluster = space, cluster
         self.sizes, self.trained = parameter_cells(space)
-        self.shard = c["dp"] // c["instances"] * c["cp"]
-        alone = space.sharded("splits_optimizer") & (self.shard == 1)
-        self.expert = np.where(alone, 1, space.expert_shards)
+        self.shard, self.expert = space.replicas, space.expert_shards
         parallel = space.config.parallel
         self.wire = float(space.config.sent_gradient_bytes)
         self.copy, narrow = least_bytes(space.config)
@@ -64,10 +62,10 @@ class DataParallelBound:
         replicas = c["instances"], space.edp // self.expert
         further = c["tp"] * self.shard, strides[1] * self.expert
         wide = parallel.ddp_reduce_scatter_with_fp32_accumulation
-        scatter: Collective = partial(reduce_scatter, in_pairs=wide or narrow is not None)
-        if parallel.zero_qgz_partition_size > 1:  # two all-to-alls: no bound
-            scatter = _no_seconds
-        self._gather, self._reduce, self._scatter, self._between = (
+        two = parallel.zero_qgz_partition_size > 1  # all-to-alls: no bound
+        in_pairs = partial(reduce_scatter, in_pairs=wide or narrow is not None)
+        scatter: Collective = (lambda *_: 0.0) if two else in_pairs
+        self._gather, self._reduce, self._scatter, between = (
             [self._affine(move, *each) for each in zip(sizes, apart, strict=True)]
             for move, sizes, apart in (
                 (gather, near, strides),
@@ -76,6 +74,7 @@ class DataParallelBound:
                 (all_reduce, replicas, further),
             )
         )
+        self._between = [(at, each / own) for (at, each), own in zip(between, whole, strict=True)]
 
     def _affine(self, move: Collective, size: Column, stride: Column) -> tuple[Values, Values]:
         def seconds(ranks: int, apart: int, sent: float) -> float:
@@ -90,8 +89,7 @@ class DataParallelBound:
 
     def reduced(self, held: Values) -> Values:
         """Seconds to reduce the gradients of modules, [N, K] of each layout."""
-        shares = self.shard, self.expert
-        between = self._seconds(held, self._between, self.wire, self.trained, shares=shares)
+        between = self._seconds(held, self._between, self.wire, self.trained)
         split = self._seconds(held, self._scatter, self.scattered, self.trained) + between
         most = np.inf if self.space.config.gathers_weights("no_shard") else 1  # perhaps in one
         whole = self._seconds(held, self._reduce, self.wire, self.trained, most)
@@ -104,15 +102,13 @@ class DataParallelBound:
         size: float,
         of: Cells,
         most: float = np.inf,
-        shares: tuple[Column | int, Column | int] = (1, 1),
     ) -> Values:
-        """Seconds of moves of dense parameters and of experts, or of these shares of them, in at
-        most so many messages each."""
+        """Seconds of moves of dense parameters and of experts, in at most so many messages each."""
         counts = _messages(held, self.mixtures)
         parts = of.weighted(held), of.weighted(held, KINDS)
         total = np.zeros(len(self.space))
-        for count, each, own, (empty, slope) in zip(counts, parts, shares, moves, strict=True):
-            total += np.minimum(count, most) * empty + each / own * size * slope
+        for count, parameters, (empty, slope) in zip(counts, parts, moves, strict=True):
+            total += np.minimum(count, most) * empty + parameters * size * slope
         return total
 
     def optimizer(self, ranks: Ranks) -> Values:
@@ -126,9 +122,8 @@ class DataParallelBound:
             own = np.where(sharded, dense / self.shard + expert / self.expert, dense + expert)
             most = np.maximum(most, own)
         policy = engine_policy(self.space.config)
-        each = update_seconds(self.cluster, policy, 1.0, kernels=0)
-        each += offload_seconds(self.cluster, policy, 1.0)
-        return most * each + self._orthogonalising()
+        here = update_seconds(self.cluster, policy, most)
+        return here + offload_seconds(self.cluster, policy, most) + self._orthogonalising()
 
     def _orthogonalising(self) -> Values:
         """Seconds in which Muon orthogonalises matrices, on average over the ranks."""
@@ -142,19 +137,13 @@ class DataParallelBound:
         return found
 
     def sums(self, ranks: Ranks) -> Values:
-        """Seconds in which kernels of their own add a microbatch's gradients to those of earlier
-        ones, where these are kept whole, on the rank with most of them: those of experts, and in 8
-        and 4 bits of all layers."""
-        narrow = self.space.config.narrow_products
-        partition = self.space.columns["partition"]
-        most = np.zeros(len(self.space))
+        """Seconds of `summing_seconds` on the rank with most, where gradients are kept whole."""
+        partition, most = self.space.columns["partition"], np.zeros(len(self.space))
         for which in FOR_TIME:
             layers = ranks.held[partition, which] * (np.arange(KINDS) < EMBEDDING)
-            dense, expert = self.trained.weighted(layers), self.trained.weighted(layers, KINDS)
-            most = np.maximum(most, expert + dense * narrow)
-        each = summing_seconds(self.cluster, engine_policy(self.space.config), 1.0)
-        found: Values = np.where(self.space.sharded("splits_gradients"), 0.0, most * each)
-        return found
+            held = self.trained.weighted(layers), self.trained.weighted(layers, KINDS)
+            most = np.maximum(most, summing_seconds(self.cluster, self.space.config, *held))
+        return np.where(self.space.sharded("splits_gradients"), 0.0, most)
 
 
 def _messages(held: Values, mixtures: list[int]) -> tuple[Values, Values]:
@@ -162,7 +151,3 @@ def _messages(held: Values, mixtures: list[int]) -> tuple[Values, Values]:
     which these kinds of layers have."""
     layers = held[:, :PREDICTION].sum(axis=1) + held[:, PREDICTION:].max(axis=1)
     return layers, held[:, mixtures].sum(axis=1)
-
-
-def _no_seconds(cluster: Cluster, group: GroupSpan, size: float) -> float:
-    return 0.0

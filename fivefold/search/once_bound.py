@@ -14,10 +14,12 @@ MANY = 1_000_000  # messages, of which the last takes no time
 
 
 class Loads:
-    """What modules [W, K] of each partition compute and send, in seconds [N] of each layout.
+    """What modules [W, K] of each partition compute and send, and lower bounds on what of that is
+    exposed once a step, in seconds [N] of each layout.
 
     Args:
         space: the N layouts.
+        ranks: the tables of their partitions.
         cluster: the hardware.
         cells: times of the modules of some layouts.
         run: these layouts.
@@ -30,8 +32,15 @@ class Loads:
     """
 
     def __init__(
-        self, space: Space, cluster: Cluster, cells: Cells, run: Space, of_run: Column
+        self,
+        space: Space,
+        ranks: Ranks,
+        cluster: Cluster,
+        cells: Cells,
+        run: Space,
+        of_run: Column,
     ) -> None:
+        self.space, self.ranks, self.cluster = space, ranks, cluster
         self.cells, self.of_run = cells, of_run
         sharded, self.of_sharded = space.distinct(SHARDING)
         self.data = DataParallelBound(sharded, cluster)
@@ -50,31 +59,15 @@ class Loads:
         """To reduce their gradients."""
         return self.data.reduced(modules[self.partitions[1]])[self.of_sharded]
 
-
-class OnceBound:
-    """Lower bounds on exposed seconds of N layouts.
-
-    Args:
-        space: the layouts.
-        ranks: the tables of their partitions.
-        cluster: the hardware.
-        loads: what their modules compute and send.
-    """
-
-    def __init__(self, space: Space, ranks: Ranks, cluster: Cluster, loads: Loads) -> None:
-        self.space, self.ranks, self.cluster, self.loads = space, ranks, cluster, loads
-        self.partition = space.columns["partition"]
-        self.gathers = ~space.sharded("splits_parameters")
-
     def before_all(self) -> Values:
         """Seconds by which gathers delay the first forward of the first stage, and all after it."""
         first, parallel = self.ranks.first, self.space.config.parallel
-        moved = self.loads.gathered(first)
+        moved = self.gathered(first)
         if hides_gathers(parallel):
-            work, layers = self.loads.work(first, 0), self._layers(first)
+            work, layers = self.work(first, 0), self._layers(first)
             before, beside = delays(self.cluster.gpu, parallel, moved, work, layers, UNKNOWN)
             moved = before + beside
-        return np.where(self.gathers, moved, 0.0)
+        return np.where(self.space.sharded("splits_parameters"), 0.0, moved)
 
     def summed(self, stage: Values, reduced: Values) -> Values:
         """Seconds from the last backward of a stage until its gradients are summed.
@@ -85,7 +78,7 @@ class OnceBound:
         """
         found = reduced
         if self.space.config.parallel.overlap_grad_reduce:
-            backward = self.loads.work(stage, 1) + self.loads.work(stage, 2)
+            backward = self.work(stage, 1) + self.work(stage, 2)
             alone = reduced / np.where(in_buckets(self.space), MANY, self._layers(stage))
             slowdown = self.cluster.gpu.overlap_slowdown
             found = arrival(-backward, 0 * backward, reduced, alone, slowdown)
@@ -93,7 +86,8 @@ class OnceBound:
 
     def _layers(self, modules: Values) -> Values:
         """[N] number of layers among modules [W, K], at least 1."""
-        return np.maximum(modules[:, :PREDICTION].sum(axis=1), 1)[self.partition]
+        layers = modules[:, :PREDICTION].sum(axis=1)
+        return np.maximum(layers, 1)[self.space.columns["partition"]]
 
 
 def in_buckets(space: Space) -> NDArray[np.bool_]:

@@ -1,6 +1,6 @@
 """Lower bounds on the step time of a million layouts; `search.bound_tables` has the method."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
@@ -12,7 +12,7 @@ from fivefold.config.config import Config
 from fivefold.pipeline.schedules.registry import Shape
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.data_parallel.transfers import exposed
-from fivefold.predict.program.least import RankWork
+from fivefold.predict.program.least import rank_bounds
 from fivefold.predict.program.pairs import Paired, hidden
 from fivefold.predict.software import Software
 from fivefold.predict.times.communication import hop_seconds
@@ -36,7 +36,7 @@ from fivefold.search.bound_tables import (
 )
 from fivefold.search.collectives import affine
 from fivefold.search.columns import Column
-from fivefold.search.once_bound import Loads, OnceBound
+from fivefold.search.once_bound import Loads
 from fivefold.search.space import Space
 
 
@@ -83,23 +83,22 @@ def time_bound(
     """
     run, of_run = space.distinct(TIMING)
     cells = _cells(run, cluster, times_cache)
-    loads = Loads(space, cluster, cells, run, of_run)
-    once = OnceBound(space, ranks, cluster, loads)
+    loads = Loads(space, ranks, cluster, cells, run, of_run)
     microbatches, partition = _share(space, ranks), space.columns["partition"]
     best = _path(run, ranks, cells)[of_run]
     # Until stage 0 has its last gradients, or whichever stage has.
     first, any_stage = best, np.zeros(len(space))
     for which in FOR_TIME:
-        rank = _pipeline(run, ranks, cells, cluster, which)
+        whole, through, kept = _pipeline(run, ranks, cells, cluster, which)
         held = ranks.held[:, which]
         every = _exposed(space, loads, held, cluster)
         # Sums of gradients may run beside the last dX, as the dW do that they are of.
         before = np.maximum(0, microbatches - 1 - ranks.deferred[partition, which])
-        arrives = rank.through[of_run] + before * every
-        own = rank.whole[of_run] + microbatches * every
-        best = np.maximum.reduce([best, own, rank.kept[of_run], arrives])
+        arrives = through[of_run] + before * every
+        own = whole[of_run] + microbatches * every
+        best = np.maximum.reduce([best, own, kept[of_run], arrives])
         if which == FIRST:
-            turned = _turned(run, ranks, cells, rank.whole)[of_run]
+            turned = _turned(run, ranks, cells, whole)[of_run]
             best = np.maximum(best, turned)
             any_stage = turned
         elif which == LAST:
@@ -107,8 +106,8 @@ def time_bound(
             any_stage = np.maximum(any_stage, own)
     stages = [*np.swapaxes(ranks.kinds, 0, 1)]
     moved = np.stack([[m(stage) for m in (loads.gathered, loads.reduced)] for stage in stages]).T
-    sums = [once.summed(stage, moved[:, 1, kind]) for kind, stage in enumerate(stages)]
-    begins, after = once.before_all(), np.minimum.reduce(sums)
+    sums = [loads.summed(stage, moved[:, 1, kind]) for kind, stage in enumerate(stages)]
+    begins, after = loads.before_all(), np.minimum.reduce(sums)
     sent = np.maximum(first + sums[0], any_stage + after) + begins
     sent += cluster.lateness(space.world) * best
     slices = space.config.parallel.num_sequence_slices
@@ -135,8 +134,7 @@ def quick_time_bound(
     cells = _cells(run, cluster, times_cache)
     best = _path(run, ranks, cells)
     for which in FOR_TIME:
-        rank = _pipeline(run, ranks, cells, cluster, which)
-        best = np.maximum.reduce([best, rank.whole, rank.through, rank.kept])
+        best = np.maximum.reduce([best, *_pipeline(run, ranks, cells, cluster, which)])
     found: Values = (best * (1 + cluster.lateness(space.world)))[of_run]
     return found
 
@@ -145,34 +143,34 @@ TIMING = ("partition", "tp", "sp", "cp", "dp", "ep", "etp", "mbs", "memory", "pa
 """Columns that the pipeline program's time depends on, apart from sharding in each microbatch."""
 
 
-def _pipeline(space: Space, ranks: Ranks, cells: Cells, cluster: Cluster, which: int) -> RankWork:
-    """What one of the ranks has to do and to wait for."""
+def _pipeline(
+    space: Space, ranks: Ranks, cells: Cells, cluster: Cluster, which: int
+) -> tuple[Values, Values, Values]:
+    """Lower bounds on the program's seconds by one of the ranks, as `rank_bounds` has them."""
     partition, microbatches = space.columns["partition"], _share(space, ranks)
-    held, before = ranks.held[partition, which], ranks.before[partition, which]
-    ahead = ranks.ahead[partition, which]
-    forward, dx, dw = (cells.weighted(held, phase * KINDS) for phase in PHASES)
-    work = microbatches * (forward + dx + dw)
     chunks, parallel = microbatches * ranks.stages[partition], space.config.parallel
+    saved = np.zeros(len(space))
     if space.columns["pairs"].any():
-        paired = microbatches * _hidden(cells, held, cluster)
+        saved = microbatches * _hidden(cells, ranks.held[partition, which], cluster)
         # No pair hides more than all messages of two stages, and what these wait for the host.
         most = cells.weighted(ranks.largest[partition, which], HIDEABLE * KINDS)
         pairs = np.maximum(0, chunks - ranks.alone[partition, which])
-        work = work - space.columns["pairs"] * np.minimum(paired, pairs * most)
+        saved = space.columns["pairs"] * np.minimum(saved, pairs * most)
+
+    def seconds(part: str, phase: int) -> Values:
+        modules = ranks.first if part == "first" else getattr(ranks, part)[:, which]
+        return cells.weighted(modules[partition], phase * KINDS)
+
     grouped = parallel.microbatch_group_size_per_virtual_pipeline_stage is not None
     unknown = grouped & (ranks.chunks[partition] > 1)
-    return RankWork(
+    return rank_bounds(
+        seconds,
+        saved,
+        _hop(space, cells, cluster),
+        parallel.num_sequence_slices,
         total=microbatches,
-        slices=parallel.num_sequence_slices,
-        hop=_hop(space, cells, cluster),
-        work=work,
-        weights=microbatches * dw,
-        own=cells.weighted(ranks.own[partition, which], DW * KINDS),
-        first=cells.weighted(ranks.first[partition], DW * KINDS),
         deferred=ranks.deferred[partition, which],
-        before=(cells.weighted(before), cells.weighted(before, DX * KINDS)),
         hops=ranks.index[partition, which],
-        ahead=cells.weighted(ahead) + cells.weighted(ahead, DX * KINDS),
         crossings=ranks.crossings[partition, which],
         chunks=chunks,
         most=np.where(unknown, np.inf, ranks.most[partition, which]),
@@ -255,35 +253,33 @@ def _cells(space: Space, cluster: Cluster, times_cache: TimesCache | None) -> Ce
     whether dW is computed apart from dX."""
     model, known = space.config.model, {} if times_cache is None else times_cache
 
-    def times(config: Config) -> LayerTimes:
+    def of_layers(config: Config, times: LayerTimes, experts: bool) -> dict[int, list[float]]:
+        some = config.memory.recomputes_first_layers  # perhaps of none
+        modules = () if some else config.memory.remade_modules
+        whole = config.memory.recompute_granularity == "full" and not some
+        return {
+            place: _numbers(times.layer(kind, None if whole else modules), times.host(kind))
+            for place, kind in sample_layers(model).items()
+            if kind.experts == experts
+        }
+
+    def times_of(config: Config) -> LayerTimes:
         return LayerTimes(one_stage(config), cluster, Software(), known)
 
-    def layers(experts: bool) -> Callable[[Config], list[float]]:
-        kinds = {n: kind for n, kind in sample_layers(model).items() if kind.experts == experts}
+    def plain(config: Config) -> list[float]:
+        times = times_of(config)
+        ends = {EMBEDDING: _numbers(times.embedding()), HEAD: _numbers(times.head())}
+        found = ends | of_layers(config, times, experts=False)
+        return _in_order(found, times.message_bytes, times.defers)
 
-        def each(config: Config) -> list[float]:
-            of, memory = times(config), config.memory
-            some = memory.recomputes_first_layers  # perhaps of none
-            modules = () if some else memory.remade_modules
-            whole = memory.recompute_granularity == "full" and not some
-            found = {
-                n: _numbers(of.layer(kind, None if whole else modules), of.host(kind))
-                for n, kind in kinds.items()
-            }
-            return _in_order(found, 0.0, 0.0)
-
-        return each
-
-    def ends(config: Config) -> list[float]:
-        of = times(config)
-        found = {EMBEDDING: _numbers(of.embedding()), HEAD: _numbers(of.head())}
-        return _in_order(found, of.message_bytes, of.defers)
+    def with_experts(config: Config) -> list[float]:
+        return _in_order(of_layers(config, times_of(config), experts=True), 0.0, 0.0)
 
     space = replace(space, columns=space.columns | {"defers": _defers(space)})
     columns = ("tp", "sp", "cp", "mbs", "memory", "defers")
-    parts: list[Summand] = [(columns, ends), (columns, layers(False))]
+    parts: list[Summand] = [(columns, plain)]
     if model.num_experts is not None:
-        parts.append(((*columns, "ep", "etp"), layers(True)))
+        parts.append(((*columns, "ep", "etp"), with_experts))
     return Cells(space, NUMBERS * KINDS + 2, *parts)
 
 
@@ -303,17 +299,17 @@ PHASES = (FORWARD, DX, DW)
 NUMBERS = 17
 
 
-def _numbers(times: Times, host: float = 0.0) -> tuple[float, ...]:
+def _numbers(times: Times, host: float = 0.0) -> list[float]:
     """These numbers, in their order; `host`: seconds in which the host issues the forward."""
     total, work, messages, waits = times.total, times.work, times.ep, times.host
     other = total + (work + messages + waits) * -1
     phases = (total, work, other, messages, waits)
     each, *paired = ((p.forward, p.dx, p.dw) for p in phases)
-    return *each, messages.total + waits.total, *chain(*paired), host
+    return [*each, messages.total + waits.total, *chain(*paired), host]
 
 
 def _in_order(numbers: Mapping[int, Sequence[float]], *further: float) -> list[float]:
     """The numbers, ordered by number and then by kind of module, with further ones last."""
-    nothing = (0.0,) * NUMBERS
+    nothing = [0.0] * NUMBERS
     each = [numbers.get(kind, nothing) for kind in range(KINDS)]
     return [*chain.from_iterable(zip(*each, strict=True)), *further]

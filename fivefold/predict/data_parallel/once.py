@@ -62,15 +62,8 @@ class Once:
 
 
 def arrival(start: V, end: V, moved: V, alone: V, slowdown: float) -> V:
-    """When sums have arrived, in seconds, that travel beside the backward which makes them.
-
-    Args:
-        start: when that starts.
-        end: when it ends.
-        moved: seconds for which the sums travel.
-        alone: seconds for which the last of these messages does, after the backward.
-        slowdown: share of the overlapped time that the backward loses.
-    """
+    """When sums have arrived, in seconds, that travel beside the backward from `start` to `end`
+    which makes them: all for `moved` seconds, of which the last message's come after it alone."""
     return greater(start + moved, end + alone) + slowdown * lesser(end - start, moved - alone)
 
 
@@ -80,13 +73,7 @@ def delays(
     """Exposed seconds of gathering the parameters of a stage's first layer, which the update may
     hide, and those of its other layers beside the first forward.
 
-    Args:
-        gpu: the GPU.
-        parallel: the settings of overlap.
-        gathered: seconds to gather all of them.
-        forward: seconds of the forward.
-        layers: number of layers, at least 1.
-        update: seconds of the optimizer's update.
+    `gathered`: seconds to gather all; `forward`, `update`: seconds of these; `layers`: at least 1.
     """
     first = gathered / layers
     hides = parallel.overlap_param_gather_with_optimizer_step * update * (1 - 1 / layers)

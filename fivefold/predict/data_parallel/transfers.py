@@ -48,17 +48,9 @@ class Moves:
 def exposed(
     gpu: Gpu, work: Phases, gathered: float, reduced: float, *, apart: bool, again: int = 1
 ) -> Phases:
-    """Exposed seconds of transfers in every microbatch: gathers beside a forward and a backward,
-    and the reductions of what that backward makes.
-
-    Args:
-        gpu: the GPU.
-        work: seconds of the computation of one microbatch.
-        gathered: seconds to gather the parameters once; 0 if they are not.
-        reduced: seconds to reduce the gradients.
-        apart: whether dW is computed apart from dX.
-        again: how often a backward gathers.
-    """
+    """Exposed seconds of what every microbatch sends beside its `work`: parameters that its forward
+    gathers once and its backward `again` times, and gradients that this one's dW makes, which may
+    be computed `apart` from dX."""
     forward, arriving = overlapped(gpu, work.forward, gathered), again * gathered
     if apart:
         dx, dw = overlapped(gpu, work.dx, arriving), overlapped(gpu, work.dw, reduced)

@@ -1,78 +1,53 @@
-"""Lower bounds on the time of a pipeline program that follow from the work of one of its ranks.
+"""Lower bounds on the time of a pipeline program that follow from the work of one of its ranks."""
 
-A program that is built needs them only where it is extrapolated from shorter ones. A search asks
-for those of a million programs before it builds any, so that all times are arrays.
-"""
-
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 Values = NDArray[np.float64]
-Number = Values | float
+Seconds = Callable[[str, int], Values]
 
 
-@dataclass(frozen=True)
-class RankWork:
-    """What a rank has to do in a step and to wait for, in seconds of N programs.
+def rank_bounds(
+    seconds: Seconds,
+    hidden: Values,
+    hop: Values,
+    slices: int,
+    *,
+    total: Values | float,
+    deferred: Values | float,
+    hops: Values | float,
+    crossings: Values | float,
+    chunks: Values | float,
+    most: Values | float,
+) -> tuple[Values, Values, Values]:
+    """Lower bounds on the seconds of N programs, of which each rank has some.
 
-    Attributes:
+    The rank begins when a slice has passed the stages before it, and then has all its work. Then
+    its last dX still has to travel to stage 0, while only deferred dW can run. Last, a chunk (a
+    microbatch of a stage) is kept until it has reached the end of the model and come back: by
+    Little's law (1961) the average number kept is the rate of chunks times this time.
+
+    Args:
+        seconds: those of a microbatch in a phase (forward, dX or dW) of the stages that the rank
+            has ("held"), of all "before" its first one, of that one ("own"), of the model's "first"
+            one, and of all from each of its stages to the end, summed over these ("ahead").
+        hidden: seconds that pairs hide in the whole step at most.
+        hop: seconds of a message between ranks.
+        slices: slices of a sequence.
         total: microbatches of each copy of the model.
-        slices: slices of a sequence: the first comes soon, the last goes alone.
-        hop: a message from one rank to the next.
-        work: all that the rank computes.
-        weights: of that, all dW.
-        own: dW of a microbatch in its first stage.
-        first: the same in the model's first stage.
-        deferred: most dW of a stage that its schedule defers at once; inf: unknown.
-        before: the forward of a microbatch, and its dX, in all stages before its first one.
-        hops: number of messages between ranks on that way.
-        ahead: forward and dX from each of its stages to the end, summed over them.
-        crossings: number of messages on these ways.
-        chunks: microbatches that each stage of the rank computes, summed over them.
-        most: most of these that it keeps at once between forward and backward; inf: unknown.
+        deferred: most dW of a stage that the schedule defers at once; inf: unknown.
+        hops: number of messages from stage 0 to the rank.
+        crossings: number of messages from each of its stages to the end, summed over these.
+        chunks: chunks of the rank in a step.
+        most: most of these that it keeps at once; inf: unknown.
     """
-
-    total: Number
-    slices: int
-    hop: Values
-    work: Values
-    weights: Values
-    own: Values
-    first: Values
-    deferred: Number
-    before: tuple[Values, Values]
-    hops: Number
-    ahead: Values
-    crossings: Number
-    chunks: Number
-    most: Number
-
-    def _way(self, seconds: Values) -> Values:
-        """Seconds of a slice until it reaches the rank, or comes back from there."""
-        return seconds / self.slices + self.hop * self.hops
-
-    @property
-    def whole(self) -> Values:
-        """The rank begins when a microbatch has passed the stages before, and then has its work."""
-        return self._way(self.before[0]) + self.work
-
-    @property
-    def through(self) -> Values:
-        """Then its last dX still has to travel to stage 0, while only deferred dW can run."""
-        known = np.isfinite(self.deferred)
-        later = np.minimum(self.weights, np.where(known, self.deferred, 0.0) * self.own)
-        ended = self.whole - np.where(known, later, self.weights)
-        return ended + self._way(self.before[1]) + self.first / self.slices
-
-    @property
-    def kept(self) -> Values:
-        """What the rank needs for all chunks, given how many it can keep at once.
-
-        A chunk is kept until it has reached the end of the model and come back. By Little's law
-        (1961) the average number kept is the rate of chunks times this residence time.
-        """
-        lasts = self.ahead / self.slices + 2 * self.hop * self.crossings
-        there, back = map(self._way, self.before)
-        return there + self.total * lasts / np.minimum(self.most, self.chunks) + back
+    there, back = (seconds("before", phase) / slices + hop * hops for phase in range(2))
+    forward, dx, dw = (seconds("held", phase) for phase in range(3))
+    whole, known = there + (total * (forward + dx + dw) - hidden), np.isfinite(deferred)
+    later = np.minimum(total * dw, np.where(known, deferred, 0.0) * seconds("own", 2))
+    ended = whole - np.where(known, later, total * dw)
+    lasts = (seconds("ahead", 0) + seconds("ahead", 1)) / slices + 2 * hop * crossings
+    kept = there + total * lasts / np.minimum(most, chunks) + back
+    return whole, ended + back + seconds("first", 2) / slices, kept

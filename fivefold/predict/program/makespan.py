@@ -20,7 +20,7 @@ from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.pipeline.schedules.limits import Place
 from fivefold.pipeline.schedules.registry import known_of
 from fivefold.predict.data_parallel.once import Once
-from fivefold.predict.program.least import RankWork
+from fivefold.predict.program.least import rank_bounds
 from fivefold.predict.program.walk import LeveledProgram, Values
 
 
@@ -120,36 +120,35 @@ class Clock:
     def _least(self, program: Program, costs: Sequence[Costs]) -> Values:
         """[N] the largest lower bound of any rank of a program of one copy of the model, in
         seconds: a limit may show only after many microbatches."""
-        placement, slices = program.placement, program.num_slices
-        limits, total = known_of(self.schedule).limits, self.microbatches
+        placement, limits = program.placement, known_of(self.schedule).limits
         crossed = [0, *accumulate(a != b for a, b in pairwise(placement))]
-        f, b, w = (np.array([getattr(each, name) for each in costs]).T for name in "fbw")
+        phases = [np.array([getattr(each, name) for each in costs]).T for name in "fbw"]
+        stages, least = np.arange(len(placement)), np.zeros(len(costs))
         hop = np.array([each.hop for each in costs])
-        ahead = (f + b)[::-1].cumsum(axis=0)[::-1]
-        befores = [np.cumsum([hop * 0, *times], axis=0) for times in (f, b)]
-        least = np.zeros(len(costs))
         for rank in range(program.num_ranks):
             own = program.stages_of(rank)
-            first, place = own[0], Place(program.num_ranks, len(own), rank)
-            work = sum(f[s] + b[s] + w[s] for s in own) - _most_hidden(costs, own)
+            numbers = {
+                "held": np.isin(stages, own),
+                "before": stages < own[0],
+                "own": stages == own[0],
+                "first": stages == 0,
+                "ahead": np.searchsorted(own, stages, side="right"),
+            }
+            place = Place(program.num_ranks, len(own), rank)
             known = self.group is None or len(own) == 1
-            found = RankWork(
-                total=total,
-                slices=slices,
-                hop=hop,
-                work=total * work,
-                weights=total * sum(w[s] for s in own),
-                own=w[first],
-                first=w[0],
+            bounds = rank_bounds(
+                lambda part, phase, of=numbers: of[part] @ phases[phase],
+                self.microbatches * np.array([_most_hidden(each, own) for each in costs]),
+                hop,
+                program.num_slices,
+                total=self.microbatches,
                 deferred=limits.deferred(place),
-                before=(befores[0][first], befores[1][first]),
-                hops=crossed[first],
-                ahead=sum(ahead[s] for s in own),
+                hops=crossed[own[0]],
                 crossings=sum(crossed[-1] - crossed[s] for s in own),
-                chunks=total * len(own),
+                chunks=self.microbatches * len(own),
                 most=limits.in_flight(place) if known else inf,
             )
-            least = np.maximum.reduce([least, found.whole, found.through, found.kept])
+            least = np.maximum.reduce([least, *bounds])
         return least
 
     def hidden(self, costs: Costs) -> float:
@@ -161,15 +160,10 @@ class Clock:
         return sum(share * table.repeated(costs) for table, share in self.tables)
 
 
-def _most_hidden(costs: Sequence[Costs], own: Sequence[int]) -> Values:
-    """[N] seconds that pairs hide at most of a microbatch in these stages of a rank: each forward
-    may have the partner that hides most."""
-    hidden = np.zeros(len(costs))
-    for number, each in enumerate(costs):
-        if each.fb is not None:
-            backwards = [(stage, each.b[stage] + each.w[stage]) for stage in own]
-            hidden[number] = sum(
-                each.f[s] - min(each.fb[s][other] - alone for other, alone in backwards)
-                for s in own
-            )
-    return hidden
+def _most_hidden(costs: Costs, own: Sequence[int]) -> float:
+    """Seconds that pairs hide at most of a microbatch in these stages of a rank: each forward may
+    have the partner that hides most."""
+    if costs.fb is None:
+        return 0.0
+    backwards = [(stage, costs.b[stage] + costs.w[stage]) for stage in own]
+    return sum(costs.f[s] - min(costs.fb[s][o] - alone for o, alone in backwards) for s in own)
