@@ -25,10 +25,10 @@ from fivefold.search.bound_tables import (
     Cells,
     Ranks,
     Values,
+    affine,
     parameter_cells,
     sample_layers,
 )
-from fivefold.search.collectives import affine
 from fivefold.search.columns import Column
 from fivefold.search.space import Space
 
@@ -105,7 +105,7 @@ class DataParallelBound:
     ) -> Values:
         """Seconds of moves of dense parameters and of experts, in at most so many messages each."""
         counts = _messages(held, self.mixtures)
-        parts = of.weighted(held), of.weighted(held, KINDS)
+        parts = of.weighted(held), of.weighted(held, 1)
         total = np.zeros(len(self.space))
         for count, parameters, (empty, slope) in zip(counts, parts, moves, strict=True):
             total += np.minimum(count, most) * empty + parameters * size * slope
@@ -113,17 +113,20 @@ class DataParallelBound:
 
     def optimizer(self, ranks: Ranks) -> Values:
         """Seconds of the optimizer update on the rank with the most parameters."""
-        partition = self.space.columns["partition"]
-        sharded = self.space.sharded("splits_optimizer")
-        most = np.zeros(len(self.space))
-        for which in FOR_TIME:
-            held = ranks.held[partition, which]
-            dense, expert = self.trained.weighted(held), self.trained.weighted(held, KINDS)
-            own = np.where(sharded, dense / self.shard + expert / self.expert, dense + expert)
-            most = np.maximum(most, own)
-        policy = engine_policy(self.space.config)
+        sharded, policy = self.space.sharded("splits_optimizer"), engine_policy(self.space.config)
+
+        def kept(held: Values) -> Values:
+            dense, expert = self.trained.weighted(held), self.trained.weighted(held, 1)
+            return np.where(sharded, dense / self.shard + expert / self.expert, dense + expert)
+
+        most = self._most(ranks, kept)
         here = update_seconds(self.cluster, policy, most)
         return here + offload_seconds(self.cluster, policy, most) + self._orthogonalising()
+
+    def _most(self, ranks: Ranks, value: Callable[[Values], Values]) -> Values:
+        """The most of any rank, of whose modules it is a function."""
+        partition = self.space.columns["partition"]
+        return np.maximum.reduce([value(ranks.held[partition, which]) for which in FOR_TIME])
 
     def _orthogonalising(self) -> Values:
         """Seconds in which Muon orthogonalises matrices, on average over the ranks."""
@@ -138,12 +141,13 @@ class DataParallelBound:
 
     def sums(self, ranks: Ranks) -> Values:
         """Seconds of `summing_seconds` on the rank with most, where gradients are kept whole."""
-        partition, most = self.space.columns["partition"], np.zeros(len(self.space))
-        for which in FOR_TIME:
-            layers = ranks.held[partition, which] * (np.arange(KINDS) < EMBEDDING)
-            held = self.trained.weighted(layers), self.trained.weighted(layers, KINDS)
-            most = np.maximum(most, summing_seconds(self.cluster, self.space.config, *held))
-        return np.where(self.space.sharded("splits_gradients"), 0.0, most)
+
+        def apart(held: Values) -> Values:
+            layers = held * (np.arange(KINDS) < EMBEDDING)
+            dense, experts = self.trained.weighted(layers), self.trained.weighted(layers, 1)
+            return summing_seconds(self.cluster, self.space.config, dense, experts)
+
+        return np.where(self.space.sharded("splits_gradients"), 0.0, self._most(ranks, apart))
 
 
 def _messages(held: Values, mixtures: list[int]) -> tuple[Values, Values]:

@@ -88,9 +88,9 @@ class _State:
         """Bytes of model state on one of the ranks: at a step's start, and gradients it makes."""
         held = self.ranks.held[self.partition, which]
         at_start, made = np.zeros((2, len(self.space)))
-        for kind, start in (("dense", 0), ("expert", KINDS)):
-            trained = self.trained.weighted(held, start)
-            frozen = self.sizes.weighted(held, start) - trained
+        for number, kind in enumerate(("dense", "expert")):
+            trained = self.trained.weighted(held, number)
+            frozen = self.sizes.weighted(held, number) - trained
             lasting, remade = self._per_parameter(kind, trained=True)
             at_start += trained * lasting + frozen * self._per_parameter(kind, trained=False)[0]
             made += trained * remade

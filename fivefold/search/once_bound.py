@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.data_parallel.once import UNKNOWN, arrival, delays, hides_gathers
-from fivefold.search.bound_tables import KINDS, PREDICTION, SHARDING, Cells, Ranks, Values
+from fivefold.search.bound_tables import PREDICTION, SHARDING, Cells, Ranks, Values
 from fivefold.search.columns import Column
 from fivefold.search.data_parallel_bound import DataParallelBound
 from fivefold.search.space import Space
@@ -49,7 +49,7 @@ class Loads:
 
     def work(self, modules: Values, phase: int) -> Values:
         """Their forward (phase 0), dX (1) or dW (2)."""
-        return self.cells.weighted(modules[self.partitions[0]], phase * KINDS)[self.of_run]
+        return self.cells.weighted(modules[self.partitions[0]], phase)[self.of_run]
 
     def gathered(self, modules: Values) -> Values:
         """To gather their parameters."""

@@ -18,7 +18,7 @@ from fivefold.predict.software import Software
 from fivefold.predict.times.communication import hop_seconds
 from fivefold.predict.times.compute import Phases
 from fivefold.predict.times.layer import LayerTimes, TimesCache
-from fivefold.predict.times.stage import Times
+from fivefold.predict.times.stage import Times, run_again
 from fivefold.search.bound_tables import (
     EMBEDDING,
     FIRST,
@@ -30,11 +30,11 @@ from fivefold.search.bound_tables import (
     Ranks,
     Summand,
     Values,
+    affine,
     module_counts,
     one_stage,
     sample_layers,
 )
-from fivefold.search.collectives import affine
 from fivefold.search.columns import Column
 from fivefold.search.once_bound import Loads
 from fivefold.search.space import Space
@@ -75,12 +75,7 @@ def time_bound(
     cluster: Cluster,
     times_cache: TimesCache | None = None,
 ) -> TimeBound:
-    """Lower bounds on the step times; `LayerTimes` describes `times_cache`.
-
-    A rank cannot begin before one microbatch has passed the stages before its first one. Then it
-    has all its work to do, and its last dX still has to travel to stage 0. Only the dW that its
-    schedule defers can run during that time.
-    """
+    """Lower bounds on the step times; `LayerTimes` describes `times_cache`."""
     run, of_run = space.distinct(TIMING)
     cells = _cells(run, cluster, times_cache)
     loads = Loads(space, ranks, cluster, cells, run, of_run)
@@ -153,13 +148,13 @@ def _pipeline(
     if space.columns["pairs"].any():
         saved = microbatches * _hidden(cells, ranks.held[partition, which], cluster)
         # No pair hides more than all messages of two stages, and what these wait for the host.
-        most = cells.weighted(ranks.largest[partition, which], HIDEABLE * KINDS)
+        most = cells.weighted(ranks.largest[partition, which], HIDEABLE)
         pairs = np.maximum(0, chunks - ranks.alone[partition, which])
         saved = space.columns["pairs"] * np.minimum(saved, pairs * most)
 
     def seconds(part: str, phase: int) -> Values:
         modules = ranks.first if part == "first" else getattr(ranks, part)[:, which]
-        return cells.weighted(modules[partition], phase * KINDS)
+        return cells.weighted(modules[partition], phase)
 
     grouped = parallel.microbatch_group_size_per_virtual_pipeline_stage is not None
     unknown = grouped & (ranks.chunks[partition] > 1)
@@ -194,7 +189,7 @@ def _turned(space: Space, ranks: Ranks, cells: Cells, work: Values) -> Values:
 def _hidden(cells: Cells, held: Values, cluster: Cluster) -> Values:
     """Most seconds per microbatch that pairing can hide, of modules [N, K]."""
     layers = held[:, :EMBEDDING]
-    each: list[Any] = [cells.weighted(layers, n * KINDS) for n in range(PAIRED, NUMBERS)]
+    each: list[Any] = [cells.weighted(layers, n) for n in range(PAIRED, NUMBERS)]
     work, other, messages, waits = (Phases(*each[at : at + 3]) for at in range(0, 12, 3))
     times = Paired(Times(compute=work, tp=other, ep=messages, host=waits), each[-1])
     found: Any = hidden(cluster.gpu, times, times, delays=True)
@@ -227,10 +222,10 @@ def _path(space: Space, ranks: Ranks, cells: Cells) -> Values:
     partition = space.columns["partition"]
     final = ranks.final[partition]
     before = _whole(space) - final
-    there_and_back = sum(cells.weighted(before, phase * KINDS) for phase in (FORWARD, DX))
-    forward, dx, most = (cells.weighted(final, n * KINDS) for n in (FORWARD, DX, HIDEABLE))
+    there_and_back = sum(cells.weighted(before, phase) for phase in (FORWARD, DX))
+    forward, dx, most = (cells.weighted(final, n) for n in (FORWARD, DX, HIDEABLE))
     through = forward + dx - space.columns["pairs"] * most
-    update = cells.weighted(ranks.first[partition], DW * KINDS)
+    update = cells.weighted(ranks.first[partition], DW)
     alone = (there_and_back + update) / space.config.parallel.num_sequence_slices
     found: Values = alone + _share(space, ranks) * through
     return found
@@ -254,11 +249,10 @@ def _cells(space: Space, cluster: Cluster, times_cache: TimesCache | None) -> Ce
     model, known = space.config.model, {} if times_cache is None else times_cache
 
     def of_layers(config: Config, times: LayerTimes, experts: bool) -> dict[int, list[float]]:
-        some = config.memory.recomputes_first_layers  # perhaps of none
-        modules = () if some else config.memory.remade_modules
-        whole = config.memory.recompute_granularity == "full" and not some
+        memory = config.memory
+        again = () if memory.recomputes_first_layers else run_again(memory)  # perhaps of none
         return {
-            place: _numbers(times.layer(kind, None if whole else modules), times.host(kind))
+            place: _numbers(times.layer(kind, again), times.host(kind))
             for place, kind in sample_layers(model).items()
             if kind.experts == experts
         }

@@ -4,7 +4,7 @@ A search needs some thousand makespans. Only programs of few microbatches are bu
 since after the warm-up every further round of microbatches adds the same time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -21,7 +21,7 @@ from fivefold.pipeline.schedules.limits import Place
 from fivefold.pipeline.schedules.registry import known_of
 from fivefold.predict.data_parallel.once import Once
 from fivefold.predict.program.least import rank_bounds
-from fivefold.predict.program.walk import LeveledProgram, Values
+from fivefold.predict.program.walk import Index, LeveledProgram, Values
 
 
 @lru_cache(maxsize=256)
@@ -134,10 +134,14 @@ class Clock:
                 "first": stages == 0,
                 "ahead": np.searchsorted(own, stages, side="right"),
             }
+
+            def seconds(part: str, phase: int, of: Mapping[str, Index] = numbers) -> Values:
+                return of[part] @ phases[phase]
+
             place = Place(program.num_ranks, len(own), rank)
             known = self.group is None or len(own) == 1
             bounds = rank_bounds(
-                lambda part, phase, of=numbers: of[part] @ phases[phase],
+                seconds,
                 self.microbatches * np.array([_most_hidden(each, own) for each in costs]),
                 hop,
                 program.num_slices,
