@@ -96,8 +96,15 @@ def dw_operations(layout: Layout, kind: LayerKind, software: Software) -> int:
     model, each = layout.config.model, 1
     if software.loops_experts:
         each = (model.num_experts or 0) // layout.grid.ep
-    weights = (w for w in describe(model, kind).weights if w.multiplies and w.trained)
-    return sum(each if weight.of_experts else 1 for weight in weights)
+    dense, experts = _matrices(model, kind)
+    return dense + each * experts
+
+
+@lru_cache(maxsize=512)
+def _matrices(model: ModelConfig, kind: LayerKind) -> tuple[int, int]:
+    """Trained matrices of a layer that it multiplies with, but for experts', and experts'."""
+    of = [w.of_experts for w in describe(model, kind).weights if w.multiplies and w.trained]
+    return of.count(False), of.count(True)
 
 
 class LayerTimes(OperationTimes):
