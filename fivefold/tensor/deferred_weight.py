@@ -127,6 +127,15 @@ class DeferredWeights:
             works.extend(self._works)
             self._works = []
 
+    def made_or_put(
+        self, parameter: Tensor, products: Products, grad: Kept, kept: Kept
+    ) -> Tensor | None:
+        """A weight's gradient as `made` gives it; None while a backward defers it."""
+        if not self.deferring:
+            return self.made(parameter, products, grad, kept)
+        self.put([parameter], lambda: self.add(parameter, products, grad, kept))
+        return None
+
     def made(
         self,
         parameter: Tensor,

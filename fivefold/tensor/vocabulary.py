@@ -78,12 +78,8 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Any, ...]:
-        deferred: DeferredWeights = ctx.deferred
         of = ctx.parameter, _Lookup(ctx.rows), (grad_TH,), ctx.saved_tensors
-        if not deferred.deferring:
-            return None, deferred.made(*of), None, None
-        deferred.put([ctx.parameter], lambda: deferred.add(*of))
-        return None, None, None, None
+        return None, ctx.deferred.made_or_put(*of), None, None
 
 
 @dataclass(frozen=True)

@@ -348,19 +348,24 @@ class EightBitExperts:
         return EightBitGroups(self.each, ends)
 
 
-def scales_of(weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What autograd does not save with weights that were gathered in 8 bits: their scales.
+def save_linears(ctx: Any, weights: Sequence[Tensor], kept: Kept) -> None:
+    """Save the weights of the linear layers of one input, and what was kept of this.
 
-    The weights of one input are all gathered so, or none is.
+    Autograd does not save what comes with weights that were gathered in 8 bits, their scales. The
+    weights of one input are all gathered so, or none is.
     """
-    return tuple(map(inverse_of, weights)) if weights[0].dtype == E4M3 else ()
+    ctx.save_for_backward(*weights, *kept)
+    ctx.weights = len(weights)
+    ctx.scales = tuple(map(inverse_of, weights)) if weights[0].dtype == E4M3 else ()
 
 
-def with_scales(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Saved weights with what `scales_of` found: recomputation reads a tensor of its own."""
-    for weight, inverse in zip(weights if scales else (), scales, strict=True):
+def saved_linears(ctx: Any) -> tuple[Sequence[Tensor], Kept]:
+    """What `save_linears` saved; of weights, recomputation makes tensors of its own."""
+    saved: Kept = ctx.saved_tensors
+    weights = saved[: ctx.weights]
+    for weight, inverse in zip(weights, ctx.scales, strict=False):
         weight.inverse_scales = inverse  # type: ignore[attr-defined]
-    return weights
+    return weights, saved[ctx.weights :]
 
 
 class _Multiplied(torch.autograd.Function):
@@ -370,14 +375,13 @@ class _Multiplied(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         taken, kept = products[0].input(x)
         ys = outputs(products, taken, weights, (None,) * len(weights))
-        ctx.save_for_backward(*weights, *kept)
-        ctx.products, ctx.count, ctx.scales = products, len(weights), scales_of(weights)
+        save_linears(ctx, weights, kept)
+        ctx.products = products
         return ys
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        products, saved = ctx.products, ctx.saved_tensors
-        weights, kept = with_scales(saved[: ctx.count], ctx.scales), saved[ctx.count :]
+        products, (weights, kept) = ctx.products, saved_linears(ctx)
         taken = [each.gradient(grad) for each, grad in zip(products, grads, strict=True)]
         grad_x = input_gradients(products, taken, weights) if ctx.needs_input_grad[0] else None
         of_weights = zip(products, taken, strict=True)
