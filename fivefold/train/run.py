@@ -24,6 +24,7 @@ from fivefold.layout import Layout
 from fivefold.mesh.collectives import from_first
 from fivefold.model.eight_bit.rules import check_kernels
 from fivefold.train.build import (
+    Job,
     local_place,
     make_trainer,
     open_local,
@@ -54,9 +55,14 @@ from fivefold.train.machine.threads import Threads, choose_threads
 from fivefold.train.meters import device_peak
 from fivefold.train.metrics import close_all
 from fivefold.train.profile import check_profiler
-from fivefold.train.ranks.alike import check_alike, check_seen, given_data, given_settings
-from fivefold.train.ranks.hosts import crossing, gather_hosts
-from fivefold.train.ranks.job import Job
+from fivefold.train.ranks.hosts import (
+    check_alike,
+    check_seen,
+    crossing,
+    gather_hosts,
+    given_data,
+    given_settings,
+)
 from fivefold.train.ranks.launch import End, init_process_group, place_name, run_ranks
 from fivefold.train.ranks.rank_env import RankEnv, read_rank_env
 from fivefold.train.ranks.rejoin import Orders, keep_on

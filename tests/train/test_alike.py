@@ -15,7 +15,7 @@ from fivefold.errors import CheckpointError, ConfigError
 from fivefold.train.corpora import open_data
 from fivefold.train.folder.lock import claim
 from fivefold.train.ranks import alike
-from fivefold.train.ranks.alike import (
+from fivefold.train.ranks.hosts import (
     OF_A_HOST,
     check_alike,
     check_seen,
