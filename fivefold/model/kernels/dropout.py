@@ -43,20 +43,16 @@ def drop(
     y = torch.empty_like(x)
     (batch, num_heads), (rows, features) = x.shape[:-2] or (1, 1), x.shape[-2:]
     grid = triton.cdiv(rows, ROWS), triton.cdiv(features, COLUMNS), batch * num_heads
+    ids = ids_Bq, columns, key, *ids_Bq.stride()[:2], *columns.stride()[:2]
+    sizes = threshold, *heads, num_heads, rows, features
     launch(
         _drop,
         grid,
         x,
         onto,
         y,
-        ids_Bq,
-        columns,
-        key,
-        ids_Bq.stride(0),
-        ids_Bq.stride(1),
-        columns.stride(0),
-        columns.stride(1),
-        *(threshold, *heads, num_heads, rows, features),
+        *ids,
+        *sizes,
         scale=scale,  # a constant, since Triton makes fp32 of numbers that it is given
         adds=adds,
         named=ids_Bk is not None,

@@ -27,8 +27,13 @@ from fivefold.units import few, ranks_named
 
 OF_A_HOST = frozenset(
     (
-        *("data_path", "valid_data_path", "tokenizer_model", "data_cache_path"),
-        *("optimizer_offload_path", "param_offload_path", "non_persistent_local_ckpt_dir"),
+        "data_path",
+        "valid_data_path",
+        "tokenizer_model",
+        "data_cache_path",
+        "optimizer_offload_path",
+        "param_offload_path",
+        "non_persistent_local_ckpt_dir",
     )
 )
 """Settings that name places of a host, which another one may have elsewhere: what is read there is
