@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from fivefold.model.eight_bit.linear import save_linears, saved_linears
-from fivefold.model.layers import Kept, Linear, Products, input_gradients, of_one_input, outputs
+from fivefold.model.layers import Linear
 from fivefold.model.leaves import add_to_grad, local
+from fivefold.model.products import Kept, Products, input_gradients, of_one_input, outputs
 from fivefold.tensor.deferred_weight import DeferredWeights
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from fivefold.model.layers import Kept, Products
 from fivefold.model.leaves import add_to_grad
+from fivefold.model.products import Kept, Products
 
 
 @dataclass(frozen=True)

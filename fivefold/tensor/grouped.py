@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fivefold.model.eight_bit.linear import save_linears, saved_linears
-from fivefold.model.layers import input_gradients, of_one_input, outputs
 from fivefold.model.leaves import local
 from fivefold.model.moe.grouped import GroupedLinear
+from fivefold.model.products import input_gradients, of_one_input, outputs
 from fivefold.tensor.alone import LinearCall
 from fivefold.tensor.deferred_weight import DeferredWeights
 

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from fivefold.mesh.collectives import Pending, all_gather, all_reduce, all_to_all, reduce_scatter
 from fivefold.model.eight_bit.linear import save_linears, saved_linears
-from fivefold.model.layers import Kept, Linear
+from fivefold.model.layers import Linear
 from fivefold.model.leaves import local
+from fivefold.model.products import Kept
 from fivefold.tensor.alone import LinearCall, call_of
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.exchange import Exchange, Factor
