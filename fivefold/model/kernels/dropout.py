@@ -113,7 +113,7 @@ def _drop(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def random_bits(rows, columns, key):  # type: ignore[no-untyped-def]
-    """`dropout.random_bits` of each row and column, as uint64."""
+    """`model.random_bits` of each row and column, as uint64."""
     hashed = _hash(rows.to(tl.uint64, bitcast=True) ^ key.to(tl.uint64, bitcast=True))
     bits = hashed[:, None] ^ _hash(columns.to(tl.uint64, bitcast=True))[None, :]
     bits *= 0xBF58476D1CE4E5B9
@@ -122,7 +122,7 @@ def random_bits(rows, columns, key):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _hash(bits):  # type: ignore[no-untyped-def]
-    """`dropout.hash64`."""
+    """`model.random_bits.hash64`."""
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
     return bits ^ (bits >> 31)
