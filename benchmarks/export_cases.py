@@ -304,6 +304,7 @@ CHANGES: Mapping[str, Change] = {
         True, {**_MIXED, "moe_router_score_function": "sigmoid"}
     ),
     "moe_ffn_hidden_size": Change(7168, {"preset": "mixtral-8x7b"}),
+    "moe_latent_size": Change(1024, {"preset": "mixtral-8x7b"}),
     "moe_shared_expert_intermediate_size": Change(1024, {"preset": "mixtral-8x7b"}),
     "moe_shared_expert_gate": Change(True, {**_MIXED, "moe_shared_expert_intermediate_size": 1024}),
     "moe_apply_probs_on_input": Change(

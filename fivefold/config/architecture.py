@@ -215,6 +215,11 @@ class Architecture:
     moe_ffn_hidden_size: Count | None = option(
         None, "inner features of an expert (default: ffn_hidden_size)"
     )
+    moe_latent_size: Count | None = option(
+        None,
+        "features that tokens are projected to before they go to experts, and back from after, as "
+        "in Nemotron 3 Super (LatentMoE); none: they go as they are",
+    )
     moe_shared_expert_intermediate_size: Count | None = option(
         None, "inner features of all shared experts together (they process every token)"
     )

@@ -26,7 +26,9 @@ class DataConfig:
         "(eval_loss_NAME) beside that of the validation split",
     )
     tokenizer_model: str | None = option(
-        None, "path of a tokenizer.json; without it a byte-level BPE is trained on the corpus"
+        None,
+        "path of a tokenizer.json, a SentencePiece model, a vocab.json beside its merges.txt, or "
+        "a folder that holds one; without it a byte-level BPE is trained on the corpus",
     )
     tokenizer_vocab_size: Count | None = option(
         None, "vocabulary of the tokenizer to train (default: the model's vocab_size)"

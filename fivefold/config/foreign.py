@@ -311,7 +311,11 @@ FOREIGN = _table(
         "data dataset dataset_name dataset_path data_dir corpus train_file train_data_path",
     ),
     ("--tokenizer-model", "tokenizer tokenizer_name tokenizer_path tokenizer_type"),
-    ("--tokenizer-model", "vocab_file merge_file", "--tokenizer-model is a tokenizer.json"),
+    (
+        "--tokenizer-model",
+        "vocab_file merge_file",
+        "--tokenizer-model is a tokenizer.json, or a vocab.json with a merges.txt beside it",
+    ),
     # Runs
     ("--text-key", "text_column text_field"),
     (

@@ -13,10 +13,7 @@ from fivefold.files import read_json, read_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = "metadata.json"
-NEVER = (
-    *("apply_residual_connection_post_layernorm", "rotary_interleaved", "use_mup"),
-    "moe_latent_size",
-)
+NEVER = "apply_residual_connection_post_layernorm", "rotary_interleaved", "use_mup"
 """Switches that no model here has, most of which change what the same weights compute."""
 _NOT_READ = (
     *NEVER,
@@ -195,6 +192,7 @@ def _told(model: ModelConfig) -> Iterator[tuple[str, Any]]:
     for name in ("topk", "score_function", "pre_softmax", "topk_scaling_factor", "num_groups"):
         yield f"moe_router_{name}", getattr(model, f"moe_router_{name}")
     yield "moe_apply_probs_on_input", model.moe_apply_probs_on_input
+    yield "moe_latent_size", model.moe_latent_size
     yield "moe_router_enable_expert_bias", model.moe_router_enable_expert_bias
     if model.moe_router_num_groups is not None:
         yield "moe_router_group_topk", model.moe_router_group_topk

@@ -214,6 +214,11 @@ class ModelConfig(ByLayer):
         return self.moe_ffn_hidden_size or self.ffn_size
 
     @property
+    def expert_features(self) -> int:
+        """Features of what experts read and make, and of rows on their way to and from them."""
+        return self.moe_latent_size or self.hidden_size
+
+    @property
     def shared_ffn_size(self) -> int:
         """Inner features of all shared experts together; 0 without them."""
         return self.moe_shared_expert_intermediate_size or 0

@@ -386,6 +386,23 @@ _DEBUG: dict[str, Any] = {
     "make_vocab_size_divisible_by": 128,
 }
 
+_NEMOTRON_3_NANO = replace(
+    _NEMOTRON_H_8B,
+    hidden_size=2688,
+    num_query_groups=2,
+    ffn_hidden_size=1856,
+    max_position_embeddings=262144,
+    hybrid_override_pattern="MEMEM*" + 4 * "EMEMEM*" + "EMEMEMEM*EMEMEMEME",
+    mamba_num_heads=64,
+    num_experts=128,
+    moe_router_topk=6,
+    moe_router_score_function="sigmoid",
+    moe_router_topk_scaling_factor=2.5,
+    moe_router_enable_expert_bias=True,
+    moe_ffn_hidden_size=1856,
+    moe_shared_expert_intermediate_size=3712,
+)
+
 PRESETS: Mapping[str, ModelConfig] = {
     "gpt2": _GPT2,
     "gpt-22b": replace(_GPT_1T, num_layers=48, hidden_size=6144, num_attention_heads=64),
@@ -730,21 +747,23 @@ PRESETS: Mapping[str, ModelConfig] = {
         + "---MM---M-M*-M-M-M-M-M-",
     ),
     "nemotron-h-56b": _NEMOTRON_H_56B,
-    "nemotron-3-nano-30b-a3b": replace(
-        _NEMOTRON_H_8B,
-        hidden_size=2688,
-        num_query_groups=2,
-        ffn_hidden_size=1856,
-        max_position_embeddings=262144,
-        hybrid_override_pattern="MEMEM*" + 4 * "EMEMEM*" + "EMEMEMEM*EMEMEMEME",
-        mamba_num_heads=64,
-        num_experts=128,
-        moe_router_topk=6,
-        moe_router_score_function="sigmoid",
-        moe_router_topk_scaling_factor=2.5,
-        moe_router_enable_expert_bias=True,
-        moe_ffn_hidden_size=1856,
-        moe_shared_expert_intermediate_size=3712,
+    "nemotron-3-nano-30b-a3b": _NEMOTRON_3_NANO,
+    "nemotron-3-super-120b-a12b": replace(
+        _NEMOTRON_3_NANO,
+        num_layers=88,
+        hidden_size=4096,
+        ffn_hidden_size=2688,
+        hybrid_override_pattern="MEMEMEM*"
+        + 2 * "EMEMEMEM*"
+        + 4 * "EMEMEMEMEM*"
+        + "EMEMEMEM*EMEMEMEME",
+        mamba_num_heads=128,
+        num_experts=512,
+        moe_router_topk=22,
+        moe_router_topk_scaling_factor=5.0,
+        moe_ffn_hidden_size=2688,
+        moe_latent_size=1024,
+        moe_shared_expert_intermediate_size=5376,
     ),
     "deepseek-v2-lite": replace(
         _DEEPSEEK_V2,
@@ -969,6 +988,7 @@ HUB_NAMES: Mapping[str, str] = {
     "nvidia/Nemotron-H-56B-Base-8K": "nemotron-h-56b",
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16": "nemotron-3-nano-30b-a3b",
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "nemotron-3-nano-30b-a3b",
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": "nemotron-3-super-120b-a12b",
     "mistralai/Mixtral-8x7B-v0.1": "mixtral-8x7b",
     "mistralai/Mixtral-8x22B-v0.1": "mixtral-8x22b",
     "deepseek-ai/DeepSeek-V2-Lite": "deepseek-v2-lite",

@@ -70,14 +70,14 @@ class _Trips:
 def _forwards(layout: Layout, stage: int) -> dict[int, tuple[int, int]]:
     """Layer -> how often a step's forwards dispatch rows to experts, and combine their results.
 
-    Recomputation stops at the last tensor that was saved, which precedes the combine unless shared
-    experts, a dropout mask, a norm or another layer follow.
+    Recomputation stops at the last tensor that was saved, which precedes the combine unless a
+    projection out of latents, shared experts, a dropout mask, a norm or another layer follow.
     """
     model, found = layout.config.model, {}
     for layer, remade in remade_layers(layout, stage):
         kind = layer_kind(model, layer)
         repeated = remade.whole or "moe" in remade.modules
-        goes_on = bool(model.shared_ffn_size)
+        goes_on = bool(model.shared_ffn_size or model.moe_latent_size)
         if remade.whole:
             goes_on |= not remade.ends_group or describe(model, kind).keeps_end
         if kind.experts:
@@ -97,7 +97,7 @@ class _ExpertFlows:
         self._model, self._settings, self._parallel = config.model, config.experts, config.parallel
         training, self._kind = config.training, self._parallel.moe_token_dispatcher_type
         element = ELEMENT_BYTES[training.precision]
-        self._row = config.model.hidden_size * element
+        self._row = config.model.expert_features * element
         self._wide = Running.of(config).score_bytes
         self._experts = config.model.num_experts or 1
         self._rows_B = training.micro_batch_size

@@ -212,8 +212,8 @@ class _Products:
         tokens = layout.config.rank_tokens // layout.config.parallel.token_parts
         self._last_tile = memory.last_tile(tokens)
         self._cp_rank = layout.grid.coordinates(rank)["cp"]
-        eight_bit = layout.config.training.fp8_format is not None
-        self._stops = layout.owns_linears or not eight_bit
+        self._eight_bit = layout.config.training.fp8_format is not None
+        self._stops = layout.owns_linears or not self._eight_bit
 
     def of_layer(self, layer: int, remade: Remade) -> tuple[float, float]:
         """Products per token of a step, and of one forward, without experts."""
@@ -268,6 +268,8 @@ class _Products:
             return False
         if name == "mlp.shared_experts.down_proj.weight":  # a gate saves what it multiplies
             return region == "shared_experts" or not self._model.moe_shared_expert_gate
+        if name == "mlp.fc2_latent_proj.weight":  # of the plain model in every layout
+            return not (self._model.shared_ffn_size or self._eight_bit)
         if name in ("self_attn.o_proj.weight", "self_attn.out_proj.weight"):
             return region != "layer" or self._model.hybrid_override_pattern is not None
         return name == "mlp.down_proj.weight"

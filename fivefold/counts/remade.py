@@ -40,7 +40,7 @@ MADE_AGAIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "mla_up_proj": tuple(f"self_attn.{up}_proj." for up in ("q", "q_b", "kv_b")),
         "mlp": tuple(f"mlp.{name}_proj." for name in ("gate", "up", "down")),
-        "moe": ("mlp.router.", "mlp.shared_expert"),
+        "moe": ("mlp.router.", "mlp.shared_expert", "mlp.fc1_latent_proj.", "mlp.fc2_latent_proj."),
         "shared_experts": ("mlp.shared_experts.",),
         "a2a_overlap_attn": ("self_attn.",),
         "a2a_overlap_post_attn": ("mlp.router.",),

@@ -1,6 +1,7 @@
 """Texts that a model continues: transformers makes the same tokens of them."""
 
-from fivefold.data.tokenizer import Tokenizer, backend_of, telling
+from fivefold.data.tokenizer import Tokenizer, backend_of
+from fivefold.data.tokenizer_files import telling
 from fivefold.errors import DataError
 
 

@@ -40,7 +40,8 @@ def checked_sources(config: "DataConfig", seed: int, model_size: int | None = No
     if indexed and config.tokenizer_model is None:
         mistakes.add(
             f"{indexed[0]} holds tokens already, so tokenizer_model has to name their tokenizer",
-            "--tokenizer-model takes the path of a tokenizer.json, or of a folder that holds one",
+            "--tokenizer-model takes the path of a tokenizer.json or a SentencePiece model, or of "
+            "a folder that holds one",
         )
     made_up = any(source.path == MOCK for source in sources)
     if made_up:

@@ -1,18 +1,17 @@
-"""Loads a tokenizer.json, or trains a byte-level BPE, with Hugging Face's `tokenizers`."""
+"""Loads a tokenizer, or trains a byte-level BPE, with Hugging Face's `tokenizers`."""
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
 from fivefold.data.borders import may_cut
+from fivefold.data.tokenizer_files import read_tokenizer, telling
 from fivefold.errors import DataError
-from fivefold.files import at_home, parse_json, write_atomic
-from fivefold.recipes import how_to_get
+from fivefold.files import parse_json, write_atomic
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -87,29 +86,13 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Tokenizer":
-        """Load a tokenizer.json, or the one in a model folder.
+        """Load a tokenizer from what `read_tokenizer` takes.
 
         Raises:
-            DataError: the file does not exist, is not UTF-8, or is not a tokenizer.
+            DataError: there is none, or it is not one.
         """
-        file = at_home(path, DataError)
-        try:
-            if file.is_dir():
-                file /= "tokenizer.json"
-            return cls(file.read_text(encoding="utf-8"), str(file))
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{file} is not a tokenizer.json: byte {error.start} is not UTF-8\n"
-                "  a SentencePiece .model has to be converted to a tokenizer.json first"
-            ) from error
-        except OSError as error:
-            raise DataError(
-                f"no tokenizer at {file}: {error.strerror}\n"
-                f"{how_to_get(os.fspath(path))}"
-                "  tokenizer_model is a tokenizer.json, or a folder that holds one; without it a "
-                "byte-level BPE is trained on the corpus\n"
-                "  works: --tokenizer-model none"
-            ) from error
+        definition, file = read_tokenizer(path)
+        return cls(definition, str(file))
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -232,18 +215,6 @@ class Tokenizer:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the tokenizer.json atomically."""
         write_atomic(path, self.definition)
-
-
-@contextmanager
-def telling(what: str) -> Iterator[None]:
-    """Turn an error of the Rust library into a DataError that begins with `what`."""
-    try:
-        yield
-    except BaseException as error:
-        # It raises bare Exception, or a PanicException that is none and that nothing exports.
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise DataError(f"{what}\n  it says: {error}") from error
-        raise
 
 
 def backend_of(definition: str, origin: str, *, templates: bool = False) -> "Backend":

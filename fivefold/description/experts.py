@@ -56,7 +56,8 @@ class RouterLinear(Operation):
         shared = self.read and (self.adapted or "shared_experts" in running.remade)
         if not (multiplied or shared or self.keeps_inputs(running)):
             return 0.0
-        alone = not (self.read or multiplied) and {*_AGAIN}.isdisjoint(running.remade)
+        read = self.read or multiplied or self.model.moe_latent_size is not None
+        alone = not read and {*_AGAIN}.isdisjoint(running.remade)
         x = running.element_bytes * self.inputs / running.token_parts
         return 0.0 if alone and self._copied(running) else x
 
@@ -189,11 +190,13 @@ class ExpertsIn(Operation):
         inputs: features of a row.
         outputs: output features of one expert, including the gate.
         copies: experts per token.
+        features: features of the residual stream.
     """
 
     inputs: int
     outputs: int
     copies: int
+    features: int
 
     def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
         """The rows dispatched to this rank's experts; each rank that splits an expert has all."""
@@ -210,7 +213,7 @@ class ExpertsIn(Operation):
     def working(self, running: Running) -> float:
         """Bytes per token of gradients alive while its weight gradient is computed."""
         inner = self.outputs / running.expert_tensor_parallel
-        around = self.inputs / running.token_parts + running.rows(self.copies) * inner
+        around = self.features / running.token_parts + running.rows(self.copies) * inner
         return running.element_bytes * around + self.of_rows(running)
 
     def of_rows(self, running: Running) -> float:

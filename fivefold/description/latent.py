@@ -1,4 +1,4 @@
-"""The operations of latent attention before its scores, and their costs."""
+"""The operations of latent attention before its scores, and of experts' latents; their costs."""
 
 from dataclasses import dataclass
 
@@ -32,6 +32,38 @@ class LatentDown(Operation):
     def deferred(self, running: Running) -> float:
         """Its input; gradients of the latents are negligible."""
         return running.input_bytes * self.inputs / running.token_parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentLinear(Operation):
+    """A projection of tokens into what experts read, or back; replicated over TP.
+
+    Attributes:
+        inputs: features of a token before it.
+        outputs: features after it.
+        reads_moe_input: whether it reads what the router does, which counts with that.
+    """
+
+    inputs: int
+    outputs: int
+    reads_moe_input: bool
+
+    def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
+        """Its input, or a narrower copy beside that of the router."""
+        whole = ("layernorm",) if self.reads_moe_input else ()
+        narrows = running.narrows(*whole)
+        counted = self.reads_moe_input and not narrows
+        size = 0.0 if counted else running.input_size(*whole) * self.inputs / running.token_parts
+        scaled = (self.inputs,) if narrows else ()
+        return (Kept(self.name, (size,), ("moe",), scaled=scaled),)
+
+    def deferred(self, running: Running) -> float:
+        """The input, if the router does not count it, and the gradient of the output, if the layer
+        does not."""
+        kept = 0 if self.reads_moe_input else self.inputs
+        made = self.outputs if self.reads_moe_input else 0
+        size = running.input_bytes * kept + running.element_bytes * made
+        return size / running.token_parts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from fivefold.description.experts import (
     SharedOut,
 )
 from fivefold.description.kinds import LayerKind, layer_kind
-from fivefold.description.latent import latent_projections
+from fivefold.description.latent import LatentLinear, latent_projections
 from fivefold.description.linear_attention import GatedHeads, linear_attention
 from fivefold.description.lora import Adapters, Rescaled, with_adapters
 from fivefold.description.mamba import mamba
@@ -265,10 +265,11 @@ def _experts(model: ModelConfig) -> tuple[Operation, ...]:
     h, experts, copies = model.hidden_size, model.num_experts, model.moe_router_topk
     inner, widths = model.expert_ffn_size, _gates(model)
     weighs = not model.moe_apply_probs_on_input
-    each = mlp_weights("mlp.experts", model, inner)
+    each = mlp_weights("mlp.experts", model, inner, model.expert_features)
     first, last = (tuple(of_experts(weight, experts) for weight in part) for part in each)
     router = whole("mlp.router", h, experts, model.add_bias_linear)
     again, read = "a2a_overlap_post_attn", bool(model.shared_ffn_size)
+    into_latents, out_of_latents = _latents_of_experts(model)
     return (
         *_mlp_norm(model, again),
         RouterLinear(
@@ -280,14 +281,16 @@ def _experts(model: ModelConfig) -> tuple[Operation, ...]:
             read=read,
             remade_by=_makes_input(model, again),
         ),
+        *into_latents,
         Dispatch("dispatch", rerun_by=("moe",), copies=copies, model=model),
         ExpertsIn(
             "expert_fc1",
             first,
             ("moe", "routed_experts"),
-            inputs=h,
+            inputs=model.expert_features,
             outputs=inner * widths,
             copies=copies,
+            features=h,
         ),
         Activation(
             "moe_act",
@@ -299,10 +302,38 @@ def _experts(model: ModelConfig) -> tuple[Operation, ...]:
             remade_by=("moe", "routed_experts"),
         ),
         ExpertsOut(
-            "expert_fc2", last, ("moe",), inputs=inner, outputs=h, copies=copies, weighs=weighs
+            "expert_fc2",
+            last,
+            ("moe",),
+            inputs=inner,
+            outputs=model.expert_features,
+            copies=copies,
+            weighs=weighs,
         ),
+        *out_of_latents,
         *(_shared_experts(model) if model.shared_ffn_size else ()),
         *_end(model),
+    )
+
+
+def _latents_of_experts(model: ModelConfig) -> tuple[tuple[Operation, ...], ...]:
+    """The projections before tokens go to experts, and after they are back."""
+    h, latent = model.hidden_size, model.moe_latent_size
+    if latent is None:
+        return (), ()
+    into = whole("mlp.fc1_latent_proj", h, latent, model.add_bias_linear)
+    back = whole("mlp.fc2_latent_proj", latent, h, model.add_bias_linear)
+    return (
+        (
+            LatentLinear(
+                "latent_fc1", into, ("moe",), inputs=h, outputs=latent, reads_moe_input=True
+            ),
+        ),
+        (
+            LatentLinear(
+                "latent_fc2", back, ("moe",), inputs=latent, outputs=h, reads_moe_input=False
+            ),
+        ),
     )
 
 

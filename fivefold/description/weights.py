@@ -69,10 +69,11 @@ def norm_weights(name: str, model: ModelConfig, features: int | None = None) -> 
 
 
 def mlp_weights(
-    name: str, model: ModelConfig, inner: int
+    name: str, model: ModelConfig, inner: int, features: int | None = None
 ) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
-    """Those into the inner features of an MLP, and those out of them."""
-    h, bias = model.hidden_size, model.add_bias_linear
+    """Those into the inner features of an MLP, and those out of them, by default of the residual
+    stream's features."""
+    h, bias = features or model.hidden_size, model.add_bias_linear
     names = ("gate_proj", "up_proj") if model.gated_linear_unit else ("up_proj",)
     first = tuple(w for each in names for w in column(f"{name}.{each}", h, inner, bias))
     return first, row(f"{name}.down_proj", inner, h, bias)

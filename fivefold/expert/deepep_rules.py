@@ -45,7 +45,7 @@ def check_deepep(config: Config, device_type: str, *, shared: bool = False) -> N
             f"{config.training.precision}",
             works=["--precision bf16", OFF],
         )
-    hidden, width = config.model.hidden_size, ROW_BYTES // 2
+    hidden, width = config.model.expert_features, ROW_BYTES // 2
     if hidden % width:
         mistakes.add(
             f"moe_enable_deepep: DeepEP sends multiples of {ROW_BYTES} bytes, and "

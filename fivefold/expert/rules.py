@@ -64,6 +64,12 @@ def _check_shared(config: Config, mistakes: Mistakes) -> None:
     parallel, memory = config.parallel, config.memory
     if not config.model.shared_ffn_size:
         mistakes.add("moe_shared_expert_overlap needs shared experts", works=[off])
+    if config.model.moe_latent_size is not None:
+        mistakes.add(
+            "moe_shared_expert_overlap ends shared experts before results are projected out of "
+            "latents (moe_latent_size), which Megatron-LM refuses, too",
+            works=[off, "--moe-latent-size none"],
+        )
     if parallel.expert_model_parallel_size == 1:
         mistakes.add(
             "moe_shared_expert_overlap hides messages between expert-parallel ranks, and ep is 1",

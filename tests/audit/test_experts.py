@@ -181,6 +181,27 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         LATENT,
         HALVES | {"cp": 2, "cp_comm_type": ("all_gather",)} | _again("a2a_overlap_attn"),
     ),
+    "latents": (1, ALONE | PLAIN | {"moe_latent_size": 20}, _again("moe", "layernorm")),
+    "latents, flex, layers again": (
+        4,
+        GATED | {"moe_latent_size": 20},
+        {"ep": 2, "etp": 2, "dispatcher": "flex", "recompute_granularity": "full"},
+    ),
+    "latents, tp, moe again": (
+        4,
+        {"moe_latent_size": 20},
+        {"ep": 2, "tp": 2, **_again("moe", "moe_act", "layernorm")},
+    ),
+    "latents, halves again": (
+        2,
+        {"moe_latent_size": 20},
+        HALVES | {"delay_wgrad_compute": True} | _again(*OF_HALVES),
+    ),
+    "latents, stages again": (
+        4,
+        ALONE | {"moe_latent_size": 20},
+        {"ep": 2, "dispatcher": "allgather", "pipeline_schedule": "zb_h1", **STAGES},
+    ),
     "parameters sharded": (4, {}, {"ep": 2, "strategy": "optim_grads_params"}),
     "further predictions": (2, LATENT | {"mtp_num_layers": 1}, {"ep": 2}),
 }
@@ -198,6 +219,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         "inputs moved",
         "stages again, flex",
         "further predictions",
+        "latents, tp, moe again",
         "halves again, gated, tp, layernorm",
         "halves again, latents gathered",
     ),

@@ -732,6 +732,7 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 2.5,
         },
     ),
+    "nemotron_h, latents of experts": ("nemotron_h", {"moe_latent_size": 12}),
     "nemotron_h, no experts": ("nemotron_h", {"hybrid_override_pattern": "MM*-", "n_groups": 1}),
     "qwen3_5_text, tied, one key head": (
         "qwen3_5_text",

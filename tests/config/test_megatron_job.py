@@ -158,6 +158,27 @@ def test_defaults_are_those_of_megatron() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "file"),
+    [
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model m", "m/tokenizer.json"),
+        ("--tokenizer-type Llama2Tokenizer --tokenizer-model m.model", "m.model"),
+        ("--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model m.model", "m.model"),
+        ("--tokenizer-type SentencePieceTokenizer --tokenizer-model m.model", None),  # adds tokens
+        ("--vocab-file a/gpt2-vocab.json --merge-file a/gpt2-merges.txt", "a/gpt2-vocab.json"),
+        ("--vocab-file a/gpt2-vocab.json --merge-file b/gpt2-merges.txt", None),
+        ("--vocab-file vocab.txt --merge-file merges.txt", None),
+        ("--vocab-file vocab.txt", None),
+        ("", None),
+    ],
+)
+def test_tokenizers_are_the_same_or_named_as_lost(flags: str, file: str | None) -> None:
+    kind = "" if "--tokenizer-type" in flags else "--tokenizer-type GPT2BPETokenizer "
+    job = found(kind + flags)
+    assert job.values.get("tokenizer_model") == file
+    assert any("tokenizer" in lost for lost in job.lost) == (file is None)
+
+
+@pytest.mark.parametrize(
     ("tp", "tokenizer", "padded"), [(1, "", 1024), (8, "", 1024), (2, "NullTokenizer", 1024)]
 )
 def test_vocabularies_are_padded_as_there(tp: int, tokenizer: str, padded: int) -> None:
@@ -320,6 +341,18 @@ def test_flags_of_relatives_are_those_of_the_release(more: str, values: dict[str
     assert "num_experts" not in found.values
     named = [line for line in found.lost if more.split()[0] in line]
     assert not named
+
+
+def test_layers_of_one_mixer_each_are_read_with_stages_and_without_further_predictions() -> None:
+    job = DENSE.replace("--num-layers 4", "--position-embedding-type none --mamba-num-heads 4")
+    more = "--pipeline-model-parallel-size 2 --mtp-num-layers 2 --hybrid-layer-pattern"
+    found = translate(read_job(f"{job}{more} 'M-*|MM-/*-/*-'"))
+    assert found.values["hybrid_override_pattern"] == "M-*MM-"
+    assert found.values["num_layers"] == 6
+    assert found.values["pipeline_model_parallel_layout"] == "Ettt|tttL"
+    assert found.values["mtp_num_layers"] == 0
+    named = [line for line in found.lost if "further predictions" in line]
+    assert [line.split()[0] for line in named] == ["mtp_num_layers", "--hybrid-layer-pattern"]
 
 
 @pytest.mark.parametrize(

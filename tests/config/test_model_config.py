@@ -96,6 +96,7 @@ def test_presets_have_the_published_number_of_parameters(name: str, published: i
         ("qwen3-30b-a3b", 30.5, 3.35),
         ("qwen3-235b-a22b", 235.1, 22.2),
         ("qwen3-next-80b-a3b", 79.7, 3.9),
+        ("nemotron-3-super-120b-a12b", 120.65, 12.75),  # published as 120.6 and 12.7
         ("llama4-scout", 107.8, 17.2),  # 109 and 17 as published, with what sees images
         ("llama4-maverick", 400.7, 17.2),
         ("deepseek-v2", 235.7, 21.4),

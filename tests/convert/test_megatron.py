@@ -225,7 +225,6 @@ def test_what_changes_results_alone_is_told_apart(name: str) -> None:
         "attention_output_gate": (False, True),
         "experimental_attention_variant": (None, "gated_delta_net"),
         "hybrid_override_pattern": (None, "M*"),
-        "moe_latent_size": (None, 64),
         "rotary_interleaved": (False, True),
         "squared_relu": (False, True),
         "qk_l2_norm": (False, True),
@@ -257,6 +256,7 @@ def test_what_changes_results_alone_is_told_apart(name: str) -> None:
     if name == "mixed":
         both |= {
             "moe_apply_probs_on_input": (False, True),
+            "moe_latent_size": (None, 64),
             "moe_router_pre_softmax": (False, True),
             "moe_router_score_function": ("softmax", "sigmoid"),
             "moe_router_topk_scaling_factor": (None, 2.5),

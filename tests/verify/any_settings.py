@@ -88,6 +88,7 @@ SOME: dict[str, tuple[Any, ...]] = {
     "rotary_seq_len_interpolation_factor": (2.5,),
     "num_query_groups": (1, 2),
     "moe_router_topk": (1, 5),
+    "moe_latent_size": (6, 20),
     "moe_router_num_groups": (4,),
     "moe_router_group_topk": (2,),
     "moe_router_topk_scaling_factor": (2.5,),

@@ -184,7 +184,9 @@ MODELS = {
         HYBRID, hybrid_override_pattern="-MM*M", untie_embeddings_and_output_weights=False
     ),
     "hybrid, experts": replace(
-        HYBRID, **EXPERTS | {"hybrid_override_pattern": "ME*EM", "moe_layer_freq": "1"}
+        HYBRID,
+        **EXPERTS | {"hybrid_override_pattern": "ME*EM", "moe_layer_freq": "1"},
+        moe_latent_size=10,
     ),
     "delta": DELTA,
     "delta tied": replace(DELTA, untie_embeddings_and_output_weights=False),

@@ -365,6 +365,20 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
             "recompute_modules": ("routed_experts",),
         },
     ),
+    (
+        4,
+        {"moe_latent_size": 10, "add_bias_linear": True, "activation_func": "gelu"},
+        {
+            "tp": 2,
+            "ep": 2,
+            "pp": 2,
+            "dispatcher": "flex",
+            "pipeline_schedule": "zb_h1",
+            "pipeline_model_parallel_layout": "Et*3|ttL",
+            "recompute_granularity": "selective",
+            "recompute_modules": ("moe", "layernorm"),
+        },
+    ),
 ]
 
 

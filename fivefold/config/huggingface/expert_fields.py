@@ -119,6 +119,8 @@ def nemotron_h(model: ModelConfig, kind: str) -> Fields:
             "n_group": model.moe_router_num_groups or 1,
             "topk_group": model.moe_router_group_topk or 1,
         }
+        if model.moe_latent_size is not None:
+            experts["moe_latent_size"] = model.moe_latent_size
     return {
         **sizes,
         "layers_block_type": [names[letter] for letter in model.hybrid_override_pattern or ""],

@@ -86,7 +86,8 @@ def _experts(reader: Reader, has: bool) -> dict[str, Any]:
         found |= of_groups | {"moe_router_group_scores": 2}
     reader.fixed("n_shared_experts", 1)
     reader.fixed("norm_topk_prob", True)
-    reader.fixed("moe_latent_size", None)
+    if latent := reader.optional_size("moe_latent_size", default=None):
+        found["moe_latent_size"] = latent
     reader.without_effect("moe_shared_expert_overlap", "output_router_logits")
     return found if has else {}
 

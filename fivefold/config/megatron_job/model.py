@@ -39,8 +39,12 @@ def of_model(job: MegatronJob, mistakes: Mistakes, lost: list[str]) -> Named:
     yield from _mixers(job, mistakes, lost)
     if job["multi_latent_attention"]:
         yield from job.same("multi_latent_attention", *OF_LATENTS)
-    yield "mtp_num_layers", job["mtp_num_layers"] or 0
-    if job["mtp_num_layers"]:
+    depths = job["mtp_num_layers"] or 0
+    if depths and job["hybrid_override_pattern"]:
+        lost.append(f"mtp_num_layers = {depths}: no hybrid model here has further predictions")
+        depths = 0
+    yield "mtp_num_layers", depths
+    if depths:
         yield from job.same("mtp_loss_scaling_factor")
 
 
@@ -163,7 +167,7 @@ def of_experts(job: MegatronJob) -> Named:
     yield "moe_ffn_hidden_size", job["moe_ffn_hidden_size"] or job["ffn_hidden_size"]
     yield "moe_layer_freq", _pattern(job["moe_layer_freq"])
     yield from job.same("moe_shared_expert_intermediate_size", "moe_shared_expert_gate")
-    yield from job.same("moe_apply_probs_on_input")
+    yield from job.same("moe_apply_probs_on_input", "moe_latent_size")
     yield from job.same("moe_shared_expert_overlap", "moe_router_dtype")
     yield from job.same("moe_router_num_groups", "moe_router_group_topk")
     yield from job.same("moe_router_enable_expert_bias", "moe_router_bias_update_rate")

@@ -19,7 +19,6 @@ _RENAMED: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
         "--activations-checkpoint-num-layers": ("--recompute-num-layers", ()),
         "--checkpoint-num-layers": ("--recompute-num-layers", ()),
         "--ds-sequence-parallel-size": ("--context-parallel-size", ("--cp-comm-type", "a2a")),
-        "--hybrid-layer-pattern": ("--hybrid-override-pattern", ("--is-hybrid-model",)),
         "--layernorm-epsilon": ("--norm-epsilon", ()),
         "--num-key-value-heads": ("--num-query-groups", _GROUPS),
         "--pad-vocab-size-to": ("--padded-vocab-size", ()),
@@ -63,6 +62,7 @@ _ANOTHER = (
     ),
 )
 """Flags, with values that are not among those, of what no model here is."""
+_MIXERS = "--hybrid-layer-pattern"
 _TOKENS = ("train_tokens", "lr_decay_tokens", "lr_warmup_tokens")
 _NO_PRETRAINING = re.compile(
     r"bert|t5|ict|mimo|multimodal|hf2|_to_|retro|vlm|vision|dino|hybrid|mamba|prefix_lm|generat"
@@ -102,6 +102,8 @@ def in_release(words: Sequence[str]) -> list[str]:
             found += (name, *values)
         elif flag == "--glu-activation" and value == "swiglu":
             implied += _gated(words)
+        elif flag == _MIXERS:
+            found += _mixers(value)
         elif said is None and flag in _ANOTHER:
             mistakes.add(f"{flag} {value}".rstrip() + ": no model here has that")
         elif said is None:
@@ -141,6 +143,21 @@ def _gated(words: Sequence[str]) -> Sequence[str]:
     return ("--swiglu", *(() if "--ffn-hidden-size" in words else wide))
 
 
+def _mixers(pattern: str) -> Iterator[str]:
+    """Mixers as releases after 0.16 have them: | is between stages of a pipeline, and / before the
+    layers of each further prediction."""
+    layers, slash, predictions = pattern.partition("/")
+    stages = layers.split("|")
+    letters = "".join(stages)
+    yield from ("--hybrid-override-pattern", letters, "--is-hybrid-model")
+    yield from ("--num-layers", str(len(letters)))
+    if len(stages) > 1:
+        cut = "|".join("t" * len(stage) for stage in stages)
+        yield from ("--pipeline-model-parallel-layout", f"E{cut}L")
+    if slash:
+        yield from (_MIXERS, slash + predictions)
+
+
 def in_samples(given: Mapping[str, object], unknown: Sequence[str]) -> Mapping[str, int]:
     """Lengths of a schedule that are counted in tokens, in samples.
 
@@ -163,4 +180,6 @@ def of_relative(flag: str, release: str) -> str:
     """A sentence about a flag, with its values, that the release does not have."""
     if name_of_flag(flag) == "deepspeed_config":
         return f"{flag}: what that file says of precision, clipping and offloading is not read"
+    if flag.startswith(_MIXERS):
+        return f"{flag}: no hybrid model here has further predictions"
     return f"{flag}: no argument of Megatron-LM {release}"

@@ -219,17 +219,32 @@ def of_data(job: MegatronJob, lost: list[str]) -> Named:
         yield from job.same("data_path")
     if not job["train_data_path"]:
         yield "split", job["split"] and str(job["split"]).strip("'\"")
-    model, kind = job["tokenizer_model"], job["tokenizer_type"]
-    if kind == "HuggingFaceTokenizer" and model:
-        folder = str(model).removesuffix("/tokenizer.json")
-        yield "tokenizer_model", f"{folder}/tokenizer.json"
-    elif job["vocab_file"] or kind not in (None, "NullTokenizer"):
-        job.mention("merge_file")
-        lost.append(
-            f"its tokenizer ({kind or 'of a vocab_file'}): --tokenizer-model wants a "
-            "tokenizer.json with the same tokens"
-        )
+    yield from _tokenizer(job, lost)
     job.mention("finetune")
     for name in ("load", "save"):
         if job[name] is not None:
             lost.append(f"{name} = {job[name]}: {_FOLDERS[name]}")
+
+
+def _tokenizer(job: MegatronJob, lost: list[str]) -> Named:
+    """The file of its tokenizer, if it is one from which the same tokens are made here."""
+    model, kind = job["tokenizer_model"], job["tokenizer_type"]
+    if kind == "HuggingFaceTokenizer" and model:
+        folder = str(model).removesuffix("/tokenizer.json")
+        yield "tokenizer_model", f"{folder}/tokenizer.json"
+    elif kind in ("Llama2Tokenizer", "GPTSentencePieceTokenizer") and model:
+        yield "tokenizer_model", str(model)
+    elif kind == "GPT2BPETokenizer" and job["merge_file"] == _beside(job["vocab_file"]):
+        yield "tokenizer_model", job["vocab_file"]
+    elif job["vocab_file"] or kind not in (None, "NullTokenizer"):
+        lost.append(
+            f"its tokenizer ({kind or 'of a vocab_file'}): --tokenizer-model wants a "
+            "tokenizer.json with the same tokens"
+        )
+
+
+def _beside(vocabulary: object) -> str:
+    """The merges that are read with a vocabulary; empty if its name is not of GPT-2's kind."""
+    name = str(vocabulary)
+    merges = f"{name.removesuffix('vocab.json')}merges.txt"
+    return merges if name.endswith("vocab.json") else ""

@@ -156,6 +156,12 @@ def _check_experts(model: ModelConfig, mistakes: Mistakes) -> None:
             f"moe_router_topk is {model.moe_router_topk}",
             works=["--moe-router-topk 1", "--no-moe-apply-probs-on-input"],
         )
+    if model.moe_apply_probs_on_input and model.moe_latent_size:
+        mistakes.add(
+            "moe_apply_probs_on_input multiplies tokens, and with moe_latent_size experts read "
+            "projections of them",
+            works=["--moe-latent-size none", "--no-moe-apply-probs-on-input"],
+        )
     if model.hybrid_override_pattern is not None:
         return
     with mistakes.collecting():

@@ -134,4 +134,6 @@ def change_products(module: nn.Module, **changes: Any) -> None:
         module.multiply = changed
 
 
-_NOT_AFTER_THE_NORM = frozenset({"o_proj", "out_proj", "down_proj", "q_b_proj", "kv_b_proj"})
+_NOT_AFTER_THE_NORM = frozenset(
+    {"o_proj", "out_proj", "down_proj", "q_b_proj", "kv_b_proj", "fc2_latent_proj"}
+)

@@ -43,7 +43,7 @@ class Experts(nn.Module):
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         assert model.num_experts is not None, "a model without experts"
-        sizes = model.num_experts, model.hidden_size, model.expert_ffn_size
+        sizes = model.num_experts, model.expert_features, model.expert_ffn_size
         experts, hidden, inner = sizes
         gated, bias = model.gated_linear_unit, model.add_bias_linear
         self.gate_proj = GroupedLinear(experts, hidden, inner, bias) if gated else None
@@ -193,6 +193,9 @@ def plain_call(function: Callable[..., Any], *arguments: Any) -> Any:
 class MoE(LayerBlock):
     """Mixture of experts: each token passes its routed experts and all shared experts.
 
+    With latents (LatentMoE, NVIDIA 2025) the routed ones read a projection of the token, and the
+    sum of what they make is projected back. Routers and shared experts read the token itself.
+
     Attributes:
         dispatch: seam around dispatch, experts and combine.
         call_router: seam around the router.
@@ -209,6 +212,9 @@ class MoE(LayerBlock):
         super().__init__()
         self.router = Router(model, layer, settings)
         self.experts = Experts(model)
+        hidden, latent, bias = model.hidden_size, model.moe_latent_size, model.add_bias_linear
+        self.fc1_latent_proj = Linear(hidden, latent, bias) if latent else None
+        self.fc2_latent_proj = Linear(latent, hidden, bias) if latent else None
         shared = model.shared_ffn_size
         self.shared_experts = MLP(model, shared) if shared else None
         gated = model.moe_shared_expert_gate
@@ -223,17 +229,21 @@ class MoE(LayerBlock):
         """[T, H] -> [T, H]."""
         run = partial(self.call_routed, self.experts)
         choice: ExpertChoice = self.call_router(self.router, x_TH, context)
-        routed_TH = x_TH
+        routed_TH = x_TH if self.fc1_latent_proj is None else self.fc1_latent_proj(x_TH)
         if self.experts.model.moe_apply_probs_on_input:
-            routed_TH, choice = _multiplied(x_TH, choice)
-        if self.shared_experts is None:
-            return self.dispatch(routed_TH, choice, run)
-        if self.overlaps:
+            routed_TH, choice = _multiplied(routed_TH, choice)
+        shared = None
+        if self.shared_experts is not None and self.overlaps:
             shared = _SharedBeside(self.shared_experts, x_TH, context.layer.adapters)
-            y_TH = self.dispatch(routed_TH, choice, run, (shared.first, shared.last))
+        beside = None if shared is None else (shared.first, shared.last)
+        y_TH = self.dispatch(routed_TH, choice, run, beside)
+        if self.fc2_latent_proj is not None:
+            y_TH = self.fc2_latent_proj(y_TH)
+        if self.shared_experts is None:
+            return y_TH
+        if shared is not None:
             shared_TH = shared.result
         else:
-            y_TH = self.dispatch(routed_TH, choice, run)
             run_shared, drops = self.shared_experts.run, context.layer.adapters
             shared_TH = self.call_shared(run_shared, x_TH, drops)
         if self.shared_expert_gate is not None:

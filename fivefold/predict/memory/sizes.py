@@ -73,6 +73,6 @@ def buffers(layout: Layout, stage: StageParts, running: Running) -> tuple[float,
         # A ring holds the current block and the arriving one, and the gradients of both.
         attention = keys * (2 * grid.cp if whole else 4)
     if running.expert_ranks > 1 and any(layer.kind.experts for layer in layers):
-        rows = 2 * element * model.hidden_size * running.rows(model.moe_router_topk)
+        rows = 2 * element * model.expert_features * running.rows(model.moe_router_topk)
     own = rows / running.expert_tensor_parallel
     return tuple(tokens * (between + more) for more in (0.0, attention, own, rows))

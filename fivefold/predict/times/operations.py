@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import cached_property, partial
 
 from fivefold.description.experts import Dispatch, ExpertsIn, ExpertsOut, RouterLinear
-from fivefold.description.latent import LatentDown, LatentUp
+from fivefold.description.latent import LatentDown, LatentLinear, LatentUp
 from fivefold.description.linear_attention import DeltaRule, GatedHeads, Recurrence
 from fivefold.description.lora import Adapters, Rescaled
 from fivefold.description.operations import (
@@ -102,7 +102,7 @@ class OperationTimes:
                 rows = [rows for rows, _ in weights]
                 each = len(rows) if self.software.gathers_each else 1
                 return self._column(lambda tokens: self._joined(rows, tokens), each=each)
-            case LatentDown():
+            case LatentDown() | LatentLinear():
                 own = self.tokens // self.parts
                 return Times(sum((self._linear(weight, own) for weight in weights), Phases()))
             case LatentUp():
@@ -383,13 +383,13 @@ class OperationTimes:
 
     def _dispatched(self, copies: int) -> Times:
         """The permutation of rows, and their all-to-alls to the experts and back."""
-        size = 4 * self._rows(copies) * self.model.hidden_size * ELEMENT
+        size = 4 * self._rows(copies) * self.model.expert_features * ELEMENT
         moved = 2 * self._dispatch(self._own)
         return self._elementwise(size, size) + Times(ep=Phases(moved, moved))
 
     def _dispatch(self, own: int) -> float:
         """Seconds for a rank's tokens to reach their experts, or to return from them."""
-        model, grid, row = self.model, self.grid, self.model.hidden_size * ELEMENT
+        model, grid, row = self.model, self.grid, self.model.expert_features * ELEMENT
         tensor = gather(self.cluster, self.etp, own * model.moe_router_topk * row * grid.etp)
         if grid.ep == 1:
             return tensor

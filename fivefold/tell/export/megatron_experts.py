@@ -11,6 +11,7 @@ from fivefold.tell.export.settings import Settings, flag, flags, set_flag
 def expert_flags(said: Settings) -> Iterator[str]:
     """Flags of the layers with experts, their routers and their losses."""
     yield from flags(said, "num_experts", "moe_router_topk", "moe_ffn_hidden_size")
+    yield from flags(said, "moe_latent_size")
     yield from flags(said, "moe_router_num_groups", "moe_router_group_topk")
     yield from flags(said, "moe_shared_expert_intermediate_size", "moe_layer_freq")
     yield from flags(said, "moe_router_score_function", "moe_router_pre_softmax")
