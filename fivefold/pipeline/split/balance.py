@@ -20,8 +20,8 @@ from fivefold.pipeline.schedules.registry import SCHEDULES, build_program
 from fivefold.pipeline.split.cuts import (
     GRAIN,
     Cuts,
+    CutTable,
     Room,
-    Table,
     even,
     improved,
     searched,
@@ -77,7 +77,7 @@ def balance(
     Raises:
         ConfigError: no split within the memory limit was found; it says with which there is one.
     """
-    table = Table(parts, placement, room)
+    table = CutTable(parts, placement, room)
     cuts, several = even(table), len(placement) > table.num_ranks
     if several and comb(table.size + len(placement) - 1, table.size) <= _FEW:
         every = combinations_with_replacement(range(table.size + 1), len(placement) - 1)
@@ -99,7 +99,7 @@ def even_stages(parts: Parts, count: int) -> tuple[StageSpec, ...]:
 
     Of several such splits, the one with less in early stages, which hold most in flight.
     """
-    return parts.stages(even(Table(parts, tuple(range(count)), None)))
+    return parts.stages(even(CutTable(parts, tuple(range(count)), None)))
 
 
 def step_clock(program: Program, hop: float) -> Clock:
@@ -138,7 +138,7 @@ def schedule_clock(
     return step_clock(program, hop)
 
 
-def _timed(table: Table, cuts: Cuts, clock: Clock) -> Cuts:
+def _timed(table: CutTable, cuts: Cuts, clock: Clock) -> Cuts:
     """Move boundaries by one while the simulated step gets shorter and memory fits."""
 
     def time(cuts: Cuts) -> float:
@@ -161,7 +161,7 @@ def _timed(table: Table, cuts: Cuts, clock: Clock) -> Cuts:
     return cuts
 
 
-def _no_room(table: Table, cuts: Cuts) -> Mistake:
+def _no_room(table: CutTable, cuts: Cuts) -> Mistake:
     assert table.room is not None
     needs = table.needs(cuts)
     rank = max(range(len(needs)), key=needs.__getitem__)

@@ -36,7 +36,7 @@ class Room:
     in_flight: tuple[float, ...]
 
 
-class Table:
+class CutTable:
     """Prefix sums over the model's items, to evaluate splits quickly."""
 
     def __init__(self, parts: Parts, placement: tuple[int, ...], room: Room | None) -> None:
@@ -107,7 +107,7 @@ class Table:
         )
 
 
-class _MemoryTable(Table):
+class _MemoryTable(CutTable):
     """Takes what a rank needs for its load, so that splits are evaluated by memory alone."""
 
     def __init__(
@@ -122,7 +122,7 @@ class _MemoryTable(Table):
         return self.memory(stage, low, high)
 
 
-def even(table: Table) -> Cuts:
+def even(table: CutTable) -> Cuts:
     """The split with the lightest heaviest stage; if possible within the memory limit.
 
     With one stage per rank this is optimal.
@@ -132,7 +132,7 @@ def even(table: Table) -> Cuts:
     return cuts or _alike(table, _lightest(table, inf) or ())
 
 
-def _lightest(table: Table, limit: float) -> Cuts | None:
+def _lightest(table: CutTable, limit: float) -> Cuts | None:
     """The split with the lightest heaviest stage, by parametric search; None if nothing fits."""
     stages = range(len(table.placement))
     above = table.grain + sum(table.load(stage, 0, table.size) for stage in stages)
@@ -145,7 +145,7 @@ def _lightest(table: Table, limit: float) -> Cuts | None:
     return best
 
 
-def _filled(table: Table, bound: float, limit: float) -> Cuts | None:
+def _filled(table: CutTable, bound: float, limit: float) -> Cuts | None:
     """A split with no stage above `bound` in time or `limit` in memory; None if there is none.
 
     Greedy: each stage takes as much as fits, because taking less never helps later stages.
@@ -163,7 +163,7 @@ def _filled(table: Table, bound: float, limit: float) -> Cuts | None:
     return tuple(edges[1:-1]) if edges[-1] == table.size else None
 
 
-def _alike(table: Table, lightest: Cuts) -> Cuts:
+def _alike(table: CutTable, lightest: Cuts) -> Cuts:
     """Of all splits with no heavier stage, the one with the least sum of squared loads.
 
     Dynamic programming over stages. Each boundary lies between its earliest place, where the stages
@@ -189,7 +189,7 @@ def _alike(table: Table, lightest: Cuts) -> Cuts:
     return reached[table.size][1][:-1]
 
 
-def improved(table: Table, cuts: Cuts, steps: int = _STEPS) -> Cuts:
+def improved(table: CutTable, cuts: Cuts, steps: int = _STEPS) -> Cuts:
     """Move single items from the most loaded ranks to other stages while the score improves."""
     score, stages = table.score(cuts), len(table.placement)
     left = steps // stages
@@ -207,7 +207,7 @@ def improved(table: Table, cuts: Cuts, steps: int = _STEPS) -> Cuts:
     return cuts
 
 
-def _handed_on(table: Table, cuts: Cuts) -> Iterator[Cuts]:
+def _handed_on(table: CutTable, cuts: Cuts) -> Iterator[Cuts]:
     """Every split in which one stage has one item less and another one more."""
     stages = len(table.placement)
     sizes = [high - low for _, _, low, high in table.stretches(cuts)]
@@ -225,7 +225,7 @@ def _moved(cuts: Cuts, giver: int, taker: int) -> Cuts:
     return (*cuts[:low], *(cut + step for cut in cuts[low:high]), *cuts[high:])
 
 
-def searched(table: Table, start: Cuts) -> Cuts:
+def searched(table: CutTable, start: Cuts) -> Cuts:
     """The best of several descents, each starting from the best so far with random moves."""
     random = Random(1)
     best, score = start, table.score(start)
@@ -244,5 +244,5 @@ def searched(table: Table, start: Cuts) -> Cuts:
 def smallest(parts: Parts, placement: tuple[int, ...], in_flight: tuple[float, ...]) -> Cuts:
     """A split whose fullest rank needs little, whatever the limit: what it needs is enough."""
     table = _MemoryTable(parts, placement, in_flight)
-    start = even(Table(parts, placement, None))
+    start = even(CutTable(parts, placement, None))
     return searched(table, improved(table, start))
