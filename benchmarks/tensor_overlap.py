@@ -27,7 +27,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.turns import Taken, about, timed
 from fivefold.mesh.collectives import start_messages
-from fivefold.model.layers import Kept, Linear
+from fivefold.model.layers import Linear
+from fivefold.model.products import Kept
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.exchange import Exchange, Factor, SplitTokens, TokensInParts
 from fivefold.tensor.linear import ColumnParallel, RowParallel

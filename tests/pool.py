@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from fivefold.mesh.groups import lost_connection
 from fivefold.process import die_with_parent
-from fivefold.train.machine.scheduling import finish_before_others
+from fivefold.train.machine.cpu_environment import finish_before_others
 from fivefold.train.ranks.children import import_what_ranks_import
 
 REPORT_SECONDS = 1.0  # for the other ranks' reports after the first failure

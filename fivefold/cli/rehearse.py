@@ -15,7 +15,7 @@ from fivefold.errors import ConfigError
 from fivefold.predict.cluster_file import load_cluster
 from fivefold.rehearse.report import make_report
 from fivefold.rehearse.roles import rehearsed_layout, roles
-from fivefold.verify.report import describe
+from fivefold.tell.describe import parallelism
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
         gpus=options.device == "gpu",
         processes=options.jobs or os.cpu_count() or 1,
     )
-    title = f"{len(scripts)} of {describe(layout)}"
+    title = f"{len(scripts)} of {parallelism(layout)}"
     if layout.num_microbatches < whole.num_microbatches:
         title += (
             f" of {whole.num_microbatches}: as many as a rank holds at once, "

@@ -21,6 +21,8 @@ OF_LINEAR_ATTENTION = (
     *("linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
 )
 """Settings that say something of layers with linear attention only."""
+OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+"""Settings that say something of latent attention only, and that Megatron-LM has, too."""
 OF_MAMBA = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
 """Settings that say something of layers with Mamba-2 only."""
 

@@ -126,7 +126,7 @@ class Heads:
         """See `model.attention.grouped_query.Kernel`."""
         part = scope.part
         assert part is not None, "whole rows need no context parallelism"
-        deal = self._deal(part, q_BSND, k_BSGD)
+        deal = self.deal(part, q_BSND, k_BSGD)
         features = q_BSND.shape[3], k_BSGD.shape[3], v_BSGD.shape[3]
         packed = [x.flatten(2) for x in (q_BSND, k_BSGD, v_BSGD)]
         q, k, v = ToHeads.apply(deal, features, *packed)
@@ -147,7 +147,8 @@ class Heads:
         back: Tensor = ToTokens.apply(out.flatten(2), deal)
         return back.unflatten(2, (q_BSND.shape[2], -1))
 
-    def _deal(self, part: MicrobatchShare, q_BSND: Tensor, k_BSGD: Tensor) -> "Deal":
+    def deal(self, part: MicrobatchShare, q_BSND: Tensor, k_BSGD: Tensor) -> "Deal":
+        """How heads and tokens are exchanged."""
         return Deal(self.group, part, q_BSND.shape[2], k_BSGD.shape[2])
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fivefold.data_parallel import fsdp_internals as internals
+
 Mark = Any
 """What tells that a copy has ended, as whoever copies makes it."""
 
@@ -32,12 +34,12 @@ class AwayShards:
 
     def __init__(self, group: Any, names: Sequence[str]) -> None:
         self._group, self.names = group, tuple(names)
-        self._empty = [held._sharded_param_data for held in group.fsdp_params]
+        self._empty = [internals.sent(held) for held in group.fsdp_params]
         self.sizes = [data.numel() for data in self._empty]
         self.dtype: torch.dtype = self._empty[0].dtype
         for data in self._empty:
             data.untyped_storage().resize_(0)
-        group._reset_sharded_params = True  # or FSDP2 would read them once more before its use
+        internals.keep_shards(group)
         self._gather, self._finish = group.unshard, group.wait_for_unshard
         group.unshard, group.wait_for_unshard = self._unshard, self._wait_for_unshard
         self._arrived: Mark = None
@@ -53,7 +55,7 @@ class AwayShards:
 
     def _unshard(self, async_op: bool = False) -> None:
         group = self._group
-        if group._all_gather_result is not None or group.is_unsharded:
+        if internals.is_gathering(group) or group.is_unsharded:
             return
         here = torch.empty(sum(self.sizes), dtype=self.dtype, device=group.device)
         self._arrived = self._bring(here)
@@ -61,9 +63,8 @@ class AwayShards:
         if group.mesh_info.mesh.size(-1) == 1:  # read when the gather ends
             self._gather(async_op)
             return
-        context = group.comm_ctx
-        stream, _ = context.get_all_gather_streams(async_op, group._training_state)
-        with context.device_handle.stream(stream):
+        stream = internals.gather_stream(group, async_op=async_op)
+        with group.comm_ctx.device_handle.stream(stream):
             self._wait(self._arrived)
         self._gather(async_op)
         if here.is_cuda:
@@ -71,14 +72,14 @@ class AwayShards:
         self._put(self._empty)
 
     def _wait_for_unshard(self) -> None:
-        if self._group._all_gather_result is not None:
+        if internals.is_gathering(self._group):
             self._wait(self._arrived)
         self._finish()
         self._put(self._empty)
 
     def _put(self, tensors: Sequence[Tensor]) -> None:
         for held, tensor in zip(self._group.fsdp_params, tensors, strict=True):
-            held._sharded_param_data = tensor
+            internals.send(held, tensor)
 
 
 def give_memory(

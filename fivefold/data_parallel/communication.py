@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from fivefold.data_parallel import fsdp_internals as internals
 from fivefold.data_parallel.blocks import GRADIENT_BITS, WEIGHT_BITS
 from fivefold.data_parallel.policy import Policy
 from fivefold.data_parallel.quantised import Blocks, Format
@@ -196,7 +197,7 @@ def set_communication(
     if not policy.shards or mesh.size(-1) == 1:
         return
     held = [each for group in groups for each in group.fsdp_params]
-    sizes = [(each.sharded_param.shape, each._sharded_param_data.numel()) for each in held]
+    sizes = [(each.sharded_param.shape, internals.sent(each).numel()) for each in held]
     if policy.quantised_weights or nodes.hpz is not None:
         blocks, dtype = Blocks(WEIGHT_BITS), policy.compute_dtype
         format = Format.of(sizes, blocks, dtype) if policy.quantised_weights else None

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
+from fivefold.data_parallel.fsdp_internals import OwnRecord, place_of, sent
 from fivefold.mesh.collectives import start_all_reduce
 from fivefold.model.eight_bit.delayed import WEIGHT, OperandScales
 from fivefold.model.eight_bit.fp8 import E4M3, largest, narrowed, over, scales
@@ -28,7 +28,7 @@ from fivefold.model.eight_bit.linear import EightBit
 from fivefold.model.leaves import local
 
 
-class EightBitParam(FSDPParam):
+class EightBitParam(OwnRecord):
     """FSDP2's record of a parameter, for a weight that travels and is held whole in 8 bits.
 
     FSDP2's own way would take a subclass of Tensor for the masters, whose every use by optimizer
@@ -48,7 +48,7 @@ class EightBitParam(FSDPParam):
     @property
     def products(self) -> EightBit:
         """The arithmetic of the layer that multiplies with it."""
-        found = products_of(self._module_info.module)
+        found = products_of(place_of(self)[0])
         assert found is not None, "its layer multiplies in 8 bits"
         return found
 
@@ -74,28 +74,22 @@ class EightBitParam(FSDPParam):
 
     def init_unsharded_param(self) -> None:
         """Make the leaf once, and give it this step's scales."""
-        if not hasattr(self, "_unsharded_param"):
-            bits = self.all_gather_outputs[0].view(E4M3)
-            bits = bits.as_strided(self._orig_size, self._contiguous_orig_stride)
-            spec, trained = self._whole_spec, self.sharded_param.requires_grad
-            whole: Tensor = bits
-            if spec is not None and spec.tensor_meta is not None:
-                meta = spec.tensor_meta._replace(dtype=E4M3)
-                whole = DTensor(bits, replace(spec, tensor_meta=meta), requires_grad=False)
-            self._unsharded_param = nn.Parameter(whole, requires_grad=trained)
-            for leaf in {self._unsharded_param, local(self._unsharded_param)}:
-                leaf.grad_dtype = self.compute_dtype
-        leaf = local(self._unsharded_param)
+        super().init_unsharded_param()
+        leaf = local(self.unsharded_param)
         leaf.inverse_scales = self.inverse  # type: ignore[attr-defined]
 
-    @property
-    def _whole_spec(self) -> Any:
-        """Layout of the whole weight on other axes; None if it has none. Torch 2.11 has another
-        name for it."""
-        known: Any = self
-        if hasattr(self, "_unsharded_dtensor_spec"):
-            return known._unsharded_dtensor_spec
-        return known._tp_spec if self.is_dtensor else None
+    def make_whole(self) -> nn.Parameter:
+        """The leaf, in the memory of what is gathered."""
+        bits = self.all_gather_outputs[0].view(E4M3)
+        bits = bits.as_strided(self.whole_size, self.whole_stride)
+        spec, whole = self.whole_spec, bits
+        if spec is not None and spec.tensor_meta is not None:
+            meta = spec.tensor_meta._replace(dtype=E4M3)
+            whole = DTensor(bits, replace(spec, tensor_meta=meta), requires_grad=False)
+        made = nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
+        for leaf in {made, local(made)}:
+            leaf.grad_dtype = self.compute_dtype
+        return made
 
     def largest(self) -> Tensor:
         """[E, blocks of F, blocks of H] largest elements, 0 where this rank holds none of a block.
@@ -130,7 +124,7 @@ class EightBitParam(FSDPParam):
 
     def _shard(self) -> Tensor:
         """This rank's part of the master, [E, F, H] without padding, in the compute dtype."""
-        padded = self._sharded_param_data.view(self.padded_sharded_param_size)
+        padded = sent(self).view(self.padded_sharded_param_size)
         part = padded[tuple(slice(size) for size in self.sharded_size)]
         return (part if part.dim() == 3 else part[None]).to(self.compute_dtype)
 
@@ -139,12 +133,12 @@ class EightBitParam(FSDPParam):
         dim = self.fsdp_placement.dim
         start = self.mesh_info.shard_mesh_rank * self.padded_sharded_param_size[dim]
         part, (experts, rows, _) = slice(start, start + self.sharded_size[dim]), self._whole_shape()
-        if dim == len(self._orig_size) - 2:
+        if dim == len(self.whole_size) - 2:
             return slice(0, experts), part
         return part, slice(0, rows)
 
     def _whole_shape(self) -> tuple[int, int, int]:
-        *experts, rows, columns = self._orig_size
+        *experts, rows, columns = self.whole_size
         return prod(experts), rows, columns
 
     def _block(self) -> tuple[int, int]:
@@ -162,8 +156,8 @@ def gather_in_eight_bits(group: Any, compute_dtype: torch.dtype) -> list[EightBi
     """
     found = []
     for held in group.fsdp_params:
-        at = held._module_info
-        if at.param_name == "weight" and products_of(at.module) is not None:
+        module, name = place_of(held)
+        if name == "weight" and products_of(module) is not None:
             held.__class__ = EightBitParam
             held.compute_dtype = compute_dtype
             found.append(held)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHandle, fully_shard
 from torch.distributed.tensor import Shard
 
+from fivefold.data_parallel import fsdp_internals as internals
 from fivefold.data_parallel.away import AwayShards, give_memory
 from fivefold.data_parallel.blocks import shard_dim
 from fivefold.data_parallel.communication import (
@@ -19,14 +20,9 @@ from fivefold.data_parallel.communication import (
     set_communication,
 )
 from fivefold.data_parallel.eight_bit import EightBitParam, agree_on_scales, gather_in_eight_bits
-from fivefold.data_parallel.hooks import UnitHooks, without_hooks
-from fivefold.data_parallel.left_over import (
-    complete,
-    free_gathered,
-    free_message,
-    let_go,
-    put_aside,
-)
+from fivefold.data_parallel.fsdp_internals import parameter_groups
+from fivefold.data_parallel.hooks import UnitHooks
+from fivefold.data_parallel.left_over import complete, put_aside
 from fivefold.data_parallel.policy import Policy
 from fivefold.data_parallel.prefetch import last_layer_first, set_prefetch
 from fivefold.data_parallel.stage_gradients import StageGradients
@@ -103,23 +99,18 @@ class ShardedStage(StageGradients):
         if mesh.size() > 1:  # alone, a rank would divide a copy by 1
             unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-        groups, policy = _parameter_groups(unit), self._policy
+        groups, policy = parameter_groups(unit), self._policy
         self.exchanges += set_communication(unit, groups, mesh, policy, nodes)
         if policy.gathers_8_bits:
             shards = mesh.get_group(-1) if mesh.size(-1) > 1 else None
             for group in groups:
                 self._narrow[shards] += gather_in_eight_bits(group, policy.compute_dtype)
         if self._by_hand:
-            without_hooks(unit)
-
-    @property
-    def _state(self) -> Any:
-        """FSDP2's own, of the whole stage."""
-        return self._root._get_fsdp_state()
+            internals.without_hooks(unit)
 
     def give_memory(self, device: torch.device, away: Collection[str]) -> None:
         """Give all parameters memory with any values; shards of those in `away` lie elsewhere."""
-        groups: dict[nn.Module, Any] = {unit: _parameter_groups(unit) for unit in self._units}
+        groups: dict[nn.Module, Any] = {unit: parameter_groups(unit) for unit in self._units}
         self._away = give_memory(self._stage, device, groups, away)
 
     def away(self, *, backward: bool = False, further: bool = True) -> Iterator[AwayShards]:
@@ -153,12 +144,9 @@ class ShardedStage(StageGradients):
         FSDP2 would convert to the parameters' type: that of masters on the device, or where these
         are on the host the compute dtype.
         """
-        self._state._lazy_init()
-        for unit in self._units:
-            for group in _parameter_groups(unit):
-                group._orig_dtype = self._policy.gradient_dtype
-                # It would be found anew at each gather that is asked for by name.
-                group._init_mp_dtypes = lambda: None
+        internals.begin(self._root)
+        for group in self.parameter_groups():
+            internals.reduce_into(group, self._policy.gradient_dtype)
         for parameter in self._stage.parameters():
             parameter.grad_dtype = self._policy.gradient_dtype
 
@@ -174,14 +162,14 @@ class ShardedStage(StageGradients):
         if self._hooks is not None:
             self._hooks.before_backward(reduces=reduces)
         self._unreduced = 0 if reduces and not self._by_hand else self._unreduced + 1
-        free_gathered(self._state)
+        internals.free_gathered(self._root)
 
     def after_backward(self, *, last: bool) -> None:
         """Reduce gradients where FSDP2's hooks do not."""
         if self._by_hand:
             self.run_weights([], last=last)
         else:
-            free_message(self._state)
+            internals.free_message(self._root)
 
     def put_aside(self) -> list[Work]:
         """See `left_over.put_aside`; sums to the end of the step are in one dtype anyway."""
@@ -212,8 +200,8 @@ class ShardedStage(StageGradients):
             awaited[group] -= 1
             if not awaited[group]:
                 complete(group, narrow)
-        self._end_of_backward()
-        free_message(self._state)
+        internals.end_backward(self._root)
+        internals.free_message(self._root)
 
     def reduce(self) -> None:
         """Reduce the accumulated gradients of the step and free gathered parameters."""
@@ -221,9 +209,9 @@ class ShardedStage(StageGradients):
             return
         self._set(True, last=True, reshards=True)
         for unit in reversed(self._units):
-            for group in _parameter_groups(unit):
+            for group in parameter_groups(unit):
                 group.post_backward()
-        self._end_of_backward()
+        internals.end_backward(self._root)
 
     def sum_of(self, parameter: torch.Tensor, whole: bool) -> Sum | None:
         """Where a parameter's gradients are added up; None: there are none, or it is not ours."""
@@ -237,7 +225,7 @@ class ShardedStage(StageGradients):
     def _set(self, reduces: bool, *, last: bool, reshards: bool) -> None:
         if not self._every:
             each = (held for group in self.parameter_groups() for held in group.fsdp_params)
-            gathered = (held for held in each if hasattr(held, "_unsharded_param"))
+            gathered = (held for held in each if internals.was_gathered(held))
             self._held = {held.unsharded_param: held for held in gathered}
         if self._switches == (reduces, last, reshards):
             return
@@ -247,18 +235,10 @@ class ShardedStage(StageGradients):
             unit.set_requires_all_reduce(last, recurse=False)
             unit.set_reshard_after_backward(reshards, recurse=False)
 
-    def _end_of_backward(self) -> None:
-        """What FSDP2 does when a backward ends.
-
-        There is no public call for this, nor for "reduce now"; PyTorch's own pipelining uses the
-        same private ones.
-        """
-        self._state._root_post_backward_final_callback()
-
     def finish(self) -> None:
         """Let the computation that follows wait for the reductions of this stage's gradients."""
         self._root.set_is_last_backward(True)
-        self._end_of_backward()
+        internals.end_backward(self._root)
         self._root.set_is_last_backward(False)
         self._gathers, self._unreduced = [], 0
         self.forget()
@@ -283,11 +263,11 @@ class ShardedStage(StageGradients):
 
     def parameter_groups(self) -> list[Any]:
         """FSDP2's own, of which each gathers and reduces its parameters together."""
-        return [group for unit in self._units for group in _parameter_groups(unit)]
+        return [group for unit in self._units for group in parameter_groups(unit)]
 
     def unshard(self) -> None:
         """Start to gather every block's parameters, which stay until `reshard`."""
-        self._state._lazy_init()
+        internals.begin(self._root)
         for unit in self._units:
             self._gather(unit)
 
@@ -308,12 +288,12 @@ class ShardedStage(StageGradients):
         Most are gone when a step ends; gathers that an evaluation began for nothing are not.
         """
         self.reshard()
-        return let_go(self._state, self.parameter_groups())
+        return internals.let_go(self._root, self.parameter_groups())
 
     def blocks(self) -> Iterator[tuple[list[nn.Parameter], Callable[[], None]]]:
         """Each block's own parameters, in the order of a forward, and what starts their gather."""
         for unit in self._units:
-            held = [each for group in _parameter_groups(unit) for each in group.fsdp_params]
+            held = [each for group in parameter_groups(unit) for each in group.fsdp_params]
             if held:  # not so a stage without ends, beside its layers
                 yield [each.sharded_param for each in held], partial(self._gather, unit)
 
@@ -360,12 +340,3 @@ def _split_dim(parameter: nn.Parameter, *, shards: int) -> Shard | None:
     """The dim that shards split; None: the first, as usual."""
     dim = shard_dim(local_tensor(parameter).shape, shards)
     return Shard(dim) if dim else None
-
-
-def _parameter_groups(unit: FSDPModule) -> list:
-    """FSDP2's parameter groups of one unit: a list since torch 2.12, before that one or none."""
-    state = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group]
-    return [group for group in groups if group is not None]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from fivefold.data_parallel import fsdp_internals as internals
 from fivefold.model.leaves import when_accumulated
 
 
@@ -32,8 +33,8 @@ class UnitHooks:
         self._rest, self._reduces = False, True
         self._adding: set[Any] = set()
         for unit in units:
-            state = unit._get_fsdp_state()
-            without_hooks(unit)
+            state = internals.state_of(unit)
+            internals.without_hooks(unit)
             before, after = partial(self._before, state), partial(self._after, state)
             module: Any = unit
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
@@ -54,7 +55,7 @@ class UnitHooks:
         each = (held for group in self._groups for held in group.fsdp_params)
         for held in each if self._rest else ():
             widens = held.reduce_dtype is not None and held.sharded_param.requires_grad
-            if widens and held not in self._adding and hasattr(held, "_unsharded_param"):
+            if widens and held not in self._adding and internals.was_gathered(held):
                 self._adding.add(held)
                 when_accumulated(held.unsharded_param, partial(self._arrived, held))
 
@@ -66,8 +67,8 @@ class UnitHooks:
         # FSDP2 ties nothing to a forward without gradients: it only gathers.
         with torch.set_grad_enabled(self._reduces and torch.is_grad_enabled()):
             if not tensors:  # torch 2.11 fails where nothing is given at all
-                return state._pre_forward(module, given, named)
-            tied, others = state._pre_forward(module, tensors, others)
+                return internals.before_forward(state, module, given, named)
+            tied, others = internals.before_forward(state, module, tensors, others)
         each_tied = iter(tied)
         both = (next(each_tied) if isinstance(each, Tensor) else each for each in given)
         return tuple(both), named | others
@@ -76,16 +77,9 @@ class UnitHooks:
         if self._rest:
             return None
         with torch.set_grad_enabled(self._reduces and torch.is_grad_enabled()):
-            return state._post_forward(module, given, out)
+            return internals.after_forward(state, module, given, out)
 
     def _arrived(self, held: Any) -> None:
         if self._rest:
             held.accumulate_unsharded_grad_if_needed()
             held.to_accumulated_grad_if_needed()
-
-
-def without_hooks(unit: FSDPModule) -> None:
-    """Stop FSDP2 from gathering before a unit's forward and reducing after its backward."""
-    state = unit._get_fsdp_state()
-    state._pre_forward_hook_handle.remove()
-    state._post_forward_hook_handle.remove()

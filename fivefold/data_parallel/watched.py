@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fivefold.data_parallel.fsdp import ShardedStage
+from fivefold.data_parallel.fsdp_internals import was_gathered
 from fivefold.data_parallel.replicated import ReplicatedStage
 from fivefold.data_parallel.stage_gradients import StageGradients
 from fivefold.mesh.slices import local_tensor
@@ -61,7 +62,7 @@ def _of_group(group: Any) -> Iterator[tuple[Tensor, Tensor]]:
     if not group.reduce_grads:
         return
     for held in group.fsdp_params:
-        if hasattr(held, "_unsharded_param"):
+        if was_gathered(held):
             for grad in (held.unsharded_accumulated_grad, held.unsharded_param.grad):
                 if grad is not None:
                     yield held.sharded_param, grad

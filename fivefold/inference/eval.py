@@ -26,9 +26,9 @@ from fivefold.train.folder.scratch import scratch_folder
 from fivefold.train.machine.devices import Asked, choose_device, visible_gpus
 from fivefold.train.machine.threads import choose_threads
 from fivefold.train.metrics import EvalMetrics
+from fivefold.train.places import join_group
 from fivefold.train.ranks.launch import run_ranks
 from fivefold.train.ranks.rank_env import RankEnv
-from fivefold.train.run import join_group
 from fivefold.units import several
 
 

@@ -36,9 +36,9 @@ from fivefold.train.folder.saved_state import SavedState, read_state, reading, s
 from fivefold.train.layout_groups import groups_of
 from fivefold.train.machine.devices import Asked, choose_device, visible_gpus
 from fivefold.train.machine.threads import choose_threads
+from fivefold.train.places import join_group
 from fivefold.train.ranks.launch import run_ranks
 from fivefold.train.ranks.rank_env import RankEnv
-from fivefold.train.run import join_group
 
 LEAST_TEMPERATURE = 1e-30  # one that fp32 can divide by
 

@@ -23,9 +23,10 @@ from torch.autograd.function import once_differentiable
 from fivefold.config.memory import LOSS_TOKENS, MemoryConfig, vocab_split_sizes
 from fivefold.mesh.collectives import all_gather, start_all_reduce, start_reduce_scatter
 from fivefold.mesh.device import multiply_, runs_triton
-from fivefold.model.layers import Linear, add_product
+from fivefold.model.layers import Linear
 from fivefold.model.leaves import local
 from fivefold.model.loss import LossRule, note_z, token_weights
+from fivefold.model.products import add_product
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.vocabulary import Entries, merge_statistics

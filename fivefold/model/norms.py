@@ -47,8 +47,13 @@ class _RMSNorm(torch.autograd.Function):
 def _wide_and_scale(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """x in at least fp32, and one over its root mean square over the last dim, [..., 1]."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    mean_square = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).unsqueeze(-1)
-    return wide, mean_square.add_(epsilon).rsqrt_()
+    return wide, inverse_root_mean_square(wide, epsilon)
+
+
+def inverse_root_mean_square(x: Tensor, epsilon: float) -> Tensor:
+    """[..., 1]: one over the root mean square of x over the last dim."""
+    mean_square = torch.linalg.vecdot(x, x).div_(x.shape[-1]).unsqueeze(-1)
+    return mean_square.add_(epsilon).rsqrt_()
 
 
 def unit_norm(x: Tensor, epsilon: float) -> Tensor:

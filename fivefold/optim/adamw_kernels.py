@@ -57,13 +57,14 @@ def update(
     wide = torch.promote_types(master.matrix.dtype, torch.float32)
     across = min(ELEMENTS, max(BLOCK, triton.next_power_of_2(columns)))
     down = ELEMENTS // across
+    parts = [tensor for moment in moments for tensor in _parts(moment)]
     launch(
         _update,
         (triton.cdiv(rows, down), triton.cdiv(columns, across)),
         _bits(master.matrix),
         master.matrix if master.remainder is None else master.remainder,
         grads_RC,
-        *(tensor for moment in moments for tensor in _parts(moment)),
+        *parts,
         *ids,
         torch.full((), key, dtype=torch.int64, device=device),
         torch.full((), group["lr"], dtype=torch.float64, device=device),

@@ -22,8 +22,9 @@ from fivefold.memory.parameters import OffloadedParameters
 from fivefold.mesh.slices import Piece, local_tensor, piece_of
 from fivefold.optim.adamw import STATES, AdamW, moments_like, state_name, state_piece
 from fivefold.optim.grad_norm import Departed, clip_
+from fivefold.optim.offload_buckets import GRADIENT, Bucket, BucketPart, Lines
 from fivefold.optim.offload_rooms import UpdateRooms
-from fivefold.optim.offload_state import GRADIENT, Bucket, BucketPart, Lines, OffloadedState, Visit
+from fivefold.optim.offload_state import OffloadedState, Visit
 from fivefold.optim.rounding import MASTER, NamedElements
 from fivefold.optim.schedule import StepRates
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fivefold.memory.host import HostLink, Mark
-from fivefold.optim.offload_state import GRADIENT, Bucket, Lines, OffloadedState, Visit
+from fivefold.optim.offload_buckets import GRADIENT, Bucket, Lines
+from fivefold.optim.offload_state import OffloadedState, Visit
 
 
 class UpdateRooms:

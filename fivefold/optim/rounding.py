@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from fivefold.mesh.device import runs_triton
-from fivefold.model.dropout import random_bits
+from fivefold.model.random_bits import random_bits
 from fivefold.model.seeds import derive_seed
 from fivefold.optim.eight_bit import FORMATS, EightBits
 

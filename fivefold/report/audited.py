@@ -21,8 +21,8 @@ from fivefold.predict.step import predict
 from fivefold.predict.times.layer import forward_operations
 from fivefold.report.settings import run_config
 from fivefold.report.starts import Alike
+from fivefold.tell.describe import parallelism
 from fivefold.train.folder.run_folder import RunFolder
-from fivefold.verify.report import describe
 
 
 def audited(folder: Path, cluster: str | None = None) -> AuditReport:
@@ -42,7 +42,7 @@ def audited(folder: Path, cluster: str | None = None) -> AuditReport:
     config = config.with_batch(sizes.at(sizes.samples(step - 1)))
     layout = check(config, len(records), planned=True)
     return audit(
-        f"{folder}, step {step}; {describe(layout)}",
+        f"{folder}, step {step}; {parallelism(layout)}",
         layout,
         records,
         usual_seconds(run.metrics_file, step, Alike(run.starts(), step)),

@@ -15,7 +15,8 @@ from fivefold.pipeline.draw.html import timelines
 from fivefold.report.charts import charts_of, drawn
 from fivefold.report.facts import facts
 from fivefold.report.story import Story
-from fivefold.train.folder.run_folder import MOST_STEPS, RunFolder
+from fivefold.train.folder.metrics_file import MOST_STEPS
+from fivefold.train.folder.run_folder import RunFolder
 
 _STYLE = """<style>
   table.events td:not(:last-child){white-space:nowrap}

@@ -4,7 +4,7 @@ as many ranks."""
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fivefold.train.folder.run_folder import MOST_STEPS
+from fivefold.train.folder.metrics_file import MOST_STEPS
 
 Start = Mapping[str, Any]
 

@@ -23,7 +23,8 @@ from fivefold.pipeline.ir import ProgramError
 from fivefold.report.audited import audited
 from fivefold.report.settings import run_config
 from fivefold.report.starts import Alike
-from fivefold.train.folder.run_folder import CHECKPOINTS, RunFolder, is_step
+from fivefold.train.folder.metrics_file import is_step
+from fivefold.train.folder.run_folder import CHECKPOINTS, RunFolder
 
 LAST = 20
 """Steps over which the latest values of a run are averaged."""

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 from fivefold.config.memory import MemoryConfig
 from fivefold.layout import Layout
+from fivefold.pipeline.split.stages import layout_string
 from fivefold.predict.cluster import Cluster
-from fivefold.units import human_bandwidth, human_bytes
+from fivefold.units import human_bandwidth, human_bytes, several
 
 
 def degrees(layout: Layout) -> str:
@@ -28,7 +29,7 @@ def machines(cluster: Cluster) -> str:
 
 
 def summary(layout: Layout) -> str:
-    """A description of a layout in one line."""
+    """What was chosen of a layout, in one line: also what it does for memory."""
     parallel, training = layout.config.parallel, layout.config.training
     words = [degrees(layout), f"micro-batch {training.micro_batch_size}"]
     if layout.grid.cp > 1:
@@ -46,6 +47,29 @@ def summary(layout: Layout) -> str:
         words.append(strategy + (f" in {copies} groups" if copies > 1 else ""))
     words += memory_words(layout)
     return ", ".join(words)
+
+
+def parallelism(layout: Layout) -> str:
+    """How ranks split a run: '8 ranks: tp 2 + sequence, pp 2 (1f1b, Et|tL), dp 2 (optim), ...'."""
+    grid, parallel = layout.grid, layout.config.parallel
+    parts = []
+    if grid.tp > 1:
+        parts.append(f"tp {grid.tp}" + (" + sequence" if parallel.sequence_parallel else ""))
+    if grid.cp > 1:
+        kinds = ", ".join(dict.fromkeys(parallel.cp_comm_type))
+        parts.append(f"cp {grid.cp} ({kinds})")
+    if len(layout.split.stages) > 1:
+        virtual = f" x {layout.split.num_virtual}" if layout.split.num_virtual > 1 else ""
+        stages = layout_string(layout.split.stages)
+        parts.append(f"pp {grid.pp}{virtual} ({layout.schedule}, {stages})")
+    if grid.dp > 1:
+        dp = f"{grid.dp_replicate} x {grid.dp_shard}" if grid.dp_replicate > 1 else str(grid.dp)
+        parts.append(f"dp {dp} ({parallel.data_parallel_sharding_strategy})")
+    if grid.ep * grid.etp > 1:
+        axes = [f"{axis} {grid.size(axis)}" for axis in ("ep", "etp") if grid.size(axis) > 1]
+        parts.append(f"{' x '.join(axes)} ({parallel.moe_token_dispatcher_type})")
+    parts.append(several(layout.num_microbatches, "microbatch"))
+    return f"{several(grid.world_size, 'rank')}: " + ", ".join(parts)
 
 
 def context_words(layout: Layout) -> str:

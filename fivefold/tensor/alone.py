@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fivefold.model.eight_bit.linear import scales_of, with_scales
-from fivefold.model.layers import Kept, Linear, Products, input_gradients, of_one_input, outputs
+from fivefold.model.eight_bit.linear import save_linears, saved_linears
+from fivefold.model.layers import Linear
 from fivefold.model.leaves import add_to_grad, local
+from fivefold.model.products import Kept, Products, input_gradients, of_one_input, outputs
 from fivefold.tensor.deferred_weight import DeferredWeights
 
 
@@ -53,6 +54,15 @@ class LinearCall(NamedTuple):
     def gradients(self, grads_TF: Sequence[Tensor]) -> list[Kept]:
         """What both products of a backward take of each result's gradient."""
         return [each.gradient(grad) for each, grad in zip(self.products, grads_TF, strict=True)]
+
+    def made_or_deferred(
+        self, grads: Sequence[Kept], grads_TF: Sequence[Tensor], kept: Kept
+    ) -> Sequence[Tensor | None]:
+        """Gradients as `made` gives them; none while a backward defers them."""
+        if not self.deferred.deferring:
+            return self.made(grads, grads_TF, kept)
+        self.defer(grads, grads_TF, lambda: kept)
+        return ()
 
     def made(
         self, grads: Sequence[Kept], grads_TF: Sequence[Tensor], kept: Kept
@@ -166,20 +176,14 @@ class _Alone(torch.autograd.Function):
     def forward(ctx: Any, x_TH: Tensor, call: LinearCall, *tensors: Tensor) -> tuple[Tensor, ...]:
         weights, biases = call.divided(tensors)
         taken, kept = call.products[0].input(x_TH)
-        trains = call.trains
-        ctx.save_for_backward(*weights, *(kept if trains else ()))
-        ctx.call, ctx.trains, ctx.scales = call, trains, scales_of(weights)
+        ctx.call, ctx.trains = call, call.trains
+        save_linears(ctx, weights, kept if ctx.trains else ())
         return outputs(call.products, taken, weights, biases)
 
     @staticmethod
     def backward(ctx: Any, *grads_TF: Tensor) -> tuple[Any, ...]:
-        call, saved = ctx.call, ctx.saved_tensors
-        count = len(call.products)
-        weights, kept = with_scales(saved[:count], ctx.scales), saved[count:]
+        call, (weights, kept) = ctx.call, saved_linears(ctx)
         grads = call.gradients(grads_TF)
         grad_x = input_gradients(call.products, grads, weights) if ctx.needs_input_grad[0] else None
-        if ctx.trains and not call.deferred.deferring:
-            return grad_x, None, *call.made(grads, grads_TF, kept)
-        if ctx.trains:
-            call.defer(grads, grads_TF, lambda: kept)
-        return grad_x, None, *[None] * (len(ctx.needs_input_grad) - 2)
+        made = call.made_or_deferred(grads, grads_TF, kept) if ctx.trains else ()
+        return grad_x, None, *(made or [None] * (len(ctx.needs_input_grad) - 2))

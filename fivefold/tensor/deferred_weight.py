@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from fivefold.model.layers import Kept, Products
 from fivefold.model.leaves import add_to_grad
+from fivefold.model.products import Kept, Products
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,15 @@ class DeferredWeights:
             self.deferring = False
             works.extend(self._works)
             self._works = []
+
+    def made_or_put(
+        self, parameter: Tensor, products: Products, grad: Kept, kept: Kept
+    ) -> Tensor | None:
+        """A weight's gradient as `made` gives it; None while a backward defers it."""
+        if not self.deferring:
+            return self.made(parameter, products, grad, kept)
+        self.put([parameter], lambda: self.add(parameter, products, grad, kept))
+        return None
 
     def made(
         self,

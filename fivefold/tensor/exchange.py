@@ -25,7 +25,7 @@ from fivefold.mesh.collectives import (
     start_reduce_scatter,
 )
 from fivefold.mesh.parts import Arriving, start_sum_of_parts
-from fivefold.model.layers import Kept, Products
+from fivefold.model.products import Kept, Products
 
 
 class Factor(NamedTuple):

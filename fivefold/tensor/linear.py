@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.mesh.collectives import Pending, all_gather, all_reduce, all_to_all, reduce_scatter
-from fivefold.model.eight_bit.linear import scales_of, with_scales
-from fivefold.model.layers import Kept, Linear
+from fivefold.model.eight_bit.linear import save_linears, saved_linears
+from fivefold.model.layers import Linear
 from fivefold.model.leaves import local
+from fivefold.model.products import Kept
 from fivefold.tensor.alone import LinearCall, call_of
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.exchange import Exchange, Factor
@@ -60,15 +61,13 @@ class _Column(torch.autograd.Function):
         (kept_TH, *rest), outputs = exchange.gather_products(x, factors)
         ctx.trains = call.trains
         own = x if call.products[0].keeps_input else exchange.own(kept_TH)
-        ctx.save_for_backward(*weights, *([own, *rest] if ctx.trains else []))
-        ctx.exchange, ctx.call, ctx.scales = exchange, call, scales_of(weights)
+        save_linears(ctx, weights, (own, *rest) if ctx.trains else ())
+        ctx.exchange, ctx.call = exchange, call
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads_TF: Tensor) -> tuple[Any, ...]:
-        exchange, call, saved = ctx.exchange, ctx.call, ctx.saved_tensors
-        count = len(call.products)
-        weights, kept = with_scales(saved[:count], ctx.scales), saved[count:]
+        exchange, call, (weights, kept) = ctx.exchange, ctx.call, saved_linears(ctx)
         gathered = _Gathered(exchange, kept[0]) if ctx.trains else None
         deferring = call.deferred.deferring
         if gathered is not None and not deferring:
@@ -163,14 +162,10 @@ class _RowInput(torch.autograd.Function):
         call: _RowCall = ctx.call
         grad, call.grad = call.grad, None
         assert grad is not None, "the sum's backward runs before"
-        parameter, deferred = call.weight, call.row.deferred
-        if not parameter.requires_grad:
+        if not call.weight.requires_grad:
             return grad_TF, None, None
-        of = parameter, call.factor.products, grad, kept
-        if not deferred.deferring:
-            return grad_TF, deferred.made(*of), None
-        deferred.put([parameter], lambda: deferred.add(*of))
-        return grad_TF, None, None
+        deferred, products = call.row.deferred, call.factor.products
+        return grad_TF, deferred.made_or_put(call.weight, products, grad, kept), None
 
 
 class _RowSum(torch.autograd.Function):

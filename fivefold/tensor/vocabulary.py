@@ -16,7 +16,7 @@ from fivefold.config.data import IGNORED
 from fivefold.mesh.collectives import all_gather
 from fivefold.mesh.device import uses_gpu_kernels
 from fivefold.model.caps import capped
-from fivefold.model.layers import Embedding, Kept, Products
+from fivefold.model.layers import Embedding
 from fivefold.model.leaves import local
 from fivefold.model.loss import (
     LossRule,
@@ -26,6 +26,7 @@ from fivefold.model.loss import (
     token_weights,
     z_slope,
 )
+from fivefold.model.products import Kept, Products
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.linear import sum_tokens
 
@@ -78,12 +79,8 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Any, ...]:
-        deferred: DeferredWeights = ctx.deferred
         of = ctx.parameter, _Lookup(ctx.rows), (grad_TH,), ctx.saved_tensors
-        if not deferred.deferring:
-            return None, deferred.made(*of), None, None
-        deferred.put([ctx.parameter], lambda: deferred.add(*of))
-        return None, None, None, None
+        return None, ctx.deferred.made_or_put(*of), None, None
 
 
 @dataclass(frozen=True)

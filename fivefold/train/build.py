@@ -1,7 +1,9 @@
-"""Builds the training loop of one rank, and fills it with what the run has saved."""
+"""What every rank of a run gets, and how it builds its training loop from that."""
 
 import shutil
 import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,15 +12,50 @@ from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.checkpoint.local import LocalCheckpoints
 from fivefold.data.prepare import PreparedData
 from fivefold.data.validation import validation_sets
+from fivefold.layout import Layout
 from fivefold.train.console import Console
 from fivefold.train.engine import Engine
 from fivefold.train.evaluation import rank_loader
-from fivefold.train.folder.origin import restore, samples_counted
+from fivefold.train.folder.lock import RunLock
+from fivefold.train.folder.origin import Origin, restore, samples_counted
 from fivefold.train.folder.run_folder import CHECKPOINTS, RunFolder
 from fivefold.train.health.stragglers import Stragglers
 from fivefold.train.loop import Trainer
-from fivefold.train.ranks.job import Job
+from fivefold.train.machine.devices import DeviceChoice
+from fivefold.train.machine.numa import Binding
+from fivefold.train.machine.threads import Threads
 from fivefold.train.ranks.rank_env import RankEnv
+
+
+@dataclass(frozen=True)
+class Job:
+    """The information that every rank of a run gets.
+
+    Attributes:
+        layout: the checked layout.
+        name: name of the recipe.
+        path: path of the run folder.
+        origin: checkpoint to start from; None: new weights.
+        lock: lock of the run folder; None on ranks that write only checkpoints there.
+        data: the tokenised corpora; None if each rank opens them itself.
+        device: kind of device of every rank.
+        threads: number of CPU threads of each rank.
+        bindings: processors of each rank on this machine; empty if ranks are not bound.
+        hosts: host of every rank that a launcher has started; empty if this command started them.
+        after: the failure after which the ranks were started again; empty at the first start.
+    """
+
+    layout: Layout
+    name: str
+    path: Path
+    origin: Origin | None
+    device: DeviceChoice
+    threads: Threads
+    bindings: Sequence[Binding] = ()
+    lock: RunLock | None = None
+    data: PreparedData | None = None
+    hosts: Sequence[str] = ()
+    after: str = ""
 
 
 def make_trainer(

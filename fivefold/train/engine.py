@@ -64,7 +64,7 @@ class Engine:
         self.model.limited = device_limit(
             layout.config.memory, device, self._weights(), self.optimizer
         )
-        self._routers = Routers(layout, self.model.stages, self.scaler.factor)
+        self.routers = Routers(layout, self.model.stages, self.scaler.factor)
         self._programs: dict[tuple[int, bool], Program] = {}
         replays = layout.config.training.cuda_graph_impl is not None and device.type == "cuda"
         self.graphs = StepGraphs(self.model, device, CudaRecorder(device) if replays else None)
@@ -98,7 +98,7 @@ class Engine:
         """Leave the global batch's complete gradient on the parameters."""
         depths = self.layout.config.model.mtp_num_layers
         self.model.scaling.begin()
-        self._routers.begin(sum(len(m.tokens_BS) for m in microbatches) * self.layout.grid.dp)
+        self.routers.begin(sum(len(m.tokens_BS) for m in microbatches) * self.layout.grid.dp)
         batches = self._batches(microbatches, depths)
         tokens = self._count(batches)
         scale = tokens.clamp_min(1).double().reciprocal()
@@ -121,11 +121,11 @@ class Engine:
         (loss, *further), votes = self._sums(losses, vote())
         names = [*(f"mtp_{depth}_loss" for depth in range(1, depths + 1)), "z_loss"]
         extra = dict(zip(names, further, strict=False))
-        routing = self._routers.sums(local.routing, self.device)
+        routing = self.routers.sums(local.routing, self.device)
         if len(routing):
             routing = all_reduce(routing, self.groups.world)
         valid = tokens.flatten()[0]
-        host_knows = step_rates, extra, routing, loss_scale, self._routers.layers
+        host_knows = step_rates, extra, routing, loss_scale, self.routers.layers
         return DeviceResult(loss, norm, valid, votes, *host_knows)
 
     def apply(self, found: DeviceResult, limit: float = inf) -> StepResult:
@@ -147,7 +147,7 @@ class Engine:
             self.optimizer.steps -= 1
         else:
             self.optimizer.host.step(found.rates, result.grad_norm, found.loss_scale)
-            self._routers.update(found.routing)
+            self.routers.update(found.routing)
             self.model.scaling.update()
             self.optimizer.zero_grad()
         return result
@@ -263,10 +263,10 @@ class Engine:
         return [
             piece
             for microbatch in microbatches
-            for piece in self._divided(as_batch(microbatch, self.steps, depths)).cut(count)
+            for piece in self.divided(as_batch(microbatch, self.steps, depths)).cut(count)
         ]
 
-    def _divided(self, batch: Batch) -> Batch:
+    def divided(self, batch: Batch) -> Batch:
         """This rank's part of the sequences."""
         if self.groups.cp is None:
             return batch

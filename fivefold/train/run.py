@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -13,17 +13,15 @@ import torch.distributed as dist
 
 from fivefold.checkpoint.local import latest_complete
 from fivefold.config.config import Config
-from fivefold.config.rules.graph import check_graph_device
 from fivefold.config.sources import to_toml
 from fivefold.counts.derived import describe
 from fivefold.data.prepare import PreparedData, Progress
 from fivefold.errors import FivefoldError, TrainingError
-from fivefold.expert.deepep_rules import check_deepep
 from fivefold.files import telling_system_errors
 from fivefold.layout import Layout
 from fivefold.mesh.collectives import from_first
-from fivefold.model.eight_bit.rules import check_kernels
 from fivefold.train.build import (
+    Job,
     local_place,
     make_trainer,
     open_local,
@@ -41,23 +39,21 @@ from fivefold.train.loop import Trainer
 from fivefold.train.machine.cuda_environment import keep_flight_record
 from fivefold.train.machine.devices import (
     Asked,
-    DeviceChoice,
-    capability,
-    choose_device,
     lacks_units,
-    pci_addresses,
-    visible_gpus,
 )
-from fivefold.train.machine.numa import Binding, bind, choose_bindings, described, prefer_memory
-from fivefold.train.machine.open_files import check_open_files
-from fivefold.train.machine.threads import Threads, choose_threads
+from fivefold.train.machine.numa import described, prefer_memory
 from fivefold.train.meters import device_peak
 from fivefold.train.metrics import close_all
-from fivefold.train.profile import check_profiler
-from fivefold.train.ranks.alike import check_alike, check_seen, given_data, given_settings
-from fivefold.train.ranks.hosts import crossing, gather_hosts
-from fivefold.train.ranks.job import Job
-from fivefold.train.ranks.launch import End, init_process_group, place_name, run_ranks
+from fivefold.train.places import choose_places, join_group
+from fivefold.train.ranks.hosts import (
+    check_alike,
+    check_seen,
+    crossing,
+    gather_hosts,
+    given_data,
+    given_settings,
+)
+from fivefold.train.ranks.launch import End, place_name, run_ranks
 from fivefold.train.ranks.rank_env import RankEnv, read_rank_env
 from fivefold.train.ranks.rejoin import Orders, keep_on
 from fivefold.train.ranks.restarts import Again, NextStart, Restarts, restarting
@@ -186,26 +182,6 @@ def _train_as_launched(layout: Layout, name: str, env: RankEnv, asked: Asked) ->
     return 0
 
 
-def choose_places(
-    layout: Layout, env: RankEnv, nproc: int | None, asked: Asked
-) -> tuple[DeviceChoice, Threads, Sequence[Binding]]:
-    """The kind of device of each rank, its threads and its processors."""
-    device = choose_device(asked, env, nproc, visible_gpus())
-    check_deepep(layout.config, device.kind, shared=device.shared)
-    check_profiler(layout.config.logging, device.kind)
-    check_graph_device(layout.config, device.kind, shared=device.shared)
-    if layout.config.training.fp8_format is not None:
-        check_kernels(layout.config, capability() if device.kind == "cuda" else None)
-    check_open_files(layout, device.kind)
-    ranks, mode = nproc or env.local_world_size, layout.config.training.numa_binding
-    bindings: Sequence[Binding] = ()
-    if mode is not None:
-        gpus = pci_addresses() if device.kind == "cuda" else []
-        near = [gpus[rank % len(gpus)] for rank in range(ranks)] if gpus else []
-        bindings = choose_bindings(mode, ranks, near)
-    return device, choose_threads(layout, ranks, device.kind), bindings
-
-
 def run_rank(job: Job, env: RankEnv, device: torch.device) -> int:
     """Train on this rank, which has joined the process group, to the end of the run.
 
@@ -261,22 +237,6 @@ def _watchdog(job: Job, env: RankEnv, folder: RunFolder) -> Watchdog:
 
 def _join(job: Job, env: RankEnv) -> torch.device:
     return join_group(job.layout.config, env, job.device, job.bindings)
-
-
-def join_group(
-    config: Config, env: RankEnv, device: DeviceChoice, bindings: Sequence[Binding] = ()
-) -> torch.device:
-    """Join the process group of all ranks, on this rank's processors; its device."""
-    training = config.training
-    if bindings:  # before threads start and memory is taken; `srun` may show a rank its GPU only
-        bind(bindings[env.local_rank % len(bindings)])
-    return init_process_group(
-        env,
-        device.kind,
-        shared=device.shared,
-        timeout_seconds=60 * training.distributed_timeout_minutes,
-        deterministic=training.deterministic_mode,
-    )
 
 
 def _claim(config: Config, name: str) -> RunLock:

@@ -4,7 +4,8 @@ from dataclasses import asdict
 
 from fivefold.config.config import Config
 from fivefold.train.console import Console
-from fivefold.train.folder.run_folder import MetricsFile, RunFolder
+from fivefold.train.folder.metrics_file import MetricsFile
+from fivefold.train.folder.run_folder import RunFolder
 from fivefold.train.machine.numa import ranges
 from fivefold.train.metrics import Sink, TensorBoard, WeightsAndBiases
 

@@ -12,9 +12,9 @@ from fivefold.train.engine import Engine
 from fivefold.train.evaluation import rank_loader
 from fivefold.train.folder.scratch import scratch_folder
 from fivefold.train.machine.devices import Asked
+from fivefold.train.places import choose_places, join_group
 from fivefold.train.ranks.launch import run_ranks
 from fivefold.train.ranks.rank_env import RankEnv
-from fivefold.train.run import choose_places, join_group
 
 
 def try_layout(

@@ -3,8 +3,9 @@
 Each replaces something on the objects of one run; the training code is not aware of it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -16,13 +17,12 @@ from torch.distributed.fsdp import FSDPModule
 from fivefold.counts.parameters import tied_ranks
 from fivefold.counts.shards import num_expert_shards
 from fivefold.data_parallel.communication import ReduceScatter
-from fivefold.data_parallel.fsdp import ShardedStage
-from fivefold.data_parallel.replicated import local_grad
+from fivefold.data_parallel.replicated import ReplicatedStage, local_grad
 from fivefold.layout import Layout
 from fivefold.mesh.collectives import all_reduce
 from fivefold.model.layers import LayerBlock, Linear
 from fivefold.model.leaves import local
-from fivefold.model.moe.layer import Beside, Dispatcher, RunExperts
+from fivefold.model.moe.layer import Beside, Dispatcher, Experts, RunExperts
 from fivefold.model.moe.routing import ExpertChoice
 from fivefold.model.transformer import Stage
 from fivefold.train.engine import Engine
@@ -52,14 +52,20 @@ def _skip_tp_sum(engine: Engine) -> None:
         records[name] = replace(record, sums=tuple(g for g in record.sums if g != "tp"))
 
 
-def _skip_data_sum(engine: Engine) -> None:
+def _skip_sums(engine: Engine, *, experts_only: bool) -> None:
+    records = engine.model.records
     for index, stage in engine.model.stages.items():
+        gradients = engine.model.gradients[index]
+        if isinstance(gradients, ReplicatedStage):
+            named = stage.named_parameters()
+            chosen = {p for name, p in named if records[name].experts or not experts_only}
+            for bucket in gradients.buckets:
+                _keep_own_gradients(bucket, chosen)
+            continue
         units: list[Any] = [m for m in stage.modules() if isinstance(m, FSDPModule)]
         for unit in units:
-            unit.set_custom_reduce_scatter(_KeepOwn(torch.float64, torch.float64))
-        if not units:
-            gradients: Any = engine.model.gradients[index]
-            gradients._start = lambda bucket: None
+            if isinstance(unit, Experts) or not experts_only:
+                unit.set_custom_reduce_scatter(_KeepOwn(torch.float64, torch.float64))
 
 
 class _KeepOwn(ReduceScatter):
@@ -75,6 +81,23 @@ class _KeepOwn(ReduceScatter):
     ) -> None:
         """[P*n] -> [n]: this rank's own contribution to its part."""
         output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+
+
+def _keep_own_gradients(bucket: Any, parameters: set[nn.Parameter]) -> None:
+    """Undo the sum of some gradients."""
+    start, finish = bucket.start, bucket.finish
+    own: dict[nn.Parameter, Tensor] = {}
+
+    def copy_and_start() -> None:
+        own.update((p, local_grad(p).clone()) for p in bucket.parameters if p in parameters)
+        start()
+
+    def finish_and_restore() -> None:
+        finish()
+        for parameter, grad in own.items():
+            local_grad(parameter).copy_(grad)
+
+    bucket.start, bucket.finish = copy_and_start, finish_and_restore
 
 
 def _skip_tied_sum(engine: Engine) -> None:
@@ -134,38 +157,6 @@ def _double_experts(engine: Engine) -> None:
     model.finish_gradients = finish_and_double
 
 
-def _skip_edp_sum(engine: Engine) -> None:
-    records = engine.model.records
-    for index, stage in engine.model.stages.items():
-        units: list[Any] = [m.experts for m in stage.mixtures]
-        if isinstance(engine.model.gradients[index], ShardedStage):
-            for unit in units:
-                unit.set_custom_reduce_scatter(_KeepOwn(torch.float64, torch.float64))
-            continue
-        named = stage.named_parameters()
-        experts = [parameter for name, parameter in named if records[name].experts]
-        _keep_own_gradients(engine.model.gradients[index], experts)
-
-
-def _keep_own_gradients(gradients: Any, parameters: Sequence[nn.Parameter]) -> None:
-    """Undo the sum of some gradients."""
-    start, finish = gradients._start, gradients.finish
-    own: dict[nn.Parameter, Tensor] = {}
-
-    def copy_and_start(bucket: int) -> None:
-        for parameter in parameters:
-            if gradients._bucket_of[parameter] == bucket:
-                own[parameter] = local_grad(parameter).clone()
-        start(bucket)
-
-    def finish_and_restore() -> None:
-        finish()
-        for parameter, grad in own.items():
-            local_grad(parameter).copy_(grad)
-
-    gradients._start, gradients.finish = copy_and_start, finish_and_restore
-
-
 def _detach_router(engine: Engine) -> None:
     def detached(dispatch: Dispatcher) -> Dispatcher:
         def call(
@@ -199,7 +190,7 @@ class _NoGradient(torch.autograd.Function):
 def _count_tokens_twice(engine: Engine) -> None:
     if engine.layout.grid.dp_rank(engine.groups.rank):
         return
-    routers: Any = engine._routers
+    routers: Any = engine.routers
     sums, experts = routers.sums, engine.layout.config.model.num_experts
 
     def twice(*arguments: Any) -> Tensor:
@@ -248,7 +239,7 @@ PLANTS: Mapping[str, Plant] = MappingProxyType(
             "do not sum gradients over data and context parallelism",
             "at least two ranks in a data- or context-parallel (sharding) group",
             lambda layout: layout.grid.dp_shard * layout.grid.cp > 1,
-            _skip_data_sum,
+            partial(_skip_sums, experts_only=False),
         ),
         "skip-tied-sum": Plant(
             "do not sum the copies of an embedding that pipeline ranks share",
@@ -311,7 +302,7 @@ PLANTS: Mapping[str, Plant] = MappingProxyType(
             "do not sum the gradients of experts over the ranks that hold the same ones",
             "experts, and at least two ranks that hold (or shard) the same ones",
             _sums_experts,
-            _skip_edp_sum,
+            partial(_skip_sums, experts_only=True),
         ),
         "detach-router": Plant(
             "send experts weights that pass no gradient of the main loss to the router",

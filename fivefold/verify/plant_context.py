@@ -38,13 +38,13 @@ def leave_rank_order(engine: Engine) -> None:
 
 def count_local_positions(engine: Engine) -> None:
     """Count positions from the first token of the rank's part."""
-    divided = engine._divided
+    divided = engine.divided
 
     def miscounted(batch: Batch) -> Batch:
         part = divided(batch)
         return replace(part, positions=torch.arange(part.tokens.shape[1]).expand_as(part.tokens))
 
-    engine._divided = miscounted  # type: ignore[method-assign]
+    engine.divided = miscounted  # type: ignore[method-assign]
 
 
 def _change_kernels(engine: Engine, change: Callable[[Kernel], Kernel]) -> None:
@@ -110,8 +110,8 @@ def _mine(keys: Keys, own: Own) -> Tensor:
 
 
 class _RankOrder(Heads):
-    def _deal(self, part: MicrobatchShare, q_BSND: Tensor, k_BSGD: Tensor) -> Deal:
-        deal = super()._deal(part, q_BSND, k_BSGD)
+    def deal(self, part: MicrobatchShare, q_BSND: Tensor, k_BSGD: Tensor) -> Deal:
+        deal = super().deal(part, q_BSND, k_BSGD)
         return _Unordered(deal.group, deal.part, deal.num_heads, deal.num_kv_heads)
 
 

@@ -4,7 +4,7 @@ It shares nothing with the parallel code but the model's arithmetic and its init
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,7 @@ from fivefold.checkpoint.tensor_file import write_tensors
 from fivefold.config.config import Config
 from fivefold.config.data import IGNORED
 from fivefold.config.memory import MemoryConfig
-from fivefold.config.training import OptimizerConfig
 from fivefold.data.packing import Microbatch
-from fivefold.description.shape import is_layer_matrix, stage_weights
 from fivefold.model.batch import Batch
 from fivefold.model.eight_bit.delayed import DelayedScaling
 from fivefold.model.eight_bit.layers import eight_bit, install_delayed, install_eight_bit
@@ -27,20 +25,15 @@ from fivefold.model.init import initialise
 from fivefold.model.moe.routing import Decisions
 from fivefold.model.prediction import valid_by_depth
 from fivefold.model.transformer import Stage
-from fivefold.optim.eight_bit import FORMATS
-from fivefold.optim.muon import orthogonalised, update_factor
-from fivefold.optim.rounding import MOMENTS, NamedElements, rounded
-from fivefold.optim.schedule import rates
 from fivefold.train.batches import as_batch
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches
 from fivefold.verify.choices import ChoiceRecorder, Choices, follow
+from fivefold.verify.plain_update import PlainUpdate
 from fivefold.verify.standing_in import in_order, round_gathered, scale_each_element, stand_in
 
 Tensors = dict[str, Tensor]
 NAMED = ("grads", "before", "after", "choices")
 """Fields of a step that hold a tensor for each name."""
-ENDS = ("embed_tokens.weight", "lm_head.weight")
-"""Weights of the whole model with a learning rate of their own, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -109,15 +102,9 @@ def run_reference(
         dtype: compute dtype; of 16 bits, master weights are fp32, and in fp16 the loss is scaled.
         followed: steps in which routers choose as they did there; empty: by their own scores.
     """
-    master_dtype = torch.float32 if dtype.itemsize == 2 else dtype
-    master = plain_model(config, master_dtype)
-    initialise(master, config.training.seed)
-    for frozen in (p for p in master.parameters() if not p.requires_grad):
-        frozen.copy_(frozen.to(dtype))  # which is kept as it computes
+    master = _master(config, dtype)
     weights = {name: p for name, p in master.named_parameters() if p.requires_grad}
-    means = _means(weights, config)
-    others = {name: weight for name, weight in weights.items() if name not in means}
-    optimizer = _optimizer(others, config.optimizer)
+    update = PlainUpdate(weights, config, dtype)
     model = plain_model(config, dtype)
     model.load_state_dict(master.state_dict())
     scaling = delayed_scaling(model, config)
@@ -142,8 +129,7 @@ def run_reference(
                 break
             scale /= 2
         norm = torch.stack([g.double().square().sum() for g in grads.values()]).sum().sqrt()
-        _update(optimizer, weights, means, grads, float(norm), config, step, dtype.itemsize == 2)
-        _round_state(optimizer, weights, config, step, narrow=dtype == torch.bfloat16)
+        update.step(grads, float(norm), step)
         for mixture in master.mixtures:
             mixture.router.update_bias(torch.stack(routing[mixture.router.layer]).sum(0))
         model.load_state_dict(master.state_dict())
@@ -170,6 +156,15 @@ def run_reference(
             )
         )
     return found
+
+
+def _master(config: Config, dtype: torch.dtype) -> Stage:
+    """The plain model that is updated, with its first weights; `dtype`: that of computation."""
+    master = plain_model(config, torch.float32 if dtype.itemsize == 2 else dtype)
+    initialise(master, config.training.seed)
+    for frozen in (p for p in master.parameters() if not p.requires_grad):
+        frozen.copy_(frozen.to(dtype))  # which is kept as it computes
+    return master
 
 
 def batches_of(config: Config, samples: Sequence[Microbatch], step: int) -> list[Batch]:
@@ -284,101 +279,6 @@ def _evaluate(model: Stage, config: Config) -> float:
         ]
     model.train()
     return float(torch.stack(losses).sum()) / valid_tokens(batch)
-
-
-def _means(weights: Mapping[str, Tensor], config: Config) -> Tensors:
-    """The means of gradients, still zero, of the matrices that Muon updates."""
-    if config.optimizer.optimizer != "muon":
-        return {}
-    every = stage_weights(config.model)
-    return {
-        name: torch.zeros_like(weight)
-        for name, weight in weights.items()
-        if is_layer_matrix(name, every[name])
-    }
-
-
-def _optimizer(weights: Mapping[str, Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
-    """A group for each weight, which says what it is."""
-    groups = [
-        {"params": [weight], "named": name, "decays": decays}
-        for name, weight in weights.items()
-        for decays in [weight.ndim > 1 and not name.endswith(".bias")]
-    ]
-    return torch.optim.AdamW(
-        groups or [{"params": [], "named": "", "decays": False}],  # Muon may update all there are
-        lr=config.lr,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_eps,
-        foreach=False,
-        fused=False,
-    )
-
-
-def _update(
-    optimizer: torch.optim.AdamW,
-    weights: Mapping[str, Tensor],
-    means: Tensors,
-    grads: Tensors,
-    norm: float,
-    config: Config,
-    step: int,
-    narrow: bool,
-) -> None:
-    """Clip gradients by their norm, and update the weights; `narrow`: of a model in 16 bits."""
-    settings = config.optimizer
-    limit = settings.clip_grad
-    factor = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
-    for name, weight in weights.items():
-        weight.grad = (grads[name] * factor).to(weight.dtype)
-    lr, of_ends, decay = rates(step, settings, config.training)
-    for group in optimizer.param_groups:
-        group["lr"] = of_ends if group["named"] in ENDS else lr
-        group["weight_decay"] = decay if group["decays"] else 0.0
-    optimizer.step()
-    momentum, steps = settings.muon_momentum, settings.muon_num_ns_steps
-    for name, mean in means.items():
-        weight = weights[name].data
-        grad = weights[name].grad
-        assert grad is not None
-        mean.mul_(momentum).add_(grad, alpha=1 - momentum)
-        ahead = momentum * mean + (1 - momentum) * grad if settings.muon_nesterov else mean
-        dtype = torch.bfloat16 if narrow else weight.dtype
-        update = orthogonalised(ahead, steps, dtype).to(weight.dtype)
-        length = lr * update_factor(weight.shape, settings)
-        weight.mul_(1 - lr * decay).sub_(update, alpha=length)
-
-
-@torch.no_grad()
-def _round_state(
-    optimizer: torch.optim.AdamW,
-    weights: Mapping[str, Tensor],
-    config: Config,
-    step: int,
-    *,
-    narrow: bool,
-) -> None:
-    """Leave in moments, and in weights that are `narrow`, what they can hold.
-
-    All numbers keep the type of the weights.
-    """
-    types, rounds = config.optimizer.moment_types, config.optimizer.main_params_dtype == "bf16"
-    if types == ("fp32", "fp32") and not (rounds and narrow):
-        return
-    for name, weight in weights.items():
-        whole = tuple(slice(0, size) for size in weight.shape)
-        place = NamedElements(config.training.seed, name, tuple(weight.shape), whole)
-        bits = place.random(step, weight.device)(slice(None))
-        if rounds and narrow:
-            rows = place.rows(weight.data)
-            rows.copy_(rounded(rows, bits >> 32))
-        for moment, kind, own in zip(MOMENTS, types, (bits, bits >> 16), strict=True):
-            wide = place.rows(optimizer.state[weight][moment])
-            if kind == "bf16":
-                wide.copy_(rounded(wide, own))
-            elif kind == "fp8" and weight.ndim > 1:
-                form = FORMATS[moment]
-                wide.copy_(form.unpack(*form.pack(wide, own)))
 
 
 def _state(master: Stage, scaling: DelayedScaling) -> Tensors:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fivefold.files import finite
 from fivefold.layout import Layout
-from fivefold.pipeline.split.stages import layout_string
+from fivefold.tell.describe import parallelism
 from fivefold.units import few, several
 
 TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5}
@@ -217,7 +217,7 @@ def judge(
         # One device that is infinitely far off allows nothing.
         and all((errors[what] or 0.0) <= limits[what] < inf for what in kinds),
         dtype=dtype,
-        layout=describe(layout),
+        layout=parallelism(layout),
         steps=len({d.step for d in differences}),
         max_rel_error=errors,
         limits=limits,
@@ -305,29 +305,6 @@ def _kinds(differences: Iterable[Difference]) -> list[str]:
     """The kinds compared: loads only if there are experts."""
     loads = any(difference.what == "load" for difference in differences)
     return [what for what in _SHOWN if loads or what != "load"]
-
-
-def describe(layout: Layout) -> str:
-    """'8 ranks: tp 2 + sequence, pp 2 x 2 (interleaved_1f1b, Et|t|t|tL), dp 2 (optim), 4 ...'."""
-    grid, parallel = layout.grid, layout.config.parallel
-    parts = []
-    if grid.tp > 1:
-        parts.append(f"tp {grid.tp}" + (" + sequence" if parallel.sequence_parallel else ""))
-    if grid.cp > 1:
-        kinds = ", ".join(dict.fromkeys(parallel.cp_comm_type))
-        parts.append(f"cp {grid.cp} ({kinds})")
-    if len(layout.split.stages) > 1:
-        virtual = f" x {layout.split.num_virtual}" if layout.split.num_virtual > 1 else ""
-        stages = layout_string(layout.split.stages)
-        parts.append(f"pp {grid.pp}{virtual} ({layout.schedule}, {stages})")
-    if grid.dp > 1:
-        dp = f"{grid.dp_replicate} x {grid.dp_shard}" if grid.dp_replicate > 1 else str(grid.dp)
-        parts.append(f"dp {dp} ({parallel.data_parallel_sharding_strategy})")
-    if grid.ep * grid.etp > 1:
-        axes = [f"{axis} {grid.size(axis)}" for axis in ("ep", "etp") if grid.size(axis) > 1]
-        parts.append(f"{' x '.join(axes)} ({parallel.moe_token_dispatcher_type})")
-    parts.append(several(layout.num_microbatches, "microbatch"))
-    return f"{several(grid.world_size, 'rank')}: " + ", ".join(parts)
 
 
 def _diverged(differences: Iterable[Difference]) -> tuple[str, ...]:

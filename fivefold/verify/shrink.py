@@ -1,45 +1,25 @@
 """Shrinks a recipe for verification: small enough for one device, same structure. No torch."""
 
-from collections.abc import Sequence
-from dataclasses import replace
 from math import lcm
 from typing import Any
 
 from fivefold.check import check
 from fivefold.config.config import Config
-from fivefold.config.layer_pattern import (
-    layer_frequency,
-    unrotated_frequency,
-    window_frequency,
-)
-from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.config.rules.dependence import without_orphans
-from fivefold.counts.shards import num_expert_shards
 from fivefold.data_parallel.rules import keeps_blocks
 from fivefold.description.shape import count_parameters
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
-from fivefold.pipeline.ir import v_placement
-from fivefold.pipeline.split.stages import StageSpec, layout_string
 from fivefold.units import human_count, several
+from fivefold.verify.fewer_layers import shallower
 from fivefold.verify.last_bits import refuse_last_bits
-from fivefold.verify.mixers import few_mixers, kind_of, small_states
+from fivefold.verify.narrower import narrower
 
 LARGEST_MODEL = 2_000_000  # parameters: a few steps in fp64 take seconds
 LARGEST_BATCH = 8_192  # tokens of a global batch
-MOST_FEATURES = 512  # inner features of all experts of a layer, if their ranks allow it
 LEARNING_RATE = 1e-2
 ADAM_EPS = 1e-2
-
-SPLIT_FLAGS: dict[str, Any] = {
-    "num_virtual_stages_per_pipeline_rank": None,
-    "num_layers_per_virtual_pipeline_stage": None,
-    "decoder_first_pipeline_num_layers": None,
-    "decoder_last_pipeline_num_layers": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
-}
 
 
 def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
@@ -59,7 +39,7 @@ def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
         changes.append("a step of the whole batch, to which rampup_batch_size grows")
     size = count_parameters(config.model).total
     if size > LARGEST_MODEL:
-        config = _narrower(layout, _shallower(layout, config))
+        config = narrower(layout, shallower(layout, config))
         now = config.model
         changes.append(
             f"{human_count(size)} parameters -> {human_count(count_parameters(now).total)}: "
@@ -159,204 +139,12 @@ def _tell_rounding(config: Config, changes: list[str]) -> None:
         changes.append("gradients go the way of zero_quantized_gradients, but are not rounded")
 
 
-def _shallower(layout: Layout, config: Config) -> Config:
-    """Keep few layers per stage, with the stages' structure.
-
-    A stage keeps one layer, or two if it has more than the smallest stage; empty stages stay empty;
-    stages with and without experts keep one more, and so do those that recompute some of theirs.
-    """
-    model, stages = config.model, layout.split.stages
-    counts = [len(stage.layers) for stage in stages]
-    if len(counts) == 1:
-        mixers = {*map(model.mixer_of, stages[0].layers)}
-        few = max(2, len(set(config.parallel.cp_comm_type)), len(mixers))
-        taken = _taken(model, stages[0].layers, few)
-        return _with_layers(_recomputing_fewer(config, counts, [len(taken)]), taken)
-    fewest = min(count for count in counts if count)
-    kinds = max(len({kind_of(model, layer) for layer in stage.layers}) for stage in stages)
-    least = min(fewest, max(kinds, 1 + _recomputes_some(config.memory, counts)))
-    kept: list[StageSpec] = []
-    taken = []
-    for stage, count in zip(stages, counts, strict=True):
-        chosen = _taken(model, stage.layers, least if count == fewest else least + 1)
-        kept.append(replace(stage, layers=tuple(range(len(taken), len(taken) + len(chosen)))))
-        taken += chosen
-    placement = layout.split.placement
-    is_v = placement == v_placement(layout.grid.pp, len(counts)) and len(counts) > layout.grid.pp
-    text = ("v:" if is_v else "") + layout_string(kept)
-    config = config.with_values(pipeline_model_parallel_layout=text, **SPLIT_FLAGS)
-    config = _recomputing_fewer(config, counts, [len(stage.layers) for stage in kept])
-    return _with_layers(config, taken)
-
-
-def _recomputes_some(memory: MemoryConfig, counts: Sequence[int]) -> bool:
-    """Whether some stage recomputes some of its layers only, or all in more than one group."""
-    again = memory.recomputes_first_layers or memory.recompute_granularity == "full"
-    numbers = memory.recompute_num_layers
-    each = numbers * len(counts) if len(numbers) == 1 else numbers
-    return again and any(0 < n < count for n, count in zip(each, counts, strict=True))
-
-
-def _recomputing_fewer(config: Config, counts: Sequence[int], left: Sequence[int]) -> Config:
-    """Recompute none, some or all of the layers that are left of each stage, as before."""
-    numbers = config.memory.recompute_num_layers
-    if len(numbers) == 1:  # for every stage, of which the largest has a like after the change
-        counts, left = [max(counts)], [max(left)]
-    if len(numbers) != len(counts):
-        return config
-    fewer = tuple(map(_fewer_recomputed, numbers, counts, left))
-    return config.with_values(recompute_num_layers=fewer)
-
-
-def _fewer_recomputed(number: int, count: int, left: int) -> int:
-    """Recomputed layers of a stage, or of a group: none, some or all of those that are left."""
-    if number >= count:
-        return left or number
-    return min(number, max(left - 1, 1))
-
-
-def _taken(model: ModelConfig, layers: Sequence[int], count: int) -> list[int]:
-    """At most `count` of these layers, with and without experts if there are both, and of each
-    mixer if layers have one."""
-    firsts = {kind_of(model, layer): layer for layer in reversed(layers)}
-    others = [layer for layer in layers if layer not in firsts.values()]
-    return sorted([*firsts.values(), *others][:count])
-
-
-def _with_layers(config: Config, layers: Sequence[int]) -> Config:
-    """Keep only these layers, which alternate between the cp_comm_types in use."""
-    model, kinds = config.model, tuple(dict.fromkeys(config.parallel.cp_comm_type))
-    if len(kinds) > 1:
-        kinds = tuple(kinds[place % len(kinds)] for place in range(len(layers)))
-    if model.hybrid_override_pattern is not None:
-        config = config.with_values(hybrid_override_pattern=few_mixers(model, layers))
-    elif model.num_experts is not None:
-        config = config.with_values(moe_layer_freq=layer_frequency([*map(model.is_moe, layers)]))
-    if model.window_attn_skip_freq is not None:
-        has = _some_of([model.window_of(n) is not None for n in range(model.num_layers)], layers)
-        config = config.with_values(window_attn_skip_freq=window_frequency(has))
-    if model.linear_attention_freq is not None:
-        has = _some_of([*map(model.is_linear, range(model.num_layers))], layers)
-        config = config.with_values(linear_attention_freq=window_frequency(has))
-    if model.no_rope_freq is not None:
-        has = _some_of([not model.rotates(n) for n in range(model.num_layers)], layers)
-        config = config.with_values(no_rope_freq=unrotated_frequency(has))
-    return config.with_values(num_layers=len(layers), cp_comm_type=kinds)
-
-
-def _some_of(has: Sequence[bool], layers: Sequence[int]) -> list[bool]:
-    """Which of the layers that are kept have something: one with, one without, if there were."""
-    few = [has[layer] for layer in layers]
-    few[0] |= any(has) and not any(few)
-    few[-1] &= all(has) or not all(few)
-    return few
-
-
-def _narrower(layout: Layout, config: Config) -> Config:
-    """Few, small heads and a small vocabulary; what tp divides is divided as before."""
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
-    kv_heads, group = _few_heads(model, tp * _exchanging(config))
-    heads = kv_heads * group
-    head_dim = min(model.head_dim, max(4, 64 // heads // 2 * 2))  # even, for RoPE
-    hidden = heads * head_dim
-    if model.q_size != model.hidden_size:
-        hidden += 8
-    ffn = tp * max(1, min(model.ffn_size, 2 * hidden) // tp)
-    multiple = lcm(tp, min(model.make_vocab_size_divisible_by, 64))
-    padding = min(model.padded_vocab_size - model.vocab_size, 7)
-    if model.num_experts is not None:
-        config = config.with_values(**_fewer_experts(layout, config, hidden))
-    if model.hybrid_override_pattern is not None:
-        config = config.with_values(**small_states(config))
-    return config.with_values(
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        **_small_heads(model, kv_heads, head_dim),
-        ffn_hidden_size=ffn,
-        vocab_size=4 * multiple - padding,
-        make_vocab_size_divisible_by=multiple,
-        init_method_std=model.init_method_std * (model.hidden_size / hidden) ** 0.5,
-    )
-
-
-def _small_heads(model: ModelConfig, kv_heads: int, head_dim: int) -> dict[str, Any]:
-    """Sizes of heads and latents; features without positions remain if there were any."""
-    if model.multi_latent_attention:
-        most = {
-            "q_lora_rank": 24,
-            "kv_lora_rank": 16,
-            "qk_head_dim": 8,
-            "qk_pos_emb_head_dim": 4,
-            "v_head_dim": 6,
-        }
-        sizes = {name: getattr(model, name) for name in most}
-        small = {n: None if size is None else min(size, most[n]) for n, size in sizes.items()}
-        return {"num_query_groups": None, "kv_channels": None, **small}
-    share = model.rotary_percent
-    if share != 1.0:
-        share = (max(2, int(head_dim * share) // 2 * 2) + 0.5) / head_dim
-    return {"num_query_groups": kv_heads, "kv_channels": head_dim, "rotary_percent": share}
-
-
-def _few_heads(model: ModelConfig, ranks: int) -> tuple[int, int]:
-    """Key/value heads, and query heads per key/value head, that divide evenly over the ranks."""
-    kv_heads, group = model.num_kv_heads, model.num_attention_heads // model.num_kv_heads
-    if kv_heads % ranks == 0:
-        kv_heads = ranks * min(kv_heads // ranks, 2)
-    fits = [n for n in range(min(group, 2), group + 1) if kv_heads * n % ranks == 0]
-    return kv_heads, fits[0]
-
-
-def _fewer_experts(layout: Layout, config: Config, hidden: int) -> dict[str, Any]:
-    """Few, narrow experts, in the same relation to ranks, groups and choices as before.
-
-    Several experts stay on a rank and in a group, at most half of them are chosen, and what expert
-    ranks, shards and expert tensor parallelism divide is divided as before.
-    """
-    model, parallel = config.model, config.parallel
-    assert model.num_experts is not None
-    ep, groups = parallel.expert_model_parallel_size, model.moe_router_num_groups or 1
-    topk, chosen = min(model.moe_router_topk, 3), model.moe_router_group_topk or 1
-    sharded = ep * num_expert_shards(layout)
-    ranks = ep if model.num_experts % sharded else sharded
-    unit = lcm(ranks, groups)
-    scored = model.moe_router_group_scores or max(topk // chosen, 1)
-
-    def relates(experts: int) -> bool:
-        """Whether this number has the same relation to ranks, groups and choices."""
-        enough = topk <= chosen * experts // groups and scored <= experts // groups
-        of_each = (experts // part > 1 or experts == model.num_experts for part in (ranks, groups))
-        return enough and all(of_each) and 2 * topk <= experts
-
-    few = next(filter(relates, range(unit, model.num_experts, unit)), model.num_experts)
-    etp, shared = parallel.expert_tensor_parallel_size, model.shared_ffn_size
-    tp = parallel.tensor_model_parallel_size
-    inner = min(model.expert_ffn_size, hidden, max(1, MOST_FEATURES // few))
-    return {
-        "num_experts": few,
-        "moe_router_topk": topk,
-        "moe_ffn_hidden_size": etp * max(1, inner // etp),
-        "moe_shared_expert_intermediate_size": tp * max(1, min(shared, hidden) // tp)
-        if shared
-        else model.moe_shared_expert_intermediate_size,
-    }
-
-
 def _experts_in_words(model: ModelConfig) -> str:
     if model.num_experts is None:
         return ""
     shared = f", {model.shared_ffn_size} shared" if model.shared_ffn_size else ""
     size = f"{model.expert_ffn_size} wide{shared}"
     return f"{model.num_experts} experts ({model.moe_router_topk} a token, {size}), "
-
-
-def _exchanging(config: Config) -> int:
-    """Ranks that exchange heads for tokens; their least common multiple if layers differ."""
-    parallel = config.parallel
-    sizes = {"a2a": parallel.context_parallel_size}
-    if parallel.hierarchical_context_parallel_sizes:
-        sizes["a2a+p2p"] = parallel.hierarchical_context_parallel_sizes[0]
-    return lcm(*(sizes.get(kind, 1) for kind in parallel.cp_comm_type))
 
 
 def _reaches(model: ModelConfig, length: int, before: int) -> dict[str, int | None]:

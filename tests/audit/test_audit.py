@@ -18,8 +18,8 @@ from fivefold.config.model import ModelConfig
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.errors import DataError
 from fivefold.layout import Layout
+from fivefold.tell.describe import parallelism
 from fivefold.train.engine import Engine
-from fivefold.verify.report import describe
 from tests.audit.layouts import FAMILIES, microbatches_of, random_layouts
 from tests.pool import run
 from tests.verify.cases import chosen, shared_groups
@@ -61,19 +61,19 @@ def check_records(layout: Layout, number: int, folder: Path) -> None:
 
 def _check(layout: Layout, documents: int, folder: Path) -> None:
     records = records_of(layout, documents, folder)
-    report = audit(describe(layout), layout, records, None, None)
+    report = audit(parallelism(layout), layout, records, None, None)
     assert report.passed, report.text()
     for record in records:  # equal, where a user's run is allowed 3 %
         expected = expected_record(layout, record)
-        assert record.activations == expected.activations, describe(layout)
+        assert record.activations == expected.activations, parallelism(layout)
         assert record.waits is not None
         # Besides the end of the step only what experts without a grouped kernel, or their messages,
         # need to know.
         files: Counter[str] = Counter()
         for line, times in record.waits.items():
             files[line.partition(":")[0]] += round(times)
-        assert files.pop("at train/step_result.py") == 1, describe(layout)
-        assert {*files} <= {*MEASURED_BY_HOST}, describe(layout)
+        assert files.pop("at train/step_result.py") == 1, parallelism(layout)
+        assert {*files} <= {*MEASURED_BY_HOST}, parallelism(layout)
 
 
 @pytest.mark.slow

@@ -210,6 +210,12 @@ def test_what_is_no_job_is_refused(text: str, message: str) -> None:
         translate(read_job(text))
 
 
+def test_what_changes_nothing_is_told_apart() -> None:
+    usual, more = found(""), found("--no-clone-scatter-output-in-embedding")
+    assert more.lost == usual.lost
+    assert {*more.harmless} - {*usual.harmless} == {"clone_scatter_output_in_embedding"}
+
+
 def test_flags_of_other_releases_are_named() -> None:
     (lost, *_) = [
         line for line in found("--newest-thing 3 4 --log-throughput").lost if "new" in line

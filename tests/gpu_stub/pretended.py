@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fivefold.audit.watch import replaced
 from fivefold.expert import dispatch
-from fivefold.model.eight_bit.linear import EightBitExperts
+from fivefold.model.eight_bit.groups import EightBitExperts
 from fivefold.model.moe import layer as experts
 from fivefold.model.moe.grouped import PlainGroups
 from fivefold.model.moe.permutation import Rows

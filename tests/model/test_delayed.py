@@ -12,10 +12,11 @@ from torch import Tensor
 from fivefold.config.training import TrainingConfig
 from fivefold.model.eight_bit.delayed import DelayedScaling
 from fivefold.model.eight_bit.fp8 import E4M3, E5M2, by_kernel, multiply
+from fivefold.model.eight_bit.groups import EightBitGroups
 from fivefold.model.eight_bit.layers import eight_bit
-from fivefold.model.eight_bit.linear import EightBit, EightBitGroups
+from fivefold.model.eight_bit.linear import EightBit
 from fivefold.model.eight_bit.rules import ScaledLayer
-from fivefold.model.layers import of_one_input
+from fivefold.model.products import of_one_input
 from tests.model.test_fp8 import BITS, _random, _rounded
 
 CPU = torch.device("cpu")

@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from fivefold.model.dropout import Dropout, drop_mask, hash64
+from fivefold.model.dropout import Dropout, drop_mask
+from fivefold.model.random_bits import hash64
 
 MASK64 = (1 << 64) - 1
 

@@ -21,8 +21,9 @@ from fivefold.model.eight_bit.fp8 import (
     quantise,
     tiled_scales,
 )
+from fivefold.model.eight_bit.groups import EightBitGroups
 from fivefold.model.eight_bit.layers import eight_bit, install_eight_bit
-from fivefold.model.eight_bit.linear import EightBit, EightBitGroups
+from fivefold.model.eight_bit.linear import EightBit
 from fivefold.model.transformer import Stage
 from fivefold.pipeline.split.stages import StageSpec
 

@@ -13,7 +13,8 @@ from fivefold.config.memory import update_rooms
 from fivefold.config.training import BLOCK
 from fivefold.memory.host import HostLink
 from fivefold.model.seeds import derive_seed
-from fivefold.optim.offload_state import GRADIENT, OffloadedState, in_buckets
+from fivefold.optim.offload_buckets import GRADIENT, in_buckets
+from fivefold.optim.offload_state import OffloadedState
 from fivefold.optim.rounding import LANES, MASTER, NamedElements
 
 CPU = torch.device("cpu")

@@ -24,14 +24,8 @@ from fivefold.pipeline.ir import loop_placement, v_placement
 from fivefold.pipeline.lowering import eager_dx
 from fivefold.pipeline.schedules.registry import build_program
 from fivefold.pipeline.simulate import simulate
-from fivefold.pipeline.split.balance import (
-    Room,
-    balance,
-    even_stages,
-    schedule_clock,
-    step_clock,
-    weigh,
-)
+from fivefold.pipeline.split.balance import balance, even_stages, schedule_clock, step_clock, weigh
+from fivefold.pipeline.split.cuts import Room
 from fivefold.pipeline.split.layout import SplitSettings
 from fivefold.pipeline.split.stages import Split, layout_string
 

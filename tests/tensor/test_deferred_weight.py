@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.model.layers import Kept, Linear, Products
+from fivefold.model.layers import Linear
+from fivefold.model.products import Kept, Products
 from fivefold.tensor.deferred_weight import DeferredWeights, run_works
 from fivefold.tensor.exchange import exchange_of
 from fivefold.tensor.linear import ColumnParallel, RowParallel

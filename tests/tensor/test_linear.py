@@ -14,7 +14,8 @@ from fivefold.audit.launches import Launches
 from fivefold.mesh.collectives import all_reduce
 from fivefold.model.eight_bit.fp8 import E5M2, RECIPES
 from fivefold.model.eight_bit.linear import EightBit
-from fivefold.model.layers import Kept, Linear, Products, plain_column, plain_row
+from fivefold.model.layers import Linear, plain_column, plain_row
+from fivefold.model.products import Kept, Products
 from fivefold.tensor.alone import ColumnAlone
 from fivefold.tensor.deferred_weight import DeferredWeights, run_works
 from fivefold.tensor.exchange import Exchange

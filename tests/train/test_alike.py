@@ -14,8 +14,8 @@ from fivefold.config.sources import read_config
 from fivefold.errors import CheckpointError, ConfigError
 from fivefold.train.corpora import open_data
 from fivefold.train.folder.lock import claim
-from fivefold.train.ranks import alike
-from fivefold.train.ranks.alike import (
+from fivefold.train.ranks import hosts
+from fivefold.train.ranks.hosts import (
     OF_A_HOST,
     check_alike,
     check_seen,
@@ -57,7 +57,7 @@ def test_each_difference_is_told_with_the_ranks_that_have_it() -> None:
 
 
 def test_no_setting_may_differ_but_places_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alike, "_sources", lambda: "")  # else hundreds of times all are read
+    monkeypatch.setattr(hosts, "_sources", lambda: "")  # else hundreds of times all are read
     config = read_config("debug")
     given = given_settings(config)
     for section, settings in SECTION_SETTINGS.items():
@@ -81,7 +81,7 @@ def test_other_text_or_another_tokenizer_is_other_data(cache: Path, tmp_path: Pa
 
 
 def _sees(rank: int, size: int, folders: list[Path]) -> str:
-    alike.SEEN_SECONDS = 0.6
+    hosts.SEEN_SECONDS = 0.6
     lock = claim(folders[0]) if rank == 0 else None
     try:
         dist.barrier()

@@ -9,7 +9,7 @@ import pytest
 # Larger than what glibc ever keeps by itself.
 STEPS = """
 from resource import RUSAGE_SELF, getrusage
-from fivefold.train.machine.heap import keep_freed_memory
+from fivefold.train.machine.cpu_environment import keep_freed_memory
 {}
 def step():
     x = b"x" * (40 << 20)

@@ -26,7 +26,8 @@ from fivefold.report.page import page
 from fivefold.report.settings import run_config
 from fivefold.report.story import read_story
 from fivefold.train.folder.lock import FILE, Owner
-from fivefold.train.folder.run_folder import MetricsFile, RunFolder
+from fivefold.train.folder.metrics_file import MetricsFile
+from fivefold.train.folder.run_folder import RunFolder
 from fivefold.train.metrics import LayerRouting
 from tests.train.test_metrics import step_metrics
 

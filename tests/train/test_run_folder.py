@@ -10,13 +10,9 @@ import pytest
 from fivefold.cli.train import recipe_name
 from fivefold.errors import FivefoldError
 from fivefold.files import read_json_lines
-from fivefold.train.folder.run_folder import (
-    MetricsFile,
-    RunFolder,
-    describe_environment,
-    git_state,
-    new_run_path,
-)
+from fivefold.train.folder.environment import describe_environment, git_state
+from fivefold.train.folder.metrics_file import MetricsFile
+from fivefold.train.folder.run_folder import RunFolder, new_run_path
 from fivefold.train.metrics import EvalMetrics, LayerRouting
 from tests.train.test_metrics import step_metrics
 

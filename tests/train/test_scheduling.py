@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fivefold.train.machine.scheduling import finish_before_others
+from fivefold.train.machine.cpu_environment import finish_before_others
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux's policies")
 

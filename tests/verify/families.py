@@ -5,7 +5,7 @@ from typing import Any
 
 from fivefold.audit.report import audit
 from fivefold.check import check
-from fivefold.verify.report import describe
+from fivefold.tell.describe import parallelism
 from tests.audit.test_audit import records_of
 from tests.verify.cases import MODELS, config, verify_in_pool
 
@@ -42,7 +42,7 @@ def computes_what_one_device_does(case: Case) -> None:
 def does_what_theory_says(case: Case, folder: Path) -> None:
     ranks, family, values = case
     layout = check(config(MODELS[family], ranks, **values | WHOLE), ranks)
-    report = audit(describe(layout), layout, records_of(layout, 1, folder), None, None)
+    report = audit(parallelism(layout), layout, records_of(layout, 1, folder), None, None)
     assert report.passed, report.text()
     for finding in report.findings:
         if finding.name.startswith("activations"):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from fivefold.model.layers import Products
+from fivefold.model.products import Products
 from fivefold.verify.report import VerifyReport
 from tests.verify.cases import (
     MODELS,

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from fivefold.check import check
 from fivefold.mesh.slices import piece_of
 from fivefold.pipeline.split.stages import layout_string
+from fivefold.tell.describe import parallelism
 from fivefold.verify.compare import _number, _tensor
 from fivefold.verify.report import (
     FLOORS,
     SCALARS,
     Difference,
     VerifyReport,
-    describe,
     errors_alone,
     joint_errors,
     judge,
@@ -142,6 +142,6 @@ def _grad(report: VerifyReport) -> float | None:
 
 def test_layouts_in_words() -> None:
     stages = layout_string(LAYOUT.split.stages)
-    assert describe(LAYOUT) == (
+    assert parallelism(LAYOUT) == (
         f"8 ranks: tp 2 + sequence, pp 2 (1f1b, {stages}), dp 2 (optim), 2 microbatches"
     )

@@ -3,7 +3,7 @@
 from dataclasses import asdict, replace
 from typing import Any
 
-from fivefold.config.by_layer import OF_LINEAR_ATTENTION, OF_MAMBA
+from fivefold.config.by_layer import OF_LATENTS, OF_LINEAR_ATTENTION, OF_MAMBA
 from fivefold.config.model import ModelConfig
 
 _TRAINING = ("hidden_dropout", "attention_dropout", "init_method_std")
@@ -50,14 +50,7 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     if not moe:
         unused += [name for name in told if name.startswith("moe_")]
     if not latent:
-        unused += [
-            "q_lora_rank",
-            "kv_lora_rank",
-            "qk_head_dim",
-            "qk_pos_emb_head_dim",
-            "v_head_dim",
-            "latent_norm_epsilon",
-        ]
+        unused += [*OF_LATENTS, "latent_norm_epsilon"]
     if model.position_embedding_type != "learned_absolute":  # positions are computed, however many
         unused.append("max_position_embeddings")
     if model.position_embedding_type != "rope":

@@ -41,34 +41,33 @@ def read_balancing(reader: Reader) -> None:
     reader.without_effect("output_router_logits", "router_aux_loss_coef")
 
 
-_OF_FILES = (
-    *("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures"),
-    *("torch_dtype", "dtype", "use_bfloat16", "tf_legacy_loss", "xla_device"),
-    *("_attn_implementation_autoset", "attn_implementation", "_attn_implementation"),
-    *("_attn_implementation_internal", "experts_implementation", "_experts_implementation"),
-    *("_experts_implementation_internal", "custom_pipelines"),
+_OF_FILES = """
+    _name_or_path name_or_path _commit_hash transformers_version architectures torch_dtype dtype
+    use_bfloat16 tf_legacy_loss xla_device _attn_implementation_autoset attn_implementation
+    _attn_implementation _attn_implementation_internal experts_implementation
+    _experts_implementation _experts_implementation_internal custom_pipelines
+"""
+_OF_OUTPUTS = """
+    use_cache return_dict output_attentions output_hidden_states output_past chunk_size_feed_forward
+    gradient_checkpointing is_decoder pretraining_tp
+"""
+_OF_TOKENS = """
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class
+    prefix
+"""
+_OF_CLASSIFIERS = """
+    id2label label2id num_labels _num_labels problem_type classifier_dropout finetuning_task
+    task_specific_params
+"""
+_OF_GENERATION = """
+    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p typical_p epsilon_cutoff eta_cutoff repetition_penalty
+    encoder_repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
+    bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id
+    forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens assistant_confidence_threshold assistant_lookbehind target_lookbehind
+    num_assistant_tokens num_assistant_tokens_schedule
+"""
+WITHOUT_EFFECT = tuple(
+    f"{_OF_FILES} {_OF_OUTPUTS} {_OF_TOKENS} {_OF_CLASSIFIERS} {_OF_GENERATION}".split()
 )
-_OF_OUTPUTS = (
-    *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_past"),
-    *("chunk_size_feed_forward", "gradient_checkpointing", "is_decoder", "pretraining_tp"),
-)
-_OF_TOKENS = (
-    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
-    *("tokenizer_class", "prefix"),
-)
-_OF_CLASSIFIERS = (
-    *("id2label", "label2id", "num_labels", "_num_labels", "problem_type", "classifier_dropout"),
-    *("finetuning_task", "task_specific_params"),
-)
-_OF_GENERATION = (
-    *("max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams"),
-    *("num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p"),
-    *("epsilon_cutoff", "eta_cutoff", "repetition_penalty", "encoder_repetition_penalty"),
-    *("length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids"),
-    *("num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id"),
-    *("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty"),
-    *("suppress_tokens", "begin_suppress_tokens", "assistant_confidence_threshold"),
-    *("assistant_lookbehind", "target_lookbehind", "num_assistant_tokens"),
-    *("num_assistant_tokens_schedule",),
-)
-WITHOUT_EFFECT = (*_OF_FILES, *_OF_OUTPUTS, *_OF_TOKENS, *_OF_CLASSIFIERS, *_OF_GENERATION)

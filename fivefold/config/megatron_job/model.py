@@ -1,6 +1,6 @@
 """The model of a job of Megatron-LM, in settings."""
 
-from fivefold.config.by_layer import OF_LINEAR_ATTENTION, OF_MAMBA
+from fivefold.config.by_layer import OF_LATENTS, OF_LINEAR_ATTENTION, OF_MAMBA
 from fivefold.config.layer_pattern import runs
 from fivefold.config.megatron import HYBRID_EPSILON, HYBRID_SPEC, NEVER
 from fivefold.config.megatron_job.arguments import MegatronJob
@@ -38,8 +38,7 @@ def of_model(job: MegatronJob, mistakes: Mistakes, lost: list[str]) -> Named:
         yield from job.same(*OF_LINEAR_ATTENTION[1:])
     yield from _mixers(job, mistakes, lost)
     if job["multi_latent_attention"]:
-        yield from job.same("multi_latent_attention", "q_lora_rank", "kv_lora_rank")
-        yield from job.same("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        yield from job.same("multi_latent_attention", *OF_LATENTS)
     depths = job["mtp_num_layers"] or 0
     if depths and job["hybrid_override_pattern"]:
         lost.append(f"mtp_num_layers = {depths}: no hybrid model here has further predictions")

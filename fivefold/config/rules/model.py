@@ -1,5 +1,6 @@
 """Validation of a model's architecture on its own."""
 
+from fivefold.config.by_layer import OF_LATENTS
 from fivefold.config.config import SECTION_SETTINGS, SETTINGS
 from fivefold.config.divisors import divisors, nearest
 from fivefold.config.layer_pattern import MAX_LAYERS, expert_layers, window_layers
@@ -13,10 +14,6 @@ from fivefold.config.settings import flag_of
 from fivefold.errors import Mistakes, did_you_mean
 
 _OF_EXPERTS = tuple(s.name for s in SECTION_SETTINGS["model"] if s.name.startswith("moe_"))
-_OF_LATENTS = (
-    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
-    "latent_norm_epsilon",
-)
 
 
 def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
@@ -178,7 +175,7 @@ def _check_experts(model: ModelConfig, mistakes: Mistakes) -> None:
 def _check_latents(model: ModelConfig, mistakes: Mistakes) -> None:
     if not model.multi_latent_attention:
         flag = "--multi-latent-attention"
-        _check_unused(model, _OF_LATENTS, flag, flag, mistakes)
+        _check_unused(model, (*OF_LATENTS, "latent_norm_epsilon"), flag, flag, mistakes)
         return
     heads, groups = model.num_attention_heads, model.num_query_groups
     if groups not in (None, heads):

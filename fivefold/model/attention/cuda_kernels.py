@@ -252,9 +252,8 @@ class Flex:
             # Compiled for any length, a given scale is a symbol, of which no GPU kernel is made.
             q = q * (self.scale * q.shape[-1] ** 0.5)
         shared = q.shape[1] != k.shape[1]
-        out, more = attention(
-            *(q, k, v), block_mask=mask, enable_gqa=shared, return_aux=request(lse=True)
-        )
+        wants = {"block_mask": mask, "enable_gqa": shared, "return_aux": request(lse=True)}
+        out, more = attention(q, k, v, **wants)
         return out, more.lse
 
     @cached_property

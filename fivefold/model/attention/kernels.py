@@ -194,10 +194,9 @@ class FlashOnCpu:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """See `BlockKernel`."""
+        causal = block.kind == Visibility.CAUSAL
         out, lse = ATEN._scaled_dot_product_flash_attention_for_cpu(
-            *(q, k, v, 0.0, block.kind == Visibility.CAUSAL),
-            attn_mask=_bias(q, block),
-            scale=self.scale,
+            q, k, v, 0.0, causal, attn_mask=_bias(q, block), scale=self.scale
         )
         return out, lse
 
@@ -205,10 +204,9 @@ class FlashOnCpu:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
     ) -> Grads:
         """See `BlockKernel`."""
+        causal = block.kind == Visibility.CAUSAL
         grads: Grads = ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(grad, q, k, v, out, lse, 0.0, block.kind == Visibility.CAUSAL),
-            attn_mask=_bias(q, block),
-            scale=self.scale,
+            grad, q, k, v, out, lse, 0.0, causal, attn_mask=_bias(q, block), scale=self.scale
         )
         return grads
 

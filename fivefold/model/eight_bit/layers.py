@@ -13,7 +13,8 @@ from fivefold.config.memory import MemoryConfig
 from fivefold.config.training import TrainingConfig
 from fivefold.model.eight_bit.delayed import DelayedScaling
 from fivefold.model.eight_bit.fp8 import OF_GRADIENTS, RECIPES
-from fivefold.model.eight_bit.linear import EightBit, EightBitExperts
+from fivefold.model.eight_bit.groups import EightBitExperts
+from fivefold.model.eight_bit.linear import EightBit
 from fivefold.model.eight_bit.rules import ScaledLayer, delayed_linears, keeps_weights
 from fivefold.model.eight_bit.step_weights import StepWeights
 from fivefold.model.layers import LayerBlock, Linear

@@ -5,10 +5,9 @@ Where a scale belongs to part of that dim, an operand is quantised once for each
 that read it. Shapes: T tokens, H input features, F output features, E groups of rows.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -26,8 +25,7 @@ from fivefold.model.eight_bit.fp8 import (
     quantise,
 )
 from fivefold.model.eight_bit.step_weights import StepWeights
-from fivefold.model.layers import Kept, Products, input_gradients, outputs
-from fivefold.model.moe.grouped import copy_groups, group_ends
+from fivefold.model.products import Kept, Products, input_gradients, outputs
 
 
 @dataclass(frozen=True)
@@ -234,133 +232,24 @@ def inverse_of(weight: Tensor) -> Tensor:
     return inverse
 
 
-@dataclass(frozen=True)
-class EightBitGroups(Products):
-    """The same for linear layers with W [E, F, H]: each group of rows with its own, as if alone.
+def save_linears(ctx: Any, weights: Sequence[Tensor], kept: Kept) -> None:
+    """Save the weights of the linear layers of one input, and what was kept of this.
 
-    Where no row shares a scale with another, the rows of all groups are quantised at once for the
-    results and for dX, and some GPUs multiply them in one call.
-
-    Attributes:
-        each: products of a group.
-        ends: end row of each group.
+    Autograd does not save what comes with weights that were gathered in 8 bits, their scales. The
+    weights of one input are all gathered so, or none is.
     """
-
-    each: EightBit
-    ends: list[int]
-    apply = staticmethod(EightBit.apply)
-
-    def reading_as(self, first: Products) -> "EightBitGroups":
-        """The same, with the scales with which the first linear layer reads their input."""
-        assert isinstance(first, EightBitGroups)
-        return replace(self, each=self.each.reading_as(first.each))
-
-    def input(self, x_TH: Tensor) -> tuple[Kept, Kept]:
-        """What `each` takes of the rows of each group, one after the other, or of all at once."""
-        if self._by_row:
-            return self.each.taken(x_TH), tuple(chain(*map(self.each.kept, self._split(x_TH))))
-        read = (each.input(x) for each, x in zip(self._every, self._split(x_TH), strict=True))
-        taken, kept = zip(*read, strict=True)
-        return tuple(chain(*taken)), tuple(chain(*kept))
-
-    def gradient(self, grad_TF: Tensor) -> Kept:
-        """What the products of each group take, one after the other, or of all at once."""
-        if self._by_row:
-            return self.each.gradient(grad_TF)
-        each = zip(self._every, self._split(grad_TF), strict=True)
-        return tuple(chain(*(one.gradient(grad) for one, grad in each)))
-
-    def output(self, x: Kept, weight_EFH: Tensor, *_: Tensor | None) -> Tensor:
-        """[T, H] -> [T, F], without a bias."""
-        if self._by_row:
-            return self.each.groups_output(x, weight_EFH, self.ends)
-        each = zip(self._every, self._groups(x), self.each.by_group(weight_EFH), strict=True)
-        return torch.cat([one.output(rows, weight) for one, rows, weight in each])
-
-    def input_gradient(
-        self, grad: Kept, weight_EFH: Tensor, onto_TH: Tensor | None = None, *_: Tensor | None
-    ) -> Tensor:
-        """[T, F] -> [T, H], added to `onto_TH` if there is one."""
-        if self._by_row:
-            grad_TH = self.each.groups_gradient(grad, weight_EFH, self.ends)
-        else:
-            pairs = zip(self._groups(grad), self.each.by_group(weight_EFH), strict=True)
-            each = zip(self._every, pairs, strict=True)
-            grad_TH = torch.cat([one.input_gradient(*pair) for one, pair in each])
-        return grad_TH if onto_TH is None else onto_TH.add_(grad_TH)
-
-    def weight_gradient(self, grad: Kept, kept: Kept, onto_EFH: Tensor | None = None) -> Tensor:
-        """[E, F, H], zero for groups without rows; added to `onto_EFH` if there is one."""
-        grads = self._weight_gradients(grad, kept)
-        if onto_EFH is not None:
-            for onto_FH, grad_FH in zip(onto_EFH.unbind(), grads, strict=True):
-                onto_FH.add_(grad_FH)
-            return onto_EFH
-        first = next(grads)
-        return copy_groups(chain((first,), grads), first.new_empty(len(self.ends), *first.shape))
-
-    def write_weight_gradient(self, grad: Kept, kept: Kept, out_EFH: Tensor) -> None:
-        """`weight_gradient` into `out_EFH`, in its dtype; what was there does not count."""
-        copy_groups(self._weight_gradients(grad, kept), out_EFH)
-
-    def _weight_gradients(self, grad: Kept, kept: Kept) -> Iterator[Tensor]:
-        """[F, H] of each group in turn: all at once would take as much again as their sum."""
-        grads = zip(*map(self._split, grad), strict=True) if self._by_row else self._groups(grad)
-        for one, each, x in zip(self._every, grads, self._groups(kept), strict=True):
-            yield one.weight_gradient(tuple(each), x)
-
-    @property
-    def _by_row(self) -> bool:
-        """Whether no row shares a scale with another in the products for the results and dX."""
-        return self.each.recipe.across == 1
-
-    @property
-    def _every(self) -> Iterator[EightBit]:
-        """The products of each group."""
-        return map(self.each.of_group, range(len(self.ends)))
-
-    def _split(self, x: Tensor) -> tuple[Tensor, ...]:
-        return x.tensor_split(self.ends)[: len(self.ends)]
-
-    def _groups(self, kept: Kept) -> list[Kept]:
-        """What was kept of all groups, by group."""
-        size = len(kept) // len(self.ends)
-        return [tuple(kept[at : at + size]) for at in range(0, len(kept), size)]
+    ctx.save_for_backward(*weights, *kept)
+    ctx.weights = len(weights)
+    ctx.scales = tuple(map(inverse_of, weights)) if weights[0].dtype == E4M3 else ()
 
 
-@dataclass(frozen=True)
-class EightBitExperts:
-    """The `products` seam of grouped linear layers.
-
-    Attributes:
-        each: products of a group.
-    """
-
-    each: EightBit
-
-    def ends(self, x_TH: Tensor, rows_E: Tensor, weights: Sequence[Tensor]) -> list[int]:
-        """End row of each group; the host waits for it."""
-        return group_ends(rows_E)
-
-    def products(self, rows_E: Tensor, ends: list[int] | None) -> EightBitGroups:
-        """The products of these groups."""
-        assert ends is not None
-        return EightBitGroups(self.each, ends)
-
-
-def scales_of(weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What autograd does not save with weights that were gathered in 8 bits: their scales.
-
-    The weights of one input are all gathered so, or none is.
-    """
-    return tuple(map(inverse_of, weights)) if weights[0].dtype == E4M3 else ()
-
-
-def with_scales(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Saved weights with what `scales_of` found: recomputation reads a tensor of its own."""
-    for weight, inverse in zip(weights if scales else (), scales, strict=True):
+def saved_linears(ctx: Any) -> tuple[Sequence[Tensor], Kept]:
+    """What `save_linears` saved; of weights, recomputation makes tensors of its own."""
+    saved: Kept = ctx.saved_tensors
+    weights = saved[: ctx.weights]
+    for weight, inverse in zip(weights, ctx.scales, strict=False):
         weight.inverse_scales = inverse  # type: ignore[attr-defined]
-    return weights
+    return weights, saved[ctx.weights :]
 
 
 class _Multiplied(torch.autograd.Function):
@@ -370,14 +259,13 @@ class _Multiplied(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         taken, kept = products[0].input(x)
         ys = outputs(products, taken, weights, (None,) * len(weights))
-        ctx.save_for_backward(*weights, *kept)
-        ctx.products, ctx.count, ctx.scales = products, len(weights), scales_of(weights)
+        save_linears(ctx, weights, kept)
+        ctx.products = products
         return ys
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        products, saved = ctx.products, ctx.saved_tensors
-        weights, kept = with_scales(saved[: ctx.count], ctx.scales), saved[ctx.count :]
+        products, (weights, kept) = ctx.products, saved_linears(ctx)
         taken = [each.gradient(grad) for each, grad in zip(products, grads, strict=True)]
         grad_x = input_gradients(products, taken, weights) if ctx.needs_input_grad[0] else None
         of_weights = zip(products, taken, strict=True)

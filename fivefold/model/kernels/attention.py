@@ -128,10 +128,8 @@ def _common(
         heads, kept_scale = drop.heads, 1.0 / (1.0 - drop.heads.p)
         names = drop.ids_Bq.reshape(-1), drop.ids_Bk.reshape(-1), heads.key
         dropping = threshold(heads.p), heads.first_head, heads.all_heads
-    numbers = (
-        *(seen.starts_q, seen.starts_k, *names),
-        *(*q.shape[:2], k.shape[1], seen.shift, seen.window or 0, *dropping),
-    )
+    sizes = *q.shape[:2], k.shape[1], seen.shift, seen.window or 0
+    numbers = seen.starts_q, seen.starts_k, *names, *sizes, *dropping
     size, value_size = _padded(q.shape[2]), _padded(v.shape[2])
     row = max(size, value_size) * q.itemsize
     return numbers, {

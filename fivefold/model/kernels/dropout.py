@@ -43,20 +43,16 @@ def drop(
     y = torch.empty_like(x)
     (batch, num_heads), (rows, features) = x.shape[:-2] or (1, 1), x.shape[-2:]
     grid = triton.cdiv(rows, ROWS), triton.cdiv(features, COLUMNS), batch * num_heads
+    ids = ids_Bq, columns, key, *ids_Bq.stride()[:2], *columns.stride()[:2]
+    sizes = threshold, *heads, num_heads, rows, features
     launch(
         _drop,
         grid,
         x,
         onto,
         y,
-        ids_Bq,
-        columns,
-        key,
-        ids_Bq.stride(0),
-        ids_Bq.stride(1),
-        columns.stride(0),
-        columns.stride(1),
-        *(threshold, *heads, num_heads, rows, features),
+        *ids,
+        *sizes,
         scale=scale,  # a constant, since Triton makes fp32 of numbers that it is given
         adds=adds,
         named=ids_Bk is not None,
@@ -117,7 +113,7 @@ def _drop(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def random_bits(rows, columns, key):  # type: ignore[no-untyped-def]
-    """`dropout.random_bits` of each row and column, as uint64."""
+    """`model.random_bits` of each row and column, as uint64."""
     hashed = _hash(rows.to(tl.uint64, bitcast=True) ^ key.to(tl.uint64, bitcast=True))
     bits = hashed[:, None] ^ _hash(columns.to(tl.uint64, bitcast=True))[None, :]
     bits *= 0xBF58476D1CE4E5B9
@@ -126,7 +122,7 @@ def random_bits(rows, columns, key):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _hash(bits):  # type: ignore[no-untyped-def]
-    """`dropout.hash64`."""
+    """`model.random_bits.hash64`."""
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
     return bits ^ (bits >> 31)

@@ -88,11 +88,12 @@ def _run(
     assert gate is not None
     rows, features = gate.shape
     slope, cubic, bound, offset = how
+    tensors = [gate if x is None else x for x in (*given, *others)]
     if rows:
         launch(
             _gate,
             (rows,),
-            *(gate if x is None else x for x in (*given, *others)),
+            *tensors,
             features,
             slope=slope,
             cubic=cubic,

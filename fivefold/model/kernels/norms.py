@@ -97,10 +97,11 @@ def _normed(
     y = torch.empty_like(x)
     scale_T = x.new_empty(len(x), dtype=torch.promote_types(x.dtype, torch.float32))
     if len(x):
+        operands = x, x if onto is None else onto, weight, total, y, scale_T, x.shape[1]
         launch(
             _forward,
             (len(x),),
-            *(x, x if onto is None else onto, weight, total, y, scale_T, x.shape[1]),
+            *operands,
             epsilon=epsilon,
             offset=offset,
             factor=factor,
@@ -121,10 +122,11 @@ def _gradients(
     if rows:
         grad_y = grad_y.contiguous()
         grads = grad_y if beside is None else beside.contiguous(), grad_y
+        operands = total, weight, scale_T, *grads, grad, sums, rows, features, programs
         launch(
             _backward,
             (programs,),
-            *(total, weight, scale_T, *grads, grad, sums, rows, features, programs),
+            *operands,
             offset=offset,
             adds=beside is not None,
             **_sizes(total),

@@ -63,11 +63,13 @@ def _cast_blocks(
     powers_of_two: bool,
 ) -> None:
     rows, columns = _sizes(block)
+    operands = x, *_shape(x), bits, bits.stride(0), bits.stride(1)
+    scales = inverse if found is None else found, inverse, inverse.shape[1]
     launch(
         _cast,
         _grid(x),
-        *(x, *_shape(x), bits, bits.stride(0), bits.stride(1)),
-        *(inverse if found is None else found, inverse, inverse.shape[1]),
+        *operands,
+        *scales,
         limit=torch.finfo(bits.dtype).max,
         rows_each=rows,
         columns_each=columns,
@@ -87,10 +89,11 @@ def narrowed(x_MK: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
     """
     bits = _empty_bits(x_MK, dtype, False)
     found = torch.zeros(1, 1, dtype=torch.int32, device=x_MK.device)
+    operands = x_MK, *_shape(x_MK), bits, bits.stride(0), bits.stride(1), scale, found
     launch(
         _narrow,
         _grid(x_MK),
-        *(x_MK, *_shape(x_MK), bits, bits.stride(0), bits.stride(1), scale, found),
+        *operands,
         limit=torch.finfo(dtype).max,
         tile=TILE,
         num_warps=8,

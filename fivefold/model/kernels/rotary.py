@@ -36,15 +36,15 @@ def turn(
     x, k = given[0], given[-1]
     batch, tokens, heads, features = x.shape
     half, more = sin.shape[-1], k.shape[2] if len(given) > 1 else 0
+    operands = x, made[0], k, made[-1], cos.contiguous(), sin.contiguous()
+    sizes = tokens, heads, more, features, half, first
     launch(
         _turn,
         (batch * tokens, triton.cdiv(heads, HEADS) + triton.cdiv(more, HEADS)),
-        x,
-        made[0],
-        *(k, made[-1], cos.contiguous(), sin.contiguous()),
+        *operands,
         *x.stride()[:3],
         *k.stride()[:3],
-        *(tokens, heads, more, features, half, first),
+        *sizes,
         backwards=sign < 0,
         wide=tl.float64 if x.dtype == torch.float64 else tl.float32,
         num_heads=HEADS,

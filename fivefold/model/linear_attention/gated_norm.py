@@ -9,16 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.model.leaves import local
+from fivefold.model.norms import inverse_root_mean_square
 from fivefold.model.traced import result
 
 
-class NormThenGate(nn.Module):
-    """Each head divided by its root mean square, times a weight, times silu(gate)."""
-
+class _GatedNorm(nn.Module):
     def __init__(self, features: int, epsilon: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(features))
         self.epsilon = epsilon
+
+
+class NormThenGate(_GatedNorm):
+    """Each head divided by its root mean square, times a weight, times silu(gate)."""
 
     def forward(self, x_BSGF: Tensor, gate_BSGF: Tensor) -> Tensor:
         """[B, S, G, heads, features], computed in at least fp32."""
@@ -27,14 +30,9 @@ class NormThenGate(nn.Module):
         return y
 
 
-class GateThenNorm(nn.Module):
+class GateThenNorm(_GatedNorm):
     """Heads times silu(gate), those of a group divided by their root mean square together, times a
     weight of each feature of all groups."""
-
-    def __init__(self, features: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(features))
-        self.epsilon = epsilon
 
     def forward(self, x_BSGF: Tensor, gate_BSGF: Tensor) -> Tensor:
         """Of the same shape, computed in at least fp32."""
@@ -102,7 +100,7 @@ def _opened(gate: Tensor) -> tuple[Tensor, Tensor]:
 
 def _normed(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """x divided by its root mean square over the last dim, and one over that."""
-    scale = torch.linalg.vecdot(x, x).div_(x.shape[-1]).unsqueeze(-1).add_(epsilon).rsqrt_()
+    scale = inverse_root_mean_square(x, epsilon)
     return x * scale, scale
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.mesh.device import uses_gpu_kernels
-from fivefold.model.layers import Kept, Products, add_product, of_one_input, outputs
 from fivefold.model.leaves import local
+from fivefold.model.products import Kept, Products, add_product, of_one_input, outputs
 
 GROUPING = (9, 10)
 """Compute capabilities of GPUs with a grouped kernel, by their first number (torch 2.11)."""

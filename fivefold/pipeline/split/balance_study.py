@@ -19,7 +19,8 @@ from fivefold.pipeline.draw.study import Study
 from fivefold.pipeline.ir import loop_placement
 from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program
 from fivefold.pipeline.simulate import peak_in_flight
-from fivefold.pipeline.split.balance import Balance, Room, balance, schedule_clock, weigh
+from fivefold.pipeline.split.balance import Balance, balance, schedule_clock, weigh
+from fivefold.pipeline.split.cuts import Room
 from fivefold.pipeline.split.layout import SplitSettings
 from fivefold.pipeline.split.stages import layout_string, stage_table
 from fivefold.units import human_bytes

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from shlex import quote
 
-from fivefold.config.by_layer import OF_LINEAR_ATTENTION, OF_MAMBA
+from fivefold.config.by_layer import OF_LATENTS, OF_LINEAR_ATTENTION, OF_MAMBA
 from fivefold.config.layer_pattern import runs
 from fivefold.config.megatron import HYBRID_EPSILON, HYBRID_SPEC
 from fivefold.config.model import ModelConfig
@@ -65,8 +65,7 @@ def model_flags(said: Settings, layout: Layout) -> Iterator[str]:
     if said["num_experts"]:
         yield from expert_flags(said)
     if said["multi_latent_attention"]:
-        yield from flags(said, "multi_latent_attention", "q_lora_rank", "kv_lora_rank")
-        yield from flags(said, "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        yield from flags(said, "multi_latent_attention", *OF_LATENTS)
     if said["rope_type"] == "yarn" and said["multi_latent_attention"]:
         yield from flags(said, "rotary_scaling_factor", "mscale", "mscale_all_dim")
     yield from set_flag("mtp_num_layers", said["mtp_num_layers"] or None)

@@ -13,8 +13,12 @@ from fivefold.train.folder.run_folder import CHECKPOINTS, RUNS
 from fivefold.train.metrics import check_installed
 
 _FOLDERS = (
-    *("save", "load", "load_adapter", "non_persistent_local_ckpt_dir"),
-    *("optimizer_offload_path", "param_offload_path"),
+    "save",
+    "load",
+    "load_adapter",
+    "non_persistent_local_ckpt_dir",
+    "optimizer_offload_path",
+    "param_offload_path",
 )
 
 

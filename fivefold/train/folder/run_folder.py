@@ -15,52 +15,35 @@ runs/latest -> llama3-8b-20261121-104500
 """
 
 import hashlib
-import importlib.metadata
 import json
 import math
 import os
-import platform
-import re
 import shutil
-import socket
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any, TypedDict
+from typing import Any, TypedDict
 
-import msgspec
-
-from fivefold.errors import DataError, FivefoldError, Mistake
+from fivefold.errors import DataError, Mistake
 from fivefold.files import (
     as_kind,
     at_home,
-    finite,
-    parse_json,
     read_json,
     telling_unwritable,
     temporary_path,
     temporary_paths,
     write_atomic,
 )
-from fivefold.train.metrics import EvalMetrics, StepMetrics
+from fivefold.train.folder.environment import describe_environment
+from fivefold.train.folder.metrics_file import StepNumber, step_of
 
 RUNS = "runs"  # folder of run folders that the user did not name
 CHECKPOINTS = "checkpoints"
 TOKENIZER = "tokenizer.json"
 LATEST = "latest"
-MOST_STEPS = 1 << 53
-PACKAGES = ("fivefold", "torch", "numpy", "tokenizers", "triton")
-VARIABLES = re.compile(
-    r"(CUDA|GLOO|KMP|MKL|NCCL|OMP|PYTORCH|SLURM|TORCH)_|(LOCAL_)?(RANK|WORLD_SIZE)$"
-)
-SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASSW|JWT")
-
-_Step = Annotated[int, msgspec.Meta(ge=0, lt=MOST_STEPS)]
 
 
 class _Entry(TypedDict, total=False):
@@ -72,7 +55,7 @@ class _Entry(TypedDict, total=False):
     host: str
     devices: list[str]
     variables: dict[str, str]
-    step: _Step
+    step: StepNumber
     settings: str
     after: str
 
@@ -175,7 +158,7 @@ class RunFolder:
         if not self.metrics_file.exists():
             return 0
         lines = self.metrics_file.read_bytes().splitlines(keepends=True)
-        steps = (_step_of(line, str(self.metrics_file)) for line in lines)
+        steps = (step_of(line, str(self.metrics_file)) for line in lines)
         return int(max((step for step in steps if math.isfinite(step)), default=0))
 
     def open(
@@ -235,150 +218,8 @@ def new_run_path(name: str) -> Path:
     return path
 
 
-class MetricsFile:
-    """Appends to `metrics.jsonl`, one flushed line per step or evaluation.
-
-    Records of steps later than `after_step`, the step a run resumes from, are removed, since these
-    steps will be run and recorded again; the same happens when a run goes back to an earlier state.
-    A last line that a crash cut short is removed, too. If the file is deleted during the run, it is
-    written again with all of its lines.
-
-    Attributes:
-        removed: number of whole lines that were removed because they are not records.
-        missing: steps after the first one recorded, up to `after_step`, that have no record.
-    """
-
-    def __init__(self, path: Path, after_step: int = 0) -> None:
-        self._path, self._last = path, after_step
-        is_there = path.exists()
-        found = self._remove_after(after_step)
-        self.removed = sum(map(math.isnan, found))
-        kept = {int(step) for step in found if step <= after_step}
-        first = min(kept, default=1) if is_there else after_step + 1
-        self.missing = [step for step in range(first, after_step + 1) if step not in kept]
-        # Not buffered: what a full disk did not take is not tried again when the file is closed.
-        self._file = path.open("a+b", buffering=0)
-
-    def record(self, metrics: StepMetrics | EvalMetrics) -> None:
-        """Append one line; values that are not finite become null, since JSON has none for them."""
-        if isinstance(metrics, StepMetrics):
-            if metrics.step <= self._last:
-                self._remove_after(metrics.step - 1)
-            self._last = metrics.step
-        self._see_file()
-        values = {"step": metrics.step, **metrics.record}
-        line = (json.dumps(finite(values)) + "\n").encode()
-        while line:
-            line = line[self._file.write(line) :]
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _remove_after(self, step: int) -> list[float]:
-        """Remove records of later steps and what is none; what `_step_of` says of all lines."""
-        if not self._path.exists():
-            return []
-        lines = self._path.read_bytes().splitlines(keepends=True)
-        steps = [_step_of(line, f"{self._path}:{n}") for n, line in enumerate(lines, 1)]
-        kept = [line for line, of in zip(lines, steps, strict=True) if of <= step]
-        if kept != lines:
-            write_atomic(self._path, b"".join(kept))
-        return steps
-
-    def _see_file(self) -> None:
-        """Make sure that the file still exists at its path; write it again if it does not."""
-        try:
-            if os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
-                return
-        except FileNotFoundError:
-            self._file.seek(0)
-            write_atomic(self._path, self._file.read())
-        self._file.close()
-        self._file = self._path.open("a+b", buffering=0)
-
-
-def describe_environment(device_names: Sequence[str] = ()) -> dict[str, Any]:
-    """Machine, versions, git commit and command line of this process, without secrets."""
-    return {
-        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": sys.argv,
-        "folder": os.getcwd(),
-        "host": socket.gethostname(),
-        "platform": platform.platform(),
-        "cpu": _cpu_name(),
-        "cpu_count": os.cpu_count(),
-        "devices": list(device_names),
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        "git": git_state(Path.cwd()),
-        "variables": _interesting(os.environ),
-    }
-
-
-def git_state(folder: Path) -> dict[str, Any] | None:
-    """The commit of the repository around `folder`, and whether files differ; None outside one."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(folder), *arguments]
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
-
-    try:
-        return {
-            "commit": git("rev-parse", "HEAD"),
-            "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
-        }
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
 def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _interesting(variables: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in sorted(variables.items())
-        if VARIABLES.match(name) and not SECRETS.search(name)
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _cpu_name() -> str:
-    try:
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        found = None
-    return found[1] if found else platform.processor() or platform.machine()
-
-
-@dataclass(frozen=True)
-class _Record:
-    step: _Step
-
-
-def is_step(value: Any) -> bool:
-    """Whether a value of a line of `metrics.jsonl` is the number of a step."""
-    return type(value) is int and 0 <= value < MOST_STEPS
-
-
-def _step_of(line: bytes, place: str) -> float:
-    """The step of a record; infinite if the line was cut short, NaN if it is not a record."""
-    if not line.endswith(b"\n"):
-        return math.inf
-    try:
-        return parse_json(line.decode(errors="replace"), _Record, place).step
-    except FivefoldError:
-        return math.nan
 
 
 def _point(link: Path, target: str) -> None:

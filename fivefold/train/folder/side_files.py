@@ -19,12 +19,18 @@ SIDE = "huggingface"
 GENERATION = "generation_config.json"
 WHOLE_MODEL = "multimodal_config.json"
 """There, the config.json of a multimodal model; `config.json` is then that of its text model."""
-_OF_MODELS = (  # the last two with what auto_map names
-    *(CONFIG, WHOLE_MODEL, "configuration_*.py", "modeling_*.py"),
-)
+# The last two with what auto_map names.
+_OF_MODELS = (CONFIG, WHOLE_MODEL, "configuration_*.py", "modeling_*.py")
 _OF_TOKENIZERS = (
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("chat_template*", "*.model", "*.tiktoken", "tokenization_*.py"),
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "*.model",
+    "*.tiktoken",
+    "tokenization_*.py",
     GENERATION,  # numbers of tokens
 )
 

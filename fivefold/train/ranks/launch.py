@@ -22,14 +22,13 @@ from fivefold import process
 from fivefold.errors import ConfigError, Mistake, RanksFailed
 from fivefold.mesh.shared_gpu import Pause, share_gpu
 from fivefold.train.health.roll_call import Answer, answers, call, find_suspect
+from fivefold.train.machine.cpu_environment import finish_before_others, keep_freed_memory
 from fivefold.train.machine.cuda_environment import (
     let_segments_grow,
     make_deterministic,
     set_defaults,
 )
 from fivefold.train.machine.devices import sees_own_gpu_only
-from fivefold.train.machine.heap import keep_freed_memory
-from fivefold.train.machine.scheduling import finish_before_others
 from fivefold.train.ranks import failures
 from fivefold.train.ranks.children import (
     POLL_SECONDS,
