@@ -125,8 +125,8 @@ class OperationTimes:
             case RowLinear():
                 (weight,) = weights
                 return self._row(weight)
-            case Adapters():
-                return self._adapters(op)
+            case Adapters():  # of A and B one is whole, on this rank's tokens, the other split
+                return sum((self._alone(weight) for weight in op.multiplied), Times())
             case Rescaled():
                 return self._rescaled(op)
             case Activation():
@@ -246,10 +246,6 @@ class OperationTimes:
                 tp=Phases(self._beside(linear.forward, move), self._beside(linear.dx, move)),
             )
         return Times(linear, tp=Phases(all_reduce(self.cluster, self.tp, whole)))
-
-    def _adapters(self, op: Adapters) -> Times:
-        """A and B of each adapter: one is whole, on this rank's tokens, the other is split."""
-        return sum((self._alone(weight) for weight in op.multiplied), Times())
 
     def _rescaled(self, op: Rescaled) -> Times:
         """Reads the rows of weights and multiplies them by A, then scales what was made of them."""
