@@ -413,8 +413,8 @@ def test_what_exchanges_tokens_is_told_or_follows_from_nodes():
 def test_modules_that_are_graphs_are_told():
     assert software(row(graphs="attn moe_router")).graphed == {"attn", "moe_router"}
     assert not software(row(graphs="1")).graphed and not software(row(graphs="0")).graphed
-    with pytest.raises(DataError, match=r"graphs must be 0, 1 or some of attn, .*not 'mamba'"):
-        software(row(graphs="attn mamba"))
+    with pytest.raises(DataError, match=r"graphs must be 0, 1 or some of attn, .*not 'mlp'"):
+        software(row(graphs="attn mlp"))
 
 
 def test_a_dense_models_activation_is_run_again_with_its_mlp():
