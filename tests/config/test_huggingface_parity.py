@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -868,12 +869,47 @@ def test_groups_of_experts_without_their_count_are_refused(count: str) -> None:
         from_hf_config(fields)
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "glm4_moe", "dots1"])
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "glm4_moe", "dots1", "nemotron_h"])
 def test_more_groups_than_there_are_cannot_be_chosen(kind: str) -> None:
     method = {"topk_method": "group_limited_greedy"} if kind == "deepseek_v2" else {}
     fields = {"model_type": kind} | TINY[kind] | method | {"n_group": 1, "topk_group": 2}
     with pytest.raises(ConfigError, match="works: topk_group = 1"):
         from_hf_config(fields)
+
+
+_SPELLINGS = (
+    ("n_embd", "hidden_size"),
+    ("n_layer", "num_hidden_layers"),
+    ("n_head", "num_attention_heads"),
+    ("n_routed_experts", "num_local_experts"),
+    ("num_experts", "num_local_experts"),
+    ("layers_block_type", "layer_types"),
+    ("num_nextn_predict_layers", "num_mtp_layers"),
+)
+"""Fields that say the same."""
+
+
+@pytest.mark.parametrize("names", _SPELLINGS, ids=" ".join)
+def test_what_is_said_twice_is_refused_or_said_alike(names: tuple[str, str]) -> None:
+    one, other = names
+    said = [
+        {"model_type": kind} | TINY[kind] | {one: value, other: another}
+        for kind in TINY
+        for value, another in product(VARIATIONS[one], VARIATIONS[other])
+        if value != another and None not in (value, another)
+    ]
+    known = [fields for fields in said if not unknown(fields)]
+    assert known
+    for fields in known:
+        agrees(fields)
+
+
+def unknown(fields: Mapping[str, Any]) -> bool:
+    try:
+        from_hf_config(fields)
+    except ConfigError as error:
+        return "unknown field" in str(error)
+    return False
 
 
 @pytest.mark.slow

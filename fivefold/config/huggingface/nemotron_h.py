@@ -52,15 +52,18 @@ def nemotron_h(reader: Reader, kind: str) -> ModelConfig:
 
 def _pattern(reader: Reader) -> str:
     """The mixers: a list of names, which goes before a pattern of letters."""
-    names = ("layers_block_type", "layer_types")
-    listed = [reader.texts(name, tuple(_TYPES)) for name in names]
-    for words in listed:
-        if words:
-            pattern = "".join(_TYPES[word] for word in words)
-            break
+    listed = {
+        name: "".join(_TYPES[word] for word in words)
+        for name in ("layers_block_type", "layer_types")
+        if (words := reader.texts(name, tuple(_TYPES)))
+    }
+    if len({*listed.values()}) > 1:
+        reader.contradict({name: reader.fields[name] for name in listed})
+    if listed:
+        pattern = next(iter(listed.values()))
+        reader.without_effect("hybrid_override_pattern")
     else:
         pattern = reader.letters("hybrid_override_pattern", "M*-E", default="ME*-")
-    reader.without_effect("hybrid_override_pattern")
     reader.fixed("num_hidden_layers", len(pattern), None)
     return pattern
 
@@ -81,6 +84,8 @@ def _experts(reader: Reader, has: bool) -> dict[str, Any]:
     scale = reader.number("routed_scaling_factor", 1.0)
     if scale != 1.0:
         found["moe_router_topk_scaling_factor"] = scale
+    if chosen > groups:
+        reader.unsupported("topk_group", chosen, [groups], f"there are n_group = {groups}")
     if groups > 1:
         of_groups = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
         found |= of_groups | {"moe_router_group_scores": 2}

@@ -124,7 +124,8 @@ def _from_run(source: Checkpointer, folder: Path, config: Config, *, continues: 
         afresh = f"--load {quote(str(folder))} --finetune --save {quote(f'{folder}-adapters')}"
         works = (afresh if continues else "--finetune",)
         raise CheckpointError(Mistake(what, works=works))
-    same_model(state.model, config.model.base if starts else config.model, source.folder)
+    model = config.model.base if starts else config.model
+    same_model(state.model, model, source.folder, by_flags=True)
     load = config.checkpoint.load
     named = (Path(load), Path(load).parent) if continues and load is not None else ()
     tokenizer = known_tokenizer((source.folder.parent, *named), state)

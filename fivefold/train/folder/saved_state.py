@@ -1,14 +1,14 @@
 """The state of a run in a checkpoint, besides its tensors: step, place in the data, model."""
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta
 
 from fivefold.checkpoint.checkpointer import Checkpointer
+from fivefold.config.config import SETTINGS
 from fivefold.config.model import ModelConfig
 from fivefold.data.loader import LoaderState
 from fivefold.errors import CheckpointError, Mistake
@@ -92,22 +92,32 @@ def reading(source: Checkpointer, step: int | None, work: Callable[[int], T]) ->
                 raise
 
 
-def same_model(saved: dict[str, Any], model: ModelConfig, folder: Path) -> None:
+def same_model(
+    saved: dict[str, Any], model: ModelConfig, folder: Path, *, by_flags: bool = False
+) -> None:
     """Check that checkpoints are of our model, except for fields that may change.
 
     Raises:
-        CheckpointError: they are of another model; the error names every field that differs.
+        CheckpointError: they are of another model; the error names every field that differs, and,
+            where a model can be changed `by_flags`, those that make ours theirs.
     """
     # A setting that came after the checkpoint had its default then.
     found = as_kind(saved, ModelConfig, f"the model of {folder}", CheckpointError)
     was, now = _fields(found), _fields(model)
-    changed = [
-        f"{name}: was {was[name]}, is {now[name]}"
-        for name in now
-        if was[name] != now[name] and name not in _FREE_MODEL_FIELDS
-    ]
+    changed = _differing(was, now)
     if changed:
-        raise CheckpointError(Mistake(f"{folder} is of another model", tuple(changed)))
+        told = tuple(f"{name}: was {was[name]}, is {now[name]}" for name in changed)
+        theirs = {name: was[name] for name in changed}
+        # Of sizes that follow from others, those that then would be other ones.
+        again = _fields(replace(model, **theirs))
+        theirs |= {name: was[name] for name in _differing(was, again)}
+        flags = " ".join(SETTINGS[name].typed(value) for name, value in theirs.items())
+        works = (flags,) if by_flags else ()
+        raise CheckpointError(Mistake(f"{folder} is of another model", told, works=works))
+
+
+def _differing(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [n for n in now if was[n] != now[n] and n not in _FREE_MODEL_FIELDS]
 
 
 def without_adapters(state: SavedState, model: ModelConfig) -> bool:
@@ -116,7 +126,5 @@ def without_adapters(state: SavedState, model: ModelConfig) -> bool:
 
 
 def _fields(model: ModelConfig) -> dict[str, Any]:
-    """The fields as they are saved, where tuples are lists, with nothing left to be derived."""
-    whole = model.spelt_out() if model.num_attention_heads else model
-    fields: dict[str, Any] = json.loads(json.dumps(asdict(whole)))
-    return fields
+    """The fields, with nothing left to be derived."""
+    return asdict(model.spelt_out() if model.num_attention_heads else model)
