@@ -120,7 +120,7 @@ class DataParallelBound:
             return np.where(sharded, dense / self.shard + expert / self.expert, dense + expert)
 
         most = self._most(ranks, kept)
-        here = update_seconds(self.cluster, policy, most)
+        here = update_seconds(self.cluster, policy, most, kernels=0)
         return here + offload_seconds(self.cluster, policy, most) + self._orthogonalising()
 
     def _most(self, ranks: Ranks, value: Callable[[Values], Values]) -> Values:

@@ -23,14 +23,17 @@ SCALING = 60.0
 KERNELS = 20
 
 
-def update_seconds(cluster: Cluster, policy: StatePolicy, parameters: V) -> V:
-    """Seconds of a rank's update on its device, of the parameters whose state it keeps."""
+def update_seconds(
+    cluster: Cluster, policy: StatePolicy, parameters: V, kernels: int = KERNELS
+) -> V:
+    """Seconds of so many kernels of a rank's update on its device, of the parameters whose state it
+    keeps."""
     copy = policy.compute if policy.compute != policy.master else 0.0
     state = policy.master + policy.moments  # read and written
     here = policy.gradient + 2 * state + copy - policy.compute * policy.masters_apart
     norm = policy.gradient
     kept = (1 - policy.offloaded) * here + norm
-    return elementwise(cluster.gpu, parameters * kept, KERNELS)
+    return elementwise(cluster.gpu, parameters * kept, kernels)
 
 
 def summing_seconds(cluster: Cluster, config: Config, dense: V, experts: V) -> V:

@@ -4,10 +4,9 @@ A search needs some thousand makespans. Only programs of few microbatches are bu
 since after the warm-up every further round of microbatches adds the same time.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
 from math import inf
 
 import numpy as np
@@ -21,7 +20,7 @@ from fivefold.pipeline.schedules.limits import Place
 from fivefold.pipeline.schedules.registry import known_of
 from fivefold.predict.data_parallel.once import Once
 from fivefold.predict.program.least import rank_bounds
-from fivefold.predict.program.walk import Index, LeveledProgram, Values
+from fivefold.predict.program.walk import LeveledProgram, Values
 
 
 @lru_cache(maxsize=256)
@@ -120,40 +119,35 @@ class Clock:
     def _least(self, program: Program, costs: Sequence[Costs]) -> Values:
         """[N] the largest lower bound of any rank of a program of one copy of the model, in
         seconds: a limit may show only after many microbatches."""
-        placement, limits = program.placement, known_of(self.schedule).limits
-        crossed = [0, *accumulate(a != b for a, b in pairwise(placement))]
+        placement, stages = np.array(program.placement), np.arange(program.num_stages)
+        crossed = np.array([0, *np.cumsum(placement[1:] != placement[:-1])])
+        held = placement == np.arange(program.num_ranks)[:, None]
+        starts, virtual = held.argmax(axis=1)[:, None], len(placement) // len(held)
+        numbers = {
+            "held": held,
+            "before": stages < starts,
+            "own": stages == starts,
+            "first": stages == 0,
+            "ahead": held.cumsum(axis=1),
+        }
         phases = [np.array([getattr(each, name) for each in costs]).T for name in "fbw"]
-        stages, least = np.arange(len(placement)), np.zeros(len(costs))
-        hop = np.array([each.hop for each in costs])
-        for rank in range(program.num_ranks):
-            own = program.stages_of(rank)
-            numbers = {
-                "held": np.isin(stages, own),
-                "before": stages < own[0],
-                "own": stages == own[0],
-                "first": stages == 0,
-                "ahead": np.searchsorted(own, stages, side="right"),
-            }
-
-            def seconds(part: str, phase: int, of: Mapping[str, Index] = numbers) -> Values:
-                return of[part] @ phases[phase]
-
-            place = Place(program.num_ranks, len(own), rank)
-            known = self.group is None or len(own) == 1
-            bounds = rank_bounds(
-                seconds,
-                self.microbatches * np.array([_most_hidden(each, own) for each in costs]),
-                hop,
-                program.num_slices,
-                total=self.microbatches,
-                deferred=limits.deferred(place),
-                hops=crossed[own[0]],
-                crossings=sum(crossed[-1] - crossed[s] for s in own),
-                chunks=self.microbatches * len(own),
-                most=limits.in_flight(place) if known else inf,
-            )
-            least = np.maximum.reduce([least, *bounds])
-        return least
+        owned = [program.stages_of(rank) for rank in range(len(held))]
+        hidden = np.array([[_most_hidden(each, own) for each in costs] for own in owned])
+        places = [Place(len(held), virtual, rank) for rank in range(len(held))]
+        limits, known = known_of(self.schedule).limits, self.group is None or virtual == 1
+        bounds = rank_bounds(
+            lambda part, phase: numbers[part] @ phases[phase],
+            self.microbatches * hidden,
+            np.array([each.hop for each in costs]),
+            program.num_slices,
+            total=self.microbatches,
+            deferred=np.array([[limits.deferred(place)] for place in places]),
+            hops=crossed[starts],
+            crossings=held @ (crossed[-1] - crossed)[:, None],
+            chunks=self.microbatches * virtual,
+            most=np.array([[limits.in_flight(place) if known else inf] for place in places]),
+        )
+        return np.max(bounds, axis=(0, 1))
 
     def hidden(self, costs: Costs) -> float:
         """Seconds that pairing saves compared with running the halves in turn, over all ranks."""
