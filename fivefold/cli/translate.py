@@ -5,13 +5,14 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import lcm, prod
 from pathlib import Path
 from shlex import quote
 from textwrap import wrap
 from typing import TextIO
 
 from fivefold.cli.style import paint
-from fivefold.config.config import SETTINGS
+from fivefold.config.config import SETTINGS, Config
 from fivefold.config.deepspeed_job.file import read_file
 from fivefold.config.deepspeed_job.settings import translate as translate_file
 from fivefold.config.megatron import is_megatron, megatron_checkpoint
@@ -24,6 +25,7 @@ from fivefold.config.sources import load_options, read_config, to_toml
 from fivefold.config.translation import Translation
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.files import read_text, write_atomic
+from fivefold.mesh.degrees import DEGREES
 from fivefold.units import several
 
 
@@ -69,8 +71,11 @@ def run(argv: Sequence[str]) -> int:
         _check_unwritten(Path(target))
         write_atomic(Path(target), recipe)
     told = sys.stderr if options.target is None else sys.stdout
+    ranks = _ranks_of(found, config)
     load = options.source if options.source != "-" and Path(options.source).is_dir() else None
-    for line in _told(found, [each.name for each in idle], target, load, told):
+    for line in _told(found, [each.name for each in idle], told):
+        print(line, file=told)
+    for line in _next(found, target, ranks, load, told):
         print(line, file=told)
     return 0
 
@@ -145,9 +150,18 @@ def _header(found: Translation) -> Iterator[str]:
             yield from wrap(line, 100, initial_indent="# - ", subsequent_indent="#   ")
 
 
-def _told(
-    found: Translation, idle: Sequence[str], recipe: str, load: str | None, stream: TextIO
-) -> Iterator[str]:
+def _ranks_of(found: Translation, config: Config) -> int:
+    """The ranks of a job, or the fewest that its degrees need: a template leaves them to who fills
+    it in, and then says 1, or as many as one of its nodes has."""
+    parallel = config.parallel
+    fixed = [size for name in DEGREES.values() if (size := getattr(parallel, name)) != -1]
+    experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
+    fewest = lcm(prod(fixed), experts * parallel.pipeline_model_parallel_size)
+    fits = found.ranks is not None and found.ranks % fewest == 0
+    return found.ranks if found.ranks and fits else fewest
+
+
+def _told(found: Translation, idle: Sequence[str], stream: TextIO) -> Iterator[str]:
     if found.lost:
         yield paint("not carried over", "bold", stream)
         for line in found.lost:
@@ -157,10 +171,17 @@ def _told(
         names = wrap(", ".join(without_effect), 96, initial_indent="  ", subsequent_indent="  ")
         yield paint(f"{what} without effect here", "bold", stream)
         yield from (paint(line, "dim", stream) for line in names)
-    ranks = f" --nproc {found.ranks}" if found.ranks else ""
+
+
+def _next(
+    found: Translation, recipe: str, ranks: int, load: str | None, stream: TextIO
+) -> Iterator[str]:
     yield paint("next", "bold", stream)
-    yield f"  fivefold train {quote(recipe)}{ranks} --dry-run"
-    if found.ranks:
-        yield f"  fivefold rehearse {quote(recipe)}{ranks}"
+    if ranks != found.ranks:
+        said = "does not say its ranks" if found.ranks is None else f"says {found.ranks}"
+        yield f"  # the job {said}; its degrees need {ranks}, or a multiple"
+    recipe = quote(recipe)
+    yield f"  fivefold train {recipe} --nproc {ranks} --dry-run"
+    yield f"  fivefold rehearse {recipe} --nproc {ranks}"
     if load is not None:
-        yield f"  fivefold train {quote(recipe)}{ranks} --load {quote(load)}"
+        yield f"  fivefold train {recipe} --nproc {ranks} --load {quote(load)}"

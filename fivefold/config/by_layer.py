@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeVar
 
 from fivefold.config.architecture import Architecture
@@ -63,7 +64,7 @@ class ByLayer(Architecture):
     @property
     def softmax_layers(self) -> tuple[int, ...]:
         """The layers whose attention has a softmax, without those of further predictions."""
-        return tuple(filter(self.is_softmax, range(self.num_layers)))
+        return _softmax_layers(self)
 
     def window_of(self, layer: int) -> int | None:
         """How many tokens before itself a token of a layer attends to; None: all."""
@@ -117,3 +118,9 @@ class ByLayer(Architecture):
         if self.hybrid_override_pattern is not None:
             return "-" in self.hybrid_override_pattern
         return not all(map(self.is_moe, range(self.num_layers)))
+
+
+@lru_cache(maxsize=64)
+def _softmax_layers(model: ByLayer) -> tuple[int, ...]:
+    """As `ByLayer.softmax_layers` has them: a search asks often, and of few models."""
+    return tuple(filter(model.is_softmax, range(model.num_layers)))

@@ -100,32 +100,17 @@ class StatePolicy:
         """Whether gradients pass through messages of their own."""
         return bool(self.reducing) or self.reduces_whole
 
-    @property
-    def device_masters(self) -> float:
-        """Bytes of masters on the device, averaged over all parameters."""
-        return (1 - self.offloaded) * self.master
-
-    @property
-    def device_moments(self) -> float:
-        """Bytes of moments on the device, averaged over all parameters."""
-        return (1 - self.offloaded) * self.moments
-
-    @property
-    def device_stand_ins(self) -> float:
-        """Bytes of compute-dtype weights that replace offloaded masters, averaged over parameters.
-
-        FSDP2 gathers from them, and where copies are permanent keeps both.
-        """
-        return 0.0 if self.away else self.offloaded * self.compute
-
-    @property
-    def device_gradient(self) -> float:
-        """Bytes of gradient shards on the device, averaged over all parameters."""
-        return (1 - self.offloaded) * self.gradient
+    def masters(self, here: float, away: float, frozen: float) -> float:
+        """Bytes on the device of weights: of so many trained parameters whose state is `here`, of
+        others whose state is `away`, in whose place narrower ones may lie, and of `frozen` ones."""
+        return here * self.master + (frozen + (0 if self.away else away)) * self.compute
 
 
-def engine_policy(config: Config) -> StatePolicy:
-    """Fivefold's policy: masters in at least fp32, copies in the compute dtype."""
+def engine_policy(config: Config, *, alone: bool = False) -> StatePolicy:
+    """Fivefold's policy: masters in at least fp32, copies in the compute dtype.
+
+    `alone`: whether no rank sums gradients with others, so that each step makes these anew.
+    """
     sharding, precision = config.parallel.sharding, config.training.precision
     memory = config.memory
     compute, optimizer = ELEMENT_BYTES[precision], config.optimizer
@@ -165,7 +150,7 @@ def engine_policy(config: Config) -> StatePolicy:
         away=memory.param_cpu_offload,
         away_on_disk=memory.param_offload_path is not None,
         muon=muon,
-        remade=copy > 0 and not (offloaded and sharding.splits_gradients),
+        remade=(copy > 0 or alone) and not (offloaded and sharding.splits_gradients),
     )
 
 
@@ -177,11 +162,11 @@ def layout_policy(layout: Layout) -> StatePolicy:
     adds them, which first makes of those in bf16 others as wide as their sum. So it does on a rank
     alone, which makes its sums anew, too.
     """
-    config, policy = layout.config, engine_policy(layout.config)
+    config, alone = layout.config, layout.grid.dp * layout.grid.cp == 1
+    policy = engine_policy(config, alone=alone)
     backwards = layout.num_microbatches * config.parallel.num_sequence_slices
     if not policy.copy:
         by_products = layout.owns_linears and (layout.fuses_accumulation or backwards == 1)
-        alone = layout.grid.dp * layout.grid.cp == 1
         wide = policy.gradient * (policy.gradient != policy.fresh)
         wire = ELEMENT_BYTES["bf16"] if config.parallel.grad_reduce_in_bf16 else policy.gradient
         policy = replace(
@@ -190,7 +175,6 @@ def layout_policy(layout: Layout) -> StatePolicy:
             widened=wide * (alone and backwards > 1 and not by_products),
             in_place=by_products and layout.fills_messages,
             sent=0 if alone else wire * (wire != policy.gradient),
-            remade=alone,
         )
     if keeps_weights(config, backwards):
         policy = replace(policy, step_weight=weight_bytes(config.training.fp8_recipe))

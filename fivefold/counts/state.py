@@ -121,7 +121,7 @@ def model_state(
         gradients += _distinct_weights(layout, pp_rank) * policy.placeholder
     return ModelState(
         parameters=whole,
-        masters=here * policy.master + (frozen + (0 if policy.away else away)) * policy.compute,
+        masters=policy.masters(here, away, frozen),
         copies=0 if policy.splits_copy else copies,
         gradients=gradients,
         optimizer=here * policy.moments + beyond - off.beyond,

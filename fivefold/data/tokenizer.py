@@ -30,6 +30,11 @@ END_OF_DOCUMENT_NAMES = (
     "<|im_end|>",
 )
 _NO_CHARACTER = "\U0010ffff"  # for ever unassigned, so in no vocabulary
+_KINDS = (r"\p{L}", r"\p{N}", r"[^\s\p{L}\p{N}]", r"\s")
+"""What the words of GPT-2's pattern, which a byte-level BPE splits at, have characters of: one."""
+_LONGEST_WORD = 1000
+"""The trainer's time grows with the square of a word's length: a million letters without a space,
+as of a genome, would take it an hour, in which no signal ends it."""
 SMALLEST_VOCAB_SIZE = 257  # 256 bytes and the end of a document
 
 
@@ -98,13 +103,17 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
         """Train a byte-level BPE; the same texts in the same order give the same vocabulary.
 
-        A small corpus may yield fewer than `vocab_size` (>= 257) tokens.
+        A small corpus may yield fewer than `vocab_size` (>= 257) tokens. Words of more than
+        `_LONGEST_WORD` characters count as several, in training alone.
         """
+        from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
         from tokenizers import Tokenizer as Backend
-        from tokenizers import decoders, models, pre_tokenizers, trainers
 
         backend = Backend(models.BPE())
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        long = Regex("|".join(f"{kind}{{{_LONGEST_WORD}}}" for kind in _KINDS))
+        cut = pre_tokenizers.Split(long, "isolated")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([cut, words])
         backend.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
@@ -113,6 +122,7 @@ class Tokenizer:
             show_progress=False,
         )
         backend.train_from_iterator(texts, trainer)
+        backend.pre_tokenizer = words
         return cls(backend.to_str(), "the trained tokenizer")
 
     @property

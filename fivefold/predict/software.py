@@ -8,9 +8,10 @@ from fivefold.predict.cluster import Cluster
 Attention = Literal["best", "listed", "flash2", "flash1", "scores"]
 Dispatcher = Literal["alltoall", "deepep", "hybridep"]
 DISPATCHERS: tuple[Dispatcher, ...] = get_args(Dispatcher)
-Module = Literal["attn", "moe_router", "moe_preprocess"]
+Module = Literal["attn", "mamba", "moe_router", "moe_preprocess"]
 MODULES: tuple[Module, ...] = get_args(Module)
-"""Modules of layers with experts, of which each may be a CUDA graph (Megatron's names)."""
+"""Modules of layers, of which each may be a CUDA graph (Megatron's names); those of a layer with
+experts are one together."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ class Software:
             each to the next pipeline rank's node, where the shares are gathered (Narayanan et al.,
             2021, section 4.1).
         whole_graph: whether a step is one CUDA graph, so that the GPU never waits for the host.
-        graphed: modules of a layer with experts that are a CUDA graph together, which the host
-            launches in one operation.
+        graphed: modules of a layer that are a CUDA graph together, which the host launches in one
+            operation.
         dispatcher: what exchanges tokens where experts are products of their own each: PyTorch's
             all-to-all, or kernels of DeepEP or HybridEP, which permute, too.
         blocks_launches: whether the host waits for each kernel that it launches

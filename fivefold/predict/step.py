@@ -6,7 +6,7 @@ parts of gathering parameters, reducing gradients and the optimizer are added to
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, islice
 from math import exp, inf
 
@@ -21,8 +21,8 @@ from fivefold.pipeline.costs.costs import Costs
 from fivefold.pipeline.schedules.registry import with_copies
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.data_parallel.muon import orthogonalising_seconds
-from fivefold.predict.data_parallel.once import Once, sent_once
-from fivefold.predict.data_parallel.transfers import Moves, data_groups, moves
+from fivefold.predict.data_parallel.once import UNKNOWN, Once, sent_once
+from fivefold.predict.data_parallel.transfers import Moves, data_groups, exposed, moves
 from fivefold.predict.data_parallel.update import (
     bringing_seconds,
     leaving_seconds,
@@ -40,8 +40,8 @@ from fivefold.predict.prediction import (
 from fivefold.predict.program.makespan import Clock
 from fivefold.predict.program.pairs import Paired, pair_seconds
 from fivefold.predict.software import Software
-from fivefold.predict.times.communication import gather, send
-from fivefold.predict.times.compute import Phases, overlapped
+from fivefold.predict.times.communication import gather, hop_seconds
+from fivefold.predict.times.compute import Phases
 from fivefold.predict.times.layer import LayerTimes, TimesCache
 from fivefold.predict.times.stage import StageKind, Times
 
@@ -100,7 +100,7 @@ def program_times(
     """
     predictors = [_Predictor(each, cluster, Software(), times_cache) for each in layouts]
     once = [
-        [each.sent(sharding, moves, update=inf) for sharding, moves in others]
+        [each.sent(sharding, moves, update=UNKNOWN) for sharding, moves in others]
         for each, others in zip(predictors, sent, strict=True)
     ]
     walked = _walk([p.clock for p in predictors], [[p.costs] for p in predictors], once)
@@ -199,43 +199,37 @@ class _Predictor:
 
     def _sharded(self, times: Times, kind: StageKind, spec: StageParts) -> Phases:
         """Exposed seconds of the transfers in every microbatch (ZeRO-2 and ZeRO-3)."""
-        sharding = self._sharding
+        sharding, software = self._sharding, self.software
         if not sharding.splits_gradients:
             return Phases()
-        moved = self._moves(kind, spec)
+        moved, defers = self._moves(kind, spec), self.times.defers
         gathered, reduced = moved.gathered - moved.first, moved.reduced - moved.last
+        ends = Phases(moved.first, *((0.0, moved.last) if defers else (moved.last,)))
+        if not sharding.splits_parameters:
+            gathered, ends = 0.0, replace(ends, forward=0.0)
         work = times.total
         if self.layout.overlaps_pairs:  # beside messages that a pair hides nothing else can hide
             work = work + times.ep * -1
-        gpu = self.cluster.gpu
-        apart = overlapped(gpu, work.dw, reduced) + moved.last  # where dW is computed later
-        if not sharding.splits_parameters:
-            whole = overlapped(gpu, work.dx + work.dw, reduced) + moved.last
-            return Phases(0.0, 0.0, apart) if self.times.defers else Phases(0.0, whole)
-        alone = self.software.gather_rate is not None
-        forward = gathered if alone else overlapped(gpu, work.forward, gathered)
         recomputed = self.layout.config.memory.recompute_granularity == "full"
-        again = 2 if recomputed and self.software.gathers_to_recompute else 1
-        backward, arriving = work.dx + work.dw, again * gathered
-        if self.times.defers:
-            return Phases(forward + moved.first, overlapped(gpu, work.dx, arriving), apart)
-        whole = overlapped(gpu, backward, arriving + reduced) + moved.last
-        if self.software.reduces_last:  # on average over the microbatches
-            first = overlapped(gpu, backward, arriving)
-            whole = first + (whole - first) / self.layout.num_microbatches
-        return Phases(forward + moved.first, whole)
+        again = 2 if recomputed and software.gathers_to_recompute else 1
+        each = partial(exposed, self.cluster.gpu, work, gathered, apart=defers, again=again)
+        found = each(reduced)
+        if software.gather_rate is not None:  # nothing hides gathers at a rate of their own
+            found = replace(found, forward=gathered)
+        whole = found + ends
+        if software.reduces_last and sharding.splits_parameters and not defers:
+            first = each(0.0).dx  # the mean over the microbatches
+            whole = replace(whole, dx=first + (whole.dx - first) / self.layout.num_microbatches)
+        return whole
 
     @cached_property
     def hop(self) -> float:
         """Seconds of a message to the next pipeline rank."""
-        if self.grid.pp == 1:
-            return 0.0
-        cluster, parts = self.cluster, self.times.parts
-        whole = self.times.hidden_bytes / self.parallel.num_sequence_slices
-        if parts < self.grid.tp and self.software.scatters_hops:
-            share = send(cluster, self.grid.ranks_per_stage, whole / self.grid.tp)
-            return share + gather(cluster, self.times.tp, whole)
-        return send(cluster, self.grid.ranks_per_stage, whole / parts)
+        ranks, size, arrived = self.grid.pp, self.times.message_bytes, 0.0
+        if self.times.parts < self.grid.tp and self.software.scatters_hops and ranks > 1:
+            arrived = gather(self.cluster, self.times.tp, size)
+            size /= self.grid.tp
+        return hop_seconds(self.cluster, ranks, self.grid.ranks_per_stage, size) + arrived
 
     @property
     def _waits_for_hops(self) -> bool:
@@ -319,21 +313,16 @@ class _Predictor:
         return dense, experts, tensors
 
     def _summing(self) -> float:
-        """Seconds in which Fivefold adds gradients to those of earlier microbatches, where the
-        products that compute them do not: grouped ones, and in layers those of 8 and 4 bits.
-
-        Where each microbatch's are reduced to shards, nothing is added up.
-        """
+        """Seconds in which Fivefold adds gradients to those of earlier microbatches, unless each
+        microbatch's are reduced to shards."""
         if self.software.accumulates_apart != "grouped" or self._sharding.splits_gradients:
             return 0.0
-        narrow, stages = self.layout.config.narrow_products, self.layout.split.stages
-        most = 0
+        config, stages, most = self.layout.config, self.layout.split.stages, 0.0
         for own in self._ranks:
             layers = (replace(stages[s], embedding=False, head=False) for s in own)
             dense, experts, _ = self._trained(layers)
-            most = max(most, experts + dense * narrow)
-        backwards = self.layout.num_microbatches * self.parallel.num_sequence_slices
-        return (backwards - 1) * summing_seconds(self.cluster, self.policy, most)
+            most = max(most, summing_seconds(self.cluster, config, float(dense), float(experts)))
+        return (self.layout.num_microbatches * self.parallel.num_sequence_slices - 1) * most
 
     def prediction(self, whole: float, still: float, around: float) -> Prediction:
         """The prediction of a step.

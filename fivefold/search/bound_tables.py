@@ -29,6 +29,8 @@ from fivefold.layout import Layout
 from fivefold.mesh.grid import Grid
 from fivefold.pipeline.schedules.registry import known_of
 from fivefold.pipeline.split.layout import SplitSettings
+from fivefold.pipeline.split.stages import Split
+from fivefold.search.columns import Column, codes
 from fivefold.search.partitions import Partition
 from fivefold.search.space import Space
 
@@ -244,15 +246,16 @@ class Cells:
         found: Values = self.table[self.index, number]
         return found
 
-    def weighted(self, weights: Values, start: int = 0) -> Values:
-        """The sum over kinds of module of weights [N, K] times the K numbers from `start` on."""
-        kinds = weights.shape[-1]
+    def weighted(self, weights: Values, number: int = 0) -> Values:
+        """The sum over kinds of module of weights [N, K] times what the number is of each kind."""
+        kinds, start = weights.shape[-1], number * KINDS
         found: Values = np.einsum(
             "nk,nk->n", weights, self.table[self.index, start : start + kinds]
         )
         return found
 
 
+LARGE = 1e12  # bytes of a large message
 SHARDING = ("partition", "tp", "cp", "dp", "ep", "etp", "strategy", "instances")
 """Columns that the memory of weights, gradients and optimizer state depends on."""
 
@@ -297,7 +300,6 @@ def one_stage(config: Config) -> Layout:
     for two things that the configuration tells: whether there is a pipeline, and whether its
     schedule computes dW apart from dX."""
     model, parallel = config.model, config.parallel
-    split = SplitSettings(model.num_layers, 1, mtp_num_layers=model.mtp_num_layers).split()
     experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
     grid = Grid(
         dp_shard=experts,
@@ -307,4 +309,34 @@ def one_stage(config: Config) -> Layout:
         etp=parallel.expert_tensor_parallel_size,
     )
     schedule = "1f1b" if known_of(parallel.pipeline_schedule).fused else "zb_h1"
-    return Layout(config, grid, split, schedule, 1)
+    return Layout(config, grid, _whole(model), schedule, 1)
+
+
+@lru_cache(maxsize=16)
+def _whole(model: ModelConfig) -> Split:
+    """The model as one stage."""
+    return SplitSettings(model.num_layers, 1, mtp_num_layers=model.mtp_num_layers).split()
+
+
+def affine(
+    seconds: Callable[[int, int, float], float], size: Column, stride: Column
+) -> tuple[Values, Values]:
+    """Seconds of an empty collective over each group, and seconds per byte of a large one.
+
+    Args:
+        seconds: those of a group of a size, whose ranks lie so far apart, for a number of bytes.
+        size: ranks of each group.
+        stride: distance of these ranks.
+    """
+    sizes, _ = codes(size)
+    strides, more = codes(stride)
+    index, groups = codes(sizes * more + strides)
+    rows = np.zeros(groups, np.int64)
+    rows[index] = np.arange(len(index))
+    table = []
+    for row in rows:
+        group = int(size[row]), int(stride[row])
+        empty = seconds(*group, 0.0)
+        table.append((empty, (seconds(*group, LARGE) - empty) / LARGE))
+    values = np.array(table).reshape(-1, 2)[index]
+    return values[:, 0], values[:, 1]

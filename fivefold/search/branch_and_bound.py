@@ -23,6 +23,7 @@ from fivefold.predict.times.layer import TimesCache
 from fivefold.search.bound_tables import module_counts, stage_kinds
 from fivefold.search.candidate import Candidate, evaluate
 from fivefold.search.columns import Column
+from fivefold.search.once_bound import MANY, in_buckets
 from fivefold.search.request import Request
 from fivefold.search.space import SHARDINGS, Space
 from fivefold.search.time_bound import TIMING, TimeBound
@@ -34,7 +35,6 @@ UNTIL_ONE = 2_000_000  # further actions allowed until a first layout fits
 TO_IMPROVE = 200_000  # actions allowed after the first layout that fits, at least
 TO_TRADE = 25_000  # actions allowed to find the fastest layout within a memory limit
 SOUGHT = 300_000  # actions that take as long as synthesising one schedule
-MANY = 1_000_000  # messages, of which the last takes no time
 LOOK, TIMED = 500, 200  # actions that take as long as one memory prediction, and one timing
 
 
@@ -213,11 +213,9 @@ class OpenCandidates:
         """What these candidates, whose stages are those of a layout, send at least."""
         _, kinds = stage_kinds(module_counts(layout.config.model, layout.split.stages))
         layers = [len(stage.layers) for stage in layout.split.stages]
-        buckets = not layout.config.gathers_weights("no_shard")
         found = []
-        for row in rows.tolist():
+        for row, many in zip(rows.tolist(), in_buckets(self.space.take(rows)), strict=True):
             sharding = SHARDINGS[self.space.columns["strategy"][row]]
-            many = buckets and not sharding.splits_optimizer  # the last may be small
             each = zip(self.bounds.moved[row][kinds].tolist(), layers, strict=True)
             moves = [
                 Moves(gathered, reduced, MANY if many else count)

@@ -1,6 +1,6 @@
 """Lower bounds on the times of data-parallel communication and of the optimizer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -10,7 +10,13 @@ from fivefold.predict.cluster import Cluster
 from fivefold.predict.data_parallel.muon import least_orthogonalising
 from fivefold.predict.data_parallel.update import offload_seconds, summing_seconds, update_seconds
 from fivefold.predict.data_parallel.zeropp import least_bytes
-from fivefold.predict.times.communication import all_reduce, gather, reduce_scatter
+from fivefold.predict.times.communication import (
+    GroupSpan,
+    all_reduce,
+    gather,
+    reduce_scatter,
+    span,
+)
 from fivefold.search.bound_tables import (
     EMBEDDING,
     FOR_TIME,
@@ -19,11 +25,15 @@ from fivefold.search.bound_tables import (
     Cells,
     Ranks,
     Values,
+    affine,
     parameter_cells,
     sample_layers,
 )
-from fivefold.search.collectives import Collective, affine, no_bound
+from fivefold.search.columns import Column
 from fivefold.search.space import Space
+
+Collective = Callable[[Cluster, GroupSpan, float], float]
+"""Seconds of a collective for a group and a number of bytes."""
 
 
 class DataParallelBound:
@@ -38,9 +48,7 @@ class DataParallelBound:
         c = space.columns
         self.space, self.cluster = space, cluster
         self.sizes, self.trained = parameter_cells(space)
-        self.shard = c["dp"] // c["instances"] * c["cp"]
-        alone = space.sharded("splits_optimizer") & (self.shard == 1)
-        self.expert = np.where(alone, 1, space.expert_shards)
+        self.shard, self.expert = space.replicas, space.expert_shards
         parallel = space.config.parallel
         self.wire = float(space.config.sent_gradient_bytes)
         self.copy, narrow = least_bytes(space.config)
@@ -48,21 +56,31 @@ class DataParallelBound:
         model, ones = space.config.model, np.ones_like(self.expert)
         self.mixtures = [n for n, kind in sample_layers(model).items() if kind.experts]
         # With hpZ all gathers but one are in a node; that of experts may hold all their shards.
-        node = parallel.zero_hpz_partition_size
-        near = (self.shard, self.expert) if node == 1 else (np.minimum(self.shard, node), ones)
-        self.replica_reduce = affine(cluster, all_reduce, c["instances"], c["tp"] * self.shard)
-        further = c["ep"] * c["etp"] * self.expert
-        self.expert_replica_reduce = affine(cluster, all_reduce, space.edp // self.expert, further)
-        wide = parallel.ddp_reduce_scatter_with_fp32_accumulation
-        scatter: Collective = partial(reduce_scatter, in_pairs=wide or narrow is not None)
-        if parallel.zero_qgz_partition_size > 1:  # two all-to-alls: no bound
-            scatter = no_bound
+        node, whole = parallel.zero_hpz_partition_size, (self.shard, self.expert)
+        near = whole if node == 1 else (np.minimum(self.shard, node), ones)
         strides = c["tp"], c["ep"] * c["etp"]
-        whole = self.shard, self.expert
-        self._gather, self._reduce, self._scatter = (
-            [affine(cluster, move, *each) for each in zip(sizes, strides, strict=True)]
-            for move, sizes in ((gather, near), (all_reduce, whole), (scatter, whole))
+        replicas = c["instances"], space.edp // self.expert
+        further = c["tp"] * self.shard, strides[1] * self.expert
+        wide = parallel.ddp_reduce_scatter_with_fp32_accumulation
+        two = parallel.zero_qgz_partition_size > 1  # all-to-alls: no bound
+        in_pairs = partial(reduce_scatter, in_pairs=wide or narrow is not None)
+        scatter: Collective = (lambda *_: 0.0) if two else in_pairs
+        self._gather, self._reduce, self._scatter, between = (
+            [self._affine(move, *each) for each in zip(sizes, apart, strict=True)]
+            for move, sizes, apart in (
+                (gather, near, strides),
+                (all_reduce, whole, strides),
+                (scatter, whole, strides),
+                (all_reduce, replicas, further),
+            )
         )
+        self._between = [(at, each / own) for (at, each), own in zip(between, whole, strict=True)]
+
+    def _affine(self, move: Collective, size: Column, stride: Column) -> tuple[Values, Values]:
+        def seconds(ranks: int, apart: int, sent: float) -> float:
+            return move(self.cluster, span(self.cluster, ranks, apart), sent)
+
+        return affine(seconds, size, stride)
 
     def gathered(self, held: Values) -> Values:
         """Seconds to gather the parameters of modules, [N, K] of each layout."""
@@ -71,13 +89,7 @@ class DataParallelBound:
 
     def reduced(self, held: Values) -> Values:
         """Seconds to reduce the gradients of modules, [N, K] of each layout."""
-        layers, with_experts = _messages(held, self.mixtures)
-        empty, slope = self.replica_reduce
-        between = layers * empty
-        between += self.trained.weighted(held) / self.shard * self.wire * slope
-        empty, slope = self.expert_replica_reduce
-        between += with_experts * empty
-        between += self.trained.weighted(held, KINDS) / self.expert * self.wire * slope
+        between = self._seconds(held, self._between, self.wire, self.trained)
         split = self._seconds(held, self._scatter, self.scattered, self.trained) + between
         most = np.inf if self.space.config.gathers_weights("no_shard") else 1  # perhaps in one
         whole = self._seconds(held, self._reduce, self.wire, self.trained, most)
@@ -93,7 +105,7 @@ class DataParallelBound:
     ) -> Values:
         """Seconds of moves of dense parameters and of experts, in at most so many messages each."""
         counts = _messages(held, self.mixtures)
-        parts = of.weighted(held), of.weighted(held, KINDS)
+        parts = of.weighted(held), of.weighted(held, 1)
         total = np.zeros(len(self.space))
         for count, parameters, (empty, slope) in zip(counts, parts, moves, strict=True):
             total += np.minimum(count, most) * empty + parameters * size * slope
@@ -101,18 +113,20 @@ class DataParallelBound:
 
     def optimizer(self, ranks: Ranks) -> Values:
         """Seconds of the optimizer update on the rank with the most parameters."""
+        sharded, policy = self.space.sharded("splits_optimizer"), engine_policy(self.space.config)
+
+        def kept(held: Values) -> Values:
+            dense, expert = self.trained.weighted(held), self.trained.weighted(held, 1)
+            return np.where(sharded, dense / self.shard + expert / self.expert, dense + expert)
+
+        most = self._most(ranks, kept)
+        here = update_seconds(self.cluster, policy, most)
+        return here + offload_seconds(self.cluster, policy, most) + self._orthogonalising()
+
+    def _most(self, ranks: Ranks, value: Callable[[Values], Values]) -> Values:
+        """The most of any rank, of whose modules it is a function."""
         partition = self.space.columns["partition"]
-        sharded = self.space.sharded("splits_optimizer")
-        most = np.zeros(len(self.space))
-        for which in FOR_TIME:
-            held = ranks.held[partition, which]
-            dense, expert = self.trained.weighted(held), self.trained.weighted(held, KINDS)
-            own = np.where(sharded, dense / self.shard + expert / self.expert, dense + expert)
-            most = np.maximum(most, own)
-        policy = engine_policy(self.space.config)
-        each = update_seconds(self.cluster, policy, 1.0, kernels=0)
-        each += offload_seconds(self.cluster, policy, 1.0)
-        return most * each + self._orthogonalising()
+        return np.maximum.reduce([value(ranks.held[partition, which]) for which in FOR_TIME])
 
     def _orthogonalising(self) -> Values:
         """Seconds in which Muon orthogonalises matrices, on average over the ranks."""
@@ -126,19 +140,14 @@ class DataParallelBound:
         return found
 
     def sums(self, ranks: Ranks) -> Values:
-        """Seconds in which kernels of their own add a microbatch's gradients to those of earlier
-        ones, where these are kept whole, on the rank with most of them: those of experts, and in 8
-        and 4 bits of all layers."""
-        narrow = self.space.config.narrow_products
-        partition = self.space.columns["partition"]
-        most = np.zeros(len(self.space))
-        for which in FOR_TIME:
-            layers = ranks.held[partition, which] * (np.arange(KINDS) < EMBEDDING)
-            dense, expert = self.trained.weighted(layers), self.trained.weighted(layers, KINDS)
-            most = np.maximum(most, expert + dense * narrow)
-        each = summing_seconds(self.cluster, engine_policy(self.space.config), 1.0)
-        found: Values = np.where(self.space.sharded("splits_gradients"), 0.0, most * each)
-        return found
+        """Seconds of `summing_seconds` on the rank with most, where gradients are kept whole."""
+
+        def apart(held: Values) -> Values:
+            layers = held * (np.arange(KINDS) < EMBEDDING)
+            dense, experts = self.trained.weighted(layers), self.trained.weighted(layers, 1)
+            return summing_seconds(self.cluster, self.space.config, dense, experts)
+
+        return np.where(self.space.sharded("splits_gradients"), 0.0, self._most(ranks, apart))
 
 
 def _messages(held: Values, mixtures: list[int]) -> tuple[Values, Values]:

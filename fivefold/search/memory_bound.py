@@ -1,6 +1,8 @@
 """Lower bounds on the memory of a million layouts at once; `search.bound_tables` has the method."""
 
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from math import ceil
 
 import numpy as np
@@ -78,18 +80,17 @@ class _State:
     def __init__(self, space: Space, ranks: Ranks) -> None:
         self.space, self.ranks, self.partition = space, ranks, space.columns["partition"]
         self.sizes, self.trained = parameter_cells(space)
-        self.shards = {
-            "dense": space.shards,
-            "expert": np.where(space.shards == 1, 1, space.expert_shards),
-        }
+        self.shards = {"dense": space.shards, "expert": space.expert_shards}
+        each = partial(_parameter_bytes, space.config)
+        self.bytes = {trained: each(trained=trained) for trained in (False, True)}
 
     def on(self, which: int) -> tuple[Values, Values]:
         """Bytes of model state on one of the ranks: at a step's start, and gradients it makes."""
         held = self.ranks.held[self.partition, which]
         at_start, made = np.zeros((2, len(self.space)))
-        for kind, start in (("dense", 0), ("expert", KINDS)):
-            trained = self.trained.weighted(held, start)
-            frozen = self.sizes.weighted(held, start) - trained
+        for number, kind in enumerate(("dense", "expert")):
+            trained = self.trained.weighted(held, number)
+            frozen = self.sizes.weighted(held, number) - trained
             lasting, remade = self._per_parameter(kind, trained=True)
             at_start += trained * lasting + frozen * self._per_parameter(kind, trained=False)[0]
             made += trained * remade
@@ -114,32 +115,34 @@ class _State:
         )
         return np.where(several, smallest * (policy.reducing - policy.copy), 0.0)
 
-    def _per_parameter(self, kind: str, *, trained: bool) -> tuple[Values, Values]:
-        config, shards, c = self.space.config, self.shards[kind], self.space.columns
-        whole, split = np.zeros((2, 2, len(SHARDINGS)))
-        unsharded = np.zeros(len(SHARDINGS))
-        for number, sharding in enumerate(SHARDINGS):
-            asked = config.with_values(data_parallel_sharding_strategy=sharding.name)
-            policy = engine_policy(asked)
-            # A share is rounded up to whole layers.
-            policy = replace(policy, offloaded=ceil(policy.offloaded))
-            optimizer = policy.device_masters + policy.device_moments + policy.device_stand_ins
-            if not trained:
-                optimizer, policy = policy.compute, replace(policy, gradient=0.0)
-            copies = 0.0 if policy.splits_copy else min(policy.copy, policy.narrow_copy)
-            (split if policy.splits_optimizer else whole)[0, number] += optimizer
-            whole[0, number] += copies
-            part = int(policy.remade)
-            if policy.splits_gradient:
-                split[part, number] += policy.device_gradient
-            else:
-                whole[part, number] += policy.gradient
-            unsharded[number] = policy.gradient * (policy.copy == 0)
-        strategy = c["strategy"]
-        at_start, remade = whole[:, strategy] + split[:, strategy] / shards
-        # A rank alone makes them anew, and has no messages in which they stay.
-        moved = np.where(c["dp"] * c["cp"] == 1, unsharded[strategy], 0.0)
-        return at_start - moved, remade + moved
+    def _per_parameter(self, kind: str, *, trained: bool) -> Values:
+        """[2, N] bytes of a dense parameter, or of experts': at a step's start, and those made."""
+        c, (whole, split) = self.space.columns, self.bytes[trained]
+        at = (c["dp"] * c["cp"] == 1).astype(np.intp), c["strategy"]
+        found: Values = whole[:, *at] + split[:, *at] / self.shards[kind]
+        return found
+
+
+def _parameter_bytes(config: Config, *, trained: bool) -> Values:
+    """Bytes of a parameter, [2, 2, 2, strategies]: whole, and to be split among the ranks that
+    share it; at a step's start, and gradients that it makes; of ranks with others, and alone."""
+    found = np.zeros((2, 2, 2, len(SHARDINGS)))
+    for number, alone in product(range(len(SHARDINGS)), (False, True)):
+        asked = config.with_values(data_parallel_sharding_strategy=SHARDINGS[number].name)
+        policy, (whole, split) = engine_policy(asked, alone=alone), found[..., int(alone), number]
+        away = ceil(policy.offloaded)  # a share is rounded up to whole layers
+        here = 1 - away
+        lasting = policy.masters(here, away, 0) + here * policy.moments
+        if not trained:
+            lasting, policy = policy.masters(0, 0, 1), replace(policy, gradient=0.0)
+        (split if policy.splits_optimizer else whole)[0] += lasting
+        if not policy.splits_copy:
+            whole[0] += min(policy.copy, policy.narrow_copy)
+        if policy.splits_gradient:
+            split[int(policy.remade)] += here * policy.gradient
+        else:
+            whole[int(policy.remade)] += policy.gradient
+    return found
 
 
 class _KeptBytes:

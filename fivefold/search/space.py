@@ -65,11 +65,14 @@ class Space:
         return len(self.columns["tp"])
 
     @cached_property
+    def replicas(self) -> Column:
+        """Number of ranks that share the state of dense parameters, or hold copies of it."""
+        return self.columns["dp"] // self.columns["instances"] * self.columns["cp"]
+
+    @cached_property
     def shards(self) -> Column:
         """Number of ranks that share the state of dense parameters; 1 without sharding."""
-        c = self.columns
-        shards = c["dp"] // c["instances"] * c["cp"]
-        return np.where(self.sharded("splits_optimizer"), shards, 1)
+        return np.where(self.sharded("splits_optimizer"), self.replicas, 1)
 
     @cached_property
     def edp(self) -> Column:
@@ -79,8 +82,10 @@ class Space:
 
     @cached_property
     def expert_shards(self) -> Column:
-        """Number of these that share its state, where state is shared, as `Grid` has it."""
-        return self.edp // np.gcd(self.edp, self.columns["instances"])
+        """Number of these that share its state, where state is shared, as `num_expert_shards` has
+        it, or hold copies of it."""
+        shards = self.edp // np.gcd(self.edp, self.columns["instances"])
+        return np.where(self.sharded("splits_optimizer") & (self.replicas == 1), 1, shards)
 
     def sharded(self, what: str) -> NDArray[np.bool_]:
         """For each candidate, whether this attribute of its `Sharding` is true."""

@@ -1,19 +1,24 @@
 """Lower bounds on the step time of a million layouts; `search.bound_tables` has the method."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import chain
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fivefold.config.config import Config
 from fivefold.pipeline.schedules.registry import Shape
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.program.pairs import cuts
+from fivefold.predict.data_parallel.transfers import exposed
+from fivefold.predict.program.least import rank_bounds
+from fivefold.predict.program.pairs import Paired, hidden
 from fivefold.predict.software import Software
+from fivefold.predict.times.communication import hop_seconds
+from fivefold.predict.times.compute import Phases
 from fivefold.predict.times.layer import LayerTimes, TimesCache
-from fivefold.predict.times.stage import Times
+from fivefold.predict.times.stage import Times, run_again
 from fivefold.search.bound_tables import (
     EMBEDDING,
     FIRST,
@@ -25,12 +30,13 @@ from fivefold.search.bound_tables import (
     Ranks,
     Summand,
     Values,
+    affine,
     module_counts,
     one_stage,
     sample_layers,
 )
 from fivefold.search.columns import Column
-from fivefold.search.once_bound import Loads, OnceBound, beside
+from fivefold.search.once_bound import Loads
 from fivefold.search.space import Space
 
 
@@ -69,22 +75,16 @@ def time_bound(
     cluster: Cluster,
     times_cache: TimesCache | None = None,
 ) -> TimeBound:
-    """Lower bounds on the step times; `LayerTimes` describes `times_cache`.
-
-    A rank cannot begin before one microbatch has passed the stages before its first one. Then it
-    has all its work to do, and its last dX still has to travel to stage 0. Only the dW that its
-    schedule defers can run during that time.
-    """
+    """Lower bounds on the step times; `LayerTimes` describes `times_cache`."""
     run, of_run = space.distinct(TIMING)
     cells = _cells(run, cluster, times_cache)
-    loads = Loads(space, cluster, cells, run, of_run)
-    once = OnceBound(space, ranks, cluster, loads)
+    loads = Loads(space, ranks, cluster, cells, run, of_run)
     microbatches, partition = _share(space, ranks), space.columns["partition"]
     best = _path(run, ranks, cells)[of_run]
     # Until stage 0 has its last gradients, or whichever stage has.
     first, any_stage = best, np.zeros(len(space))
     for which in FOR_TIME:
-        (whole, through), kept = _pipeline(run, ranks, cells, cluster, which)
+        whole, through, kept = _pipeline(run, ranks, cells, cluster, which)
         held = ranks.held[:, which]
         every = _exposed(space, loads, held, cluster)
         # Sums of gradients may run beside the last dX, as the dW do that they are of.
@@ -101,8 +101,8 @@ def time_bound(
             any_stage = np.maximum(any_stage, own)
     stages = [*np.swapaxes(ranks.kinds, 0, 1)]
     moved = np.stack([[m(stage) for m in (loads.gathered, loads.reduced)] for stage in stages]).T
-    sums = [once.summed(stage, moved[:, 1, kind]) for kind, stage in enumerate(stages)]
-    begins, after = once.before_all(), np.minimum.reduce(sums)
+    sums = [loads.summed(stage, moved[:, 1, kind]) for kind, stage in enumerate(stages)]
+    begins, after = loads.before_all(), np.minimum.reduce(sums)
     sent = np.maximum(first + sums[0], any_stage + after) + begins
     sent += cluster.lateness(space.world) * best
     slices = space.config.parallel.num_sequence_slices
@@ -129,8 +129,7 @@ def quick_time_bound(
     cells = _cells(run, cluster, times_cache)
     best = _path(run, ranks, cells)
     for which in FOR_TIME:
-        work, kept = _pipeline(run, ranks, cells, cluster, which)
-        best = np.maximum.reduce([best, *work, kept])
+        best = np.maximum.reduce([best, *_pipeline(run, ranks, cells, cluster, which)])
     found: Values = (best * (1 + cluster.lateness(space.world)))[of_run]
     return found
 
@@ -141,34 +140,36 @@ TIMING = ("partition", "tp", "sp", "cp", "dp", "ep", "etp", "mbs", "memory", "pa
 
 def _pipeline(
     space: Space, ranks: Ranks, cells: Cells, cluster: Cluster, which: int
-) -> tuple[tuple[Values, Values], Values]:
-    """Lower bounds on the program's seconds.
-
-    The first two follow from the work of one rank, and from that and the way of its last dX; the
-    other from the number of chunks that it can keep at once.
-    """
+) -> tuple[Values, Values, Values]:
+    """Lower bounds on the program's seconds by one of the ranks, as `rank_bounds` has them."""
     partition, microbatches = space.columns["partition"], _share(space, ranks)
-    held, before = ranks.held[partition, which], ranks.before[partition, which]
-    forward, dx, dw = (cells.weighted(held, phase * KINDS) for phase in range(3))
-    hop = _hop(space, cells, cluster)
-    hops = hop * ranks.index[partition, which]
-    slices = space.config.parallel.num_sequence_slices  # the first comes soon, the last goes alone
-    head, tail = (cells.weighted(before, phase * KINDS) / slices + hops for phase in range(2))
-    paired = space.columns["pairs"] * _hidden(cells, held, cluster)
-    # No pair hides more than all messages of two stages, and what these wait for the host.
-    largest = ranks.largest[partition, which]
-    most = (cells.weighted(largest, number * KINDS) for number in (3, 4, 9, 10))
-    pairs = np.maximum(0, microbatches * ranks.stages[partition] - ranks.alone[partition, which])
-    paired = np.minimum(microbatches * paired, pairs * sum(most))
-    work = microbatches * (forward + dx + dw) - paired
-    deferred = ranks.deferred[partition, which]
-    known = np.where(np.isinf(deferred), 0, deferred)
-    later = known * cells.weighted(ranks.own[partition, which], 2 * KINDS)
-    later = np.where(np.isinf(deferred), np.inf, later)
-    first = cells.weighted(ranks.first[partition], 2 * KINDS) / slices
-    through = work - np.minimum(microbatches * dw, later) + tail + first
-    kept = head + _kept(space, ranks, cells, hop, which) + tail
-    return (head + work, head + through), kept
+    chunks, parallel = microbatches * ranks.stages[partition], space.config.parallel
+    saved = np.zeros(len(space))
+    if space.columns["pairs"].any():
+        saved = microbatches * _hidden(cells, ranks.held[partition, which], cluster)
+        # No pair hides more than all messages of two stages, and what these wait for the host.
+        most = cells.weighted(ranks.largest[partition, which], HIDEABLE)
+        pairs = np.maximum(0, chunks - ranks.alone[partition, which])
+        saved = space.columns["pairs"] * np.minimum(saved, pairs * most)
+
+    def seconds(part: str, phase: int) -> Values:
+        modules = ranks.first if part == "first" else getattr(ranks, part)[:, which]
+        return cells.weighted(modules[partition], phase)
+
+    grouped = parallel.microbatch_group_size_per_virtual_pipeline_stage is not None
+    unknown = grouped & (ranks.chunks[partition] > 1)
+    return rank_bounds(
+        seconds,
+        saved,
+        _hop(space, cells, cluster),
+        parallel.num_sequence_slices,
+        total=microbatches,
+        deferred=ranks.deferred[partition, which],
+        hops=ranks.index[partition, which],
+        crossings=ranks.crossings[partition, which],
+        chunks=chunks,
+        most=np.where(unknown, np.inf, ranks.most[partition, which]),
+    )
 
 
 def _turned(space: Space, ranks: Ranks, cells: Cells, work: Values) -> Values:
@@ -185,34 +186,13 @@ def _turned(space: Space, ranks: Ranks, cells: Cells, work: Values) -> Values:
     return np.where(in_v, found, 0.0)
 
 
-def _kept(space: Space, ranks: Ranks, cells: Cells, hop: Values, which: int) -> Values:
-    """Seconds that a rank needs for all chunks, given how many it can keep at once.
-
-    A chunk is kept until it has reached the end of the model and come back. By Little's law (1961)
-    the average number kept is the rate of chunks times this residence time.
-    """
-    partition, parallel = space.columns["partition"], space.config.parallel
-    microbatches = _share(space, ranks)
-    grouped = parallel.microbatch_group_size_per_virtual_pipeline_stage is not None
-    most = np.where(grouped & (ranks.chunks[partition] > 1), np.inf, ranks.most[partition, which])
-    ahead = ranks.ahead[partition, which]
-    there_and_back = sum(cells.weighted(ahead, phase * KINDS) for phase in range(2))
-    lasts = there_and_back / parallel.num_sequence_slices
-    lasts += 2 * hop * ranks.crossings[partition, which]
-    found: Values = microbatches * lasts / np.minimum(most, microbatches * ranks.stages[partition])
-    return found
-
-
 def _hidden(cells: Cells, held: Values, cluster: Cluster) -> Values:
-    """Most seconds per microbatch that pairing can hide, as `overlap.hidden` computes them."""
+    """Most seconds per microbatch that pairing can hide, of modules [N, K]."""
     layers = held[:, :EMBEDDING]
-    forward, dx, dw, sent, returned, ahead, back, weights, host, *waits = (
-        cells.weighted(layers, number * KINDS) for number in range(len(_NUMBERS))
-    )
-    beside = np.minimum.reduce(cuts(ahead, back, weights, sent, returned))
-    beside *= 1 - cluster.gpu.overlap_slowdown
-    beside += sum(waits)
-    found: Values = np.maximum(0, np.minimum(beside, forward + dx + dw - 3 * host))
+    each: list[Any] = [cells.weighted(layers, n) for n in range(PAIRED, NUMBERS)]
+    work, other, messages, waits = (Phases(*each[at : at + 3]) for at in range(0, 12, 3))
+    times = Paired(Times(compute=work, tp=other, ep=messages, host=waits), each[-1])
+    found: Any = hidden(cluster.gpu, times, times, delays=True)
     return found
 
 
@@ -221,21 +201,20 @@ def _exposed(space: Space, loads: Loads, held: Values, cluster: Cluster) -> Valu
     gradients, parameters = map(space.sharded, ("splits_gradients", "splits_parameters"))
     if not gradients.any():
         return np.zeros(len(space))
-    forward, dx, dw = (loads.work(held, phase) for phase in range(3))
-    arriving, reduced = np.where(parameters, loads.gathered(held), 0.0), loads.reduced(held)
-    joint = beside(cluster, dx + dw, arriving + reduced)
-    apart = beside(cluster, dx, arriving) + beside(cluster, dw, reduced)
-    each = beside(cluster, forward, arriving) + np.where(_splits(space), apart, joint)
-    return np.where(gradients, each, 0.0)
+    phases: list[Any] = [loads.work(held, phase) for phase in PHASES]
+    sent: list[Any] = [np.where(parameters, loads.gathered(held), 0.0), loads.reduced(held)]
+    joint, apart = (
+        exposed(cluster.gpu, Phases(*phases), *sent, apart=apart).total for apart in (False, True)
+    )
+    return np.where(gradients, np.where(loads.defers, apart, joint), 0.0)
 
 
 def _hop(space: Space, cells: Cells, cluster: Cluster) -> Values:
     """Seconds of a message from one pipeline rank to the next."""
     c = space.columns
-    near = c["dp"] * c["cp"] * c["tp"] < cluster.gpus_per_node
-    size = cells.column(len(_NUMBERS) * KINDS)
-    link = [size / link.rate + link.latency for link in (cluster.node_link, cluster.network_link)]
-    return np.where(c["pp"] == 1, 0.0, np.where(near, *link))
+    stride = c["dp"] * c["cp"] * c["tp"]
+    empty, slope = affine(partial(hop_seconds, cluster), c["pp"], stride)
+    return empty + cells.column(NUMBERS * KINDS) * slope
 
 
 def _path(space: Space, ranks: Ranks, cells: Cells) -> Values:
@@ -243,10 +222,10 @@ def _path(space: Space, ranks: Ranks, cells: Cells) -> Values:
     partition = space.columns["partition"]
     final = ranks.final[partition]
     before = _whole(space) - final
-    there_and_back = sum(cells.weighted(before, phase * KINDS) for phase in range(2))
-    forward, dx, *hidden = (cells.weighted(final, n * KINDS) for n in (0, 1, 3, 4, 9, 10))
-    through = forward + dx - space.columns["pairs"] * sum(hidden)
-    update = cells.weighted(ranks.first[partition], 2 * KINDS)
+    there_and_back = sum(cells.weighted(before, phase) for phase in (FORWARD, DX))
+    forward, dx, most = (cells.weighted(final, n) for n in (FORWARD, DX, HIDEABLE))
+    through = forward + dx - space.columns["pairs"] * most
+    update = cells.weighted(ranks.first[partition], DW)
     alone = (there_and_back + update) / space.config.parallel.num_sequence_slices
     found: Values = alone + _share(space, ranks) * through
     return found
@@ -265,39 +244,37 @@ def _share(space: Space, ranks: Ranks) -> Values:
 
 
 def _cells(space: Space, cluster: Cluster, times_cache: TimesCache | None) -> Cells:
-    """The `_NUMBERS` of each kind of module for one microbatch, and the bytes of its message."""
+    """The `_numbers` of each kind of module for one microbatch, the bytes of its message, and
+    whether dW is computed apart from dX."""
     model, known = space.config.model, {} if times_cache is None else times_cache
 
-    def times(config: Config) -> LayerTimes:
+    def of_layers(config: Config, times: LayerTimes, experts: bool) -> dict[int, list[float]]:
+        memory = config.memory
+        again = () if memory.recomputes_first_layers else run_again(memory)  # perhaps of none
+        return {
+            place: _numbers(times.layer(kind, again), times.host(kind))
+            for place, kind in sample_layers(model).items()
+            if kind.experts == experts
+        }
+
+    def times_of(config: Config) -> LayerTimes:
         return LayerTimes(one_stage(config), cluster, Software(), known)
 
-    def layers(experts: bool) -> Callable[[Config], list[float]]:
-        kinds = {n: kind for n, kind in sample_layers(model).items() if kind.experts == experts}
+    def plain(config: Config) -> list[float]:
+        times = times_of(config)
+        ends = {EMBEDDING: _numbers(times.embedding()), HEAD: _numbers(times.head())}
+        found = ends | of_layers(config, times, experts=False)
+        return _in_order(found, times.message_bytes, times.defers)
 
-        def each(config: Config) -> list[float]:
-            of, memory = times(config), config.memory
-            some = memory.recomputes_first_layers  # perhaps of none
-            modules = () if some else memory.remade_modules
-            whole = memory.recompute_granularity == "full" and not some
-            found = {
-                n: _numbers(of.layer(kind, None if whole else modules), of.host(kind))
-                for n, kind in kinds.items()
-            }
-            return _in_order(found, 0.0)
-
-        return each
-
-    def ends(config: Config) -> list[float]:
-        of = times(config)
-        found = {EMBEDDING: _numbers(of.embedding()), HEAD: _numbers(of.head())}
-        return _in_order(found, of.hidden_bytes / of.parts / config.parallel.num_sequence_slices)
+    def with_experts(config: Config) -> list[float]:
+        return _in_order(of_layers(config, times_of(config), experts=True), 0.0, 0.0)
 
     space = replace(space, columns=space.columns | {"defers": _defers(space)})
     columns = ("tp", "sp", "cp", "mbs", "memory", "defers")
-    parts: list[Summand] = [(columns, ends), (columns, layers(False))]
+    parts: list[Summand] = [(columns, plain)]
     if model.num_experts is not None:
-        parts.append(((*columns, "ep", "etp"), layers(True)))
-    return Cells(space, len(_NUMBERS) * KINDS + 1, *parts)
+        parts.append(((*columns, "ep", "etp"), with_experts))
+    return Cells(space, NUMBERS * KINDS + 2, *parts)
 
 
 def _defers(space: Space) -> Column:
@@ -309,31 +286,24 @@ def _defers(space: Space) -> Column:
     return pipelined * (1 + (apart | (c["pairs"] * space.delays_weights > 0)))
 
 
-def _splits(space: Space) -> NDArray[np.bool_]:
-    """Whether dW is computed apart from dX."""
-    return _defers(space) == (1 if space.config.parallel.pipeline_dx_first else 2)
+FORWARD, DX, DW, HIDEABLE, PAIRED = range(5)
+"""Numbers of a module, in seconds per microbatch, that the bounds sum: its phases, what any pair
+may hide, and from here on what `hidden` takes."""
+PHASES = (FORWARD, DX, DW)
+NUMBERS = 17
 
 
-_NUMBERS = (
-    *("forward", "dX", "dW"),
-    *("experts' messages in the forward", "in the backward"),
-    *("computation of the forward", "of dX", "of dW"),
-    "issuing the forward",
-    *("waiting for that in the forward", "in the backward"),
-)
-"""Times of a module, in seconds per microbatch, that the bounds sum."""
+def _numbers(times: Times, host: float = 0.0) -> list[float]:
+    """These numbers, in their order; `host`: seconds in which the host issues the forward."""
+    total, work, messages, waits = times.total, times.work, times.ep, times.host
+    other = total + (work + messages + waits) * -1
+    phases = (total, work, other, messages, waits)
+    each, *paired = ((p.forward, p.dx, p.dw) for p in phases)
+    return [*each, messages.total + waits.total, *chain(*paired), host]
 
 
-def _numbers(times: Times, host: float = 0.0) -> tuple[float, ...]:
-    total, work = times.total, times.work
-    messages = times.ep.forward, times.ep.dx
-    computation = work.forward, work.dx, work.dw
-    waits = times.host.forward, times.host.dx + times.host.dw
-    return (total.forward, total.dx, total.dw, *messages, *computation, host, *waits)
-
-
-def _in_order(numbers: Mapping[int, Sequence[float]], message: float) -> list[float]:
-    """The numbers, ordered by number and then by kind of module, with the message last."""
-    nothing = (0.0,) * len(_NUMBERS)
+def _in_order(numbers: Mapping[int, Sequence[float]], *further: float) -> list[float]:
+    """The numbers, ordered by number and then by kind of module, with further ones last."""
+    nothing = [0.0] * NUMBERS
     each = [numbers.get(kind, nothing) for kind in range(KINDS)]
-    return [*chain.from_iterable(zip(*each, strict=True)), message]
+    return [*chain.from_iterable(zip(*each, strict=True)), *further]

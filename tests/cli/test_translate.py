@@ -1,7 +1,10 @@
 """`fivefold translate`: a job of Megatron-LM becomes a recipe that says what it could not take."""
 
+import re
+import shlex
 import tomllib
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -79,6 +82,29 @@ def test_only_a_translation_is_written_over(
     assert main(["translate", str(job), str(recipe)]) == 2
     assert "is there, and no translation" in capsys.readouterr().err
     assert recipe.read_text() == "[model]\n"
+
+
+def test_the_next_line_works_whatever_ranks_a_job_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A template says 1, or nothing: then it is the fewest ranks that its degrees need."""
+    random, job = Random(0), tmp_path / "job.txt"
+    unsaid = DENSE.replace("torchrun --nproc_per_node=8 --nnodes 2", "python")
+    experts = "--num-experts 4 --moe-ffn-hidden-size 32 --sequence-parallel "
+    for _ in range(12):
+        tp, pp, ep, etp = (random.choice((1, 2, 4)) for _ in range(4))
+        ranks = random.choice((None, 1, 3, 8))
+        with_ranks = DENSE.replace("node=8 --nnodes 2", f"node={ranks}")
+        job.write_text(
+            (unsaid if ranks is None else with_ranks)
+            + f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} "
+            + (f"{experts} --expert-model-parallel-size {ep} " if ep > 1 else "")
+            + (f"--expert-tensor-parallel-size {etp} " if ep > 1 else "")
+        )
+        out, err = translated(job, capsys, str(tmp_path / "job.toml"))
+        (line,) = re.findall(r"^  fivefold (train .*--dry-run)$", out + err, re.MULTILINE)
+        assert main(shlex.split(line)) == 0, capsys.readouterr().err
+        capsys.readouterr()
 
 
 def test_what_idles_there_is_left_out_here(

@@ -41,6 +41,17 @@ def test_the_same_corpus_gives_the_same_vocabulary():
     assert Tokenizer.train(texts[:60], 290).digest != first.digest
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("character", ["x", "語", "7", "=", "\n"])
+def test_a_word_without_end_is_learnt_from_in_time(character):
+    """The trainer's time grows with the square of a word's length: whole, it would take minutes."""
+    text = character * 200_000
+    tokenizer = Tokenizer.train(["the cat sat on the mat", text], 300)
+    assert tokenizer.decode(tokenizer.encode_batch([text])[0]) == text
+    whole, apart = (len(tokenizer.encode_batch([t])[0]) for t in (text[:4000], text[:2000]))
+    assert whole <= 2 * apart  # only the trainer cuts it
+
+
 def test_saved_and_loaded_it_encodes_alike(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "tokenizer.json")
     for path in (tmp_path, tmp_path / "tokenizer.json"):

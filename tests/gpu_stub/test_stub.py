@@ -61,6 +61,18 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
         *("debug", "--nproc", "4", *ALONE, "--num-distributed-optimizer-instances", "2"),
         *("--data-parallel-sharding-strategy", "optim_grads_params"),
     ),
+    "states, experts of latents": (
+        *("debug", "--nproc", "4", "--tp", "2", "--ep", "2", "--pp", "2", "--sequence-parallel"),
+        *("--hybrid-override-pattern", "ME*E", "--position-embedding-type", "none"),
+        *("--no-use-rope-scaling", "--mamba-num-heads", "8", "--mamba-head-dim", "16"),
+        *("--mamba-num-groups", "2", "--num-experts", "4", "--moe-latent-size", "32"),
+    ),
+    "states, ulysses": (
+        *(*TWO, "--cp", "2", "--cp-comm-type", "a2a", "--experimental-attention-variant"),
+        *("gated_delta_net", "--linear-attention-freq", "2", "--linear-key-head-dim", "16"),
+        *("--linear-value-head-dim", "16", "--linear-num-key-heads", "2"),
+        *("--linear-num-value-heads", "4"),
+    ),
     "offloaded": (
         *("debug", "--nproc", "1", *ALONE),
         *("--fine-grained-activation-offloading", "--offload-modules", "core_attn"),

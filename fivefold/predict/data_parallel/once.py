@@ -12,7 +12,9 @@ from fivefold.config.parallel import ParallelConfig
 from fivefold.config.sharding import Sharding
 from fivefold.hardware import Gpu
 from fivefold.predict.data_parallel.transfers import Moves
-from fivefold.predict.times.compute import overlapped
+from fivefold.predict.times.compute import V, greater, lesser, overlapped
+
+UNKNOWN = 1e9  # seconds of an update that hides what it may
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,33 @@ class Once:
             rank, moved, alone = self.placement[stage], self.sums[stage], self.last[stage]
             free[rank] += moved
             if self.overlaps:
-                lost = self.slowdown * min(ends[stage] - starts[stage], moved - alone)
-                own = max(starts[stage] + moved, ends[stage] + alone) + lost
+                own = arrival(starts[stage], ends[stage], moved, alone, self.slowdown)
                 free[rank] = max(free[rank], own)
         return max(free.values())
+
+
+def arrival(start: V, end: V, moved: V, alone: V, slowdown: float) -> V:
+    """When sums have arrived, in seconds, that travel beside the backward from `start` to `end`
+    which makes them: all for `moved` seconds, of which the last message's come after it alone."""
+    return greater(start + moved, end + alone) + slowdown * lesser(end - start, moved - alone)
+
+
+def delays(
+    gpu: Gpu, parallel: ParallelConfig, gathered: V, forward: V, layers: V, update: float
+) -> tuple[V, V]:
+    """Exposed seconds of gathering the parameters of a stage's first layer, which the update may
+    hide, and those of its other layers beside the first forward.
+
+    `gathered`: seconds to gather all; `forward`, `update`: seconds of these; `layers`: at least 1.
+    """
+    first = gathered / layers
+    hides = parallel.overlap_param_gather_with_optimizer_step * update * (1 - 1 / layers)
+    return overlapped(gpu, hides, first), overlapped(gpu, forward, gathered - first)
+
+
+def hides_gathers(parallel: ParallelConfig) -> bool:
+    """Whether anything hides gathers that are sent once a step."""
+    return parallel.overlap_param_gather or parallel.overlap_param_gather_with_optimizer_step
 
 
 def sent_once(
@@ -78,7 +103,7 @@ def sent_once(
         stages: of each stage of the model its transfers, the seconds of its first forward, and its
             number of layers.
         placement: rank of each stage of the program, those of a second copy of the model last.
-        update: seconds of the optimizer's update; infinite where only a bound is asked for.
+        update: seconds of the optimizer's update; `UNKNOWN` where only a bound is asked for.
         by_block: as in `Software.gathers_by_block`.
     """
     copies = len(placement) // len(stages)
@@ -112,20 +137,16 @@ def _gathered(
     on, while it waits for its first microbatch, or already beside the update. By block, only those
     of a stage's first layer travel so early, and those of each other layer beside the layer before.
     """
-    early = parallel.overlap_param_gather_with_optimizer_step
+    alone = by_block and not parallel.overlap_param_gather_with_optimizer_step
     ready, gathers = [0.0] * len(placement), [0.0] * len(placement)
     sent = defaultdict[int, float](float)
     for stage in sorted(range(len(placement)), key=lambda stage: stage % len(stages)):
         (moves, forward, layers), rank = stages[stage % len(stages)], placement[stage]
-        first = moves.gathered / (layers or 1)
-        rest = overlapped(gpu, forward, moves.gathered - first)
-        if early or not by_block:
-            hides = update * (1 - 1 / layers) if early and layers > 1 else 0.0
-            ready[stage] = sent[rank] + overlapped(gpu, hides, first) + rest
-            sent[rank] += moves.gathered
-        else:
-            ready[stage], gathers[stage] = sent[rank] + first, rest
-            sent[rank] += first if parallel.overlap_param_gather else moves.gathered
-    if parallel.overlap_param_gather or early:
+        layers = layers or 1
+        first, rest = delays(gpu, parallel, moves.gathered, forward, layers, update)
+        ready[stage] = sent[rank] + first + (0.0 if alone else rest)
+        gathers[stage] = rest if alone else 0.0
+        sent[rank] += first if alone and parallel.overlap_param_gather else moves.gathered
+    if hides_gathers(parallel):
         return ready, gathers
     return [sent[rank] for rank in placement], [0.0] * len(placement)  # before anything else

@@ -7,6 +7,7 @@ from math import ceil, prod
 from fivefold.counts.blocks import stage_blocks
 from fivefold.counts.shards import num_expert_shards
 from fivefold.description.shape import StageParts
+from fivefold.hardware import Gpu
 from fivefold.layout import Layout
 from fivefold.mesh.buckets import buckets_of
 from fivefold.predict.cluster import Cluster
@@ -19,7 +20,7 @@ from fivefold.predict.times.communication import (
     reduce_scatter,
     span,
 )
-from fivefold.predict.times.compute import elementwise
+from fivefold.predict.times.compute import Phases, elementwise, overlapped
 
 COPIED = 6.0
 """Elements read and written for each of a bucket: copied into it, divided, and copied back."""
@@ -42,6 +43,19 @@ class Moves:
     messages: int
     first: float = 0.0
     last: float = 0.0
+
+
+def exposed(
+    gpu: Gpu, work: Phases, gathered: float, reduced: float, *, apart: bool, again: int = 1
+) -> Phases:
+    """Exposed seconds of what every microbatch sends beside its `work`: parameters that its forward
+    gathers once and its backward `again` times, and gradients that this one's dW makes, which may
+    be computed `apart` from dX."""
+    forward, arriving = overlapped(gpu, work.forward, gathered), again * gathered
+    if apart:
+        dx, dw = overlapped(gpu, work.dx, arriving), overlapped(gpu, work.dw, reduced)
+        return Phases(forward, dx, dw)
+    return Phases(forward, overlapped(gpu, work.dx + work.dw, arriving + reduced))
 
 
 def data_groups(layout: Layout, cluster: Cluster) -> tuple[GroupSpan, GroupSpan]:

@@ -8,9 +8,10 @@ during the backward, over the link. All rates are of data sheets; see `predict.c
 from collections.abc import Iterable
 from dataclasses import replace
 
-from fivefold.counts.policy import StatePolicy
+from fivefold.config.config import Config
+from fivefold.counts.policy import StatePolicy, engine_policy
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.times.compute import elementwise
+from fivefold.predict.times.compute import V, elementwise
 
 RANDOM_BITS = 112.0
 """Bytes per parameter that making its 64 random bits reads and writes on a host, where each
@@ -22,33 +23,30 @@ SCALING = 60.0
 KERNELS = 20
 
 
-def update_seconds(
-    cluster: Cluster, policy: StatePolicy, parameters: float, kernels: int = KERNELS
-) -> float:
-    """Seconds of a rank's update on its device.
-
-    Args:
-        cluster: the hardware.
-        policy: the model state per parameter, and where it is kept.
-        parameters: number of parameters whose state the rank keeps.
-        kernels: number of kernels.
-    """
+def update_seconds(cluster: Cluster, policy: StatePolicy, parameters: V) -> V:
+    """Seconds of a rank's update on its device, of the parameters whose state it keeps."""
     copy = policy.compute if policy.compute != policy.master else 0.0
     state = policy.master + policy.moments  # read and written
     here = policy.gradient + 2 * state + copy - policy.compute * policy.masters_apart
     norm = policy.gradient
     kept = (1 - policy.offloaded) * here + norm
-    return elementwise(cluster.gpu, parameters * kept, kernels)
+    return elementwise(cluster.gpu, parameters * kept, KERNELS)
 
 
-def summing_seconds(cluster: Cluster, policy: StatePolicy, parameters: float) -> float:
-    """Seconds of a kernel that adds a microbatch's gradients to the sum of earlier ones: they are
-    read, and the sum is read and written."""
+def summing_seconds(cluster: Cluster, config: Config, dense: V, experts: V) -> V:
+    """Seconds of kernels of their own that add a microbatch's gradients to the sum of earlier ones:
+    they are read, and the sum is read and written.
+
+    Products that compute gradients add them up themselves, but for grouped ones of experts, and
+    those of 8 and 4 bits. `dense`, `experts`: numbers of a rank's parameters of layers.
+    """
+    policy = engine_policy(config)
     moved = policy.compute + 2 * policy.gradient
+    parameters = experts + dense * config.narrow_products
     return elementwise(cluster.gpu, parameters * moved, kernels=0)
 
 
-def offload_seconds(cluster: Cluster, policy: StatePolicy, parameters: float) -> float:
+def offload_seconds(cluster: Cluster, policy: StatePolicy, parameters: V) -> V:
     """Seconds of a rank's update of state in host memory, with the copies that go on meanwhile.
 
     The gradients are there. On the host, clipping reads and writes them, AdamW reads them and reads

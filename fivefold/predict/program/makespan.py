@@ -4,7 +4,7 @@ A search needs some thousand makespans. Only programs of few microbatches are bu
 since after the warm-up every further round of microbatches adds the same time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -20,7 +20,8 @@ from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.pipeline.schedules.limits import Place
 from fivefold.pipeline.schedules.registry import known_of
 from fivefold.predict.data_parallel.once import Once
-from fivefold.predict.program.walk import LeveledProgram
+from fivefold.predict.program.least import rank_bounds
+from fivefold.predict.program.walk import Index, LeveledProgram, Values
 
 
 @lru_cache(maxsize=256)
@@ -106,16 +107,53 @@ class Clock:
             ready[:, column], gathers[:, column] = each.ready, each.gathers
         walked = longest.walk([*costs, *(costs[of] for of, _ in sent)], ready, gathers)
         told = share * walked.makespans[:count]
-        found = (told + sum(part * each.makespans(costs) for each, part in shorter)).tolist()
+        found = told + sum(part * each.makespans(costs) for each, part in shorter)
         if shorter and program.num_copies == 1:
-            asked = (self.schedule, self.group, program, self.microbatches)
-            found = list(map(max, found, (_least(*asked, each) for each in costs)))
+            found = np.maximum(found, self._least(program, costs))
         longer = []
         for column, (of, each) in enumerate(sent, count):
             starts, ends = walked.starts[:, column].tolist(), walked.ends[:, column].tolist()
             ended = max(float(walked.makespans[column]), each.arrived(starts, ends))
             longer.append(ended - float(walked.makespans[of]))
-        return found, longer
+        return found.tolist(), longer
+
+    def _least(self, program: Program, costs: Sequence[Costs]) -> Values:
+        """[N] the largest lower bound of any rank of a program of one copy of the model, in
+        seconds: a limit may show only after many microbatches."""
+        placement, limits = program.placement, known_of(self.schedule).limits
+        crossed = [0, *accumulate(a != b for a, b in pairwise(placement))]
+        phases = [np.array([getattr(each, name) for each in costs]).T for name in "fbw"]
+        stages, least = np.arange(len(placement)), np.zeros(len(costs))
+        hop = np.array([each.hop for each in costs])
+        for rank in range(program.num_ranks):
+            own = program.stages_of(rank)
+            numbers = {
+                "held": np.isin(stages, own),
+                "before": stages < own[0],
+                "own": stages == own[0],
+                "first": stages == 0,
+                "ahead": np.searchsorted(own, stages, side="right"),
+            }
+
+            def seconds(part: str, phase: int, of: Mapping[str, Index] = numbers) -> Values:
+                return of[part] @ phases[phase]
+
+            place = Place(program.num_ranks, len(own), rank)
+            known = self.group is None or len(own) == 1
+            bounds = rank_bounds(
+                seconds,
+                self.microbatches * np.array([_most_hidden(each, own) for each in costs]),
+                hop,
+                program.num_slices,
+                total=self.microbatches,
+                deferred=limits.deferred(place),
+                hops=crossed[own[0]],
+                crossings=sum(crossed[-1] - crossed[s] for s in own),
+                chunks=self.microbatches * len(own),
+                most=limits.in_flight(place) if known else inf,
+            )
+            least = np.maximum.reduce([least, *bounds])
+        return least
 
     def hidden(self, costs: Costs) -> float:
         """Seconds that pairing saves compared with running the halves in turn, over all ranks."""
@@ -126,42 +164,10 @@ class Clock:
         return sum(share * table.repeated(costs) for table, share in self.tables)
 
 
-def _least(schedule: str, group: int | None, program: Program, total: int, costs: Costs) -> float:
-    """The largest lower bound of any rank for this number of microbatches, in seconds.
-
-    These are the bounds of `search.time_bound`. The extrapolation from short programs may miss a
-    limit that shows only after many microbatches.
-    """
-    placement, slices, limits = program.placement, program.num_slices, known_of(schedule).limits
-    crossed = [0, *accumulate(a != b for a, b in pairwise(placement))]
-    there_and_back = [f + b for f, b in zip(costs.f, costs.b, strict=True)]
-    ahead = list(accumulate(reversed(there_and_back)))[::-1]
-    befores = [[0.0, *accumulate(times)] for times in (costs.f, costs.b)]
-    least = 0.0
-    for rank in range(program.num_ranks):
-        own = program.stages_of(rank)
-        work = sum(costs.f[s] + costs.b[s] + costs.w[s] for s in own)
-        if costs.fb is not None:  # each forward may have the partner that hides most
-            backwards = [(stage, costs.b[stage] + costs.w[stage]) for stage in own]
-            work -= sum(
-                costs.f[s] - min(costs.fb[s][other] - alone for other, alone in backwards)
-                for s in own
-            )
-        place = Place(program.num_ranks, len(own), rank)
-        hops = costs.hop * crossed[own[0]]
-        head, tail = (before[own[0]] / slices + hops for before in befores)
-        weights = total * sum(costs.w[s] for s in own)
-        deferred = limits.deferred(place)
-        later = weights if deferred == inf else min(weights, deferred * costs.w[own[0]])
-        lasts = sum(ahead[s] + 2 * costs.hop * (crossed[-1] - crossed[s]) for s in own)
-        most = inf
-        if group is None or len(own) == 1:
-            most = limits.in_flight(place)
-        kept = total * lasts / slices / min(most, total * len(own))
-        least = max(
-            least,
-            head + total * work,
-            head + total * work - later + tail + costs.w[0] / slices,
-            head + kept + tail,
-        )
-    return least
+def _most_hidden(costs: Costs, own: Sequence[int]) -> float:
+    """Seconds that pairs hide at most of a microbatch in these stages of a rank: each forward may
+    have the partner that hides most."""
+    if costs.fb is None:
+        return 0.0
+    backwards = [(stage, costs.b[stage] + costs.w[stage]) for stage in own]
+    return sum(costs.f[s] - min(costs.fb[s][o] - alone for o, alone in backwards) for s in own)

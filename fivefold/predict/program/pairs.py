@@ -7,17 +7,15 @@ on which nothing depends. A half without a partner, in the warm-up and the drain
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from fivefold.hardware import Gpu
 from fivefold.pipeline.costs.costs import Costs
+from fivefold.predict.times.compute import greater, lesser
 from fivefold.predict.times.stage import Times
 
 K = TypeVar("K", bound=Hashable)
-V = TypeVar("V", float, NDArray[np.float64])
 
 
 @dataclass(frozen=True)
@@ -73,25 +71,13 @@ def hidden(gpu: Gpu, forward: Paired, backward: Paired, *, delays: bool) -> floa
     dx, dw = back.work.dx, back.work.dw
     if not delays:
         dx, dw = dx + dw, 0.0
-    beside = min(cuts(ahead.work.forward, dx, dw, ahead.ep.forward, back.ep.dx))
+    sent, returned, work = ahead.ep.forward, back.ep.dx, ahead.work.forward
+    # The forward's messages can run in parallel to dX and dW, the backward's to the forward and dW.
+    # The most that can be hidden is a maximum flow, and equals the smallest of these cuts (Ford and
+    # Fulkerson, 1956).
+    cuts = (sent + returned, sent + work + dw, dx + dw + returned, work + dx + dw)
+    beside = reduce(lesser, cuts)
     alone = ahead.total.forward + back.total.dx + back.total.dw
     waited = ahead.host.forward + back.host.dx + back.host.dw
     host = forward.host + 2 * backward.host
-    return max(0.0, min((1 - gpu.overlap_slowdown) * beside + waited, alone - host))
-
-
-def cuts(forward: V, dx: V, dw: V, sent: V, returned: V) -> tuple[V, V, V, V]:
-    """Upper limits on the time of a pair's messages that its computation can hide.
-
-    The forward's messages can run in parallel to dX and dW, the backward's to the forward and dW.
-    The most that can be hidden is a maximum flow, and equals the smallest of these cuts (Ford and
-    Fulkerson, 1956). All times are seconds, as numbers or as arrays.
-
-    Args:
-        forward: time of the forward's computation.
-        dx: time of the dX computation.
-        dw: time of the dW computation.
-        sent: time of the forward's messages.
-        returned: time of the backward's messages.
-    """
-    return sent + returned, sent + forward + dw, dx + dw + returned, forward + dx + dw
+    return greater(lesser((1 - gpu.overlap_slowdown) * beside + waited, alone - host), 0.0)

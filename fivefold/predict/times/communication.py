@@ -149,6 +149,11 @@ def send(cluster: Cluster, stride: int, size: float) -> float:
     return size / link.rate + link.latency
 
 
+def hop_seconds(cluster: Cluster, ranks: int, stride: int, size: float) -> float:
+    """Seconds of a message to the next of some pipeline ranks, which are `stride` apart."""
+    return send(cluster, stride, size) if ranks > 1 else 0.0
+
+
 def token_copies(
     model: ModelConfig, group: GroupSpan, dispatcher: str, share: float | None
 ) -> tuple[float, float]:

@@ -9,9 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.hardware import Gpu
+
+V = TypeVar("V", float, NDArray[np.float64])
+"""Seconds or bytes: of one layout, or arrays of many, whose bounds are computed by these functions.
+"""
 
 # Tiles that libraries choose from, (rows, columns, share of the full rate that they reach).
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5))
@@ -96,7 +104,7 @@ def matmul(
     return max(arithmetic, traffic / _memory_rate(gpu)) + gpu.launch
 
 
-def elementwise(gpu: Gpu, size: float, kernels: int = 1) -> float:
+def elementwise(gpu: Gpu, size: V, kernels: int = 1) -> V:
     """Seconds to move `size` bytes to and from memory in this number of kernels."""
     return size / _memory_rate(gpu) + kernels * gpu.launch
 
@@ -162,6 +170,20 @@ def score_matrices(
     return Phases(forward, backward)
 
 
-def overlapped(gpu: Gpu, work: float, hidden: float) -> float:
-    """Seconds by which overlapping with `hidden` seconds of communication lengthens `work`."""
-    return max(0.0, hidden - work) + gpu.overlap_slowdown * min(work, hidden)
+def overlapped(gpu: Gpu, work: V, hidden: V) -> V:
+    """Seconds by which overlapping with `hidden` seconds of communication lengthens `work`.
+
+    It is convex: of sums over parts it is at most the sum of what it is of each part.
+    """
+    beside = lesser(work, hidden)
+    return hidden - beside + gpu.overlap_slowdown * beside
+
+
+def lesser(a: V, b: V) -> V:
+    """The lesser of two numbers, or of each pair of two arrays."""
+    return np.minimum(a, b) if isinstance(a, np.ndarray) else min(a, b)
+
+
+def greater(a: V, b: V | float) -> V:
+    """The greater of two numbers, or of each of an array and the other."""
+    return np.maximum(a, b) if isinstance(a, np.ndarray) else max(a, b)

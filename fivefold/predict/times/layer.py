@@ -20,7 +20,7 @@ from fivefold.description.operations import Activation, Operation
 from fivefold.description.running import Running
 from fivefold.layout import Layout
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.software import MODULES, Dispatcher, Module, Software
+from fivefold.predict.software import Dispatcher, Module, Software
 from fivefold.predict.times.communication import all_reduce, gather
 from fivefold.predict.times.compute import Phases, elementwise
 from fivefold.predict.times.operations import ELEMENT, OperationTimes
@@ -64,16 +64,21 @@ def forward_operations(layout: Layout, kind: LayerKind, software: Software) -> i
         chunks = ceil(layout.config.training.seq_length / CHUNK)
         each = STEP_OPERATIONS if kind.mixer is None else SPACE_STEP_OPERATIONS
         operations += STATE_OPERATIONS + each * chunks
+    mixer: Module = "mamba" if kind.mixer == "M" else "attn"
     if not kind.experts:
-        return operations
+        return (
+            1
+            if kind.mixer is not None and kind.attends and mixer in software.graphed
+            else operations
+        )
     if not software.loops_experts:
         return operations + GROUPED_OPERATIONS
     modules: dict[Module, int] = {
-        "attn": operations,
+        mixer: operations,
         "moe_router": _ROUTER_OPERATIONS,
         "moe_preprocess": _PREPARATION[software.dispatcher],
     }
-    launched = sum(modules[module] for module in MODULES if module not in software.graphed)
+    launched = sum(number for each, number in modules.items() if each not in software.graphed)
     local = (layout.config.model.num_experts or 0) // layout.grid.ep
     experts = local * (8 if layout.config.narrow_products else 4)
     return launched + bool(software.graphed) + _EXCHANGE[software.dispatcher] + experts
@@ -96,8 +101,15 @@ def dw_operations(layout: Layout, kind: LayerKind, software: Software) -> int:
     model, each = layout.config.model, 1
     if software.loops_experts:
         each = (model.num_experts or 0) // layout.grid.ep
-    weights = (w for w in describe(model, kind).weights if w.multiplies and w.trained)
-    return sum(each if weight.of_experts else 1 for weight in weights)
+    dense, experts = _matrices(model, kind)
+    return dense + each * experts
+
+
+@lru_cache(maxsize=512)
+def _matrices(model: ModelConfig, kind: LayerKind) -> tuple[int, int]:
+    """Trained matrices of a layer that it multiplies with, but for experts', and experts'."""
+    of = [w.of_experts for w in describe(model, kind).weights if w.multiplies and w.trained]
+    return of.count(False), of.count(True)
 
 
 class LayerTimes(OperationTimes):

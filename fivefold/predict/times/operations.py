@@ -86,6 +86,11 @@ class OperationTimes:
         """Bytes of the hidden state of a microbatch's tokens in one tensor-parallel group."""
         return self.tokens * self.model.hidden_size * ELEMENT
 
+    @property
+    def message_bytes(self) -> float:
+        """Bytes that a rank sends to the next pipeline stage: of a slice of the sequences."""
+        return self.hidden_bytes / self.parallel.num_sequence_slices / self.parts
+
     def operation(self, op: Operation) -> Times:
         """The times of one operation of a layer; frozen weights have no dW."""
         times = self._operation(op)
@@ -120,8 +125,8 @@ class OperationTimes:
             case RowLinear():
                 (weight,) = weights
                 return self._row(weight)
-            case Adapters():
-                return self._adapters(op)
+            case Adapters():  # of A and B one is whole, on this rank's tokens, the other split
+                return sum((self._alone(weight) for weight in op.multiplied), Times())
             case Rescaled():
                 return self._rescaled(op)
             case Activation():
@@ -241,10 +246,6 @@ class OperationTimes:
                 tp=Phases(self._beside(linear.forward, move), self._beside(linear.dx, move)),
             )
         return Times(linear, tp=Phases(all_reduce(self.cluster, self.tp, whole)))
-
-    def _adapters(self, op: Adapters) -> Times:
-        """A and B of each adapter: one is whole, on this rank's tokens, the other is split."""
-        return sum((self._alone(weight) for weight in op.multiplied), Times())
 
     def _rescaled(self, op: Rescaled) -> Times:
         """Reads the rows of weights and multiplies them by A, then scales what was made of them."""

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
+from fivefold.config.memory import MemoryConfig
 from fivefold.description.kinds import LayerKind, layer_kind
 from fivefold.layout import Layout
 from fivefold.predict.times.compute import Phases
@@ -99,6 +100,11 @@ Again = tuple[str, ...] | None
 """Modules of a layer that its backward runs again; None: all of it."""
 
 
+def run_again(memory: MemoryConfig) -> Again:
+    """What the backward of a layer that is recomputed runs again."""
+    return None if memory.recompute_granularity == "full" else memory.remade_modules
+
+
 @dataclass(frozen=True)
 class StageKind:
     """The parts of a stage that decide its time.
@@ -120,8 +126,7 @@ class StageKind:
         """That of a stage; stages of the same kind take the same time."""
         memory, model = layout.memory_of(stage), layout.config.model
         spec = layout.split.stages[stage]
-        again: Again = None if memory.recompute_granularity == "full" else memory.remade_modules
-        first = len(spec.layers)
+        again, first = run_again(memory), len(spec.layers)
         if memory.recomputes_first_layers:
             (first,) = memory.recompute_num_layers
         layers = Counter(
