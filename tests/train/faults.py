@@ -27,7 +27,7 @@ from fivefold.mesh.slices import local_tensor
 from fivefold.optim.adamw import AdamW
 from fivefold.parallel_model import ParallelModel
 from fivefold.pipeline.run.executor import _Step
-from fivefold.train import run
+from fivefold.train import places, run
 from fivefold.train.engine import Engine
 from fivefold.train.ranks.rank_env import read_rank_env
 
@@ -49,7 +49,7 @@ LAYOUTS = {  # ranks, flags
     "cp2": (2, "--cp 2"),
 }
 PHASES: dict[str, tuple[Any, str]] = {  # what is called in it
-    "start": (run, "init_process_group"),
+    "start": (places, "init_process_group"),
     "data": (run, "make_trainer"),
     "forward": (_Step, "_forward"),
     "backward": (_Step, "_differentiate"),
