@@ -1,7 +1,7 @@
 """Where tests run Triton kernels: interpreted on a CPU, or compiled on a GPU."""
 
 import os
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ def run_kernels(device: Any, patch: pytest.MonkeyPatch, *users: ModuleType) -> s
         for user in users:
             patch.setattr(user, "runs_triton", lambda _: True)
         _round_as_torch(patch)
+        _replace_language_once(patch)
     return str(device)
 
 
@@ -41,3 +42,20 @@ def _round_as_torch(patch: pytest.MonkeyPatch) -> None:
         return rounded.view(bits).numpy().reshape(x.shape)
 
     patch.setattr(interpreter, "_convert_float", as_torch)
+
+
+def _replace_language_once(patch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter replaces the whole language for a kernel, and then once more for every
+    function that it calls, which takes nearly half of its time and changes nothing."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    replace = interpreter._patch_lang
+    # Functions of Triton's own know the language by its other name.
+    every = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.rewrite()(*args, **kwargs)
+
+    patch.setattr(interpreter, "_patch_lang", lambda _: replace(every))
+    patch.setattr(interpreter.InterpretedFunction, "__call__", call)
