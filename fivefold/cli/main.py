@@ -122,11 +122,8 @@ def _dispatch(words: list[str]) -> int:
         return 0
     if verb not in VERBS:
         kind = "flag" if verb.startswith("-") else "command"
-        known = MEANT_VERBS.get(verb.lower().replace("_", "-"))
-        meant = f", did you mean {known!r}?" if known else did_you_mean(verb, (*VERBS, "help"))
-        raise ConfigError(
-            f"unknown {kind} {verb!r}{meant}\n  works: {' | '.join((*VERBS, 'help'))}"
-        )
+        works = " | ".join((*VERBS, "help"))
+        raise ConfigError(f"unknown {kind} {verb!r}{_meant(verb)}\n  works: {works}")
     module = import_module(f"fivefold.cli.{verb}")
     flags = argv[: argv.index("--")] if "--" in argv else argv
     asked = next((place for place, word in enumerate(flags) if word in ("-h", "--help")), None)
@@ -151,12 +148,23 @@ def _see_current_folder() -> None:
 
 
 def _explained(topic: str) -> list[str]:
-    """The words that explain a command, or a setting of a run without naming a command."""
+    """The words that explain a command, a setting of a run or a flag of some command, by its name
+    alone."""
     if topic in VERBS:
         return [topic, "--help"]
-    from fivefold.config.reference import is_topic
+    from fivefold.config.reference import is_topic, resembles_topic
 
-    return ["train", "--help", topic] if is_topic(topic) else [topic]
+    for verb in ("train", *VERBS):
+        if is_topic(topic, import_module(f"fivefold.cli.{verb}").Options):
+            return [verb, "--help", topic]
+    resembles = not _meant(topic) and resembles_topic(topic)
+    return ["train", "--help", topic] if resembles else [topic]
+
+
+def _meant(verb: str) -> str:
+    """Which command one that there is not may have meant, to follow it in a message."""
+    known = MEANT_VERBS.get(verb.lower().replace("_", "-"))
+    return f", did you mean {known!r}?" if known else did_you_mean(verb, (*VERBS, "help"))
 
 
 def _overview() -> str:

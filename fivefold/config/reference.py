@@ -58,17 +58,14 @@ def help_text(verb: str, options: type, stream: TextIO, topic: str | None) -> st
     """
     columns = shutil.get_terminal_size().columns if stream.isatty() else MAX_WIDTH
     width = min(columns, MAX_WIDTH)
-    own = list(settings_of(options))
-    sections = SECTION_SETTINGS if any(s.name == "recipe" for s in own) else {}
+    own, sections = _own_and_sections(options)
     named = None if topic in (None, "all", *sections) else topic
     if named is not None:
         settings = [*own, *_of(sections)]
         if lines := _named(named, settings, width):
             return "\n".join(lines)
-        known = [*SECTIONS, *(setting.name for setting in settings)]
         raise ConfigError(
-            f"fivefold {verb} has no section and no flag {named!r}"
-            f"{did_you_mean(name_of(named), known)}\n"
+            f"fivefold {verb} has no section and no flag {named!r}{_meant(named, settings)}\n"
             f"  works: fivefold {verb} --help | fivefold {verb} --help all"
         )
     shown = [*sections] if topic == "all" else [name for name in sections if name == topic]
@@ -86,9 +83,29 @@ def help_text(verb: str, options: type, stream: TextIO, topic: str | None) -> st
     return "\n".join(lines).lstrip("\n")
 
 
-def is_topic(topic: str) -> bool:
-    """Whether a section or a setting of a run is called so."""
-    return topic in SECTIONS or bool(_named(topic, [*_of(SECTION_SETTINGS)], MAX_WIDTH))
+def is_topic(topic: str, options: type) -> bool:
+    """Whether a section of settings, a setting or a flag is called so in the help of a command,
+    whose own arguments are `options`."""
+    own, sections = _own_and_sections(options)
+    flags = (setting for setting in own if not setting.positional)
+    return topic in sections or bool(_named(topic, [*flags, *_of(sections)], MAX_WIDTH))
+
+
+def resembles_topic(topic: str) -> bool:
+    """Whether a section or a setting of a run is called nearly so."""
+    return bool(_meant(topic, _of(SECTION_SETTINGS)))
+
+
+def _meant(topic: str, settings: Iterable[Setting]) -> str:
+    return did_you_mean(name_of(topic), [*SECTIONS, *(setting.name for setting in settings)])
+
+
+def _own_and_sections(
+    options: type,
+) -> tuple[list[Setting], Mapping[str, Sequence[Setting]]]:
+    """A command's own arguments, and the settings of a run if it takes a recipe."""
+    own = list(settings_of(options))
+    return own, SECTION_SETTINGS if any(s.name == "recipe" for s in own) else {}
 
 
 def _own_lines(verb: str, options: type, own: list[Setting], width: int) -> Iterator[str]:

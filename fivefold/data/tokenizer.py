@@ -106,24 +106,7 @@ class Tokenizer:
         A small corpus may yield fewer than `vocab_size` (>= 257) tokens. Words of more than
         `_LONGEST_WORD` characters count as several, in training alone.
         """
-        from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
-        from tokenizers import Tokenizer as Backend
-
-        backend = Backend(models.BPE())
-        words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        long = Regex("|".join(f"{kind}{{{_LONGEST_WORD}}}" for kind in _KINDS))
-        cut = pre_tokenizers.Split(long, "isolated")
-        backend.pre_tokenizer = pre_tokenizers.Sequence([cut, words])
-        backend.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=[END_OF_DOCUMENT],
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-            show_progress=False,
-        )
-        backend.train_from_iterator(texts, trainer)
-        backend.pre_tokenizer = words
-        return cls(backend.to_str(), "the trained tokenizer")
+        return cls(_trained(texts, vocab_size), "the trained tokenizer")
 
     @property
     def token_dtype(self) -> np.dtype:
@@ -225,6 +208,28 @@ class Tokenizer:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the tokenizer.json atomically."""
         write_atomic(path, self.definition)
+
+
+def _trained(texts: Iterable[str], vocab_size: int) -> str:
+    """The tokenizer.json of a byte-level BPE that is trained on texts."""
+    from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend(models.BPE())
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    long = Regex("|".join(f"{kind}{{{_LONGEST_WORD}}}" for kind in _KINDS))
+    cut = pre_tokenizers.Split(long, "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([cut, words])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    backend.pre_tokenizer = words
+    return str(backend.to_str())
 
 
 def backend_of(definition: str, origin: str, *, templates: bool = False) -> "Backend":

@@ -17,6 +17,7 @@ from fivefold.cli.main import MEANT_VERBS, VERBS, main
 from fivefold.cli.style import paint
 from fivefold.config.config import SECTION_SETTINGS, SECTIONS, SETTINGS
 from fivefold.config.flags import ALIASES, SWITCHES
+from fivefold.config.foreign import FOREIGN
 from fivefold.config.settings import settings_of
 from fivefold.config.sources import RECIPES, read_config, recipe_names, to_toml
 from fivefold.train.ranks.launch import End
@@ -121,6 +122,29 @@ def test_a_command_of_another_trainer_is_answered_by_ours(
 def test_every_command_that_is_meant_is_one() -> None:
     assert not {*MEANT_VERBS} & {*VERBS}
     assert {*MEANT_VERBS.values()} <= {*VERBS, "help", "--version"}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_knows_the_flags_of_every_command(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for setting in settings_of(import_module(f"fivefold.cli.{verb}").Options):
+        if not setting.positional and setting.name not in VERBS:
+            assert main(["help", setting.flag[2:]]) == 0, setting.flag
+            said = capsys.readouterr().out
+            # A section is called so, or as others call one of train's.
+            assert setting.flag in said or setting.name in (*SECTIONS, *FOREIGN)
+
+
+@pytest.mark.parametrize("topic", [*SECTIONS, *SETTINGS])
+def test_help_of_a_misspelt_topic_says_what_is_meant(
+    topic: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether a command is named or not."""
+    misspelt = f"{topic[:-1]}x{topic[-1]}"
+    for words in (["train", "--help", misspelt], ["help", misspelt]):
+        assert main(words) == 2
+        assert "did you mean" in capsys.readouterr().err, words
 
 
 def test_help_of_no_topic_says_what_is_meant(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,17 +2,21 @@
 it is read and ignored."""
 
 import json
+from itertools import product
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fivefold.check import check
 from fivefold.cli.main import main
-from fivefold.config.config import Config
+from fivefold.config.config import SETTINGS, Config
 from fivefold.config.deepspeed_job.file import read_file
 from fivefold.config.deepspeed_job.settings import translate
+from fivefold.config.rules.dependence import without_orphans
 from fivefold.config.sources import read_config
 from fivefold.config.translation import Translation
 from fivefold.errors import ConfigError
@@ -227,6 +231,30 @@ def test_any_file_is_translated_or_refused_by_name(data: st.DataObject) -> None:
         assert str(error)
     else:
         assert set(found.values) and all(found.lost)
+
+
+def test_what_is_sharded_and_moved_in_any_way_is_trained_or_told() -> None:
+    """DeepSpeed ignores some of it, and some goes together there and not here."""
+    devices, formats = ("none", "cpu", "nvme"), ("bf16", "fp16", "other")
+    drawn = [*product(range(4), devices, devices, formats, (1, 2), ("AdamW", "Muon"))]
+    for stage, states, weights, precision, part, optimizer in Random(0).sample(drawn, 100):
+        sharded: dict[str, Any] = {
+            "stage": stage,
+            "offload_optimizer": {"device": states, "nvme_path": "/a", "ratio": 0.5},
+            "offload_param": {"device": weights, "nvme_path": "/b"},
+            "zero_hpz_partition_size": part,
+            "zero_quantized_gradients": part == 2,
+        }
+        batch = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 1}
+        file = batch | {"zero_optimization": sharded, precision: {"enabled": True}}
+        found = of(file | {"optimizer": {"type": optimizer}, "gradient_accumulation_steps": 4})
+        config = read_config(model="debug-llama", **found.values)
+        trained, _ = without_orphans(config, (), deciding=SETTINGS)
+        check(trained, 4)
+        for what, device in (("optimizer", states), ("param", weights)):
+            path = f"zero_optimization.offload_{what}.device = {device}"
+            stays = any(line.startswith(path) for line in found.lost)
+            assert stays + bool(found.values.get(f"{what}_cpu_offload")) == (device != "none")
 
 
 @pytest.mark.parametrize("text", ["{", "{}x", '{"a": 1, "a": 2}', "[" * 100_000])

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from math import prod
 from types import MappingProxyType
+from typing import Any
 
 from fivefold.config.deepspeed_job.file import DeepSpeedJob, Left
 from fivefold.config.deepspeed_job.harmless import is_harmless
@@ -43,6 +44,9 @@ _HINTS: Mapping[str, str] = MappingProxyType(
 )
 
 
+_ZERO = "zero_optimization"
+
+
 def translate(job: DeepSpeedJob, ranks: int | None = None) -> Translation:
     """The settings of a job, without its model.
 
@@ -62,7 +66,7 @@ def translate(job: DeepSpeedJob, ranks: int | None = None) -> Translation:
         *{**batches, **degrees}.items(),
         *_of_formats(job, lost),
         *_of_sharding(job, prod(degrees.values()), ranks, lost),
-        *_of_offloading(job),
+        *_of_offloading(job, lost),
         *of_rates(job, lost),
         *_of_the_rest(job, lost),
     )
@@ -138,7 +142,8 @@ def _of_formats(job: DeepSpeedJob, lost: list[str]) -> Named:
                 "--use-precision-aware-optimizer --main-params-dtype bf16"
             )
     wire = job.word("communication_data_type") or precision
-    yield "grad_reduce_in_bf16", precision != "fp32" and wire in _BF16
+    quantised = job.get(f"{_ZERO}.stage") == 3 and job.flag(f"{_ZERO}.zero_quantized_gradients")
+    yield "grad_reduce_in_bf16", precision != "fp32" and wire in _BF16 and not quantised
     if wire not in (*_BF16, *_FP32):
         lost.append(f"gradients are sent in {wire} there, and in fp32 here")
     if (kind := job.word("data_types.grad_accum_dtype")) not in _FP32:
@@ -162,50 +167,72 @@ def _of_loss_scale(job: DeepSpeedJob, lost: list[str]) -> Named:
 
 
 def _of_sharding(job: DeepSpeedJob, split: int, ranks: int | None, lost: list[str]) -> Named:
-    zero = "zero_optimization"
-    stage = job.number(f"{zero}.stage", 0)
+    stage = job.number(f"{_ZERO}.stage", 0)
     of_stage = {kind.zero_stage: name for name, kind in SHARDING.items()}
     if stage not in of_stage:
-        job.mistakes.add(f"{zero}.stage cannot be {stage}", works=map(str, sorted(of_stage)))
+        job.mistakes.add(f"{_ZERO}.stage cannot be {stage}", works=map(str, sorted(of_stage)))
         return
     yield "data_parallel_sharding_strategy", of_stage[stage]
-    overlaps = job.flag(f"{zero}.overlap_comm", stage == 3)
+    overlaps = job.flag(f"{_ZERO}.overlap_comm", stage == 3)
     if stage:
         yield "overlap_grad_reduce", overlaps
     if stage == 3:
-        yield "overlap_param_gather", job.number(f"{zero}.stage3_prefetch_bucket_size", 1) > 0
+        yield "overlap_param_gather", job.number(f"{_ZERO}.stage3_prefetch_bucket_size", 1) > 0
         names = ("zero_quantized_weights", "zero_quantized_gradients")
-        yield from ((name, job.flag(f"{zero}.{name}")) for name in names)
-        yield "zero_hpz_partition_size", job.number(f"{zero}.zero_hpz_partition_size", 1) or 1
-        part = job.count(f"{zero}.mics_shard_size")
+        yield from ((name, job.flag(f"{_ZERO}.{name}")) for name in names)
+        yield "zero_hpz_partition_size", job.number(f"{_ZERO}.zero_hpz_partition_size", 1) or 1
+        part = job.count(f"{_ZERO}.mics_shard_size")
         if part and ranks and ranks % (split * part) == 0:
             yield "num_distributed_optimizer_instances", ranks // split // part
         elif part:
             lost.append(
-                f"{zero}.mics_shard_size = {part}: --num-distributed-optimizer-instances, with "
+                f"{_ZERO}.mics_shard_size = {part}: --num-distributed-optimizer-instances, with "
                 f"groups of {part} ranks"
             )
 
 
-def _of_offloading(job: DeepSpeedJob) -> Named:
-    """States and weights in host memory or on a disk."""
-    zero = "zero_optimization"
-    for what, older, setting in (
-        ("optimizer", "cpu_offload", "optimizer_cpu_offload"),
-        ("param", "cpu_offload_param", "param_cpu_offload"),
-    ):
-        path = f"{zero}.offload_{what}"
-        device = job.word(f"{path}.device") or ("cpu" if job.flag(f"{zero}.{older}") else "none")
-        if device not in ("none", "cpu", "nvme"):
-            job.mistakes.add(
-                f"{path}.device cannot be {shown(device)}", works=["none", "cpu", "nvme"]
-            )
-        away = device in ("cpu", "nvme")
-        yield setting, away
-        if device == "nvme":
-            yield f"{what}_offload_path", job.get(f"{path}.nvme_path")
-        if away and what == "optimizer" and job.get(f"{zero}.stage") == 3:
-            yield "optimizer_offload_fraction", job.number(f"{path}.ratio", 1.0)
+def _of_offloading(job: DeepSpeedJob, lost: list[str]) -> Named:
+    """States and weights in host memory or on a disk, where they can be moved here, too."""
+    stage = job.number(f"{_ZERO}.stage", 0)
+    of_state = {
+        "DeepSpeed moves none without ZeRO": not stage,
+        "Muon, which needs whole matrices, keeps its state on the device": (
+            job.word("optimizer.type") == "muon"
+        ),
+    }
+    moved = _offloaded(job, "optimizer", "cpu_offload", of_state, lost)
+    yield from moved.items()
+    if moved and stage == 3:
+        ratio = job.number(f"{_ZERO}.offload_optimizer.ratio", 1.0)
+        yield "optimizer_offload_fraction", ratio
+    of_weights = {
+        "DeepSpeed moves none without ZeRO-3": stage != 3,
+        "weights follow the optimizer's state, with offload_optimizer": not moved,
+        "zero_hpz_partition_size keeps a second copy of the weights on the device": (
+            stage == 3 and job.number(f"{_ZERO}.zero_hpz_partition_size", 1) > 1
+        ),
+    }
+    yield from _offloaded(job, "param", "cpu_offload_param", of_weights, lost).items()
+
+
+def _offloaded(
+    job: DeepSpeedJob, what: str, older: str, stays: Mapping[str, bool], lost: list[str]
+) -> dict[str, Any]:
+    """Settings that move the state of an optimizer, or weights; none if one of the reasons to stay
+    holds, which is told."""
+    path = f"{_ZERO}.offload_{what}"
+    device = job.word(f"{path}.device") or ("cpu" if job.flag(f"{_ZERO}.{older}") else "none")
+    if device not in ("none", "cpu", "nvme"):
+        job.mistakes.add(f"{path}.device cannot be {shown(device)}", works=["none", "cpu", "nvme"])
+    if device not in ("cpu", "nvme"):
+        return {}
+    if why := next((reason for reason, holds in stays.items() if holds), ""):
+        lost.append(f"{path}.device = {device}: {why}")
+        return {}
+    moved: dict[str, Any] = {f"{what}_cpu_offload": True}
+    if device == "nvme":
+        moved[f"{what}_offload_path"] = job.get(f"{path}.nvme_path")
+    return moved
 
 
 def _of_the_rest(job: DeepSpeedJob, lost: list[str]) -> Named:
