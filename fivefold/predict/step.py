@@ -204,7 +204,7 @@ class _Predictor:
             return Phases()
         moved, defers = self._moves(kind, spec), self.times.defers
         gathered, reduced = moved.gathered - moved.first, moved.reduced - moved.last
-        ends = Phases(moved.first, *((0.0, moved.last) if defers else (moved.last,)))
+        ends = Phases(moved.first, dw=moved.last) if defers else Phases(moved.first, moved.last)
         if not sharding.splits_parameters:
             gathered, ends = 0.0, replace(ends, forward=0.0)
         work = times.total
