@@ -71,10 +71,6 @@ def _write_solar(model: ModelConfig) -> Fields:
     return fields
 
 
-_TENSORS = Tensors(GATE_UP, joint_mlp=True, pairs=True)
-_GLM45_TENSORS = Tensors(DEEPSEEK_NAMES, predicts=True)
-
-
 _DOTS = LlamaLike(32, heads="per_head", windows=partial(qwen_windows, first=62, switched=False))
 _DOTS_EXPERTS = replace(
     ONE_GROUP,
@@ -95,6 +91,8 @@ def _write_dots(model: ModelConfig) -> Fields:
     return _DOTS.write(model) | _DOTS_EXPERTS.write(model) | windows.fields(model)
 
 
+_TENSORS = Tensors(GATE_UP, joint_mlp=True, pairs=True)
+_GLM45_TENSORS = Tensors(DEEPSEEK_NAMES, predicts=True)
 FAMILIES = (
     Family("glm", "GlmForCausalLM", _GLM.read, _writes(_GLM), _TENSORS),
     Family("glm4", "Glm4ForCausalLM", _GLM4.read, _writes(_GLM4), _TENSORS),

@@ -1,13 +1,12 @@
 """Mistral, Ministral 3, whose attention gets hotter with the position, and Mixtral's experts;
 MiniMax-M2, whose router is DeepSeek-V3's without groups."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from fivefold.config.huggingface import windows
-from fivefold.config.huggingface.family import Family, Fields, Tensors
+from fivefold.config.huggingface.family import Family, Fields, Names, Tensors
 from fivefold.config.huggingface.generic import read_balancing
 from fivefold.config.huggingface.llama_like import LlamaLike
 from fivefold.config.huggingface.reader import Reader
@@ -48,7 +47,7 @@ def _write_ministral(model: ModelConfig) -> Fields:
     return fields
 
 
-def mixtral_experts(reader: Reader, model: ModelConfig) -> ModelConfig:
+def _mixtral_experts(reader: Reader, model: ModelConfig) -> ModelConfig:
     """Experts in every layer, with normalised router weights."""
     read_balancing(reader)
     if reader.number("router_jitter_noise", 0.0):
@@ -67,14 +66,6 @@ def mixtral_fields(model: ModelConfig) -> Fields:
         "num_experts_per_tok": model.moe_router_topk,
         "intermediate_size": model.expert_ffn_size,
     }
-
-
-MIXTRAL_NAMES: Mapping[str, str] = {
-    ".mlp.router.": ".block_sparse_moe.gate.",
-    ".mlp.experts.gate_proj.": ".block_sparse_moe.experts.{e}.w1.",
-    ".mlp.experts.down_proj.": ".block_sparse_moe.experts.{e}.w2.",
-    ".mlp.experts.up_proj.": ".block_sparse_moe.experts.{e}.w3.",
-}
 
 
 def _minimax_rope(reader: Reader, default: Rope) -> Rope:
@@ -99,7 +90,7 @@ _MINIMAX = LlamaLike(
 
 
 def _minimax(reader: Reader) -> ModelConfig:
-    model = mixtral_experts(reader, _MINIMAX.read(reader))
+    model = _mixtral_experts(reader, _MINIMAX.read(reader))
     reader.fixed("scoring_func", "sigmoid")
     reader.fixed("use_routing_bias", True)
     reader.fixed("use_qk_norm", True)
@@ -117,34 +108,35 @@ def _minimax(reader: Reader) -> ModelConfig:
 
 
 def _write_minimax(model: ModelConfig) -> Fields:
-    return (
-        _MINIMAX.write(model)
-        | mixtral_fields(model)
-        | {
-            "rotary_dim": model.rotary_dim,
-            "scoring_func": "sigmoid",
-            "use_routing_bias": True,
-            "use_qk_norm": True,
-            "qk_norm_type": "per_layer",
-        }
-    )
+    fields = _MINIMAX.write(model) | mixtral_fields(model)
+    return fields | {
+        "rotary_dim": model.rotary_dim,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+    }
 
 
+_MIXTRAL_NAMES: Names = {
+    ".mlp.router.": ".block_sparse_moe.gate.",
+    ".mlp.experts.gate_proj.": ".block_sparse_moe.experts.{e}.w1.",
+    ".mlp.experts.down_proj.": ".block_sparse_moe.experts.{e}.w2.",
+    ".mlp.experts.up_proj.": ".block_sparse_moe.experts.{e}.w3.",
+}
 _MINIMAX_NAMES = {
     ".mlp.router.expert_bias": ".block_sparse_moe.e_score_correction_bias",
-    **MIXTRAL_NAMES,
+    **_MIXTRAL_NAMES,
 }
-
-
 FAMILIES = (
     Family("mistral", "MistralForCausalLM", _MISTRAL.read, _write),
     Family("ministral3", "Ministral3ForCausalLM", _MINISTRAL.read, _write_ministral),
     Family(
         "mixtral",
         "MixtralForCausalLM",
-        lambda reader: mixtral_experts(reader, _MIXTRAL.read(reader)),
+        lambda reader: _mixtral_experts(reader, _MIXTRAL.read(reader)),
         lambda model: _write(model, _MIXTRAL) | mixtral_fields(model),
-        Tensors(MIXTRAL_NAMES),
+        Tensors(_MIXTRAL_NAMES),
     ),
     Family("minimax_m2", "MiniMaxM2ForCausalLM", _minimax, _write_minimax, Tensors(_MINIMAX_NAMES)),
 )

@@ -19,7 +19,7 @@ from fivefold.config.huggingface.reader import Reader
 from fivefold.config.layer_pattern import layer_frequency, unrotated_frequency
 from fivefold.config.model import ModelConfig
 
-Usual = Callable[[int, int], bool]
+_Usual = Callable[[int, int], bool]
 """(layer, max_window_layers) -> whether it has a window, if the file does not list those that do"""
 
 
@@ -27,7 +27,7 @@ def qwen_windows(
     reader: Reader,
     layers: int,
     *,
-    usual: Usual = lambda layer, first: layer >= first,
+    usual: _Usual = lambda layer, first: layer >= first,
     default: int | None = 4096,
     least: int = 2,
     first: int = 28,
@@ -59,7 +59,7 @@ def _windows_everywhere(reader: Reader, layers: int) -> dict[str, Any]:
     return windows.settings(width if used else None, (True,) * layers)
 
 
-def window_fields(model: ModelConfig) -> Fields:
+def _window_fields(model: ModelConfig) -> Fields:
     """Of `qwen_windows`."""
     if model.window_size is None:
         return {"use_sliding_window": False, "sliding_window": None}
@@ -153,11 +153,11 @@ def _qwen3_moe(reader: Reader) -> ModelConfig:
 
 
 def _writes(like: LlamaLike) -> Callable[[ModelConfig], Fields]:
-    return lambda model: like.write(model) | window_fields(model)
+    return lambda model: like.write(model) | _window_fields(model)
 
 
 def _write_qwen3_moe(model: ModelConfig) -> Fields:
-    return _QWEN3_MOE.write(model) | window_fields(model) | qwen_expert_fields(model)
+    return _QWEN3_MOE.write(model) | _window_fields(model) | qwen_expert_fields(model)
 
 
 def _write_qwen2_moe(model: ModelConfig) -> Fields:
@@ -165,14 +165,7 @@ def _write_qwen2_moe(model: ModelConfig) -> Fields:
         "shared_expert_intermediate_size": model.shared_ffn_size,
         "qkv_bias": model.add_qkv_bias,
     }
-    return _QWEN2_MOE.write(model) | window_fields(model) | qwen_expert_fields(model) | more
-
-
-QWEN_MOE_NAMES: Names = {
-    ".mlp.router.": ".mlp.gate.",
-    ".mlp.shared_experts.": ".mlp.shared_expert.",
-    **EACH,
-}
+    return _QWEN2_MOE.write(model) | _window_fields(model) | qwen_expert_fields(model) | more
 
 
 _SEED = LlamaLike(8, 128, null_head_dim=True, biases=qkv_biases(True), padded=True)
@@ -217,10 +210,15 @@ _SMOLLM = LlamaLike(
 
 def _write_smollm(model: ModelConfig) -> Fields:
     rotates = [int(model.rotates(layer)) for layer in range(model.num_layers)]
-    windows = {"no_rope_layers": rotates, **window_fields(model)}
-    return _SMOLLM.write(model) | windows | bias_fields(model)
+    positions = {"no_rope_layers": rotates, **_window_fields(model)}
+    return _SMOLLM.write(model) | positions | bias_fields(model)
 
 
+QWEN_MOE_NAMES: Names = {
+    ".mlp.router.": ".mlp.gate.",
+    ".mlp.shared_experts.": ".mlp.shared_expert.",
+    **EACH,
+}
 QWEN3_VL_MOE = Tensors(
     {".mlp.router.": ".mlp.gate.", **TOGETHER}, experts="transposed", also="untransposed"
 )
