@@ -19,11 +19,11 @@ from fivefold.config.huggingface.adapter import (
     PeftAdapter,
     read_adapter,
 )
+from fivefold.config.huggingface.families import FAMILIES
 from fivefold.config.model import ModelConfig
 from fivefold.config.rules.lora import linear_names
-from fivefold.convert.names import JOINED
 from fivefold.convert.save import ReadPart, made_of, theirs
-from fivefold.convert.stored import JOINT, JOINT_MLPS, Stored, has_predictions
+from fivefold.convert.stored import Stored, has_predictions
 from fivefold.convert.tensor_files import TensorFiles
 from fivefold.description.shape import parameter_shapes, stage_weights
 from fivefold.errors import CheckpointError, Mistake
@@ -140,7 +140,7 @@ def open_adapter(
     if why := _joint(model, kind):
         raise CheckpointError(f"{folder}: {why}")
     _see_settings(adapter, model)
-    if model.mtp_num_layers and not has_predictions(kind, model, adapter.modules):
+    if model.mtp_num_layers and not has_predictions(FAMILIES[kind].tensors, model, adapter.modules):
         what = f"{folder} has no adapters for the layers that predict further tokens"
         why = "transformers leaves these layers out, and so does an adapter that was made with it"
         raise CheckpointError(Mistake(what, (why,), works=("--mtp-num-layers 0",)))
@@ -207,12 +207,13 @@ def _joint(model: ModelConfig, kind: str) -> str:
     """Why one adapter there would be several here, or none; empty if each is one."""
     if model.hybrid_override_pattern is not None:
         return f"{kind} has layers with Mamba-2, which have no adapters here"
-    if kind in JOINT:
+    files = FAMILIES[kind].tensors
+    if files.joint_qkv is not None:
         return f"{kind} has queries, keys and values in one linear layer, which has one adapter"
-    apart = [ours.removesuffix(".") for ours in JOINED.get(kind, {})]
+    apart = [ours.removesuffix(".") for ours in files.apart]
     if model.has_linear_layers and any(map(model.adapts, apart)):
         return f"{kind} has several linear layers for {' and '.join(apart)}, with an adapter each"
-    if kind in JOINT_MLPS and (model.adapts("gate_proj") or model.adapts("up_proj")):
+    if files.joint_mlp and (model.adapts("gate_proj") or model.adapts("up_proj")):
         return f"{kind} has gate_proj and up_proj in one linear layer, which has one adapter"
     return ""
 

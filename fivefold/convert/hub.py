@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fivefold.config.huggingface.family import Tensors
 from fivefold.config.huggingface.multimodal import (
     is_multimodal,
     part_of,
-    stored_kind,
+    tensors_of,
+    text_kind,
     text_name,
 )
-from fivefold.convert.names import HEADS
-from fivefold.convert.stored import Shape, base_of
+from fivefold.convert.stored import HEADS, Shape
 from fivefold.convert.tensor_files import TensorFiles
 from fivefold.errors import CheckpointError, Mistake
 from fivefold.files import as_kind, read_json, tensor_names
@@ -45,25 +46,28 @@ class HubFolder:
     Attributes:
         path: the folder.
         fields: its config.json.
+        how: how it holds tensors.
         parts: parts beside the text model, with the names of their tensors.
     """
 
     path: Path
     fields: Mapping[str, Any] = field(init=False)
+    how: Tensors = field(init=False)
     parts: dict[str, list[str]] = field(default_factory=dict, init=False)
     _tensors: TensorFiles = field(init=False)
     _actual: dict[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.fields = read_json(self.path / CONFIG, dict[str, Any], CheckpointError)
+        self.how = tensors_of(self.fields)
         files = self._find()
         self._tensors = TensorFiles(self.path, files)
         self._actual = self._by_full_name(files)
 
     @property
     def kind(self) -> str:
-        """The family as which tensors are stored; of a multimodal model, its text model's."""
-        return str(stored_kind(self.fields))
+        """The family; of a multimodal model, its text model's."""
+        return str(text_kind(self.fields))
 
     def told_parts(self) -> str:
         """What is left out of a multimodal model: each part with its size; empty if nothing is."""
@@ -76,7 +80,7 @@ class HubFolder:
     def _by_full_name(self, files: Iterable[str]) -> dict[str, str]:
         """The name in the files of each tensor, by the one in the model, or in its text model."""
         found: dict[str, str] = {}
-        base, whole = base_of(self.kind), is_multimodal(self.fields)
+        base, whole = self.how.base, is_multimodal(self.fields)
         for name in files:
             if whole and (part := part_of(name)) is not None:
                 self.parts.setdefault(part, []).append(name)

@@ -18,8 +18,8 @@ from fivefold.convert.adapter import open_adapter
 from fivefold.convert.hub import HubFolder
 from fivefold.convert.megatron import MegatronFolder
 from fivefold.convert.megatron_training import training_sources
-from fivefold.convert.names import HEADS
 from fivefold.convert.stored import (
+    HEADS,
     Shape,
     Stored,
     copied,
@@ -51,12 +51,12 @@ def places_in(hub: HubFolder, model: ModelConfig) -> dict[str, Stored]:
     Raises:
         CheckpointError: tensors are missing, of another shape or left over.
     """
-    places = stored_tensors(hub.kind, model, neighbours=stores_neighbours(hub.fields))
-    if hub.kind == "qwen3_vl_moe_text":
+    places = stored_tensors(hub.how, model, neighbours=stores_neighbours(hub.fields))
+    if hub.how.also == "untransposed":
         places = _as_saved(hub, places)
-    if hub.kind == "qwen3_5_moe_text" and any(n.endswith(".gate_up_proj") for n in hub.names):
+    if hub.how.also == "together" and any(n.endswith(".gate_up_proj") for n in hub.names):
         places = _together(places)
-    embedding, head = places["embed_tokens.weight"], their_name(hub.kind, model, "lm_head.weight")
+    embedding, head = places["embed_tokens.weight"], their_name(hub.how, model, "lm_head.weight")
     tied, names = not model.untie_embeddings_and_output_weights, hub.names
     if tied and head in names and embedding.names[0] not in names:  # safetensors' save_model
         places["embed_tokens.weight"] = replace(embedding, names=(head,))
@@ -64,7 +64,7 @@ def places_in(hub: HubFolder, model: ModelConfig) -> dict[str, Stored]:
     saved = {
         name: hub.shape(name)
         for name in names
-        if name in asked or not (harmless(hub.kind, model, name) or 0 in hub.shape(name))
+        if name in asked or not (harmless(hub.how, model, name) or 0 in hub.shape(name))
     }
     if wrong := mismatches(asked, saved, ()):
         raise CheckpointError("\n".join([f"{hub.path}: {wrong[0]}", *map(str, wrong[1:])]))
@@ -109,7 +109,7 @@ def check_copies(hub: HubFolder, model: ModelConfig) -> None:
         CheckpointError: a tensor is another than the one in its place.
     """
     for name in sorted(hub.names):
-        original = copied(hub.kind, model, name)
+        original = copied(hub.how, model, name)
         if original is None or original not in hub.names or _equal(hub, name, original):
             continue
         what = f"{hub.path}: {name} is not {original}, and the model has one for both"
@@ -145,14 +145,14 @@ def model_in(hub: HubFolder, adapter: PeftAdapter | None = None) -> ModelConfig:
     if adapter is not None:
         model = replace(model, **adapter.settings)
         named.append(adapter.modules)
-    if all(has_predictions(hub.kind, model, names) for names in named):
+    if all(has_predictions(hub.how, model, names) for names in named):
         return model
     return replace(model, mtp_num_layers=0)
 
 
 def stores_neighbours(fields: Mapping[str, object]) -> bool:
     """Whether a config.json says that rotary features are stored as pairs of neighbours."""
-    return fields.get("model_type") == "deepseek_v2" or bool(fields.get("rope_interleave", True))
+    return bool(fields.get("rope_interleave", True))
 
 
 class Reads(Protocol):
@@ -245,10 +245,11 @@ def fill_from_folder(
     sources = sources_in(path, model, adapter, trained=trained)
     for name, piece in pieces.items():
         if piece.local.numel():
-            _fill(*sources[name], piece)
+            fill_piece(*sources[name], piece)
 
 
-def _fill(folder: Reads, place: Stored, piece: Piece) -> None:
+def fill_piece(folder: Reads, place: Stored, piece: Piece) -> None:
+    """Fill a piece of a tensor of ours in place, from where the tensor lies."""
     target = piece.local.detach()
     if place.joined:
         _fill_joined(folder, place, piece)

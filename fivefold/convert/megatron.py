@@ -11,6 +11,7 @@ from typing import Any
 
 from fivefold.checkpoint.index import SavedTensor, read_foreign_index
 from fivefold.checkpoint.matching import mismatches
+from fivefold.config.huggingface.family import Tensors
 from fivefold.config.megatron import unlike
 from fivefold.config.model import ModelConfig
 from fivefold.convert.megatron_common import read_common
@@ -20,6 +21,35 @@ from fivefold.errors import CheckpointError, Mistake
 
 _OF_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.(.*)", re.DOTALL)
 _OF_STATE = re.compile(r"state\.(\w+)\.(.*)", re.DOTALL)
+_MLPS = {
+    ".mlp": ".mlp",
+    ".mlp.shared_experts": ".mlp.shared_experts",
+    ".mlp.experts": ".mlp.experts.experts",
+}
+_TENSORS = Tensors(
+    {
+        "embed_tokens.": "embedding.word_embeddings.",
+        "embed_positions.": "embedding.position_embeddings.",
+        "lm_head.": "output_layer.",
+        ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
+        ".post_attention_layernorm.": ".mlp.linear_fc1.layer_norm_",
+        "layers.": "decoder.layers.",
+        **{f".self_attn.{part}_proj.": ".self_attention.linear_qkv." for part in "qkv"},
+        ".self_attn.o_proj.": ".self_attention.linear_proj.",
+        ".self_attn.q_norm.": ".self_attention.q_layernorm.",
+        ".self_attn.k_norm.": ".self_attention.k_layernorm.",
+        ".self_attn.sinks.weight": ".self_attention.core_attention.softmax_offset",
+        ".mlp.shared_expert_gate.weight": ".mlp.shared_experts.gate_weight",
+        **{f"{of}.gate_proj.": f"{to}.linear_fc1." for of, to in _MLPS.items()},
+        **{f"{of}.up_proj.": f"{to}.linear_fc1." for of, to in _MLPS.items()},
+        **{f"{of}.down_proj.": f"{to}.linear_fc2." for of, to in _MLPS.items()},
+    },
+    base="",
+    last="decoder.final_layernorm.",
+    joint_qkv="by_head",
+    joint_mlp=True,
+    experts="together",
+)
 
 
 class MegatronFolder(MegatronTensors):
@@ -75,7 +105,7 @@ class MegatronFolder(MegatronTensors):
             raise CheckpointError(Mistake(f"{self.path} is of another model", tuple(wrong)))
         places = {
             name: self._in_parts(name, self._padded(place, model, told))
-            for name, place in stored_tensors("megatron", model).items()
+            for name, place in stored_tensors(_TENSORS, model).items()
         }
         asked = {name: place.their_shape for place in places.values() for name in place.names}
         saved = {name: self.shape(name) for name in self._where}

@@ -1,6 +1,6 @@
 """Where files of others hold each of our tensors: names, order, orientation.
 
-Those of Hugging Face's models, and Megatron-core's distributed checkpoints (the kind "megatron").
+Those of Hugging Face's models, and Megatron-core's distributed checkpoints.
 
 The names are those of the files that transformers writes and that models are published in; what
 transformers makes of them in memory may differ.
@@ -13,11 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fivefold.config.huggingface.family import Tensors
 from fivefold.config.model import ModelConfig
-from fivefold.convert.names import BASES, FALCON_NORMS, HEADS, JOINED, LAST, NAMES
 from fivefold.description.shape import parameter_shapes
 
 Shape = tuple[int, ...]
+HEADS = ("lm_head.", "embed_out.")
+"""Names of output layers, which have no prefix."""
 
 
 @dataclass(frozen=True)
@@ -76,17 +78,20 @@ class Stored:
         return (1, *shape) if self.in_row else tuple(shape)
 
 
-def stored_tensors(kind: str, model: ModelConfig, *, neighbours: bool = True) -> dict[str, Stored]:
+def stored_tensors(
+    files: Tensors, model: ModelConfig, *, neighbours: bool = True
+) -> dict[str, Stored]:
     """Every parameter and router bias of a model, by our names.
 
     Args:
-        kind: family of the files, the `model_type` of their config.json, or "megatron".
+        files: how they hold tensors.
         model: the architecture.
-        neighbours: whether latent attention's rotary features are stored as pairs of neighbours
-            (`rope_interleave` of a config.json), not as two halves.
+        neighbours: whether rotary features are stored as pairs of neighbours (`rope_interleave` of
+            a config.json), where the family leaves that open.
     """
     shapes = dict(parameter_shapes(model)) | dict(_expert_biases(model))
-    return {name: _place(kind, model, name, shape, neighbours) for name, shape in shapes.items()}
+    pairs = neighbours if files.pairs is None else files.pairs
+    return {name: _place(files, model, name, shape, pairs) for name, shape in shapes.items()}
 
 
 def _expert_biases(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
@@ -99,30 +104,29 @@ def _expert_biases(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
             yield f"{where}.mlp.router.expert_bias", (model.num_experts,)
 
 
-def _place(kind: str, model: ModelConfig, name: str, shape: Shape, neighbours: bool) -> Stored:
+def _place(files: Tensors, model: ModelConfig, name: str, shape: Shape, pairs: bool) -> Stored:
     of_bias = name.endswith("bias") or len(shape) == 1
-    place = Stored(tuple(shape), (their_name(kind, model, name),), -1 if of_bias else -2)
-    if kind == "ernie4_5_moe" and name.endswith("expert_bias"):
-        return replace(place, in_row=True)
+    place = Stored(tuple(shape), (their_name(files, model, name),), -1 if of_bias else -2)
+    if name.endswith("expert_bias"):
+        return replace(place, in_row=files.bias_in_row)
     if name in ("embed_tokens.weight", "lm_head.weight"):
         return replace(place, rows=torch.arange(model.vocab_size), of=model.vocab_size)
     if ".experts." in name:
-        return _experts(kind, model, name, place)
+        return _experts(files, model, name, place)
     if model.hybrid_override_pattern is not None and any(part in name for part in _MAMBA):
         return _mamba(model, name, place)
     if any(part in name for part in _LINEAR_ATTENTION):
-        return _linear_attention(kind, model, name, place)
-    pairs = neighbours if model.multi_latent_attention else kind in _PAIRS
+        return _linear_attention(files, model, name, place)
     if pairs and "self_attn." in name:
         return replace(place, rows=_neighbours(model, name, shape[0]))
-    joint = _joint(kind, model, name, shape)
+    joint = _joint(files, model, name, shape)
     if joint is not None:
         place = replace(place, rows=joint[0], of=joint[1])
     linear = not of_bias and "embed" not in name
-    return replace(place, transposed=kind == "gpt2" and linear)
+    return replace(place, transposed=files.transposed and linear)
 
 
-def _linear_attention(kind: str, model: ModelConfig, name: str, place: Stored) -> Stored:
+def _linear_attention(files: Tensors, model: ModelConfig, name: str, place: Stored) -> Stored:
     """What is here key head by key head: the convolution, and projections of which families have
     several."""
     sizes = model.states
@@ -130,7 +134,7 @@ def _linear_attention(kind: str, model: ModelConfig, name: str, place: Stored) -
     widths = [*[sizes.key] * 2, *[values * sizes.value] * 2]
     if "conv1d." in name:
         return replace(place, axis=-3, rows=_by_group(model, widths[:3]))
-    joined = next((theirs for ours, theirs in JOINED.get(kind, {}).items() if ours in name), None)
+    joined = next((theirs for ours, theirs in files.apart.items() if ours in name), None)
     if joined is None:
         return place
     before = place.names[0].rpartition("in_proj_")[0]
@@ -173,13 +177,12 @@ def _parts(model: ModelConfig, widths: Sequence[int]) -> list[Tensor]:
     return [part.view(groups, -1) for part in parts]
 
 
-def _experts(kind: str, model: ModelConfig, name: str, place: Stored) -> Stored:
-    """Experts one by one; in gpt-oss together, gate and up alternating; in Megatron-core, Granite,
-    Llama 4 and Qwen3-VL one after the other."""
-    if kind == "megatron" or kind.startswith("granitemoe"):
-        joint = _joint(kind, model, name, place.shape[1:])
+def _experts(files: Tensors, model: ModelConfig, name: str, place: Stored) -> Stored:
+    """Experts one by one, or together."""
+    if files.experts == "together":
+        joint = _joint(files, model, name, place.shape[1:])
         return place if joint is None else replace(place, rows=joint[0], of=joint[1])
-    if kind not in ("gpt_oss", "llama4_text", "qwen3_vl_moe_text"):
+    if files.experts == "each":
         assert model.num_experts is not None
         names = tuple(place.names[0].replace("{e}", str(e)) for e in range(model.num_experts))
         return replace(place, names=names, by_expert=True)
@@ -188,27 +191,27 @@ def _experts(kind: str, model: ModelConfig, name: str, place: Stored) -> Stored:
         return place
     inner = model.expert_ffn_size
     gate, up = torch.arange(2 * inner).chunk(2)
-    if kind == "gpt_oss":
+    if files.experts == "alternating":
         gate, up = 2 * torch.arange(inner), 2 * torch.arange(inner) + 1
     return replace(place, rows=up if "up_proj" in name else gate, of=2 * inner)
 
 
 def _joint(
-    kind: str, model: ModelConfig, name: str, shape: Sequence[int]
+    files: Tensors, model: ModelConfig, name: str, shape: Sequence[int]
 ) -> tuple[Tensor, int] | None:
     """Rows of queries, keys, values, gate or up in a joint projection, and its size; None for
     other tensors."""
     which = next((i for i, part in enumerate("qkv") if f"self_attn.{part}_proj" in name), None)
-    gated = kind in JOINT_MLPS and model.gated_linear_unit
+    gated = files.joint_mlp and model.gated_linear_unit
     if gated and (".gate_p" in name or ".up_p" in name):
         gate, up = torch.arange(2 * shape[0]).chunk(2)
         return (gate if ".gate_p" in name else up), 2 * shape[0]
-    if which is None or kind not in JOINT:
+    if which is None or files.joint_qkv is None:
         return None
-    if kind in ("gpt2", "phi3"):  # one after the other
+    if files.joint_qkv == "in_turn":
         sizes = model.q_size, model.k_size, model.v_size
         return torch.arange(sum(sizes)).split(sizes)[which], sum(sizes)
-    groups = model.num_attention_heads if kind == "gpt_neox" else model.num_kv_heads
+    groups = model.num_kv_heads
     queries = model.num_attention_heads // groups
     size = groups * (queries + 2) * model.head_dim
     rows = torch.arange(size)
@@ -221,30 +224,23 @@ def _neighbours(model: ModelConfig, name: str, size: int) -> Tensor | None:
     """Rows of rotary features as two halves, where neighbours are pairs; None for others."""
     rotary = model.rotary_dim
     halves = torch.cat([torch.arange(0, rotary, 2), torch.arange(1, rotary, 2)])
-    if not model.multi_latent_attention:
-        if "q_proj." not in name and "k_proj." not in name:
-            return None
-        one = torch.cat([halves, torch.arange(rotary, model.head_dim)])
-        return (torch.arange(0, size, len(one))[:, None] + one).flatten()
-    if "kv_a_proj." in name:
+    latent = model.multi_latent_attention
+    if latent and "kv_a_proj." in name:
         return torch.cat([torch.arange(size - rotary), size - rotary + halves])
-    if "q_proj." not in name and "q_b_proj." not in name:
+    if "q_proj." not in name and ("q_b_proj." if latent else "k_proj.") not in name:
         return None
-    one = torch.cat([torch.arange(model.qk_head_dim), model.qk_head_dim + halves])
+    one = torch.cat([halves, torch.arange(rotary, model.head_dim)])
+    if latent:
+        one = torch.cat([torch.arange(model.qk_head_dim), model.qk_head_dim + halves])
     return (torch.arange(0, size, len(one))[:, None] + one).flatten()
 
 
-def base_of(kind: str) -> str:
-    """The prefix of all names but the output layer's; files of the bare model lack it."""
-    return BASES.get(kind, "model.")
-
-
-def has_predictions(kind: str, model: ModelConfig, names: Iterable[str]) -> bool:
+def has_predictions(files: Tensors, model: ModelConfig, names: Iterable[str]) -> bool:
     """Whether some of these names there are of layers that predict further tokens."""
-    return any(_predicting(kind, model, name)[0] >= 0 for name in names)
+    return any(_predicting(files, model, name)[0] >= 0 for name in names)
 
 
-def their_name(kind: str, model: ModelConfig, name: str) -> str:
+def their_name(files: Tensors, model: ModelConfig, name: str) -> str:
     """A tensor's name there; `{e}` stands for the index of an expert."""
     if name.startswith("mtp."):  # DeepSeek's layers after the last
         _, depth, inner = name.split(".", 2)
@@ -256,72 +252,44 @@ def their_name(kind: str, model: ModelConfig, name: str) -> str:
     if layer is not None and model.is_linear(int(layer[1])) and not hybrid:
         name = name.replace(".self_attn.", ".linear_attn.")
     if name.startswith("norm."):
-        name = LAST.get(kind, "norm.") + name.removeprefix("norm.")
+        name = files.last + name.removeprefix("norm.")
     two_norms = model.parallel_residual and not model.parallel_residual_one_norm
-    names = FALCON_NORMS if kind == "falcon" and two_norms else {}
-    for ours, theirs in {**names, **NAMES.get(kind, {})}.items():
+    for ours, theirs in {**(files.two_norms if two_norms else {}), **files.names}.items():
         name = name.replace(ours, theirs)
-    return name if name.startswith(HEADS) else base_of(kind) + name
+    return name if name.startswith(HEADS) else files.base + name
 
 
-JOINT = ("gpt2", "gpt_neox", "phi3", "falcon", "megatron")
-"""Kinds whose queries, keys and values are one linear layer."""
-JOINT_MLPS = (
-    *("phi3", "glm", "glm4", "granitemoe", "granitemoeshared", "granitemoehybrid", "megatron"),
-)
-"""Kinds whose gate and up are one linear layer."""
-_PAIRS = ("glm", "glm4", "ernie4_5", "ernie4_5_moe", "cohere", "cohere2", "llama4_text")
-"""Kinds with heads of their own whose rotary features are pairs of neighbours."""
 _LINEAR_ATTENTION = "conv1d.", "in_proj_qkvz.", "in_proj_ba."
 _MAMBA = "conv1d.", "in_proj_xbcz.", "in_proj_dt."
-_LEFT_OUT = {
-    "ernie4_5_moe": ("mtp_",),
-    **dict.fromkeys(("exaone_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ("mtp.",)),
-    "nemotron_h": ("mtp.",),
-}
-"""Of kinds whose layers for further tokens are left out: how the names of these begin."""
-_PREDICTING = (
-    "deepseek_v3",
-    "kimi_k2",
-    "glm4_moe",
-    "glm4_moe_lite",
-)  # whose files have layers after the last
 
 
-def harmless(kind: str, model: ModelConfig, name: str) -> bool:
+def harmless(files: Tensors, model: ModelConfig, name: str) -> bool:
     """Whether a tensor there has no effect: constants, copies, and layers that are left out."""
-    if copied(kind, model, name):
+    tail = name.removeprefix(files.base)
+    if copied(files, model, name) or tail.startswith(files.left_out):
         return True
-    tail = name.removeprefix(base_of(kind))
-    if tail.endswith("rotary_emb.inv_freq"):
+    if tail.endswith(("rotary_emb.inv_freq", *files.constants)):
         return True
-    if kind in ("gpt2", "gpt_neox") and tail.endswith(
-        (".attn.bias", ".masked_bias", "attention.bias")
-    ):
-        return True
-    if tail.startswith(_LEFT_OUT.get(kind, ())):
-        return True
-    depth, _ = _predicting(kind, model, name)
-    return depth >= model.mtp_num_layers and kind in _PREDICTING
+    return files.predicts and _predicting(files, model, name)[0] >= model.mtp_num_layers
 
 
-def copied(kind: str, model: ModelConfig, name: str) -> str | None:
+def copied(files: Tensors, model: ModelConfig, name: str) -> str | None:
     """The tensor there of which another one must be a copy: the embedding or head; else None."""
     embedding, head = (
-        their_name(kind, model, f"{of}.weight") for of in ("embed_tokens", "lm_head")
+        their_name(files, model, f"{of}.weight") for of in ("embed_tokens", "lm_head")
     )
     tied = not model.untie_embeddings_and_output_weights
     if name == head and tied:
         return embedding
-    depth, inner = _predicting(kind, model, name)
+    depth, inner = _predicting(files, model, name)
     if not 0 <= depth < model.mtp_num_layers:
         return None
     copies = {"embed_tokens.weight": embedding, "shared_head.head.weight": head}
     return embedding if tied and inner in copies else copies.get(inner)
 
 
-def _predicting(kind: str, model: ModelConfig, name: str) -> tuple[int, str]:
+def _predicting(files: Tensors, model: ModelConfig, name: str) -> tuple[int, str]:
     """Of a tensor in a layer after the last: how many are between, and its name there; else -1."""
-    tail = name.removeprefix(base_of(kind))
+    tail = name.removeprefix(files.base)
     layer = re.fullmatch(r"layers\.(\d+)\.(.*)", tail)
     return (-1, tail) if layer is None else (int(layer[1]) - model.num_layers, layer[2])

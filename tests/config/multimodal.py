@@ -1,16 +1,13 @@
 """Small multimodal models of transformers, which get text alone."""
 
-import copy
-import logging
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fivefold.config.huggingface.multimodal import text_name
-from tests.config.oracle import InFp64, fill
+from tests.config.oracle import InFp64, config_of, fill
 
 _TEXT = {
     "hidden_size": 32,
@@ -113,10 +110,7 @@ TINY: Mapping[str, dict[str, Any]] = {
         | {"moe_intermediate_size": 24, "num_hidden_layers": 3, "mlp_only_layers": [1]},
         "vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0]},
     },
-    "qwen3_5": {
-        "text_config": _TEXT | _LINEAR,
-        "vision_config": _QWEN_VISION,
-    },
+    "qwen3_5": {"text_config": _TEXT | _LINEAR, "vision_config": _QWEN_VISION},
     "qwen3_5_moe": {
         "text_config": {n: v for n, v in _TEXT.items() if n != "intermediate_size"}
         | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -133,14 +127,6 @@ TINY: Mapping[str, dict[str, Any]] = {
 """The smallest of each family, with what its text model can have."""
 
 
-def config_of(fields: Mapping[str, Any]) -> Any:
-    """What transformers reads of a config.json."""
-    from transformers import CONFIG_MAPPING
-
-    logging.getLogger("transformers").setLevel(logging.CRITICAL)
-    return CONFIG_MAPPING[fields["model_type"]].from_dict(copy.deepcopy(dict(fields)))
-
-
 def multimodal(fields: Mapping[str, Any], *, meta: bool = False) -> nn.Module:
     """transformers' model of a config.json, with random fp64 weights."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as CLASSES
@@ -154,21 +140,7 @@ def multimodal(fields: Mapping[str, Any], *, meta: bool = False) -> nn.Module:
     return model if meta else fill(model)
 
 
-class TextModel(nn.Module):
-    """The text model within a multimodal one, under the names of its family."""
-
-    def __init__(self, whole: nn.Module, kind: str) -> None:
-        super().__init__()
-        self.whole = whole
-        self.config = SimpleNamespace(model_type=kind)
-
-    def named_parameters(self, *args: Any, **how: Any) -> Any:
-        """Those of the text model alone."""
-        for name, parameter in self.whole.named_parameters():
-            text = text_name(name)
-            if text != name or name.startswith("lm_head."):
-                yield text, parameter
-
-    def forward(self, tokens: Tensor) -> Any:
-        """What the whole model gives for text alone."""
-        return self.whole(input_ids=tokens)
+def text_parameters(whole: nn.Module) -> int:
+    """Parameters of the text model alone."""
+    held = whole.named_parameters()
+    return sum(p.numel() for n, p in held if text_name(n) != n or n.startswith("lm_head."))

@@ -9,15 +9,15 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 from fivefold.config.huggingface import from_hf_config
 from fivefold.config.huggingface.comparing import differences
-from fivefold.config.huggingface.multimodal import MULTIMODAL, TEXTS, text_kind
+from fivefold.config.huggingface.multimodal import MULTIMODAL, TEXTS
 from fivefold.config.huggingface.write import text_model_fields
 from fivefold.config.presets import PRESETS
 from fivefold.description.shape import count_parameters
 from fivefold.errors import ConfigError
-from tests.config.multimodal import TINY, TextModel, config_of, multimodal
-from tests.config.oracle import LENGTH, both_gradients, oracle, oracle_logits, our_logits
+from tests.config.families import VARIATIONS
+from tests.config.multimodal import TINY, multimodal, text_parameters
+from tests.config.oracle import LENGTH, assert_same, config_of, oracle, oracle_logits, our_logits
 from tests.config.published_multimodal import MULTIMODAL as PUBLISHED
-from tests.config.test_huggingface_parity import VARIATIONS
 from tests.model.models import batch_of
 from tests.verify.cases import chosen
 
@@ -56,15 +56,7 @@ CASES: Mapping[str, dict[str, Any]] = {
 
 
 def agrees(fields: Mapping[str, Any]) -> None:
-    ours = from_hf_config(fields)
-    theirs = TextModel(multimodal(fields), str(text_kind(fields)))
-    tokens, logits = our_logits(ours, theirs)
-    expected = oracle_logits(theirs, tokens)
-    assert (logits - expected).abs().max() <= 1e-12 * expected.abs().max()
-    found, true = both_gradients(ours, theirs)
-    assert set(found) == set(true)
-    for name, grad in found.items():
-        assert (grad - true[name]).abs().max() <= 1e-12 * true[name].abs().max(), name
+    assert_same(from_hf_config(fields), multimodal(fields))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -127,7 +119,7 @@ def test_each_field_of_the_text_model_is_refused_or_read_as_transformers_reads_i
                 assert name in str(error) or isinstance(value, dict), error
                 continue
             try:
-                theirs = TextModel(multimodal(fields), str(text_kind(fields)))
+                theirs = multimodal(fields)
                 expected = oracle_logits(theirs, batch_of(ours, [[LENGTH]]).tokens)
             except (StrictDataclassFieldValidationError, TypeError, KeyError, RuntimeError):
                 continue  # no null and no int of version 4, nor mrope without its sections
@@ -155,8 +147,7 @@ def test_what_a_text_model_leaves_out_is_what_transformers_takes_it_for(kind: st
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_ones_count_as_in_transformers(name: str) -> None:
-    theirs = TextModel(multimodal(PUBLISHED[name], meta=True), "")
-    counted = sum(p.numel() for name, p in theirs.named_parameters())
+    counted = text_parameters(multimodal(PUBLISHED[name], meta=True))
     head = 0
     if name.startswith("Mistral"):  # which transformers 5 ties until it sees the weights
         head = 131072 * 5120

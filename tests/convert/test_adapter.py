@@ -14,14 +14,13 @@ from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.cli.main import main
 from fivefold.config.config import Config
 from fivefold.config.huggingface import read_adapter
+from fivefold.config.huggingface.families import FAMILIES as RECORDS
 from fivefold.config.model import ModelConfig
 from fivefold.config.rules.lora import linear_names
 from fivefold.config.sources import to_toml
 from fivefold.config.training import TrainingConfig
 from fivefold.convert.hub import HubFolder
 from fivefold.convert.load import checked_sources, fill_from_folder, model_in
-from fivefold.convert.names import JOINED
-from fivefold.convert.stored import JOINT_MLPS
 from fivefold.errors import CheckpointError
 from fivefold.mesh.slices import piece_of
 from fivefold.model.lora import LORA
@@ -34,15 +33,16 @@ from tests.convert.test_huggingface import FAMILIES, written
 from tests.model.models import batch_of
 from tests.verify.cases import chosen
 
-JOINT = ("gpt2", "gpt_neox", "phi3", "falcon")  # where several of our layers are one
-
+# Where several of our layers are one.
+JOINT = [kind for kind in FAMILIES if RECORDS[kind].tensors.joint_qkv is not None]
 OF_MLP = "gate_proj", "up_proj", "down_proj"
 
 
 def adapted_alone(base: ModelConfig, kind: str) -> tuple[str, ...]:
     """Linear layers of which PEFT can adapt each by itself."""
-    others = OF_MLP if base.num_experts is not None or kind in JOINT_MLPS else ()
-    others += tuple(name.removesuffix(".") for name in JOINED.get(kind, ()))
+    files = RECORDS[kind].tensors
+    others = OF_MLP if base.num_experts is not None or files.joint_mlp else ()
+    others += tuple(name.removesuffix(".") for name in files.apart)
     return tuple(name for name in linear_names(base) if name not in others)
 
 

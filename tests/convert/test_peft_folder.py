@@ -26,13 +26,13 @@ from fivefold.model.transformer import Stage
 from fivefold.train.engine import Engine
 from fivefold.train.folder.convert import to_hub, to_run
 from tests.config.oracle import LENGTH, InFp64, oracle_logits
-from tests.convert.test_adapter import adapted_alone
+from tests.convert.test_adapter import JOINT, adapted_alone
 from tests.convert.test_huggingface import FAMILIES, LAYOUTS, SHORT, written
 from tests.model.models import batch_of
 from tests.pool import run
 from tests.verify.cases import chosen, shared_groups
 
-REFUSED = ("gpt2", "gpt_neox", "phi3", "falcon", "nemotron_h")
+REFUSED = (*JOINT, "nemotron_h")
 KINDS = [kind for kind in FAMILIES if kind not in REFUSED]
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 

@@ -14,14 +14,15 @@ from safetensors.torch import save_file
 from fivefold.cli.main import main
 from fivefold.config.config import Config
 from fivefold.config.huggingface import from_hf_config
+from fivefold.config.huggingface.families import FAMILIES
 from fivefold.convert.hub import INDEX, HubFolder
 from fivefold.convert.load import checked_sources, model_in
 from fivefold.convert.stored import stored_tensors
 from fivefold.errors import CheckpointError, ConfigError
 from fivefold.train.folder.convert import to_hub, to_run
 from fivefold.train.folder.origin import find_origin
+from tests.config.families import TINY
 from tests.config.oracle import InFp64, oracle
-from tests.config.test_huggingface_parity import TINY
 from tests.convert.test_huggingface import both_logits, our_stage, tensors_of, written
 
 
@@ -141,7 +142,7 @@ def test_a_prediction_with_an_embedding_of_its_own_is_refused(
     layers = json.loads((tmp_path / "hub" / "config.json").read_text())["num_hidden_layers"]
     model = replace(from_hf_config(tmp_path / "hub"), mtp_num_layers=1)
     tensors = tensors_of(tmp_path / "hub")
-    for place in stored_tensors(kind, model).values():
+    for place in stored_tensors(FAMILIES[kind].tensors, model).values():
         tensors |= {n: torch.ones(place.their_shape) for n in place.names if n not in tensors}
     original = "lm_head.weight" if "head" in copy else "model.embed_tokens.weight"
     tensors[f"model.layers.{layers}.{copy}"] = tensors[original].clone()

@@ -10,16 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fivefold.config.model import ModelConfig
+from fivefold.config.huggingface import from_hf_config
 from fivefold.description.linear_attention import CHUNK
-from fivefold.description.shape import parameter_shapes
 from fivefold.model.linear_attention.chunks import DocumentChunks
 from fivefold.model.linear_attention.delta_rule import DELTA_RULE, unit
 from fivefold.model.linear_attention.recurrence import StateGroup, StateRule, attend, convolved
 from fivefold.model.linear_attention.state_space import STATE_SPACE
-from fivefold.model.transformer import Stage
-from tests.model.models import batch_of
-from tests.model.wide import Wide
+from tests.config.families import CASES
+from tests.config.oracle import assert_same, oracle
 
 GROUP, GROUPS, TAPS = StateGroup(key=5, value=4, shared=2), 2, 3
 Inputs = Sequence[Tensor]
@@ -134,72 +132,6 @@ def test_packed_documents_are_those_alone(case: Case, lengths: list[int]) -> Non
     _assert_same(inputs, _read(case.rule, inputs, starts), torch.cat(alone, dim=1))
 
 
-def _pair(monkeypatch: pytest.MonkeyPatch) -> tuple[Stage, nn.Module]:
-    """A model of ours, and one of transformers' with the same weights, both in fp64 throughout."""
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-    from transformers.models.qwen3_next import modeling_qwen3_next as theirs
-
-    config = Qwen3NextConfig(
-        **{"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "num_experts": 0},
-        **{"intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2},
-        **{"head_dim": 8, "rms_norm_eps": 1e-5, "initializer_range": 0.3},
-        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
-        **{"linear_key_head_dim": 6, "linear_value_head_dim": 10, "linear_conv_kernel_dim": 4},
-        rope_parameters={
-            **{"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
-        },
-    )
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    monkeypatch.setattr(theirs, "torch", Wide())
-    model = ModelConfig(
-        **{"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2},
-        **{"kv_channels": 8, "ffn_hidden_size": 40, "vocab_size": 96, "rotary_base": 500.0},
-        **{"make_vocab_size_divisible_by": 1, "rotary_percent": 0.5, "qk_layernorm": True},
-        **{"apply_layernorm_1p": True, "attention_output_gate": True},
-        experimental_attention_variant="gated_delta_net",
-        **{"linear_attention_freq": "4", "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-        **{"linear_key_head_dim": 6, "linear_value_head_dim": 10},
-    )
-    stage, other = Stage(model).double(), Qwen3NextForCausalLM(config).double()
-    torch.manual_seed(3)
-    held = dict(other.named_parameters())
-    with torch.no_grad():
-        for parameter in held.values():
-            nn.init.normal_(parameter, std=0.3)
-        for name, parameter in stage.named_parameters():
-            parameter.copy_(_ordered(model, name, held[_their_name(model, name)]))
-    return stage, other
-
-
-def _their_name(model: ModelConfig, name: str) -> str:
-    if name.startswith("layers.") and model.is_linear(int(name.split(".")[1])):
-        name = name.replace(".self_attn.", ".linear_attn.")
-    return name if name.startswith("lm_head") else f"model.{name}"
-
-
-def _ordered(model: ModelConfig, name: str, x: Tensor) -> Tensor:
-    """Rows of the convolution key head by key head, where theirs are all queries, keys, values."""
-    if not name.endswith("conv1d.weight"):
-        return x
-    keys = model.linear_num_key_heads * model.linear_key_head_dim
-    parts = x[:, 0].split([keys, keys, model.states.size])
-    by_head = [part.unflatten(0, (model.linear_num_key_heads, -1)) for part in parts]
-    return torch.cat(by_head, 1).flatten(0, 1)[:, None]
-
-
-def test_logits_and_gradients_are_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage, other = _pair(monkeypatch)
-    model = stage.model
-    batch = batch_of(model, [[150], [150]])
-    logits = stage.logits(batch)
-    expected = other(batch.tokens).logits.flatten(0, 1)
-    torch.testing.assert_close(logits, expected, rtol=1e-11, atol=1e-11)
-    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(7)).double()
-    for x in (logits, expected):
-        (x * weights).sum().backward()
-    held = dict(other.named_parameters())
-    assert {name for name, _ in stage.named_parameters()} == {*parameter_shapes(model)}
-    for name, parameter in stage.named_parameters():
-        grad = _ordered(model, name, held[_their_name(model, name)].grad)
-        scale = grad.abs().max().item()
-        torch.testing.assert_close(parameter.grad, grad, rtol=0.0, atol=1e-11 * scale)
+def test_logits_and_gradients_of_several_chunks_are_those_of_transformers() -> None:
+    fields = CASES["qwen3_next"] | {"num_hidden_layers": 4, "mlp_only_layers": [0, 1, 2, 3]}
+    assert_same(from_hf_config(fields), oracle(fields), [[2 * CHUNK + 22]] * 2)

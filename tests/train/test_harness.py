@@ -25,8 +25,8 @@ from fivefold.inference.sample import load_model  # noqa: E402
 from fivefold.inference.score import Scorer  # noqa: E402
 from fivefold.inference.text_bounds import TextBounds  # noqa: E402
 from fivefold.train.folder.convert import to_run  # noqa: E402
+from tests.config.families import TINY  # noqa: E402
 from tests.config.oracle import InFp64, oracle  # noqa: E402
-from tests.config.test_huggingface_parity import TINY  # noqa: E402
 from tests.train.test_sample_parity import SIZES, backend  # noqa: E402
 
 pytestmark = pytest.mark.slow

@@ -18,8 +18,8 @@ from fivefold.inference.sample import Sampler, Sampling
 from fivefold.inference.text_bounds import TextBounds
 from fivefold.train.folder.convert import to_run
 from tests.byte_level import byte_level
+from tests.config.families import TINY
 from tests.config.oracle import oracle
-from tests.config.test_huggingface_parity import TINY
 
 SPECIAL = ["<|endoftext|>", "<s>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = """\

@@ -4,8 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
+from fivefold.config.huggingface.families import FAMILIES
+from fivefold.config.huggingface.families.qwen import QWEN3_VL_MOE
+from fivefold.config.huggingface.family import Tensors
 from fivefold.config.huggingface.generic import read_generic, read_stored_weights
 from fivefold.config.huggingface.reader import Reader
 from fivefold.errors import ConfigError
@@ -28,6 +31,24 @@ def _sizes(
     }
 
 
+@dataclass(frozen=True)
+class _TextModel:
+    """A text model within a multimodal one.
+
+    Attributes:
+        family: the family that computes the same from text alone.
+        defaults: what transformers takes an absent field for, which published files leave out.
+        sections: whether it has a position for time, height and width each, which are the same in
+            text.
+        tensors: how its tensors are stored, if not as those of the family.
+    """
+
+    family: str
+    defaults: Fields
+    sections: bool = False
+    tensors: Tensors | None = None
+
+
 _QWEN2_VL = _sizes(
     *(152064, 8192, 29568, 80, 64, 32768),
     num_key_value_heads=8,
@@ -35,47 +56,40 @@ _QWEN2_VL = _sizes(
     max_window_layers=80,
     rope_theta=1e6,
 )
-TEXTS: Mapping[str, tuple[str, Fields]] = MappingProxyType(
+_QWEN3_VL_MOE = _sizes(
+    *(151936, 2048, 5632, 24, 16, 128000),
+    num_key_value_heads=16,
+    moe_intermediate_size=1408,
+    norm_topk_prob=True,
+    num_experts_per_tok=4,
+    rope_theta=500000.0,
+)
+TEXTS: Mapping[str, _TextModel] = MappingProxyType(
     {
-        "gemma3_text": ("gemma3_text", _sizes(262208, 2304, 9216, 26, 8, 131072)),
-        "llama": ("llama", _sizes(32000, 4096, 11008, 32, 32, 2048)),
-        "llama4_text": ("llama4_text", _sizes(202048, 5120, 8192, 48, 40, 131072)),
-        "mistral": ("mistral", _sizes(32000, 4096, 14336, 32, 32, 131072)),
-        "ministral3": ("ministral3", _sizes(131072, 4096, 14336, 34, 32, 262144)),
-        "qwen2": ("qwen2", _sizes(151936, 4096, 22016, 32, 32, 32768)),
-        "qwen3": ("qwen3", _sizes(151936, 4096, 22016, 32, 32, 32768)),
-        "qwen2_vl_text": ("qwen2", _QWEN2_VL),
-        "qwen2_5_vl_text": ("qwen2", _QWEN2_VL),
-        "qwen3_vl_text": (
-            "qwen3",
-            _sizes(151936, 4096, 22016, 32, 32, 128000, rope_theta=500000.0),
+        "gemma3_text": _TextModel("gemma3_text", _sizes(262208, 2304, 9216, 26, 8, 131072)),
+        "llama": _TextModel("llama", _sizes(32000, 4096, 11008, 32, 32, 2048)),
+        "llama4_text": _TextModel("llama4_text", _sizes(202048, 5120, 8192, 48, 40, 131072)),
+        "mistral": _TextModel("mistral", _sizes(32000, 4096, 14336, 32, 32, 131072)),
+        "ministral3": _TextModel("ministral3", _sizes(131072, 4096, 14336, 34, 32, 262144)),
+        "qwen2": _TextModel("qwen2", _sizes(151936, 4096, 22016, 32, 32, 32768)),
+        "qwen3": _TextModel("qwen3", _sizes(151936, 4096, 22016, 32, 32, 32768)),
+        "qwen2_vl_text": _TextModel("qwen2", _QWEN2_VL, sections=True),
+        "qwen2_5_vl_text": _TextModel("qwen2", _QWEN2_VL, sections=True),
+        "qwen3_vl_text": _TextModel(
+            "qwen3", _sizes(151936, 4096, 22016, 32, 32, 128000, rope_theta=500000.0), sections=True
         ),
-        "qwen3_5_text": ("qwen3_5_text", _sizes(248320, 4096, 12288, 32, 16, 32768)),
-        "qwen3_5_moe_text": ("qwen3_5_moe_text", _sizes(248320, 2048, 512, 40, 16, 32768)),
-        "qwen3_vl_moe_text": (
-            "qwen3_moe",
-            _sizes(
-                *(151936, 2048, 5632, 24, 16, 128000),
-                num_key_value_heads=16,
-                moe_intermediate_size=1408,
-                norm_topk_prob=True,
-                num_experts_per_tok=4,
-                rope_theta=500000.0,
-            ),
+        "qwen3_5_text": _TextModel(
+            "qwen3_5_text", _sizes(248320, 4096, 12288, 32, 16, 32768), sections=True
+        ),
+        "qwen3_5_moe_text": _TextModel(
+            "qwen3_5_moe_text", _sizes(248320, 2048, 512, 40, 16, 32768), sections=True
+        ),
+        "qwen3_vl_moe_text": _TextModel(
+            "qwen3_moe", _QWEN3_VL_MOE, sections=True, tensors=QWEN3_VL_MOE
         ),
     }
 )
-"""Of a text model's `model_type`: the family that computes the same from text alone, and what
-transformers takes an absent field for, which published files leave out."""
-_IN_SECTIONS = (
-    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
-    *("qwen3_5_text", "qwen3_5_moe_text"),
-)
-"""Text models with a position for time, height and width each, which are the same in text."""
-
-
-_OWN_FILES = ("qwen3_vl_moe_text",)
-"""Text models whose tensors are stored otherwise than those of the family."""
+"""By their `model_type`."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +100,16 @@ class _Multimodal:
         texts: the `model_type`s of text models that it may have; the first, if the file says none.
         unused: fields without effect on text.
         tied: whether head and embedding are one if the file does not say.
+        tied_by: which file's field says so to transformers 5: the whole model's; or the text
+            model's, too, where that one is false; or the text model's alone.
+        flat: whether it was published with the text model's fields among the others.
     """
 
     texts: tuple[str, ...]
     unused: tuple[str, ...]
     tied: bool = False
+    tied_by: Literal["whole", "either", "text"] = "whole"
+    flat: bool = False
 
 
 _ANY_TEXT = "llama", "mistral", "qwen2", "qwen3"
@@ -122,16 +141,18 @@ MULTIMODAL: Mapping[str, _Multimodal] = MappingProxyType(
                 *("image_token_index", "image_token_id"),
                 *("boi_token_index", "boi_token_id", "eoi_token_index", "eoi_token_id"),
             ),
+            tied_by="text",
         ),
         "mistral3": _Multimodal(
             ("mistral", "ministral3"),
             (*_PROJECTOR, "multimodal_projector_bias", "spatial_merge_size"),
         ),
-        "llava": _Multimodal(_ANY_TEXT, _LLAVA),
+        "llava": _Multimodal(_ANY_TEXT, _LLAVA, tied_by="either"),
         "llava_next": _Multimodal(_ANY_TEXT, _LLAVA_NEXT),
         "llava_onevision": _Multimodal(
             ("qwen2", "llama", "mistral", "qwen3"),
             (*_LLAVA_NEXT, "video_token_index", "video_token_id", "vision_aspect_ratio"),
+            tied_by="either",
         ),
         "internvl": _Multimodal(
             ("qwen2", "llama", "mistral", "qwen3"),
@@ -140,23 +161,14 @@ MULTIMODAL: Mapping[str, _Multimodal] = MappingProxyType(
                 *("image_seq_length", "downsample_ratio", "vision_feature_select_strategy"),
             ),
         ),
-        "qwen2_vl": _Multimodal(("qwen2_vl_text",), _QWEN_VL),
-        "qwen2_5_vl": _Multimodal(("qwen2_5_vl_text",), _QWEN_VL),
+        "qwen2_vl": _Multimodal(("qwen2_vl_text",), _QWEN_VL, tied_by="either", flat=True),
+        "qwen2_5_vl": _Multimodal(("qwen2_5_vl_text",), _QWEN_VL, tied_by="either", flat=True),
         "qwen3_vl": _Multimodal(("qwen3_vl_text",), _QWEN_VL),
         "qwen3_vl_moe": _Multimodal(("qwen3_vl_moe_text",), _QWEN_VL),
         "qwen3_5": _Multimodal(("qwen3_5_text",), (*_QWEN_VL, "language_model_only")),
         "qwen3_5_moe": _Multimodal(("qwen3_5_moe_text",), (*_QWEN_VL, "language_model_only")),
     }
 )
-_FLAT = "qwen2_vl", "qwen2_5_vl"
-"""Families that were published with the text model's fields among the others."""
-
-_TIED_BY_EITHER = *_FLAT, "llava", "llava_onevision"
-"""Families in which the text model's field is heeded, too, where the whole model's is false."""
-
-
-_TIED_BY_TEXT = ("llama4",)
-"""Families in which the text model's field alone is heeded, by transformers 5, too."""
 
 
 def is_multimodal(fields: Fields) -> bool:
@@ -172,13 +184,16 @@ def _kind(fields: Fields) -> str | None:
 def text_kind(fields: Fields) -> str | None:
     """The family of the text model; of a file that is no multimodal one, its own."""
     told = _text_type(fields)
-    return _kind(fields) if told is None else TEXTS[told][0]
+    return _kind(fields) if told is None else TEXTS[told].family
 
 
-def stored_kind(fields: Fields) -> str | None:
-    """The family whose tensors are stored as those of the text model."""
+def tensors_of(fields: Fields) -> Tensors:
+    """How files hold the tensors of the text model, or of a model that is none but text."""
     told = _text_type(fields)
-    return told if told in _OWN_FILES else text_kind(fields)
+    if told is not None and (own := TEXTS[told].tensors) is not None:
+        return own
+    family = FAMILIES.get(text_kind(fields) or "")
+    return Tensors() if family is None else family.tensors
 
 
 def _text_type(fields: Fields) -> str | None:
@@ -207,7 +222,7 @@ def text_reader(fields: Fields) -> tuple[Reader, str]:
     if table is None:
         unused = {"model_type", "vision_config", "text_config", *family.unused}
         flat = {name: value for name, value in fields.items() if name not in unused}
-        if kind not in _FLAT:
+        if not family.flat:
             whole.mistakes.add("config.json needs an object for 'text_config'")
         table, place = Reader(flat, f"this {kind} model"), ""
         tied = whole.flag("tie_word_embeddings", family.tied)
@@ -217,23 +232,23 @@ def text_reader(fields: Fields) -> tuple[Reader, str]:
         whole.refuse_unread()
     told = table.text("model_type", default=texts[0], choices=texts) or texts[0]
     text = dict(table.fields) | {"tie_word_embeddings": tied}
-    if told in _IN_SECTIONS:
+    if TEXTS[told].sections:
         text = {name: _without_sections(value) for name, value in text.items()}
     ropes = [text.get(name) for name in ("rope_scaling", "rope_parameters")]
     known = [name for rope in ropes if isinstance(rope, Mapping) for name in rope]
-    defaults = {name: value for name, value in TEXTS[told][1].items() if name not in known}
+    defaults = {name: value for name, value in TEXTS[told].defaults.items() if name not in known}
     if told == "qwen3_vl_moe_text" and not {"num_experts", "num_local_experts"} & text.keys():
         defaults["num_experts"] = 60
     reader = Reader(defaults | text, f"this {kind} model", place)
     reader.mistakes = whole.mistakes
     _read_text_fields(reader, kind, told)
-    return reader, TEXTS[told][0]
+    return reader, TEXTS[told].family
 
 
 def _read_copies(whole: Reader, table: Reader, kind: str) -> None:
     """Read what a file has beside its text_config, too: the size of the vocabulary; all, as
     versions of transformers between 4 and 5 wrote it of Qwen's."""
-    names = {"vocab_size", *(table.fields if kind in _FLAT else ())} & {*whole.fields}
+    names = {"vocab_size", *(table.fields if MULTIMODAL[kind].flat else ())} & {*whole.fields}
     for name in names - {"model_type", "tie_word_embeddings"}:
         one, other = (_without_sections(of.fields.get(name)) for of in (whole, table))
         whole.without_effect(name)
@@ -243,11 +258,10 @@ def _read_copies(whole: Reader, table: Reader, kind: str) -> None:
 
 def _tied(whole: Reader, table: Reader, kind: str) -> bool:
     """Whether head and embedding are one: transformers 5 asks the whole model, 4 the text's."""
-    text = table.flag("tie_word_embeddings", MULTIMODAL[kind].tied)
+    family = MULTIMODAL[kind]
+    text = table.flag("tie_word_embeddings", family.tied)
     tied = whole.flag("tie_word_embeddings", text)
-    if kind in _TIED_BY_TEXT:
-        return text
-    return tied or (text and kind in _TIED_BY_EITHER)
+    return {"whole": tied, "either": tied or text, "text": text}[family.tied_by]
 
 
 def _without_sections(value: Any) -> Any:

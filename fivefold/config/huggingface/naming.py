@@ -23,11 +23,7 @@ _THEIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "ffn_hidden_size": ("intermediate_size", "n_inner", "ffn_hidden_size"),
         "max_position_embeddings": ("max_position_embeddings", "n_positions"),
         "norm_epsilon": (
-            "rms_norm_eps",
-            "layer_norm_eps",
-            "layer_norm_epsilon",
-            "norm_epsilon",
-            "norm_eps",
+            *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
         ),
         "softmax_scale": ("attention_multiplier",),
         "init_method_std": ("initializer_range",),

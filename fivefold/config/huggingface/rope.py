@@ -9,7 +9,7 @@ from typing import Any
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.model import longrope_attention
 
-_SCALING: Mapping[str, str] = MappingProxyType(
+LLAMA3: Mapping[str, str] = MappingProxyType(
     {
         "rope_scaling_factor": "factor",
         "rope_low_freq_factor": "low_freq_factor",
@@ -17,6 +17,7 @@ _SCALING: Mapping[str, str] = MappingProxyType(
         "rope_original_max_position_embeddings": "original_max_position_embeddings",
     }
 )
+"""ModelConfig's names of the settings of Llama 3's scaling, and those of a config.json."""
 _SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope")
 PHI3 = ("default", "longrope", "su", "yarn")
 """Kinds in Phi-3's files, of which all but the first are names of LongRoPE."""
@@ -225,10 +226,10 @@ def _scaling(
             table.mistakes.add('rope_type = "linear" needs factor, which positions are divided by')
         scaling = (("rotary_seq_len_interpolation_factor", table.number("factor", 1.0)),)
     if kind == "llama3":
-        missing = [name for name in _SCALING.values() if name not in table.fields]
+        missing = [name for name in LLAMA3.values() if name not in table.fields]
         if missing:
             table.mistakes.add(f"llama3 RoPE scaling needs {', '.join(missing)}")
-        *factors, original = _SCALING.items()
+        *factors, original = LLAMA3.items()
         scaling = (
             ("use_rope_scaling", True),
             *((ours, table.number(theirs, 1.0)) for ours, theirs in factors),

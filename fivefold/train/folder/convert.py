@@ -19,6 +19,7 @@ from fivefold.checkpoint.reader import fill
 from fivefold.config.config import Config
 from fivefold.config.huggingface import from_hf_config, read_adapter
 from fivefold.config.huggingface.comparing import differences
+from fivefold.config.huggingface.families import FAMILIES
 from fivefold.config.huggingface.write import to_hf_config
 from fivefold.config.model import ModelConfig
 from fivefold.config.sources import read_config, to_toml
@@ -156,7 +157,8 @@ def _one_to_hub(
     fields = _fields(source / SIDE, model.base)
     asked = None if dtype is None else DTYPES[dtype]
     kind = fields["model_type"]
-    places = stored_tensors(kind, model.base, neighbours=stores_neighbours(fields))
+    how, neighbours = FAMILIES[kind].tensors, stores_neighbours(fields)
+    places = stored_tensors(how, model.base, neighbours=neighbours)
 
     def read(name: str, slices: tuple[slice, ...]) -> Tensor:
         saved = index[name]

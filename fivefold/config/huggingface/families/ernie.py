@@ -2,23 +2,29 @@
 
 from dataclasses import replace
 
+from fivefold.config.huggingface.family import EACH, Family, Fields, Tensors
 from fivefold.config.huggingface.generic import read_balancing
-from fivefold.config.huggingface.llama import llama_like
+from fivefold.config.huggingface.llama_like import LlamaLike
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.layer_pattern import layer_frequency
 from fivefold.config.model import ModelConfig
 
+_DENSE = LlamaLike(*(2, 128, 1e-5, 500000.0), tied=True, null_head_dim=True, code=True, padded=True)
+_MIXTURE = LlamaLike(
+    *(4, None, 1e-5, 500000.0), tied=True, null_key_value_heads=False, code=True, padded=True
+)
 
-def ernie4_5(reader: Reader, kind: str) -> ModelConfig:
+
+def _dense(reader: Reader) -> ModelConfig:
     """The dense model, whose linear layers all have biases, or none."""
-    model = llama_like(reader, kind)
+    model = _DENSE.read(reader)
     reader.fixed("attention_dropout", 0.0, why="transformers has none in this family")
     return replace(model, add_bias_linear=reader.flag("use_bias", False))
 
 
-def ernie4_5_moe(reader: Reader, kind: str) -> ModelConfig:
+def _mixture(reader: Reader) -> ModelConfig:
     """Experts after dense layers, chosen by a softmax with a bias, and some of all tokens."""
-    model = llama_like(reader, kind)
+    model = _MIXTURE.read(reader)
     layers = model.num_layers
     read_balancing(reader)
     reader.fixed("attention_dropout", 0.0, why="transformers has none in this family")
@@ -49,3 +55,35 @@ def ernie4_5_moe(reader: Reader, kind: str) -> ModelConfig:
         moe_shared_expert_intermediate_size=shared * inner or None,
         moe_layer_freq=layer_frequency(sparse),
     )
+
+
+def _write(model: ModelConfig) -> Fields:
+    fields = _DENSE.write(model) | {"use_bias": model.add_bias_linear}
+    del fields["attention_dropout"]  # there is none in this family
+    return fields
+
+
+def _write_mixture(model: ModelConfig) -> Fields:
+    sparse = [layer for layer in range(model.num_layers) if model.is_moe(layer)]
+    interval = sparse[1] - sparse[0] if len(sparse) > 1 else 1
+    return _write(model) | {
+        "moe_num_experts": model.num_experts,
+        "moe_k": model.moe_router_topk,
+        "moe_intermediate_size": model.expert_ffn_size,
+        "moe_num_shared_experts": model.shared_ffn_size // model.expert_ffn_size,
+        "moe_layer_start_index": sparse[0] if sparse else model.num_layers,
+        "moe_layer_end_index": sparse[-1] if sparse else -1,
+        "moe_layer_interval": interval,
+    }
+
+
+_NAMES = {
+    ".mlp.router.expert_bias": ".mlp.moe_statics.e_score_correction_bias",
+    ".mlp.router.": ".mlp.gate.",
+    **EACH,
+}
+_MOE = Tensors(_NAMES, pairs=True, bias_in_row=True, left_out=("mtp_",))
+FAMILIES = (
+    Family("ernie4_5", "Ernie4_5ForCausalLM", _dense, _write, Tensors(pairs=True)),
+    Family("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", _mixture, _write_mixture, _MOE),
+)

@@ -2,15 +2,24 @@
 
 from dataclasses import replace
 
+from fivefold.config.huggingface.family import EACH, Family, Fields, Names, Tensors
 from fivefold.config.huggingface.generic import read_balancing
-from fivefold.config.huggingface.llama import llama_like
+from fivefold.config.huggingface.llama_like import LlamaLike
 from fivefold.config.huggingface.reader import Reader
+from fivefold.config.huggingface.rope import Rope, raised_rope
 from fivefold.config.model import ModelConfig
 
 
-def hunyuan(reader: Reader, kind: str) -> ModelConfig:
+def _rope(reader: Reader, default: Rope) -> Rope:
+    return raised_rope(reader, default, reader.size("head_dim"))
+
+
+_HUNYUAN = LlamaLike(rms_norm_eps=1e-5, heads="per_head", rope=_rope, code=True)
+
+
+def _dense(reader: Reader) -> ModelConfig:
     """The dense models (0.5B to 7B, Hunyuan-MT)."""
-    model = llama_like(reader, kind)
+    model = _HUNYUAN.read(reader)
     # Of the published files, which transformers has no use for.
     reader.fixed("attention_head_dim", model.head_dim)
     for name in ("use_qk_norm", "use_rotary_pos_emb"):
@@ -22,9 +31,9 @@ def hunyuan(reader: Reader, kind: str) -> ModelConfig:
     return replace(model, qk_layernorm_after_rope=True)
 
 
-def hunyuan_moe(reader: Reader, kind: str) -> ModelConfig:
+def _mixture(reader: Reader) -> ModelConfig:
     """Hunyuan-A13B: experts in every layer, and one of all tokens."""
-    model = hunyuan(reader, kind)
+    model = _dense(reader)
     read_balancing(reader)
     layers, inner = model.num_layers, model.ffn_size
     reader.fixed("moe_intermediate_size", inner, [inner] * layers)
@@ -60,4 +69,24 @@ def _topk(reader: Reader, layers: int) -> int:
 _TOKENS = (
     *("eod_token_id", "pad_id", "im_start_id", "im_end_id", "im_newline_id", "image_token_id"),
     *("text_start_id", "text_end_id", "mask_init_id", "org_vocab_size"),
+)
+
+
+def _write_mixture(model: ModelConfig) -> Fields:
+    return _HUNYUAN.write(model) | {
+        "num_experts": model.num_experts,
+        "moe_topk": model.moe_router_topk,
+        "intermediate_size": model.expert_ffn_size,
+    }
+
+
+_NAMES: Names = {
+    ".self_attn.q_norm.": ".self_attn.query_layernorm.",
+    ".self_attn.k_norm.": ".self_attn.key_layernorm.",
+}
+_OF_EXPERTS = {".mlp.router.": ".mlp.gate.wg.", ".mlp.shared_experts.": ".mlp.shared_mlp.", **EACH}
+_DENSE, _MOE = Tensors(_NAMES), Tensors({**_OF_EXPERTS, **_NAMES})
+FAMILIES = (
+    Family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", _dense, _HUNYUAN.write, _DENSE),
+    Family("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", _mixture, _write_mixture, _MOE),
 )

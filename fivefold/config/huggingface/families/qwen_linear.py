@@ -1,31 +1,50 @@
 """Qwen3-Next and the text models of Qwen3.5: Gated DeltaNet in three of four layers."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from fivefold.config.by_layer import OF_LINEAR_ATTENTION
+from fivefold.config.huggingface.families.qwen import (
+    QWEN_MOE_NAMES,
+    qwen_expert_fields,
+    qwen_experts,
+)
+from fivefold.config.huggingface.family import Family, Fields, Tensors
 from fivefold.config.huggingface.generic import read_balancing
-from fivefold.config.huggingface.llama import llama_like
-from fivefold.config.huggingface.mixtures import qwen_moe
+from fivefold.config.huggingface.llama_like import LlamaLike
 from fivefold.config.huggingface.reader import Reader
+from fivefold.config.huggingface.rope import read_rope
 from fivefold.config.layer_pattern import window_frequency
 from fivefold.config.model import ModelConfig
 
+_NEXT = LlamaLike(
+    *(2, 256), rotary_share=0.25, heads="per_head", null_key_value_heads=False, rope=read_rope
+)
+_QWEN35 = replace(
+    _NEXT,
+    num_key_value_heads=4,
+    rope=partial(read_rope, ignored=("mrope_section", "mrope_interleaved")),
+)
+_QWEN35_MOE = replace(_QWEN35, num_key_value_heads=2, dense=False)
 
-def qwen3_next(reader: Reader, kind: str) -> ModelConfig:
+
+def _qwen3_next(reader: Reader) -> ModelConfig:
     """Qwen3-Next: Qwen2-MoE's experts, of more normalised weights."""
     reader.fixed("use_sliding_window", False)
-    return _hybrid(reader, qwen_moe(reader, kind))
+    model = _NEXT.read(reader)
+    return _hybrid(reader, qwen_experts(reader, model, shared=512, normalised=True))
 
 
-def qwen3_5(reader: Reader, kind: str) -> ModelConfig:
+def _qwen3_5(reader: Reader) -> ModelConfig:
     """Qwen3.5's dense text models."""
     _read_unused(reader)
-    return _hybrid(reader, llama_like(reader, kind))
+    return _hybrid(reader, _QWEN35.read(reader))
 
 
-def qwen3_5_moe(reader: Reader, kind: str) -> ModelConfig:
+def _qwen3_5_moe(reader: Reader) -> ModelConfig:
     """Qwen3.5's text models with experts in every layer."""
-    model = llama_like(reader, kind)
+    model = _QWEN35_MOE.read(reader)
     _read_unused(reader)
     read_balancing(reader)
     reader.without_effect("intermediate_size")  # of dense layers, which there are none of
@@ -98,3 +117,43 @@ _SIZES = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
+
+
+def _hybrid_fields(model: ModelConfig) -> Fields:
+    linear = [model.is_linear(layer) for layer in range(model.num_layers)]
+    return {
+        "layer_types": [f"{'linear' if has else 'full'}_attention" for has in linear],
+        **{name: getattr(model, name) for name in OF_LINEAR_ATTENTION[1:]},
+    }
+
+
+def _write_dense(model: ModelConfig) -> Fields:
+    share = {"partial_rotary_factor": model.rotary_percent}
+    return _QWEN35.write(model) | share | _hybrid_fields(model)
+
+
+def _write_mixture(model: ModelConfig) -> Fields:
+    fields = _NEXT.write(model) | qwen_expert_fields(model)
+    fields["partial_rotary_factor"] = model.rotary_percent
+    fields["shared_expert_intermediate_size"] = model.shared_ffn_size
+    return fields | _hybrid_fields(model)
+
+
+def _write_qwen3_5_moe(model: ModelConfig) -> Fields:
+    fields = _write_mixture(model)
+    del fields["intermediate_size"]  # of dense layers
+    return fields
+
+
+_NEXT_FILES = Tensors(QWEN_MOE_NAMES, left_out=("mtp.",))
+_APART = {
+    "in_proj_qkvz.": ("in_proj_qkv.", "in_proj_z."),
+    "in_proj_ba.": ("in_proj_b.", "in_proj_a."),
+}
+_DENSE = Tensors(apart=_APART, left_out=("mtp.",))
+_MOE = replace(_DENSE, names=QWEN_MOE_NAMES, also="together")
+FAMILIES = (
+    Family("qwen3_next", "Qwen3NextForCausalLM", _qwen3_next, _write_mixture, _NEXT_FILES),
+    Family("qwen3_5_text", "Qwen3_5ForCausalLM", _qwen3_5, _write_dense, _DENSE),
+    Family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _qwen3_5_moe, _write_qwen3_5_moe, _MOE),
+)

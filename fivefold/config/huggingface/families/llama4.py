@@ -1,40 +1,41 @@
 """Llama 4 for text: experts that read weighted tokens, attention in chunks, layers without RoPE."""
 
+from dataclasses import replace
 from typing import Any
 
-from fivefold.config.huggingface.generic import read_balancing, read_stored_weights
-from fivefold.config.huggingface.llama import activation, transformer_sizes, unrotated_layers
+from fivefold.config.huggingface import windows
+from fivefold.config.huggingface.family import Family, Fields, Tensors
+from fivefold.config.huggingface.generic import read_balancing
+from fivefold.config.huggingface.llama_like import LlamaLike
 from fivefold.config.huggingface.reader import Reader
-from fivefold.config.huggingface.rope import Rope, whole_head_rope
 from fivefold.config.layer_pattern import layer_frequency, unrotated_frequency
 from fivefold.config.model import ModelConfig
 
 
-def llama4(reader: Reader, kind: str) -> ModelConfig:
-    """Adjacent rotary features are paired; heads are normalised after RoPE, without weights."""
-    sizes = transformer_sizes(reader)
-    layers = sizes["num_layers"]
-    read_stored_weights(reader)
+def _biases(reader: Reader) -> dict[str, Any]:
     reader.fixed("attention_bias", False)
+    return {}
+
+
+_LLAMA4 = LlamaLike(
+    *(8, 128, 1e-5, 500000.0), null_head_dim=True, dense=False, biases=_biases, windows=None
+)
+
+
+def _read(reader: Reader) -> ModelConfig:
+    """Adjacent rotary features are paired; heads are normalised after RoPE, without weights."""
+    model = _LLAMA4.read(reader)
     reader.fixed("for_llm_compressor", False)
     reader.without_effect("cache_implementation", "router_jitter_noise")
-    rope = whole_head_rope(reader, Rope(500000.0, 1.0, "default"))
-    unrotated = unrotated_layers(reader, layers)
-    return ModelConfig(
-        **sizes,
-        num_query_groups=reader.optional_size("num_key_value_heads", default=8),
-        kv_channels=reader.optional_size("head_dim", default=128),
+    unrotated = windows.unrotated(reader, model.num_layers)
+    return replace(
+        model,
         ffn_hidden_size=reader.size("intermediate_size_mlp", default=16384),
-        norm_epsilon=reader.number("rms_norm_eps", 1e-5),
-        activation_func=activation(reader, "hidden_act", "silu"),
         qk_l2_norm=reader.flag("use_qk_norm", True),
-        untie_embeddings_and_output_weights=not reader.flag("tie_word_embeddings", False),
-        attention_dropout=reader.number("attention_dropout", 0.0),
         no_rope_freq=unrotated_frequency(unrotated),
         attention_chunk_size=_chunks(reader, unrotated),
         **_temperature(reader, unrotated),
-        **_experts(reader, layers),
-        **rope.settings(),
+        **_experts(reader, model.num_layers),
     )
 
 
@@ -89,3 +90,36 @@ def _experts(reader: Reader, layers: int) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": inner,
         "moe_layer_freq": layer_frequency([layer in sparse for layer in range(layers)]),
     }
+
+
+def _write(model: ModelConfig) -> Fields:
+    rotates = [model.rotates(layer) for layer in range(model.num_layers)]
+    chunks, types = model.attention_chunk_size, ("full_attention", "chunked_attention")
+    return _LLAMA4.write(model) | {
+        "intermediate_size": model.expert_ffn_size,
+        "intermediate_size_mlp": model.ffn_size,
+        "num_local_experts": model.num_experts or 1,  # of no layer, but transformers wants a number
+        "num_experts_per_tok": 1,
+        "moe_layers": [layer for layer in range(model.num_layers) if model.is_moe(layer)],
+        "use_qk_norm": model.qk_l2_norm,
+        "no_rope_layers": [int(turns) for turns in rotates],
+        "attention_chunk_size": chunks,
+        "layer_types": [types[chunks is not None and turns] for turns in rotates],
+        "attn_temperature_tuning": model.attn_temperature_tuning,
+        "floor_scale": model.floor_scale,
+        "attn_scale": model.attn_scale,
+    }
+
+
+_TENSORS = Tensors(
+    {
+        ".mlp.shared_experts.": ".feed_forward.shared_expert.",
+        ".mlp.experts.gate_proj.weight": ".feed_forward.experts.gate_up_proj",
+        ".mlp.experts.up_proj.weight": ".feed_forward.experts.gate_up_proj",
+        ".mlp.experts.down_proj.weight": ".feed_forward.experts.down_proj",
+        ".mlp.": ".feed_forward.",
+    },
+    experts="transposed",
+    pairs=True,
+)
+FAMILIES = (Family("llama4_text", "Llama4ForCausalLM", _read, _write, _TENSORS),)

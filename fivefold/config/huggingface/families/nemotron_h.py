@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from fivefold.config.huggingface.llama import activation
+from fivefold.config.huggingface.family import EACH, Family, Fields, Tensors
+from fivefold.config.huggingface.fields import activation_name, size_fields
+from fivefold.config.huggingface.llama_like import activation
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.model import MAMBA_TAPS, ModelConfig
 
@@ -17,7 +19,7 @@ _TYPES = {
 """Mixers by their names in lists, which transformers has had others for before."""
 
 
-def nemotron_h(reader: Reader, kind: str) -> ModelConfig:
+def _read(reader: Reader) -> ModelConfig:
     """Squared ReLUs without gates, attention without positions, and no biases."""
     _read_unused(reader)
     pattern = _pattern(reader)
@@ -121,3 +123,58 @@ def _read_unused(reader: Reader) -> None:
     reader.without_effect("num_nextn_predict_layers", "mtp_layers_block_type")
     reader.without_effect("mtp_hybrid_override_pattern")
     reader.fixed("quantization_config", None, {})
+
+
+def _write(model: ModelConfig) -> Fields:
+    sizes = size_fields(model)
+    del sizes["num_hidden_layers"]
+    names = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    states, experts = model.states, {}
+    if model.num_experts is not None:
+        experts = {
+            "n_routed_experts": model.num_experts,
+            "num_experts_per_tok": model.moe_router_topk,
+            "moe_intermediate_size": model.expert_ffn_size,
+            "moe_shared_expert_intermediate_size": model.shared_ffn_size,
+            "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+            "n_group": model.moe_router_num_groups or 1,
+            "topk_group": model.moe_router_group_topk or 1,
+        }
+        if model.moe_latent_size is not None:
+            experts["moe_latent_size"] = model.moe_latent_size
+    return {
+        **sizes,
+        "layers_block_type": [names[letter] for letter in model.hybrid_override_pattern or ""],
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "intermediate_size": model.ffn_size,
+        "mlp_hidden_act": activation_name(model),
+        "layer_norm_epsilon": model.norm_epsilon,
+        "attention_dropout": model.attention_dropout,
+        "ssm_state_size": states.key,
+        "mamba_head_dim": states.value,
+        "n_groups": states.groups,
+        "mamba_num_heads": states.heads,
+        "rescale_prenorm_residual": False,
+        **experts,
+    }
+
+
+_TENSORS = Tensors(
+    {
+        "embed_tokens.": "embeddings.",
+        ".input_layernorm.": ".norm.",
+        ".post_attention_layernorm.": ".norm.",
+        ".self_attn.in_proj_xbcz.": ".mixer.in_proj.",
+        ".self_attn.in_proj_dt.": ".mixer.in_proj.",
+        ".self_attn.": ".mixer.",
+        ".mlp.router.expert_bias": ".mixer.gate.e_score_correction_bias",
+        ".mlp.router.": ".mixer.gate.",
+        ".mlp.": ".mixer.",
+        **EACH,
+    },
+    base="backbone.",
+    last="norm_f.",
+    left_out=("mtp.",),
+)
+FAMILIES = (Family("nemotron_h", "NemotronHForCausalLM", _read, _write, _TENSORS),)

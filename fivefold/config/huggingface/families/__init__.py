@@ -1,0 +1,36 @@
+"""All families of which models are read: a record each, in the order in which a config.json is
+sought that can say what a model is."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from fivefold.config.huggingface.families import (
+    cohere,
+    deepseek,
+    ernie,
+    exaone,
+    gemma,
+    glm,
+    gpt,
+    gpt_oss,
+    granite,
+    hunyuan,
+    llama,
+    llama4,
+    mistral,
+    nemotron_h,
+    olmo,
+    phi,
+    qwen,
+    qwen_linear,
+)
+from fivefold.config.huggingface.family import Family
+
+_MODULES = (
+    *(llama, mistral, qwen, phi, granite, glm, exaone, olmo, gemma, gpt, cohere, ernie),
+    *(qwen_linear, gpt_oss, hunyuan, llama4, nemotron_h, deepseek),
+)
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {family.kind: family for module in _MODULES for family in module.FAMILIES}
+)
+"""By their `model_type`."""

@@ -1,0 +1,116 @@
+"""Granite 3 and 4: Llama's layers, or Mixtral's experts, with factors."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from fivefold.config.huggingface.comparing import softmax_scale
+from fivefold.config.huggingface.families.mistral import mixtral_fields
+from fivefold.config.huggingface.family import Family, Fields, Names, Tensors
+from fivefold.config.huggingface.generic import read_balancing
+from fivefold.config.huggingface.llama_like import LlamaLike, bias_fields, equal_biases
+from fivefold.config.huggingface.reader import Reader
+from fivefold.config.model import ModelConfig
+
+_MIXTURE = LlamaLike()  # whose attention_bias would affect attention alone
+_DENSE = replace(_MIXTURE, biases=equal_biases)
+_FACTORS = "embedding_multiplier", "residual_multiplier", "logits_scaling"
+
+
+def _granite(reader: Reader, like: LlamaLike = _DENSE) -> ModelConfig:
+    """The dense models; a missing factor is 1, that of scores, too."""
+    factors: dict[str, Any] = {name: reader.number(name, 1.0) for name in _FACTORS}
+    factors["softmax_scale"] = reader.number("attention_multiplier", 1.0)
+    return replace(like.read(reader), **factors)
+
+
+def _mixture(reader: Reader, *, shared: bool = False) -> ModelConfig:
+    """Mixtral's experts; or also an expert of all tokens."""
+    model = _granite(reader, _MIXTURE)
+    read_balancing(reader)
+    size = reader.size("shared_intermediate_size", default=0, least=0) if shared else 0
+    return replace(
+        model,
+        moe_shared_expert_intermediate_size=size or None,
+        num_experts=reader.size("num_local_experts", "num_experts", default=8),
+        moe_router_topk=reader.size("num_experts_per_tok", default=2),
+    )
+
+
+def _hybrid(reader: Reader) -> ModelConfig:
+    """Granite 4 in files of the family that also has Mamba layers and experts: those with attention
+    in every layer (Micro, and the small ones), which are Granite 3's."""
+    model = _granite(reader, _MIXTURE)
+    read_balancing(reader)
+    names = "layer_types", "layers_block_type"
+    types = next(filter(None, [reader.texts(name, _ATTENTION) for name in names]), None)
+    if types is None:
+        why = "transformers gives all layers Mamba, which there is none of here"
+        reader.unsupported("layer_types", None, [["attention"] * model.num_layers], why)
+    else:
+        reader.has_each_layer("layer_types", types, model.num_layers)
+    if reader.fields.get("num_local_experts") != 0:
+        told = reader.fields.get("num_local_experts", 8)
+        reader.unsupported("num_local_experts", told, [0], "granitemoeshared has experts")
+    if (position := reader.fields.get("position_embedding_type")) != "rope":
+        why = "layers without RoPE would know no positions"
+        reader.unsupported("position_embedding_type", position, ["rope"], why)
+    reader.without_effect("num_local_experts", "num_experts_per_tok", "position_embedding_type")
+    reader.without_effect(*_OF_MAMBA, "init_method")
+    reader.fixed("normalization_function", "rmsnorm")
+    return replace(model, ffn_hidden_size=reader.size("shared_intermediate_size", default=1024))
+
+
+def _write(model: ModelConfig) -> Fields:
+    factors = {name: getattr(model, name) for name in _FACTORS}
+    return _MIXTURE.write(model) | factors | {"attention_multiplier": softmax_scale(model)}
+
+
+def _write_mixture(model: ModelConfig) -> Fields:
+    return _write(model) | mixtral_fields(model)
+
+
+_ATTENTION = "attention", "full_attention"
+_OF_MAMBA = (
+    *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
+    *("mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit"),
+)
+
+
+def _joint(ours: str, theirs: str) -> Names:
+    """Gate and up in one linear layer."""
+    names = {f".{ours}.{part}_proj.": f".{theirs}.input_linear." for part in ("gate", "up")}
+    return names | {f".{ours}.down_proj.": f".{theirs}.output_linear."}
+
+
+_NAMES: Names = {
+    ".mlp.router.": ".block_sparse_moe.router.layer.",
+    **_joint("mlp.experts", "block_sparse_moe"),
+}
+_SHARED: Names = {**_joint("mlp.shared_experts", "shared_mlp"), **_NAMES}
+FAMILIES = (
+    Family(
+        "granite", "GraniteForCausalLM", _granite, lambda model: _write(model) | bias_fields(model)
+    ),
+    Family(
+        "granitemoe",
+        "GraniteMoeForCausalLM",
+        _mixture,
+        _write_mixture,
+        Tensors(_NAMES, joint_mlp=True, experts="together"),
+    ),
+    Family(
+        "granitemoeshared",
+        "GraniteMoeSharedForCausalLM",
+        partial(_mixture, shared=True),
+        lambda model: _write_mixture(model) | {"shared_intermediate_size": model.shared_ffn_size},
+        Tensors(_SHARED, joint_mlp=True, experts="together"),
+    ),
+    Family(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        _hybrid,
+        None,
+        Tensors(_joint("mlp", "shared_mlp"), joint_mlp=True),
+    ),
+)

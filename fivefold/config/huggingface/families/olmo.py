@@ -1,0 +1,61 @@
+"""OLMo 2 and 3, and OLMoE: all query heads normalised together, and all key heads."""
+
+from dataclasses import replace
+
+from fivefold.config.huggingface import windows
+from fivefold.config.huggingface.families.mistral import mixtral_fields
+from fivefold.config.huggingface.families.qwen import QWEN_MOE_NAMES
+from fivefold.config.huggingface.family import AFTER, Family, Fields, Tensors
+from fivefold.config.huggingface.generic import read_balancing
+from fivefold.config.huggingface.llama_like import LlamaLike, refuse_head_dim
+from fivefold.config.huggingface.reader import Reader
+from fivefold.config.huggingface.rope import Rope, rope_by_layer
+from fivefold.config.model import ModelConfig
+
+_OLMOE = LlamaLike(rms_norm_eps=1e-5, heads="all_heads", padded=True)
+_OLMO2 = replace(_OLMOE, norms="after")
+_OLMO3 = replace(_OLMO2, windows=None, rope=None)
+
+
+def _olmo3(reader: Reader) -> ModelConfig:
+    """OLMo 3: OLMo 2 with windows in three of four layers, whose RoPE is not scaled."""
+    model = _OLMO3.read(reader)
+    slides, usual = windows.listed(reader, model.num_layers), 500000.0
+    slides = slides or tuple((layer + 1) % 4 != 0 for layer in range(model.num_layers))
+    if reader.fields.get("rope_parameters") is None:
+        why = f"transformers 5 gives layers with a window {usual:.0f}, whatever stands here"
+        reader.fixed("rope_theta", usual, why=why)
+    rope, base = rope_by_layer(reader, Rope(usual, 1.0, "default"), usual)
+    return replace(model, **windows.beside_rope(reader, slides, rope, base))
+
+
+def _olmoe(reader: Reader) -> ModelConfig:
+    """OLMoE: experts in every layer, whose weights are those of a softmax over all of them."""
+    model = _OLMOE.read(reader)
+    reader.fixed("clip_qkv", None)
+    read_balancing(reader)
+    refuse_head_dim(reader, model, "norms there have hidden_size features of queries")
+    return replace(
+        model,
+        num_experts=reader.size("num_experts", "num_local_experts", default=64),
+        moe_router_topk=reader.size("num_experts_per_tok", default=8),
+        moe_router_pre_softmax=not reader.flag("norm_topk_prob", False),
+    )
+
+
+def _write_olmoe(model: ModelConfig) -> Fields:
+    normalised = {"norm_topk_prob": not model.moe_router_pre_softmax}
+    return _OLMOE.write(model) | mixtral_fields(model) | normalised
+
+
+FAMILIES = (
+    Family("olmo2", "Olmo2ForCausalLM", _OLMO2.read, _OLMO2.write, Tensors(AFTER)),
+    Family(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        _olmo3,
+        lambda model: _OLMO3.write(model) | windows.fields(model),
+        Tensors(AFTER),
+    ),
+    Family("olmoe", "OlmoeForCausalLM", _olmoe, _write_olmoe, Tensors(QWEN_MOE_NAMES)),
+)

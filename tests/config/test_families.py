@@ -1,0 +1,34 @@
+"""Every family has what its record does not hold: a small model in the tests, a row in the docs."""
+
+import re
+from pathlib import Path
+
+from fivefold.config.huggingface.families import FAMILIES
+from fivefold.config.huggingface.multimodal import MULTIMODAL, TEXTS
+from tests.config.families import CASES
+from tests.config.multimodal import TINY as TINY_MULTIMODAL
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "config-json.md"
+
+
+def test_each_family_has_a_small_model() -> None:
+    assert {fields["model_type"] for fields in CASES.values()} == {*FAMILIES}
+    assert {*TINY_MULTIMODAL} == {*MULTIMODAL}
+    assert {text.family for text in TEXTS.values()} <= {*FAMILIES}
+
+
+def test_each_family_is_the_class_that_transformers_has_for_it() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    told = {kind: family.architecture for kind, family in FAMILIES.items()}
+    assert told == {kind: CLASSES.get(kind, CLASSES["deepseek_v3"]) for kind in FAMILIES}  # Kimi-K2
+
+
+def test_each_family_has_one_row_in_the_docs() -> None:
+    text = PAGE.read_text()
+    rows = re.findall(r"^\| ((?:`\w+` ?)+)\|", text, re.MULTILINE)
+    named = [kind for row in rows for kind in re.findall(r"`(\w+)`", row)]
+    assert sorted(named) == sorted(["model_type", *FAMILIES])
+    _, _, multimodal = text.partition("\nOf multimodal models ")
+    prose, _, _ = multimodal.partition(" Its fields are in ")
+    assert {*re.findall(r"`(\w+)`", prose)} == {*MULTIMODAL}
