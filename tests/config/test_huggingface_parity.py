@@ -146,6 +146,12 @@ def test_groups_of_experts_without_their_count_are_refused(count: str) -> None:
         from_hf_config(CASES["deepseek_v2"] | groups)
 
 
+@pytest.mark.parametrize("field", [{"layer_types": None}, {"layer_types": []}])
+def test_lists_of_mixers_without_any_are_refused(field: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="layer_types = .* is not supported"):
+        from_hf_config(CASES["nemotron_h"] | field)
+
+
 @pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "glm4_moe", "dots1", "nemotron_h"])
 def test_more_groups_than_there_are_cannot_be_chosen(kind: str) -> None:
     method = {"topk_method": "group_limited_greedy"} if kind == "deepseek_v2" else {}

@@ -54,11 +54,13 @@ def _read(reader: Reader) -> ModelConfig:
 
 def _pattern(reader: Reader) -> str:
     """The mixers: a list of names, which goes before a pattern of letters."""
-    listed = {
-        name: "".join(_TYPES[word] for word in words)
-        for name in ("layers_block_type", "layer_types")
-        if (words := reader.texts(name, tuple(_TYPES)))
-    }
+    listed: dict[str, str] = {}
+    for name, empty in (("layers_block_type", [[]]), ("layer_types", [[], None])):
+        if words := reader.texts(name, tuple(_TYPES)):
+            listed[name] = "".join(_TYPES[word] for word in words)
+        elif reader.fields.get(name, "") in empty:
+            why = "transformers lists no layers then, whatever hybrid_override_pattern says"
+            reader.unsupported(name, reader.fields[name], [["mamba", "mlp"]], why)
     if len({*listed.values()}) > 1:
         reader.contradict({name: reader.fields[name] for name in listed})
     if listed:
