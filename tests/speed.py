@@ -9,13 +9,16 @@ USUAL_SECONDS = 0.02
 
 
 def usual_seconds(work: Callable[[], object], *, repeat: int = 1) -> float:
-    """CPU seconds of `work` on that processor: the fastest of `repeat` runs.
+    """CPU seconds of `work` on that processor: the fewest of `repeat` runs.
 
-    This processor is measured before and after, since another job may share it.
+    This processor is measured before and after each, since another job may share it.
     """
-    before = _squares()
-    seconds = min(timeit.repeat(work, timer=time.process_time, number=1, repeat=repeat))
-    return seconds * USUAL_SECONDS * 2 / (before + _squares())
+    measured, found = [_squares()], []
+    for _ in range(repeat):
+        seconds = timeit.timeit(work, timer=time.process_time, number=1)
+        measured.append(_squares())
+        found.append(seconds * USUAL_SECONDS * 2 / sum(measured[-2:]))
+    return min(found)
 
 
 def _squares() -> float:

@@ -299,6 +299,7 @@ def forward_flops(
     return Flops(2 * weights, states + int(scores))
 
 
+@lru_cache(maxsize=1024)  # asked for each of thousands of layouts of the same model
 def training_flops(
     model: ModelConfig,
     seq_length: int,
