@@ -148,7 +148,7 @@ def test_groups_of_experts_without_their_count_are_refused(count: str) -> None:
 
 @pytest.mark.parametrize("field", [{"layer_types": None}, {"layer_types": []}])
 def test_lists_of_mixers_without_any_are_refused(field: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="layer_types = .* is not supported"):
+    with pytest.raises(ConfigError, match=r"layer_types = .* is not supported"):
         from_hf_config(CASES["nemotron_h"] | field)
 
 
