@@ -12,7 +12,7 @@ from fivefold.config.settings import flag_of
 from fivefold.errors import ConfigError
 from fivefold.train.folder.preflight import check_start, with_home
 
-OPENED_BY_DATA = ("data_path", "data_cache_path")
+OPENED_BY_DATA = ("data_path", "data_cache_path", "tokenizer_model")
 FOLDERS = [name for name, each in SETTINGS.items() if each.kind is str and "folder" in each.help]
 
 
