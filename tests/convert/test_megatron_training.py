@@ -443,7 +443,7 @@ def test_a_translated_job_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[
     recipe, folder = tmp_path / "job.toml", FOLDER / "sharded"
     assert main(["translate", str(folder), str(recipe)]) == 0
     told = capsys.readouterr().out
-    assert f"fivefold train {recipe} --load {folder}" in told
+    assert f"fivefold train {recipe} --nproc 1 --load {folder}" in told
     saved = tmp_path / "run"
     words = ["train", str(recipe), "--load", str(folder), "--save", str(saved)]
     assert main([*words, "--train-iters", "5"]) == 0
