@@ -165,11 +165,6 @@ class LayerTimes(OperationTimes):
         blocks = self._blocks(kind)
         return added(self._once((name, *b[0]), partial(of_block, *b))["sum"] for b in blocks)
 
-    @property
-    def message_bytes(self) -> float:
-        """Bytes that a rank sends to the next pipeline stage: of a slice of the sequences."""
-        return self.hidden_bytes / self.parallel.num_sequence_slices / self.parts
-
     def embedding(self) -> Times:
         """The embedding lookup, and its reduction over the tensor-parallel ranks."""
         size = self.hidden_bytes
@@ -310,3 +305,8 @@ class LayerTimes(OperationTimes):
         if self.grid.tp == 1:
             rest += Times(self._linear(local["self_attn.o_proj.weight"], self.tokens))
         return sum(gathered, rest)
+
+
+def message_bytes(times: LayerTimes) -> float:
+    """Bytes that a rank sends to the next pipeline stage: of a slice of the sequences."""
+    return times.hidden_bytes / times.parallel.num_sequence_slices / times.parts
