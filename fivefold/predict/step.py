@@ -42,7 +42,7 @@ from fivefold.predict.program.pairs import Paired, pair_seconds
 from fivefold.predict.software import Software
 from fivefold.predict.times.communication import gather, hop_seconds
 from fivefold.predict.times.compute import Phases
-from fivefold.predict.times.layer import LayerTimes, TimesCache
+from fivefold.predict.times.layer import LayerTimes, TimesCache, message_bytes
 from fivefold.predict.times.stage import StageKind, Times
 
 
@@ -225,7 +225,7 @@ class _Predictor:
     @cached_property
     def hop(self) -> float:
         """Seconds of a message to the next pipeline rank."""
-        ranks, size, arrived = self.grid.pp, self.times.message_bytes, 0.0
+        ranks, size, arrived = self.grid.pp, message_bytes(self.times), 0.0
         if self.times.parts < self.grid.tp and self.software.scatters_hops and ranks > 1:
             arrived = gather(self.cluster, self.times.tp, size)
             size /= self.grid.tp

@@ -17,7 +17,7 @@ from fivefold.predict.program.pairs import Paired, hidden
 from fivefold.predict.software import Software
 from fivefold.predict.times.communication import hop_seconds
 from fivefold.predict.times.compute import Phases
-from fivefold.predict.times.layer import LayerTimes, TimesCache
+from fivefold.predict.times.layer import LayerTimes, TimesCache, message_bytes
 from fivefold.predict.times.stage import Times, run_again
 from fivefold.search.bound_tables import (
     EMBEDDING,
@@ -264,7 +264,7 @@ def _cells(space: Space, cluster: Cluster, times_cache: TimesCache | None) -> Ce
         times = times_of(config)
         ends = {EMBEDDING: _numbers(times.embedding()), HEAD: _numbers(times.head())}
         found = ends | of_layers(config, times, experts=False)
-        return _in_order(found, times.message_bytes, times.defers)
+        return _in_order(found, message_bytes(times), times.defers)
 
     def with_experts(config: Config) -> list[float]:
         return _in_order(of_layers(config, times_of(config), experts=True), 0.0, 0.0)

@@ -310,3 +310,8 @@ class LayerTimes(OperationTimes):
         if self.grid.tp == 1:
             rest += Times(self._linear(local["self_attn.o_proj.weight"], self.tokens))
         return sum(gathered, rest)
+
+
+def message_bytes(times: LayerTimes) -> float:
+    """Bytes that a rank sends to the next pipeline stage: of a slice of the sequences."""
+    return times.hidden_bytes / times.parallel.num_sequence_slices / times.parts
