@@ -86,11 +86,6 @@ class OperationTimes:
         """Bytes of the hidden state of a microbatch's tokens in one tensor-parallel group."""
         return self.tokens * self.model.hidden_size * ELEMENT
 
-    @property
-    def message_bytes(self) -> float:
-        """Bytes that a rank sends to the next pipeline stage: of a slice of the sequences."""
-        return self.hidden_bytes / self.parallel.num_sequence_slices / self.parts
-
     def operation(self, op: Operation) -> Times:
         """The times of one operation of a layer; frozen weights have no dW."""
         times = self._operation(op)
