@@ -24,7 +24,7 @@ from tests.audit.layouts import FAMILIES, microbatches_of, random_layouts
 from tests.pool import run
 from tests.verify.cases import chosen, shared_groups
 
-FEW, MANY = 2, 50
+FEW, MANY = 1, 50
 MEASURED_BY_HOST = ("at model/moe/grouped.py", "at expert/transfer.py")
 SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 SIZES: dict[str, Any] = {
@@ -284,7 +284,7 @@ def test_activations_may_be_three_percent_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", chosen(["p2p", "all_gather", "a2a"], "p2p", "a2a"))
+@pytest.mark.parametrize("kind", chosen(["p2p", "all_gather", "a2a"], "p2p"))
 def test_what_documents_keep_at_home_is_told_but_not_judged(kind: str, tmp_path: Path) -> None:
     layout = next(
         layout

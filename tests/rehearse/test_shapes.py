@@ -102,8 +102,6 @@ def rehearsed(name: str) -> list[Script]:
         LAYOUTS,
         "replicated pipeline",
         "experts",
-        "tensor",
-        "optimizer on the host",
     ),
 )
 def test_a_rehearsal_remembers_nothing_wrong(name: str) -> None:
