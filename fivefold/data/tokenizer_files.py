@@ -11,7 +11,8 @@ from fivefold.errors import DataError, Mistake
 from fivefold.files import at_home, read_json
 from fivefold.recipes import how_to_get_tokenizer
 
-WHOLE, PIECES, VOCABULARY, _MERGES = "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"
+_WHOLE, _PIECES = "tokenizer.json", "tokenizer.model"
+_VOCABULARY, _MERGES = "vocab.json", "merges.txt"
 _CONFIG, _ADDED = "tokenizer_config.json", "added_tokens.json"
 
 
@@ -29,7 +30,7 @@ def read_tokenizer(path: str | os.PathLike[str]) -> tuple[str, Path]:
     """
     file = at_home(path, DataError)
     if file.is_dir():
-        file /= next((n for n in (WHOLE, PIECES, VOCABULARY) if (file / n).is_file()), WHOLE)
+        file /= next((n for n in (_WHOLE, _PIECES, _VOCABULARY) if (file / n).is_file()), _WHOLE)
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -41,7 +42,7 @@ def read_tokenizer(path: str | os.PathLike[str]) -> tuple[str, Path]:
             "corpus\n"
             "  works: --tokenizer-model none"
         ) from error
-    if file.name.endswith(VOCABULARY):
+    if file.name.endswith(_VOCABULARY):
         return _of_gpt2(file), file
     if content.lstrip()[:1] == b"{" or file.suffix == ".json":
         return _text(content, file), file
@@ -87,15 +88,15 @@ def _of_gpt2(file: Path) -> str:
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    whole, config = file.with_name(WHOLE), file.with_name(_CONFIG)
-    if file.name == VOCABULARY and whole.is_file():
+    whole, config = file.with_name(_WHOLE), file.with_name(_CONFIG)
+    if file.name == _VOCABULARY and whole.is_file():
         what = f"{file} does not say how its tokenizer cuts words, as {whole} does"
         raise DataError(Mistake(what, attempt=f"--tokenizer-model {whole}"))
     said = _said(config).get("tokenizer_class", "GPT2Tokenizer")
     if said not in ("GPT2Tokenizer", "GPT2TokenizerFast"):
         what = f"{file} is of a {said} ({config}), which may cut words where GPT-2's does not"
         raise DataError(Mistake(what, attempt="the tokenizer.json of the same tokenizer"))
-    merges = file.with_name(file.name.removesuffix(VOCABULARY) + _MERGES)
+    merges = file.with_name(file.name.removesuffix(_VOCABULARY) + _MERGES)
     with telling(f"{file} and {merges} are no vocabulary and merges of GPT-2's kind"):
         backend = Tokenizer(models.BPE.from_file(str(file), str(merges)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
