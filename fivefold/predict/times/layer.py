@@ -66,11 +66,8 @@ def forward_operations(layout: Layout, kind: LayerKind, software: Software) -> i
         operations += STATE_OPERATIONS + each * chunks
     mixer: Module = "mamba" if kind.mixer == "M" else "attn"
     if not kind.experts:
-        return (
-            1
-            if kind.mixer is not None and kind.attends and mixer in software.graphed
-            else operations
-        )
+        alone = kind.mixer is not None and kind.attends
+        return 1 if alone and mixer in software.graphed else operations
     if not software.loops_experts:
         return operations + GROUPED_OPERATIONS
     modules: dict[Module, int] = {
