@@ -135,7 +135,9 @@ class _Volumes:
     def _norms_together(self, stage: int) -> float:
         """Bytes of two numbers a token, of queries and of keys, in forwards and backwards."""
         runs = 0
-        for _, remade in remade_layers(self.layout, stage):
+        for layer, remade in remade_layers(self.layout, stage):
+            if not self.model.is_softmax(layer):
+                continue
             again = remade.whole or "a2a_overlap_attn" in remade.modules
             runs += self.recomputed[stage] + (2 + again) * self.microbatches
         size = 2 * self.tokens * max(self.element, 4) * runs * self.model.norms_together

@@ -49,7 +49,11 @@ DELTA: dict[str, Case] = {
         "delta",
         flags(pp=2, dp=2, strategy="optim_grads") | BUBBLES,
     ),
-    "moved": (2, "delta", flags(tp=2, sequence=True) | MOVED),
+    "moved": (
+        2,
+        "delta",
+        flags(tp=2, sequence=True) | MOVED | {"qk_layernorm_type": "all_heads"},
+    ),
     "moved, ring": (2, "delta", flags() | MOVED | context(2, "p2p")),
     "experts on ranks": (
         4,
