@@ -366,6 +366,22 @@ _NEMOTRON_H_56B = replace(
     mamba_num_heads=256,
     mamba_state_dim=256,
 )
+_NEMOTRON_3_NANO = replace(
+    _NEMOTRON_H_8B,
+    hidden_size=2688,
+    num_query_groups=2,
+    ffn_hidden_size=1856,
+    max_position_embeddings=262144,
+    hybrid_override_pattern="MEMEM*" + 4 * "EMEMEM*" + "EMEMEMEM*EMEMEMEME",
+    mamba_num_heads=64,
+    num_experts=128,
+    moe_router_topk=6,
+    moe_router_score_function="sigmoid",
+    moe_router_topk_scaling_factor=2.5,
+    moe_router_enable_expert_bias=True,
+    moe_ffn_hidden_size=1856,
+    moe_shared_expert_intermediate_size=3712,
+)
 _DEMO_LLAMA = ModelConfig(
     num_layers=4,
     hidden_size=192,
@@ -385,23 +401,6 @@ _DEBUG: dict[str, Any] = {
     "max_position_embeddings": 512,
     "make_vocab_size_divisible_by": 128,
 }
-
-_NEMOTRON_3_NANO = replace(
-    _NEMOTRON_H_8B,
-    hidden_size=2688,
-    num_query_groups=2,
-    ffn_hidden_size=1856,
-    max_position_embeddings=262144,
-    hybrid_override_pattern="MEMEM*" + 4 * "EMEMEM*" + "EMEMEMEM*EMEMEMEME",
-    mamba_num_heads=64,
-    num_experts=128,
-    moe_router_topk=6,
-    moe_router_score_function="sigmoid",
-    moe_router_topk_scaling_factor=2.5,
-    moe_router_enable_expert_bias=True,
-    moe_ffn_hidden_size=1856,
-    moe_shared_expert_intermediate_size=3712,
-)
 
 PRESETS: Mapping[str, ModelConfig] = {
     "gpt2": _GPT2,

@@ -17,7 +17,9 @@ _ROWS_PER_BLOCK = 256
 # The outputs of the 2 L residual branches, or of L with one mixer a layer, are scaled down as in
 # GPT-2, so that the variance of the residual stream does not grow with depth.
 _RESIDUAL_OUTPUTS = (
-    *("o_proj.weight", "out_proj.weight", "down_proj.weight"),
+    "o_proj.weight",
+    "out_proj.weight",
+    "down_proj.weight",
     "fc2_latent_proj.weight",
 )
 _GATED_NORM = "self_attn.norm.weight"

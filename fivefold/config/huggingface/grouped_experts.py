@@ -12,7 +12,7 @@ from fivefold.config.layer_pattern import MAX_LAYERS, layer_frequency
 from fivefold.config.model import ModelConfig
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GroupedExperts:
     """A router over experts in groups, with what a family takes absent fields for.
 
@@ -131,12 +131,26 @@ class GroupedExperts:
 
 
 V2 = GroupedExperts(
-    *("softmax", "greedy", False, 1.0, None, None),
+    scores="softmax",
+    method="greedy",
+    normalised=False,
+    scale=1.0,
+    groups=None,
+    chosen_groups=None,
     dense_layers=0,
     shared=2,
     methods=("greedy", "group_limited_greedy"),
 )
-V3 = GroupedExperts("sigmoid", "noaux_tc", True, 2.5, 8, 4, dense_layers=3, shared=1)
+V3 = GroupedExperts(
+    scores="sigmoid",
+    method="noaux_tc",
+    normalised=True,
+    scale=2.5,
+    groups=8,
+    chosen_groups=4,
+    dense_layers=3,
+    shared=1,
+)
 ONE_GROUP = replace(V3, groups=1, chosen_groups=1, dense_layers=1)
 DEEPSEEK_NAMES: Mapping[str, str] = MappingProxyType(
     {

@@ -51,7 +51,7 @@ def qkv_biases(default: bool) -> Callable[[Reader], Settings]:
     return lambda reader: {"add_qkv_bias": reader.flag("attention_bias", default)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LlamaLike:
     """What a family has of what differs among Llama's relatives, and what it takes absent fields
     for.

@@ -27,8 +27,24 @@ from fivefold.config.huggingface.families import (
 from fivefold.config.huggingface.family import Family
 
 _MODULES = (
-    *(llama, mistral, qwen, phi, granite, glm, exaone, olmo, gemma, gpt, cohere, ernie),
-    *(qwen_linear, gpt_oss, hunyuan, llama4, nemotron_h, deepseek),
+    llama,
+    mistral,
+    qwen,
+    phi,
+    granite,
+    glm,
+    exaone,
+    olmo,
+    gemma,
+    gpt,
+    cohere,
+    ernie,
+    qwen_linear,
+    gpt_oss,
+    hunyuan,
+    llama4,
+    nemotron_h,
+    deepseek,
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {family.kind: family for module in _MODULES for family in module.FAMILIES}

@@ -9,9 +9,24 @@ from fivefold.config.huggingface.reader import Reader
 from fivefold.config.layer_pattern import layer_frequency
 from fivefold.config.model import ModelConfig
 
-_DENSE = LlamaLike(*(2, 128, 1e-5, 500000.0), tied=True, null_head_dim=True, code=True, padded=True)
+_DENSE = LlamaLike(
+    num_key_value_heads=2,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    tied=True,
+    null_head_dim=True,
+    code=True,
+    padded=True,
+)
 _MIXTURE = LlamaLike(
-    *(4, None, 1e-5, 500000.0), tied=True, null_key_value_heads=False, code=True, padded=True
+    num_key_value_heads=4,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    tied=True,
+    null_key_value_heads=False,
+    code=True,
+    padded=True,
 )
 
 

@@ -10,7 +10,11 @@ from fivefold.config.huggingface.reader import Reader
 from fivefold.config.model import ModelConfig
 
 _EXAONE_MOE = LlamaLike(
-    32, rms_norm_eps=1e-5, heads="per_head", null_key_value_heads=False, windows=None
+    num_key_value_heads=32,
+    rms_norm_eps=1e-5,
+    heads="per_head",
+    null_key_value_heads=False,
+    windows=None,
 )
 _EXAONE4 = replace(_EXAONE_MOE, norms="after")
 _EXPERTS = replace(

@@ -12,7 +12,12 @@ from fivefold.config.huggingface.rope import Rope, rope_by_layer
 from fivefold.config.model import ModelConfig
 
 _GEMMA = LlamaLike(
-    *(16, 256), tied=True, activation="gelu_pytorch_tanh", null_key_value_heads=False, padded=True
+    num_key_value_heads=16,
+    head_dim=256,
+    tied=True,
+    activation="gelu_pytorch_tanh",
+    null_key_value_heads=False,
+    padded=True,
 )
 _GEMMA2 = replace(
     _GEMMA, num_key_value_heads=4, norms="both", hidden_act="hidden_activation", windows=None

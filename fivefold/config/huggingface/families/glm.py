@@ -14,7 +14,9 @@ from fivefold.config.huggingface.rope import read_rope
 from fivefold.config.model import ModelConfig
 
 _GLM = LlamaLike(
-    *(2, 128, 1.5625e-7),
+    num_key_value_heads=2,
+    head_dim=128,
+    rms_norm_eps=1.5625e-7,
     rotary_share=0.5,
     null_key_value_heads=False,
     biases=qkv_biases(True),
@@ -26,7 +28,13 @@ _GLM45 = replace(
     _GLM, num_key_value_heads=8, head_dim=None, rms_norm_eps=1e-5, biases=qkv_biases(False)
 )
 _SOLAR = LlamaLike(
-    *(8, 128, 1e-5, 1e6), null_key_value_heads=False, biases=qkv_biases(False), dense=False
+    num_key_value_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    rope_theta=1e6,
+    null_key_value_heads=False,
+    biases=qkv_biases(False),
+    dense=False,
 )
 _GLM45_EXPERTS = replace(ONE_GROUP, scale=1.0)
 _SOLAR_EXPERTS = replace(ONE_GROUP, scale=1.0, dense_layers=0, always=True)
@@ -71,7 +79,11 @@ def _write_solar(model: ModelConfig) -> Fields:
     return fields
 
 
-_DOTS = LlamaLike(32, heads="per_head", windows=partial(qwen_windows, first=62, switched=False))
+_DOTS = LlamaLike(
+    num_key_value_heads=32,
+    heads="per_head",
+    windows=partial(qwen_windows, first=62, switched=False),
+)
 _DOTS_EXPERTS = replace(
     ONE_GROUP,
     scale=1.0,

@@ -89,7 +89,8 @@ def _gpt_neox(reader: Reader) -> ModelConfig:
 
 
 _STARCODER2_LIKE = LlamaLike(
-    *(2, None, 1e-5),
+    num_key_value_heads=2,
+    rms_norm_eps=1e-5,
     tied=True,
     activation="gelu_pytorch_tanh",
     null_head_dim=True,

@@ -26,7 +26,10 @@ def _rope(reader: Reader, default: Rope) -> Rope:
 
 
 _GPT_OSS = LlamaLike(
-    *(8, 64, 1e-5, 150000.0),
+    num_key_value_heads=8,
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    rope_theta=150000.0,
     null_head_dim=True,
     biases=_biases,
     windows=None,

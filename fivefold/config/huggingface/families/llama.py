@@ -65,7 +65,7 @@ def _write_nemotron(model: ModelConfig) -> Fields:
 
 
 _STABLELM = LlamaLike(
-    32,
+    num_key_value_heads=32,
     rms_norm_eps=1e-5,
     rotary_share=0.25,
     null_head_dim=True,

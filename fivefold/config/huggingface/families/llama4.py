@@ -18,7 +18,14 @@ def _biases(reader: Reader) -> dict[str, Any]:
 
 
 _LLAMA4 = LlamaLike(
-    *(8, 128, 1e-5, 500000.0), null_head_dim=True, dense=False, biases=_biases, windows=None
+    num_key_value_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    null_head_dim=True,
+    dense=False,
+    biases=_biases,
+    windows=None,
 )
 
 

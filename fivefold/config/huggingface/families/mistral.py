@@ -24,15 +24,24 @@ def _windows(reader: Reader, layers: int, default: int | None = 4096) -> dict[st
     return windows.settings(width, slides)
 
 
-_MISTRAL = LlamaLike(8, null_head_dim=True, windows=_windows)
+_MISTRAL = LlamaLike(num_key_value_heads=8, null_head_dim=True, windows=_windows)
 _MINISTRAL = LlamaLike(
-    *(8, 128, 1e-5, 1e6),
+    num_key_value_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    rope_theta=1e6,
     null_head_dim=True,
     null_key_value_heads=False,
     windows=partial(_windows, default=None),
     rope=sharpened_rope,
 )
-_MIXTRAL = LlamaLike(8, None, 1e-5, 1e6, null_head_dim=True, windows=windows.everywhere)
+_MIXTRAL = LlamaLike(
+    num_key_value_heads=8,
+    rms_norm_eps=1e-5,
+    rope_theta=1e6,
+    null_head_dim=True,
+    windows=windows.everywhere,
+)
 
 
 def _write(model: ModelConfig, like: LlamaLike = _MISTRAL) -> Fields:
@@ -81,7 +90,10 @@ def _minimax_rope(reader: Reader, default: Rope) -> Rope:
 
 
 _MINIMAX = LlamaLike(
-    *(8, 128, 1e-6, 5e6),
+    num_key_value_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-6,
+    rope_theta=5e6,
     heads="all_heads",
     null_key_value_heads=False,
     rope=_minimax_rope,

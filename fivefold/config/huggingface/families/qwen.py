@@ -79,10 +79,10 @@ def _qwen2_moe_biases(reader: Reader) -> dict[str, Any]:
     return no_biases(reader) | {"add_qkv_bias": reader.flag("qkv_bias", True)}
 
 
-_QWEN2 = LlamaLike(32, windows=qwen_windows, biases=_qwen2_biases)
-_QWEN3 = LlamaLike(32, 128, heads="per_head", windows=qwen_windows)
+_QWEN2 = LlamaLike(num_key_value_heads=32, windows=qwen_windows, biases=_qwen2_biases)
+_QWEN3 = LlamaLike(num_key_value_heads=32, head_dim=128, heads="per_head", windows=qwen_windows)
 _QWEN2_MOE = LlamaLike(
-    16,
+    num_key_value_heads=16,
     null_key_value_heads=False,
     biases=_qwen2_moe_biases,
     # It writes 0 if there is no window.
@@ -90,7 +90,7 @@ _QWEN2_MOE = LlamaLike(
         qwen_windows, usual=lambda layer, first: layer < first and not layer % 2, least=0
     ),
 )
-_QWEN3_MOE = LlamaLike(4, heads="per_head", windows=_windows_everywhere)
+_QWEN3_MOE = LlamaLike(num_key_value_heads=4, heads="per_head", windows=_windows_everywhere)
 
 
 def _qwen2(reader: Reader) -> ModelConfig:
@@ -168,7 +168,9 @@ def _write_qwen2_moe(model: ModelConfig) -> Fields:
     return _QWEN2_MOE.write(model) | _window_fields(model) | qwen_expert_fields(model) | more
 
 
-_SEED = LlamaLike(8, 128, null_head_dim=True, biases=qkv_biases(True), padded=True)
+_SEED = LlamaLike(
+    num_key_value_heads=8, head_dim=128, null_head_dim=True, biases=qkv_biases(True), padded=True
+)
 
 
 def _seed(reader: Reader) -> ModelConfig:
@@ -204,7 +206,12 @@ def _smollm_windows(reader: Reader, layers: int) -> dict[str, Any]:
 
 
 _SMOLLM = LlamaLike(
-    4, rope_theta=2000000.0, tied=True, biases=equal_biases, windows=_smollm_windows, padded=True
+    num_key_value_heads=4,
+    rope_theta=2000000.0,
+    tied=True,
+    biases=equal_biases,
+    windows=_smollm_windows,
+    padded=True,
 )
 
 

@@ -19,7 +19,12 @@ from fivefold.config.layer_pattern import window_frequency
 from fivefold.config.model import ModelConfig
 
 _NEXT = LlamaLike(
-    *(2, 256), rotary_share=0.25, heads="per_head", null_key_value_heads=False, rope=read_rope
+    num_key_value_heads=2,
+    head_dim=256,
+    rotary_share=0.25,
+    heads="per_head",
+    null_key_value_heads=False,
+    rope=read_rope,
 )
 _QWEN35 = replace(
     _NEXT,
