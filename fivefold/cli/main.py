@@ -152,18 +152,25 @@ def _explained(topic: str) -> list[str]:
     alone."""
     if topic in VERBS:
         return [topic, "--help"]
-    from fivefold.config.reference import is_topic, resembles_topic
+    from fivefold.config.reference import is_topic, is_word, resembles_topic
 
     for verb in ("train", *VERBS):
         if is_topic(topic, import_module(f"fivefold.cli.{verb}").Options):
             return [verb, "--help", topic]
-    resembles = not _meant(topic) and resembles_topic(topic)
-    return ["train", "--help", topic] if resembles else [topic]
+    of_runs = not _named_elsewhere(topic) and (
+        is_word(topic) or (not _meant(topic) and resembles_topic(topic))
+    )
+    return ["train", "--help", topic] if of_runs else [topic]
+
+
+def _named_elsewhere(verb: str) -> str | None:
+    """The command that other trainers call so."""
+    return MEANT_VERBS.get(verb.lower().replace("_", "-"))
 
 
 def _meant(verb: str) -> str:
     """Which command one that there is not may have meant, to follow it in a message."""
-    known = MEANT_VERBS.get(verb.lower().replace("_", "-"))
+    known = _named_elsewhere(verb)
     return f", did you mean {known!r}?" if known else did_you_mean(verb, (*VERBS, "help"))
 
 
@@ -180,7 +187,8 @@ def _overview() -> str:
             "",
             *listed([(f"  {verb}", summary) for verb, summary in VERBS.items()]),
             "",
-            "fivefold help COMMAND shows its flags, help FLAG one.",
+            "fivefold help COMMAND shows its flags, help FLAG one,",
+            "help WORD all that are about it, as fivefold help muon.",
             "fivefold --version",
             "try: fivefold train demo --nproc 4",
         ]

@@ -91,7 +91,7 @@ class MemoryConfig:
         1.0, "share of the optimizer state in host memory"
     )
     optimizer_offload_path: str | None = option(
-        None, "folder of the disk on which offloaded masters and moments lie, in place of memory"
+        None, "folder of the disk (NVMe) on which offloaded masters and moments lie, not in memory"
     )
     param_cpu_offload: bool = option(
         False,
@@ -99,7 +99,7 @@ class MemoryConfig:
         "(optim_grads_params, with optimizer_cpu_offload or offload_optimizer_states)",
     )
     param_offload_path: str | None = option(
-        None, "folder of the disk on which offloaded weights lie, in place of host memory"
+        None, "folder of the disk (NVMe) on which offloaded weights lie, not in host memory"
     )
 
     @property

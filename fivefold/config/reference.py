@@ -1,5 +1,6 @@
 """Writes the descriptions of all flags from the dataclasses: for --help and the reference page."""
 
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING
@@ -13,7 +14,7 @@ from fivefold.config.presets import PRESETS
 from fivefold.config.settings import NONE, Setting, flag_of, settings_of
 from fivefold.config.sources import MODEL, recipe_names
 from fivefold.errors import ConfigError, did_you_mean
-from fivefold.units import wrapped
+from fivefold.units import several, wrapped
 
 MAX_WIDTH = 100
 USUAL = (
@@ -50,8 +51,8 @@ def help_text(verb: str, options: type, stream: TextIO, topic: str | None) -> st
         verb: the command.
         options: the dataclass of its own arguments.
         stream: where the text is printed, whose width it keeps.
-        topic: None for the settings that most people use, `all` for every one, or the name of a
-            section or of a flag.
+        topic: None for the settings that most people use, `all` for every one, the name of a
+            section or of a flag, or a word, for the settings whose description has it.
 
     Raises:
         ConfigError: there is no such topic.
@@ -62,7 +63,7 @@ def help_text(verb: str, options: type, stream: TextIO, topic: str | None) -> st
     named = None if topic in (None, "all", *sections) else topic
     if named is not None:
         settings = [*own, *_of(sections)]
-        if lines := _named(named, settings, width):
+        if lines := _named(named, settings, width) or _mentioning(named, settings, width):
             return "\n".join(lines)
         raise ConfigError(
             f"fivefold {verb} has no section and no flag {named!r}{_meant(named, settings)}\n"
@@ -89,6 +90,11 @@ def is_topic(topic: str, options: type) -> bool:
     own, sections = _own_and_sections(options)
     flags = (setting for setting in own if not setting.positional)
     return topic in sections or bool(_named(topic, [*flags, *_of(sections)], MAX_WIDTH))
+
+
+def is_word(topic: str) -> bool:
+    """Whether the name, the description or the values of a setting of a run have such words."""
+    return bool(_mentioning(topic, _of(SECTION_SETTINGS), MAX_WIDTH))
 
 
 def resembles_topic(topic: str) -> bool:
@@ -147,6 +153,25 @@ def _named(topic: str, settings: Iterable[Setting], width: int) -> list[str]:
     if setting := known.get(name) or (known[name_of(meant)] if meant else None):
         return [*_entry(setting, width)]
     return [_switch(name)] if name in SWITCHES and MODEL.name in of_all else []
+
+
+def _mentioning(topic: str, settings: Iterable[Setting], width: int) -> list[str]:
+    """The settings whose name, description or values have words that begin so; empty: none."""
+    sought = _words(topic)
+    found = [
+        setting
+        for setting in settings
+        if sought in _words(" ".join((setting.name, setting.help, *setting.choices)))
+    ]
+    if not found or not sought.strip():
+        return []
+    title = f"{several(len(found), 'setting')} with {topic!r}"
+    return [_filled(title, width), *_entries(found, width)]
+
+
+def _words(text: str) -> str:
+    """The words of a text in small letters, each after a space."""
+    return "".join(f" {word}" for word in re.findall(r"[a-z0-9]+", text.lower()))
 
 
 def _entries(settings: Iterable[Setting], width: int) -> Iterator[str]:

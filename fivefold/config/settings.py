@@ -64,7 +64,7 @@ def name_of_flag(flag: str) -> str:
     >>> name_of_flag("--seq-length 4096")
     'seq_length'
     """
-    return flag.split()[0].removeprefix("--").replace("-", "_")
+    return flag.partition(" ")[0].removeprefix("--").replace("-", "_")
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,7 @@ def test_help_knows_every_name_of_a_setting_without_a_command(
             own = (meant if meant in names else meant.removeprefix("no_")).replace("_", "-")
             first = capsys.readouterr().out.splitlines()[0]
             assert re.match(rf"  --(no-)?{own}[ ,]", f"{first} ") or topic in SECTIONS, first
+    assert main(["help", ""]) == 2
     assert main(["help", "trian"]) == 2
     assert "unknown command 'trian', did you mean 'train'?" in capsys.readouterr().err
 
@@ -152,6 +153,18 @@ def test_help_of_no_topic_says_what_is_meant(capsys: pytest.CaptureFixture[str])
     assert "did you mean 'memory'?" in capsys.readouterr().err
     assert main(["doctor", "--help", "lr"]) == 2  # which takes no settings of a run
     assert "fivefold doctor --help" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["muon", "ZeRO-1", "nvme", "mamba", "expert"])
+def test_help_of_a_word_shows_the_settings_that_are_about_it(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["train", "--help", word], ["help", word]):
+        assert main(words) == 0
+        first, *entries = capsys.readouterr().out.splitlines()
+        assert first.endswith(f" with {word!r}")
+        assert int(first.split()[0]) == sum(line.startswith("  --") for line in entries) > 0
+        assert word.lower() in "\n".join(entries).lower()
 
 
 @pytest.mark.parametrize("width", [60, 75, 100])
