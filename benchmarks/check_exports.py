@@ -196,7 +196,7 @@ def _values(layout: Layout) -> Iterator[tuple[str, Any]]:
         values["moe_aux_loss_coeff"] = factors * (len(losses) // len(factors))
     if model.position_embedding_type != "rope":
         del values["rope_type"]
-    if model.rope_type == "longrope":
+    if model.rope_type in ("longrope", "dynamic"):
         del values["rotary_scaling_factor"]  # YaRN's, of which the rest has no flags there
     width = ELEMENT_BYTES[values["precision"]]
     values["min_offloaded_tensor_size"] = -(-values["min_offloaded_tensor_size"] // width)

@@ -84,14 +84,18 @@ class Architecture:
     rope_original_max_position_embeddings: Count = option(
         8192, "sequence length before RoPE scaling, in tokens"
     )
-    rope_type: Literal["rope", "yarn", "longrope"] = option(
-        "rope", "rotary positions: unscaled, or stretched to longer contexts with YaRN or LongRoPE"
+    rope_type: Literal["rope", "yarn", "longrope", "dynamic"] = option(
+        "rope",
+        "rotary positions: unscaled, or stretched to longer contexts with YaRN, LongRoPE, or the "
+        "dynamic NTK of Hugging Face",
     )
     rotary_scaling_factor: Positive = option(
-        40.0, "factor by which YaRN stretches long wavelengths"
+        40.0,
+        "factor by which YaRN stretches long wavelengths, and dynamic NTK those of sequences twice "
+        "as long as the original, less 1",
     )
     original_max_position_embeddings: Count = option(
-        4096, "sequence length before YaRN or LongRoPE scaling, in tokens"
+        4096, "sequence length before YaRN, LongRoPE or dynamic NTK scaling, in tokens"
     )
     beta_fast: Positive = option(
         32.0, "YaRN keeps frequencies with more rotations than this in the original length"

@@ -168,8 +168,22 @@ class ModelConfig(ByLayer):
         return longrope_attention(self.max_position_embeddings / original, original)
 
     def is_long(self, seq_length: int) -> bool:
-        """Whether LongRoPE divides by its long factors in sequences of this many tokens."""
+        """Whether LongRoPE divides by its long factors, and dynamic NTK raises the base, in
+        sequences of this many tokens."""
         return seq_length > self.original_max_position_embeddings
+
+    def rotary_base_at(self, seq_length: int) -> float:
+        """Base of RoPE in sequences of this many tokens.
+
+        Dynamic NTK (emozilla 2023) raises it for those that are longer than the original length, so
+        that the longest wavelength grows by `rotary_scaling_factor` more for each original length.
+        """
+        if self.rope_type != "dynamic" or not self.is_long(seq_length):
+            return self.rotary_base
+        factor = self.rotary_scaling_factor
+        longer = seq_length / self.original_max_position_embeddings
+        growth = factor * longer - (factor - 1.0)
+        return self.rotary_base * growth ** (self.rotary_dim / (self.rotary_dim - 2))
 
     @property
     def q_size(self) -> int:

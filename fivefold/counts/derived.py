@@ -100,8 +100,13 @@ def _batch(layout: Layout) -> list[Row]:
 
 
 def _rotary(config: Config) -> Iterator[Row]:
-    """Which of LongRoPE's two lists divides frequencies, which the length of sequences says."""
+    """What the length of sequences says: which of LongRoPE's two lists divides frequencies, and the
+    base of dynamic NTK."""
     model, length = config.model, config.training.seq_length
+    if model.rope_type == "dynamic":
+        base, sign = model.rotary_base_at(length), ">" if model.is_long(length) else "<="
+        original = f"{model.original_max_position_embeddings:,} before scaling"
+        yield "rotary base", f"{base:.6g}", f"dynamic NTK at sequence {length:,} {sign} {original}"
     if model.rope_type == "longrope":
         which, sign = ("long", ">") if model.is_long(length) else ("short", "<=")
         original = f"{model.original_max_position_embeddings:,} before scaling"

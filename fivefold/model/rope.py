@@ -1,5 +1,5 @@
-"""Rotary position embedding (Su et al. 2021), with the frequency scaling of Llama 3.1, YaRN
-and LongRoPE.
+"""Rotary position embedding (Su et al. 2021), with the frequency scaling of Llama 3.1, YaRN,
+LongRoPE and dynamic NTK.
 
 Of R rotary features, feature i is paired with feature i + R/2, as in Hugging Face's Llama.
 """
@@ -144,12 +144,14 @@ class Rotary:
     Args:
         model: the architecture.
         kinds: kinds of layers that it has, see `shape.rotations`.
-        seq_length: tokens of whole rows, by which LongRoPE chooses one of its two lists: short
-            documents, or prompts, of a model that runs on long rows are turned as these are.
+        seq_length: tokens of whole rows, by which LongRoPE chooses one of its two lists, and
+            dynamic NTK its base: short documents, or prompts, of a model that runs on long rows are
+            turned as these are.
     """
 
     def __init__(self, model: ModelConfig, kinds: Iterable[bool], seq_length: int) -> None:
-        self._model, self._kinds = model, (*kinds,)
+        self._model = replace(model, rotary_base=model.rotary_base_at(seq_length))
+        self._kinds = (*kinds,)
         long = model.is_long(seq_length)
         self._factors = model.longrope_long_factor if long else model.longrope_short_factor
         self._on_device: Tensor | None = None

@@ -79,12 +79,18 @@ _MAMBA = {
 _FACTORS = {"short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.5, 2, 4.0, 6.5]}
 TINY: Mapping[str, dict[str, Any]] = {
     "llama": _SIZES,
+    "internlm3": _SIZES | {"num_key_value_heads": 2, "head_dim": 12},
+    "iquestcoder": _SIZES | {"num_key_value_heads": 2, "head_dim": 12},
+    "helium": _SIZES | {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None},
+    "jais2": _SIZES | {"num_key_value_heads": 2, "pad_token_id": None},
     "mistral": _SIZES | {"num_key_value_heads": 2},
+    "ministral": _SIZES | {"num_key_value_heads": 2, "head_dim": 12, "sliding_window": 5},
     "ministral3": _SIZES | {"num_key_value_heads": 2, "rope_parameters": _MINISTRAL},
     "qwen2": _SIZES | {"num_key_value_heads": 2},
     "qwen3": _SIZES | {"num_key_value_heads": 2},
     "smollm3": _SIZES | {"num_hidden_layers": 5, "pad_token_id": None},
     "granite": _SIZES | {"num_key_value_heads": 2, **_GRANITE},
+    "hyperclovax": _SIZES | {"num_key_value_heads": 2, **_GRANITE},
     "granitemoe": _SIZES | _EXPERTS | _GRANITE | {"num_local_experts": 4},
     "granitemoeshared": _SIZES
     | _EXPERTS
@@ -138,6 +144,7 @@ TINY: Mapping[str, dict[str, Any]] = {
     },
     "gemma": _SIZES | {"num_key_value_heads": 2, "head_dim": 12, "pad_token_id": None},
     "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 100},
+    "gpt_bigcode": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 100},
     "starcoder2": _SIZES | {"num_key_value_heads": 2},
     "gpt_neox": _SIZES | {"rotary_pct": 0.5},
     "mixtral": _SIZES | _EXPERTS | {"num_local_experts": 4},
@@ -159,6 +166,7 @@ TINY: Mapping[str, dict[str, Any]] = {
     "gpt_oss": _SIZES | _EXPERTS | {"num_local_experts": 4, "head_dim": 8},
     "glm": _SIZES | {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None},
     "glm4": _SIZES | {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None},
+    "exaone": _SIZES | {"num_key_value_heads": 2},
     "exaone4": _SIZES | {"num_hidden_layers": 5, "num_key_value_heads": 2, "head_dim": 8},
     "glm4_moe": _GROUPS | {"num_key_value_heads": 2},
     "solar_open": {n: v for n, v in _GROUPS.items() if n != "intermediate_size"}
@@ -227,6 +235,8 @@ _ROPES = [
     {"type": "linear", "factor": 0.5, "rope_theta": 70.0},
     {"type": "dynamic", "alpha": 1000.0, "factor": 2.0, "rope_theta": 70.0},
     {"rope_type": "dynamic", "factor": 2.0, "alpha": 0.0},
+    {"rope_type": "dynamic", "factor": 2.5, "rope_theta": 70.0},
+    {"type": "dynamic"},
     {"type": "longrope", **_FACTORS},
     {"type": "su", **_FACTORS, "factor": 3.0, "original_max_position_embeddings": 4096},
     {"rope_type": "longrope", **_FACTORS, "original_max_position_embeddings": 8},
@@ -267,6 +277,7 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "new_decoder_architecture": _SWITCH,
     "num_ln_in_parallel_attn": [None, 1, 2],
     "multi_query": _SWITCH,
+    "use_post_norm": _SWITCH,
     "parallel_attn": _SWITCH,
     "num_kv_heads": [None, 1, 2],
     "bias": _SWITCH,
@@ -394,12 +405,23 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
             "rope_scaling": {**_YARN["rope_scaling"], "mscale": 0.7, "mscale_all_dim": 0.7}
         },
         "linear": {"rope_scaling": {"type": "linear", "factor": 4.0}},
+        "dynamic": {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
         "squared": {"hidden_act": "relu2"},
         "long factors": {
             "rope_scaling": {"rope_type": "longrope", **_FACTORS, "factor": 4.0}
             | {"original_max_position_embeddings": LENGTH - 1, "rope_theta": 100.0}
         },
     },
+    "internlm3": {"biases": {"qkv_bias": True, "bias": True}},
+    "ministral": {
+        "some windows": {"layer_types": ["full_attention", "sliding_attention"], "head_dim": 8}
+    },
+    "hyperclovax": {
+        "plain": {"use_post_norm": False, "logits_scaling": 0.3, "attention_bias": True}
+        | {"mlp_bias": True, "tie_word_embeddings": True}
+    },
+    "gpt_bigcode": {"heads of their own": {"multi_query": False, "n_inner": 40}},
+    "exaone": {"GPT-2's names": {"layer_norm_epsilon": 0.1, "activation_function": "gelu"}},
     "ministral3": {
         "windows, scaled features": {
             "rope_parameters": {n: v for n, v in _MINISTRAL.items() if "mscale" not in n},

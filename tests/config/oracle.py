@@ -24,8 +24,18 @@ from tests.model.models import batch_of
 class InFp64(TorchFunctionMode):
     """Makes fp64 of every fp32 that is asked for: norms, softmax and RoPE insist on it.
 
-    So it does of quotients of whole numbers, which are fp32 unasked.
+    So it does of products and quotients of whole numbers, which are fp32 unasked.
     """
+
+    def __enter__(self) -> "InFp64":
+        self._usual = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.set_default_dtype(self._usual)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def wide(value: Any) -> Any:
@@ -33,8 +43,6 @@ class InFp64(TorchFunctionMode):
 
         if func is Tensor.float:
             func = Tensor.double
-        if func in (Tensor.div, Tensor.__truediv__) and not args[0].is_floating_point():
-            args = args[0].double(), *args[1:]
         named = {name: wide(value) for name, value in (kwargs or {}).items()}
         return func(*map(wide, args), **named)
 

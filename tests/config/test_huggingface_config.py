@@ -128,8 +128,8 @@ def test_an_absent_window_is_that_of_the_family() -> None:
     [
         ({**QWEN3_8B, "layer_types": ["sliding_attention"]}, "layer_types"),
         (
-            {**LLAMA31_8B, "rope_scaling": {"type": "dynamic", "factor": 4.0}},
-            'rope_type = "dynamic"',
+            {**LLAMA31_8B, "rope_scaling": {"type": "ntk", "factor": 4.0}},
+            'rope_type = "ntk"',
         ),
         ({**LLAMA31_8B, "rope_scaling": {"type": "yarn"}}, "yarn RoPE scaling needs factor"),
         ({**DEEPSEEK_V3, "scoring_func": "softmax"}, 'scoring_func = "softmax"'),

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,6 +39,21 @@ def test_longrope_divides_by_the_factors_that_whole_rows_choose(
         tables = rotary.tables(torch.tensor([[position]]), torch.float64, False)[False]
         expected = scale * (position * plain / torch.tensor(each, dtype=torch.float64)).sin()
         torch.testing.assert_close(tables.sin.flatten(), expected, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize(("seq_length", "growth"), [(64, 1.0), (65, 1.0 + 3 / 64), (160, 5.5)])
+def test_dynamic_ntk_raises_the_base_by_the_length_of_whole_rows(
+    seq_length: int, growth: float
+) -> None:
+    """However far the positions are; the longest wavelength of all grows with the rows."""
+    scaled = {"rope_type": "dynamic", "rotary_scaling_factor": 3.0}
+    model = replace(QWEN, **scaled, original_max_position_embeddings=64)
+    pairs = model.rotary_dim // 2
+    base = QWEN.rotary_base * growth ** (pairs / (pairs - 1))
+    turns = base ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
+    tables = Rotary(model, [False], seq_length).tables(torch.tensor([[5]]), torch.float64, False)
+    torch.testing.assert_close(tables[False].sin.flatten(), (5 * turns).sin(), rtol=1e-13, atol=0)
+    torch.testing.assert_close(turns[-1], frequencies(QWEN)[-1] / growth, rtol=1e-13, atol=0)
 
 
 def test_scores_depend_on_distance_only() -> None:

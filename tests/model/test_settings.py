@@ -122,7 +122,7 @@ KNOWN = {
         "chunked, experts",
         "latent",
     ),  # of contexts beyond 8192 tokens
-    "rope_type": ("sinks, experts", "latent"),  # of contexts beyond 4096
+    "rope_type": ("command", "chunked, experts", "sinks, experts", "latent"),  # beyond 4096 tokens
     "longrope_long_factor": ("long",),  # of longer rows: tests/model/test_rope.py
 }
 

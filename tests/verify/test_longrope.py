@@ -1,4 +1,4 @@
-"""LongRoPE in layouts against one device."""
+"""LongRoPE and dynamic NTK, which choose by the length of rows, against one device."""
 
 from typing import Any
 
@@ -11,6 +11,10 @@ from tests.verify.cases import LLAMA, LONG, chosen, config, flags, named
 from tests.verify.test_layouts import passes
 
 PACKED: dict[str, Any] = {"reset_position_ids": True, "reset_attention_mask": True}
+UNLISTED = dict.fromkeys(("longrope_short_factor", "longrope_long_factor"), ()) | {
+    "rope_type": "dynamic",
+    "rotary_scaling_factor": 3.0,
+}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tokens split": (2, flags(tp=2, sequence=True)),
     "ring, documents": (2, named(cp=2, cp_comm_type=("p2p",)) | PACKED),
@@ -23,6 +27,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         flags(dp=2, strategy="optim_grads_params") | {"recompute_granularity": "full"},
     ),
+    "dynamic, slices of sequences, stages": (
+        2,
+        flags(pp=2, stages="Et*3|ttL")
+        | {"pipeline_schedule": "sliced_1f1b", "num_sequence_slices": 2}
+        | UNLISTED,
+    ),
+    "dynamic, documents": (2, named(cp=2, cp_comm_type=("p2p",)) | PACKED | UNLISTED),
     "short rows": (2, flags(tp=2, sequence=True) | {"original_max_position_embeddings": 16}),
 }
 
@@ -41,6 +52,13 @@ def test_a_run_says_which_factors_it_turns_by(length: int, which: str) -> None:
     assert next(value for name, value, _ in rows if name == "rotary factors") == which
 
 
+@pytest.mark.parametrize(("length", "base"), [(12, "10000"), (18, "39528.5")])
+def test_a_run_says_its_base(length: int, base: str) -> None:
+    """12 of 18 tokens are one length and a half: 10,000 x (3 x 1.5 - 2) ^ (6 / 4) ."""
+    rows = describe(check(config(LLAMA, **LONG | UNLISTED, seq_length=length), 1))
+    assert next(value for name, value, _ in rows if name == "rotary base") == base
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -51,6 +69,7 @@ def test_a_run_says_which_factors_it_turns_by(length: int, which: str) -> None:
         ({"original_max_position_embeddings": 1}, "works: --longrope-attention-factor 1.0"),
         ({"rope_type": "rope"}, "longrope_short_factor"),
         ({"position_embedding_type": "learned_absolute"}, "rope_type longrope needs"),
+        (UNLISTED | {"kv_channels": 2}, "dynamic needs more than one rotary feature pair"),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -57,8 +57,10 @@ def _told(model: ModelConfig) -> dict[str, Any]:
         unused += [name for name in told if name.startswith("rot")]
     if not model.use_rope_scaling:
         unused += [name for name in told if name.startswith("rope_") and name != "rope_type"]
+    if model.rope_type not in ("yarn", "dynamic"):
+        unused.append("rotary_scaling_factor")
     if model.rope_type != "yarn":
-        unused += ["rotary_scaling_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"]
+        unused += ["beta_fast", "beta_slow", "mscale", "mscale_all_dim"]
         unused.append("yarn_correction_range_round_to_int")
     if model.rope_type != "longrope":
         unused += [name for name in told if name.startswith("longrope_")]

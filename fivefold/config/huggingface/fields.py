@@ -41,6 +41,9 @@ def rope_fields(model: ModelConfig) -> Fields:
             fields["rope_scaling"] |= scales
         if not model.mscale:
             fields["rope_scaling"] |= {"mscale": 1.0, "mscale_all_dim": 1.0}
+    if model.rope_type == "dynamic":  # the original length is max_position_embeddings
+        factor = model.rotary_scaling_factor
+        fields["rope_scaling"] = {"rope_type": "dynamic", "factor": factor}
     if model.rope_type == "longrope":
         fields["rope_scaling"] = {
             "rope_type": "longrope",

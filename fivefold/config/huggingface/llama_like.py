@@ -38,9 +38,9 @@ def no_biases(reader: Reader) -> Settings:
     return {}
 
 
-def equal_biases(reader: Reader) -> Settings:
+def equal_biases(reader: Reader, default: bool = False) -> Settings:
     """Of families with a field for attention, its output among it, and one for MLPs."""
-    attention, mlp = reader.flag("attention_bias", False), reader.flag("mlp_bias", False)
+    attention, mlp = reader.flag("attention_bias", default), reader.flag("mlp_bias", default)
     if attention != mlp:
         reader.unsupported("mlp_bias", mlp, [attention], "attention_bias has to be the same")
     return {"add_bias_linear": attention and mlp}

@@ -42,6 +42,11 @@ class Reader:
         self._place = place  # prefix of a table within the file, such as "rope_scaling."
         self._file = file
         self._asked: set[str] = set()
+        self._spellings: dict[str, str] = {}
+
+    def also(self, **spellings: str) -> None:
+        """Take fields that are asked for by these names under another name, too."""
+        self._spellings |= spellings
 
     @property
     def known(self) -> Collection[str]:
@@ -167,6 +172,7 @@ class Reader:
 
     def _value(self, names: tuple[str, ...], default: Any, need: Need) -> Any:
         """The value of a field with several spellings, its default, or _WRONG."""
+        names += tuple(self._spellings[name] for name in names if name in self._spellings)
         self._asked.update(names)
         given = {name: self.fields[name] for name in names if name in self.fields}
         wrong = {name: what for name, value in given.items() if (what := need(value))}

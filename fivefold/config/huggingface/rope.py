@@ -18,15 +18,9 @@ LLAMA3: Mapping[str, str] = MappingProxyType(
     }
 )
 """ModelConfig's names of the settings of Llama 3's scaling, and those of a config.json."""
-_SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope")
+_SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
 PHI3 = ("default", "longrope", "su", "yarn")
 """Kinds in Phi-3's files, of which all but the first are names of LongRoPE."""
-# Scalings that a ModelConfig cannot express, with their fields.
-_OTHERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "dynamic": ("factor", "original_max_position_embeddings"),
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -57,7 +51,7 @@ def whole_head_rope(reader: Reader, default: Rope) -> Rope:
 
 def raised_rope(reader: Reader, default: Rope, head_dim: int) -> Rope:
     """Hunyuan's, whose "dynamic" scaling raises the base by a fixed alpha, at any length."""
-    rope = read_rope(reader, default, scalings=(*_SUPPORTED, "dynamic"))
+    rope = read_rope(reader, default, raised=True)
     alpha = dict(rope.scaling).get("alpha")
     if alpha is not None:
         power = head_dim / max(head_dim - 2, 1)
@@ -89,7 +83,7 @@ def read_rope(
     theta: str = "rope_theta",
     share: str = "partial_rotary_factor",
     scalings: tuple[str, ...] = _SUPPORTED,
-    leave_out: bool = False,
+    raised: bool = False,
     latents: bool = False,
     original: int | None = None,
     sharpened: bool = False,
@@ -106,7 +100,7 @@ def read_rope(
         theta: name of theta outside the tables.
         share: name of the share outside the tables.
         scalings: kinds of scaling that the family has and a ModelConfig expresses.
-        leave_out: whether an unsupported scaling is left out rather than refused.
+        raised: whether "dynamic" raises the base by Hunyuan's alpha, at any length.
         latents: whether YaRN also scales the scores, as in latent attention.
         original: Phi-3's sequence length before scaling, which it has beside the table; None: it is
             in the table, as in other families.
@@ -122,7 +116,7 @@ def read_rope(
             found[name] = Rope(
                 _agreed(table, "rope_theta", theta, beside[theta], default.theta),
                 _agreed(table, "partial_rotary_factor", share, beside[share], default.share),
-                *_scaling(table, scalings, leave_out, latents, reader, original, sharpened),
+                *_scaling(table, scalings, raised, latents, reader, original, sharpened),
             )
     untabled = Rope(
         _or_default(beside[theta], default.theta),
@@ -133,8 +127,6 @@ def read_rope(
     rope = next(iter(found.values()), untabled)
     if any(other != rope for other in found.values()):
         reader.contradict({name: reader.fields[name] for name in found})
-    if rope.kind in _OTHERS and not rope.scaling:
-        reader.left_out.append(f"{rope.kind} RoPE scaling")
     return rope
 
 
@@ -196,7 +188,7 @@ def _or_default(value: float | None, default: float) -> float:
 def _scaling(
     table: Reader,
     scalings: tuple[str, ...],
-    leave_out: bool,
+    raised: bool,
     latents: bool,
     whole: Reader,
     beside: int | None = None,
@@ -207,16 +199,15 @@ def _scaling(
     if by_layer:
         table.unsupported("parameters by layer type", sorted(by_layer), ["the same for all layers"])
         return "default", ()
-    choices = (*scalings, *_OTHERS) if leave_out else scalings
-    kind = table.text("rope_type", "type", default="default", choices=choices)
+    kind = table.text("rope_type", "type", default="default", choices=scalings)
     if kind is None:
         return "default", ()
-    table.without_effect(*_OTHERS.get(kind, ()))
     if beside is not None and kind in PHI3[1:]:
         kind = "longrope"
     scaling: tuple[tuple[str, Any], ...] = ()
-    if kind == "dynamic" and kind in scalings:
-        scaling = (("alpha", _alpha(table)),)
+    if kind == "dynamic":
+        table.without_effect("original_max_position_embeddings")
+        scaling = (("alpha", _alpha(table)),) if raised else _dynamic(table, whole)
     if kind == "yarn":
         scaling = _yarn(table, latents, whole)
     if kind == "longrope":
@@ -272,6 +263,17 @@ def yarn_settings(
     )
 
 
+def _dynamic(table: Reader, whole: Reader) -> tuple[tuple[str, Any], ...]:
+    """Dynamic NTK, of sequences that are longer than `max_position_embeddings`."""
+    if "factor" not in table.fields:
+        table.mistakes.add("dynamic RoPE scaling needs factor")
+    return (
+        ("rope_type", "dynamic"),
+        ("rotary_scaling_factor", table.number("factor", 1.0)),
+        ("original_max_position_embeddings", _longest(whole)),
+    )
+
+
 def _yarn(table: Reader, latents: bool, whole: Reader) -> tuple[tuple[str, Any], ...]:
     """YaRN; its two mscales count only together, and scale scores only with latent attention."""
     if "factor" not in table.fields:
@@ -316,7 +318,7 @@ def _tempered(scale: float, length: int) -> tuple[tuple[str, Any], ...]:
 
 def _alpha(table: Reader) -> float:
     """Hunyuan's alpha, beside which its files have fields that count for nothing."""
-    table.without_effect("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    table.without_effect("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     alpha = table.number("alpha", 0.0)
     if alpha <= 0:
         why = "without alpha the base depends on the length"

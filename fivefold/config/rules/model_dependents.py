@@ -47,8 +47,12 @@ OF_MODELS = (
         "is for scaled rotary positions",
     ),
     where(
-        "rotary_scaling_factor beta_fast beta_slow mscale mscale_all_dim "
-        "yarn_correction_range_round_to_int",
+        "rotary_scaling_factor",
+        "rope_type = yarn or rope_type = dynamic",
+        "is for positions that YaRN or dynamic NTK stretches",
+    ),
+    where(
+        "beta_fast beta_slow mscale mscale_all_dim yarn_correction_range_round_to_int",
         "rope_type = yarn",
         "is for positions that YaRN stretches",
     ),
@@ -59,8 +63,9 @@ OF_MODELS = (
     ),
     where(
         "original_max_position_embeddings",
-        "rope_type = yarn or rope_type = longrope",
-        "is for positions that YaRN or LongRoPE stretches",
+        "rope_type != rope",
+        "is for positions that YaRN, LongRoPE or dynamic NTK stretches",
+        "--rope-type yarn",
     ),
     where(
         "window_attn_skip_freq",

@@ -53,6 +53,12 @@ def check_rope(model: ModelConfig, mistakes: Mistakes) -> None:
         mistakes.add("use_rope_scaling needs position_embedding_type rope")
     if model.rope_type == "longrope":
         _check_longrope(model, mistakes)
+    if model.rope_type == "dynamic" and model.rotary_dim == 2:
+        mistakes.add(
+            "rope_type dynamic needs more than one rotary feature pair",
+            "the base grows to the power of R / (R - 2), with R = 2 rotary features",
+            works=["--rope-type rope"],
+        )
     _check_unrotated(model, mistakes)
 
 

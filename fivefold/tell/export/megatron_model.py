@@ -202,6 +202,9 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
         of_lists = "longrope_short_factor", "longrope_long_factor", "longrope_attention_factor"
         given = said.told("original_max_position_embeddings", *of_lists)
         yield f"it has no rope_type longrope: {given} were left out"
+    if said["rope_type"] == "dynamic":
+        given = said.told("original_max_position_embeddings", "rotary_scaling_factor")
+        yield f"it has no rope_type dynamic: {given} were left out"
     if said["rope_type"] == "yarn":
         given = said.told("original_max_position_embeddings", "beta_fast", "beta_slow")
         rounds = said["yarn_correction_range_round_to_int"]

@@ -36,7 +36,7 @@ def _read(reader: Reader, experts: GroupedExperts = V3) -> ModelConfig:
     # The order in which weights are stored; the computation is the same. Null is false.
     reader.fixed("rope_interleave", True, False, None)
     epsilon = reader.number("rms_norm_eps", 1e-5 if lite else 1e-6)
-    rope = read_rope(reader, Rope(10000.0, 1.0, "default"), leave_out=True, latents=True)
+    rope = read_rope(reader, Rope(10000.0, 1.0, "default"), latents=True)
     if rope.share != 1.0:
         reader.unsupported("partial_rotary_factor", rope.share, [1.0])
     inner = reader.size("intermediate_size")

@@ -1,14 +1,22 @@
-"""EXAONE 4 and K-EXAONE, whose layers with a window alone have RoPE."""
+"""EXAONE 3; EXAONE 4 and K-EXAONE, whose layers with a window alone have RoPE."""
 
 from dataclasses import replace
 
 from fivefold.config.huggingface import windows
 from fivefold.config.huggingface.family import AFTER, EACH, Family, Fields, Names, Tensors
 from fivefold.config.huggingface.grouped_experts import ONE_GROUP, written_sparse
-from fivefold.config.huggingface.llama_like import LlamaLike
+from fivefold.config.huggingface.llama_like import LlamaLike, bias_fields, equal_biases
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.model import ModelConfig
 
+_EXAONE3 = LlamaLike(
+    num_key_value_heads=8,
+    rms_norm_eps=1e-5,
+    rope_theta=5e5,
+    null_head_dim=True,
+    biases=equal_biases,
+    code=True,
+)
 _EXAONE_MOE = LlamaLike(
     num_key_value_heads=32,
     rms_norm_eps=1e-5,
@@ -20,6 +28,18 @@ _EXAONE4 = replace(_EXAONE_MOE, norms="after")
 _EXPERTS = replace(
     ONE_GROUP, listed=True, experts=("num_experts",), always=True, shared_name="num_shared_experts"
 )
+
+
+def _exaone3(reader: Reader) -> ModelConfig:
+    """EXAONE 3 and 3.5: Llama's layers, with GPT-2's names."""
+    reader.also(
+        num_hidden_layers="num_layers",
+        rms_norm_eps="layer_norm_epsilon",
+        hidden_act="activation_function",
+    )
+    model = _EXAONE3.read(reader)
+    reader.fixed("embed_dropout", 0.0)
+    return model
 
 
 def _exaone4(reader: Reader, like: LlamaLike = _EXAONE4) -> ModelConfig:
@@ -60,6 +80,18 @@ def _write_exaone_moe(model: ModelConfig) -> Fields:
     }
 
 
+_GPT_NAMES: Names = {
+    "embed_tokens.": "wte.",
+    ".input_layernorm.": ".ln_1.",
+    ".post_attention_layernorm.": ".ln_2.",
+    "layers.": "h.",
+    ".self_attn.o_proj.": ".attn.attention.out_proj.",
+    ".self_attn.": ".attn.attention.",
+    ".mlp.gate_proj.": ".mlp.c_fc_0.",
+    ".mlp.up_proj.": ".mlp.c_fc_1.",
+    ".mlp.down_proj.": ".mlp.c_proj.",
+}
+_GPT = Tensors(_GPT_NAMES, base="transformer.", last="ln_f.")
 _NAMES: Names = {
     ".mlp.router.expert_bias": ".mlp.e_score_correction_bias",
     ".mlp.router.": ".mlp.gate.",
@@ -67,6 +99,13 @@ _NAMES: Names = {
 }
 _MOE = Tensors(_NAMES, left_out=("mtp.",))
 FAMILIES = (
+    Family(
+        "exaone",
+        "LlamaForCausalLM",
+        _exaone3,
+        lambda model: _EXAONE3.write(model) | bias_fields(model),
+        _GPT,
+    ),
     Family("exaone4", "Exaone4ForCausalLM", _exaone4, _write, Tensors(AFTER)),
     Family("exaone_moe", "ExaoneMoeForCausalLM", _exaone_moe, _write_exaone_moe, _MOE),
 )

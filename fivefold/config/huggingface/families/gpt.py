@@ -1,4 +1,4 @@
-"""GPT-2, GPT-NeoX (Pythia), StarCoder2 and Falcon: LayerNorm, biases, an ungated MLP."""
+"""GPT-2, StarCoder, GPT-NeoX (Pythia), StarCoder2 and Falcon: LayerNorm, biases, an ungated MLP."""
 
 from dataclasses import replace
 
@@ -53,11 +53,28 @@ def _gpt2(reader: Reader) -> ModelConfig:
     )
 
 
+def _bigcode(reader: Reader) -> ModelConfig:
+    """StarCoder and SantaCoder: GPT-2 whose query heads share one key/value head, or none do."""
+    model = _gpt2(reader)
+    shared = reader.flag("multi_query", True)
+    heads = 1 if shared else model.num_attention_heads
+    reader.fixed("num_key_value_heads", heads)
+    # How scores are computed in 16 bits; and of the files of its first code.
+    reader.without_effect("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
+    reader.without_effect("inference_runner", "max_batch_size", "max_sequence_length")
+    reader.without_effect("pad_key_length", "pre_allocate_kv_cache", "validate_runner_input")
+    return replace(
+        model,
+        num_query_groups=heads,
+        activation_func=activation(reader, "activation_function", "gelu_pytorch_tanh"),
+    )
+
+
 def _gpt_neox(reader: Reader) -> ModelConfig:
     """Rotary positions in part of each head; attention and MLP in parallel."""
     read_stored_weights(reader)
     default = Rope(10000.0, 0.25, "default")
-    rope = read_rope(reader, default, theta="rotary_emb_base", share="rotary_pct", leave_out=True)
+    rope = read_rope(reader, default, theta="rotary_emb_base", share="rotary_pct")
     # Names that transformers 4 writes in addition to the family's own.
     reader.fixed("rope_theta", rope.theta)
     reader.fixed("partial_rotary_factor", rope.share)
@@ -130,6 +147,10 @@ def _write_gpt2(model: ModelConfig) -> Fields:
     }
 
 
+def _write_bigcode(model: ModelConfig) -> Fields:
+    return _write_gpt2(model) | {"multi_query": model.num_kv_heads == 1}
+
+
 def _write_gpt_neox(model: ModelConfig) -> Fields:
     rope = rope_fields(model)
     return {
@@ -182,6 +203,7 @@ _GPT2 = Tensors(
     transposed=True,
     constants=_CONSTANTS,
 )
+_BIGCODE = replace(_GPT2, joint_qkv="by_head", transposed=False)
 _GPT_NEOX = Tensors(
     {
         "embed_tokens.": "embed_in.",
@@ -287,6 +309,7 @@ _FALCON = Tensors(
 
 FAMILIES = (
     Family("gpt2", "GPT2LMHeadModel", _gpt2, _write_gpt2, _GPT2),
+    Family("gpt_bigcode", "GPTBigCodeForCausalLM", _bigcode, _write_bigcode, _BIGCODE),
     Family("starcoder2", "Starcoder2ForCausalLM", _starcoder2, _write_starcoder2, _STARCODER2),
     Family("gpt_neox", "GPTNeoXForCausalLM", _gpt_neox, _write_gpt_neox, _GPT_NEOX),
     Family("falcon", "FalconForCausalLM", _falcon, _write_falcon, _FALCON),

@@ -8,7 +8,12 @@ from fivefold.config.huggingface.comparing import softmax_scale
 from fivefold.config.huggingface.families.mistral import mixtral_fields
 from fivefold.config.huggingface.family import Family, Fields, Names, Tensors
 from fivefold.config.huggingface.generic import read_balancing
-from fivefold.config.huggingface.llama_like import LlamaLike, bias_fields, equal_biases
+from fivefold.config.huggingface.llama_like import (
+    LlamaLike,
+    bias_fields,
+    equal_biases,
+    refuse_head_dim,
+)
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.model import ModelConfig
 
@@ -61,6 +66,33 @@ def _hybrid(reader: Reader) -> ModelConfig:
     return replace(model, ffn_hidden_size=reader.size("shared_intermediate_size", default=1024))
 
 
+_HYPERCLOVAX = replace(_DENSE, null_head_dim=True, code=True)
+
+
+def _hyperclovax(reader: Reader) -> ModelConfig:
+    """HyperCLOVA X SEED: norms before and after attention and MLP; logits are multiplied."""
+    post = reader.flag("use_post_norm", True)
+    model = _granite(reader, replace(_HYPERCLOVAX, norms="both" if post else "before"))
+    refuse_head_dim(reader, model)
+    # Of files that are older than transformers' class, which has no use for these.
+    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        reader.fixed(name, 0.0)
+    reader.without_effect("end_token_id", "summary_first_dropout")
+    if "attention_multiplier" not in reader.fields:
+        model = replace(model, softmax_scale=None)
+    if model.logits_scaling <= 0:
+        reader.unsupported("logits_scaling", model.logits_scaling, [1.0])
+        return model
+    return replace(model, logits_scaling=1.0 / model.logits_scaling)
+
+
+def _write_hyperclovax(model: ModelConfig) -> Fields:
+    return (_write(model) | bias_fields(model)) | {
+        "logits_scaling": 1.0 / model.logits_scaling,
+        "use_post_norm": model.norm_placement == "both",
+    }
+
+
 def _write(model: ModelConfig) -> Fields:
     factors = {name: getattr(model, name) for name in _FACTORS}
     return _MIXTURE.write(model) | factors | {"attention_multiplier": softmax_scale(model)}
@@ -91,6 +123,15 @@ _SHARED: Names = {**_joint("mlp.shared_experts", "shared_mlp"), **_NAMES}
 FAMILIES = (
     Family(
         "granite", "GraniteForCausalLM", _granite, lambda model: _write(model) | bias_fields(model)
+    ),
+    Family(
+        "hyperclovax",
+        "HyperCLOVAXForCausalLM",
+        _hyperclovax,
+        _write_hyperclovax,
+        Tensors(
+            {".post_self_attn_layernorm.": ".post_norm1.", ".post_mlp_layernorm.": ".post_norm2."}
+        ),
     ),
     Family(
         "granitemoe",

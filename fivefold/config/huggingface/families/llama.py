@@ -1,12 +1,15 @@
-"""Llama (1 to 3); Arcee and Nemotron, with squared ReLUs and no gate; StableLM, with LayerNorm."""
+"""Llama (1 to 3), InternLM3, IQuest-Coder and Helium; Arcee, Nemotron and Jais 2, with squared
+ReLUs and no gate; StableLM, with LayerNorm."""
 
 from dataclasses import replace
+from functools import partial
 
-from fivefold.config.huggingface.family import Family, Fields
+from fivefold.config.huggingface.family import Family, Fields, Tensors
 from fivefold.config.huggingface.llama_like import (
     LlamaLike,
     bias_fields,
     equal_biases,
+    qkv_biases,
     refuse_head_dim,
 )
 from fivefold.config.huggingface.reader import Reader
@@ -26,6 +29,61 @@ def _llama(reader: Reader) -> ModelConfig:
 
 def _write_llama(model: ModelConfig) -> Fields:
     return _LLAMA.write(model) | bias_fields(model)
+
+
+_INTERNLM3 = replace(_LLAMA, num_key_value_heads=2, head_dim=128, rms_norm_eps=1e-5, code=True)
+_IQUEST = replace(_LLAMA, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, code=True)
+
+
+def _internlm3(reader: Reader) -> ModelConfig:
+    reader.also(attention_bias="qkv_bias", mlp_bias="bias")
+    return _INTERNLM3.read(reader)
+
+
+def _iquest(reader: Reader) -> ModelConfig:
+    model = _IQUEST.read(reader)
+    reader.fixed("clip_qkv", None)
+    reader.fixed("use_sliding_window", False)
+    reader.without_effect("max_window_layers")  # of windows
+    return model
+
+
+_HELIUM = LlamaLike(
+    num_key_value_heads=20,
+    head_dim=128,
+    rms_norm_eps=1e-8,
+    rope_theta=1e5,
+    null_key_value_heads=False,
+    biases=qkv_biases(False),
+)
+
+
+def _helium(reader: Reader) -> ModelConfig:
+    """Helium: RoPE that turns neighbouring features."""
+    model = _HELIUM.read(reader)
+    reader.fixed("mlp_bias", False)
+    refuse_head_dim(reader, model)
+    return model
+
+
+_JAIS2 = LlamaLike(
+    rms_norm_eps=1e-5,
+    activation="relu2",
+    null_head_dim=True,
+    epsilon="layer_norm_eps",
+    biases=partial(equal_biases, default=True),
+)
+
+
+def _jais2(reader: Reader) -> ModelConfig:
+    """Jais 2: LayerNorm, and biases everywhere."""
+    model = _JAIS2.read(reader)
+    return replace(model, gated_linear_unit=False, normalization="LayerNorm")
+
+
+def _write_jais2(model: ModelConfig) -> Fields:
+    fields = _JAIS2.write(model) | bias_fields(model)
+    return fields | {"layer_norm_eps": fields.pop("rms_norm_eps")}
 
 
 _ARCEE = LlamaLike(rms_norm_eps=1e-5, activation="relu2", null_head_dim=True, biases=equal_biases)
@@ -102,6 +160,16 @@ def _write_stablelm(model: ModelConfig) -> Fields:
 
 FAMILIES = (
     Family("llama", "LlamaForCausalLM", _llama, _write_llama),
+    Family("internlm3", "LlamaForCausalLM", _internlm3, None),
+    Family("iquestcoder", "LlamaForCausalLM", _iquest, None),
+    Family(
+        "helium",
+        "HeliumForCausalLM",
+        _helium,
+        lambda model: _HELIUM.write(model) | {"attention_bias": model.qkv_bias},
+        Tensors(pairs=True),
+    ),
+    Family("jais2", "Jais2ForCausalLM", _jais2, _write_jais2),
     Family(
         "arcee", "ArceeForCausalLM", _arcee, lambda model: _ARCEE.write(model) | bias_fields(model)
     ),

@@ -1,5 +1,5 @@
-"""Mistral, Ministral 3, whose attention gets hotter with the position, and Mixtral's experts;
-MiniMax-M2, whose router is DeepSeek-V3's without groups."""
+"""Mistral and Ministral; Ministral 3, whose attention gets hotter with the position; Mixtral's
+experts; MiniMax-M2, whose router is DeepSeek-V3's without groups."""
 
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,15 @@ from fivefold.config.huggingface.rope import Rope, read_rope, sharpened_rope
 from fivefold.config.model import ModelConfig
 
 
+def _any_windows(reader: Reader, layers: int) -> dict[str, Any]:
+    """A window in all layers, or in those that are listed."""
+    width = windows.width_of(reader)
+    if width is None:
+        why = "transformers cannot run the model without one"
+        reader.unsupported("sliding_window", None, [4096], why)
+    return windows.settings(width, windows.listed(reader, layers) or (True,) * layers)
+
+
 def _windows(reader: Reader, layers: int, default: int | None = 4096) -> dict[str, Any]:
     """A window, of which a list of layers may say the same."""
     width = windows.width_of(reader, default)
@@ -25,6 +34,15 @@ def _windows(reader: Reader, layers: int, default: int | None = 4096) -> dict[st
 
 
 _MISTRAL = LlamaLike(num_key_value_heads=8, null_head_dim=True, windows=_windows)
+_MINISTRAL8B = replace(_MISTRAL, null_head_dim=False, windows=_any_windows)
+
+
+def _ministral(reader: Reader) -> ModelConfig:
+    """Ministral 8B: Mistral's layers, of which some may have no window."""
+    reader.size("head_dim")  # which transformers has no value for
+    return _MINISTRAL8B.read(reader)
+
+
 _MINISTRAL = LlamaLike(
     num_key_value_heads=8,
     head_dim=128,
@@ -142,6 +160,12 @@ _MINIMAX_NAMES = {
 }
 FAMILIES = (
     Family("mistral", "MistralForCausalLM", _MISTRAL.read, _write),
+    Family(
+        "ministral",
+        "MinistralForCausalLM",
+        _ministral,
+        lambda model: _MINISTRAL8B.write(model) | windows.fields(model),
+    ),
     Family("ministral3", "Ministral3ForCausalLM", _MINISTRAL.read, _write_ministral),
     Family(
         "mixtral",
