@@ -229,6 +229,8 @@ def of_data(job: MegatronJob, lost: list[str]) -> Named:
 def _tokenizer(job: MegatronJob, lost: list[str]) -> Named:
     """The file of its tokenizer, if it is one from which the same tokens are made here."""
     model, kind = job["tokenizer_model"], job["tokenizer_type"]
+    if job["vocab_file"]:
+        kind = kind or "GPT2BPETokenizer"  # pretrain_gpt.py's default
     if kind == "HuggingFaceTokenizer" and model:
         folder = str(model).removesuffix("/tokenizer.json")
         yield "tokenizer_model", f"{folder}/tokenizer.json"
@@ -236,10 +238,9 @@ def _tokenizer(job: MegatronJob, lost: list[str]) -> Named:
         yield "tokenizer_model", str(model)
     elif kind == "GPT2BPETokenizer" and job["merge_file"] == _beside(job["vocab_file"]):
         yield "tokenizer_model", job["vocab_file"]
-    elif job["vocab_file"] or kind not in (None, "NullTokenizer"):
+    elif kind not in (None, "NullTokenizer"):
         lost.append(
-            f"its tokenizer ({kind or 'of a vocab_file'}): --tokenizer-model wants a "
-            "tokenizer.json with the same tokens"
+            f"its tokenizer ({kind}): --tokenizer-model wants a tokenizer.json with the same tokens"
         )
 
 
