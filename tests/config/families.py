@@ -122,6 +122,7 @@ TINY: Mapping[str, dict[str, Any]] = {
     "cohere2": _SIZES | {"num_hidden_layers": 5, "num_key_value_heads": 2, "pad_token_id": None},
     "olmo2": _SIZES | {"num_key_value_heads": 2, "pad_token_id": None},
     "olmoe": _SIZES | _EXPERTS | {"num_experts": 4, "pad_token_id": None},
+    "flex_olmo": _SIZES | _EXPERTS | {"num_experts": 4, "pad_token_id": None},
     "olmo3": _SIZES | {"num_hidden_layers": 5, "pad_token_id": None},
     "gemma3_text": _SIZES
     | {
@@ -173,6 +174,9 @@ TINY: Mapping[str, dict[str, Any]] = {
     | {"num_key_value_heads": 2, "head_dim": 12, "first_k_dense_replace": 0},
     "hunyuan_v1_dense": _SIZES | _HUNYUAN,
     "hunyuan_v1_moe": _SIZES | _HUNYUAN | {"num_experts": 4, "moe_topk": 2},
+    "hy_v3": _SIZES
+    | {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 12, "num_experts": 4}
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "exaone_moe": {n: v for n, v in _GROUPS.items() if not n.endswith("ed_experts")}
     | {"num_hidden_layers": 4, "num_key_value_heads": 2, "num_experts": 4},
     "dots1": _GROUPS | {"norm_topk_prob": True},
@@ -370,6 +374,7 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "mtp_num_hidden_layers": [0, 1],
     "mlp_layer_types": [None, ["dense", "sparse"], ["sparse"] * 2, ["dense"] * 2, ["dense"]],
     "num_shared_experts": [0, 2],
+    "router_scaling_factor": [1.0, 3.0],
     "is_moe_layer": [[False, True], [False, True, True, True]],
     "moe_num_shared_experts": [0, 2],
     "moe_layer_start_index": [0, 1, 2],
@@ -419,6 +424,10 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
     "hyperclovax": {
         "plain": {"use_post_norm": False, "logits_scaling": 0.3, "attention_bias": True}
         | {"mlp_bias": True, "tie_word_embeddings": True}
+    },
+    "hy_v3": {
+        "all sparse": {"mlp_layer_types": ["sparse"] * 3, "num_shared_experts": 2}
+        | {"router_scaling_factor": 1.0}
     },
     "gpt_bigcode": {"heads of their own": {"multi_query": False, "n_inner": 40}},
     "exaone": {"GPT-2's names": {"layer_norm_epsilon": 0.1, "activation_function": "gelu"}},

@@ -119,15 +119,13 @@ class GroupedExperts:
     def _sparse_layers(self, reader: Reader, layers: int) -> list[bool]:
         """Which layers have experts: those after the first few, or those that are listed."""
         first = reader.size("first_k_dense_replace", default=self.dense_layers, least=0)
-        listed = reader.texts("mlp_layer_types", ("dense", "sparse")) if self.listed else None
+        listed = listed_sparse(reader, layers) if self.listed else None
         if listed is None:
             if not self.first_counts and first != self.dense_layers:
                 why = "transformers reads mlp_layer_types alone"
                 reader.unsupported("first_k_dense_replace", first, [self.dense_layers], why)
             return [layer >= first for layer in range(layers)]
-        if not reader.has_each_layer("mlp_layer_types", listed, layers):
-            return [False] * layers
-        return [word == "sparse" for word in listed]
+        return listed
 
 
 V2 = GroupedExperts(
@@ -167,6 +165,16 @@ def predictions(reader: Reader) -> int:
     """Layers that predict further tokens."""
     names = ("num_nextn_predict_layers", "num_mtp_layers")
     return reader.size(*names, default=1, least=0, most=MAX_LAYERS)
+
+
+def listed_sparse(reader: Reader, layers: int) -> list[bool] | None:
+    """Which layers have experts, if the config.json lists them; else None."""
+    listed = reader.texts("mlp_layer_types", ("dense", "sparse"))
+    if listed is None:
+        return None
+    if not reader.has_each_layer("mlp_layer_types", listed, layers):
+        return [False] * layers
+    return [word == "sparse" for word in listed]
 
 
 def written_sparse(model: ModelConfig) -> list[str]:

@@ -1,12 +1,15 @@
-"""Hunyuan (Tencent): heads normalised after RoPE, whose base is raised once and for all."""
+"""Hunyuan (Tencent): heads normalised after RoPE, whose base is raised once and for all; Hunyuan 3,
+with DeepSeek-V3's router."""
 
 from dataclasses import replace
 
 from fivefold.config.huggingface.family import EACH, Family, Fields, Names, Tensors
 from fivefold.config.huggingface.generic import read_balancing
+from fivefold.config.huggingface.grouped_experts import listed_sparse, written_sparse
 from fivefold.config.huggingface.llama_like import LlamaLike
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.huggingface.rope import Rope, raised_rope
+from fivefold.config.layer_pattern import layer_frequency
 from fivefold.config.model import ModelConfig
 
 
@@ -80,13 +83,73 @@ def _write_mixture(model: ModelConfig) -> Fields:
     }
 
 
+_HUNYUAN3 = LlamaLike(
+    num_key_value_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    rope_theta=11158840.0,
+    heads="per_head",
+    null_key_value_heads=False,
+)
+
+
+def _third(reader: Reader) -> ModelConfig:
+    """Hunyuan 3: a dense layer, then experts that a sigmoid chooses, and some of all tokens."""
+    model = _HUNYUAN3.read(reader)
+    model = replace(model, init_method_std=reader.number("initializer_range", 0.006))
+    read_balancing(reader)
+    reader.without_effect("enable_moe_fp32_combine")  # how sums are rounded
+    inner, topk = reader.size("moe_intermediate_size"), reader.size("num_experts_per_tok")
+    if topk == 1:
+        why = "its weight would be normalised to 1"
+        reader.unsupported("num_experts_per_tok", 1, [2], why)
+    listed = listed_sparse(reader, model.num_layers)
+    sparse = [layer > 0 for layer in range(model.num_layers)] if listed is None else listed
+    experts = reader.size("num_experts", "num_local_experts", default=192)
+    shared = reader.size("num_shared_experts", default=1)
+    scale = reader.number("router_scaling_factor", 2.826)
+    if not any(sparse):
+        return model
+    return replace(
+        model,
+        num_experts=experts,
+        moe_router_topk=topk,
+        moe_ffn_hidden_size=inner,
+        moe_shared_expert_intermediate_size=shared * inner,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_topk_scaling_factor=None if scale == 1.0 else scale,
+        moe_layer_freq=layer_frequency(sparse),
+    )
+
+
+def _write_third(model: ModelConfig) -> Fields:
+    return _HUNYUAN3.write(model) | {
+        "num_experts": model.num_experts,
+        "num_experts_per_tok": model.moe_router_topk,
+        "moe_intermediate_size": model.expert_ffn_size,
+        "num_shared_experts": model.shared_ffn_size // model.expert_ffn_size,
+        "router_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+        "mlp_layer_types": written_sparse(model),
+    }
+
+
 _NAMES: Names = {
     ".self_attn.q_norm.": ".self_attn.query_layernorm.",
     ".self_attn.k_norm.": ".self_attn.key_layernorm.",
 }
 _OF_EXPERTS = {".mlp.router.": ".mlp.gate.wg.", ".mlp.shared_experts.": ".mlp.shared_mlp.", **EACH}
 _DENSE, _MOE = Tensors(_NAMES), Tensors({**_OF_EXPERTS, **_NAMES})
+_THIRD = Tensors(
+    {
+        ".mlp.router.expert_bias": ".mlp.expert_bias",
+        ".mlp.router.": ".mlp.router.gate.",
+        ".mlp.shared_experts.": ".mlp.shared_mlp.",
+        **EACH,
+    }
+)
 FAMILIES = (
     Family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", _dense, _HUNYUAN.write, _DENSE),
     Family("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", _mixture, _write_mixture, _MOE),
+    Family("hy_v3", "HYV3ForCausalLM", _third, _write_third, _THIRD),
 )

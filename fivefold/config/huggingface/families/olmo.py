@@ -1,6 +1,7 @@
-"""OLMo 2 and 3, and OLMoE: all query heads normalised together, and all key heads."""
+"""OLMo 2 and 3, OLMoE and FlexOlmo: all query heads normalised together, and all key heads."""
 
 from dataclasses import replace
+from functools import partial
 
 from fivefold.config.huggingface import windows
 from fivefold.config.huggingface.families.mistral import mixtral_fields
@@ -14,6 +15,7 @@ from fivefold.config.model import ModelConfig
 
 _OLMOE = LlamaLike(rms_norm_eps=1e-5, heads="all_heads", padded=True)
 _OLMO2 = replace(_OLMOE, norms="after")
+_FLEX = replace(_OLMO2, rms_norm_eps=1e-6, rope_theta=5e5)
 _OLMO3 = replace(_OLMO2, windows=None, rope=None)
 
 
@@ -31,21 +33,30 @@ def _olmo3(reader: Reader) -> ModelConfig:
 
 def _olmoe(reader: Reader) -> ModelConfig:
     """OLMoE: experts in every layer, whose weights are those of a softmax over all of them."""
-    model = _OLMOE.read(reader)
     reader.fixed("clip_qkv", None)
+    return _mixture(reader, _OLMOE, experts=64, chosen=8)
+
+
+def _flex(reader: Reader) -> ModelConfig:
+    """FlexOlmo: OLMo 2 with OLMoE's experts."""
+    return _mixture(reader, _FLEX, experts=7, chosen=5)
+
+
+def _mixture(reader: Reader, like: LlamaLike, *, experts: int, chosen: int) -> ModelConfig:
+    model = like.read(reader)
     read_balancing(reader)
     refuse_head_dim(reader, model, "norms there have hidden_size features of queries")
     return replace(
         model,
-        num_experts=reader.size("num_experts", "num_local_experts", default=64),
-        moe_router_topk=reader.size("num_experts_per_tok", default=8),
+        num_experts=reader.size("num_experts", "num_local_experts", default=experts),
+        moe_router_topk=reader.size("num_experts_per_tok", default=chosen),
         moe_router_pre_softmax=not reader.flag("norm_topk_prob", False),
     )
 
 
-def _write_olmoe(model: ModelConfig) -> Fields:
+def _write_mixture(model: ModelConfig, like: LlamaLike) -> Fields:
     normalised = {"norm_topk_prob": not model.moe_router_pre_softmax}
-    return _OLMOE.write(model) | mixtral_fields(model) | normalised
+    return like.write(model) | mixtral_fields(model) | normalised
 
 
 FAMILIES = (
@@ -57,5 +68,18 @@ FAMILIES = (
         lambda model: _OLMO3.write(model) | windows.fields(model),
         Tensors(AFTER),
     ),
-    Family("olmoe", "OlmoeForCausalLM", _olmoe, _write_olmoe, Tensors(QWEN_MOE_NAMES)),
+    Family(
+        "olmoe",
+        "OlmoeForCausalLM",
+        _olmoe,
+        partial(_write_mixture, like=_OLMOE),
+        Tensors(QWEN_MOE_NAMES),
+    ),
+    Family(
+        "flex_olmo",
+        "FlexOlmoForCausalLM",
+        _flex,
+        partial(_write_mixture, like=_FLEX),
+        Tensors({**QWEN_MOE_NAMES, **AFTER}),
+    ),
 )
