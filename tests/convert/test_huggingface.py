@@ -24,7 +24,7 @@ from fivefold.train.engine import Engine
 from fivefold.train.folder.convert import to_hub, to_run
 from fivefold.train.folder.origin import find_origin
 from fivefold.train.health.not_finite import fill_finite
-from tests.config.families import TINY
+from tests.config.families import CASES, TINY
 from tests.config.oracle import LENGTH, InFp64, config_of, oracle, oracle_logits
 from tests.config.published import PUBLISHED
 from tests.model.models import batch_of
@@ -124,6 +124,13 @@ def test_published_configurations_are_written_again(name: str) -> None:
     again = to_hf_config(model)
     assert not differences(model, from_hf_config(again))
     config_of(again)  # transformers reads it
+
+
+def test_whatever_is_read_is_written() -> None:
+    """Of OLMo 3, other bases than its own were not."""
+    for case, fields in CASES.items():
+        model = from_hf_config(fields)
+        assert not differences(model, from_hf_config(to_hf_config(model))), case
 
 
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
