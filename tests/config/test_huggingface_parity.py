@@ -244,9 +244,9 @@ _OTHER_VALUES = {
 }
 
 
-@pytest.mark.parametrize("kind", TINY)
-def test_what_transformers_writes_is_read_back(kind: str, tmp_path: Path) -> None:
-    fields = CASES[kind]
+@pytest.mark.parametrize("case", CASES)
+def test_what_transformers_writes_is_read_back(case: str, tmp_path: Path) -> None:
+    fields = CASES[case]
     config = oracle(fields, meta=True).config
     config.save_pretrained(tmp_path)
     expected = _written_out(from_hf_config(fields))
