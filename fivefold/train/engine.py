@@ -173,7 +173,8 @@ class Engine:
         self.model.train(False)
         yield
         self.model.train(True)
-        self.model.reshard()
+        if not self.layout.config.parallel.overlap_param_gather_with_optimizer_step:
+            self.model.reshard()  # else the next step needs what the update has gathered
 
     def _loss(self, microbatches: Sequence[Microbatch]) -> Tensor:
         program = self._program(len(microbatches), forward_only=True)

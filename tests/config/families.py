@@ -590,7 +590,10 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
         "without biases": {"use_bias": False, "head_dim": 16},
     },
     "gpt_neox": {"in turn": {"use_parallel_residual": False, "rotary_pct": 0.25}},
-    "qwen3_moe": {"normalised": {"norm_topk_prob": True, "decoder_sparse_step": 2}},
+    "qwen3_moe": {
+        "normalised": {"norm_topk_prob": True, "decoder_sparse_step": 2},
+        "windows": {"use_sliding_window": True, "sliding_window": 5},
+    },
     "qwen3_next": {
         "some layers dense, wide taps, YaRN": {
             "num_hidden_layers": 4,
@@ -626,7 +629,10 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
         "latents of experts": {"moe_latent_size": 12},
         "no experts": {"hybrid_override_pattern": "MM*-", "n_groups": 1},
     },
-    "gpt_oss": {"small numbers": {"swiglu_limit": 0.3, "sliding_window": 4}},
+    "gpt_oss": {
+        "small numbers": {"swiglu_limit": 0.3, "sliding_window": 4},
+        "unscaled": {"rope_scaling": {"rope_type": "default"}},
+    },
     "glm": {"whole heads": {"partial_rotary_factor": 1.0, "attention_bias": False}},
     "glm4": {"a quarter of wider heads": {"partial_rotary_factor": 0.25, "head_dim": 16}},
     "exaone4": {

@@ -160,6 +160,11 @@ def test_more_groups_than_there_are_cannot_be_chosen(kind: str) -> None:
         from_hf_config(fields)
 
 
+def test_one_expert_a_token_is_refused_or_weighs_as_in_transformers() -> None:
+    mixtures = [kind for kind in TINY if "num_experts_per_tok" in CASES[kind]]
+    assert sum(agrees(CASES[kind] | {"num_experts_per_tok": 1}) for kind in mixtures) > 5
+
+
 _SPELLINGS = (
     ("n_embd", "hidden_size"),
     ("n_layer", "num_hidden_layers"),
@@ -244,9 +249,9 @@ _OTHER_VALUES = {
 }
 
 
-@pytest.mark.parametrize("kind", TINY)
-def test_what_transformers_writes_is_read_back(kind: str, tmp_path: Path) -> None:
-    fields = CASES[kind]
+@pytest.mark.parametrize("case", CASES)
+def test_what_transformers_writes_is_read_back(case: str, tmp_path: Path) -> None:
+    fields = CASES[case]
     config = oracle(fields, meta=True).config
     config.save_pretrained(tmp_path)
     expected = _written_out(from_hf_config(fields))

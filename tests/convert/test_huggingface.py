@@ -13,6 +13,7 @@ from torch import Tensor
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.huggingface import from_hf_config
+from fivefold.config.huggingface.families import FAMILIES
 from fivefold.config.huggingface.write import differences, to_hf_config
 from fivefold.config.training import TrainingConfig
 from fivefold.convert.hub import INDEX, HubFolder
@@ -24,14 +25,14 @@ from fivefold.train.engine import Engine
 from fivefold.train.folder.convert import to_hub, to_run
 from fivefold.train.folder.origin import find_origin
 from fivefold.train.health.not_finite import fill_finite
-from tests.config.families import TINY
+from tests.config.families import CASES, TINY
 from tests.config.oracle import LENGTH, InFp64, config_of, oracle, oracle_logits
 from tests.config.published import PUBLISHED
 from tests.model.models import batch_of
 from tests.pool import run
 from tests.verify.cases import chosen, shared_groups
 
-FAMILIES = sorted(TINY)
+KINDS = sorted(TINY)
 
 
 def written(kind: str, folder: Path, dtype: torch.dtype = torch.float64, **how: Any) -> Any:
@@ -64,13 +65,13 @@ def both_logits(folder: Path, theirs: Any) -> tuple[Tensor, Tensor]:
 
 
 # Of all families, test_huggingface_parity.py has logits from the same tensors in memory.
-@pytest.mark.parametrize("kind", chosen(FAMILIES, *FAMILIES[::5]))
+@pytest.mark.parametrize("kind", chosen(KINDS, *KINDS[::5]))
 def test_logits_are_theirs(kind: str, tmp_path: Path) -> None:
     theirs = written(kind, tmp_path)
     torch.testing.assert_close(*both_logits(tmp_path, theirs), rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_there_and_back_is_the_same_to_the_byte(kind: str, tmp_path: Path) -> None:
     written(kind, tmp_path / "hub", torch.bfloat16, max_shard_size="20KB")
     to_run(tmp_path / "hub", tmp_path / "run")
@@ -100,7 +101,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 # All come back to the byte, below.
-@pytest.mark.parametrize("kind", chosen(FAMILIES, *[*FAMILIES][::3]))
+@pytest.mark.parametrize("kind", chosen(KINDS, *KINDS[::3]))
 def test_what_is_written_loads_in_transformers(kind: str, tmp_path: Path) -> None:
     """Without the config.json that the weights came with."""
     from transformers import AutoModelForCausalLM
@@ -124,6 +125,15 @@ def test_published_configurations_are_written_again(name: str) -> None:
     again = to_hf_config(model)
     assert not differences(model, from_hf_config(again))
     config_of(again)  # transformers reads it
+
+
+def test_whatever_is_read_is_written_by_its_family() -> None:
+    """Of OLMo 3, other bases than its own were not."""
+    for case, fields in CASES.items():
+        family, model = FAMILIES[fields["model_type"]], from_hf_config(fields)
+        if family.write is not None:
+            again = from_hf_config({"model_type": family.kind, **family.write(model)})
+            assert not differences(model, again), case
 
 
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {

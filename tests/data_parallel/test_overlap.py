@@ -36,7 +36,8 @@ def config(settings: dict[str, Any]) -> Config:
 
 @shared_groups()
 def _events(rank: int, world: int, settings: dict[str, Any]) -> list[str]:
-    """What a rank does in its second step, and until the third has begun."""
+    """What a rank does in its second step, and until the third has begun; with EARLY, weights are
+    evaluated between them."""
     asked = config(settings)
     engine = Engine(check(asked, world), rank, torch.device("cpu"))
     own = rows_of(asked, engine.layout.grid.dp_rank(rank), engine.layout.grid.dp)
@@ -71,6 +72,8 @@ def _events(rank: int, world: int, settings: dict[str, Any]) -> list[str]:
         engine.model.executor.observe = acting
         engine.step(rows)
         seen.append("next step")
+        if asked.parallel.overlap_param_gather_with_optimizer_step:
+            engine.evaluate([rows])
         engine.gradients(rows)
     engine.model.reshard()
     return seen

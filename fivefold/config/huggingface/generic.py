@@ -41,6 +41,13 @@ def read_balancing(reader: Reader) -> None:
     reader.without_effect("output_router_logits", "router_aux_loss_coef")
 
 
+def refuse_one_expert(reader: Reader, chosen: int) -> None:
+    """Report one expert a token, of routers that divide sigmoids by the sum of those chosen."""
+    if chosen == 1:
+        why = "its weight would be normalised to 1"
+        reader.unsupported("num_experts_per_tok", chosen, [2], why)
+
+
 _OF_FILES = """
     _name_or_path name_or_path _commit_hash transformers_version architectures torch_dtype dtype
     use_bfloat16 tf_legacy_loss xla_device _attn_implementation_autoset attn_implementation

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.huggingface.family import EACH, Fields
-from fivefold.config.huggingface.generic import read_balancing
+from fivefold.config.huggingface.generic import read_balancing, refuse_one_expert
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.layer_pattern import MAX_LAYERS, layer_frequency
 from fivefold.config.model import ModelConfig
@@ -75,9 +75,8 @@ class GroupedExperts:
         reader.fixed("moe_layer_freq", 1)
         if experts is None or not any(sparse):
             return {}
-        if topk == 1 and not second:
-            why = "its weight would be normalised to 1"
-            reader.unsupported("num_experts_per_tok", topk, [2], why)
+        if not second:
+            refuse_one_expert(reader, topk)
         if method == "group_limited_greedy":
             for name in (name for name, count in counts.items() if count is None):
                 reader.unsupported(name, None, [1], f'topk_method = "{method}" needs it')

@@ -59,16 +59,21 @@ def _read(reader: Reader) -> ModelConfig:
 
 
 def _write(model: ModelConfig) -> Fields:
-    return _GPT_OSS.write(model) | {
-        "attention_bias": True,
-        "intermediate_size": model.expert_ffn_size,
-        # transformers asks for a width even where no layer has a window.
-        "sliding_window": 128 if model.window_size is None else model.window_size + 1,
-        "layer_types": windows.written_types(model),
-        "swiglu_limit": model.activation_func_clamp_value,
-        "num_local_experts": model.num_experts,
-        "num_experts_per_tok": model.moe_router_topk,
-    }
+    unscaled = {"rope_scaling": {"rope_type": "default"}}  # without the table it is YaRN
+    return (
+        unscaled
+        | _GPT_OSS.write(model)
+        | {
+            "attention_bias": True,
+            "intermediate_size": model.expert_ffn_size,
+            # transformers asks for a width even where no layer has a window.
+            "sliding_window": 128 if model.window_size is None else model.window_size + 1,
+            "layer_types": windows.written_types(model),
+            "swiglu_limit": model.activation_func_clamp_value,
+            "num_local_experts": model.num_experts,
+            "num_experts_per_tok": model.moe_router_topk,
+        }
+    )
 
 
 _TENSORS = Tensors(

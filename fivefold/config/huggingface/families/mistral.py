@@ -7,7 +7,7 @@ from typing import Any
 
 from fivefold.config.huggingface import windows
 from fivefold.config.huggingface.family import Family, Fields, Names, Tensors
-from fivefold.config.huggingface.generic import read_balancing
+from fivefold.config.huggingface.generic import read_balancing, refuse_one_expert
 from fivefold.config.huggingface.llama_like import LlamaLike
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.huggingface.rope import Rope, read_rope, sharpened_rope
@@ -131,9 +131,7 @@ def _minimax(reader: Reader) -> ModelConfig:
     reader.without_effect("layernorm_full_attention_beta", "layernorm_linear_attention_beta")
     reader.without_effect("layernorm_mlp_beta", "mlp_intermediate_size", "shared_moe_mode")
     reader.without_effect("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
-    if model.moe_router_topk == 1:
-        why = "its weight would be normalised to 1"
-        reader.unsupported("num_experts_per_tok", 1, [2], why)
+    refuse_one_expert(reader, model.moe_router_topk)
     return replace(model, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from fivefold.config.huggingface.family import EACH, Family, Fields, Tensors
 from fivefold.config.huggingface.fields import activation_name, size_fields
+from fivefold.config.huggingface.generic import refuse_one_expert
 from fivefold.config.huggingface.llama_like import activation
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.model import MAMBA_TAPS, ModelConfig
@@ -98,6 +99,8 @@ def _experts(reader: Reader, has: bool) -> dict[str, Any]:
     if latent := reader.optional_size("moe_latent_size", default=None):
         found["moe_latent_size"] = latent
     reader.without_effect("moe_shared_expert_overlap", "output_router_logits")
+    if has:
+        refuse_one_expert(reader, found["moe_router_topk"])
     return found if has else {}
 
 

@@ -157,7 +157,9 @@ def _writes(like: LlamaLike) -> Callable[[ModelConfig], Fields]:
 
 
 def _write_qwen3_moe(model: ModelConfig) -> Fields:
-    return _QWEN3_MOE.write(model) | _window_fields(model) | qwen_expert_fields(model)
+    window = _window_fields(model)
+    window.pop("layer_types", None)  # which it has not: a window is of all layers
+    return _QWEN3_MOE.write(model) | window | qwen_expert_fields(model)
 
 
 def _write_qwen2_moe(model: ModelConfig) -> Fields:
