@@ -20,7 +20,6 @@ from fivefold.errors import (
     Mistake,
     PlaceError,
     RanksFailed,
-    TrainingError,
     did_you_mean,
 )
 from fivefold.files import telling_system_errors
@@ -88,9 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _tells(error):
             # In one piece, so that ranks that fail at the same time do not mix their lines.
             sys.stderr.write(f"{paint('error:', 'red', sys.stderr)} {error}\n")
-        if isinstance(error, RanksFailed):
-            return error.status
-        return 1 if isinstance(error, TrainingError) else 2
+        return error.status
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
