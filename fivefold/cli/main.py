@@ -79,7 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     and the signal that ended it, or a rank of it."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        with telling_system_errors(FivefoldError), leaving_in_order():
+        with (
+            telling_system_errors(FivefoldError),
+            leaving_in_order(),
+            process.telling_environment(),
+        ):
             status = _dispatch(words)
             sys.stdout.flush()
         return status
