@@ -15,18 +15,33 @@ from fivefold.config.model import ModelConfig
 _OLMOE = LlamaLike(rms_norm_eps=1e-5, heads="all_heads", padded=True)
 _OLMO2 = replace(_OLMOE, norms="after")
 _OLMO3 = replace(_OLMO2, windows=None, rope=None)
+_BASE = 500000.0
+"""Of RoPE in OLMo 3, unless its tables say another."""
 
 
 def _olmo3(reader: Reader) -> ModelConfig:
     """OLMo 3: OLMo 2 with windows in three of four layers, whose RoPE is not scaled."""
     model = _OLMO3.read(reader)
-    slides, usual = windows.listed(reader, model.num_layers), 500000.0
+    slides = windows.listed(reader, model.num_layers)
     slides = slides or tuple((layer + 1) % 4 != 0 for layer in range(model.num_layers))
     if reader.fields.get("rope_parameters") is None:
-        why = f"transformers 5 gives layers with a window {usual:.0f}, whatever stands here"
-        reader.fixed("rope_theta", usual, why=why)
-    rope, base = rope_by_layer(reader, Rope(usual, 1.0, "default"), usual)
+        why = f"transformers 5 gives layers with a window {_BASE:.0f}, whatever stands here"
+        reader.fixed("rope_theta", _BASE, why=why)
+    rope, base = rope_by_layer(reader, Rope(_BASE, 1.0, "default"), _BASE)
     return replace(model, **windows.beside_rope(reader, slides, rope, base))
+
+
+def _write_olmo3(model: ModelConfig) -> Fields:
+    """Other bases than the usual one are in tables, which transformers 4 does not read."""
+    fields = _OLMO3.write(model) | windows.fields(model)
+    local = model.rotary_base_local or model.rotary_base
+    if {model.rotary_base, local} != {_BASE}:
+        scaling = fields.pop("rope_scaling", {"rope_type": "default"})
+        fields["rope_parameters"] = {
+            "full_attention": scaling | {"rope_theta": fields.pop("rope_theta")},
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        }
+    return fields
 
 
 def _olmoe(reader: Reader) -> ModelConfig:
@@ -54,7 +69,7 @@ FAMILIES = (
         "olmo3",
         "Olmo3ForCausalLM",
         _olmo3,
-        lambda model: _OLMO3.write(model) | windows.fields(model),
+        _write_olmo3,
         Tensors(AFTER),
     ),
     Family("olmoe", "OlmoeForCausalLM", _olmoe, _write_olmoe, Tensors(QWEN_MOE_NAMES)),
