@@ -282,8 +282,8 @@ def bookkeeping_bytes(
         own = at_place(running, place)
         for item in kept_items(model, layer, own):
             if not {*own.remade} & {*item.remade_by}:
-                each = (scale_bytes(own, features, item.rows) for features in item.scaled)
-                size += item.groups * sum(each)
+                scales = (scale_bytes(own, features, item.rows) for features in item.scaled)
+                size += item.groups * sum(scales)
         if model.qk_l2_norm and model.rotates(layer) and "a2a_overlap_attn" not in own.remade:
             size += wide * (model.num_attention_heads / tp + model.kv_heads_of(tp))
         for operation in describe_layer(model, layer).operations:
