@@ -5,6 +5,7 @@ from itertools import islice
 from fivefold.config.batch_sizes import BatchSizes
 from fivefold.config.config import Config
 from fivefold.config.parallel import ParallelConfig
+from fivefold.config.training import TrainingConfig
 from fivefold.errors import Mistakes
 from fivefold.layout import Layout
 from fivefold.units import several
@@ -44,6 +45,19 @@ def count_microbatches(config: Config, parallel: ParallelConfig, mistakes: Mista
                 works=[f"--rampup-batch-size {first} {unit} {samples}"] if grows else [],
             )
     return max(size // unit, 1)
+
+
+def check_skipped_steps(training: TrainingConfig, mistakes: Mistakes) -> None:
+    """Add steps to skip that the run does not have."""
+    if not training.iterations_to_skip:
+        return
+    steps, last = training.num_steps, max(training.iterations_to_skip)
+    if last >= steps > 0:
+        mistakes.add(
+            f"iterations_to_skip {last} is beyond the run, whose steps are 0 to {steps - 1}",
+            "a step goes by the number of those before it: the first one is 0",
+            works=[f"--iterations-to-skip {steps - 1}", training.lasting(last + 1)],
+        )
 
 
 def check_smaller_batches(layout: Layout, mistakes: Mistakes) -> None:

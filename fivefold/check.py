@@ -10,7 +10,11 @@ from math import prod
 from shlex import quote
 from typing import Any
 
-from fivefold.batch_rules import check_smaller_batches, count_microbatches
+from fivefold.batch_rules import (
+    check_skipped_steps,
+    check_smaller_batches,
+    count_microbatches,
+)
 from fivefold.config.config import SETTINGS, Config
 from fivefold.config.foreign import name_of
 from fivefold.config.model import ModelConfig
@@ -143,6 +147,7 @@ def _check(
         replace(config, parallel=parallel), grid_of(parallel), split, schedule, microbatches
     )
     check_smaller_batches(layout, mistakes)
+    check_skipped_steps(config.training, mistakes)
     try:
         layout.order().program()
     except ConfigError as error:

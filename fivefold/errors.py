@@ -35,7 +35,14 @@ class Mistake:
 
 
 class FivefoldError(Exception):
-    """An error to be shown to the user as one message, without a traceback."""
+    """An error to be shown to the user as one message, without a traceback.
+
+    Attributes:
+        status: exit status for the shell, of a command as of its ranks: 2 where something was given
+            that is wrong or missing, 1 where a run failed.
+    """
+
+    status = 2
 
     def __init__(self, message: Mistake | str) -> None:
         super().__init__(str(message))
@@ -107,13 +114,12 @@ class DamagedCheckpoint(CheckpointError):
 class TrainingError(FivefoldError):
     """A run that cannot continue, for example because its loss is not finite."""
 
+    status = 1
+
 
 class RanksFailed(FivefoldError):
-    """Ranks that a command started have failed, and have told why themselves.
-
-    Attributes:
-        status: exit status for the shell, as of `train`.
-    """
+    """Ranks that a command started have failed, and have told why themselves; `status` is that
+    of `train`."""
 
     def __init__(self, what: str, status: int) -> None:
         super().__init__(what)

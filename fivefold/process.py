@@ -15,7 +15,11 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from shlex import quote
+from traceback import walk_tb
 from typing import NoReturn
+
+from fivefold.errors import ConfigError, Mistake
 
 RARELY = 100_000
 """New objects after which Python looks for garbage, while a process imports and reads settings."""
@@ -79,6 +83,38 @@ def begin() -> None:
     gc.set_threshold(RARELY)
     if isinstance(sys.stdout, io.TextIOWrapper):  # as standard error does: names of files, texts
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+@contextlib.contextmanager
+def telling_environment() -> Iterator[None]:
+    """Tell of variables that keep PyTorch from being imported in the block.
+
+    It reads several of its own meanwhile, and says of most what is wrong, but not of which.
+
+    Raises:
+        ConfigError: it cannot be imported, and the environment has some of its variables.
+    """
+    try:
+        yield
+    except (ValueError, AttributeError, OSError) as error:
+        given = sorted(name for name in os.environ if name.startswith("TORCH_"))
+        if not given or not _imports_torch(error):
+            raise
+        said = " ".join(str(error).split()).partition(". ")[0]
+        variables = (f"{name}={quote(os.environ[name])}" for name in given)
+        mistake = Mistake(
+            "PyTorch cannot be imported in this environment",
+            (f"{type(error).__name__}: {said}", *variables),
+            attempt=f"unset {' '.join(given)}",
+        )
+        raise ConfigError(mistake) from None
+
+
+def _imports_torch(error: Exception) -> bool:
+    """Whether an error was raised while a module of PyTorch's was imported."""
+    frames = (frame for frame, _ in walk_tb(error.__traceback__))
+    modules = (f.f_globals["__name__"] for f in frames if f.f_code.co_name == "<module>")
+    return any(name.partition(".")[0] == "torch" for name in modules)
 
 
 def work() -> None:

@@ -1,7 +1,9 @@
 """How a process begins and ends: whatever Python does at its exit but freeing memory is done."""
 
+import os
 import subprocess
 import sys
+from shlex import quote
 
 import pytest
 
@@ -83,6 +85,30 @@ def test_an_output_that_cannot_be_written_is_named(unbuffered: tuple[str, ...]) 
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: disk full: cannot write /dev/full\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TORCH_LOGS", "nonsense"),
+        ("TORCH_LOGS", ""),
+        ("TORCH_LOGS_OUT", "/dev/null/file"),
+        ("TORCH_DISTRIBUTED_DEBUG", "loud"),
+    ],
+)
+def test_a_variable_that_pytorch_refuses_is_named(name: str, value: str) -> None:
+    code = "from fivefold.cli import main; "
+    code += "main._dispatch = lambda words: __import__('torch.distributed'); "
+    code += "main.program()"
+    environment = {n: v for n, v in os.environ.items() if not n.startswith("TORCH_")}
+    logs = {"TORCH_LOGS": "dynamo"} if name == "TORCH_LOGS_OUT" else {}
+    words = [sys.executable, "-c", code]
+    environment |= logs | {name: value}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: PyTorch cannot be imported in this environment\n")
+    assert f"\n  {name}={quote(value)}\n" in done.stderr
+    assert f"try:   unset {' '.join(sorted({name, *logs}))}\n" in done.stderr
 
 
 @pytest.mark.slow

@@ -62,6 +62,7 @@ class Checkpointer:
     Args:
         folder: folder of the checkpoints; the first save creates it.
         keep_latest: number of checkpoints to keep, the most recently written; None: all.
+        retain: checkpoints of multiples of this step stay, too; None: of none.
         async_save: whether `save` only copies to the CPU, and a thread writes the files.
         step_flag: flag by which the user's command chooses a step; error messages suggest it.
     """
@@ -71,12 +72,13 @@ class Checkpointer:
         folder: str | os.PathLike[str],
         *,
         keep_latest: int | None = None,
+        retain: int | None = None,
         async_save: bool = False,
         step_flag: str = LOAD_STEP,
     ) -> None:
         self.folder = Path(folder)
         self._step_flag = step_flag
-        self._checkpoints = CheckpointFolder(self.folder, keep_latest)
+        self._checkpoints = CheckpointFolder(self.folder, keep_latest, retain)
         self._team = Team(new_group(backend="gloo") if dist.is_initialized() else None)
         self._async = async_save
         self._staging = Staging()

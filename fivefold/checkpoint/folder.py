@@ -29,11 +29,14 @@ class CheckpointFolder:
     Args:
         path: path of the folder, which need not exist yet.
         keep_latest: number of checkpoints to keep, the most recently written; None: all.
+        retain: checkpoints of multiples of this step stay, too; None: of none.
     """
 
-    def __init__(self, path: Path, keep_latest: int | None = None) -> None:
+    def __init__(
+        self, path: Path, keep_latest: int | None = None, retain: int | None = None
+    ) -> None:
         self.path = path
-        self._keep_latest = keep_latest
+        self._keep_latest, self._retain = keep_latest, retain
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, in order."""
@@ -98,7 +101,8 @@ class CheckpointFolder:
             others = [self.of(other) for other in self.steps() if other != step]
             others.sort(key=_written, reverse=True)
             for old in others[max(self._keep_latest - 1, 0) :]:
-                _remove(old)
+                if self._retain is None or step_of(old) % self._retain:
+                    _remove(old)
 
     def _at(self, step: int, suffix: str = "") -> Path:
         return self.path / f"step-{step:08d}{suffix}"

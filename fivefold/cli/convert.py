@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from fivefold import process
+from fivefold.cli.style import note
 from fivefold.config.huggingface import is_adapter, read_adapter
 from fivefold.config.megatron import is_megatron, megatron_checkpoint
 from fivefold.config.model import ModelConfig
@@ -16,7 +17,12 @@ from fivefold.config.settings import argument, option
 from fivefold.config.sources import load_options
 from fivefold.errors import Mistakes
 from fivefold.report.settings import run_config
-from fivefold.units import human_bytes
+from fivefold.units import few, human_bytes, several
+
+if TYPE_CHECKING:
+    from fivefold.convert.spoilt import Converted
+
+SHOWN = 4  # tensors
 
 
 @dataclass(frozen=True)
@@ -65,15 +71,16 @@ def run(argv: Sequence[str]) -> int:
 
     process.work()
     if inward:
-        size = to_run(base, target, adapter, model)
-        print(f"{target}: a run folder with {human_bytes(size)} of weights at step 0")
+        made = to_run(base, target, adapter, model)
+        _warn(made)
+        print(f"{target}: a run folder with {human_bytes(made.size)} of weights at step 0")
         if is_hub_folder(base) and (left_out := HubFolder(base).told_parts()):
             print(f"  the text model of {base}; left out: {left_out}")
         file, after = target / "tokenizer.json", f"fivefold sample {quote(str(target))} PROMPT"
         missing = "" if file.is_file() else f"the model's tokenizer, copied to {file}, then "
         print(f"  next: {missing}{after}")
         return 0
-    size = to_hub(
+    made = to_hub(
         source,
         target,
         step=options.step,
@@ -81,11 +88,12 @@ def run(argv: Sequence[str]) -> int:
         most_bytes=options.max_shard_size or MOST_BYTES,
         adapter=options.adapter,
     )
+    _warn(made)
     what, class_ = "a Hugging Face folder with {} of weights", "transformers import AutoModel"
     if options.adapter:
         what, class_ = "adapters for PEFT, {}", "peft import AutoPeftModel"
     opened = f"Model.from_pretrained({json.dumps(str(target), ensure_ascii=False)})"
-    print(f"{target}: {what.format(human_bytes(size))}")
+    print(f"{target}: {what.format(human_bytes(made.size))}")
     if (whole := whole_model(source)) is not None:
         of = "for the" if options.adapter else "the"
         print(f"  {of} text model alone of the {whole} model that the run began with")
@@ -94,6 +102,13 @@ def run(argv: Sequence[str]) -> int:
         return 0
     print(f"  next: python -c {quote(f'from {class_}ForCausalLM as Model; {opened}')}")
     return 0
+
+
+def _warn(made: "Converted") -> None:
+    """Tell of weights that are converted as they are, and that no text or loss can come of."""
+    if made.spoilt:
+        what = several(len(made.spoilt), "tensor")
+        note(f"{what} with infinities or NaN, as in the source: {few(made.spoilt, SHOWN)}")
 
 
 def _check(options: Options, *, inward: bool) -> tuple[Path, ModelConfig | None]:

@@ -48,12 +48,11 @@ class FewerRanks:
     def run(self, layout: Layout) -> "End":
         """Train in this layout, then as long as that helps in those of fewer ranks."""
         from fivefold.train.folder.run_folder import RunFolder
-        from fivefold.train.ranks.failures import CONFIG_ERROR
 
         assert self.config.checkpoint.save is not None
         folder, seen = RunFolder(Path(self.config.checkpoint.save)), set[tuple[str, int]]()
         end = self.train(layout, nproc=layout.grid.world_size)
-        while end.rank is not None and not end.stopped and end.status != CONFIG_ERROR:
+        while end.rank is not None and not (end.stopped or end.of_settings):
             failure = end.why, folder.last_step()
             fewer = None if failure in seen else self._smaller(layout)
             if fewer is None:

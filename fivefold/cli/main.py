@@ -20,7 +20,6 @@ from fivefold.errors import (
     Mistake,
     PlaceError,
     RanksFailed,
-    TrainingError,
     did_you_mean,
 )
 from fivefold.files import telling_system_errors
@@ -80,7 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     and the signal that ended it, or a rank of it."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        with telling_system_errors(FivefoldError), leaving_in_order():
+        with (
+            telling_system_errors(FivefoldError),
+            leaving_in_order(),
+            process.telling_environment(),
+        ):
             status = _dispatch(words)
             sys.stdout.flush()
         return status
@@ -88,9 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _tells(error):
             # In one piece, so that ranks that fail at the same time do not mix their lines.
             sys.stderr.write(f"{paint('error:', 'red', sys.stderr)} {error}\n")
-        if isinstance(error, RanksFailed):
-            return error.status
-        return 1 if isinstance(error, TrainingError) else 2
+        return error.status
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

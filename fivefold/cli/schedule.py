@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fivefold.check import check
-from fivefold.cli.style import paint, shows_styles
+from fivefold.cli.style import note, paint, shows_styles
 from fivefold.config.flags import choice_meant
 from fivefold.config.presets import resolve_model
 from fivefold.config.settings import argument, option, settings_of
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from fivefold.pipeline.costs.measured_parts import MeasuredPieces
 
 PLAIN_WIDTH = 120  # characters per line of a picture that is not shown on a terminal
-MOST = 1 << 18  # most stages x microbatches x slices
+MOST, LONG = 1 << 18, 1 << 13  # stages x microbatches: at most; that take seconds to compare
 WIDEST, MOST_GIB, LONGEST_SEQUENCE = 10_000, 1e9, 1 << 40
 _OF_A_MODEL = ("layout", "layer_costs", "measured", "memory_gib", "seq_length")
 _DRAWN = ("svg", "html", "csv", "torch_csv", "trace", "width", "dx_first")
@@ -172,6 +172,8 @@ def _run(options: Options) -> int:
         if alone:
             return 0
     if options.compare:
+        if study.num_ranks * study.num_microbatches >= LONG:
+            note(f"times {len(SCHEDULES) + 1} schedules, of {_heading(study)}")
         found = list(compare(study))
         _write(options, [result.chart for _, result in found if isinstance(result, StudyResult)])
         if options.json:
@@ -207,7 +209,7 @@ def _study(options: Options) -> Study:
     microbatches = options.microbatches or max(8, 2 * options.stages)
     work = options.stages * (options.chunks or 2) * microbatches * options.slices
     if work > MOST:
-        cut = "" if options.slices == 1 else f" x --slices {options.slices}"
+        cut = f" x --slices {options.slices}" if options.slices > 1 else ""
         mistakes.add(
             f"{work:,} forwards in a step are too many to draw",
             f"--stages {options.stages} x --chunks {options.chunks or 2} x --microbatches "

@@ -11,6 +11,7 @@ from shlex import quote
 from textwrap import wrap
 from typing import TextIO
 
+from fivefold.check import check
 from fivefold.cli.style import paint
 from fivefold.config.config import SETTINGS, Config
 from fivefold.config.deepspeed_job.file import read_file
@@ -62,7 +63,9 @@ def run(argv: Sequence[str]) -> int:
     options = load_options(argv, Options)
     found = _translated(options)
     config, idle = without_orphans(read_config(**found.values), (), deciding=SETTINGS)
-    recipe = "\n".join([*_header(found), "", to_toml(config, changes_only=True)])
+    ranks = _ranks_of(found, config)
+    refused = _refused(config, ranks)
+    recipe = "\n".join([*_header(found, refused), "", to_toml(config, changes_only=True)])
     stem = "job" if options.source == "-" else Path(options.source).stem
     target = options.target or f"{stem}.toml"
     if options.target is None:
@@ -71,9 +74,8 @@ def run(argv: Sequence[str]) -> int:
         _check_unwritten(Path(target))
         write_atomic(Path(target), recipe)
     told = sys.stderr if options.target is None else sys.stdout
-    ranks = _ranks_of(found, config)
     load = options.source if options.source != "-" and Path(options.source).is_dir() else None
-    for line in _told(found, [each.name for each in idle], told):
+    for line in _told(found, refused, [each.name for each in idle], told):
         print(line, file=told)
     for line in _next(found, target, ranks, load, told):
         print(line, file=told)
@@ -142,12 +144,24 @@ def _of_checkpoint(folder: Path) -> MegatronJob:
     return job_of(MegatronFolder(megatron_checkpoint(folder, None)).arguments)
 
 
-def _header(found: Translation) -> Iterator[str]:
+def _refused(config: Config, ranks: int) -> list[str]:
+    """Lines on why a recipe cannot run here on so many ranks; none if it can."""
+    try:
+        check(config, ranks)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+def _header(found: Translation, refused: Sequence[str]) -> Iterator[str]:
     yield _TITLE.format(found.trainer)
     if found.lost:
         yield "# Not carried over:"
         for line in found.lost:
             yield from wrap(line, 100, initial_indent="# - ", subsequent_indent="#   ")
+    if refused:
+        yield "# Refused as it stands:"
+        yield from (f"#   {line}" for line in refused)
 
 
 def _ranks_of(found: Translation, config: Config) -> int:
@@ -161,11 +175,16 @@ def _ranks_of(found: Translation, config: Config) -> int:
     return found.ranks if found.ranks and fits else fewest
 
 
-def _told(found: Translation, idle: Sequence[str], stream: TextIO) -> Iterator[str]:
+def _told(
+    found: Translation, refused: Sequence[str], idle: Sequence[str], stream: TextIO
+) -> Iterator[str]:
     if found.lost:
         yield paint("not carried over", "bold", stream)
         for line in found.lost:
             yield from wrap(line, 100, initial_indent="  ", subsequent_indent="    ")
+    if refused:
+        yield paint("refused here as it stands", "bold", stream)
+        yield from (f"  {line}" for line in refused)
     if without_effect := sorted({*found.harmless, *idle}):
         what = several(len(without_effect), "argument")
         names = wrap(", ".join(without_effect), 96, initial_indent="  ", subsequent_indent="  ")

@@ -190,6 +190,11 @@ class Architecture:
         False, "normalise that state once for both, as Cohere's models and Falcon 7B do"
     )
     init_method_std: Positive = option(0.02, "standard deviation of initial weights")
+    embedding_init_method_std: Positive | None = option(
+        None,
+        "that of embeddings of tokens and of learned positions (default: init_method_std); an "
+        "output layer of its own has init_method_std",
+    )
     make_vocab_size_divisible_by: Count = option(128, "pad the vocabulary to a multiple of this")
     num_experts: Count | None = option(
         None, "experts of a mixture-of-experts layer; none: dense MLPs"

@@ -69,14 +69,8 @@ MEGATRON_NAMES: tuple[tuple[str, str, str], ...] = (
     ("--global-batch-size", "decrease_batch_size_if_needed", _BATCH),
     ("", "eval_global_batch_size eval_micro_batch_size", "evaluations have the training's batches"),
     ("", "exit_signal_handler exit_signal", _SIGNALS),
-    ("--train-iters", "exit_interval", "with --lr-decay-iters, the steps of the whole schedule"),
     ("", "skip_train", "fivefold eval RUN evaluates a checkpoint"),
     ("", "start_eval_at_iter", "evaluations begin after --eval-interval steps"),
-    (
-        "",
-        "iterations_to_skip",
-        "--check-for-spiky-loss --bad-step-action skip leaves out steps whose loss is a spike",
-    ),
     ("--check-for-spiky-loss", "check_for_large_grads", ""),
     (
         "--check-loss-across-dp-replicas-interval",
@@ -144,7 +138,6 @@ MEGATRON_NAMES: tuple[tuple[str, str, str], ...] = (
     ("--load", "pretrained_checkpoint", "with --finetune, weights alone"),
     ("", "exit_on_missing_checkpoint", "a --load without a checkpoint is an error"),
     ("--keep-latest-k", "most_recent_k", ""),
-    ("", "save_retain_interval", "--keep-latest-k says how many checkpoints are kept"),
     ("--non-persistent-save-interval", "non_persistent_ckpt_type", "its states are local"),
     ("--replication-jump", "replication replication_factor", ""),
     # Data

@@ -10,6 +10,8 @@ from fivefold.config.lora import OF_ADAPTERS, LoraTarget
 
 MAX_SIZE = (1 << 31) - 1  # of any dimension, so that products of two fit into 64 bits
 
+INITIAL = ("init_method_std", "embedding_init_method_std")
+"""Settings of initial weights alone."""
 MAMBA_TAPS = 4
 """Tokens over which the convolution of Mamba-2 reaches, in Megatron-LM always."""
 

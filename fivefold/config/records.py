@@ -33,6 +33,11 @@ class CheckpointConfig:
         none="auto",
     )
     keep_latest_k: Count | None = option(3, "number of checkpoints to keep; none: all")
+    save_retain_interval: Count | None = option(
+        None,
+        "checkpoints of steps that are multiples of this stay, beside the keep_latest_k latest; "
+        "a multiple of save_interval",
+    )
     async_save: bool = option(True, "write checkpoints while training goes on")
     non_persistent_save_interval: Whole = option(
         0, "steps between copies of each rank's state in the memory of its host; 0: none"

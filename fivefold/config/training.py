@@ -42,7 +42,10 @@ BadStepAction = Literal["stop", "skip", "rewind"]
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Batch, length, precision and evaluation."""
+    """Batch, length, precision and evaluation.
+
+    One class because these are the settings of one section.
+    """
 
     micro_batch_size: Count = option(1, "sequences per microbatch and data-parallel rank")
     global_batch_size: Count = option(8, "sequences per optimizer step over all ranks")
@@ -169,6 +172,14 @@ class TrainingConfig:
     )
     exit_duration_in_mins: Positive | None = option(
         None, "minutes after which a start saves the step then under way, and ends, as by SIGTERM"
+    )
+    exit_interval: Count | None = option(
+        None, "a start ends, and saves, after a step that is a multiple of this; none: after none"
+    )
+    iterations_to_skip: tuple[Whole, ...] = option(
+        (),
+        "steps that only consume their data, by the number of steps before each (5: the sixth): "
+        "rates stay where they are, and nothing is evaluated, saved or logged after them",
     )
     manual_gc: bool = option(
         False, "collect Python's garbage on all ranks at the same steps, not whenever each likes"

@@ -23,6 +23,7 @@ from fivefold.config.huggingface.families import FAMILIES
 from fivefold.config.model import ModelConfig
 from fivefold.config.rules.lora import linear_names
 from fivefold.convert.save import ReadPart, made_of, theirs
+from fivefold.convert.spoilt import Converted, spoilt
 from fivefold.convert.stored import Stored, has_predictions
 from fivefold.convert.tensor_files import TensorFiles
 from fivefold.description.shape import parameter_shapes, stage_weights
@@ -76,8 +77,8 @@ def write_adapter(
     dtype_of: Callable[[str], torch.dtype],
     *,
     base: str | None,
-) -> int:
-    """Write the adapters of a model to an existing folder, and return the number of their bytes.
+) -> Converted:
+    """Write the adapters of a model to an existing folder.
 
     Args:
         folder: an existing folder.
@@ -99,7 +100,7 @@ def write_adapter(
     }
     write_tensors(folder / ADAPTER, tensors, {"format": "pt"})
     write_atomic(folder / SETTINGS, json.dumps(_settings(model, tensors, base), indent=2) + "\n")
-    return sum(values.nbytes for values in tensors.values())
+    return Converted(sum(values.nbytes for values in tensors.values()), spoilt(tensors))
 
 
 def adapter_places(model: ModelConfig, places: Mapping[str, Stored]) -> dict[str, Stored]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fivefold.checkpoint.tensor_file import write_tensors
 from fivefold.convert.hub import INDEX, WHOLE
+from fivefold.convert.spoilt import Converted, spoilt
 from fivefold.convert.stored import Stored
 from fivefold.errors import CheckpointError, Mistake
 from fivefold.files import write_atomic
@@ -65,8 +66,8 @@ def write_weights(
     dtype_of: Callable[[str], torch.dtype],
     *,
     most_bytes: float,
-) -> int:
-    """Write all tensors to `folder`, and return the number of their bytes.
+) -> Converted:
+    """Write all tensors to `folder`.
 
     One file is held in memory at a time.
 
@@ -83,19 +84,20 @@ def write_weights(
         for name, own in parts.items()
     }
     files = list(_shards(sizes, most_bytes))
-    index: dict[str, str] = {}
+    index, found = dict[str, str](), list[str]()
     for number, names in enumerate(files, 1):
         file = WHOLE
         if len(files) > 1:
             file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         tensors = {name: made_of(parts[name], read, dtype_of(name)) for name in names}
         write_tensors(folder / file, tensors, {"format": "pt"})
+        found += spoilt(tensors)
         index |= dict.fromkeys(names, file)
     total = sum(sizes.values())
     if len(files) > 1:
         text = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
         write_atomic(folder / INDEX, json.dumps(text, indent=2) + "\n")
-    return total
+    return Converted(total, found)
 
 
 def _shards(sizes: Mapping[str, int], most_bytes: float) -> Iterator[list[str]]:

@@ -259,8 +259,8 @@ def bookkeeping_bytes(
     """Bytes per token of a stage that Fivefold keeps beyond the published formulas.
 
     These are row statistics of norms, tables of positions, and copies of labels and loss weights
-    (with a split vocabulary: of the labels' logits and their mask), and scales of 8-bit inputs. Not
-    counted are those of experts' rows, which depend on the number of rows.
+    (with a split vocabulary: of the labels' logits and their mask), and scales of 8-bit inputs.
+    Every expert counts as having its share of the rows; one without any keeps no scales.
 
     Args:
         model: the architecture.
@@ -282,7 +282,8 @@ def bookkeeping_bytes(
         own = at_place(running, place)
         for item in kept_items(model, layer, own):
             if not {*own.remade} & {*item.remade_by}:
-                size += sum(scale_bytes(own, features) for features in item.scaled)
+                scales = (scale_bytes(own, features, item.rows) for features in item.scaled)
+                size += item.groups * sum(scales)
         if model.qk_l2_norm and model.rotates(layer) and "a2a_overlap_attn" not in own.remade:
             size += wide * (model.num_attention_heads / tp + model.kv_heads_of(tp))
         for operation in describe_layer(model, layer).operations:

@@ -1,6 +1,6 @@
 """The operations of mixture-of-experts layers and their costs."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fivefold.config.model import ModelConfig
 from fivefold.description.operations import Kept, Operation, RowLinear
@@ -202,7 +202,9 @@ class ExpertsIn(Operation):
         """The rows dispatched to this rank's experts; each rank that splits an expert has all."""
         rows = running.rows(self.copies)
         size = running.input_size("routed_experts") * self.inputs * (rows + spare_row(running))
-        return (Kept(self.name, (size,), ("moe",)),)
+        kept = Kept(self.name, (size,), ("moe",))
+        narrows = running.narrows("routed_experts")
+        return (_scaled(self, kept, self.inputs, running) if narrows else kept,)
 
     def deferred(self, running: Running) -> float:
         """The rows, and gradients of the outputs."""
@@ -241,7 +243,8 @@ class ExpertsOut(Operation):
         """Its input, already weighted."""
         inner, rows = self.inputs / running.expert_tensor_parallel, running.rows(self.copies)
         size = running.input_size("moe_act") * inner * rows
-        return (Kept(self.name, (size,), ("moe", "moe_act", "routed_experts")),)
+        kept = Kept(self.name, (size,), ("moe", "moe_act", "routed_experts"))
+        return (_scaled(self, kept, inner, running) if running.narrows("moe_act") else kept,)
 
     def kept_else(self, running: Running) -> tuple[Kept, ...]:
         """The bias per row, which the gradient of the row's weight reads."""
@@ -256,6 +259,13 @@ class ExpertsOut(Operation):
         own = self.inputs / running.expert_tensor_parallel
         each = running.input_bytes * own + running.element_bytes * self.outputs
         return running.rows(self.copies) * each
+
+
+def _scaled(linear: ExpertsIn | ExpertsOut, kept: Kept, features: float, running: Running) -> Kept:
+    """The same, with scales of each expert's rows."""
+    experts = linear.weights[0].shape[0] // running.expert_parallel
+    rows = running.rows(linear.copies) * running.microbatch_tokens / experts
+    return replace(kept, scaled=(features,), groups=experts, rows=rows)
 
 
 @dataclass(frozen=True, kw_only=True)

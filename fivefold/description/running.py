@@ -242,16 +242,21 @@ def at_place(running: Running, place: int) -> Running:
     return running if memory is running.memory else replace(running, memory=memory)
 
 
-def scale_bytes(running: Running, features: float) -> float:
+def scale_bytes(running: Running, features: float, rows: float = 0.0) -> float:
     """Bytes per token of the scales of an 8-bit input with `features` on this rank.
 
     Scales cover the whole input of a product, where ranks split its tokens before it, too.
+
+    Args:
+        running: how the layer runs.
+        features: features of the input.
+        rows: its rows in a microbatch; 0: one for each token.
     """
     if running.input_bytes >= running.element_bytes:
         return 0.0
     blocks = 1.0
     if running.scale_rows:
-        blocks = features * max(ceil(running.microbatch_tokens / running.scale_rows), 1)
+        blocks = features * max(ceil((rows or running.microbatch_tokens) / running.scale_rows), 1)
     size = _EXPONENT if running.scale_rows == SCALE_ROWS["mxfp8"] else _SCALE
     return running.by_microbatch(size * blocks)
 

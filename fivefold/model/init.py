@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fivefold.config.model import ModelConfig
-from fivefold.description.shape import canonical_name, parameter_shapes
+from fivefold.description.shape import EMBEDDING, canonical_name, parameter_shapes
 from fivefold.mesh.slices import Piece, as_piece
 from fivefold.model.lora import LORA, MAGNITUDE
 from fivefold.model.seeds import derive_seed
@@ -22,6 +22,7 @@ _RESIDUAL_OUTPUTS = (
     "down_proj.weight",
     "fc2_latent_proj.weight",
 )
+_EMBEDDINGS = EMBEDDING, "embed_positions.weight"
 _GATED_NORM = "self_attn.norm.weight"
 """Of layers with states; other norms may have weights that are offsets from 1."""
 _FASTEST = 16.0
@@ -80,6 +81,8 @@ def init_slice(
     if LORA in name:
         return _adapter(name, global_shape, spans, seed, dtype)
     std = model.init_method_std
+    if name in _EMBEDDINGS:  # their weight decays like others', as in Megatron-LM 0.16.1
+        std = model.embedding_init_method_std or std
     if name.endswith(_RESIDUAL_OUTPUTS):
         branches = 2 if model.hybrid_override_pattern is None else 1
         std /= (branches * model.num_layers) ** 0.5

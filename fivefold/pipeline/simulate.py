@@ -62,17 +62,21 @@ class Simulation:
             ends with a global operation, such as a gradient norm ("flush").
         span: the longest time from first start to last end of one rank, which zero-bubble papers
             report; at most the makespan.
-        peaks: maximum number of microbatches in flight on each rank, counted per stage (see
-            `peak_in_flight`).
     """
 
     timeline: tuple[tuple[Timed, ...], ...]
     makespan: float
     span: float
-    peaks: tuple[float, ...]
+    _program: Program = field(repr=False)
     _graph: Graph = field(repr=False)
     _starts: tuple[float, ...] = field(repr=False)
     _ends: tuple[float, ...] = field(repr=False)
+
+    @cached_property
+    def peaks(self) -> tuple[float, ...]:
+        """Maximum number of microbatches in flight on each rank, counted per stage (see
+        `peak_in_flight`)."""
+        return peak_in_flight(self._program)
 
     @property
     def busy(self) -> float:
@@ -221,7 +225,7 @@ def _simulation(
         tuple(tuple(row) for row in rows),
         max((row[-1].end for row in rows if row), default=0.0),
         max((row[-1].end - row[0].start for row in rows if row), default=0.0),
-        peak_in_flight(program),
+        program,
         graph,
         tuple(starts),
         tuple(ends),

@@ -77,6 +77,7 @@ def make_trainer(
     own = Checkpointer(
         folder.path / CHECKPOINTS,
         keep_latest=config.checkpoint.keep_latest_k,
+        retain=config.checkpoint.save_retain_interval,
         async_save=config.checkpoint.async_save,
     )
     trainer = Trainer(

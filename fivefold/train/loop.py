@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from fivefold.checkpoint.local import LocalCheckpoints
 from fivefold.data.loader import Loader
 from fivefold.data.packing import Microbatch
 from fivefold.data.validation import ValidationSet
-from fivefold.description.shape import training_flops
 from fivefold.errors import CheckpointError, Mistake, TrainingError
 from fivefold.files import as_kind
 from fivefold.model.eight_bit.rules import SCALES
@@ -33,7 +32,7 @@ from fivefold.train.health.silent_errors import SilentErrors
 from fivefold.train.health.stragglers import Stragglers
 from fivefold.train.health.vitals import Vitals
 from fivefold.train.machine.garbage import collecting
-from fivefold.train.meters import device_peak, peak_memory
+from fivefold.train.meters import step_metrics
 from fivefold.train.metrics import EvalMetrics, Sink, StepMetrics
 from fivefold.train.profile import profiled
 from fivefold.train.ranks.signals import StopRequest
@@ -58,11 +57,12 @@ class Trainer:
         sinks: further destinations of the metrics; empty on all ranks but the first.
         audit: folder for the bytes, memory and FLOPs measured in one step; None: no audit.
         profile: folder for the recorded timelines of steps; None: no profile.
-        step: number of optimizer steps done.
+        step: number of steps done, with those that were skipped on request.
         check_folder: raises if the run folder is gone; None on all ranks but the first.
         activity: what this rank is doing, for whoever asks.
         stragglers: comparison of replicas; None: none is asked for.
         local: states in the memory of hosts; None: none are kept.
+        skipped: steps that were skipped on request, by the number of steps before each.
     """
 
     engine: Engine
@@ -78,6 +78,7 @@ class Trainer:
     activity: Activity = field(default_factory=Activity)
     stragglers: Stragglers | None = None
     local: LocalCheckpoints | None = None
+    skipped: tuple[int, ...] = field(default=(), init=False)
     _saved: int | None = field(default=None, init=False)
     _steps_here: int = field(default=0, init=False)
     _vitals: Vitals = field(init=False)
@@ -132,8 +133,8 @@ class Trainer:
         return True
 
     def _continue(self, state: SavedState, tensors: Mapping[str, Any]) -> None:
-        self.engine.after_load(state.step, tensors)
-        self.step = state.step
+        self.engine.after_load(state.step - len(state.skipped), tensors)
+        self.step, self.skipped = state.step, state.skipped
         self._bad.remember(state.losses)
         self.engine.scaler.take(state.loss_scale)
 
@@ -167,13 +168,18 @@ class Trainer:
         every, agree = config.checkpoint.save_interval, self.checkpointer.agree
         interval = SaveInterval(every, self.step, self.engine.layout.grid.world_size, agree)
         with (
-            StopRequest(config.training.exit_duration_in_mins) as request,
+            StopRequest(
+                config.training.exit_duration_in_mins, config.training.exit_interval
+            ) as request,
             collecting(config.training) as collect_garbage,
         ):
             stopping = False
             while self.step < config.training.num_steps and not stopping:
                 began = time.perf_counter()
                 self.activity.begin(self.step + 1)
+                if self.step in config.training.iterations_to_skip:
+                    self._skip()
+                    continue
                 batch = self.loader.next_batch()
                 with self._measuring(), self._profiling():
                     result = self.engine.step(
@@ -201,12 +207,13 @@ class Trainer:
                 if interval.due(self.step) and not self._dying:
                     self._say(interval.plan(self.step))
                     interval.held = self._save()
+                stopping |= request.ends_after(self.step)
             if self._saved != self.step:
                 self._save()
             self.checkpointer.wait()
             if self.local is not None:
                 self.local.remove()
-            if stopping:
+            if stopping and self.step < config.training.num_steps:
                 self._say(f"asked to stop ({request.reason}): saved step {self.step}")
             self._see_folder()
 
@@ -216,7 +223,9 @@ class Trainer:
 
     def _measuring(self) -> AbstractContextManager[None]:
         """Audits the second step since this start, or the first if there is no second."""
-        is_only = self.step == self.engine.layout.config.training.num_steps - 1
+        training = self.engine.layout.config.training
+        later = range(self.step + 1, training.num_steps)
+        is_only = all(step in training.iterations_to_skip for step in later)
         wanted = self._steps_here == 1 or (self._steps_here == 0 and is_only)
         if self.audit is None or not wanted:
             return nullcontext()
@@ -279,6 +288,7 @@ class Trainer:
             seq_length=config.training.seq_length,
             losses=self._bad.losses,
             loss_scale=self.engine.scaler.state,
+            skipped=self.skipped,
         )
         return asdict(state)
 
@@ -291,37 +301,26 @@ class Trainer:
             self._tell(metrics)
 
     def _record(self, result: StepResult, seconds: float) -> None:
-        config = self.engine.layout.config
-        training, tokens = config.training, self.loader.batch_samples * config.training.seq_length
         extra = dict(result.extra)
         if self.stragglers is not None:
             found = self.stragglers.look(self.step, self.activity.compute_seconds)
             extra |= found.numbers
             self._say(found.text)
-        per_token = training_flops(config.model, config.attended_length).total
-        self._tell(
-            StepMetrics(
-                step=self.step,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                lr=result.lr,
-                tokens=tokens,
-                tokens_total=self.loader.consumed_samples * training.seq_length,
-                seconds=seconds,
-                world_size=self.engine.layout.grid.world_size,
-                flops=float(per_token) * tokens,
-                peak_flops=device_peak(self.engine.device, training.precision),
-                memory_bytes=peak_memory(self.engine.device, self.engine.model.limited),
-                data_wait_seconds=self.loader.data_wait_s,
-                extra=extra,
-                routing=result.routing,
-            )
-        )
+        result = replace(result, extra=extra)
+        self._tell(step_metrics(self.engine, self.loader, self.step, result, seconds))
 
     def _tell(self, metrics: StepMetrics | EvalMetrics) -> None:
         if self.console is not None:
             for sink in (self.console, *self.sinks):
                 sink.record(metrics)
+
+    def _skip(self) -> None:
+        """Consume the data of a step that `iterations_to_skip` names, as Megatron-LM does: its
+        scheduler does not see it, and nothing follows it."""
+        self.loader.next_batch()
+        self.skipped += (self.step,)
+        self.step += 1
+        self._say(f"step {self.step} only consumes its data (iterations_to_skip {self.step - 1})")
 
     def _pass_over(self, result: StepResult) -> None:
         """Go on with other data after gradients that overflowed, as Megatron-LM does."""

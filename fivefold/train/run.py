@@ -310,7 +310,7 @@ def _begin(
     if job.origin is not None and (beside := job.origin.beside) is not None:
         keep_side_files(beside, folder.path)
     trainer.check_folder = lock.check
-    trainer.sinks = open_sinks(job.layout.config, folder, trainer.step, console)
+    trainer.sinks = open_sinks(job.layout.config, folder, trainer.step, trainer.skipped, console)
     if (across := crossing(job.layout, job.hosts)) is not None:
         console.warning(across)
     if job.origin is not None and job.origin.left_out:

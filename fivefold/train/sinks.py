@@ -1,5 +1,6 @@
 """Where the metrics of a run go."""
 
+from collections.abc import Collection
 from dataclasses import asdict
 
 from fivefold.config.config import Config
@@ -10,13 +11,16 @@ from fivefold.train.machine.numa import ranges
 from fivefold.train.metrics import Sink, TensorBoard, WeightsAndBiases
 
 
-def open_sinks(config: Config, folder: RunFolder, step: int, console: Console) -> list[Sink]:
+def open_sinks(
+    config: Config, folder: RunFolder, step: int, skipped: Collection[int], console: Console
+) -> list[Sink]:
     """The destinations of metrics that the settings name, apart from the console.
 
     Args:
         config: every setting.
         folder: run folder; records of steps after `step`, the last one done, are removed there.
         step: number of steps done.
+        skipped: those of them of which nothing is told, by the number of steps before each.
         console: told of lines that are no records.
     """
     logging = config.logging
@@ -26,8 +30,8 @@ def open_sinks(config: Config, folder: RunFolder, step: int, console: Console) -
         if metrics.removed > 1:
             lines = f"{metrics.removed} lines that are no records"
         console.warning(f"removed {lines} from {folder.metrics_file}")
-    if metrics.missing:
-        steps = f"step{'s' * (len(metrics.missing) > 1)} {ranges(metrics.missing)}"
+    if lost := [step for step in metrics.missing if step - 1 not in skipped]:
+        steps = f"step{'s' * (len(lost) > 1)} {ranges(lost)}"
         console.warning(f"{folder.metrics_file} has lost its record of {steps}")
     sinks: list[Sink] = [metrics]
     if logging.tensorboard:

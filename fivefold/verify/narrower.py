@@ -4,7 +4,7 @@ from math import lcm
 from typing import Any
 
 from fivefold.config.config import Config
-from fivefold.config.model import ModelConfig
+from fivefold.config.model import INITIAL, ModelConfig
 from fivefold.counts.shards import num_expert_shards
 from fivefold.layout import Layout
 
@@ -27,6 +27,8 @@ def narrower(layout: Layout, config: Config) -> Config:
         config = config.with_values(**_fewer_experts(layout, config, hidden))
     if model.hybrid_override_pattern is not None:
         config = config.with_values(**_small_states(config))
+    wider = (model.hidden_size / hidden) ** 0.5
+    stds = {n: std * wider for n in INITIAL if (std := getattr(model, n)) is not None}
     return config.with_values(
         hidden_size=hidden,
         num_attention_heads=heads,
@@ -34,7 +36,7 @@ def narrower(layout: Layout, config: Config) -> Config:
         ffn_hidden_size=ffn,
         vocab_size=4 * multiple - padding,
         make_vocab_size_divisible_by=multiple,
-        init_method_std=model.init_method_std * (model.hidden_size / hidden) ** 0.5,
+        **stds,
     )
 
 

@@ -234,3 +234,22 @@ def test_experts_do_what_theory_says_of_their_tokens(name: str, tmp_path: Path) 
     assert any(record.chosen.every for record in records)
     repeats = settings.get("recompute_in_flight_limit") is not None
     assert any(record.chosen.again for record in records) == repeats
+
+
+EIGHT_BIT: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "one scale": (1, "tensorwise", {}),
+    "of earlier steps, parts": (2, "delayed", {"ep": 2}),
+    "of features, moe_act again": (2, "rowwise", {"etp": 2, **_again("moe_act")}),
+    "of blocks, routed_experts again": (1, "blockwise", _again("routed_experts")),
+    "exponents": (2, "mxfp8", {"ep": 2, "dispatcher": "flex"}),
+}
+
+
+@pytest.mark.parametrize("name", chosen(EIGHT_BIT, "of earlier steps, parts", "exponents"))
+def test_each_expert_keeps_the_scales_of_its_rows(name: str, tmp_path: Path) -> None:
+    world, recipe, values = EIGHT_BIT[name]
+    narrow = {"precision": "bf16", "fp8_format": "e4m3", "fp8_recipe": recipe}
+    layout = check(config(replace(SMALL, **ALONE), **named(**narrow, **values)), world)
+    records = records_of(layout, 1, tmp_path)
+    for record in records:
+        assert record.activations == expected_record(layout, record, records).activations

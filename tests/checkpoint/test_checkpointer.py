@@ -73,6 +73,13 @@ def test_the_k_written_last_are_kept(tmp_path: Path) -> None:
     assert (checkpointer.steps(), checkpointer.latest()) == ([10, 20], 20)
 
 
+def test_multiples_stay_beside_the_k_written_last(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, keep_latest=2, retain=3)
+    for step in (1, 3, 4, 5, 6, 7, 2):
+        checkpointer.save(step, tensors(), {})
+    assert checkpointer.steps() == [2, 3, 6, 7]
+
+
 def test_a_checkpoint_that_is_read_over_nfs_fails_no_save(tmp_path: Path, monkeypatch) -> None:
     """There a removed file has another name until the last reader of this machine closes it."""
     read, unlink = {"__0_0.distcp"}, os.unlink

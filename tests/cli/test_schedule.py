@@ -5,6 +5,7 @@ import re
 import pytest
 
 from fivefold.check import check
+from fivefold.cli import schedule
 from fivefold.cli.main import main
 from fivefold.config.sources import read_config, to_toml
 from fivefold.pipeline.costs.costs import Costs
@@ -83,6 +84,14 @@ def test_the_comparison_as_text_json_and_picture(capsys, tmp_path):
     assert svg.read_text().count('class="t"') == len(SCHEDULES) + 1
     told = json.loads(said(capsys, "--compare", "--stages", "2", "--microbatches", "4", "--json"))
     assert {entry["schedule"] for entry in told} == {*SCHEDULES, "auto"}
+
+
+def test_a_long_comparison_says_so_first(capsys, monkeypatch):
+    for long, told in ((8, True), (9, False)):
+        monkeypatch.setattr(schedule, "LONG", long)
+        assert main(["schedule", "--compare", "--stages", "2", "--microbatches", "4"]) == 0
+        said = capsys.readouterr().err
+        assert (f"times {len(SCHEDULES) + 1} schedules, of 2 ranks, 4 microbatches" in said) is told
 
 
 def test_a_profiled_run_beside_its_simulation(capsys, tmp_path):

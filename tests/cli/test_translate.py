@@ -24,10 +24,14 @@ def translated(source: Path, capsys: pytest.CaptureFixture[str], *more: str) -> 
 
 def test_a_recipe_and_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = tmp_path / "job 1.log"
-    job.write_text(DENSE + "--exit-interval 7 --log-throughput --save /runs")
+    job.write_text(DENSE + "--decrease-batch-size-if-needed --log-throughput --save /runs")
     out, err = translated(job, capsys)
-    assert "# - exit_interval = 7: --train-iters; with" in out
-    assert "exit_interval" in err and "log_throughput" in err and "log_throughput" not in out
+    assert "# - decrease_batch_size_if_needed = True: --global-batch-size; a" in out
+    assert (
+        "decrease_batch_size_if_needed" in err
+        and "log_throughput" in err
+        and "log_throughput" not in out
+    )
     for command in ("train 'job 1.toml' --nproc 16 --dry-run", "rehearse 'job 1.toml' --nproc 16"):
         assert f"  fivefold {command}\n" in err.partition("next\n")[2]
     recipe = tmp_path / "job.toml"
@@ -35,6 +39,41 @@ def test_a_recipe_and_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert read_config(recipe).model.num_layers == 4
     job.write_text(logged(dict(read_job(job.read_text()).given)))
     assert tomllib.loads(translated(job, capsys)[0]) == tomllib.loads(out)
+
+
+FITS = (
+    *("--context-parallel-size 2", "--num-experts 8", "--exit-interval 40", "--fp8-format hybrid"),
+    *("--iterations-to-skip 5 7", "--embedding-init-method-std 1.0", "--disable-bias-linear"),
+    *(
+        "--save-interval 30 --save-retain-interval 60",
+        "--recompute-activations",
+        "--mtp-num-layers 1",
+    ),
+)
+BREAKS = (
+    *("--hidden-size 60", "--micro-batch-size 3", "--num-layers 7", "--lr-decay-style WSD"),
+    *("--save-interval 30 --save-retain-interval 45", "--iterations-to-skip 1000", "--min-lr 1"),
+    *("--num-experts 8 --moe-router-topk 9", "--cuda-graph-impl local --hidden-dropout 0.1"),
+    *("--optimizer dist_muon --optimizer-cpu-offload", "--rampup-batch-size 3 5 100"),
+)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_job_that_is_refused_here_is_told_so(
+    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By what the preview of its recipe says, and with the commands that come next."""
+    draw = Random(seed)
+    more = draw.sample(FITS, 2) + draw.sample(BREAKS, draw.choice((0, 1, 2)))
+    (tmp_path / "job.sh").write_text(f"{DENSE} {' '.join(more)}")
+    out, err = translated(tmp_path / "job.sh", capsys)
+    (tmp_path / "job.toml").write_text(out)
+    (ranks,) = re.findall(r"--nproc (\d+) --dry-run", err)
+    status = main(["train", str(tmp_path / "job.toml"), "--nproc", ranks, "--dry-run"])
+    mistakes = re.findall(r"^(?:error: )?(\S.*)$", capsys.readouterr().err, re.MULTILINE)
+    told = err.partition("refused here as it stands\n")[2].partition("\nnext")[0].splitlines()
+    assert (status != 0) == bool(told) == ("# Refused as it stands:" in out), (more, err)
+    assert all(f"  {line}" in told for line in mistakes if status), (more, mistakes, told)
 
 
 @pytest.mark.parametrize("name", ["llama", "mixed"])

@@ -317,7 +317,7 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "scale_attn_by_inverse_layer_idx": _SWITCH,
     "reorder_and_upcast_attn": _SWITCH,
     "use_parallel_residual": _SWITCH,
-    "no_rope_layers": [None, [1, 1], [1, 0, 1, 1, 1], [0, 0, 0, 0, 0], [1, 0, 0, 1, 1, 0]],
+    "no_rope_layers": [None, [], [1, 1], [1, 0, 1, 1, 1], [0, 0, 0, 0, 0], [1, 0, 0, 1, 1, 0]],
     "no_rope_layer_interval": [1, 2, 3, 9],
     "use_bias": _SWITCH,
     "use_qk_norm": _SWITCH,
@@ -552,7 +552,14 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
             "num_key_value_heads": 2,
             "sliding_window": 5,
             "rope_scaling": _YARN["rope_scaling"],
-        }
+        },
+        "tables by layer": {
+            "sliding_window": 5,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", **_LONG},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+            },
+        },
     },
     "gemma3_text": {
         "narrow windows": {

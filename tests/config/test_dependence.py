@@ -93,6 +93,9 @@ EXEMPT = {
     "keep_latest_k": Exempt(
         "a new run writes one checkpoint; a continued one has more", {"save_interval": 1}
     ),
+    "save_retain_interval": Exempt(
+        "it keeps what would be removed", {"save_interval": 1, "keep_latest_k": 1}
+    ),
     "non_persistent_save_interval": Exempt(
         "removed when a run ends; tests/train/test_local.py", NOWHERE
     ),
@@ -160,6 +163,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "split": ("1",),
     "text_key": ("title",),
     "exit_duration_in_mins": (1e-6,),
+    "iterations_to_skip": ((1,),),
+    "embedding_init_method_std": (1.0,),
     "lr_decay_iters": (5,),
     "lr_decay_samples": (50,),
     "lr_warmup_samples": (20,),

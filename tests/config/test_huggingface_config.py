@@ -25,6 +25,7 @@ from tests.config.published import (
     QWEN2_7B,
     QWEN3_8B,
     QWEN3_30B,
+    SMOLLM3_3B,
 )
 
 YARN = DEEPSEEK_V3["rope_scaling"]
@@ -150,6 +151,7 @@ def test_an_absent_window_is_that_of_the_family() -> None:
         ),
         ({**GPT_OSS_120B, "attention_bias": False}, "attention_bias = false"),
         ({**PYTHIA_70M, "attention_bias": False}, "attention_bias = false"),
+        ({**SMOLLM3_3B, "no_rope_layers": []}, "one entry a layer: 0 entries, 36 layers"),
         ({**QWEN3_8B, "model_type": "qwen3moe"}, "did you mean 'qwen3_moe'"),
         ({**GPT2, "model_type": "mamba"}, "unsupported model_type 'mamba'"),
         (without(LLAMA31_8B, "hidden_size"), "a whole number for 'hidden_size'"),

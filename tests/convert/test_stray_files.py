@@ -281,6 +281,28 @@ def test_weights_that_fp16_cannot_hold_are_named(tmp_path: Path) -> None:
     to_hub(tmp_path / "run", tmp_path / "out", dtype="bf16")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_that_are_not_finite_are_converted_and_named(
+    dtype: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are what they were; who wants to know where a run broke may look at them."""
+    written("llama", tmp_path / "hub", dtype)
+    assert main(["convert", str(tmp_path / "hub"), str(tmp_path / "clean")]) == 0
+    assert "NaN" not in capsys.readouterr().err
+    tensors = tensors_of(tmp_path / "hub")
+    tensors["model.norm.weight"][1:3] = torch.inf
+    tensors["lm_head.weight"][-1, -1] = torch.nan
+    save_file(tensors, tmp_path / "hub" / "model.safetensors", metadata={"format": "pt"})
+    way = ("hub", "run", "out")
+    for start, end, prefix in zip(way, way[1:], ("", "model."), strict=False):
+        assert main(["convert", str(tmp_path / start), str(tmp_path / end)]) == 0
+        said = capsys.readouterr().err
+        assert "2 tensors with infinities or NaN" in said
+        assert f"{prefix}norm.weight (2 of " in said and "lm_head.weight (1 of " in said
+    kept = tensors_of(tmp_path / "out")
+    assert all(torch.equal(kept[n].isfinite(), t.isfinite()) for n, t in tensors.items())
+
+
 def test_sample_says_what_weights_without_a_tokenizer_need(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

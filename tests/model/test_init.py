@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -48,6 +50,18 @@ def test_spread_of_weights_and_constants() -> None:
     assert init_slice("norm.weight", (8,), part, LLAMA, 1).tolist() == [1.0] * 4
     assert init_slice("layers.0.self_attn.q_norm.weight", (8,), part, LLAMA, 1).tolist() == [1] * 4
     assert init_slice("norm.bias", (8,), part, LLAMA, 1).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_embeddings_may_spread_otherwise(untied: bool) -> None:
+    """Those of tokens, with every copy, and of positions; an output layer of its own does not."""
+    plain = replace(LLAMA, untie_embeddings_and_output_weights=untied)
+    model = replace(plain, embedding_init_method_std=64 * LLAMA.init_method_std)
+    wide = {"embed_tokens.weight", "mtp_embed_tokens.weight", "embed_positions.weight"}
+    wide |= set() if untied else {"lm_head.weight"}
+    for name in wide | {"lm_head.weight", "layers.0.mlp.up_proj.weight"}:
+        found, before = (init_slice(name, (512, 32), WHOLE, of, 1) for of in (model, plain))
+        assert torch.equal(found, before * (64 if name in wide else 1))
 
 
 def test_a_tied_output_weight_starts_as_the_embedding() -> None:

@@ -76,6 +76,7 @@ NUMBERS: dict[str, Any] = {
     "longrope_attention_factor": 0.7,
     "glu_linear_offset": 0.5,
     "activation_func_clamp_value": 0.3,
+    "embedding_init_method_std": 1.5,
     "norm_epsilon": 0.01,
     "latent_norm_epsilon": 0.02,
     "embedding_multiplier": 3.0,

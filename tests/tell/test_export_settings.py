@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.export_cases import CHANGES, changed, layouts
 from fivefold.config.config import SECTIONS
+from fivefold.config.model import INITIAL
 from fivefold.config.settings import settings_of
 from fivefold.optim.schedule import learning_rate
 from fivefold.pipeline.split.layout import CUTTING, SplitSettings
@@ -307,7 +308,7 @@ MODEL = [s.name for s in settings_of(SECTIONS["model"]) if CHANGES[s.name].needs
 def test_torchtitan_trains_a_model_under_its_own_name_alone(name: str) -> None:
     before, after = changed(name)
     assert known(before.config.model, before.config.training) == "llama3_8b"
-    same = name in (*WITHOUT_MEANING, "init_method_std")
+    same = name in (*WITHOUT_MEANING, *INITIAL)
     assert (known(after.config.model, after.config.training) == "llama3_8b") is same
     told = " ".join(export(after, "torchtitan").missing)
     assert same or f"of llama3_8b it differs in {name} = " in told

@@ -14,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fivefold.errors import ConfigError, FivefoldError, Mistake, OtherSettings
+from fivefold import errors
+from fivefold.cli.main import main
+from fivefold.errors import FivefoldError
 from fivefold.train.ranks.launch import init_process_group, launch_local, run_ranks
 from fivefold.train.ranks.rank_env import RankEnv, read_rank_env
 from fivefold.train.ranks.signals import StopRequest
@@ -153,19 +155,31 @@ def test_when_every_rank_waits_for_another_each_place_is_told(capfd):
     assert re.search(r"\n  rank 1 in worker \(.*test_launch.py:\d+\)\n", error)
 
 
-@pytest.mark.parametrize(
-    ("kind", "status"),
-    [
-        (ConfigError, 2),
-        (lambda what: OtherSettings(Mistake(what)), 2),
-        (FivefoldError, 1),
-    ],
+ERRORS = (
+    *(FivefoldError, errors.ConfigError, errors.PlaceError, errors.DataError),
+    *(errors.CheckpointError, errors.TrainingError),
+    lambda what: errors.OtherSettings(errors.Mistake(what)),
+    lambda what: errors.DamagedCheckpoint(what, 3),
 )
-def test_an_error_for_the_user_is_its_message_alone(capfd, kind, status):
-    def worker(env: RankEnv) -> None:
-        raise kind("3 heads cannot be split over tp=2")
+KINDS = [type(make("")) for make in ERRORS]
 
-    assert launch_local(worker, 2) == status
+
+def test_every_error_is_tried():
+    declared = [e for e in vars(errors).values() if isinstance(e, type)]
+    assert {e for e in declared if issubclass(e, FivefoldError)} == {*KINDS, errors.RanksFailed}
+
+
+@pytest.mark.parametrize("make", ERRORS, ids=[kind.__name__ for kind in KINDS])
+def test_an_error_for_the_user_is_its_message_alone(capfd, monkeypatch, make):
+    """With one status, whether the command itself meets it or a rank that it has started."""
+
+    def worker(env: object) -> int:
+        raise make("3 heads cannot be split over tp=2")
+
+    status = launch_local(worker, 2)
+    assert capfd.readouterr().err == "error: 3 heads cannot be split over tp=2\n"
+    monkeypatch.setattr(sys.modules[main.__module__], "_dispatch", worker)
+    assert main(["train"]) == status == (1 if isinstance(make(""), errors.TrainingError) else 2)
     assert capfd.readouterr().err == "error: 3 heads cannot be split over tp=2\n"
 
 
@@ -298,7 +312,7 @@ def test_what_the_system_refuses_a_rank_is_one_message(tmp_path, code, capfd):
         elif env.rank == 1:
             raise OSError(code, os.strerror(code), str(tmp_path / "file"))
 
-    assert launch_local(worker, 2) == 1
+    assert launch_local(worker, 2) == FivefoldError.status
     said = capfd.readouterr().err
     full = code in (errno.ENOSPC, None)
     assert said.startswith("error: disk full: cannot write" if full else "error: cannot use")

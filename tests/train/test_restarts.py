@@ -95,7 +95,8 @@ def test_restarts_end_when_they_help_no_more() -> None:
     assert restarts.used == 3
     assert restarts.refusal(End(1, "rank 0", "lost"), 10) == "--max-restarts 3 is used up"
     assert "same step, 9" in (restarts.refusal(End(1, "rank 0", "lost"), 9) or "")
-    assert Restarts(2).refusal(End(2, "rank 0", "4 GPUs"), 0) == "its settings cannot run"
+    wrong = End(2, "rank 0", "4 GPUs", of_settings=True)
+    assert Restarts(2).refusal(wrong, 0) == "its settings cannot run"
 
 
 def test_ranks_that_end_later_than_the_first_are_not_waited_for(

@@ -61,6 +61,7 @@ SOME: dict[str, tuple[Any, ...]] = {
     "fp8_amax_history_len": (4,),
     "label_smoothing": (0.0,),
     "z_loss_coeff": (0.0,),
+    "embedding_init_method_std": (0.5,),
     "clip_grad": (0.0, 0.01),
     "weight_decay": (0.0,),
     "decoupled_lr": (0.03,),

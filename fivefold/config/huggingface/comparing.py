@@ -4,9 +4,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from fivefold.config.by_layer import OF_LATENTS, OF_LINEAR_ATTENTION, OF_MAMBA
-from fivefold.config.model import ModelConfig
+from fivefold.config.model import INITIAL, ModelConfig
 
-_TRAINING = ("hidden_dropout", "attention_dropout", "init_method_std")
+_TRAINING = ("hidden_dropout", "attention_dropout", *INITIAL)
 _OURS = (*_TRAINING, "make_vocab_size_divisible_by", "unmodelled")
 """Fields of a ModelConfig that weights do not depend on."""
 

@@ -94,11 +94,17 @@ def beside_rope(reader: Reader, slides: Sequence[bool], rope: Rope, base: float)
     return found | {"rotary_base_local": base if other and "window_size" in found else None}
 
 
-def unrotated(reader: Reader, layers: int) -> tuple[bool, ...]:
-    """Which layers of SmolLM3 and Llama 4 have no RoPE: 0 in a list, or every fourth."""
+def unrotated(reader: Reader, layers: int, *, may_be_empty: bool = True) -> tuple[bool, ...]:
+    """Which layers of SmolLM3 and Llama 4 have no RoPE: 0 in a list, or every fourth.
+
+    Args:
+        reader: reader of the file.
+        layers: number of layers.
+        may_be_empty: whether an empty list says nothing, as in Llama 4.
+    """
     interval = reader.size("no_rope_layer_interval", default=4)
     listed = reader.sizes("no_rope_layers")
-    if not listed:
+    if not listed and (may_be_empty or reader.fields.get("no_rope_layers") is None):
         return tuple((layer + 1) % interval == 0 for layer in range(layers))
     if len(listed) < layers:
         sizes = f"{len(listed)} entries, {layers} layers"

@@ -4,6 +4,7 @@ from fivefold.config.by_layer import OF_LATENTS, OF_LINEAR_ATTENTION, OF_MAMBA
 from fivefold.config.layer_pattern import runs
 from fivefold.config.megatron import HYBRID_EPSILON, HYBRID_SPEC, NEVER
 from fivefold.config.megatron_job.arguments import MegatronJob
+from fivefold.config.model import INITIAL
 from fivefold.config.settings import flag_of
 from fivefold.config.translation import Named
 from fivefold.errors import Mistakes, shown
@@ -23,7 +24,7 @@ def of_model(job: MegatronJob, mistakes: Mistakes, lost: list[str]) -> Named:
     yield "apply_layernorm_1p", job["layernorm_zero_centered_gamma"]
     yield from job.same("add_bias_linear", "untie_embeddings_and_output_weights")
     yield "add_qkv_bias", False if job["add_bias_linear"] else job["add_qkv_bias"]
-    yield from job.same("hidden_dropout", "attention_dropout", "init_method_std", "seed")
+    yield from job.same("hidden_dropout", "attention_dropout", *INITIAL, "seed")
     yield from _activation(job)
     yield from _positions(job, mistakes)
     yield from _normalised_heads(job, mistakes, lost)

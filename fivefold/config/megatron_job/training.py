@@ -147,7 +147,8 @@ def of_training(job: MegatronJob, mistakes: Mistakes, lost: list[str]) -> Named:
     yield from needed(job, "seq_length", mistakes, "encoder_seq_length")
     yield from job.same("rampup_batch_size")
     counted = "samples" if job["train_samples"] else "iters"
-    yield from job.same(f"train_{counted}", "exit_duration_in_mins")
+    yield from job.same(f"train_{counted}", "exit_duration_in_mins", "exit_interval")
+    yield "iterations_to_skip", job.listed("iterations_to_skip")
     if job["eval_interval"] and job["eval_iters"]:
         yield from job.same("eval_interval", "eval_iters", "full_validation")
     job.mention("eval_interval", "eval_iters")
@@ -165,6 +166,9 @@ def of_training(job: MegatronJob, mistakes: Mistakes, lost: list[str]) -> Named:
             "token of the global batch weighs the same"
         )
     yield from job.same("save_interval", "async_save")
+    if job["save_retain_interval"]:
+        yield from job.same("save_retain_interval")
+        yield "keep_latest_k", 1  # beside those, it keeps the latest
 
 
 def of_optimizer(job: MegatronJob, lost: list[str]) -> Named:

@@ -331,6 +331,12 @@ DEPENDENTS = (
         "says where states in memory are kept",
         "--non-persistent-save-interval 20",
     ),
+    where(
+        "save_retain_interval",
+        "keep_latest_k != none",
+        "keeps some of the checkpoints that later ones replace",
+        "--keep-latest-k 1",
+    ),
     where("spiky_loss_factor", "check_for_spiky_loss = true", "says what a spike is"),
     Dependents(
         ("bad_step_action",),

@@ -4,6 +4,7 @@ from math import gcd
 from typing import Any
 
 from fivefold.config.config import SECTION_SETTINGS, Config
+from fivefold.config.records import CheckpointConfig
 from fivefold.config.training import OptimizerConfig, TrainingConfig
 from fivefold.errors import Mistakes
 
@@ -47,6 +48,7 @@ def check_values(config: Config, mistakes: Mistakes) -> None:
         _check_loss_scale(config.optimizer, mistakes)
     if "global_batch_size" not in out_of_range:
         _check_ramp(config.training, mistakes)
+    _check_retained(config.checkpoint, mistakes)
     if config.checkpoint.load is None:
         if config.checkpoint.load_adapter is not None:
             mistakes.add(
@@ -63,6 +65,22 @@ def check_values(config: Config, mistakes: Mistakes) -> None:
                 "finetune takes the weights of --load, and there is no --load",
                 works=["--no-finetune"],
             )
+
+
+def _check_retained(checkpoint: CheckpointConfig, mistakes: Mistakes) -> None:
+    """Collect what keeps checkpoints from being at the multiples that are to stay."""
+    retain, every = checkpoint.save_retain_interval, checkpoint.save_interval
+    if retain is None or (every and retain % every == 0):
+        return
+    told = "auto" if every is None else every
+    mistakes.add(
+        f"save_retain_interval {retain} is no multiple of save_interval, which is {told}",
+        "checkpoints of its multiples stay, and there would be none, or only some",
+        works=[
+            f"--save-interval {retain}",
+            *([f"--save-retain-interval {-(-retain // every) * every}"] if every else []),
+        ],
+    )
 
 
 def _check_ramp(training: TrainingConfig, mistakes: Mistakes) -> None:

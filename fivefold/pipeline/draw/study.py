@@ -141,16 +141,17 @@ def timed(
     costs = study.costs(placement, copies)
     footprint = study.footprint(placement, copies)
     eager = eager_dx(program)
-    early = simulate(eager, costs)
-    chosen = eager if dx_first else program
-    simulation = early if dx_first else simulate(program, costs)
+    chosen, simulation = eager, simulate(eager, costs)
+    early = simulation.makespan
+    if not dx_first and program.ranks != eager.ranks:
+        chosen, simulation = program, simulate(program, costs)
     problem = Problem(placement, program.num_microbatches, costs, study.cap, footprint)
     if copies > 1 or program.num_slices > 1:
         bound = work_bound(program, costs)
     else:
         bound = lower_bounds(problem).best
     chart = Chart(title or name, chosen, simulation, footprint)
-    return StudyResult(name, chart, costs, bound, early.makespan)
+    return StudyResult(name, chart, costs, bound, early)
 
 
 def measured_results(acts: Sequence[MeasuredAct], title: str) -> list[StudyResult]:

@@ -134,6 +134,7 @@ def _training(said: Settings, training: TrainingConfig) -> Iterator[str]:
     yield from flags(said, "manual_gc", "manual_gc_interval", "deterministic_mode", "log_straggler")
     if (minutes := said["exit_duration_in_mins"]) is not None:
         yield from flag("exit-duration-in-mins", max(int(minutes), 1))
+    yield from flags(said, "exit_interval", "iterations_to_skip")
     yield from flags(said, "split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
 

@@ -6,7 +6,7 @@ from shlex import quote
 from fivefold.config.by_layer import OF_LATENTS, OF_LINEAR_ATTENTION, OF_MAMBA
 from fivefold.config.layer_pattern import runs
 from fivefold.config.megatron import HYBRID_EPSILON, HYBRID_SPEC
-from fivefold.config.model import ModelConfig
+from fivefold.config.model import INITIAL, ModelConfig
 from fivefold.layout import Layout
 from fivefold.tell.export.megatron_experts import expert_flags
 from fivefold.tell.export.settings import Settings, flag, flags, set_flag
@@ -61,7 +61,7 @@ def model_flags(said: Settings, layout: Layout) -> Iterator[str]:
     yield from flags(said, "vocab_size", "make_vocab_size_divisible_by")
     if model.padded_vocab_size % (model.make_vocab_size_divisible_by * layout.grid.tp):
         yield from set_flag("padded_vocab_size", model.padded_vocab_size)  # else padded for TP, too
-    yield from flags(said, "hidden_dropout", "attention_dropout", "init_method_std")
+    yield from flags(said, "hidden_dropout", "attention_dropout", *INITIAL)
     if said["num_experts"]:
         yield from expert_flags(said)
     if said["multi_latent_attention"]:

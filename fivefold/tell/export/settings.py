@@ -12,6 +12,7 @@ OWN = frozenset(
         "save",
         "save_interval",
         "keep_latest_k",
+        "save_retain_interval",
         "async_save",
         "non_persistent_save_interval",
         "non_persistent_local_ckpt_dir",

@@ -5,6 +5,7 @@ from math import ceil, inf
 from types import MappingProxyType
 from typing import Any
 
+from fivefold.config.model import INITIAL
 from fivefold.config.sharding import SHARDING
 from fivefold.layout import Layout
 from fivefold.pipeline.schedules.registry import Shape
@@ -229,8 +230,10 @@ def _lost_of_the_model(said: Settings, layout: Layout, name: str | None) -> Iter
     balances |= "balancing by a bias of the router" in model.unmodelled
     if model.num_experts and not balances:
         yield "it balances experts by a bias of the router, which this model does not"
-    std = model.init_method_std
-    yield f"initial weights are drawn as its models say, not by init_method_std = {std}"
+    said.mention(*INITIAL)
+    given = {n: std for n in INITIAL if (std := getattr(model, n)) is not None}
+    by = ", ".join(f"{name} = {std}" for name, std in given.items())
+    yield f"initial weights are drawn as its models say, not by {by}"
 
 
 def _lost_of_the_rate(said: Settings) -> Iterator[str]:

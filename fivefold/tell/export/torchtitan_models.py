@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.layer_pattern import expert_layers
-from fivefold.config.model import ModelConfig
+from fivefold.config.model import INITIAL, ModelConfig
 from fivefold.config.presets import PRESETS
 from fivefold.config.training import TrainingConfig
 
@@ -67,7 +67,6 @@ ITS_MODELS: Mapping[str, ItsModel] = MappingProxyType(
 
 WITHOUT_MEANING = ("max_position_embeddings", "make_vocab_size_divisible_by")
 """Settings without effect in torchtitan: position tables grow, and vocabularies are not padded."""
-_INITIAL = ("init_method_std",)
 _ROPE_SCALING = (
     "rope_scaling_factor",
     "rope_low_freq_factor",
@@ -110,7 +109,7 @@ def differences(model: ModelConfig, other: ModelConfig) -> dict[str, tuple[Any, 
 def _function(model: ModelConfig) -> dict[str, Any]:
     """The fields that determine the function, with defaults filled in; None if without effect."""
     found = {field.name: getattr(model, field.name) for field in fields(model)}
-    for name in (*WITHOUT_MEANING, *_INITIAL):
+    for name in (*WITHOUT_MEANING, *INITIAL):
         del found[name]
     if not model.use_rope_scaling:
         found |= dict.fromkeys(_ROPE_SCALING)

@@ -33,6 +33,7 @@ from fivefold.convert.load import (
     stores_neighbours,
 )
 from fivefold.convert.save import MOST_BYTES, write_weights
+from fivefold.convert.spoilt import Converted, spoilt
 from fivefold.convert.stored import stored_tensors
 from fivefold.data.template import FILES as TEMPLATE_FILES
 from fivefold.data.template import TOKENIZER_CONFIG, folder_of
@@ -64,10 +65,10 @@ from fivefold.train.folder.side_files import (
 
 def to_run(
     source: Path, target: Path, adapter: Path | None = None, model: ModelConfig | None = None
-) -> int:
+) -> Converted:
     """Make a run folder with a checkpoint of step 0 of weights that others keep.
 
-    Holds the whole model in memory once, in the types of its files. Returns its bytes.
+    Holds the whole model in memory once, in the types of its files.
 
     Args:
         source: Hugging Face folder, or distributed checkpoint of Megatron-core.
@@ -101,7 +102,8 @@ def to_run(
         keep_side_files(source, folder)
         if (source / TOKENIZER).is_file():
             shutil.copyfile(source / TOKENIZER, folder / TOKENIZER)
-    return sum(piece.local.nbytes for piece in pieces.values())
+    size = sum(piece.local.nbytes for piece in pieces.values())
+    return Converted(size, spoilt({name: piece.local for name, piece in pieces.items()}))
 
 
 def to_hub(
@@ -112,8 +114,8 @@ def to_hub(
     dtype: str | None = None,
     most_bytes: float = MOST_BYTES,
     adapter: bool = False,
-) -> int:
-    """Write a checkpoint of a run as a Hugging Face folder, and return the bytes of its weights.
+) -> Converted:
+    """Write a checkpoint of a run as a Hugging Face folder.
 
     Adapters are merged into the weights.
 
@@ -133,7 +135,7 @@ def to_hub(
     """
     checkpoints = Checkpointer(checkpoints_of(source), step_flag="--step")
 
-    def write(found: int) -> int:
+    def write(found: int) -> Converted:
         return _one_to_hub(source, target, checkpoints, found, dtype, most_bytes, adapter=adapter)
 
     return reading(checkpoints, step, write)
@@ -148,7 +150,7 @@ def _one_to_hub(
     most_bytes: float,
     *,
     adapter: bool,
-) -> int:
+) -> Converted:
     """Write the checkpoint of one step, as `to_hub` does."""
     state = read_state(checkpoints, step)
     model = as_kind(state.model, ModelConfig, f"the model of {source}", CheckpointError)
@@ -178,11 +180,11 @@ def _one_to_hub(
     theirs = {name: types[ours] for ours, place in places.items() for name in place.names}
     with _finished(target) as folder:
         whole = with_merged(read, model)
-        size = write_weights(folder, places, whole, theirs.__getitem__, most_bytes=most_bytes)
+        written = write_weights(folder, places, whole, theirs.__getitem__, most_bytes=most_bytes)
         for file in side_files(source):
             shutil.copyfile(file, folder / file.name)
         _describe(source, tokenizer, folder, fields, types["norm.weight"])
-    return size
+    return written
 
 
 def _written_types(

@@ -242,7 +242,7 @@ def restore(trainer: Trainer, origin: Origin | None) -> str:
 def samples_counted(trainer: Trainer) -> str:
     """What to say where rates that count samples count others than were taken; or nothing."""
     training, taken = trainer.engine.layout.config.training, trainer.loader.consumed_samples
-    counted = training.batch_sizes.samples(trainer.step)
+    counted = training.batch_sizes.samples(trainer.engine.steps)
     if training.train_samples is None or taken == counted:
         return ""
     why = "earlier steps had other sizes, or were left out"

@@ -9,14 +9,14 @@ from msgspec import Meta
 
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.config import SETTINGS
-from fivefold.config.model import ModelConfig
+from fivefold.config.model import INITIAL, ModelConfig
 from fivefold.data.loader import LoaderState
 from fivefold.errors import CheckpointError, Mistake
 from fivefold.files import as_kind
 from fivefold.optim.loss_scale import ScaleState
 
 # What may differ between a checkpoint's model and ours without making it another model.
-_FREE_MODEL_FIELDS = ("hidden_dropout", "attention_dropout", "lora_dropout", "init_method_std")
+_FREE_MODEL_FIELDS = ("hidden_dropout", "attention_dropout", "lora_dropout", *INITIAL)
 
 _MOST = 2**53  # steps or samples: beyond it indices of tokens overflow
 T = TypeVar("T")
@@ -29,12 +29,13 @@ class SavedState:
     """The `meta.json` of a run's checkpoint.
 
     Attributes:
-        step: number of optimizer steps done.
+        step: number of steps done.
         loader: place in the data, and a description of the data.
         model: fields of the model's `ModelConfig`.
         seq_length: tokens per sample.
         losses: the latest losses, oldest first, where spikes are looked for.
         loss_scale: the loss scale that was found by trial, in fp16.
+        skipped: steps done that only consumed their data, as `iterations_to_skip` has them.
     """
 
     step: _Count
@@ -43,6 +44,7 @@ class SavedState:
     seq_length: _Count
     losses: tuple[float, ...] = ()
     loss_scale: ScaleState | None = None
+    skipped: tuple[_Count, ...] = ()
 
 
 def read_state(source: Checkpointer, step: int | None) -> SavedState:
@@ -62,6 +64,8 @@ def read_state(source: Checkpointer, step: int | None) -> SavedState:
         wrong.append(f"it is of step {state.step}")
     if not state.step <= samples <= (_MOST if state.step else 0):
         wrong.append(f"{samples} samples cannot be those of {state.step} steps")
+    if len({*state.skipped} & {*range(state.step)}) < len(state.skipped):
+        wrong.append(f"it skipped other steps than the {state.step} that it is of")
     if of_data != seq_length:
         wrong.append(f"samples have {seq_length} tokens, those of the data {of_data}")
     if wrong:

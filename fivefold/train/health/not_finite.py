@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fivefold.config.model import ModelConfig
 from fivefold.convert.load import fill_from_folder
+from fivefold.convert.spoilt import spoilt
 from fivefold.data.packing import Microbatch
 from fivefold.errors import CheckpointError, Mistake
 from fivefold.mesh.collectives import gather_objects
@@ -54,10 +55,10 @@ def fill_finite(
         CheckpointError: as for `fill_from_folder`, or a weight is an infinity or NaN.
     """
     fill_from_folder(path, model, pieces, adapter, trained=trained)
-    if spoilt := _spoilt({name: piece.local for name, piece in pieces.items()}):
+    if found := spoilt({name: piece.local for name, piece in pieces.items()}):
         kinds = "weights or moments" if trained else "weights"
         what = f"{path} holds {kinds} that are not finite, so that no loss would be"
-        raise CheckpointError(Mistake(what, (few(spoilt, SHOWN),)))
+        raise CheckpointError(Mistake(what, (few(found, SHOWN),)))
 
 
 def locate_in_state(engine: Engine) -> list[str]:
@@ -68,7 +69,7 @@ def locate_in_state(engine: Engine) -> list[str]:
     }
     for name in engine.parameters:
         state[f"parameter {name}"] = engine.weight(name)
-    return _lines(engine, gather_objects(_spoilt(state), engine.groups.world))
+    return _lines(engine, gather_objects(spoilt(state), engine.groups.world))
 
 
 def locate(engine: Engine, microbatches: Sequence[Microbatch]) -> tuple[list[str], bool]:
@@ -84,13 +85,13 @@ def locate(engine: Engine, microbatches: Sequence[Microbatch]) -> tuple[list[str
     if in_state := locate_in_state(engine):
         return in_state, False
     gradients = {f"gradient of {name}": engine.optimizer.gradient(name) for name in engine.trained}
-    spoilt = _lines(engine, gather_objects(_spoilt(gradients), engine.groups.world))
+    sums = _lines(engine, gather_objects(spoilt(gradients), engine.groups.world))
     sights, finite = _repeat(engine, microbatches)
     if finite:
-        return [*spoilt, "run once more, the step is finite: what spoilt it came and went"], True
+        return [*sums, "run once more, the step is finite: what spoilt it came and went"], True
     first = sorted((s.order, rank, s.what) for rank, s in enumerate(sights) if s is not None)
     seen = [f"{_name(engine, rank)}: first in {what}" for _, rank, what in first[:SHOWN]]
-    return seen or spoilt, False
+    return seen or sums, False
 
 
 def _repeat(engine: Engine, microbatches: Sequence[Microbatch]) -> tuple[list[_Sight | None], bool]:
@@ -177,16 +178,6 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 def _finite(tensor: Tensor) -> bool:
     return bool(local_tensor(tensor).isfinite().all())
-
-
-def _spoilt(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The tensors that are not finite, with the number of such elements."""
-    found = []
-    for name, tensor in tensors.items():
-        known = tensor.bfloat16() if tensor.itemsize == 1 else tensor  # not so numbers of 8 bits
-        if bad := int((~known.isfinite()).sum()):
-            found.append(f"{name} ({bad} of {tensor.numel()} elements)")
-    return found
 
 
 def _lines(engine: Engine, found: Sequence[list[str]]) -> list[str]:

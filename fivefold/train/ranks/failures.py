@@ -22,7 +22,6 @@ REPORT_LIMIT = 6_000  # characters of message and of traceback: both fit in a pi
 PLACES_SHOWN = 8
 BY_NOBODY = "if nobody ran kill -9, the machine ran out of memory (dmesg says so)"
 UNREAD = "nobody reads what it prints any more: the other end of the pipe has gone"
-CONFIG_ERROR = 2  # exit status of a rank whose settings are wrong
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,7 @@ class Failure:
     Attributes:
         cause: one line, "killed by SIGSEGV" or "ValueError: ...", or a FivefoldError's message.
         for_user: whether `cause` is the whole message of a FivefoldError.
+        of_settings: whether the settings cannot run, so that another start could not, either.
         consequence: whether this is only a consequence of another failure: the rank lost the
             connection to another rank, or waited for it too long.
         when: time of the failure, in seconds on the monotonic clock that all processes of a
@@ -47,6 +47,7 @@ class Failure:
     when: float
     status: int = 1
     for_user: bool = False
+    of_settings: bool = False
     consequence: bool = False
     place: str = ""
     traceback: str = ""
@@ -64,8 +65,8 @@ def raised(error: BaseException, rank: int, folder: Path | None) -> Failure:
     """The failure of an exception on this rank; its traceback is written to `folder`, if any."""
     when = time.monotonic()
     if isinstance(error, FivefoldError):
-        status = CONFIG_ERROR if isinstance(error, ConfigError | OtherSettings) else 1
-        return Failure(str(error)[:REPORT_LIMIT], when, status=status, for_user=True)
+        cause, lasts = str(error)[:REPORT_LIMIT], isinstance(error, ConfigError | OtherSettings)
+        return Failure(cause, when, status=error.status, for_user=True, of_settings=lasts)
     if isinstance(error, BrokenPipeError):  # standard output, as for `main`
         return Failure(UNREAD, when, status=128 + signal.SIGPIPE)
     text = "".join(traceback.format_exception(error))

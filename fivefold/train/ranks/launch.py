@@ -55,12 +55,13 @@ class End:
     """How ranks ended.
 
     Attributes:
-        status: exit status for the shell: 0 if every rank returned 0 or None; 2 after a
-            ConfigError; 128 + signal if killed; else 1 or what the worker returned.
+        status: exit status for the shell: 0 if every rank returned 0 or None; that of the error;
+            128 + signal if killed; else 1 or what the worker returned.
         place: the rank that failed first, with its coordinates; empty if none failed by itself.
         why: the first line of its failure.
         signum: signal that asked the run to stop; None if none did.
         rank: that rank; None if none failed by itself.
+        of_settings: as in `Failure`.
     """
 
     status: int
@@ -68,6 +69,7 @@ class End:
     why: str = ""
     signum: int | None = None
     rank: int | None = None
+    of_settings: bool = False
 
     @property
     def stopped(self) -> bool:
@@ -175,7 +177,14 @@ def _end(
 ) -> End:
     rank, failure = cause
     why = failure.cause.splitlines()[0]
-    return End(failure.status, place_name(rank, describe), why, signum=stop.signum, rank=rank)
+    return End(
+        failure.status,
+        place_name(rank, describe),
+        why,
+        signum=stop.signum,
+        rank=rank,
+        of_settings=failure.of_settings,
+    )
 
 
 def _replace(

@@ -17,7 +17,6 @@ from fivefold.config.config import Config
 from fivefold.errors import FivefoldError
 from fivefold.train.folder.origin import Origin, is_finished
 from fivefold.train.folder.run_folder import RunFolder
-from fivefold.train.ranks.failures import CONFIG_ERROR
 from fivefold.train.ranks.launch import End
 from fivefold.train.ranks.rejoin import Orders
 
@@ -53,7 +52,7 @@ class Restarts:
         """
         if end.stopped:
             return "they were asked to stop"
-        if end.status == CONFIG_ERROR:
+        if end.of_settings:
             return "its settings cannot run"
         if self._seen[end.why, step] == (KILLS if end.status == KILLED else 1):
             return f"it failed in the same way before, after the same step, {step}"

@@ -54,11 +54,13 @@ class StopRequest:
 
     Args:
         minutes: duration of this start, after which it asks to stop, too; None: no limit.
+        interval: after steps that are multiples of it the start ends; None: after none.
     """
 
-    def __init__(self, minutes: float | None = None) -> None:
+    def __init__(self, minutes: float | None = None, interval: int | None = None) -> None:
         self.signum: int | None = None
-        self._minutes = minutes
+        self._minutes, self._interval = minutes, interval
+        self._reached = False
         self._when = 0.0
         self._previous: dict[int, object] = {}
 
@@ -69,12 +71,19 @@ class StopRequest:
 
     @property
     def reason(self) -> str:
-        """What has asked: a signal, the duration, or else another rank."""
+        """What has asked: a signal, the interval, the duration, or else another rank."""
         if self.signum in (signal.SIGINT, INTERRUPT):
             return "interrupt"
         if self.signum is not None:
             return signal.Signals(self.signum).name
+        if self._reached:
+            return f"exit_interval {self._interval}"
         return f"{self._minutes:g} minutes are over" if self._is_over else "another rank was"
+
+    def ends_after(self, step: int) -> bool:
+        """Whether the start ends after this step by the interval, which all ranks know."""
+        self._reached = self._interval is not None and step % self._interval == 0
+        return self._reached
 
     @property
     def _is_over(self) -> bool:

@@ -18,8 +18,7 @@ _OLMO2 = replace(_OLMOE, norms="after")
 _FLEX = replace(_OLMO2, rms_norm_eps=1e-6, rope_theta=5e5)
 _OLMO3 = replace(_OLMO2, windows=None, rope=None)
 _BASE = 500000.0
-"""Base of OLMo 3's RoPE, unless its tables say otherwise."""
-_UNSCALED = {"rope_type": "default"}
+"""Of RoPE in OLMo 3, unless its tables say another."""
 
 
 def _olmo3(reader: Reader) -> ModelConfig:
@@ -35,14 +34,16 @@ def _olmo3(reader: Reader) -> ModelConfig:
 
 
 def _write_olmo3(model: ModelConfig) -> Fields:
-    """With a table for each type of layer, which transformers 4 does not know, only if needed."""
+    """Other bases than the usual one are in tables, which transformers 4 does not read."""
     fields = _OLMO3.write(model) | windows.fields(model)
-    local = model.rotary_base if model.rotary_base_local is None else model.rotary_base_local
-    if model.rotary_base == local == _BASE:
-        return fields
-    whole = {"rope_theta": fields.pop("rope_theta"), **fields.pop("rope_scaling", _UNSCALED)}
-    window = {"rope_theta": local, **_UNSCALED}
-    return fields | {"rope_parameters": {"full_attention": whole, "sliding_attention": window}}
+    local = model.rotary_base_local or model.rotary_base
+    if {model.rotary_base, local} != {_BASE}:
+        scaling = fields.pop("rope_scaling", {"rope_type": "default"})
+        fields["rope_parameters"] = {
+            "full_attention": scaling | {"rope_theta": fields.pop("rope_theta")},
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        }
+    return fields
 
 
 def _olmoe(reader: Reader) -> ModelConfig:

@@ -202,7 +202,7 @@ def _write_seed(model: ModelConfig) -> Fields:
 
 
 def _smollm_windows(reader: Reader, layers: int) -> dict[str, Any]:
-    without = windows.unrotated(reader, layers)
+    without = windows.unrotated(reader, layers, may_be_empty=False)
     found = qwen_windows(reader, layers, usual=lambda layer, _: without[layer], default=None)
     return {"no_rope_freq": unrotated_frequency(without), **found}
 
