@@ -110,6 +110,11 @@ class ModelConfig(ByLayer):
         return replace(self, lora_rank=None, **defaults)
 
     @property
+    def without_predictions(self) -> "ModelConfig":
+        """The same model, which predicts the next token alone."""
+        return replace(self, mtp_num_layers=0, mtp_hybrid_override_pattern=None)
+
+    @property
     def lora_scale(self) -> float:
         """Factor of what adapters make."""
         assert self.lora_rank is not None, "a model without adapters"

@@ -20,12 +20,22 @@ from fivefold.model.layers import Column, Linear, plain_column
 from fivefold.model.norms import make_norm
 
 
+class LayersInTurn(nn.ModuleList):
+    """The layers of one depth of a hybrid model, which have one mixer each."""
+
+    def forward(self, x_TH: Tensor, context: Context) -> Tensor:
+        """[T, H] -> [T, H]."""
+        for layer in self:
+            x_TH = layer(x_TH, context)
+        return x_TH
+
+
 class FurtherToken(nn.Module):
     """One depth: norms both inputs, projects them to one state, then a layer and a norm.
 
     Args:
         model: the architecture.
-        layer: transformer layer of this depth.
+        layer: transformer layer of this depth, or layers.
 
     Attributes:
         column: seam around the projection.

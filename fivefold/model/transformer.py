@@ -18,6 +18,7 @@ from fivefold.description.shape import (
     StageParts,
     has_final_norm,
     has_linear,
+    prediction_prefixes,
     rotations,
     tempers,
     whole_model,
@@ -33,7 +34,7 @@ from fivefold.model.loss import LossRule, cross_entropy
 from fivefold.model.moe.layer import MoE
 from fivefold.model.moe.routing import Decisions
 from fivefold.model.norms import LayerNorm, RMSNorm, make_norm
-from fivefold.model.prediction import FurtherToken, objective, targets
+from fivefold.model.prediction import FurtherToken, LayersInTurn, objective, targets
 from fivefold.model.rope import Rotary, temperature
 from fivefold.model.sequence_slices import KeysAndValues
 
@@ -98,9 +99,8 @@ class Stage(nn.Module):
         )
         self.norm = make_norm(model) if has_final_norm(model, parts) else None
         self.lm_head = Linear(hidden, vocab) if parts.head else None
-        further = range(model.num_layers, model.num_layers + parts.mtp)
-        layers = (TransformerLayer(model, i, experts) for i in further)
-        self.mtp = nn.ModuleDict({str(d): FurtherToken(model, x) for d, x in enumerate(layers)})
+        further = (_layers_of(model, depth, experts) for depth in range(parts.mtp))
+        self.mtp = nn.ModuleDict({str(d): FurtherToken(model, x) for d, x in enumerate(further)})
         self.mtp_embed_tokens = tokens() if parts.mtp and not parts.embedding else None
         self.model, self.parts = model, parts
         self.jitters = experts.moe_input_jitter_eps is not None
@@ -116,8 +116,10 @@ class Stage(nn.Module):
 
     @property
     def transformer_layers(self) -> list[TransformerLayer]:
-        """All its layers in execution order, multi-token prediction layers last."""
-        layers: list[Any] = [*self.layers.values(), *(each.layer for each in self.predictions)]
+        """All its layers in execution order, those of further predictions last."""
+        layers: list[Any] = [*self.layers.values()]
+        for each in self.predictions:
+            layers += each.layer if isinstance(each.layer, LayersInTurn) else [each.layer]
         return layers
 
     @property
@@ -243,6 +245,13 @@ class Stage(nn.Module):
         ids_T = batch.own_token_ids.flatten()
         rows = self.shard_tokens(ids_T), ids_T
         return Dropout(self.settings.seed, batch.step, *rows, batch.token_ids, self.fuses_dropout)
+
+
+def _layers_of(model: ModelConfig, depth: int, experts: ExpertsConfig) -> nn.Module:
+    """What a further prediction runs between its projection and its norm."""
+    numbers = prediction_prefixes(model, depth).values()
+    layers = [TransformerLayer(model, number, experts) for number in numbers]
+    return layers[0] if model.mtp_hybrid_override_pattern is None else LayersInTurn(layers)
 
 
 def _context(

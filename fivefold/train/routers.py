@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fivefold.description.kinds import layer_kind
+from fivefold.description.shape import all_layers, whole_model
 from fivefold.layout import Layout
 from fivefold.model.transformer import Stage
 
@@ -26,8 +26,7 @@ class Routers:
         self, layout: Layout, stages: Mapping[int, Stage], loss_scale: Tensor | None
     ) -> None:
         model = layout.config.model
-        every = range(model.num_layers + model.mtp_num_layers)
-        self.layers = [layer for layer in every if layer_kind(model, layer).experts]
+        self.layers = [*filter(model.is_moe, all_layers(model, whole_model(model)))]
         self._experts = model.num_experts or 0
         self._routers = [moe.router for stage in stages.values() for moe in stage.mixtures]
         for router in self._routers:

@@ -1,6 +1,6 @@
 """What of two models differs that their weights depend on."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from fivefold.config.by_layer import OF_LATENTS, OF_LINEAR_ATTENTION, OF_MAMBA
@@ -18,7 +18,7 @@ def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
     needs and more.
     """
     if not model.mtp_num_layers:
-        other = replace(other, mtp_num_layers=0)
+        other = other.without_predictions
     one, two = _told(model), _told(other)
     return [
         f"{name}: {one.get(name)}, there {two.get(name)}"

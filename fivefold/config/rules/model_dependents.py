@@ -25,6 +25,12 @@ OF_MODELS = (
         "--num-layers 2 --hybrid-override-pattern M-",
     ),
     where(
+        "mtp_hybrid_override_pattern",
+        "hybrid_override_pattern != none",
+        "is for layers of one mixer each",
+        "--num-layers 2 --hybrid-override-pattern M-",
+    ),
+    where(
         "attn_temperature_tuning",
         "no_rope_freq != none or attn_temperature_rotated = true",
         "is of layers without RoPE, or of those with it",
@@ -73,6 +79,12 @@ OF_MODELS = (
         "window_size != none",
         "is of layers that have a window",
         "--window-size 128",
+    ),
+    where(
+        "mtp_hybrid_override_pattern",
+        "mtp_num_layers != 0",
+        "is for the layers of further predictions",
+        "--mtp-num-layers 1",
     ),
     where(
         "mtp_loss_scaling_factor",
