@@ -16,8 +16,8 @@ from fivefold.model.eight_bit.rules import in_eight_bits
 class GatheredBlock:
     """Parameters that are gathered together, or its experts apart from the rest.
 
-    A block is a layer (with norms and projection for a multi-token prediction layer), or the ends
-    of the model in a stage.
+    A block is a layer, a further prediction (its layers with norms and projection), or the ends of
+    the model in a stage.
 
     Attributes:
         dense: local shapes of parameters on the attention mesh, after tensor parallelism.
@@ -99,11 +99,13 @@ def stage_blocks(
 
 
 def layer_block(layout: Layout, layer: int, *, trained: bool = False) -> GatheredBlock:
-    """The block of one layer; indices from num_layers on mean multi-token prediction layers."""
+    """The block of one layer; that of all layers of a further prediction is its first one's."""
     model = layout.config.model
     degrees = (layout.grid.tp, layout.grid.ep, layout.grid.etp)
     if layer < model.num_layers:
         return _block(model, degrees, ModelParts((layer,)), trained)
+    if not model.starts_prediction(layer):
+        return GatheredBlock((), (), (0, 0), 0)
     return _block(model, degrees, ModelParts(mtp=1), trained, only="mtp.0.")
 
 
