@@ -66,6 +66,18 @@ class ByLayer(Architecture):
         first = self.num_layers
         return range(first, first + self.mtp_num_layers * self.prediction_size)
 
+    @property
+    def prediction_sets(self) -> int:
+        """Sets of weights of further predictions: one each, or one of all."""
+        return min(self.mtp_num_layers, 1) if self.mtp_use_repeated_layer else self.mtp_num_layers
+
+    def layers_like(self, layer: int) -> range:
+        """The layers with the weights of this one, the first of them, itself included: those of
+        other predictions, if all have the same."""
+        behind = layer >= self.num_layers and self.mtp_use_repeated_layer
+        end = self.prediction_layers.stop if behind else layer + 1
+        return range(layer, end, self.prediction_size)
+
     def starts_prediction(self, layer: int) -> bool:
         """Whether a layer is the first one of a further prediction."""
         behind = layer - self.num_layers

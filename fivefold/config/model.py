@@ -112,7 +112,8 @@ class ModelConfig(ByLayer):
     @property
     def without_predictions(self) -> "ModelConfig":
         """The same model, which predicts the next token alone."""
-        return replace(self, mtp_num_layers=0, mtp_hybrid_override_pattern=None)
+        off: dict[str, Any] = {"mtp_hybrid_override_pattern": None, "mtp_use_repeated_layer": False}
+        return replace(self, mtp_num_layers=0, **off)
 
     @property
     def lora_scale(self) -> float:

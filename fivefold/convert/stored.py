@@ -98,7 +98,7 @@ def _expert_biases(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
     if not model.moe_router_enable_expert_bias or model.num_experts is None:
         return
     layers = {f"layers.{layer}.": layer for layer in range(model.num_layers)}
-    for depth in range(model.mtp_num_layers):
+    for depth in range(model.prediction_sets):
         layers |= prediction_prefixes(model, depth)
     for where, layer in layers.items():
         if model.is_moe(layer):
@@ -261,7 +261,7 @@ def their_name(files: Tensors, model: ModelConfig, name: str) -> str:
 
 
 def _in_prediction(files: Tensors, model: ModelConfig, name: str) -> str:
-    """A name in the layers of predictions: DeepSeek's after the last one, or with their own numbers.
+    """A name in the layers of predictions: DeepSeek's after the last, or with their own numbers.
 
     What is around several layers of a prediction is in the first and the last of them.
     """
@@ -289,7 +289,7 @@ def harmless(files: Tensors, model: ModelConfig, name: str) -> bool:
         return True
     if tail.endswith(("rotary_emb.inv_freq", *files.constants)):
         return True
-    return files.predicts and _predicting(files, model, name)[0] >= model.mtp_num_layers
+    return files.predicts and _predicting(files, model, name)[0] >= model.prediction_sets
 
 
 def copied(files: Tensors, model: ModelConfig, name: str) -> str | None:
@@ -301,7 +301,7 @@ def copied(files: Tensors, model: ModelConfig, name: str) -> str | None:
     if name == head and tied:
         return embedding
     depth, inner = _predicting(files, model, name)
-    if not 0 <= depth < model.mtp_num_layers:
+    if not 0 <= depth < model.prediction_sets:
         return None
     copies = {"embed_tokens.weight": embedding, "shared_head.head.weight": head}
     return embedding if tied and inner in copies else copies.get(inner)

@@ -102,8 +102,14 @@ def embedding_names(model: ModelConfig) -> tuple[str, ...]:
     return EMBEDDING, *output, "mtp_embed_tokens.weight"
 
 
+def sets_of_predictions(model: ModelConfig, parts: StageParts) -> int:
+    """Sets of weights of the further predictions that a stage makes."""
+    return min(parts.mtp, model.prediction_sets)
+
+
 def prediction_prefixes(model: ModelConfig, depth: int) -> dict[str, int]:
-    """How names of parameters start in the layers of a further prediction, and the layers."""
+    """How names of parameters start in the layers of a set of weights, and the first layers that
+    have them."""
     first = model.num_layers + depth * model.prediction_size
     if model.mtp_hybrid_override_pattern is None:
         return {f"mtp.{depth}.layer.": first}
@@ -170,7 +176,7 @@ def stage_weights(model: ModelConfig, parts: StageParts | None = None) -> Weight
     for layer in parts.layers:
         in_layer = layer_weights(model, layer)
         found |= {f"layers.{layer}.{name}": weight for name, weight in in_layer.items()}
-    for depth in range(parts.mtp):
+    for depth in range(sets_of_predictions(model, parts)):
         around = describe_layer(model, model.num_layers).one(PredictionInput)
         found |= {f"mtp.{depth}.{weight.name}": weight for weight in around.weights}
         for prefix, layer in prediction_prefixes(model, depth).items():
@@ -244,7 +250,7 @@ def count_parameters(
     embedding = sum(weight.size for weight in embedding_weights(model)) - padding
     if not parts.embedding:
         embedding = table - padding if _copies_embedding(model, parts) else 0
-    further = all_layers(model, ModelParts(mtp=parts.mtp))
+    further = all_layers(model, ModelParts(mtp=sets_of_predictions(model, parts)))
     norm, output = _head(model)
     head = sum(weight.size for weight in norm) if has_final_norm(model, parts) else 0
     head += (0 if shared else output.size - padding) if parts.head else 0

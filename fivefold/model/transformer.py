@@ -6,6 +6,7 @@ whole model (`layers.17.self_attn.q_proj.weight`) in every stage.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fivefold.description.shape import (
     has_linear,
     prediction_prefixes,
     rotations,
+    sets_of_predictions,
     tempers,
     whole_model,
 )
@@ -99,7 +101,8 @@ class Stage(nn.Module):
         )
         self.norm = make_norm(model) if has_final_norm(model, parts) else None
         self.lm_head = Linear(hidden, vocab) if parts.head else None
-        further = (_layers_of(model, depth, experts) for depth in range(parts.mtp))
+        sets = range(sets_of_predictions(model, parts))
+        further = (_layers_of(model, each, experts) for each in sets)
         self.mtp = nn.ModuleDict({str(d): FurtherToken(model, x) for d, x in enumerate(further)})
         self.mtp_embed_tokens = tokens() if parts.mtp and not parts.embedding else None
         self.model, self.parts = model, parts
@@ -225,11 +228,16 @@ class Stage(nn.Module):
         states = [self.norm(x_TH)]
         if batch.further_tokens is not None:
             (table,), rate = self.embeddings, self.model.hidden_dropout
-            for depth, predict in enumerate(self.predictions):
-                next_TH = table(batch.further_tokens[depth].flatten())
-                next_TH = _dropped_at(f"mtp.{depth}.embedding", next_TH, context.dropout, rate)
-                run = partial(predict, embedded_TH=next_TH)
-                states.append(self.through([run], states[-1], context))
+            depths = iter(range(self.parts.mtp))
+            for predict in self.predictions:
+                runs = islice(depths, self.parts.mtp // len(self.predictions))
+                embedded = []
+                for depth in runs:
+                    next_TH = table(batch.further_tokens[depth].flatten())
+                    site = f"mtp.{depth}.embedding"
+                    embedded.append(_dropped_at(site, next_TH, context.dropout, rate))
+                through = self.through
+                states += predict(states[-1], *embedded, context=context, through=through)
         return states
 
     def _embed(self, batch: Batch, dropout: Dropout | None) -> Tensor:

@@ -75,7 +75,7 @@ def _layer_places(model: ModelConfig) -> tuple[int, ...]:
 def sample_layers(model: ModelConfig) -> Mapping[int, tuple[LayerKind, ...]]:
     """The kinds of the layers that each kind of module has: of LAYERS one, and of PREDICTION."""
     layers = dict.fromkeys(layer_kind(model, layer) for layer in range(model.num_layers))
-    found = {place: (kind,) for place, kind in enumerate(layers)}
+    found: dict[int, tuple[LayerKind, ...]] = {place: (kind,) for place, kind in enumerate(layers)}
     further = model.prediction_layers[: model.prediction_size]
     if further:
         found[PREDICTION] = tuple(layer_kind(model, layer) for layer in further)
@@ -297,7 +297,9 @@ def _parameters(config: Config, *, trained: bool) -> list[float]:
                 parallel.expert_model_parallel_size,
                 parallel.expert_tensor_parallel_size,
             )
-            sizes[kind + KINDS * weight.of_experts] += prod(local)
+            # Predictions with the same weights have a share of them each.
+            sets = model.prediction_sets / model.mtp_num_layers if kind == PREDICTION else 1
+            sizes[kind + KINDS * weight.of_experts] += prod(local) * sets
     return sizes
 
 

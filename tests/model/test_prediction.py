@@ -15,6 +15,10 @@ from tests.model.models import FAMILIES, GPT, LLAMA, batch_of, build
 
 MODELS = FAMILIES | {
     "hybrid": replace(FAMILIES["hybrid"], mtp_hybrid_override_pattern="*-"),
+    "llama, weights of all": replace(FAMILIES["llama"], mtp_use_repeated_layer=True),
+    "hybrid, weights of all": replace(
+        FAMILIES["hybrid"], mtp_hybrid_override_pattern="M-", mtp_use_repeated_layer=True
+    ),
     "hybrid, layers alike": replace(FAMILIES["hybrid"], mtp_hybrid_override_pattern="MM*M"),
     "llama tied": replace(LLAMA, untie_embeddings_and_output_weights=False),
     "gpt untied": replace(GPT, untie_embeddings_and_output_weights=True),
@@ -75,7 +79,7 @@ def document_losses(stage: Stage, tokens: Tensor, labels: Tensor, weights: Tenso
     output = weight if tied else dict(stage.named_parameters())["lm_head.weight"]
     states = [norm(stage, "norm", x)]
     for depth in range(1, model.mtp_num_layers + 1):
-        name = f"mtp.{depth - 1}"
+        name = "mtp.0" if model.mtp_use_repeated_layer else f"mtp.{depth - 1}"
         following = torch.stack([table[tokens[min(t + depth, length - 1)]] for t in range(length)])
         both = [norm(stage, f"{name}.enorm", following), norm(stage, f"{name}.hnorm", states[-1])]
         projection = dict(stage.named_parameters())[f"{name}.eh_proj.weight"]

@@ -20,6 +20,7 @@ from tests.verify.families import (
 FULL = {"recompute_granularity": "full"}
 ONES = {"reset_attention_mask": True, "document_length": 1}
 FURTHER = {"mtp_num_layers": 2, "mtp_hybrid_override_pattern": "*M"}
+SAME = {"mtp_use_repeated_layer": True}
 SPARSE = {"mtp_num_layers": 2, "mtp_hybrid_override_pattern": "*E"}
 LORA = {"lora_rank": 3, "lora_alpha": 5.0}
 DELTA: dict[str, Case] = {
@@ -153,6 +154,26 @@ PREDICTING: dict[str, Case] = {
         | {"expert_model_parallel_size": 2}
         | FULL
         | SPARSE,
+    ),
+    "further tokens by the same experts, ring, ZeRO-3, recomputed": (
+        8,
+        "hybrid, experts",
+        flags(tp=2, sequence=True, dp=2, strategy="optim_grads_params")
+        | context(2, "p2p")
+        | {"expert_model_parallel_size": 2}
+        | FULL
+        | SPARSE
+        | SAME,
+    ),
+    "further tokens with the same weights, deferred weights, ZeRO-2": (
+        4,
+        "hybrid tied",
+        flags(pp=2, dp=2, strategy="optim_grads", stages="Ettt|ttmmL") | BUBBLES | FURTHER | SAME,
+    ),
+    "further tokens with the same weights, tensor parallel, ZeRO-3": (
+        4,
+        "hybrid",
+        flags(tp=2, dp=2, strategy="optim_grads_params") | FURTHER | SAME | DROP,
     ),
     "further tokens, moved, Muon": (
         2,

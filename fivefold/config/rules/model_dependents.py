@@ -1,7 +1,7 @@
 """Which settings of a model mean something only beside another one."""
 
 from fivefold.config.by_layer import OF_LINEAR_ATTENTION, OF_MAMBA
-from fivefold.config.rules.orphan import where
+from fivefold.config.rules.orphan import Dependents, where
 
 OF_MODELS = (
     where(
@@ -85,6 +85,13 @@ OF_MODELS = (
         "mtp_num_layers != 0",
         "is for the layers of further predictions",
         "--mtp-num-layers 1",
+    ),
+    Dependents(
+        ("mtp_use_repeated_layer",),
+        "mtp_num_layers",
+        lambda c: c.model.mtp_num_layers > 1,
+        "is for several further predictions",
+        ("--mtp-num-layers 2",),
     ),
     where(
         "mtp_loss_scaling_factor",

@@ -1,7 +1,7 @@
 """Time and memory of the pieces of a model, modelled or stated by the user."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fivefold.config.model import ModelConfig
@@ -142,10 +142,14 @@ def modelled_parts(model: ModelConfig, seq_length: int) -> Parts:
         for kind, layer in layer_kinds(model).items()
         if not kind.predicts
     }
+    predicts = part(StageSpec(False, (), False, 1), further)
     return Parts(
         part(StageSpec(True, (), False), embedding_bytes(model, running)),
         tuple(kinds[layer_kind(model, layer)] for layer in range(model.num_layers)),
-        (part(StageSpec(False, (), False, 1), further),) * model.mtp_num_layers,
+        tuple(
+            replace(predicts, state=predicts.state * (depth < model.prediction_sets))
+            for depth in range(model.mtp_num_layers)
+        ),
         part(StageSpec(False, (), True), loss_bytes(model, running)),
     )
 
