@@ -165,6 +165,11 @@ PREDICTING: dict[str, Case] = {
         | SPARSE
         | SAME,
     ),
+    "further tokens by the same experts, ZeRO-1": (
+        4,
+        "hybrid, experts",
+        flags(dp=4, strategy="optim") | {"expert_model_parallel_size": 2} | SPARSE | SAME,
+    ),
     "further tokens with the same weights, deferred weights, ZeRO-2": (
         4,
         "hybrid tied",
