@@ -285,8 +285,8 @@ class Architecture:
     mtp_num_layers: Whole = option(0, "further tokens that are predicted (multi-token prediction)")
     mtp_hybrid_override_pattern: str | None = option(
         None,
-        "mixers of the layers of each further prediction of a hybrid model, such as '*E' in Nemotron "
-        "3 Super; none: no hybrid model, or no predictions",
+        "mixers of the layers of each further prediction of a hybrid model, such as '*E' in "
+        "Nemotron 3 Super; none: no hybrid model, or no predictions",
     )
     mtp_use_repeated_layer: bool = option(
         False, "make all further predictions with the same weights, as Nemotron 3 Super is trained"

@@ -361,7 +361,7 @@ def test_layers_of_one_mixer_each_are_read_with_stages_and_further_predictions()
     alone = translate(read_job(DENSE + older))
     assert alone.values["mtp_num_layers"] == 0
     assert any(line.startswith("mtp_num_layers = 1: a hybrid model") for line in alone.lost)
-    with pytest.raises(ConfigError, match="the same layers each(.|\n)*M-/M/M"):
+    with pytest.raises(ConfigError, match=r"the same layers each(.|\n)*M-/M/M"):
         translate(read_job(f"{job} --hybrid-layer-pattern 'M-/M/-'"))
 
 

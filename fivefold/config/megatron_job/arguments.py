@@ -185,7 +185,9 @@ def _from_command(launch: Launch) -> MegatronJob:
     left = [flag for flag in unknown if not (counted and is_tokens(flag))]
     left = [flag for flag in left if name_of_flag(flag.split()[0]) not in later]
     ranks = ranks_of(launch.launcher)
-    return MegatronJob({**given, **counted, **later}, tuple(left), ranks, notes=tuple(_notes(launch)))
+    return MegatronJob(
+        {**given, **counted, **later}, tuple(left), ranks, notes=tuple(_notes(launch))
+    )
 
 
 def _notes(launch: Launch) -> Iterator[str]:

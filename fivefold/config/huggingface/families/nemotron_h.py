@@ -152,7 +152,7 @@ def _write(model: ModelConfig) -> Fields:
     if model.mtp_num_layers:
         letters = model.mtp_hybrid_override_pattern or ""
         further = {
-            "num_nextn_predict_layers": model.mtp_num_layers,
+            "num_nextn_predict_layers": model.prediction_sets,
             "mtp_layers_block_type": [names[letter] for letter in letters],
         }
     if model.num_experts is not None:
