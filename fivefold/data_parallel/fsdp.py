@@ -81,10 +81,11 @@ class ShardedStage(StageGradients):
         self._root = self._units[0]
         # Experts that make several predictions have several backwards each, of which one neither
         # frees what the next one needs, nor reduces what came before alone.
-        self._at_end: list[FSDPModule] = []
+        self._at_end: list[Any] = []
         if stage.model.mtp_use_repeated_layer and not policy.reshards:
             within = {module for each in stage.predictions for module in each.modules()}
-            self._at_end = [u for u in self._units if isinstance(u, Experts) and u in within]
+            apart = [unit for unit in self._units if isinstance(unit, Experts)]
+            self._at_end = [unit for unit in apart if unit in within]
         self._gathers: list[UnshardHandle] = []
         # The end of a stage's last backward would wait for its reductions; `finish` does.
         self._root.set_is_last_backward(False)

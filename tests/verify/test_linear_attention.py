@@ -188,6 +188,7 @@ PREDICTING: dict[str, Case] = {
 }
 CASES = DELTA | HYBRID | PREDICTING
 WHOLE_ROWS = [case for case in CASES if "documents" not in case and "experts" not in case]
+WHOLE_ROWS += [case for case in PREDICTING if "experts" in case]
 
 
 @pytest.mark.slow
@@ -201,6 +202,8 @@ WHOLE_ROWS = [case for case in CASES if "documents" not in case and "experts" no
         "moved",
         "adapters with magnitudes, exchanged heads",
         *list(HYBRID)[5::3],
+        "further tokens by the same experts, ring, ZeRO-3, recomputed",
+        "further tokens with the same weights, deferred weights, ZeRO-2",
     ),
 )
 def test_layouts(case: str) -> None:
@@ -215,6 +218,7 @@ def test_layouts(case: str) -> None:
         "ring, whole layers recomputed",
         "moved",
         "hybrid, whole layers recomputed",
+        "further tokens by the same experts, ZeRO-1",
     ),
 )
 def test_bytes_and_products_are_those_of_theory(case: str, tmp_path: Path) -> None:
