@@ -320,6 +320,8 @@ CHANGES: Mapping[str, Change] = {
     "v_head_dim": Change(96, _MLA),
     "latent_norm_epsilon": Change(1e-6, _MLA),
     "mtp_num_layers": Change(1),
+    "mtp_hybrid_override_pattern": Change("*-", _HYBRID, along={"mtp_num_layers": 1}),
+    "mtp_use_repeated_layer": Change(True, {"mtp_num_layers": 2}),
     "lora_rank": Change(8),
     "lora_alpha": Change(16.0, {"lora_rank": 8}),
     "lora_target_modules": Change(("q_proj", "v_proj"), {"lora_rank": 8}),

@@ -3,16 +3,16 @@
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fivefold.counts.routed import Choices, StepChoices
 from fivefold.mesh.collectives import group_size
 from fivefold.mesh.groups import Groups
-from fivefold.model.moe.routing import ExpertChoice
+from fivefold.model.context import Context
+from fivefold.model.moe.routing import ExpertChoice, Router
 from fivefold.model.transformer import Stage
 
 
@@ -55,7 +55,7 @@ class ChosenExperts:
         for stage in self._stages.values():
             for mixture in stage.mixtures:
                 router = mixture.router
-                hook = router.register_forward_hook(partial(self._chosen, router.layer))
+                hook = router.register_forward_hook(self._chosen)
                 self._exit.callback(hook.remove)
         return self
 
@@ -88,7 +88,8 @@ class ChosenExperts:
         counts_TP = counts_TP.scatter_add_(1, ranks_TK, torch.ones_like(ranks_TK))[:, :-1]
         return counts_TP.sum(0).tolist(), (counts_TP > 0).sum(0).tolist()
 
-    def _chosen(self, layer: int, module: nn.Module, args: Any, choice: ExpertChoice) -> None:
+    def _chosen(self, router: Router, given: tuple[Tensor, Context], choice: ExpertChoice) -> None:
+        layer = router.number(given[1])
         keeps = torch.is_grad_enabled()
         here = choice.num_experts // self._ranks
         seen = _Seen(layer, choice.experts_TK, choice.kept_TK, here, again=not keeps)

@@ -291,7 +291,15 @@ class Architecture:
     mamba_num_heads: Count | None = option(
         None, "heads of Mamba-2 (default: 2 x hidden size / mamba_head_dim)"
     )
-    mtp_num_layers: Whole = option(0, "multi-token prediction layers")
+    mtp_num_layers: Whole = option(0, "further tokens that are predicted (multi-token prediction)")
+    mtp_hybrid_override_pattern: str | None = option(
+        None,
+        "mixers of the layers of each further prediction of a hybrid model, such as '*E' in "
+        "Nemotron 3 Super; none: no hybrid model, or no predictions",
+    )
+    mtp_use_repeated_layer: bool = option(
+        False, "make all further predictions with the same weights, as Nemotron 3 Super is trained"
+    )
     lora_rank: int | None = option(
         None, "rank of adapters (LoRA), which alone are trained; none: all weights are trained"
     )

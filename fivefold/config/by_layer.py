@@ -9,6 +9,7 @@ from fivefold.config.architecture import Architecture
 from fivefold.config.layer_pattern import (
     Mixer,
     expert_layers,
+    letters,
     linear_layers,
     mixers,
     unrotated_layers,
@@ -43,7 +44,44 @@ class ByLayer(Architecture):
         """The one mixer of a layer; None: it has attention and an MLP."""
         if self.hybrid_override_pattern is None:
             return None
+        further = self.mtp_hybrid_override_pattern
+        if further and layer >= self.num_layers:
+            which = (layer - self.num_layers) % len(further)
+            return letters("mtp_hybrid_override_pattern", further)[which]
         return self._at(layer, mixers, self.hybrid_override_pattern)
+
+    @property
+    def mixers_used(self) -> str:
+        """The letters of all layers of a hybrid model, those of a further prediction once."""
+        return (self.hybrid_override_pattern or "") + (self.mtp_hybrid_override_pattern or "")
+
+    @property
+    def prediction_size(self) -> int:
+        """Layers of one further prediction: a letter of its pattern each, else one."""
+        return len(self.mtp_hybrid_override_pattern or "*")
+
+    @property
+    def prediction_layers(self) -> range:
+        """The layers of all further predictions, whose numbers follow those of the model's."""
+        first = self.num_layers
+        return range(first, first + self.mtp_num_layers * self.prediction_size)
+
+    @property
+    def prediction_sets(self) -> int:
+        """Sets of weights of further predictions: one each, or one of all."""
+        return min(self.mtp_num_layers, 1) if self.mtp_use_repeated_layer else self.mtp_num_layers
+
+    def layers_like(self, layer: int) -> range:
+        """The layers with the weights of this one, the first of them, itself included: those of
+        other predictions, if all have the same."""
+        behind = layer >= self.num_layers and self.mtp_use_repeated_layer
+        end = self.prediction_layers.stop if behind else layer + 1
+        return range(layer, end, self.prediction_size)
+
+    def starts_prediction(self, layer: int) -> bool:
+        """Whether a layer is the first one of a further prediction."""
+        behind = layer - self.num_layers
+        return behind >= 0 and behind % self.prediction_size == 0
 
     def is_linear(self, layer: int) -> bool:
         """Whether a layer has linear attention or Mamba-2: a state, and no softmax."""
@@ -116,7 +154,7 @@ class ByLayer(Architecture):
     def has_dense_layers(self) -> bool:
         """Whether a layer has an MLP in place of experts: `ffn_hidden_size` is its width."""
         if self.hybrid_override_pattern is not None:
-            return "-" in self.hybrid_override_pattern
+            return "-" in self.mixers_used
         return not all(map(self.is_moe, range(self.num_layers)))
 
 

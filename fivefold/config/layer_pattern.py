@@ -77,15 +77,26 @@ def mixers(pattern: str, num_layers: int) -> tuple[Mixer, ...]:
     Raises:
         ConfigError: other letters, or another number of them.
     """
-    name, known = "hybrid_override_pattern", get_args(Mixer)
-    if wrong := sorted({*pattern} - {*known}):
-        why = "M is Mamba-2, * attention, - an MLP, E experts"
-        what = f"{name} {pattern!r} has {', '.join(map(repr, wrong))}, which is no layer"
-        raise ConfigError(Mistake(what, (why,), (f"{flag_of(name)} none",)))
+    name = "hybrid_override_pattern"
+    found = letters(name, pattern)
     if len(pattern) != num_layers:
         sizes = f"{len(pattern)} letters, {num_layers} layers"
         works = (f"--num-layers {len(pattern)}",) if pattern else (f"{flag_of(name)} none",)
         raise ConfigError(Mistake(f"{name} does not have one letter a layer", (sizes,), works))
+    return found
+
+
+@lru_cache(maxsize=256)
+def letters(name: str, pattern: str) -> tuple[Mixer, ...]:
+    """The mixers of a pattern of any length, which is the value of the setting `name`.
+
+    Raises:
+        ConfigError: other letters.
+    """
+    if wrong := sorted({*pattern} - {*get_args(Mixer)}):
+        why = "M is Mamba-2, * attention, - an MLP, E experts"
+        what = f"{name} {pattern!r} has {', '.join(map(repr, wrong))}, which is no layer"
+        raise ConfigError(Mistake(what, (why,), (f"{flag_of(name)} none",)))
     return cast(tuple[Mixer, ...], tuple(pattern))
 
 

@@ -112,6 +112,12 @@ class ModelConfig(ByLayer):
         return replace(self, lora_rank=None, **defaults)
 
     @property
+    def without_predictions(self) -> "ModelConfig":
+        """The same model, which predicts the next token alone."""
+        off: dict[str, Any] = {"mtp_hybrid_override_pattern": None, "mtp_use_repeated_layer": False}
+        return replace(self, mtp_num_layers=0, **off)
+
+    @property
     def lora_scale(self) -> float:
         """Factor of what adapters make."""
         assert self.lora_rank is not None, "a model without adapters"

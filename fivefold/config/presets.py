@@ -763,6 +763,8 @@ PRESETS: Mapping[str, ModelConfig] = {
         moe_ffn_hidden_size=2688,
         moe_latent_size=1024,
         moe_shared_expert_intermediate_size=5376,
+        mtp_num_layers=1,
+        mtp_hybrid_override_pattern="*E",
     ),
     "deepseek-v2-lite": replace(
         _DEEPSEEK_V2,

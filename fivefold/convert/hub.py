@@ -81,12 +81,13 @@ class HubFolder:
         """The name in the files of each tensor, by the one in the model, or in its text model."""
         found: dict[str, str] = {}
         base, whole = self.how.base, is_multimodal(self.fields)
+        known = (*HEADS, base, *filter(None, (self.how.further,)))
         for name in files:
             if whole and (part := part_of(name)) is not None:
                 self.parts.setdefault(part, []).append(name)
                 continue
             text = text_name(name) if whole else name
-            full = text if text.startswith((*HEADS, base)) else base + text
+            full = text if text.startswith(known) else base + text
             if full in found:
                 raise CheckpointError(f"{self.path} has {full} twice: as {found[full]} and {name}")
             found[full] = name

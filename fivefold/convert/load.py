@@ -147,7 +147,7 @@ def model_in(hub: HubFolder, adapter: PeftAdapter | None = None) -> ModelConfig:
         named.append(adapter.modules)
     if all(has_predictions(hub.how, model, names) for names in named):
         return model
-    return replace(model, mtp_num_layers=0)
+    return model.without_predictions
 
 
 def stores_neighbours(fields: Mapping[str, object]) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fivefold.config.huggingface.family import Tensors
 from fivefold.config.model import ModelConfig
-from fivefold.description.shape import parameter_shapes
+from fivefold.description.shape import parameter_shapes, prediction_prefixes
 
 Shape = tuple[int, ...]
 HEADS = ("lm_head.", "embed_out.")
@@ -97,11 +97,12 @@ def stored_tensors(
 def _expert_biases(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
     if not model.moe_router_enable_expert_bias or model.num_experts is None:
         return
-    for layer in range(model.num_layers + model.mtp_num_layers):
+    layers = {f"layers.{layer}.": layer for layer in range(model.num_layers)}
+    for depth in range(model.prediction_sets):
+        layers |= prediction_prefixes(model, depth)
+    for where, layer in layers.items():
         if model.is_moe(layer):
-            depth = layer - model.num_layers
-            where = f"layers.{layer}" if depth < 0 else f"mtp.{depth}.layer"
-            yield f"{where}.mlp.router.expert_bias", (model.num_experts,)
+            yield f"{where}mlp.router.expert_bias", (model.num_experts,)
 
 
 def _place(files: Tensors, model: ModelConfig, name: str, shape: Shape, pairs: bool) -> Stored:
@@ -242,11 +243,9 @@ def has_predictions(files: Tensors, model: ModelConfig, names: Iterable[str]) ->
 
 def their_name(files: Tensors, model: ModelConfig, name: str) -> str:
     """A tensor's name there; `{e}` stands for the index of an expert."""
-    if name.startswith("mtp."):  # DeepSeek's layers after the last
-        _, depth, inner = name.split(".", 2)
-        inner = inner.removeprefix("layer.") if inner.startswith("layer.") else inner
-        inner = "shared_head.norm.weight" if inner == "norm.weight" else inner
-        name = f"layers.{model.num_layers + int(depth)}.{inner}"
+    predicts = name.startswith("mtp.")
+    if predicts:
+        name = _in_prediction(files, model, name)
     layer = re.match(r"layers\.(\d+)\.", name)
     hybrid = model.hybrid_override_pattern is not None
     if layer is not None and model.is_linear(int(layer[1])) and not hybrid:
@@ -256,7 +255,27 @@ def their_name(files: Tensors, model: ModelConfig, name: str) -> str:
     two_norms = model.parallel_residual and not model.parallel_residual_one_norm
     for ours, theirs in {**(files.two_norms if two_norms else {}), **files.names}.items():
         name = name.replace(ours, theirs)
+    if predicts and files.further:
+        return files.further + name
     return name if name.startswith(HEADS) else files.base + name
+
+
+def _in_prediction(files: Tensors, model: ModelConfig, name: str) -> str:
+    """A name in the layers of predictions: DeepSeek's after the last, or with their own numbers.
+
+    What is around several layers of a prediction is in the first and the last of them.
+    """
+    _, depth, inner = name.split(".", 2)
+    layer, size = int(depth) * model.prediction_size, model.prediction_size
+    if inner == "norm.weight":
+        inner = "final_layernorm.weight" if files.further else "shared_head.norm.weight"
+        layer += size - 1
+    elif inner.startswith("layer."):
+        inner = inner.removeprefix("layer.")
+        if model.mtp_hybrid_override_pattern is not None:
+            which, _, inner = inner.partition(".")
+            layer += int(which)
+    return f"layers.{layer + (0 if files.further else model.num_layers)}.{inner}"
 
 
 _LINEAR_ATTENTION = "conv1d.", "in_proj_qkvz.", "in_proj_ba."
@@ -270,7 +289,7 @@ def harmless(files: Tensors, model: ModelConfig, name: str) -> bool:
         return True
     if tail.endswith(("rotary_emb.inv_freq", *files.constants)):
         return True
-    return files.predicts and _predicting(files, model, name)[0] >= model.mtp_num_layers
+    return files.predicts and _predicting(files, model, name)[0] >= model.prediction_sets
 
 
 def copied(files: Tensors, model: ModelConfig, name: str) -> str | None:
@@ -282,14 +301,18 @@ def copied(files: Tensors, model: ModelConfig, name: str) -> str | None:
     if name == head and tied:
         return embedding
     depth, inner = _predicting(files, model, name)
-    if not 0 <= depth < model.mtp_num_layers:
+    if not 0 <= depth < model.prediction_sets:
         return None
     copies = {"embed_tokens.weight": embedding, "shared_head.head.weight": head}
     return embedding if tied and inner in copies else copies.get(inner)
 
 
 def _predicting(files: Tensors, model: ModelConfig, name: str) -> tuple[int, str]:
-    """Of a tensor in a layer after the last: how many are between, and its name there; else -1."""
-    tail = name.removeprefix(files.base)
+    """Of a tensor in a layer that predicts further tokens: how many predictions are before, and its
+    name there; else -1."""
+    tail = name.removeprefix(files.further or files.base)
     layer = re.fullmatch(r"layers\.(\d+)\.(.*)", tail)
-    return (-1, tail) if layer is None else (int(layer[1]) - model.num_layers, layer[2])
+    if layer is None or not name.startswith(files.further):
+        return -1, tail
+    number = int(layer[1]) - (0 if files.further else model.num_layers)
+    return number // model.prediction_size, layer[2]

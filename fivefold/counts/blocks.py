@@ -7,7 +7,14 @@ from math import prod
 from fivefold.config.model import ModelConfig
 from fivefold.counts.policy import StatePolicy
 from fivefold.description.kinds import layer_kinds
-from fivefold.description.shape import EMBEDDING, ModelParts, StageParts, kinds_of, stage_weights
+from fivefold.description.shape import (
+    EMBEDDING,
+    ModelParts,
+    StageParts,
+    kinds_of,
+    sets_of_predictions,
+    stage_weights,
+)
 from fivefold.layout import Layout
 from fivefold.model.eight_bit.rules import in_eight_bits
 
@@ -16,8 +23,8 @@ from fivefold.model.eight_bit.rules import in_eight_bits
 class GatheredBlock:
     """Parameters that are gathered together, or its experts apart from the rest.
 
-    A block is a layer (with norms and projection for a multi-token prediction layer), or the ends
-    of the model in a stage.
+    A block is a layer, a further prediction (its layers with norms and projection; all predictions
+    if they have the same weights), or the ends of the model in a stage.
 
     Attributes:
         dense: local shapes of parameters on the attention mesh, after tensor parallelism.
@@ -99,11 +106,15 @@ def stage_blocks(
 
 
 def layer_block(layout: Layout, layer: int, *, trained: bool = False) -> GatheredBlock:
-    """The block of one layer; indices from num_layers on mean multi-token prediction layers."""
+    """The block of one layer; that of all layers of a further prediction, or of several with the
+    same weights, is its first one's."""
     model = layout.config.model
     degrees = (layout.grid.tp, layout.grid.ep, layout.grid.etp)
     if layer < model.num_layers:
         return _block(model, degrees, ModelParts((layer,)), trained)
+    again = layer - model.num_layers >= model.prediction_sets * model.prediction_size
+    if again or not model.starts_prediction(layer):
+        return GatheredBlock((), (), (0, 0), 0)
     return _block(model, degrees, ModelParts(mtp=1), trained, only="mtp.0.")
 
 
@@ -120,7 +131,7 @@ def _blocks(
     whole = EMBEDDING if whole_embedding and model.untie_embeddings_and_output_weights else ""
     ends = _block(model, degrees, around, trained, leaves_out="mtp.", whole=whole)
     predicts = _block(model, degrees, around, trained, only="mtp.0.")
-    further = [replace(predicts, count=parts.mtp)] if parts.mtp else []
+    further = [replace(predicts, count=sets_of_predictions(model, parts))] if parts.mtp else []
     layers = []
     for kind, count in kinds_of(model, parts.layers).items():
         one = ModelParts((layer_kinds(model)[kind],))

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from fivefold.description.shape import ModelParts, all_layers
 from fivefold.layout import Layout
 
 
@@ -30,10 +31,10 @@ def remade_layers(layout: Layout, stage: int) -> Iterator[tuple[int, Remade]]:
         for place in group:
             modules = memory.of_layer(place).remade_modules
             yield parts.layers[place], Remade(again, again and place == group[-1], modules)
-    # A further prediction has a projection before its layer and a norm after it.
+    # A further prediction ends with a norm.
     whole = memory.recompute_granularity == "full"
-    for depth in range(parts.mtp):
-        yield model.num_layers + depth, Remade(whole, False, memory.remade_modules)
+    for layer in all_layers(model, ModelParts(mtp=parts.mtp)):
+        yield layer, Remade(whole, False, memory.remade_modules)
 
 
 MADE_AGAIN: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -135,7 +135,10 @@ class ShardedVolumes:
         prefix = "edp_" if group == "edp" else ""
         often = self.gathers()
         yield from gathers(
-            [(often[stage], sizes) for (stage, _), sizes in of.items()],
+            [
+                (often[stage] * self._in_turn(group, unit), sizes)
+                for (stage, unit), sizes in of.items()
+            ],
             (axes[0], f"{prefix}hpz"),
             f"gathered {what}",
             (shards, nodes.hpz),
@@ -160,6 +163,15 @@ class ShardedVolumes:
             f"gradients of {what} summed over replicas",
             wire_bytes("all_reduce", summed, replicas),
         )
+
+    def _in_turn(self, group: str, unit: str) -> int:
+        """How often a run of a stage gathers a unit: experts that make all further predictions are
+        gathered for each, if they come and go."""
+        model, parallel = self.layout.config.model, self.parallel
+        by_program = parallel.pipeline_max_unsharded_stages is not None
+        again = group == "edp" and unit.startswith("mtp.") and model.mtp_use_repeated_layer
+        stays = by_program or not parallel.sharding.splits_parameters
+        return 1 if stays or not again else model.mtp_num_layers
 
     def _unit_sizes(
         self, group: str, shards: int, *, trained: bool = False

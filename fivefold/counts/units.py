@@ -47,7 +47,7 @@ def _stage_units(layout: Layout, stage: StageParts) -> Iterator[tuple[str, Gathe
     ends, *blocks = stage_blocks(layout, stage)
     model = layout.config.model
     if stage.mtp:
-        yield from ((f"mtp.{depth}", blocks[0]) for depth in reversed(range(stage.mtp)))
+        yield from ((f"mtp.{depth}", blocks[0]) for depth in reversed(range(blocks[0].count)))
         blocks = blocks[1:]
     kinds = dict.fromkeys(layer_kind(model, layer) for layer in stage.layers)
     of = dict(zip(kinds, blocks, strict=True))

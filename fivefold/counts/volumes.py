@@ -15,12 +15,11 @@ from fivefold.counts.remade import remade_layers
 from fivefold.counts.routed import StepRows
 from fivefold.counts.sharded import ShardedVolumes
 from fivefold.counts.shards import ShardPlace
-from fivefold.description.kinds import layer_kind
 from fivefold.description.layers import Layer, describe_layer
 from fivefold.description.linear_attention import Recurrence
 from fivefold.description.operations import CoreAttention, Operation
 from fivefold.description.running import Running, at_place
-from fivefold.description.shape import all_layers, placed_layers
+from fivefold.description.shape import all_layers, placed_layers, whole_model
 from fivefold.layout import Layout
 from fivefold.model.eight_bit.rules import num_delayed_scales
 from fivefold.pipeline.schedules.registry import with_copies
@@ -309,8 +308,7 @@ class _Volumes:
         yield Flow("data", "token count", losses * count)
         one = wire_bytes("all_reduce", SCALAR_BYTES, self.layout.grid.world_size)
         yield Flow("world", "loss, votes and gradient norm", (losses + z_loss + 2) * one)
-        every = range(self.model.num_layers + self.model.mtp_num_layers)
-        mixtures = sum(layer_kind(self.model, layer).experts for layer in every)
+        mixtures = sum(map(self.model.is_moe, all_layers(self.model, whole_model(self.model))))
         numbers = mixtures * ((self.model.num_experts or 0) + 4)
         yield Flow("world", "what routers decided", numbers * one)
         scales = 4 * num_delayed_scales(self.layout.config)  # fp32

@@ -79,6 +79,13 @@ class ShardedStage(StageGradients):
         self._unreduced = 0  # backwards of which some gradients wait for their reduction
         self._held: dict[torch.Tensor, Any] = {}  # by whole parameter, what FSDP2 knows of it
         self._root = self._units[0]
+        # Experts that make several predictions have several backwards each, of which one neither
+        # frees what the next one needs, nor reduces what came before alone.
+        self._at_end: list[Any] = []
+        if stage.model.mtp_use_repeated_layer and not policy.reshards:
+            within = {module for each in stage.predictions for module in each.modules()}
+            apart = [unit for unit in self._units if isinstance(unit, Experts)]
+            self._at_end = [unit for unit in apart if unit in within]
         self._gathers: list[UnshardHandle] = []
         # The end of a stage's last backward would wait for its reductions; `finish` does.
         self._root.set_is_last_backward(False)
@@ -234,9 +241,18 @@ class ShardedStage(StageGradients):
             unit.set_requires_gradient_sync(reduces, recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)
             unit.set_reshard_after_backward(reshards, recurse=False)
+        for unit in self._at_end:
+            unit.set_requires_gradient_sync(reduces and self._every, recurse=False)
+            unit.set_reshard_after_backward(False, recurse=False)
 
     def finish(self) -> None:
         """Let the computation that follows wait for the reductions of this stage's gradients."""
+        for unit in self._at_end:
+            unit.set_requires_gradient_sync(True, recurse=False)
+            unit.set_reshard_after_backward(True, recurse=False)
+            for group in parameter_groups(unit):
+                group.post_backward()
+        self._switches = None
         self._root.set_is_last_backward(True)
         internals.end_backward(self._root)
         self._root.set_is_last_backward(False)

@@ -18,7 +18,14 @@ from fivefold.description.latent import LatentDown
 from fivefold.description.layers import describe, describe_layer
 from fivefold.description.operations import Kept, Norm
 from fivefold.description.running import Running, at_place, scale_bytes, share_at_once
-from fivefold.description.shape import StageParts, has_final_norm, rotations, tempers
+from fivefold.description.shape import (
+    ModelParts,
+    StageParts,
+    all_layers,
+    has_final_norm,
+    rotations,
+    tempers,
+)
 
 
 @dataclass(frozen=True)
@@ -59,8 +66,8 @@ def saved_activations(
 
     Args:
         model: the architecture.
-        layer: index of the layer in the model; indices from num_layers on mean multi-token
-            prediction layers, whose norms and projection are included.
+        layer: index of the layer in the model; indices from num_layers on mean layers of further
+            predictions, of which the first includes the norms and the projection.
         running: degrees, dtypes, recomputation and offloading, of its stage.
         position: its place among the layers of its stage, for recomputation of some of them.
     """
@@ -69,6 +76,7 @@ def saved_activations(
     if memory.recompute_granularity != "full" or not _is_recomputed(memory, position):
         return _saved(model, kind, running)
     starts = memory.recompute_method == "block" or position % memory.recompute_num_layers[0] == 0
+    starts &= layer < model.num_layers or model.starts_prediction(layer)
     return _saved_by_recomputation(model, kind, running, starts)
 
 
@@ -275,7 +283,7 @@ def bookkeeping_bytes(
     groups = running.memory.recomputed_groups(len(parts.layers))
     kept_whole = [(at, parts.layers[at]) for group, again in groups if not again for at in group]
     if running.memory.recompute_granularity != "full":
-        kept_whole += [(0, model.num_layers)] * parts.mtp
+        kept_whole += [(0, layer) for layer in all_layers(model, ModelParts(mtp=parts.mtp))]
         # The norm of a frozen embedding has no backward.
         size += (3 if model.trains_all else 2) * norm * parts.mtp
     for place, layer in kept_whole:

@@ -14,7 +14,7 @@ class LayerKind(NamedTuple):
 
     Attributes:
         experts: whether the layer has experts instead of a dense MLP.
-        predicts: whether it is a multi-token prediction layer, with a projection and norms.
+        predicts: whether a further prediction starts with it: it comes with a projection and norms.
         linear: whether it has linear attention, or Mamba-2.
         mixer: all that the layer has (`hybrid_override_pattern`); None: attention and an MLP.
     """
@@ -58,7 +58,7 @@ class LayerKind(NamedTuple):
 
 def layer_kind(model: ModelConfig, layer: int) -> LayerKind:
     """The kind of a layer."""
-    predicts, linear = layer >= model.num_layers, model.is_linear(layer)
+    predicts, linear = model.starts_prediction(layer), model.is_linear(layer)
     return LayerKind(model.is_moe(layer), predicts, linear, model.mixer_of(layer))
 
 
@@ -66,6 +66,6 @@ def layer_kind(model: ModelConfig, layer: int) -> LayerKind:
 def layer_kinds(model: ModelConfig) -> Mapping[LayerKind, int]:
     """The index of the first layer of each kind that the model has."""
     found: dict[LayerKind, int] = {}
-    for layer in range(model.num_layers + (model.mtp_num_layers > 0)):
+    for layer in (*range(model.num_layers), *model.prediction_layers[: model.prediction_size]):
         found.setdefault(layer_kind(model, layer), layer)
     return MappingProxyType(found)

@@ -46,7 +46,7 @@ class StageParts(Protocol):
 
     @property
     def mtp(self) -> int:
-        """Number of multi-token prediction layers it holds: all or 0."""
+        """Number of further predictions that it makes: all or 0."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,16 @@ def whole_model(model: ModelConfig) -> ModelParts:
 
 
 def all_layers(model: ModelConfig, parts: StageParts) -> tuple[int, ...]:
-    """The layers of a stage, multi-token prediction layers last."""
+    """The layers of a stage, those of further predictions last."""
     first = model.num_layers
-    return *parts.layers, *range(first, first + parts.mtp)
+    return *parts.layers, *range(first, first + parts.mtp * model.prediction_size)
 
 
 def placed_layers(model: ModelConfig, parts: StageParts) -> list[tuple[int, int]]:
     """The layers of a stage with their places, by which some of them are recomputed.
 
-    Multi-token prediction layers come last, each at place 0: they are recomputed by themselves,
-    wherever the stage recomputes anything.
+    Those of further predictions come last, each at place 0: they are recomputed wherever the stage
+    recomputes anything, and a prediction by itself.
     """
     return [
         (place if layer < model.num_layers else 0, layer)
@@ -100,6 +100,20 @@ def embedding_names(model: ModelConfig) -> tuple[str, ...]:
     """The names of the token embedding and of all copies that stages may hold."""
     output = () if model.untie_embeddings_and_output_weights else ("lm_head.weight",)
     return EMBEDDING, *output, "mtp_embed_tokens.weight"
+
+
+def sets_of_predictions(model: ModelConfig, parts: StageParts) -> int:
+    """Sets of weights of the further predictions that a stage makes."""
+    return min(parts.mtp, model.prediction_sets)
+
+
+def prediction_prefixes(model: ModelConfig, depth: int) -> dict[str, int]:
+    """How names of parameters start in the layers of a set of weights, and the first layers that
+    have them."""
+    first = model.num_layers + depth * model.prediction_size
+    if model.mtp_hybrid_override_pattern is None:
+        return {f"mtp.{depth}.layer.": first}
+    return {f"mtp.{depth}.layer.{n}.": first + n for n in range(model.prediction_size)}
 
 
 def kinds_of(model: ModelConfig, layers: Iterable[int]) -> Counter[LayerKind]:
@@ -143,7 +157,7 @@ def layer_weights(model: ModelConfig, layer: int) -> Weights:
     """Name within the layer -> parameter, for every parameter of one transformer layer.
 
     All experts of a layer are one parameter, [E, out, in]. An index from `num_layers` on means a
-    multi-token prediction layer, here without its norms and projection.
+    layer of a further prediction, here without the prediction's norms and projection.
     """
     kind = layer_kind(model, layer)._replace(predicts=False)
     return {weight.name: weight for weight in describe(model, kind).weights}
@@ -162,11 +176,12 @@ def stage_weights(model: ModelConfig, parts: StageParts | None = None) -> Weight
     for layer in parts.layers:
         in_layer = layer_weights(model, layer)
         found |= {f"layers.{layer}.{name}": weight for name, weight in in_layer.items()}
-    for depth in range(parts.mtp):
-        in_layer = layer_weights(model, model.num_layers)
+    for depth in range(sets_of_predictions(model, parts)):
         around = describe_layer(model, model.num_layers).one(PredictionInput)
         found |= {f"mtp.{depth}.{weight.name}": weight for weight in around.weights}
-        found |= {f"mtp.{depth}.layer.{name}": weight for name, weight in in_layer.items()}
+        for prefix, layer in prediction_prefixes(model, depth).items():
+            in_layer = layer_weights(model, layer)
+            found |= {f"{prefix}{name}": weight for name, weight in in_layer.items()}
     norm, output = _head(model)
     if has_final_norm(model, parts):
         found |= {weight.name: weight for weight in norm}
@@ -235,16 +250,22 @@ def count_parameters(
     embedding = sum(weight.size for weight in embedding_weights(model)) - padding
     if not parts.embedding:
         embedding = table - padding if _copies_embedding(model, parts) else 0
-    kinds = kinds_of(model, parts.layers).items()
+    further = all_layers(model, ModelParts(mtp=sets_of_predictions(model, parts)))
     norm, output = _head(model)
     head = sum(weight.size for weight in norm) if has_final_norm(model, parts) else 0
     head += (0 if shared else output.size - padding) if parts.head else 0
     return ParameterCount(
         embedding=embedding,
-        layers=sum(_size(model, kind, active) * count for kind, count in kinds),
+        layers=_sizes(model, parts.layers, active),
         head=head,
-        mtp=_size(model, layer_kind(model, model.num_layers), active) * parts.mtp,
+        mtp=_sizes(model, further, active),
     )
+
+
+def _sizes(model: ModelConfig, layers: Iterable[int], active: bool) -> int:
+    """Parameters of layers; `active`: only as many experts as a token is sent to."""
+    kinds = kinds_of(model, layers).items()
+    return sum(_size(model, kind, active) * count for kind, count in kinds)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Per-microbatch inputs that all layers of a stage share, computed once per forward."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class Context:
         chunks: what `packing` is for layers that attend within chunks of documents.
         documents: documents as layers with linear attention walk through them; None: no such layer.
         temperature: factors of queries by position, [B, S, 1, 1]; None: all 1.
+        shift: by how much the numbers of layers are higher than those of the first ones that have
+            their weights, in further predictions that share them.
     """
 
     rows: int
@@ -51,6 +53,13 @@ class Context:
     chunks: Documents | None = None
     documents: DocumentChunks | None = None
     temperature: Tensor | None = None
+    shift: int = 0
+
+    def again(self, run: int, layers: int) -> "Context":
+        """That of a run of so many layers, after as many as `run` with the same weights."""
+        drops = self.dropout
+        drops = None if drops is None else replace(drops, run=run)
+        return replace(self, dropout=drops, shift=run * layers)
 
     @property
     def recurrence(self) -> DocumentChunks:

@@ -166,6 +166,7 @@ class Dropout:
         token_ids_BL: run-wide ids of the L tokens attended to; the queries are the last S.
         fused: whether kernels of a GPU make masks where they drop (`bias_dropout_fusion`), those
             of attention's probabilities within attention.
+        run: how many runs of the same layers in the microbatch there were before.
     """
 
     seed: int
@@ -174,6 +175,7 @@ class Dropout:
     all_rows_T: Tensor
     token_ids_BL: Tensor
     fused: bool = False
+    run: int = 0
 
     def at(self, site: str) -> "HiddenDropout":
         """The dropout of the residual stream's features at `site`, a place in the model."""
@@ -209,7 +211,8 @@ class Dropout:
     def _key(self, site: str) -> Tensor:
         # A tensor, because torch.compile would compile a layer anew for every number; filled on
         # the device, because a copy from the host would wait for it.
-        key = derive_seed(self.seed, "dropout", self.step, site)
+        again = f" in run {self.run}" if self.run else ""
+        key = derive_seed(self.seed, "dropout", self.step, f"{site}{again}")
         return torch.full((), key, dtype=torch.int64, device=self.rows_T.device)
 
 

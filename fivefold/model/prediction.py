@@ -8,6 +8,7 @@ S tokens of a row, T = B * S, H features.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +21,25 @@ from fivefold.model.layers import Column, Linear, plain_column
 from fivefold.model.norms import make_norm
 
 
+class LayersInTurn(nn.ModuleList):
+    """The layers of one depth of a hybrid model, which have one mixer each."""
+
+    def forward(self, x_TH: Tensor, context: Context) -> Tensor:
+        """[T, H] -> [T, H]."""
+        for layer in self:
+            x_TH = layer(x_TH, context)
+        return x_TH
+
+
 class FurtherToken(nn.Module):
     """One depth: norms both inputs, projects them to one state, then a layer and a norm.
 
+    Or all depths, one after the other, if they have the same weights (`mtp_use_repeated_layer`):
+    one module runs them, so that what shards weights has them together once.
+
     Args:
         model: the architecture.
-        layer: transformer layer of this depth.
+        layer: transformer layer of this depth, or layers.
 
     Attributes:
         column: seam around the projection.
@@ -38,11 +52,30 @@ class FurtherToken(nn.Module):
         self.eh_proj = Linear(2 * model.hidden_size, model.hidden_size)
         self.layer = layer
         self.norm = make_norm(model)
+        self.size = model.prediction_size
         self.column: Column = plain_column
         self.joined: Callable[[Tensor], Tensor] = lambda projected_TH: projected_TH
 
-    def forward(self, x_TH: Tensor, context: Context, embedded_TH: Tensor) -> Tensor:
-        """The state [T, H] of this depth, from the previous state and the embeddings.
+    def forward(
+        self,
+        x_TH: Tensor,
+        *embedded: Tensor,
+        context: Context,
+        through: Callable[..., Tensor],
+    ) -> tuple[Tensor, ...]:
+        """The states [T, H] of its depths, from the previous state and each depth's embeddings.
+
+        `through` runs each depth: the seam of the stage around its layers.
+        """
+        states = []
+        for run, embedded_TH in enumerate(embedded):
+            of_run = context.again(run, self.size) if run else context
+            x_TH = through([partial(self.next, embedded_TH=embedded_TH)], x_TH, of_run)
+            states.append(x_TH)
+        return tuple(states)
+
+    def next(self, x_TH: Tensor, context: Context, embedded_TH: Tensor) -> Tensor:
+        """The state [T, H] of one depth.
 
         The embedding precedes the state in the projection, as in DeepSeek's published weights.
         """

@@ -6,6 +6,7 @@ whole model (`layers.17.self_attn.q_proj.weight`) in every stage.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from fivefold.description.shape import (
     StageParts,
     has_final_norm,
     has_linear,
+    prediction_prefixes,
     rotations,
+    sets_of_predictions,
     tempers,
     whole_model,
 )
@@ -33,7 +36,7 @@ from fivefold.model.loss import LossRule, cross_entropy
 from fivefold.model.moe.layer import MoE
 from fivefold.model.moe.routing import Decisions
 from fivefold.model.norms import LayerNorm, RMSNorm, make_norm
-from fivefold.model.prediction import FurtherToken, objective, targets
+from fivefold.model.prediction import FurtherToken, LayersInTurn, objective, targets
 from fivefold.model.rope import Rotary, temperature
 from fivefold.model.sequence_slices import KeysAndValues
 
@@ -98,9 +101,9 @@ class Stage(nn.Module):
         )
         self.norm = make_norm(model) if has_final_norm(model, parts) else None
         self.lm_head = Linear(hidden, vocab) if parts.head else None
-        further = range(model.num_layers, model.num_layers + parts.mtp)
-        layers = (TransformerLayer(model, i, experts) for i in further)
-        self.mtp = nn.ModuleDict({str(d): FurtherToken(model, x) for d, x in enumerate(layers)})
+        sets = range(sets_of_predictions(model, parts))
+        further = (_layers_of(model, each, experts) for each in sets)
+        self.mtp = nn.ModuleDict({str(d): FurtherToken(model, x) for d, x in enumerate(further)})
         self.mtp_embed_tokens = tokens() if parts.mtp and not parts.embedding else None
         self.model, self.parts = model, parts
         self.jitters = experts.moe_input_jitter_eps is not None
@@ -116,8 +119,10 @@ class Stage(nn.Module):
 
     @property
     def transformer_layers(self) -> list[TransformerLayer]:
-        """All its layers in execution order, multi-token prediction layers last."""
-        layers: list[Any] = [*self.layers.values(), *(each.layer for each in self.predictions)]
+        """All its layers in execution order, those of further predictions last."""
+        layers: list[Any] = [*self.layers.values()]
+        for each in self.predictions:
+            layers += each.layer if isinstance(each.layer, LayersInTurn) else [each.layer]
         return layers
 
     @property
@@ -223,11 +228,16 @@ class Stage(nn.Module):
         states = [self.norm(x_TH)]
         if batch.further_tokens is not None:
             (table,), rate = self.embeddings, self.model.hidden_dropout
-            for depth, predict in enumerate(self.predictions):
-                next_TH = table(batch.further_tokens[depth].flatten())
-                next_TH = _dropped_at(f"mtp.{depth}.embedding", next_TH, context.dropout, rate)
-                run = partial(predict, embedded_TH=next_TH)
-                states.append(self.through([run], states[-1], context))
+            depths = iter(range(self.parts.mtp))
+            for predict in self.predictions:
+                runs = islice(depths, self.parts.mtp // len(self.predictions))
+                embedded = []
+                for depth in runs:
+                    next_TH = table(batch.further_tokens[depth].flatten())
+                    site = f"mtp.{depth}.embedding"
+                    embedded.append(_dropped_at(site, next_TH, context.dropout, rate))
+                through = self.through
+                states += predict(states[-1], *embedded, context=context, through=through)
         return states
 
     def _embed(self, batch: Batch, dropout: Dropout | None) -> Tensor:
@@ -243,6 +253,13 @@ class Stage(nn.Module):
         ids_T = batch.own_token_ids.flatten()
         rows = self.shard_tokens(ids_T), ids_T
         return Dropout(self.settings.seed, batch.step, *rows, batch.token_ids, self.fuses_dropout)
+
+
+def _layers_of(model: ModelConfig, depth: int, experts: ExpertsConfig) -> nn.Module:
+    """What a further prediction runs between its projection and its norm."""
+    numbers = prediction_prefixes(model, depth).values()
+    layers = [TransformerLayer(model, number, experts) for number in numbers]
+    return layers[0] if model.mtp_hybrid_override_pattern is None else LayersInTurn(layers)
 
 
 def _context(

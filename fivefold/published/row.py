@@ -71,6 +71,7 @@ _CELL = re.compile(r"(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?: ?\(.*\))?")
 _LINKS = re.compile(
     r"\b(\d{1,2}) ?x ?(\d{2,4}) ?(?:[gG](?:[bB]it(?:/s|ps)?|b/s|bps)|([gG]B(?:/s|ps)))(?!\w)"
 )
+_PREDICTIONS = re.compile(r"\bmtp (\d{1,3})( repeated)?\b")
 MOST_TOLD = 10  # most mistakes of a file that are reported
 
 
@@ -200,7 +201,7 @@ def model_of(row: PublishedRow, *, drops_scores: bool = False) -> ModelConfig:
     if base is not None and not differs:
         dropout = base.attention_dropout if drops_scores else 0.0  # else inside the kernel
         vocab = row.whole("vocab") or base.vocab_size
-        changed = replace(base, vocab_size=vocab, attention_dropout=dropout)
+        changed = replace(base, vocab_size=vocab, attention_dropout=dropout, **_further(row))
         return changed if layers in (None, base.num_layers) else _cut_down(changed, layers)
     if (row.whole("E") or 1) > 1 or (base is not None and base.num_experts):
         why = "; ".join(differs) or "no preset has this name"
@@ -208,6 +209,14 @@ def model_of(row: PublishedRow, *, drops_scores: bool = False) -> ModelConfig:
     if not (layers and hidden and heads):
         raise DataError(f"neither a shape nor a known model: {row.cells['model']!r}")
     return _from_shape(row, layers, hidden, heads, drops_scores=drops_scores)
+
+
+def _further(row: PublishedRow) -> dict[str, Any]:
+    """Further predictions as the note says them, where a run makes others than its preset."""
+    told = _PREDICTIONS.search(row.text("note"))
+    if told is None:
+        return {}
+    return {"mtp_num_layers": int(told[1]), "mtp_use_repeated_layer": told[2] is not None}
 
 
 def _differing(row: PublishedRow, preset: ModelConfig) -> list[str]:

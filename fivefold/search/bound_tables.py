@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
-from fivefold.description.kinds import LayerKind, layer_kind, layer_kinds
+from fivefold.description.kinds import LayerKind, layer_kind
 from fivefold.description.layers import describe
 from fivefold.description.shape import StageParts
 from fivefold.description.weights import Weight, embedding_weights, head_weights
@@ -39,8 +39,8 @@ Values = NDArray[np.float64]
 LAYERS = range(4)
 PREDICTION, EMBEDDING, HEAD = range(4, 7)
 """Kinds of modules in a pipeline stage: the kinds of layers that the model has, in the order in
-which they come, of which there are four at most; a multi-token prediction layer, the embedding, the
-head."""
+which they come, of which there are four at most; a further prediction with all its layers, the
+embedding, the head."""
 KINDS = 7
 
 
@@ -66,15 +66,20 @@ def stage_kinds(counts: NDArray[np.int64]) -> tuple[list[list[int]], list[int]]:
 @lru_cache(maxsize=16)
 def _layer_places(model: ModelConfig) -> tuple[int, ...]:
     """The kind of module that each layer is."""
-    places = {kind: place for place, kind in sample_layers(model).items()}
-    return tuple(places[layer_kind(model, layer)] for layer in range(model.num_layers))
+    kinds = [layer_kind(model, layer) for layer in range(model.num_layers)]
+    places = {kind: place for place, kind in enumerate(dict.fromkeys(kinds))}
+    return tuple(map(places.__getitem__, kinds))
 
 
 @lru_cache(maxsize=16)
-def sample_layers(model: ModelConfig) -> Mapping[int, LayerKind]:
-    """One kind of layer of the model for each kind of module: those of LAYERS, and PREDICTION."""
-    kinds = enumerate(layer_kinds(model))
-    return MappingProxyType({PREDICTION if kind.predicts else n: kind for n, kind in kinds})
+def sample_layers(model: ModelConfig) -> Mapping[int, tuple[LayerKind, ...]]:
+    """The kinds of the layers that each kind of module has: of LAYERS one, and of PREDICTION."""
+    layers = dict.fromkeys(layer_kind(model, layer) for layer in range(model.num_layers))
+    found: dict[int, tuple[LayerKind, ...]] = {place: (kind,) for place, kind in enumerate(layers)}
+    further = model.prediction_layers[: model.prediction_size]
+    if further:
+        found[PREDICTION] = tuple(layer_kind(model, layer) for layer in further)
+    return MappingProxyType(found)
 
 
 @dataclass(frozen=True)
@@ -275,7 +280,8 @@ def _parameters(config: Config, *, trained: bool) -> list[float]:
     """The numbers of `parameter_cells`, only of what is trained if that is asked for."""
     model, parallel = config.model, config.parallel
     weights: dict[int, Sequence[Weight]] = {
-        place: describe(model, kind).weights for place, kind in sample_layers(model).items()
+        place: [weight for kind in kinds for weight in describe(model, kind).weights]
+        for place, kinds in sample_layers(model).items()
     }
     # A tied output weight is the embedding itself where both are on one rank.
     untied = model.untie_embeddings_and_output_weights
@@ -291,7 +297,9 @@ def _parameters(config: Config, *, trained: bool) -> list[float]:
                 parallel.expert_model_parallel_size,
                 parallel.expert_tensor_parallel_size,
             )
-            sizes[kind + KINDS * weight.of_experts] += prod(local)
+            # Predictions with the same weights have a share of them each.
+            sets = model.prediction_sets / model.mtp_num_layers if kind == PREDICTION else 1
+            sizes[kind + KINDS * weight.of_experts] += prod(local) * sets
     return sizes
 
 

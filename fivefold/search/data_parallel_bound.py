@@ -54,7 +54,8 @@ class DataParallelBound:
         self.copy, narrow = least_bytes(space.config)
         self.scattered = narrow or self.wire
         model, ones = space.config.model, np.ones_like(self.expert)
-        self.mixtures = [n for n, kind in sample_layers(model).items() if kind.experts]
+        modules = sample_layers(model).items()
+        self.mixtures = [n for n, kinds in modules if any(kind.experts for kind in kinds)]
         # With hpZ all gathers but one are in a node; that of experts may hold all their shards.
         node, whole = parallel.zero_hpz_partition_size, (self.shard, self.expert)
         near = whole if node == 1 else (np.minimum(self.shard, node), ones)

@@ -215,8 +215,10 @@ def _saved(config: Config) -> list[float]:
     """Bytes per token that a module of each kind keeps, then those kept until its dW."""
     model, running = config.model, Running.of(config)
     saved: dict[int, Saved] = {
-        place: total(saved_activations(model, layer_kinds(model)[kind], running))
-        for place, kind in sample_layers(model).items()
+        place: total(
+            total(saved_activations(model, layer_kinds(model)[kind], running)) for kind in kinds
+        )
+        for place, kinds in sample_layers(model).items()
     }
     saved |= {
         EMBEDDING: total(embedding_bytes(model, running)),
@@ -224,7 +226,7 @@ def _saved(config: Config) -> list[float]:
     }
     kept = [saved[kind].kept if kind in saved else 0.0 for kind in range(KINDS)]
     waiting = [0.0] * KINDS
-    for place, kind in sample_layers(model).items():
+    for place, (kind, *_) in sample_layers(model).items():
         if not kind.predicts:
             waiting[place] = deferred_bytes(describe(model, kind).operations, running)
     return kept + waiting

@@ -251,10 +251,16 @@ def _cells(space: Space, cluster: Cluster, times_cache: TimesCache | None) -> Ce
     def of_layers(config: Config, times: LayerTimes, experts: bool) -> dict[int, list[float]]:
         memory = config.memory
         again = () if memory.recomputes_first_layers else run_again(memory)  # perhaps of none
+        numbers = {
+            place: [
+                _numbers(times.layer(kind, again), times.host(kind))
+                for kind in kinds
+                if kind.experts == experts
+            ]
+            for place, kinds in sample_layers(model).items()
+        }
         return {
-            place: _numbers(times.layer(kind, again), times.host(kind))
-            for place, kind in sample_layers(model).items()
-            if kind.experts == experts
+            place: [*map(sum, zip(*each, strict=True))] for place, each in numbers.items() if each
         }
 
     def times_of(config: Config) -> LayerTimes:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fivefold.description.kinds import layer_kind
+from fivefold.description.shape import all_layers, whole_model
 from fivefold.layout import Layout
 from fivefold.model.transformer import Stage
 
@@ -26,8 +26,8 @@ class Routers:
         self, layout: Layout, stages: Mapping[int, Stage], loss_scale: Tensor | None
     ) -> None:
         model = layout.config.model
-        every = range(model.num_layers + model.mtp_num_layers)
-        self.layers = [layer for layer in every if layer_kind(model, layer).experts]
+        self._model = model
+        self.layers = [*filter(model.is_moe, all_layers(model, whole_model(model)))]
         self._experts = model.num_experts or 0
         self._routers = [moe.router for stage in stages.values() for moe in stage.mixtures]
         for router in self._routers:
@@ -44,14 +44,16 @@ class Routers:
         expert, rows dropped, auxiliary losses, lowest and highest bias."""
         total = torch.zeros(len(self.layers), self._experts + 4, dtype=torch.float64, device=device)
         for router in self._routers:
-            row = total[self.layers.index(router.layer)]
-            row[:-2] += routing[router.layer]
-            if router.expert_bias is not None:
-                ends = torch.stack(router.expert_bias.aminmax())
-                row[-2:] += ends.double() / self._copies  # every rank of the stage has the same
+            for layer in self._model.layers_like(router.layer):
+                row = total[self.layers.index(layer)]
+                row[:-2] += routing[layer]
+                if router.expert_bias is not None:
+                    ends = torch.stack(router.expert_bias.aminmax())
+                    row[-2:] += ends.double() / self._copies  # every rank of the stage has the same
         return total
 
     def update(self, sums: Tensor) -> None:
         """After an update of the weights: move biases by the sums of all ranks."""
         for router in self._routers:
-            router.update_bias(sums[self.layers.index(router.layer), : self._experts])
+            rows = [*map(self.layers.index, self._model.layers_like(router.layer))]
+            router.update_bias(sums[rows, : self._experts].sum(0))

@@ -42,21 +42,22 @@ class ChoiceRecorder:
         row = [context.token_ids_T[:, None], experts_TK]
         if kept_TK is not None:
             row.append(kept_TK.long())
-        self._rows[router.layer].append(torch.cat(row, 1))
+        self._rows[router.number(context)].append(torch.cat(row, 1))
         return experts_TK, kept_TK
 
 
 def follow(model: Stage, choices: Choices, device: torch.device) -> None:
     """Let the routers of a stage choose what was chosen for the same tokens."""
     for mixture in model.mixtures:
-        rows = choices[mixture.router.layer].to(device)
-        mixture.router.choice = partial(_known, rows[:, 0].contiguous(), rows[:, 1:])
+        layers = model.model.layers_like(mixture.router.layer)
+        mixture.router.choice = partial(_known, {n: choices[n].to(device) for n in layers})
 
 
 def _known(
-    ids_N: Tensor, rows: Tensor, router: Router, logits_TE: Tensor, context: Context
+    choices: Choices, router: Router, logits_TE: Tensor, context: Context
 ) -> tuple[Tensor, Tensor | None]:
     assert context.token_ids_T is not None
-    topk = router.model.moe_router_topk
-    own = rows[torch.searchsorted(ids_N, context.token_ids_T.contiguous())]
+    topk, rows = router.model.moe_router_topk, choices[router.number(context)]
+    ids_N = rows[:, 0].contiguous()
+    own = rows[torch.searchsorted(ids_N, context.token_ids_T.contiguous())][:, 1:]
     return own[:, :topk], own[:, topk:].bool() if own.shape[1] > topk else None

@@ -6,6 +6,7 @@ It shares nothing with the parallel code but the model's arithmetic and its init
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,8 @@ def run_reference(
         norm = torch.stack([g.double().square().sum() for g in grads.values()]).sum().sqrt()
         update.step(grads, float(norm), step)
         for mixture in master.mixtures:
-            mixture.router.update_bias(torch.stack(routing[mixture.router.layer]).sum(0))
+            counts = (routing[n] for n in model.model.layers_like(mixture.router.layer))
+            mixture.router.update_bias(torch.stack([*chain(*counts)]).sum(0))
         model.load_state_dict(master.state_dict())
         round_gathered(model, config)
         scaling.agree(None)

@@ -398,6 +398,8 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "moe_layer_freq": [1, 2],
     "num_nextn_predict_layers": [0, 1],
     "num_mtp_layers": [0, 1],
+    "mtp_layers_block_type": [None, ["attention", "moe"], ["mlp"], []],
+    "mtp_hybrid_override_pattern": ["*E", "M-", ""],
 }
 
 _LONG = {"rope_theta": 100.0, "original_max_position_embeddings": 8, "factor": 4.0}
@@ -635,6 +637,14 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
         },
         "latents of experts": {"moe_latent_size": 12},
         "no experts": {"hybrid_override_pattern": "MM*-", "n_groups": 1},
+        "further predictions": {
+            "num_nextn_predict_layers": 2,
+            "mtp_layers_block_type": ["full_attention", "moe", "mamba"],
+        },
+        "a further prediction, by letters": {
+            "num_nextn_predict_layers": 1,
+            "mtp_hybrid_override_pattern": "*-",
+        },
     },
     "gpt_oss": {
         "small numbers": {"swiglu_limit": 0.3, "sliding_window": 4},

@@ -117,6 +117,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "linear_attention_freq": ("2",),
     "hybrid_override_pattern": ("M-*M",),
     "mamba_num_heads": (4,),
+    "mtp_hybrid_override_pattern": ("*-",),
     "attention_chunk_size": (8,),
     "rotary_base_local": (100.0,),
     "softmax_scale": (0.3,),

@@ -344,16 +344,26 @@ def test_flags_of_relatives_are_those_of_the_release(more: str, values: dict[str
     assert not named
 
 
-def test_layers_of_one_mixer_each_are_read_with_stages_and_without_further_predictions() -> None:
+def test_layers_of_one_mixer_each_are_read_with_stages_and_further_predictions() -> None:
     job = DENSE.replace("--num-layers 4", "--position-embedding-type none --mamba-num-heads 4")
-    more = "--pipeline-model-parallel-size 2 --mtp-num-layers 2 --hybrid-layer-pattern"
-    found = translate(read_job(f"{job}{more} 'M-*|MM-/*-/*-'"))
+    more = "--pipeline-model-parallel-size 2 --mtp-num-layers 1 --mtp-use-repeated-layer"
+    found = translate(read_job(f"{job}{more} --hybrid-layer-pattern 'M-*|MM-/*-/*-'"))
     assert found.values["hybrid_override_pattern"] == "M-*MM-"
     assert found.values["num_layers"] == 6
     assert found.values["pipeline_model_parallel_layout"] == "Ettt|tttL"
-    assert found.values["mtp_num_layers"] == 0
-    named = [line for line in found.lost if "further predictions" in line]
-    assert [line.split()[0] for line in named] == ["mtp_num_layers", "--hybrid-layer-pattern"]
+    assert found.values["mtp_num_layers"] == 2  # as there, whatever --mtp-num-layers says
+    assert found.values["mtp_hybrid_override_pattern"] == "*-"
+    assert found.values["mtp_use_repeated_layer"]
+    assert not [line for line in found.lost if "mtp" in line or "hybrid" in line]
+    older = "--mtp-num-layers 1 --is-hybrid-model --hybrid-override-pattern M-*-"
+    both = translate(read_job(f"{DENSE}{older} --mtp-hybrid-override-pattern '*-'"))
+    assert both.values["mtp_num_layers"] == 1
+    assert both.values["mtp_hybrid_override_pattern"] == "*-"
+    alone = translate(read_job(DENSE + older))
+    assert alone.values["mtp_num_layers"] == 0
+    assert any(line.startswith("mtp_num_layers = 1: a hybrid model") for line in alone.lost)
+    with pytest.raises(ConfigError, match=r"the same layers each(.|\n)*M-/M/M"):
+        translate(read_job(f"{job} --hybrid-layer-pattern 'M-/M/-'"))
 
 
 @pytest.mark.parametrize(

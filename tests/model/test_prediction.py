@@ -13,8 +13,13 @@ from fivefold.model.prediction import with_further
 from fivefold.model.transformer import Stage
 from tests.model.models import FAMILIES, GPT, LLAMA, batch_of, build
 
-ONE_MIXER = ("hybrid",)  # refused: predictions are made by attention and an MLP
-MODELS = {name: model for name, model in FAMILIES.items() if name not in ONE_MIXER} | {
+MODELS = FAMILIES | {
+    "hybrid": replace(FAMILIES["hybrid"], mtp_hybrid_override_pattern="*-"),
+    "llama, weights of all": replace(FAMILIES["llama"], mtp_use_repeated_layer=True),
+    "hybrid, weights of all": replace(
+        FAMILIES["hybrid"], mtp_hybrid_override_pattern="M-", mtp_use_repeated_layer=True
+    ),
+    "hybrid, layers alike": replace(FAMILIES["hybrid"], mtp_hybrid_override_pattern="MM*M"),
     "llama tied": replace(LLAMA, untie_embeddings_and_output_weights=False),
     "gpt untied": replace(GPT, untie_embeddings_and_output_weights=True),
 }
@@ -41,11 +46,16 @@ def norm(stage: Stage, name: str, x: Tensor) -> Tensor:
 
 def layers(stage: Stage, x: Tensor, names: list[str], batch: Batch) -> Tensor:
     """The named layers alone, by a stage that has nothing else."""
-    model = replace(stage.model, num_layers=len(names), mtp_num_layers=0)
+    model = replace(stage.model.without_predictions, num_layers=len(names))
+    if model.hybrid_override_pattern is not None:
+        pattern = model.hybrid_override_pattern
+        if names[0].startswith("mtp."):
+            pattern = stage.model.mtp_hybrid_override_pattern
+        model = replace(model, hybrid_override_pattern=pattern)
     middle = Stage(model, ModelParts(tuple(range(len(names)))), stage.settings)
     weights = dict(stage.named_parameters())
     own = {
-        key: weights[f"{name}.{key.partition('.')[2].partition('.')[2]}"]
+        key: weights[f"{name}.{key.split('.', 2)[2]}"]
         for place, name in enumerate(names)
         for key in dict(middle.named_parameters())
         if key.startswith(f"layers.{place}.")
@@ -69,11 +79,15 @@ def document_losses(stage: Stage, tokens: Tensor, labels: Tensor, weights: Tenso
     output = weight if tied else dict(stage.named_parameters())["lm_head.weight"]
     states = [norm(stage, "norm", x)]
     for depth in range(1, model.mtp_num_layers + 1):
-        name = f"mtp.{depth - 1}"
+        name = "mtp.0" if model.mtp_use_repeated_layer else f"mtp.{depth - 1}"
         following = torch.stack([table[tokens[min(t + depth, length - 1)]] for t in range(length)])
         both = [norm(stage, f"{name}.enorm", following), norm(stage, f"{name}.hnorm", states[-1])]
         projection = dict(stage.named_parameters())[f"{name}.eh_proj.weight"]
-        made = layers(stage, torch.cat(both, 1) @ projection.t(), [f"{name}.layer"], batch)
+        pattern = model.mtp_hybrid_override_pattern
+        names = [f"{name}.layer"]
+        if pattern is not None:
+            names = [f"{name}.layer.{place}" for place in range(len(pattern))]
+        made = layers(stage, torch.cat(both, 1) @ projection.t(), names, batch)
         states.append(norm(stage, f"{name}.norm", made))
     losses = [x.new_zeros(()) for _ in states]
     for depth, state in enumerate(states):

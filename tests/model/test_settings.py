@@ -104,6 +104,7 @@ NUMBERS: dict[str, Any] = {
     "mamba_head_dim": 8,
     "mamba_num_groups": 3,
     "mamba_num_heads": 4,
+    "mtp_hybrid_override_pattern": "*-",
     "linear_attention_freq": "3",
     "linear_conv_kernel_dim": 2,
     "linear_key_head_dim": 4,

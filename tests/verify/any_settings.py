@@ -68,6 +68,7 @@ SOME: dict[str, tuple[Any, ...]] = {
     "start_weight_decay": (0.0,),
     "end_weight_decay": (0.3,),
     "mtp_num_layers": (1, 2),
+    "mtp_hybrid_override_pattern": ("*", "M-", "-*M"),
     "lora_rank": (2,),
     "lora_dropout": (0.3,),
     "hidden_dropout": (0.1,),

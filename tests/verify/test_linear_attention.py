@@ -19,6 +19,9 @@ from tests.verify.families import (
 
 FULL = {"recompute_granularity": "full"}
 ONES = {"reset_attention_mask": True, "document_length": 1}
+FURTHER = {"mtp_num_layers": 2, "mtp_hybrid_override_pattern": "*M"}
+SAME = {"mtp_use_repeated_layer": True}
+SPARSE = {"mtp_num_layers": 2, "mtp_hybrid_override_pattern": "*E"}
 LORA = {"lora_rank": 3, "lora_alpha": 5.0}
 DELTA: dict[str, Case] = {
     "tensor and context parallel, ZeRO-3, tied": (
@@ -116,8 +119,76 @@ HYBRID: dict[str, Case] = {
         flags(tp=2, dp=2, strategy="optim") | {"optimizer": "muon"},
     ),
 }
-CASES = DELTA | HYBRID
+PREDICTING: dict[str, Case] = {
+    "further tokens, tensor and context parallel, ZeRO-3, tied": (
+        8,
+        "hybrid tied",
+        flags(tp=2, sequence=True, dp=2, strategy="optim_grads_params")
+        | context(2, "p2p")
+        | FURTHER,
+    ),
+    "further tokens, alone": (1, "hybrid", flags() | DROP | FURTHER),
+    "further tokens before the head, uneven stages, deferred weights": (
+        4,
+        "hybrid",
+        flags(pp=4, stages="Et|tt|ttmm|L") | {"micro_batch_size": 1} | BUBBLES | FURTHER,
+    ),
+    "further tokens, whole layers recomputed": (
+        4,
+        "hybrid tied",
+        flags(tp=2, pp=2, sequence=True, stages="Ett|tttmmL") | FULL | FURTHER,
+    ),
+    "further tokens by experts on ranks, ring, recomputed": (
+        8,
+        "hybrid, experts",
+        flags(tp=2, sequence=True, dp=2)
+        | context(2, "p2p")
+        | {"expert_model_parallel_size": 2}
+        | selective("moe", "layernorm")
+        | SPARSE,
+    ),
+    "further tokens by experts in a pipeline, ZeRO-3": (
+        4,
+        "hybrid, experts",
+        flags(pp=2, dp=2, strategy="optim_grads_params", stages="Ettt|ttmmL")
+        | {"expert_model_parallel_size": 2}
+        | FULL
+        | SPARSE,
+    ),
+    "further tokens by the same experts, ring, ZeRO-3, recomputed": (
+        8,
+        "hybrid, experts",
+        flags(tp=2, sequence=True, dp=2, strategy="optim_grads_params")
+        | context(2, "p2p")
+        | {"expert_model_parallel_size": 2}
+        | FULL
+        | SPARSE
+        | SAME,
+    ),
+    "further tokens by the same experts, ZeRO-1": (
+        4,
+        "hybrid, experts",
+        flags(dp=4, strategy="optim") | {"expert_model_parallel_size": 2} | SPARSE | SAME,
+    ),
+    "further tokens with the same weights, deferred weights, ZeRO-2": (
+        4,
+        "hybrid tied",
+        flags(pp=2, dp=2, strategy="optim_grads", stages="Ettt|ttmmL") | BUBBLES | FURTHER | SAME,
+    ),
+    "further tokens with the same weights, tensor parallel, ZeRO-3": (
+        4,
+        "hybrid",
+        flags(tp=2, dp=2, strategy="optim_grads_params") | FURTHER | SAME | DROP,
+    ),
+    "further tokens, moved, Muon": (
+        2,
+        "hybrid",
+        flags(tp=2, sequence=True) | MOVED | FURTHER | {"optimizer": "muon"},
+    ),
+}
+CASES = DELTA | HYBRID | PREDICTING
 WHOLE_ROWS = [case for case in CASES if "documents" not in case and "experts" not in case]
+WHOLE_ROWS += [case for case in PREDICTING if "experts" in case]
 
 
 @pytest.mark.slow
@@ -131,6 +202,8 @@ WHOLE_ROWS = [case for case in CASES if "documents" not in case and "experts" no
         "moved",
         "adapters with magnitudes, exchanged heads",
         *list(HYBRID)[5::3],
+        "further tokens by the same experts, ring, ZeRO-3, recomputed",
+        "further tokens with the same weights, deferred weights, ZeRO-2",
     ),
 )
 def test_layouts(case: str) -> None:
@@ -145,6 +218,7 @@ def test_layouts(case: str) -> None:
         "ring, whole layers recomputed",
         "moved",
         "hybrid, whole layers recomputed",
+        "further tokens by the same experts, ZeRO-1",
     ),
 )
 def test_bytes_and_products_are_those_of_theory(case: str, tmp_path: Path) -> None:

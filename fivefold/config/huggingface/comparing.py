@@ -1,6 +1,6 @@
 """What of two models differs that their weights depend on."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from fivefold.config.by_layer import OF_LATENTS, OF_LINEAR_ATTENTION, OF_MAMBA
@@ -18,7 +18,7 @@ def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
     needs and more.
     """
     if not model.mtp_num_layers:
-        other = replace(other, mtp_num_layers=0)
+        other = other.without_predictions
     one, two = _told(model), _told(other)
     return [
         f"{name}: {one.get(name)}, there {two.get(name)}"
@@ -41,8 +41,9 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     told["no_rope_freq"] = [not model.rotates(layer) for layer in layers]
     told["linear_attention_freq"] = [model.is_linear(layer) for layer in layers]
     told["hybrid_override_pattern"] = model.hybrid_override_pattern
+    told["mtp_num_layers"] = model.prediction_sets
     told["moe_layer_freq"] = [model.is_moe(layer) for layer in layers]
-    unused = [*_OURS, "window_attn_skip_freq"]
+    unused = [*_OURS, "window_attn_skip_freq", "mtp_use_repeated_layer"]
     if not model.attn_temperature_tuning:
         unused += ["attn_scale", "floor_scale", "attn_temperature_rotated"]
     if not model.has_dense_layers:

@@ -55,6 +55,8 @@ class Tensors:
         transposed: whether linear layers are.
         bias_in_row: whether a router's bias is the one row of a matrix.
         predicts: whether there may be layers after the last, which predict further tokens.
+        further: how their names begin, if they have numbers of their own; empty: those that follow
+            the last layer's.
         left_out: how names begin, after the base, of what is left out.
         constants: how names end, after the base, of what has no effect.
     """
@@ -72,6 +74,7 @@ class Tensors:
     transposed: bool = False
     bias_in_row: bool = False
     predicts: bool = False
+    further: str = ""
     left_out: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
 

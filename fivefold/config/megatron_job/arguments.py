@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from fivefold.config.foreign import FOREIGN
 from fivefold.config.megatron_job.command import NO_JOB, Around, Launch, launch_of, ranks_of
-from fivefold.config.megatron_job.relatives import in_release, in_samples, is_tokens
+from fivefold.config.megatron_job.relatives import in_release, in_samples, is_tokens, of_later
 from fivefold.config.megatron_job.release import Argument, known
 from fivefold.config.settings import flag_of, name_of_flag
 from fivefold.config.translation import Named
@@ -181,9 +181,13 @@ def _from_command(launch: Launch) -> MegatronJob:
         why = "are of a relative whose other defaults are not known here"
         raise ConfigError(Mistake(f"{what} {why}", works=tuple(sorted(meant.values())[:8])))
     counted = in_samples(given, unknown)
-    left = tuple(flag for flag in unknown if not (counted and is_tokens(flag)))
+    later = of_later(unknown)
+    left = [flag for flag in unknown if not (counted and is_tokens(flag))]
+    left = [flag for flag in left if name_of_flag(flag.split()[0]) not in later]
     ranks = ranks_of(launch.launcher)
-    return MegatronJob({**given, **counted}, left, ranks, notes=tuple(_notes(launch)))
+    return MegatronJob(
+        {**given, **counted, **later}, tuple(left), ranks, notes=tuple(_notes(launch))
+    )
 
 
 def _notes(launch: Launch) -> Iterator[str]:

@@ -40,13 +40,27 @@ def of_model(job: MegatronJob, mistakes: Mistakes, lost: list[str]) -> Named:
     yield from _mixers(job, mistakes, lost)
     if job["multi_latent_attention"]:
         yield from job.same("multi_latent_attention", *OF_LATENTS)
-    depths = job["mtp_num_layers"] or 0
-    if depths and job["hybrid_override_pattern"]:
-        lost.append(f"mtp_num_layers = {depths}: no hybrid model here has further predictions")
+    yield from _further(job, lost)
+
+
+def _further(job: MegatronJob, lost: list[str]) -> Named:
+    """Predictions of further tokens: release 0.16 makes none of hybrid models, later ones by layers
+    of a pattern."""
+    depths, pattern = job["mtp_num_layers"] or 0, job["mtp_hybrid_override_pattern"]
+    hybrid = job["hybrid_override_pattern"] is not None or job["is_hybrid_model"]
+    if depths and hybrid and not pattern:
+        lost.append(
+            f"mtp_num_layers = {depths}: a hybrid model makes no further predictions without "
+            "mtp_hybrid_override_pattern"
+        )
         depths = 0
     yield "mtp_num_layers", depths
+    job.mention("mtp_use_repeated_layer")
     if depths:
         yield from job.same("mtp_loss_scaling_factor")
+        yield "mtp_hybrid_override_pattern", pattern if hybrid else None
+    if depths > 1:
+        yield "mtp_use_repeated_layer", bool(job["mtp_use_repeated_layer"])
 
 
 def _normalised_heads(job: MegatronJob, mistakes: Mistakes, lost: list[str]) -> Named:

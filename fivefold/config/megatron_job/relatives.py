@@ -63,6 +63,8 @@ _ANOTHER = (
 )
 """Flags, with values that are not among those, of what no model here is."""
 _MIXERS = "--hybrid-layer-pattern"
+_OF_PREDICTIONS = "--mtp-hybrid-override-pattern"
+_LATER = (_OF_PREDICTIONS, "--mtp-use-repeated-layer")
 _TOKENS = ("train_tokens", "lr_decay_tokens", "lr_warmup_tokens")
 _NO_PRETRAINING = re.compile(
     r"bert|t5|ict|mimo|multimodal|hf2|_to_|retro|vlm|vision|dino|hybrid|mamba|prefix_lm|generat"
@@ -92,6 +94,7 @@ def in_release(words: Sequence[str]) -> list[str]:
     mistakes = Mistakes()
     implied: list[str] = []
     found: list[str] = []
+    further: list[str] = []
     for flag, values in _grouped(words):
         value = " ".join(values)
         if (said := _SAID.get((flag, value))) is not None:
@@ -103,7 +106,12 @@ def in_release(words: Sequence[str]) -> list[str]:
         elif flag == "--glu-activation" and value == "swiglu":
             implied += _gated(words)
         elif flag == _MIXERS:
-            found += _mixers(value)
+            layers, *predictions = value.split("/")
+            found += _mixers(layers)
+            further += _further(predictions)
+            if len({*predictions}) > 1:
+                what = f"{flag} {value}: further predictions have the same layers each"
+                mistakes.add(what, works=("/".join([layers, *predictions[:1] * len(predictions)]),))
         elif said is None and flag in _ANOTHER:
             mistakes.add(f"{flag} {value}".rstrip() + ": no model here has that")
         elif said is None:
@@ -118,7 +126,7 @@ def in_release(words: Sequence[str]) -> list[str]:
             for word in ((flag, *values) if flag else values)
         ]
     mistakes.raise_if_any()
-    return [*implied, *found]
+    return [*implied, *found, *further]
 
 
 def _grouped(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
@@ -143,10 +151,8 @@ def _gated(words: Sequence[str]) -> Sequence[str]:
     return ("--swiglu", *(() if "--ffn-hidden-size" in words else wide))
 
 
-def _mixers(pattern: str) -> Iterator[str]:
-    """Mixers as releases after 0.16 have them: | is between stages of a pipeline, and / before the
-    layers of each further prediction."""
-    layers, slash, predictions = pattern.partition("/")
+def _mixers(layers: str) -> Iterator[str]:
+    """Mixers as releases after 0.16 have them: | is between stages of a pipeline."""
     stages = layers.split("|")
     letters = "".join(stages)
     yield from ("--hybrid-override-pattern", letters, "--is-hybrid-model")
@@ -154,8 +160,21 @@ def _mixers(pattern: str) -> Iterator[str]:
     if len(stages) > 1:
         cut = "|".join("t" * len(stage) for stage in stages)
         yield from ("--pipeline-model-parallel-layout", f"E{cut}L")
-    if slash:
-        yield from (_MIXERS, slash + predictions)
+
+
+def _further(predictions: Sequence[str]) -> Iterator[str]:
+    """The mixers of each further prediction, which those releases have behind a /: they go before
+    what else is said of their number."""
+    if predictions:
+        yield from ("--mtp-num-layers", str(len(predictions)))
+        yield from (_OF_PREDICTIONS, predictions[0])
+
+
+def of_later(unknown: Sequence[str]) -> dict[str, object]:
+    """Arguments that releases after 0.16 have and that are settings here, among flags with their
+    values."""
+    split = (flag.partition(" ") for flag in unknown)
+    return {name_of_flag(flag): value or True for flag, _, value in split if flag in _LATER}
 
 
 def in_samples(given: Mapping[str, object], unknown: Sequence[str]) -> Mapping[str, int]:
@@ -180,6 +199,4 @@ def of_relative(flag: str, release: str) -> str:
     """A sentence about a flag, with its values, that the release does not have."""
     if name_of_flag(flag) == "deepspeed_config":
         return f"{flag}: what that file says of precision, clipping and offloading is not read"
-    if flag.startswith(_MIXERS):
-        return f"{flag}: no hybrid model here has further predictions"
     return f"{flag}: no argument of Megatron-LM {release}"

@@ -1,7 +1,7 @@
 """Which settings of a model mean something only beside another one."""
 
 from fivefold.config.by_layer import OF_LINEAR_ATTENTION, OF_MAMBA
-from fivefold.config.rules.orphan import where
+from fivefold.config.rules.orphan import Dependents, where
 
 OF_MODELS = (
     where(
@@ -22,6 +22,12 @@ OF_MODELS = (
         " ".join(OF_MAMBA),
         "hybrid_override_pattern != none",
         "is for layers with Mamba-2",
+        "--num-layers 2 --hybrid-override-pattern M-",
+    ),
+    where(
+        "mtp_hybrid_override_pattern",
+        "hybrid_override_pattern != none",
+        "is for layers of one mixer each",
         "--num-layers 2 --hybrid-override-pattern M-",
     ),
     where(
@@ -78,6 +84,19 @@ OF_MODELS = (
         "window_size != none",
         "is of layers that have a window",
         "--window-size 128",
+    ),
+    where(
+        "mtp_hybrid_override_pattern",
+        "mtp_num_layers != 0",
+        "is for the layers of further predictions",
+        "--mtp-num-layers 1",
+    ),
+    Dependents(
+        ("mtp_use_repeated_layer",),
+        "mtp_num_layers",
+        lambda c: c.model.mtp_num_layers > 1,
+        "is for several further predictions",
+        ("--mtp-num-layers 2",),
     ),
     where(
         "mtp_loss_scaling_factor",

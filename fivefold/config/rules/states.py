@@ -1,7 +1,7 @@
 """Validation of layers that keep a state, and of layers that have one mixer each."""
 
 from fivefold.config.divisors import divisors, nearest
-from fivefold.config.layer_pattern import linear_layers, mixers
+from fivefold.config.layer_pattern import letters, linear_layers, mixers
 from fivefold.config.model import ModelConfig
 from fivefold.config.settings import flag_of
 from fivefold.errors import Mistakes
@@ -19,9 +19,9 @@ def check_states(model: ModelConfig, mistakes: Mistakes) -> None:
         )
     if model.hybrid_override_pattern is not None:
         with mistakes.collecting():
-            _check_hybrid(
-                model, "".join(mixers(model.hybrid_override_pattern, model.num_layers)), mistakes
-            )
+            mixers(model.hybrid_override_pattern, model.num_layers)
+            _check_further(model, mistakes)
+            _check_hybrid(model, model.hybrid_override_pattern, mistakes)
     if model.experimental_attention_variant is not None:
         _check_linear(model, mistakes)
 
@@ -56,6 +56,23 @@ def _check_linear(model: ModelConfig, mistakes: Mistakes) -> None:
         )
 
 
+def _check_further(model: ModelConfig, mistakes: Mistakes) -> None:
+    """Check of which layers a further prediction consists.
+
+    Raises:
+        ConfigError: its pattern has letters that are no layers.
+    """
+    name, pattern = "mtp_hybrid_override_pattern", model.mtp_hybrid_override_pattern
+    if pattern:
+        letters(name, pattern)
+    elif model.mtp_num_layers or pattern is not None:
+        needs = f"mtp_num_layers {model.mtp_num_layers} of a hybrid model needs {name}"
+        mistakes.add(
+            f"{needs}, which says of which layers a further prediction consists",
+            works=(f"{flag_of(name)} '*-'", "--mtp-num-layers 0"),
+        )
+
+
 def _check_hybrid(model: ModelConfig, pattern: str, mistakes: Mistakes) -> None:
     """Check a model whose layers have one mixer each."""
     name = "hybrid_override_pattern"
@@ -65,23 +82,19 @@ def _check_hybrid(model: ModelConfig, pattern: str, mistakes: Mistakes) -> None:
             f"{name} {pattern!r} has no layer with Mamba-2",
             works=(f"{flag_of(name)} {example!r}", _OFF),
         )
-    if ("E" in pattern) != (model.num_experts is not None):
-        has = "layers" if "E" in pattern else "no layer"
+    if ("E" in model.mixers_used) != (model.num_experts is not None):
+        has = "layers" if "E" in model.mixers_used else "no layer"
         number = "no num_experts" if model.num_experts is None else f"{model.num_experts} of them"
         off = "--num-experts 8" if model.num_experts is None else "--num-experts none"
         mistakes.add(
-            f"{name} {pattern!r} has {has} with experts, and the model {number}", works=(off,)
+            f"{name} {model.mixers_used!r} has {has} with experts, and the model {number}",
+            works=(off,),
         )
-    both = "has attention and an MLP in each layer, and hybrid_override_pattern one of them"
-    for setting, value, default in (
-        ("parallel_residual", model.parallel_residual, False),
-        ("mtp_num_layers", model.mtp_num_layers, 0),
-    ):
-        if value != default:
-            off = (
-                f"--no-{flag_of(setting)[2:]}" if value is True else f"{flag_of(setting)} {default}"
-            )
-            mistakes.add(f"{setting} {both}", works=(off, _OFF))
+    if model.parallel_residual:
+        mistakes.add(
+            f"parallel_residual has attention and an MLP in each layer, and {name} one of them",
+            works=("--no-parallel-residual", _OFF),
+        )
     if model.moe_layer_freq != "1":
         mistakes.add(
             f"moe_layer_freq {model.moe_layer_freq!r} and {name} both say which layers have "

@@ -147,11 +147,12 @@ class Router(nn.Module):
     def forward(self, x_TH: Tensor, context: Context) -> ExpertChoice:
         """The experts of each token; in training, auxiliary losses are attached to the weights."""
         logits_TE = self._logits(x_TH, context)
-        decided: Decision | None = context.routing.get(self.layer)
+        layer = self.number(context)
+        decided: Decision | None = context.routing.get(layer)
         if decided is None:
             with torch.no_grad():
                 decided = self._decide(logits_TE, context)
-            context.routing[self.layer] = decided
+            context.routing[layer] = decided
         weights_TK = self._weights(logits_TE, decided)
         if self.training and torch.is_grad_enabled():
             loss = self._loss(logits_TE, decided, context)
@@ -168,6 +169,10 @@ class Router(nn.Module):
             settings.capacity(tokens, self.model) if pads else None,
             settings.rank_capacity(tokens, self.model, self.surroundings.expert_ranks),
         )
+
+    def number(self, context: Context) -> int:
+        """The layer that it decides for: its own, or one that has the same weights."""
+        return self.layer + context.shift
 
     def begin_step(self, global_batch_size: int) -> None:
         """Begin a step of so many rows over all ranks.

@@ -1,7 +1,7 @@
 """Time and memory of the pieces of a model, modelled or stated by the user."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fivefold.config.model import ModelConfig
@@ -121,9 +121,13 @@ def modelled_parts(model: ModelConfig, seq_length: int) -> Parts:
         seq_length: tokens per microbatch.
     """
     running = Running(seq_length)
-    last = model.num_layers
+    size = model.prediction_size
 
-    def part(stage: StageSpec, saved: Mapping[str, Saved]) -> ModelPart:
+    further = [
+        total(saved_activations(model, layer, running)) for layer in model.prediction_layers[:size]
+    ]
+
+    def part(stage: StageSpec, saved: Mapping[str, Saved] | Iterable[Saved]) -> ModelPart:
         flops = forward_flops(model, seq_length, stage)
         return ModelPart(
             flops.total,
@@ -138,12 +142,13 @@ def modelled_parts(model: ModelConfig, seq_length: int) -> Parts:
         for kind, layer in layer_kinds(model).items()
         if not kind.predicts
     }
+    predicts = part(StageSpec(False, (), False, 1), further)
     return Parts(
         part(StageSpec(True, (), False), embedding_bytes(model, running)),
-        tuple(kinds[layer_kind(model, layer)] for layer in range(last)),
+        tuple(kinds[layer_kind(model, layer)] for layer in range(model.num_layers)),
         tuple(
-            part(StageSpec(False, (), False, 1), saved_activations(model, last + i, running))
-            for i in range(model.mtp_num_layers)
+            replace(predicts, state=predicts.state * (depth < model.prediction_sets))
+            for depth in range(model.mtp_num_layers)
         ),
         part(StageSpec(False, (), True), loss_bytes(model, running)),
     )

@@ -13,6 +13,7 @@ from fivefold.description.shape import (
     StageParts,
     is_layer_matrix,
     kinds_of,
+    sets_of_predictions,
     stage_weights,
 )
 from fivefold.description.weights import Weight
@@ -122,7 +123,7 @@ def _matrices(model: ModelConfig, stage: ModelParts) -> tuple[tuple[Weight, int]
     kinds = kinds_of(model, stage.layers).items()
     parts = [(ModelParts((layer_kinds(model)[kind],)), count) for kind, count in kinds]
     if stage.mtp:
-        parts.append((ModelParts(mtp=1), stage.mtp))
+        parts.append((ModelParts(mtp=1), sets_of_predictions(model, stage)))
     return tuple(
         (weight, count)
         for part, count in parts

@@ -104,7 +104,7 @@ class _Walk:
         route = self.route
         if route.numbers:
             point = ActPoint("the reductions", -sum(route.kept), route.gone, done=True)
-            own = next(part for part in route.parts[-1] if part.size)
+            own = next(part for parts in reversed(route.parts) for part in parts if part.size)
             yield self._ended(point, self.passage.end_of(own), route.copies.but())
 
     def _in_layers(self) -> Iterator[ActPoint]:

@@ -193,7 +193,12 @@ class Copies:
         by_program = layout.config.parallel.pipeline_max_unsharded_stages is not None
         if by_program or layout.alternates_within_stages:
             return cls(unpacked=unpacked, ends_unpacked=ends_unpacked)
-        numbers, several = all_layers(layout.config.model, stage), num_shards(layout) > 1
+        model, several = layout.config.model, num_shards(layout) > 1
+        numbers = [
+            layer
+            for layer in all_layers(model, stage)
+            if layer < model.num_layers or model.starts_prediction(layer)
+        ]
         experts, rest, before = 0.0, 0.0, 0.0
         if numbers:
             experts, rest = (part.copied(policy) for part in _parts(layout, numbers[-1], policy))

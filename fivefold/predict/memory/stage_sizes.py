@@ -95,8 +95,8 @@ class StageSizes:
     def parts(self) -> tuple[tuple[GatheredBlock, GatheredBlock], ...]:
         """The experts of each layer of the stage, and the rest of it, as far as it is trained."""
         model = self.layout.config.model
-        known: dict[LayerKind, tuple[GatheredBlock, GatheredBlock]] = {}
-        kinds = [layer_kind(model, number) for number in self.numbers]
+        known: dict[tuple[LayerKind, bool], tuple[GatheredBlock, GatheredBlock]] = {}
+        kinds = [(layer_kind(model, n), n < model.num_layers) for n in self.numbers]
         for kind, number in zip(kinds, self.numbers, strict=True):
             if kind not in known:
                 known[kind] = layer_block(self.layout, number, trained=True).parts(self.policy)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 from fivefold.config.memory import MemoryConfig
 from fivefold.description.kinds import LayerKind, layer_kind
+from fivefold.description.shape import ModelParts, all_layers
 from fivefold.layout import Layout
 from fivefold.predict.times.compute import Phases
 
@@ -133,8 +134,8 @@ class StageKind:
             (layer_kind(model, layer), again if place < first else ())
             for place, layer in enumerate(spec.layers)
         )
-        if spec.mtp:
-            layers[layer_kind(model, model.num_layers), again] += spec.mtp
+        for layer in all_layers(model, ModelParts(mtp=spec.mtp)):
+            layers[layer_kind(model, layer), again] += 1
 
         def place(item: tuple[tuple[LayerKind, Again], int]) -> tuple[bool, LayerKind, bool]:
             (kind, repeated), _ = item

@@ -221,7 +221,8 @@ def _lost_of_the_loss(said: Settings, layout: Layout) -> Iterator[str]:
             f"that share a microbatch (tp x cp), too: of {' and '.join(names)}, 1/{ranks} has an "
             "effect"
         )
-    if layout.config.model.mtp_num_layers:
+    model = layout.config.model
+    if model.mtp_num_layers and model.hybrid_override_pattern is None:
         yield (
             "it divides the losses of further predictions by the number of tokens that have a next "
             "one, not by that of their depth (mtp_loss_scaling_factor)"

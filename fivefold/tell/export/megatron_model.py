@@ -68,8 +68,9 @@ def model_flags(said: Settings, layout: Layout) -> Iterator[str]:
         yield from flags(said, "multi_latent_attention", *OF_LATENTS)
     if said["rope_type"] == "yarn" and said["multi_latent_attention"]:
         yield from flags(said, "rotary_scaling_factor", "mscale", "mscale_all_dim")
-    yield from set_flag("mtp_num_layers", said["mtp_num_layers"] or None)
-    if model.mtp_num_layers:
+    hybrid = model.hybrid_override_pattern is not None
+    yield from set_flag("mtp_num_layers", (not hybrid and said["mtp_num_layers"]) or None)
+    if model.mtp_num_layers and not hybrid:
         yield from flags(said, "mtp_loss_scaling_factor")
 
 
@@ -131,6 +132,12 @@ def _lost_of_hybrids(model: ModelConfig, layout: Layout) -> Iterator[str]:
         "layers of one mixer each (hybrid_override_pattern) are a model of pretrain_mamba.py, not "
         "of pretrain_gpt.py"
     )
+    if model.mtp_num_layers:
+        yield (
+            f"its layers of one mixer each make no further predictions in release 0.16: "
+            f"mtp_num_layers = {model.mtp_num_layers} of mtp_hybrid_override_pattern = "
+            f"{model.mtp_hybrid_override_pattern} was left out"
+        )
     if model.norm_epsilon != HYBRID_EPSILON:
         yield (
             f"norms of Mamba-2's heads add {HYBRID_EPSILON:g} to the variance there, whatever "
@@ -180,7 +187,9 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
         )
     if not said["bias_gelu_fusion"] and _has_tanh(model):
         yield "it has GELU by tanh only fused: bias_gelu_fusion stays on"
-    if model.mtp_num_layers and model.position_embedding_type != "rope":
+    if model.mtp_use_repeated_layer and model.hybrid_override_pattern is None:
+        yield "it has no mtp_use_repeated_layer: each further prediction has weights of its own"
+    if model.mtp_num_layers and model.position_embedding_type == "learned_absolute":
         yield "it refuses mtp_num_layers with learned positions (position_embedding_type)"
     if said["rope_fusion"] and _has_plain_latents(model):
         yield "rope_fusion was left out: with latent attention it needs rope_type yarn"

@@ -96,7 +96,7 @@ def _write(model: ModelConfig, experts: GroupedExperts = V3) -> Fields:
         fields["mlp_layer_types"] = written_sparse(model)
     return fields | {
         "topk_method": "noaux_tc",
-        "num_nextn_predict_layers": model.mtp_num_layers,
+        "num_nextn_predict_layers": model.prediction_sets,
         "rope_interleave": True,
     }
 

@@ -68,7 +68,7 @@ def _writes(like: LlamaLike) -> Callable[[ModelConfig], Fields]:
 
 
 def _write_glm45(model: ModelConfig) -> Fields:
-    more = {"use_qk_norm": model.qk_layernorm, "num_nextn_predict_layers": model.mtp_num_layers}
+    more = {"use_qk_norm": model.qk_layernorm, "num_nextn_predict_layers": model.prediction_sets}
     return _writes(_GLM45)(model) | _GLM45_EXPERTS.write(model) | more
 
 

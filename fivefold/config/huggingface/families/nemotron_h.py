@@ -7,6 +7,7 @@ from fivefold.config.huggingface.fields import activation_name, size_fields
 from fivefold.config.huggingface.generic import refuse_one_expert
 from fivefold.config.huggingface.llama_like import activation
 from fivefold.config.huggingface.reader import Reader
+from fivefold.config.layer_pattern import MAX_LAYERS
 from fivefold.config.model import MAMBA_TAPS, ModelConfig
 
 _TYPES = {
@@ -23,7 +24,7 @@ _TYPES = {
 def _read(reader: Reader) -> ModelConfig:
     """Squared ReLUs without gates, attention without positions, and no biases."""
     _read_unused(reader)
-    pattern = _pattern(reader)
+    pattern, further = _pattern(reader), _further(reader)
     heads, size = (
         reader.size("num_attention_heads", default=32),
         reader.size("head_dim", default=128),
@@ -49,8 +50,27 @@ def _read(reader: Reader) -> ModelConfig:
         mamba_head_dim=reader.size("mamba_head_dim", default=64),
         mamba_num_groups=reader.size("n_groups", "mamba_n_groups", default=8),
         mamba_num_heads=reader.size("mamba_num_heads", default=128),
-        **_experts(reader, "E" in pattern),
+        **further,
+        **_experts(reader, "E" in pattern + further.get("mtp_hybrid_override_pattern", "")),
     )
+
+
+def _further(reader: Reader) -> dict[str, Any]:
+    """Predictions of further tokens, and the mixers of each: a list of names that is not the usual
+    one goes before letters."""
+    usual, names = "*E", "mtp_layers_block_type"
+    words = reader.texts(names, tuple(_TYPES)) or ()
+    if words and reader.fields[names] == []:
+        reader.unsupported(names, [], [["attention", "moe"]])
+    pattern = "".join(_TYPES[word] for word in words) or usual
+    if pattern != usual:
+        reader.without_effect("mtp_hybrid_override_pattern")
+    else:
+        pattern = reader.letters("mtp_hybrid_override_pattern", "M*-E", default=usual)
+    predictions = reader.size("num_nextn_predict_layers", default=0, least=0, most=MAX_LAYERS)
+    if not predictions:
+        return {}
+    return {"mtp_num_layers": predictions, "mtp_hybrid_override_pattern": pattern}
 
 
 def _pattern(reader: Reader) -> str:
@@ -124,9 +144,6 @@ def _read_unused(reader: Reader) -> None:
     reader.without_effect("chunk_size", "mamba_ssm_cache_dtype", "use_mamba_kernels", "auto_map")
     reader.without_effect("num_logits_to_keep", "rescale_prenorm_residual", "norm_eps")
     reader.without_effect("rms_norm_eps", "rope_theta", "partial_rotary_factor")
-    # Further predictions are left out.
-    reader.without_effect("num_nextn_predict_layers", "mtp_layers_block_type")
-    reader.without_effect("mtp_hybrid_override_pattern")
     reader.fixed("quantization_config", None, {})
 
 
@@ -134,7 +151,13 @@ def _write(model: ModelConfig) -> Fields:
     sizes = size_fields(model)
     del sizes["num_hidden_layers"]
     names = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-    states, experts = model.states, {}
+    states, experts, further = model.states, {}, {}
+    if model.mtp_num_layers:
+        letters = model.mtp_hybrid_override_pattern or ""
+        further = {
+            "num_nextn_predict_layers": model.prediction_sets,
+            "mtp_layers_block_type": [names[letter] for letter in letters],
+        }
     if model.num_experts is not None:
         experts = {
             "n_routed_experts": model.num_experts,
@@ -162,6 +185,7 @@ def _write(model: ModelConfig) -> Fields:
         "mamba_num_heads": states.heads,
         "rescale_prenorm_residual": False,
         **experts,
+        **further,
     }
 
 
@@ -180,6 +204,7 @@ _TENSORS = Tensors(
     },
     base="backbone.",
     last="norm_f.",
-    left_out=("mtp.",),
+    predicts=True,
+    further="mtp.",
 )
 FAMILIES = (Family("nemotron_h", "NemotronHForCausalLM", _read, _write, _TENSORS),)
