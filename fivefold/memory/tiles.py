@@ -87,13 +87,19 @@ class _Sum:
         return parameter
 
     def add(self, grad: Tensor) -> Tensor | None:
-        """Add the gradient of one use; the sum, once it is complete."""
+        """Add the gradient of one use; the sum, once it is complete.
+
+        Then it is kept no longer: this lives until the backward of all layers ends.
+        """
         self._missing -= 1
         if self._wide is None:
             self._wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
         else:
             self._wide += grad
-        return None if self._missing else self._wide.to(grad.dtype)
+        if self._missing:
+            return None
+        wide, self._wide = self._wide, None
+        return wide.to(grad.dtype)
 
 
 class _Use(torch.autograd.Function):

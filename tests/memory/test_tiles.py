@@ -1,5 +1,6 @@
 """A tiled MLP computes what the whole one does, one tile at a time, without rounding its sums."""
 
+import gc
 from copy import deepcopy
 from typing import Any
 
@@ -101,3 +102,20 @@ def test_inner_features_of_one_tile_exist_at_a_time() -> None:
         with _Widest() as widest:
             _gradients(mlp, torch.float64, shards)
         assert widest.tokens == expected
+
+
+def test_sums_of_a_layer_are_freed_before_the_backward_of_all_layers_ends() -> None:
+    mlp = _mlp().bfloat16()
+    x_TH = torch.randn(TOKENS, LLAMA.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    before = {id(each) for each in _wide_weights(mlp)}
+    y_TH = Tiles(MemoryConfig(tiled_mlp_num_shards=4))(mlp, x_TH, CONTEXT)
+    y_TH.sum().backward()
+    assert all(parameter.grad is not None for parameter in mlp.parameters())
+    assert {id(each) for each in _wide_weights(mlp)} <= before, "what y_TH was made with keeps them"
+
+
+def _wide_weights(mlp: MLP) -> list[Tensor]:
+    """What there is of a weight's shape in fp32."""
+    shapes = {parameter.shape for parameter in mlp.parameters()}
+    tensors = [each for each in gc.get_objects() if type(each) is Tensor]
+    return [each for each in tensors if each.dtype == torch.float32 and each.shape in shapes]

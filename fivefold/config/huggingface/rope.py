@@ -199,10 +199,9 @@ def _scaling(
     if by_layer:
         table.unsupported("parameters by layer type", sorted(by_layer), ["the same for all layers"])
         return "default", ()
-    names = "rope_type", "type"
+    names = ["rope_type", "type"]
     if beside is not None and all(table.fields.get(name) in PHI3[1:] for name in names):
-        table.without_effect("type")  # transformers 5 adds the other to what a file had
-        names = names[:1]
+        table.without_effect(names.pop())  # transformers 5 adds the other to what a file had
     kind = table.text(*names, default="default", choices=scalings)
     if kind is None:
         return "default", ()
