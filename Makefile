@@ -11,7 +11,8 @@ export PYTHONDONTWRITEBYTECODE :=
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-# pip would compile five times as many modules as the tests import, one after the other.
+# pip would compile five times as many modules as the tests import, one after the other. The release
+# that Python brings reads the lists of packages several times slower than the newest one.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 .PHONY: demo test quick exhaustive gpu docs lint style types tests install clean
@@ -20,6 +21,7 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
 	$(PIP) torch
 	$(PIP) --editable '.[dev]'
 	touch $(STAMP)

@@ -15,7 +15,9 @@ from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 
+import psutil
 import pytest
+from torch.distributed import run as elastic
 
 from benchmarks import kill
 from benchmarks.peers import free_port
@@ -193,13 +195,14 @@ def test_ranks_of_torchrun_have_one_owner_and_a_second_start_is_refused(
 ) -> None:
     run = tmp_path / "run"
     words = command(cache, run, "--tp", "2", "--save-interval", "0", "--train-iters", "100000")[3:]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    first = subprocess.Popen(
-        [*torchrun, "2", "-m", "fivefold", *words], stdout=subprocess.PIPE, text=True
-    )
+    torchrun = ["--standalone", "--nproc-per-node", "2", "-m", "fivefold"]
+    first = programs.Program(elastic.main, [*torchrun, *words])
     wait_for(run / "metrics.jsonl", first)
     owner = json.loads((run / FILE).read_text())["pid"]
-    assert "-m\0torch.distributed.run" not in Path(f"/proc/{owner}/cmdline").read_text()
+    started_ranks = psutil.Process(first.pid).children()
+    assert owner in [rank.pid for rank in started_ranks]
+    for rank in started_ranks:  # which need not compute meanwhile
+        rank.suspend()
     assert main(command(cache, run, "--nproc", "2", "--tp", "2")[3:]) == 2
     assert f"in use by process {owner} on" in capfd.readouterr().err
     env = os.environ | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -214,6 +217,8 @@ def test_ranks_of_torchrun_have_one_owner_and_a_second_start_is_refused(
         errors = [rank.communicate(timeout=100)[1] for rank in again]
         assert all(rank.returncode for rank in again)
         assert "".join(errors).count(told) == 1
+    for rank in started_ranks:
+        rank.resume()
     first.terminate()
     first.communicate(timeout=60)
     assert not (run / FILE).exists()
