@@ -79,7 +79,7 @@ def delayed_bytes(training: TrainingConfig) -> int:
 
 def in_eight_bits(name: str, weight: Weight) -> bool:
     """Whether --fp8-format has a weight multiplied in 8 bits."""
-    return weight.multiplies and name.split(".")[-2] not in _WIDE
+    return weight.multiplies and not weight.wide and name.split(".")[-2] not in _WIDE
 
 
 def weight_bytes(recipe: str) -> float:

@@ -58,9 +58,12 @@ class OperationTimes:
         layout: layout of the run.
         cluster: cluster that runs it.
         software: framework and kernels.
+        precision: precision of the operands of linear layers; None: that of most.
     """
 
-    def __init__(self, layout: Layout, cluster: Cluster, software: Software) -> None:
+    def __init__(
+        self, layout: Layout, cluster: Cluster, software: Software, precision: str | None = None
+    ) -> None:
         config, grid, training = layout.config, layout.grid, layout.config.training
         self.layout, self.config = layout, config
         self.cluster, self.software = software.on(cluster), software
@@ -68,7 +71,7 @@ class OperationTimes:
         self.model, self.parallel, self.grid = config.model, config.parallel, grid
         self.memory, self.training = config.memory, training
         self.tokens, self.parts = config.rank_tokens, config.parallel.token_parts
-        self.precision = config.product_precision
+        self.precision = precision or config.product_precision
         self.tp = span(cluster, grid.tp, 1)
         self.ep = span(cluster, grid.ep, grid.etp)
         self.etp = span(cluster, grid.etp, 1)
