@@ -30,8 +30,9 @@ DENSE = (
 )
 EXPERTS = (
     "--num-experts 8 --moe-aux-loss-coeff 0.01 --multi-latent-attention --qk-layernorm --bf16 "
-    "--fp8-format hybrid --optimizer muon --mtp-num-layers 1 --lr-decay-style WSD "
-    "--lr-wsd-decay-iters 2 --profile --position-embedding-type rope --use-rope-scaling "
+    "--fp8-format hybrid --first-last-layers-bf16 --optimizer muon --mtp-num-layers 1 "
+    "--lr-decay-style WSD --lr-wsd-decay-iters 2 --profile --position-embedding-type rope "
+    "--use-rope-scaling "
     "--pipeline-model-parallel-size 2 --context-parallel-size 2 --swiglu "
     "--recompute-granularity full --recompute-method block --recompute-num-layers 1 --manual-gc "
     "--fine-grained-activation-offloading --offload-modules core_attn --optimizer-cpu-offload "

@@ -67,6 +67,8 @@ SOME: dict[str, tuple[Any, ...]] = {
     "start_weight_decay": (0.0,),
     "end_weight_decay": (0.3,),
     "mtp_num_layers": (1, 2),
+    "num_layers_at_start_in_bf16": (0, 2),
+    "num_layers_at_end_in_bf16": (0, 2),
     "lora_rank": (2,),
     "lora_dropout": (0.3,),
     "hidden_dropout": (0.1,),

@@ -209,6 +209,12 @@ def check_gathered(config: Config, mistakes: Mistakes) -> None:
             "the host",
             works=["--no-optimizer-cpu-offload", off],
         )
+    if config.memory.tiled_mlp_num_shards > 1:
+        mistakes.add(
+            "fp8_param_gather: tiles of an MLP (tiled_mlp_num_shards) use parts of one weight's "
+            "gradient, which autograd would round to the 8 bits of the weight",
+            works=["--tiled-mlp-num-shards 1", off],
+        )
     if training.compile:
         mistakes.add(
             "fp8_param_gather: compiled layers (compile) take no weight with scales beside it",
