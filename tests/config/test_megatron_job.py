@@ -344,6 +344,22 @@ def test_flags_of_relatives_are_those_of_the_release(more: str, values: dict[str
     assert not named
 
 
+def test_layers_that_keep_bf16_are_read_where_others_have_8_bits() -> None:
+    names = "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"
+    asked = DENSE + "--bf16 --first-last-layers-bf16 --num-layers-at-end-in-bf16 2 "
+    narrow = translate(read_job(asked + "--fp8-format hybrid --fp8-recipe tensorwise"))
+    assert [narrow.values[name] for name in names] == [True, 1, 2]
+    wide = translate(read_job(asked))
+    none = asked + "--fp8-format e4m3 --num-layers-at-start-in-bf16 0 --num-layers-at-end-in-bf16 0"
+    for job in (wide, translate(read_job(none))):
+        assert not {*names} & {*job.values} and "bf16" not in " ".join(job.lost)
+
+
+def test_an_embedding_in_fp32_is_named_with_what_becomes_of_it() -> None:
+    told = translate(read_job(DENSE + "--bf16 --fp32-residual-connection")).lost
+    assert any("fp32_residual_connection" in line and "the first sum" in line for line in told)
+
+
 def test_layers_of_one_mixer_each_are_read_with_stages_and_without_further_predictions() -> None:
     job = DENSE.replace("--num-layers 4", "--position-embedding-type none --mamba-num-heads 4")
     more = "--pipeline-model-parallel-size 2 --mtp-num-layers 2 --hybrid-layer-pattern"
