@@ -129,7 +129,6 @@ class LayerTimes(OperationTimes):
     ) -> None:
         super().__init__(layout, cluster, software)
         self._known: dict[tuple[LayerKind, Again], Times] = {}
-        self._given = cluster
         self._times_cache = {} if known is None else known
 
     def layer(self, kind: LayerKind, again: Again) -> Times:
@@ -139,11 +138,6 @@ class LayerTimes(OperationTimes):
             whole = self._once(key, lambda: {"layer": self._with_again(kind, again)})["layer"]
             self._known[kind, again] = self._copied(self._issued(whole, kind, again), kind, again)
         return self._known[kind, again]
-
-    @cached_property
-    def _in_bf16(self) -> OperationTimes:
-        """Those of layers that keep bf16."""
-        return OperationTimes(self.layout, self._given, self.software, self.training.precision)
 
     @cached_property
     def _running(self) -> Running:
@@ -168,7 +162,7 @@ class LayerTimes(OperationTimes):
         """The times of a layer's operations of a choice, which has a name."""
 
         def of_block(key: tuple[object, ...], operations: Sequence[Operation]) -> dict[str, Times]:
-            times = self._timed(kind, key, operations)
+            times = self._timed(key, operations)
             return {"sum": added(times[op.name] for op in operations if chosen(op))}
 
         blocks = self._blocks(kind)
@@ -272,7 +266,7 @@ class LayerTimes(OperationTimes):
         """The times of a layer's operations, in their order."""
         found: dict[str, Times] = {}
         for block in self._blocks(kind):
-            found |= self._timed(kind, *block)
+            found |= self._timed(*block)
         return {op.name: found[op.name] for op in describe(self.model, kind).operations}
 
     def _blocks(self, kind: LayerKind) -> list[tuple[tuple[object, ...], tuple[Operation, ...]]]:
@@ -289,11 +283,8 @@ class LayerTimes(OperationTimes):
         experts = ("rows", kind, self._own, self.grid.ep, self.grid.etp, dispatcher)
         return [(dense, on_tokens), (experts, on_rows)]
 
-    def _timed(
-        self, kind: LayerKind, key: tuple[object, ...], operations: Sequence[Operation]
-    ) -> dict[str, Times]:
-        times = self._in_bf16 if kind.wide else self
-        return self._once(key, lambda: {op.name: times.operation(op) for op in operations})
+    def _timed(self, key: tuple[object, ...], operations: Sequence[Operation]) -> dict[str, Times]:
+        return self._once(key, lambda: {op.name: self.operation(op) for op in operations})
 
     def _once(
         self, key: tuple[object, ...], block: Callable[[], dict[str, Times]]

@@ -5,6 +5,7 @@ layer, transfers from the process groups of `mesh.grid`.
 """
 
 from collections.abc import Callable
+from copy import copy
 from functools import cached_property, partial
 
 from fivefold.description.experts import Dispatch, ExpertsIn, ExpertsOut, RouterLinear
@@ -58,12 +59,9 @@ class OperationTimes:
         layout: layout of the run.
         cluster: cluster that runs it.
         software: framework and kernels.
-        precision: precision of the operands of linear layers; None: that of most.
     """
 
-    def __init__(
-        self, layout: Layout, cluster: Cluster, software: Software, precision: str | None = None
-    ) -> None:
+    def __init__(self, layout: Layout, cluster: Cluster, software: Software) -> None:
         config, grid, training = layout.config, layout.grid, layout.config.training
         self.layout, self.config = layout, config
         self.cluster, self.software = software.on(cluster), software
@@ -71,7 +69,7 @@ class OperationTimes:
         self.model, self.parallel, self.grid = config.model, config.parallel, grid
         self.memory, self.training = config.memory, training
         self.tokens, self.parts = config.rank_tokens, config.parallel.token_parts
-        self.precision = precision or config.product_precision
+        self.precision = config.product_precision
         self.tp = span(cluster, grid.tp, 1)
         self.ep = span(cluster, grid.ep, grid.etp)
         self.etp = span(cluster, grid.etp, 1)
@@ -91,7 +89,11 @@ class OperationTimes:
 
     def operation(self, op: Operation) -> Times:
         """The times of one operation of a layer; frozen weights have no dW."""
-        times = self._operation(op)
+        of = self
+        if op.wide:
+            of = copy(self)
+            of.precision = self.training.precision
+        times = of._operation(op)
         return times.without_dw() if op.frozen else times
 
     def _operation(self, op: Operation) -> Times:

@@ -86,8 +86,10 @@ class Settings:
 
 
 def described(config: Config) -> str:
-    """The model's settings that are not defaults: 'num_layers = 32, hidden_size = ...'."""
-    return _changed(config, [field.name for field in fields(config.model)])
+    """The model's settings that are not defaults: 'num_layers = 32, hidden_size = ...', but for
+    layers that keep bf16, which `formats` names."""
+    names = [field.name for field in fields(config.model) if field.name not in IN_BF16]
+    return _changed(config, names)
 
 
 def _changed(config: Config, names: Iterable[str]) -> str:
