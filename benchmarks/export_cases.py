@@ -193,6 +193,8 @@ _ZERO1 = {"data_parallel_sharding_strategy": "optim"}
 _ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
 _SAMPLES = {"train_samples": 9000}
 _WARM_UP = {"lr_warmup_iters": 10}
+_IN_8_BITS = {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}
+_ENDS = {**_IN_8_BITS, "first_last_layers_bf16": True}
 _WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 20}
 _GROWS = {
     "weight_decay_incr_style": "linear",
@@ -322,6 +324,9 @@ CHANGES: Mapping[str, Change] = {
     "mtp_num_layers": Change(1),
     "mtp_hybrid_override_pattern": Change("*-", _HYBRID, along={"mtp_num_layers": 1}),
     "mtp_use_repeated_layer": Change(True, {"mtp_num_layers": 2}),
+    "first_last_layers_bf16": Change(True, _IN_8_BITS),
+    "num_layers_at_start_in_bf16": Change(3, _ENDS),
+    "num_layers_at_end_in_bf16": Change(2, _ENDS),
     "lora_rank": Change(8),
     "lora_alpha": Change(16.0, {"lora_rank": 8}),
     "lora_target_modules": Change(("q_proj", "v_proj"), {"lora_rank": 8}),

@@ -300,6 +300,15 @@ class Architecture:
     mtp_use_repeated_layer: bool = option(
         False, "make all further predictions with the same weights, as Nemotron 3 Super is trained"
     )
+    first_last_layers_bf16: bool = option(
+        False, "linear layers of the first and last layers keep bf16, whatever fp8_format says"
+    )
+    num_layers_at_start_in_bf16: Whole = option(
+        1, "layers at the beginning that first_last_layers_bf16 keeps in bf16"
+    )
+    num_layers_at_end_in_bf16: Whole = option(
+        1, "layers at the end that it keeps so, before those of further predictions"
+    )
     lora_rank: int | None = option(
         None, "rank of adapters (LoRA), which alone are trained; none: all weights are trained"
     )

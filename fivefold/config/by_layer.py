@@ -26,6 +26,12 @@ OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim
 """Settings that say something of latent attention only, and that Megatron-LM has, too."""
 OF_MAMBA = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
 """Settings that say something of layers with Mamba-2 only."""
+IN_BF16 = (
+    "first_last_layers_bf16",
+    "num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16",
+)
+"""Settings of layers that keep bf16 where others multiply in 8 or 4 bits."""
 
 Each = TypeVar("Each")
 
@@ -149,6 +155,14 @@ class ByLayer(Architecture):
             return self.mixer_of(layer) == "E"
         has = self.num_experts is not None
         return has and self._at(layer, expert_layers, self.moe_layer_freq)
+
+    def is_wide(self, layer: int) -> bool:
+        """Whether linear layers of a layer keep bf16 where those of others have 8 bits: of the
+        first and last ones, if that is asked for. Megatron-LM has further predictions in 8 bits."""
+        if not self.first_last_layers_bf16:
+            return False
+        at_end = self.num_layers - self.num_layers_at_end_in_bf16 <= layer < self.num_layers
+        return layer < self.num_layers_at_start_in_bf16 or at_end
 
     @property
     def has_dense_layers(self) -> bool:

@@ -187,9 +187,8 @@ FOREIGN = _table(
     ),
     (
         "",
-        "fp8_wgrad no_fp8_wgrad first_last_layers_bf16 num_layers_at_start_in_bf16 "
-        "num_layers_at_end_in_bf16",
-        "linear layers of all blocks make all three products in 8 bits (--fp8-format)",
+        "fp8_wgrad no_fp8_wgrad",
+        "linear layers make all three products in 8 bits (--fp8-format)",
     ),
     (
         "--disable-parameter-transpose-cache",

@@ -112,6 +112,12 @@ MEGATRON_NAMES: tuple[tuple[str, str, str], ...] = (
     # Model
     ("--activation-func gelu_tanh", "openai_gelu", ""),
     ("--activation-func quick_gelu", "quick_geglu", "gated unless --no-gated-linear-unit"),
+    (
+        "",
+        "fp32_residual_connection",
+        "the embedding's output alone is in fp32 there: the first sum, and all after it, have the "
+        "type of the layers, as here",
+    ),
     # Memory
     (
         "--fine-grained-activation-offloading",

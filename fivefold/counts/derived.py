@@ -183,9 +183,10 @@ def _layers(model: ModelConfig) -> str:
 
 def _with(kind: LayerKind) -> str:
     """What tells a kind of layer from others of the model."""
+    wide = " in bf16" * kind.wide
     if kind.mixer is not None:
-        return f" with {_MIXERS[kind.mixer]}"
-    return " with experts" * kind.experts
+        return f" with {_MIXERS[kind.mixer]}{wide}"
+    return " with experts" * kind.experts + wide
 
 
 _MIXERS = {"M": "Mamba-2", "*": "attention", "-": "an MLP", "E": "experts"}

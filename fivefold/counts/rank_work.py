@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 from fivefold.config.model import ModelConfig
@@ -131,7 +132,7 @@ def _copies(layout: Layout, layer: int, running: Running, *, packed: bool, one_c
         return 0.0
     gated = model.attention_output_gate  # which keeps the output whatever the projection does
     read = gated or model.trains_all or model.reads_shared("o_proj")
-    shared = gated or running.input_bytes == running.element_bytes
+    shared = gated or not running.of_kind(layer_kind(model, layer)).narrows()
     output = model.attention_size / grid.tp * (read and shared and not _is_moved(layout))
     reach, length = model.reach_of(layer), layout.config.training.seq_length
     several = packed or not Reach(chunk=reach.chunk).is_whole(length)
@@ -212,8 +213,7 @@ class _Products:
         tokens = layout.config.rank_tokens // layout.config.parallel.token_parts
         self._last_tile = memory.last_tile(tokens)
         self._cp_rank = layout.grid.coordinates(rank)["cp"]
-        self._eight_bit = layout.config.training.fp8_format is not None
-        self._stops = layout.owns_linears or not self._eight_bit
+        self._fp8 = layout.config.training.fp8_format is not None
 
     def of_layer(self, layer: int, remade: Remade) -> tuple[float, float]:
         """Products per token of a step, and of one forward, without experts."""
@@ -227,12 +227,13 @@ class _Products:
         tiled = [name for name in sizes if again and name.startswith(MADE_AGAIN["mlp"])]
         if self._memory.tiled_mlp_num_shards == 1:
             tiled = []
-        passes += sum(sizes[name] for name in tiled if not self._ends(name, "mlp"))
+        ends = partial(self._ends, eight_bit=self._fp8 and not model.is_wide(layer))
+        passes += sum(sizes[name] for name in tiled if not ends(name, "mlp"))
         if stops and tiled:
             # The last tile's input is the last that is saved, so its forward is not repeated.
             passes -= self._last_tile * sum(sizes[name] for name in tiled)
         elif stops:
-            passes -= sum(sizes[name] for name in sizes if self._ends(name, "layer"))
+            passes -= sum(sizes[name] for name in sizes if ends(name, "layer"))
         if self._layout.config.gathers_latents(layer):
             _, got = seen_shares(self._layout, self._cp_rank, model.reach_of(layer))
             # Of all latents, in the forward; the backward projects again for dX and dW.
@@ -243,7 +244,7 @@ class _Products:
             once += got * sizes["self_attn.kv_b_proj.weight"]
         for module in remade.modules:
             names = [name for name in sizes if name.startswith(MADE_AGAIN.get(module, ()))]
-            passes += sum(sizes[name] for name in names if not self._ends(name, module))
+            passes += sum(sizes[name] for name in names if not ends(name, module))
         every, alone = length_products(self._layout, layer, remade)
         return passes + every, once + alone
 
@@ -262,14 +263,16 @@ class _Products:
             if weight.of_experts and weight.multiplies
         )
 
-    def _ends(self, name: str, region: str) -> bool:
-        """Whether recomputation of this module, or of a whole layer, stops before this linear."""
-        if not self._stops or self._model.keeps_made(name.split(".")[-2]):
+    def _ends(self, name: str, region: str, *, eight_bit: bool) -> bool:
+        """Whether recomputation of this module, or of a whole layer, stops before this linear,
+        which may multiply in 8 bits."""
+        stops = self._layout.owns_linears or not eight_bit
+        if not stops or self._model.keeps_made(name.split(".")[-2]):
             return False
         if name == "mlp.shared_experts.down_proj.weight":  # a gate saves what it multiplies
             return region == "shared_experts" or not self._model.moe_shared_expert_gate
         if name == "mlp.fc2_latent_proj.weight":  # of the plain model in every layout
-            return not (self._model.shared_ffn_size or self._eight_bit)
+            return not (self._model.shared_ffn_size or eight_bit)
         if name in ("self_attn.o_proj.weight", "self_attn.out_proj.weight"):
             return region != "layer" or self._model.hybrid_override_pattern is not None
         return name == "mlp.down_proj.weight"

@@ -328,16 +328,17 @@ class _Volumes:
             running: how it runs; None: as layers of which nothing is recomputed.
         """
         sequence = self.parallel.sequence_parallel
-        operations = self._layer(layer).operations
+        described = self._layer(layer)
+        operations = described.operations
         sent = [op.tensor_features(sequence_parallel=sequence) for op in operations]
         forward, backward = (sum(features) for features in zip(*sent, strict=True))
         if sequence and self.layout.config.gathers_latents(layer):
             backward -= self.model.kv_lora_rank  # the gathered latent is kept
         if not sequence:
             return forward, backward
-        how = running or self.running
+        how = (running or self.running).of_kind(described.kind)
         narrow = sum(operation.gathered_narrow(how) for operation in operations)
-        return forward, backward - narrow * (1 - self.running.input_bytes / self.element)
+        return forward, backward - narrow * (1 - how.input_bytes / self.element)
 
     def _held(self, group: str) -> int:
         """Elements of this rank's shards of the parameters whose gradients a group sums."""

@@ -71,8 +71,9 @@ def saved_activations(
         running: degrees, dtypes, recomputation and offloading, of its stage.
         position: its place among the layers of its stage, for recomputation of some of them.
     """
-    running = at_place(running.of_layer(layer), position)
-    memory, kind = running.memory, layer_kind(model, layer)
+    kind = layer_kind(model, layer)
+    running = at_place(running.of_layer(layer).of_kind(kind), position)
+    memory = running.memory
     if memory.recompute_granularity != "full" or not _is_recomputed(memory, position):
         return _saved(model, kind, running)
     starts = memory.recompute_method == "block" or position % memory.recompute_num_layers[0] == 0
@@ -121,7 +122,8 @@ def _saved_by_recomputation(
 
 def kept_items(model: ModelConfig, layer: int, running: Running) -> list[Kept]:
     """What the operations of a layer keep without recomputation and offloading."""
-    return _kept_items(model, layer_kind(model, layer), running.of_layer(layer))
+    kind = layer_kind(model, layer)
+    return _kept_items(model, kind, running.of_layer(layer).of_kind(kind))
 
 
 def _kept_items(model: ModelConfig, kind: LayerKind, running: Running) -> list[Kept]:
@@ -175,8 +177,8 @@ def entry_bytes(model: ModelConfig, parts: StageParts, running: Running) -> dict
     if parts.embedding or not parts.layers:
         return {}
     again = running.memory.recompute_granularity == "full"
-    first = describe_layer(model, parts.layers[0]).operations[0]
-    own = running.of_layer(parts.layers[0])
+    layer = describe_layer(model, parts.layers[0])
+    first, own = layer.operations[0], running.of_layer(parts.layers[0]).of_kind(layer.kind)
     if not (model.norms_before or again) and (own.narrows() or not first.keeps_inputs(own)):
         return {"entry": Saved(kept=size)}  # the first product keeps a copy in 8 bits, or none
     moves = not {"layer_input", "attn_norm"}.isdisjoint(running.memory.moved_items)
@@ -287,7 +289,7 @@ def bookkeeping_bytes(
         # The norm of a frozen embedding has no backward.
         size += (3 if model.trains_all else 2) * norm * parts.mtp
     for place, layer in kept_whole:
-        own = at_place(running, place)
+        own = at_place(running, place).of_kind(layer_kind(model, layer))
         for item in kept_items(model, layer, own):
             if not {*own.remade} & {*item.remade_by}:
                 scales = (scale_bytes(own, features, item.rows) for features in item.scaled)

@@ -17,12 +17,14 @@ class LayerKind(NamedTuple):
         predicts: whether a further prediction starts with it: it comes with a projection and norms.
         linear: whether it has linear attention, or Mamba-2.
         mixer: all that the layer has (`hybrid_override_pattern`); None: attention and an MLP.
+        wide: whether its linear layers keep bf16 where those of others have 8 bits.
     """
 
     experts: bool = False
     predicts: bool = False
     linear: bool = False
     mixer: Mixer | None = None
+    wide: bool = False
 
     @property
     def attends(self) -> bool:
@@ -59,7 +61,8 @@ class LayerKind(NamedTuple):
 def layer_kind(model: ModelConfig, layer: int) -> LayerKind:
     """The kind of a layer."""
     predicts, linear = model.starts_prediction(layer), model.is_linear(layer)
-    return LayerKind(model.is_moe(layer), predicts, linear, model.mixer_of(layer))
+    mixer, wide = model.mixer_of(layer), model.is_wide(layer)
+    return LayerKind(model.is_moe(layer), predicts, linear, mixer, wide)
 
 
 @lru_cache(maxsize=64)

@@ -132,8 +132,16 @@ def describe(model: ModelConfig, kind: LayerKind) -> Layer:
     mlp = () if not kind.mlp else _experts(model) if kind.experts else _dense(model)
     around = (_prediction(model),) if kind.predicts else ()
     operations = *around, *attention, *mlp
+    if kind.wide:
+        operations = tuple(map(_in_bf16, operations))
     adapted = operations if model.trains_all else (*with_adapters(operations, model),)
     return Layer(kind, adapted)
+
+
+def _in_bf16(operation: Operation) -> Operation:
+    """The same operation of a layer that keeps bf16."""
+    wide = tuple(replace(weight, wide=True) for weight in operation.weights)
+    return replace(operation, weights=wide)
 
 
 def describe_layer(model: ModelConfig, layer: int) -> Layer:

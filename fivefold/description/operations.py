@@ -73,6 +73,11 @@ class Operation:
         return bool(self.weights) and not any(weight.trained for weight in self.weights)
 
     @property
+    def wide(self) -> bool:
+        """Whether its weights are multiplied in bf16 where others are in 8 bits."""
+        return any(weight.wide for weight in self.weights)
+
+    @property
     def multiplied(self) -> tuple[Weight, ...]:
         """Its weights that are matrices of linear layers."""
         return tuple(weight for weight in self.weights if weight.multiplies)

@@ -12,6 +12,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import TokenDispatcher
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.description.expert_rows import LayerRows, expected_rows, padded_rows
+from fivefold.description.kinds import LayerKind
 
 SCALE_ROWS = {"rowwise": inf, "blockwise": 128, "mxfp8": 32}
 """Rows of an operand of dW that share a scale for each feature, by recipe."""
@@ -125,6 +126,12 @@ class Running:
             normed_twice=its(self.normed_twice),
             exchanging=its(self.exchanging),
         )
+
+    def of_kind(self, kind: LayerKind) -> "Running":
+        """The same for layers of a kind, of which wide ones keep what they read as it is."""
+        if not kind.wide or self.input_bytes == self.element_bytes:
+            return self
+        return replace(self, input_bytes=self.element_bytes, scale_rows=0)
 
     @property
     def gathers_latents(self) -> bool:

@@ -21,6 +21,7 @@ class Weight:
         of_experts: whether the first dim is split over expert-parallel ranks, and `split` over
             expert-tensor-parallel ones.
         multiplies: whether it is the weight matrix of a linear layer.
+        wide: whether it is multiplied in bf16 where others are in 8 bits: those of a wide layer.
         trained: whether it is trained; False for all but adapters, where there are some.
         sees: what an unsplit weight is applied to: all "tokens", or this rank's "heads". Decides
             whether each tensor-parallel rank computes only part of its gradient.
@@ -32,6 +33,7 @@ class Weight:
     heads: int = 0
     of_experts: bool = False
     multiplies: bool = False
+    wide: bool = False
     trained: bool = True
     sees: Literal["tokens", "heads"] = "tokens"
 

@@ -67,6 +67,7 @@ class TransformerLayer(nn.Module):
     Attributes:
         block: seam around a norm and the module after it.
         fuses_norm: as in `model.fusions`.
+        wide: whether its linear layers keep bf16 where those of others have 8 bits.
     """
 
     def __init__(self, model: ModelConfig, layer: int, experts: ExpertsConfig) -> None:
@@ -86,7 +87,7 @@ class TransformerLayer(nn.Module):
         self.site = f"layers.{layer}"
         self.adapted, self.lora_dropout = add_adapters(self, model), model.lora_dropout
         self.block: NormedBlock = plain_block
-        self.fuses_norm = False
+        self.fuses_norm, self.wide = False, kind.wide
 
     @property
     def norm_before_mlp(self) -> nn.Module:

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from itertools import accumulate, islice
 from math import exp, inf
 
+from fivefold.config.model import ModelConfig
 from fivefold.config.sharding import SHARDING, Sharding
 from fivefold.counts.blocks import stage_blocks
 from fivefold.counts.offload import times_reduced
@@ -19,6 +20,7 @@ from fivefold.description.shape import StageParts, training_flops
 from fivefold.layout import Layout
 from fivefold.pipeline.costs.costs import Costs
 from fivefold.pipeline.schedules.registry import with_copies
+from fivefold.pipeline.split.stages import StageSpec
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.data_parallel.muon import orthogonalising_seconds
 from fivefold.predict.data_parallel.once import UNKNOWN, Once, sent_once
@@ -319,9 +321,10 @@ class _Predictor:
             return 0.0
         config, stages, most = self.layout.config, self.layout.split.stages, 0.0
         for own in self._ranks:
-            layers = (replace(stages[s], embedding=False, head=False) for s in own)
-            dense, experts, _ = self._trained(layers)
-            most = max(most, summing_seconds(self.cluster, config, float(dense), float(experts)))
+            layers = [replace(stages[s], embedding=False, head=False) for s in own]
+            narrow, _, _ = self._trained(_narrow_layers(config.model, stage) for stage in layers)
+            _, experts, _ = self._trained(layers)
+            most = max(most, summing_seconds(self.cluster, config, float(narrow), float(experts)))
         return (self.layout.num_microbatches * self.parallel.num_sequence_slices - 1) * most
 
     def prediction(self, whole: float, still: float, around: float) -> Prediction:
@@ -376,3 +379,8 @@ class _Predictor:
 
 
 _TENSOR_OPERATIONS = 15  # kernels per tensor in AdamW, the norm and the copies
+
+
+def _narrow_layers(model: ModelConfig, stage: StageSpec) -> StageSpec:
+    """A stage without the layers that keep bf16."""
+    return replace(stage, layers=tuple(n for n in stage.layers if not model.is_wide(n)))

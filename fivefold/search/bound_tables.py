@@ -36,12 +36,12 @@ from fivefold.search.space import Space
 
 Values = NDArray[np.float64]
 
-LAYERS = range(4)
-PREDICTION, EMBEDDING, HEAD = range(4, 7)
+LAYERS = range(8)
+PREDICTION, EMBEDDING, HEAD = range(8, 11)
 """Kinds of modules in a pipeline stage: the kinds of layers that the model has, in the order in
-which they come, of which there are four at most; a further prediction with all its layers, the
+which they come, of which there are eight at most; a further prediction with all its layers, the
 embedding, the head."""
-KINDS = 7
+KINDS = 11
 
 
 def module_counts(model: ModelConfig, stages: Sequence[StageParts]) -> NDArray[np.int64]:

@@ -56,6 +56,7 @@ class DataParallelBound:
         model, ones = space.config.model, np.ones_like(self.expert)
         modules = sample_layers(model).items()
         self.mixtures = [n for n, kinds in modules if any(kind.experts for kind in kinds)]
+        self.in_bf16 = [n for n, kinds in modules if any(kind.wide for kind in kinds)]
         # With hpZ all gathers but one are in a node; that of experts may hold all their shards.
         node, whole = parallel.zero_hpz_partition_size, (self.shard, self.expert)
         near = whole if node == 1 else (np.minimum(self.shard, node), ones)
@@ -145,7 +146,8 @@ class DataParallelBound:
 
         def apart(held: Values) -> Values:
             layers = held * (np.arange(KINDS) < EMBEDDING)
-            dense, experts = self.trained.weighted(layers), self.trained.weighted(layers, 1)
+            narrow = layers * ~np.isin(np.arange(KINDS), self.in_bf16)
+            dense, experts = self.trained.weighted(narrow), self.trained.weighted(layers, 1)
             return summing_seconds(self.cluster, self.space.config, dense, experts)
 
         return np.where(self.space.sharded("splits_gradients"), 0.0, self._most(ranks, apart))

@@ -228,7 +228,8 @@ def _saved(config: Config) -> list[float]:
     waiting = [0.0] * KINDS
     for place, (kind, *_) in sample_layers(model).items():
         if not kind.predicts:
-            waiting[place] = deferred_bytes(describe(model, kind).operations, running)
+            own = running.of_kind(kind)
+            waiting[place] = deferred_bytes(describe(model, kind).operations, own)
     return kept + waiting
 
 

@@ -55,6 +55,9 @@ def answer(result: SearchResult) -> list[tuple[str, str]]:
     training = request.config.training
     tokens = training.step_tokens
     fp8 = f" with {training.fp8_format} fp8" if training.fp8_format else ""
+    if (model := request.config.model).first_last_layers_bf16:
+        first, last = model.num_layers_at_start_in_bf16, model.num_layers_at_end_in_bf16
+        fp8 += f" between {first} + {last} layers without"
     rows = [
         ("layout", summary(candidate.layout)),
         ("step", _speed(candidate.predicted)),

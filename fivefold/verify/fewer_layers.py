@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from fivefold.config.by_layer import IN_BF16
 from fivefold.config.config import Config
 from fivefold.config.layer_pattern import (
     Mixer,
@@ -36,8 +37,8 @@ def shallower(layout: Layout, config: Config) -> Config:
     model, stages = config.model, layout.split.stages
     counts = [len(stage.layers) for stage in stages]
     if len(counts) == 1:
-        mixers = {*map(model.mixer_of, stages[0].layers)}
-        few = max(2, len(set(config.parallel.cp_comm_type)), len(mixers))
+        kinds = len({_kind_of(model, layer) for layer in stages[0].layers})
+        few = max(2, len(set(config.parallel.cp_comm_type)), kinds)
         taken = _taken(model, stages[0].layers, few)
         return _with_layers(_recomputing_fewer(config, counts, [len(taken)]), taken)
     fewest = min(count for count in counts if count)
@@ -84,11 +85,11 @@ def _fewer_recomputed(number: int, count: int, left: int) -> int:
 
 
 def _taken(model: ModelConfig, layers: Sequence[int], count: int) -> list[int]:
-    """At most `count` of these layers, with and without experts if there are both, and of each
-    mixer if layers have one."""
+    """At most `count` of these layers, with and without experts if there are both, of each mixer if
+    layers have one, and of both ends if they keep bf16: before these, others."""
     firsts = {_kind_of(model, layer): layer for layer in reversed(layers)}
     others = [layer for layer in layers if layer not in firsts.values()]
-    return sorted([*firsts.values(), *others][:count])
+    return sorted([*sorted(firsts.values(), key=model.is_wide), *others][:count])
 
 
 def _with_layers(config: Config, layers: Sequence[int]) -> Config:
@@ -109,7 +110,21 @@ def _with_layers(config: Config, layers: Sequence[int]) -> Config:
     if model.no_rope_freq is not None:
         has = _some_of([not model.rotates(n) for n in range(model.num_layers)], layers)
         config = config.with_values(no_rope_freq=unrotated_frequency(has))
+    config = config.with_values(**_few_in_bf16(model, layers))
     return config.with_values(num_layers=len(layers), cp_comm_type=kinds)
+
+
+def _few_in_bf16(model: ModelConfig, layers: Sequence[int]) -> dict[str, Any]:
+    """Those of these layers that keep bf16; if there are none, as without the setting."""
+    first = sum(_end_of(model, layer) == 1 for layer in layers)
+    last = sum(_end_of(model, layer) == 2 for layer in layers)
+    few = (True, first, last) if first + last else (getattr(ModelConfig, name) for name in IN_BF16)
+    return dict(zip(IN_BF16, few, strict=True))
+
+
+def _end_of(model: ModelConfig, layer: int) -> int:
+    """1 of a layer that keeps bf16 at the start, 2 at the end, 0 of others."""
+    return model.is_wide(layer) * (1 if layer < model.num_layers_at_start_in_bf16 else 2)
 
 
 def _some_of(has: Sequence[bool], layers: Sequence[int]) -> list[bool]:
@@ -120,9 +135,10 @@ def _some_of(has: Sequence[bool], layers: Sequence[int]) -> list[bool]:
     return few
 
 
-def _kind_of(model: ModelConfig, layer: int) -> tuple[Mixer | None, bool]:
-    """What of a layer a shrunk model keeps: its mixer, and whether it has experts."""
-    return model.mixer_of(layer), model.is_moe(layer)
+def _kind_of(model: ModelConfig, layer: int) -> tuple[Mixer | None, bool, int]:
+    """What of a layer a shrunk model keeps: its mixer, whether it has experts, and whether it keeps
+    bf16."""
+    return model.mixer_of(layer), model.is_moe(layer), _end_of(model, layer)
 
 
 def _few_mixers(model: ModelConfig, layers: Sequence[int]) -> str:

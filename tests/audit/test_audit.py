@@ -27,6 +27,7 @@ from tests.verify.cases import chosen, shared_groups
 FEW, MANY = 1, 50
 MEASURED_BY_HOST = ("at model/moe/grouped.py", "at expert/transfer.py")
 SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+ENDS = {"first_last_layers_bf16": True}
 SIZES: dict[str, Any] = {
     "num_layers": 4,
     "hidden_size": 36,
@@ -135,6 +136,37 @@ EIGHT_BIT: dict[str, tuple[int, str, str, dict[str, Any]]] = {
         "delayed",
         {"context_parallel_size": 2, "cp_comm_type": ("a2a",)},
     ),
+    "ends in bf16, interleaved, recomputed in part": (
+        2,
+        "gpt",
+        "blockwise",
+        ENDS
+        | {
+            "num_layers_at_end_in_bf16": 2,
+            "pipeline_model_parallel_size": 2,
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "recompute_granularity": "selective",
+            "recompute_modules": ("layernorm", "mlp"),
+        },
+    ),
+    "ends in bf16, sequence parallel, deferred": (
+        4,
+        "latent",
+        "delayed",
+        SEQUENCE
+        | ENDS
+        | {
+            "mtp_num_layers": 1,
+            "pipeline_model_parallel_size": 2,
+            "pipeline_schedule": "zb_h1",
+        },
+    ),
+    "ends in bf16, layers recomputed": (
+        1,
+        "llama",
+        "tensorwise",
+        ENDS | {"num_layers_at_start_in_bf16": 0, "recompute_granularity": "full"},
+    ),
     "offloaded, ring": (
         2,
         "llama",
@@ -158,6 +190,7 @@ EIGHT_BIT: dict[str, tuple[int, str, str, dict[str, Any]]] = {
         "latents",
         "sequence parallel",
         "exchanged by heads",
+        "ends in bf16, interleaved, recomputed in part",
         "offloaded, ring",
     ),
 )

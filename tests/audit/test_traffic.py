@@ -291,6 +291,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         {ZERO: "optim", PP: 2} | NARROW | {"fp8_recipe": "delayed"},
     ),
     "gathered in 8 bits, hpZ, tp + sp": (8, ZERO3 | HPZ | SP | NARROW),
+    "gathered in 8 bits but for the ends, tp + sp, interleaved": (
+        8,
+        ZERO3 | SP | NARROW | {PP: 2, V: 2, "first_last_layers_bf16": True},
+    ),
     "gathered in 8 bits, hsdp, pp": (8, ZERO3 | {HSDP: 2, PP: 2} | NARROW),
     "qwZ + hpZ": (4, ZERO3 | QWZ | HPZ),
     "hpZ in bf16, layers recomputed": (4, ZERO3 | HPZ | BF16 | FULL),

@@ -296,6 +296,26 @@ VALUES = [
         "works: --ddp-bucket-size 2097152 | --no-optimizer-cpu-offload | --fp32",
     ),
     layout(
+        "no layer between ends in bf16",
+        "--bf16 --fp8-format hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 3",
+        "of 4, 3 at the start + 1 at the end keep bf16",
+        "works: --num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 1 | "
+        "--no-first-last-layers-bf16 --num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 1",
+    ),
+    layout(
+        "no end in bf16",
+        "--bf16 --fp8-format e4m3 --first-last-layers-bf16 --num-layers-at-start-in-bf16 0 "
+        "--num-layers-at-end-in-bf16 0",
+        "num_layers_at_start_in_bf16 0 + num_layers_at_end_in_bf16 0",
+        "works: --num-layers-at-start-in-bf16 1 | --num-layers-at-end-in-bf16 1",
+    ),
+    layout(
+        "ends in bf16 of a model in bf16",
+        "--bf16 --first-last-layers-bf16",
+        "it keeps layers in bf16 where others multiply in 8 or 4 bits",
+        "works: --fp8-format hybrid | --no-first-last-layers-bf16",
+    ),
+    layout(
         "host within a graph",
         "--nproc 2 --pp 2 --cuda-graph-impl local --hidden-dropout 0.1 --optimizer-cpu-offload "
         "--no-reset-attention-mask",

@@ -30,8 +30,9 @@ DENSE = (
 )
 EXPERTS = (
     "--num-experts 8 --moe-aux-loss-coeff 0.01 --multi-latent-attention --qk-layernorm --bf16 "
-    "--fp8-format hybrid --optimizer muon --mtp-num-layers 1 --lr-decay-style WSD "
-    "--lr-wsd-decay-iters 2 --profile --position-embedding-type rope --use-rope-scaling "
+    "--fp8-format hybrid --first-last-layers-bf16 --optimizer muon --mtp-num-layers 1 "
+    "--lr-decay-style WSD --lr-wsd-decay-iters 2 --profile --position-embedding-type rope "
+    "--use-rope-scaling "
     "--pipeline-model-parallel-size 2 --context-parallel-size 2 --swiglu "
     "--recompute-granularity full --recompute-method block --recompute-num-layers 1 --manual-gc "
     "--fine-grained-activation-offloading --offload-modules core_attn --optimizer-cpu-offload "
@@ -342,6 +343,22 @@ def test_flags_of_relatives_are_those_of_the_release(more: str, values: dict[str
     assert "num_experts" not in found.values
     named = [line for line in found.lost if more.split()[0] in line]
     assert not named
+
+
+def test_layers_that_keep_bf16_are_read_where_others_have_8_bits() -> None:
+    names = "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"
+    asked = DENSE + "--bf16 --first-last-layers-bf16 --num-layers-at-end-in-bf16 2 "
+    narrow = translate(read_job(asked + "--fp8-format hybrid --fp8-recipe tensorwise"))
+    assert [narrow.values[name] for name in names] == [True, 1, 2]
+    wide = translate(read_job(asked))
+    none = asked + "--fp8-format e4m3 --num-layers-at-start-in-bf16 0 --num-layers-at-end-in-bf16 0"
+    for job in (wide, translate(read_job(none))):
+        assert not {*names} & {*job.values} and "bf16" not in " ".join(job.lost)
+
+
+def test_an_embedding_in_fp32_is_named_with_what_becomes_of_it() -> None:
+    told = translate(read_job(DENSE + "--bf16 --fp32-residual-connection")).lost
+    assert any("fp32_residual_connection" in line and "the first sum" in line for line in told)
 
 
 def test_layers_of_one_mixer_each_are_read_with_stages_and_further_predictions() -> None:

@@ -30,6 +30,7 @@ WIDE = replace(
     MODELS["llama"], num_layers=2, hidden_size=136, ffn_hidden_size=300, num_query_groups=2
 )
 EXPERTS = replace(MIXTURE, hidden_size=136, moe_ffn_hidden_size=200)
+ENDS = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2}
 ZERO3 = "optim_grads_params"
 CASES: dict[str, tuple[int, Any, str, dict[str, Any]]] = {
     "ZeRO-1, by tensor": (2, MODELS["llama tied"], "tensorwise", flags(strategy="optim")),
@@ -46,6 +47,12 @@ CASES: dict[str, tuple[int, Any, str, dict[str, Any]]] = {
         flags(tp=2, sequence=True, strategy=ZERO3) | {"recompute_granularity": "full"},
     ),
     "experts split between shards": (4, EXPERTS, "blockwise", named(ep=2, strategy=ZERO3)),
+    "experts between ends in bf16": (
+        2,
+        replace(MIXED, **ENDS),
+        "delayed",
+        named(ep=2, strategy=ZERO3) | {"fp8_amax_history_len": 2},
+    ),
     "experts of one shard, two replicas": (
         4,
         MIXED,
@@ -102,7 +109,7 @@ def test_steps_are_the_same_to_the_bit(case: str) -> None:
         assert all((weights[name] == after[name]).all() for name in weights)
 
 
-@pytest.mark.parametrize("model", [*MODELS.values(), MIXED])
+@pytest.mark.parametrize("model", [*MODELS.values(), MIXED, replace(MIXED, **ENDS)])
 def test_rules_and_layers_name_the_same_weights(model: Any) -> None:
     parts = StageSpec(True, tuple(range(model.num_layers)), True, model.mtp_num_layers)
     with torch.device("meta"):
@@ -110,6 +117,8 @@ def test_rules_and_layers_name_the_same_weights(model: Any) -> None:
     install_eight_bit(stage, EightBit(RECIPES["tensorwise"], torch.float32), MemoryConfig())
     layers = {f"{name}.weight" for name, m in stage.named_modules() if products_of(m) is not None}
     assert layers == {n for n, w in stage_weights(model, parts).items() if in_eight_bits(n, w)}
+    narrow = {name.split(".")[1] for name in layers if name.startswith("layers.")}
+    assert narrow == {str(n) for n in range(model.num_layers) if not model.is_wide(n)}
 
 
 @pytest.mark.parametrize("recipe", SQUARE)
@@ -136,6 +145,8 @@ def test_what_could_not_be_gathered_in_8_bits_is_refused() -> None:
         assert "scales its rows, dX its columns" in said and "--fp8-recipe blockwise" in said
     assert "which gathers nothing" in _refusal(2, llama, **flags())
     assert "is a single rank" in _refusal(1, llama, **sharded)
+    tiles = {"recompute_granularity": "full", "tiled_mlp_num_shards": 2}
+    assert "--tiled-mlp-num-shards 1" in _refusal(2, llama, **sharded, **tiles)
     both = _refusal(2, llama, **sharded, zero_quantized_weights=True)
     assert "works: --no-zero-quantized-weights | --no-fp8-param-gather" in both
     early = flags(strategy="optim") | {"overlap_param_gather_with_optimizer_step": True}

@@ -20,6 +20,17 @@ def recomputed(software, **settings):
     return LayerTimes(layout, H100, software).layer(LayerKind(), modules).recompute.dx
 
 
+def test_a_layer_that_keeps_bf16_takes_as_long_as_one_of_a_model_in_bf16():
+    narrow = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
+    first = LayerTimes(planned("llama3-8b", 8, tp=2), H100, Software())
+    mixed = planned("llama3-8b", 8, tp=2, **narrow, first_last_layers_bf16=True)
+    each = LayerTimes(mixed, H100, Software())
+    assert each.layer(LayerKind(wide=True), ()) == first.layer(LayerKind(), ())
+    whole = LayerTimes(planned("llama3-8b", 8, tp=2, **narrow), H100, Software())
+    assert each.layer(LayerKind(), ()) == whole.layer(LayerKind(), ())
+    assert whole.layer(LayerKind(), ()).total.total < first.layer(LayerKind(), ()).total.total
+
+
 def test_older_attention_is_slower_where_the_silicon_asks_for_more():
     for name, share in (("A100-80", 1.0), ("H100", 0.65)):
         cluster = preset(name, 8)

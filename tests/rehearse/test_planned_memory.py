@@ -153,6 +153,18 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
             "data_parallel_sharding_strategy": "optim_grads",
         },
     ),
+    # Layers at the ends keep bf16: their weights arrive so, and what they read stays so.
+    "ends in bf16": (
+        "llama3-8b",
+        {
+            "num_layers": 6,
+            "fp8_format": "e4m3",
+            "fp8_recipe": "tensorwise",
+            "fp8_param_gather": True,
+            "first_last_layers_bf16": True,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+        },
+    ),
     # Gradients of experts were made one by one and then stacked.
     "experts in 8 bits": ("mixtral-8x7b", {"fp8_format": "e4m3", "fp8_recipe": "rowwise"}),
     # Experts have replicas where other layers are split by tensor parallelism.

@@ -42,6 +42,12 @@ OTHERWISE = (
     {"zero_quantized_weights": True, "zero_quantized_gradients": True},
     {"fp8_format": "e4m3", "fp8_recipe": "blockwise", "fp8_param_gather": True},
     {
+        "fp8_format": "hybrid",
+        "fp8_recipe": "tensorwise",
+        "first_last_layers_bf16": True,
+        "num_layers_at_start_in_bf16": 3,
+    },
+    {
         "zero_hpz_partition_size": 4,
         "zero_quantized_gradients": True,
         "zero_qgz_partition_size": 4,

@@ -69,6 +69,8 @@ SOME: dict[str, tuple[Any, ...]] = {
     "end_weight_decay": (0.3,),
     "mtp_num_layers": (1, 2),
     "mtp_hybrid_override_pattern": ("*", "M-", "-*M"),
+    "num_layers_at_start_in_bf16": (0, 2),
+    "num_layers_at_end_in_bf16": (0, 2),
     "lora_rank": (2,),
     "lora_dropout": (0.3,),
     "hidden_dropout": (0.1,),

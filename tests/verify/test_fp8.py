@@ -85,6 +85,27 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
             "min_offloaded_tensor_size": 1,
         },
     ),
+    "ends in bf16, interleaved, ZeRO-3": (
+        8,
+        replace(MIXED, first_last_layers_bf16=True),
+        named(ep=2, tp=2, pp=2, strategy="optim_grads_params")
+        | {
+            "fp8_param_gather": True,
+            "pipeline_model_parallel_layout": "Et|tt|t|tmL",
+            "num_layers_at_end_in_bf16": 2,
+        },
+    ),
+    "ends in bf16, deferred, recomputed": (
+        2,
+        replace(MODELS["gpt"], first_last_layers_bf16=True, num_layers_at_start_in_bf16=2),
+        named(
+            pp=2,
+            pipeline_schedule="zb_v",
+            pipeline_model_parallel_layout="v:Et|t|t|ttL",
+            recompute_granularity="selective",
+            recompute_modules=("mlp", "layernorm"),
+        ),
+    ),
     "experts deferred and recomputed": (
         4,
         MIXTURE,
@@ -106,6 +127,7 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
         CASES,
         "tiles",
         "gathered in 8 bits, deferred, offloaded",
+        "ends in bf16, interleaved, ZeRO-3",
     ),
 )
 def test_layouts_round_alike(case: str) -> None:

@@ -266,6 +266,24 @@ def test_one_number_leaves_groups_and_layers_of_both_kinds(
         assert len(set(is_again) if method == "block" else is_again) == groups
 
 
+@pytest.mark.parametrize("preset", ["llama3-8b", "mixtral-8x7b", "nemotron-h-8b"])
+@pytest.mark.parametrize("pp", [1, 2, 4])
+@pytest.mark.parametrize("ends", [(1, 1), (0, 9), (7, 2), (4, 0)])
+def test_layers_at_both_ends_keep_bf16(preset: str, pp: int, ends: tuple[int, int]) -> None:
+    settings = {
+        "pipeline_model_parallel_size": pp,
+        "precision": "bf16",
+        "fp8_format": "e4m3",
+        "first_last_layers_bf16": True,
+        "num_layers_at_start_in_bf16": ends[0],
+        "num_layers_at_end_in_bf16": ends[1],
+    }
+    small, _ = prepare(layout_of(preset, pp, **settings))
+    wide = [*map(small.config.model.is_wide, range(small.config.model.num_layers))]
+    assert (wide[0], wide[-1]) == (ends[0] > 0, ends[1] > 0)
+    assert not all(wide)
+
+
 ZERO3 = "optim_grads_params"
 BY_SCORE = {"moe_expert_capacity_factor": 1.0}
 

@@ -3,10 +3,10 @@
 from dataclasses import asdict
 from typing import Any
 
-from fivefold.config.by_layer import OF_LATENTS, OF_LINEAR_ATTENTION, OF_MAMBA
+from fivefold.config.by_layer import IN_BF16, OF_LATENTS, OF_LINEAR_ATTENTION, OF_MAMBA
 from fivefold.config.model import INITIAL, ModelConfig
 
-_TRAINING = ("hidden_dropout", "attention_dropout", *INITIAL)
+_TRAINING = ("hidden_dropout", "attention_dropout", *INITIAL, *IN_BF16)
 _OURS = (*_TRAINING, "make_vocab_size_divisible_by", "unmodelled")
 """Fields of a ModelConfig that weights do not depend on."""
 

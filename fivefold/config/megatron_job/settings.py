@@ -81,6 +81,8 @@ def _idles(job: MegatronJob, name: str) -> bool:
     of = {
         "muon_": job["optimizer"] in ("muon", "dist_muon"),
         "lr_wsd_": job["lr_decay_style"] == "WSD",
+        "first_last_layers_bf16": bool(job["fp8"] or job["fp4"]),
+        "num_layers_at_": job["first_last_layers_bf16"],
     }
     owners = {start: bool(job[switch]) for start, switch in _SWITCHES} | of
     return any(name.startswith(start) and not on for start, on in owners.items())

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from math import prod
 from types import MappingProxyType
 
+from fivefold.config.by_layer import IN_BF16
 from fivefold.config.data import MOCK
 from fivefold.config.megatron_job.arguments import MegatronJob, lost_argument
 from fivefold.config.megatron_job.model import needed
@@ -132,8 +133,17 @@ def of_formats(job: MegatronJob) -> Named:
             yield from job.same("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
     if job["fp4"]:
         yield "fp4_format", job["fp4"]
+    if (job["fp8"] or job["fp4"]) and job["first_last_layers_bf16"]:
+        yield from _in_bf16(job)
     yield from job.same("gradient_accumulation_fusion", "deterministic_mode")
     job.mention("accumulate_allreduce_grads_in_fp32")
+
+
+def _in_bf16(job: MegatronJob) -> Named:
+    """The layers that keep bf16, if any do."""
+    _, *numbers = IN_BF16
+    if any(job[name] for name in numbers):
+        yield from job.same(*IN_BF16)
 
 
 def of_training(job: MegatronJob, mistakes: Mistakes, lost: list[str]) -> Named:

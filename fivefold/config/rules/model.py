@@ -1,6 +1,6 @@
 """Validation of a model's architecture on its own."""
 
-from fivefold.config.by_layer import OF_LATENTS
+from fivefold.config.by_layer import IN_BF16, OF_LATENTS
 from fivefold.config.config import SECTION_SETTINGS, SETTINGS
 from fivefold.config.divisors import divisors, nearest
 from fivefold.config.layer_pattern import MAX_LAYERS, expert_layers, window_layers
@@ -48,6 +48,7 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
     check_adapters(model, mistakes)
     check_rope(model, mistakes)
     _check_gate(model, mistakes)
+    _check_ends(model, mistakes)
     _check_reach(model, mistakes)
     check_states(model, mistakes)
     if model.window_attn_skip_freq is not None:
@@ -58,6 +59,28 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
                     "layers a window",
                     works=("--window-attn-skip-freq none",),
                 )
+
+
+def _check_ends(model: ModelConfig, mistakes: Mistakes) -> None:
+    """Check that some layers keep bf16, and others are left."""
+    first, last = model.num_layers_at_start_in_bf16, model.num_layers_at_end_in_bf16
+    layers, names = model.num_layers, IN_BF16[1:]
+    if not model.first_last_layers_bf16 or min(first, last) < 0:
+        return
+    if first + last == 0:
+        mistakes.add(
+            f"first_last_layers_bf16 keeps no layer in bf16: {names[0]} 0 + {names[1]} 0",
+            works=[f"{flag_of(name)} 1" for name in names],
+        )
+    elif first + last >= layers:
+        fewer = min(first, (layers - 1) // 2)
+        works = f"{flag_of(names[0])} {fewer} {flag_of(names[1])} {min(last, layers - 1 - fewer)}"
+        default = " ".join(SETTINGS[name].typed(SETTINGS[name].default) for name in IN_BF16)
+        mistakes.add(
+            f"first_last_layers_bf16 leaves no layer for fewer bits: of {layers}, {first} at the "
+            f"start + {last} at the end keep bf16",
+            works=[*([works] if layers > 1 else []), default],
+        )
 
 
 def _check_reach(model: ModelConfig, mistakes: Mistakes) -> None:

@@ -99,6 +99,17 @@ OF_MODELS = (
         ("--mtp-num-layers 2",),
     ),
     where(
+        "first_last_layers_bf16",
+        "fp8_format != none or fp4_format != none",
+        "keeps layers in bf16 where others multiply in 8 or 4 bits",
+        "--fp8-format hybrid",
+    ),
+    where(
+        "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
+        "first_last_layers_bf16 = true",
+        "counts layers that keep bf16",
+    ),
+    where(
         "mtp_loss_scaling_factor",
         "mtp_num_layers != 0",
         "weighs the loss of further predictions",

@@ -41,7 +41,7 @@ def eight_bit(training: TrainingConfig, dtype: torch.dtype) -> EightBit | None:
 def install_eight_bit(stage: Stage, products: EightBit, memory: MemoryConfig) -> None:
     """Put products in the seams of every linear layer of a stage's blocks, as Megatron-LM does.
 
-    Routers, gates of shared experts and the output layer keep the dtype.
+    Routers, gates of shared experts, the output layer and wide layers keep the dtype.
 
     Args:
         stage: stage whose parameters may still be on the meta device.
@@ -51,6 +51,8 @@ def install_eight_bit(stage: Stage, products: EightBit, memory: MemoryConfig) ->
     """
     again = replace(products, keeps_input=True)
     for place, layer in placed_layers(stage):
+        if layer.wide:
+            continue
         remade = memory.of_layer(place).remade_modules
         after_norm = again if "layernorm" in remade else products
         for block in (module for module in layer.modules() if isinstance(module, LayerBlock)):

@@ -79,7 +79,7 @@ def delayed_bytes(training: TrainingConfig) -> int:
 
 def in_eight_bits(name: str, weight: Weight) -> bool:
     """Whether --fp8-format has a weight multiplied in 8 bits."""
-    return weight.multiplies and name.split(".")[-2] not in _WIDE
+    return weight.multiplies and not weight.wide and name.split(".")[-2] not in _WIDE
 
 
 def weight_bytes(recipe: str) -> float:
@@ -208,6 +208,12 @@ def check_gathered(config: Config, mistakes: Mistakes) -> None:
             "fp8_param_gather reads masters on the device, and optimizer_cpu_offload keeps them on "
             "the host",
             works=["--no-optimizer-cpu-offload", off],
+        )
+    if config.memory.tiled_mlp_num_shards > 1:
+        mistakes.add(
+            "fp8_param_gather: tiles of an MLP (tiled_mlp_num_shards) use parts of one weight's "
+            "gradient, which autograd would round to the 8 bits of the weight",
+            works=["--tiled-mlp-num-shards 1", off],
         )
     if training.compile:
         mistakes.add(

@@ -36,16 +36,23 @@ def update_seconds(
     return elementwise(cluster.gpu, parameters * kept, kernels)
 
 
-def summing_seconds(cluster: Cluster, config: Config, dense: V, experts: V) -> V:
+def summing_seconds(cluster: Cluster, config: Config, narrow: V, experts: V) -> V:
     """Seconds of kernels of their own that add a microbatch's gradients to the sum of earlier ones:
     they are read, and the sum is read and written.
 
     Products that compute gradients add them up themselves, but for grouped ones of experts, and
-    those of 8 and 4 bits. `dense`, `experts`: numbers of a rank's parameters of layers.
+    those of 8 and 4 bits.
+
+    Args:
+        cluster: the hardware.
+        config: the configuration.
+        narrow: number of a rank's parameters, but for experts', of layers that multiply so if any
+            do.
+        experts: number of its experts' parameters.
     """
     policy = engine_policy(config)
     moved = policy.compute + 2 * policy.gradient
-    parameters = experts + dense * config.narrow_products
+    parameters = experts + narrow * config.narrow_products
     return elementwise(cluster.gpu, parameters * moved, kernels=0)
 
 

@@ -66,7 +66,7 @@ class Route(StageSizes):
 
     def _in_layer(self, place: int) -> tuple[ActPoint, ActPoint]:
         """These points in any layer, as if it were the last."""
-        running, layer = self.running, self.described(place)
+        running, layer = self.running_of(place), self.described(place)
         inputs, after = layer.last_input, layer.after_last_input
         at, inside = next((n, op) for n, op in enumerate(after) if isinstance(op, _INSIDE))
         share = share_at_once(running, inputs.rerun_by)
@@ -130,7 +130,7 @@ class Route(StageSizes):
         return cache(self._in_experts)
 
     def _in_experts(self, place: int) -> ActPoint | None:
-        running, layer = self.running, self.described(place)
+        running, layer = self.running_of(place), self.described(place)
         if not isinstance(layer.last_input, ExpertsIn):
             return None
         point = self.last_layer[0]._replace(
@@ -155,7 +155,7 @@ class Route(StageSizes):
         )
 
     def _in_states(self, place: int, where: str) -> ActPoint:
-        running, operations = self.running, self.described(place).operations
+        running, operations = self.running_of(place), self.described(place).operations
         at, rule = next((n, op) for n, op in enumerate(operations) if isinstance(op, Recurrence))
         # Of the residual stream, of heads and of their gates.
         grads = running.element_bytes * self.layout.config.model.hidden_size / running.token_parts
@@ -180,14 +180,14 @@ class Route(StageSizes):
         """A point at which these operations of a layer of the stage are over: what it has kept for
         them, has made again or has back from the host is free, unless it is yet to be read."""
         operations = tuple(operations)
-        model = self.layout.config.model
+        model, running = self.layout.config.model, self.running_of(place)
         position, number = self._placed[place]
-        saved = saved_activations(model, number, self.running, position=position)
-        names = {item.name for op in operations for item in op.kept(self.running)}
+        saved = saved_activations(model, number, running, position=position)
+        names = {item.name for op in operations for item in op.kept(running)}
         freed = total(item for name, item in saved.items() if name in names)
         return point._replace(
             activations=point.activations - self.tokens * freed.kept,
             remade=point.remade - self.tokens * freed.remade,
             working=point.working - self.tokens * freed.offloaded,
-            read=point.read + self.tokens * deferred_bytes(operations, self.running),
+            read=point.read + self.tokens * deferred_bytes(operations, running),
         )

@@ -59,8 +59,10 @@ class StageSizes:
     @cached_property
     def read(self) -> tuple[float, ...]:
         """Bytes that deferred weight gradients of each layer need."""
-        described = (self.described(n).operations for n in range(len(self.numbers)))
-        return tuple(self.tokens * deferred_bytes(each, self.running) for each in described)
+        return tuple(
+            self.tokens * deferred_bytes(self.described(n).operations, self.running_of(n))
+            for n in range(len(self.numbers))
+        )
 
     @cached_property
     def gone(self) -> float:
@@ -112,6 +114,10 @@ class StageSizes:
         """What is trained of all layers but one."""
         own = layer_block(self.layout, self.numbers[place], trained=True)
         return *self.blocks[1:], replace(own, count=-1)
+
+    def running_of(self, place: int) -> Running:
+        """How a layer of the stage runs."""
+        return self.running.of_kind(self.described(place).kind)
 
     def described(self, place: int) -> Layer:
         """The operations of a layer of the stage."""

@@ -77,7 +77,8 @@ def forward_operations(layout: Layout, kind: LayerKind, software: Software) -> i
     }
     launched = sum(number for each, number in modules.items() if each not in software.graphed)
     local = (layout.config.model.num_experts or 0) // layout.grid.ep
-    experts = local * (8 if layout.config.narrow_products else 4)
+    narrow = layout.config.narrow_products and not kind.wide
+    experts = local * (8 if narrow else 4)
     return launched + bool(software.graphed) + _EXCHANGE[software.dispatcher] + experts
 
 

@@ -5,6 +5,7 @@ layer, transfers from the process groups of `mesh.grid`.
 """
 
 from collections.abc import Callable
+from copy import copy
 from functools import cached_property, partial
 
 from fivefold.description.experts import Dispatch, ExpertsIn, ExpertsOut, RouterLinear
@@ -88,7 +89,11 @@ class OperationTimes:
 
     def operation(self, op: Operation) -> Times:
         """The times of one operation of a layer; frozen weights have no dW."""
-        times = self._operation(op)
+        of = self
+        if op.wide:
+            of = copy(self)
+            of.precision = self.training.precision
+        times = of._operation(op)
         return times.without_dw() if op.frozen else times
 
     def _operation(self, op: Operation) -> Times:

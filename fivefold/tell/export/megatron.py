@@ -27,6 +27,7 @@ from fivefold.tell.export.settings import (
     command_line,
     flag,
     flags,
+    in_bf16,
     set_flag,
     state_types,
 )
@@ -44,6 +45,7 @@ def megatron(layout: Layout) -> Export:
         *memory_flags(said, runs),
         *optimizer_flags(said, layout),
         *_training(said, layout.config.training),
+        *_formats(said, layout),
         *fusion_flags(said, layout.config.model),
     ]
     missing = [
@@ -112,14 +114,6 @@ def _training(said: Settings, training: TrainingConfig) -> Iterator[str]:
         yield from set_flag("fp16", True)
         yield from set_flag("accumulate_allreduce_grads_in_fp32", True)
         yield from flags(said, "loss_scale", *([] if said["loss_scale"] else SCALE_BY_TRIAL))
-    if said["fp8_format"] and not said["fp4_format"]:
-        yield from flags(said, "fp8_format")
-        recipe = said["fp8_recipe"]
-        yield from set_flag("fp8_recipe", recipe if recipe in _RECIPES else "tensorwise")
-        if recipe == "delayed":
-            yield from flags(said, *DELAYED)
-        yield from set_flag("fp8_param_gather", said["fp8_param_gather"])
-    yield from flags(said, "fp4_format")
     # Without an interval it counts its evaluations in vain; without iterations there are none.
     yield from flag("eval-interval", said["eval_interval"] or training.num_steps)
     yield from flag("eval-iters", said["eval_iters"] if said["eval_interval"] else 0)
@@ -136,6 +130,35 @@ def _training(said: Settings, training: TrainingConfig) -> Iterator[str]:
         yield from flag("exit-duration-in-mins", max(int(minutes), 1))
     yield from flags(said, "exit_interval", "iterations_to_skip")
     yield from flags(said, "split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+
+
+def _formats(said: Settings, layout: Layout) -> Iterator[str]:
+    """In how many bits linear layers multiply, and which of them keep bf16."""
+    if said["fp8_format"] and not said["fp4_format"]:
+        yield from flags(said, "fp8_format")
+        recipe = _recipe(said)
+        yield from set_flag("fp8_recipe", recipe)
+        if recipe == "delayed":
+            yield from flags(said, *DELAYED)
+        yield from set_flag("fp8_param_gather", said["fp8_param_gather"])
+    yield from flags(said, "fp4_format")
+    first, *numbers = in_bf16(said) or (None,)
+    if first is not None:
+        yield from flags(said, first)
+        for name in numbers:
+            yield from set_flag(name, min(said[name], _most_in_bf16(layout)))
+
+
+def _recipe(said: Settings) -> str:
+    """How 8 bits are scaled there: not by earlier steps where some layers keep bf16."""
+    late = said["fp8_recipe"] == "delayed" and said["first_last_layers_bf16"]
+    recipe: str = said["fp8_recipe"]
+    return recipe if recipe in _RECIPES and not late else "tensorwise"
+
+
+def _most_in_bf16(layout: Layout) -> int:
+    """Layers that may keep bf16 at either end there."""
+    return layout.config.model.num_layers // layout.grid.pp
 
 
 def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
@@ -156,6 +179,15 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
         yield f"it multiplies in 8 or in 4 bits, not in both: {recipe} was left out"
     elif training.fp8_format and training.fp8_recipe not in _RECIPES:
         yield f"it has no {training.fp8_recipe} recipe (fp8_recipe): tensorwise stands in its place"
+    elif training.fp8_format and training.fp8_recipe != _recipe(said):
+        yield (
+            "it delays no scales where some layers keep bf16 (first_last_layers_bf16): "
+            "fp8_recipe = tensorwise stands in place of delayed"
+        )
+    most = _most_in_bf16(layout)
+    for name in in_bf16(said)[1:]:
+        if said[name] > most:
+            yield f"a stage keeps {most} of its layers in bf16 at most: not {name} = {said[name]}"
     yield from lost_of_memory(memory, runs)
     if layout.config.optimizer.needs_rounding:
         kinds = state_types(said)

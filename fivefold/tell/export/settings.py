@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from fivefold.config.by_layer import IN_BF16
 from fivefold.config.config import SETTINGS, Config
 from fivefold.layout import Layout
 
@@ -86,8 +87,10 @@ class Settings:
 
 
 def described(config: Config) -> str:
-    """The model's settings that are not defaults: 'num_layers = 32, hidden_size = ...'."""
-    return _changed(config, [field.name for field in fields(config.model)])
+    """The model's settings that are not defaults: 'num_layers = 32, hidden_size = ...', but for
+    layers that keep bf16, which `formats` names."""
+    names = [field.name for field in fields(config.model) if field.name not in IN_BF16]
+    return _changed(config, names)
 
 
 def _changed(config: Config, names: Iterable[str]) -> str:
@@ -152,7 +155,12 @@ def in_steps(layout: Layout) -> tuple[Layout, list[str]]:
 def formats(said: Settings) -> str:
     """In how many bits linear layers are asked to multiply, and how 8 bits are scaled."""
     late = DELAYED if said["fp8_format"] and said["fp8_recipe"] == "delayed" else ()
-    return said.told("fp8_format", "fp8_recipe", *late, "fp4_format")
+    return said.told("fp8_format", "fp8_recipe", *late, "fp4_format", *in_bf16(said))
+
+
+def in_bf16(said: Settings) -> tuple[str, ...]:
+    """Settings of layers that keep bf16, if there are such layers."""
+    return IN_BF16 if said["first_last_layers_bf16"] else ()
 
 
 def state_types(said: Settings) -> str:

@@ -220,7 +220,8 @@ def _lost_of_the_model(said: Settings, layout: Layout, name: str | None) -> Iter
         yield why_unknown(model)
     narrow = (training.fp8_format, training.fp8_recipe)
     if training.fp4_format or (
-        training.fp8_format and (name is None or ITS_MODELS[name].narrow != narrow)
+        training.fp8_format
+        and (name is None or ITS_MODELS[name].narrow != narrow or model.first_last_layers_bf16)
     ):
         yield (
             "multiplications in 8 or 4 bits are converters of the model's configuration there: "

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
+from fivefold.config.by_layer import IN_BF16
 from fivefold.config.layer_pattern import expert_layers
 from fivefold.config.model import INITIAL, ModelConfig
 from fivefold.config.presets import PRESETS
@@ -109,7 +110,7 @@ def differences(model: ModelConfig, other: ModelConfig) -> dict[str, tuple[Any, 
 def _function(model: ModelConfig) -> dict[str, Any]:
     """The fields that determine the function, with defaults filled in; None if without effect."""
     found = {field.name: getattr(model, field.name) for field in fields(model)}
-    for name in (*WITHOUT_MEANING, *INITIAL):
+    for name in (*WITHOUT_MEANING, *INITIAL, *IN_BF16):
         del found[name]
     if not model.use_rope_scaling:
         found |= dict.fromkeys(_ROPE_SCALING)
