@@ -3,7 +3,6 @@ it."""
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from math import log, sqrt
 from typing import Any, NamedTuple, get_args
 
 from fivefold.config.by_layer import ByLayer
@@ -181,32 +180,6 @@ class ModelConfig(ByLayer):
         return int(self.head_dim * self.rotary_percent)
 
     @property
-    def longrope_scale(self) -> float:
-        """Factor on rotary features with LongRoPE (Ding et al. 2024), at any length."""
-        if self.longrope_attention_factor is not None:
-            return self.longrope_attention_factor
-        original = self.original_max_position_embeddings
-        return longrope_attention(self.max_position_embeddings / original, original)
-
-    def is_long(self, seq_length: int) -> bool:
-        """Whether LongRoPE divides by its long factors, and dynamic NTK raises the base, in
-        sequences of this many tokens."""
-        return seq_length > self.original_max_position_embeddings
-
-    def rotary_base_at(self, seq_length: int) -> float:
-        """Base of RoPE in sequences of this many tokens.
-
-        Dynamic NTK (emozilla 2023) raises it for those that are longer than the original length, so
-        that the longest wavelength grows by `rotary_scaling_factor` more for each original length.
-        """
-        if self.rope_type != "dynamic" or not self.is_long(seq_length):
-            return self.rotary_base
-        factor = self.rotary_scaling_factor
-        longer = seq_length / self.original_max_position_embeddings
-        growth = factor * longer - (factor - 1.0)
-        return self.rotary_base * growth ** (self.rotary_dim / (self.rotary_dim - 2))
-
-    @property
     def q_size(self) -> int:
         """Features of all query heads together."""
         return self.num_attention_heads * self.query_dim
@@ -262,8 +235,3 @@ class ModelConfig(ByLayer):
     def qkv_bias(self) -> bool:
         """Whether the query, key and value projections have a bias."""
         return self.add_bias_linear or self.add_qkv_bias
-
-
-def longrope_attention(growth: float, original: int) -> float:
-    """Factor on rotary features for a context `growth` times as long as the original (LongRoPE)."""
-    return sqrt(1.0 + log(growth) / log(original)) if growth > 1.0 else 1.0

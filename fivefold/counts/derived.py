@@ -7,6 +7,7 @@ from itertools import accumulate, product
 
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
+from fivefold.config.stretched_rope import base_at, is_long, longrope_scale
 from fivefold.config.training import TrainingConfig
 from fivefold.counts.state import ModelState, model_state
 from fivefold.counts.volumes import by_axis, step_volumes
@@ -104,14 +105,14 @@ def _rotary(config: Config) -> Iterator[Row]:
     base of dynamic NTK."""
     model, length = config.model, config.training.seq_length
     if model.rope_type == "dynamic":
-        base, sign = model.rotary_base_at(length), ">" if model.is_long(length) else "<="
+        base, sign = base_at(model, length), ">" if is_long(model, length) else "<="
         original = f"{model.original_max_position_embeddings:,} before scaling"
         yield "rotary base", f"{base:.6g}", f"dynamic NTK at sequence {length:,} {sign} {original}"
     if model.rope_type == "longrope":
-        which, sign = ("long", ">") if model.is_long(length) else ("short", "<=")
+        which, sign = ("long", ">") if is_long(model, length) else ("short", "<=")
         original = f"{model.original_max_position_embeddings:,} before scaling"
         why = f"LongRoPE at sequence {length:,} {sign} {original}"
-        yield "rotary factors", which, f"{why}; features x {model.longrope_scale:.4g}"
+        yield "rotary factors", which, f"{why}; features x {longrope_scale(model):.4g}"
 
 
 def _growing_batch(training: TrainingConfig) -> Iterator[Row]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fivefold.config.model import ModelConfig
+from fivefold.config.stretched_rope import base_at, is_long, longrope_scale
 from fivefold.mesh.device import runs_triton
 from fivefold.model.traced import result
 
@@ -71,7 +72,7 @@ def _yarn(model: ModelConfig, plain: Tensor) -> Tensor:
 def rotary_scale(model: ModelConfig) -> float:
     """Factor on rotary features: YaRN and LongRoPE sharpen attention over the longer context."""
     if model.rope_type == "longrope":
-        return model.longrope_scale
+        return longrope_scale(model)
     if model.rope_type != "yarn":
         return 1.0
     return _growth(model, model.mscale) / _growth(model, model.mscale_all_dim)
@@ -150,9 +151,9 @@ class Rotary:
     """
 
     def __init__(self, model: ModelConfig, kinds: Iterable[bool], seq_length: int) -> None:
-        self._model = replace(model, rotary_base=model.rotary_base_at(seq_length))
+        self._model = replace(model, rotary_base=base_at(model, seq_length))
         self._kinds = (*kinds,)
-        long = model.is_long(seq_length)
+        long = is_long(model, seq_length)
         self._factors = model.longrope_long_factor if long else model.longrope_short_factor
         self._on_device: Tensor | None = None
 

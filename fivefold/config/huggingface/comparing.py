@@ -5,6 +5,7 @@ from typing import Any
 
 from fivefold.config.by_layer import IN_BF16, OF_LATENTS, OF_LINEAR_ATTENTION, OF_MAMBA
 from fivefold.config.model import INITIAL, ModelConfig
+from fivefold.config.stretched_rope import longrope_scale
 
 _TRAINING = ("hidden_dropout", "attention_dropout", *INITIAL, *IN_BF16)
 _OURS = (*_TRAINING, "make_vocab_size_divisible_by", "unmodelled")
@@ -36,7 +37,7 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     told["softmax_scale"] = softmax_scale(model)
     told["latent_norm_epsilon"] = model.latent_epsilon
     told["rotary_base_local"] = _local_base(model)
-    told["longrope_attention_factor"] = model.longrope_scale
+    told["longrope_attention_factor"] = longrope_scale(model)
     told["window_size"] = [model.window_of(layer) for layer in layers]
     told["no_rope_freq"] = [not model.rotates(layer) for layer in layers]
     told["linear_attention_freq"] = [model.is_linear(layer) for layer in layers]

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.huggingface.reader import Reader
-from fivefold.config.model import longrope_attention
+from fivefold.config.stretched_rope import longrope_attention
 
 LLAMA3: Mapping[str, str] = MappingProxyType(
     {
