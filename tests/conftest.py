@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 from fivefold import process
+from tests.disk import do_not_wait
 
 if TYPE_CHECKING:
     from tests.pool import Pool
@@ -27,6 +28,7 @@ def pytest_sessionstart() -> None:
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads once, when torch first imports it
 
+do_not_wait()
 settings.register_profile("any machine", settings(), deadline=None)  # time says nothing of a result
 settings.load_profile("any machine")
 

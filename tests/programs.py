@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from fivefold.cli.main import program
+from tests.disk import do_not_wait
 
 VERBS = ("eval", "plan", "report", "schedule", "train", "verify")
 ROOMS = (
@@ -141,6 +142,7 @@ def _become(
 ) -> None:
     """In the new process: what a shell would have set before."""
     gc.freeze()  # what was imported is never garbage
+    do_not_wait()
     if own_session:
         os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)

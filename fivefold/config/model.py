@@ -1,8 +1,7 @@
 """The model's architecture: its settings, and what follows from them. `config.rules.model` checks
 it."""
 
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
 
 from fivefold.config.by_layer import ByLayer
@@ -47,18 +46,6 @@ class StateShape(NamedTuple):
 @dataclass(frozen=True)
 class ModelConfig(ByLayer):
     """The architecture of a decoder-only transformer, and what follows from its settings."""
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        """Computed once: a search asks for it some hundred thousand times."""
-        return hash(tuple(getattr(self, setting.name) for setting in fields(self)))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Its settings alone: in another process, words have other hashes."""
-        return {setting.name: getattr(self, setting.name) for setting in fields(self)}
 
     @property
     def norms_before(self) -> bool:

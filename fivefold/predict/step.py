@@ -208,7 +208,7 @@ class _Predictor:
         gathered, reduced = moved.gathered - moved.first, moved.reduced - moved.last
         ends = Phases(moved.first, dw=moved.last) if defers else Phases(moved.first, moved.last)
         if not sharding.splits_parameters:
-            gathered, ends = 0.0, replace(ends, forward=0.0)
+            gathered, ends = 0.0, ends._replace(forward=0.0)
         work = times.total
         if self.layout.overlaps_pairs:  # beside messages that a pair hides nothing else can hide
             work = work + times.ep * -1
@@ -217,11 +217,11 @@ class _Predictor:
         each = partial(exposed, self.cluster.gpu, work, gathered, apart=defers, again=again)
         found = each(reduced)
         if software.gather_rate is not None:  # nothing hides gathers at a rate of their own
-            found = replace(found, forward=gathered)
+            found = found._replace(forward=gathered)
         whole = found + ends
         if software.reduces_last and sharding.splits_parameters and not defers:
             first = each(0.0).dx  # the mean over the microbatches
-            whole = replace(whole, dx=first + (whole.dx - first) / self.layout.num_microbatches)
+            whole = whole._replace(dx=first + (whole.dx - first) / self.layout.num_microbatches)
         return whole
 
     @cached_property

@@ -149,12 +149,6 @@ def check(folder: Path, number: int, *, saved: bool) -> None:
     assert len(Checkpointer(folder).steps()) <= KEEP
 
 
-@pytest.fixture(autouse=True)
-def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kill here is one of the machine, so that flushing to the disk only takes time."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
-
-
 @pytest.fixture(scope="module")
 def before(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The folder as it is before each save."""

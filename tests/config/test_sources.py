@@ -1,6 +1,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -235,3 +236,11 @@ def test_a_word_that_megatron_has_both_ways() -> None:
     _, config = load(["debug", *kinds, "--moe-token-dispatcher-type", "allgather"], Options)
     assert config.parallel.cp_comm_type == ("p2p", "all_gather", "p2p", "a2a")
     assert config.parallel.moe_token_dispatcher_type == "allgather"
+
+
+@pytest.mark.parametrize("section", SECTIONS.values(), ids=SECTIONS)
+def test_a_changed_section_is_one_that_is_made_so(section: type) -> None:
+    """`Config.with_values` makes it from the settings of the old one, and calls nothing."""
+    members = {name: member for kind in section.__mro__ for name, member in vars(kind).items()}
+    assert "__post_init__" not in members and "__slots__" not in members
+    assert not any(isinstance(member, cached_property) for member in members.values())

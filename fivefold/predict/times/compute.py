@@ -6,10 +6,9 @@ read its operands from memory. The time of an elementwise kernel follows from it
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,18 +49,17 @@ its tensor or row, where earlier steps do not tell it, is half found by the kern
 take a rotation."""
 
 
-@dataclass(frozen=True)
-class Phases:
-    """Seconds of a microbatch: forward, dX and dW."""
+class Phases(NamedTuple):
+    """Seconds of a microbatch: forward, dX and dW; a tuple, since a search makes a million."""
 
     forward: float = 0.0
     dx: float = 0.0
     dw: float = 0.0
 
-    def __add__(self, other: "Phases") -> "Phases":
+    def __add__(self, other: "Phases") -> "Phases":  # type: ignore[override]
         return Phases(self.forward + other.forward, self.dx + other.dx, self.dw + other.dw)
 
-    def __mul__(self, times: float) -> "Phases":
+    def __mul__(self, times: float) -> "Phases":  # type: ignore[override]
         return Phases(self.forward * times, self.dx * times, self.dw * times)
 
     @property

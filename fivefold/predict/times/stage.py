@@ -53,7 +53,7 @@ class Times:
 
     def without_dw(self) -> "Times":
         """The same without the products that make weight gradients."""
-        return replace(self, compute=replace(self.compute, dw=0.0))
+        return replace(self, compute=self.compute._replace(dw=0.0))
 
     @property
     def work(self) -> Phases:
