@@ -93,9 +93,6 @@ EXEMPT = {
     "keep_latest_k": Exempt(
         "a new run writes one checkpoint; a continued one has more", {"save_interval": 1}
     ),
-    "save_retain_interval": Exempt(
-        "it keeps what would be removed", {"save_interval": 1, "keep_latest_k": 1}
-    ),
     "non_persistent_save_interval": Exempt(
         "removed when a run ends; tests/train/test_local.py", NOWHERE
     ),
