@@ -209,6 +209,8 @@ def _joint(model: ModelConfig, kind: str) -> str:
     if model.hybrid_override_pattern is not None:
         return f"{kind} has layers with Mamba-2, which have no adapters here"
     files = FAMILIES[kind].tensors
+    if files.renamed:
+        return f"modules of {kind}, by which adapters are named, are not those of its files"
     if files.joint_qkv is not None:
         return f"{kind} has queries, keys and values in one linear layer, which has one adapter"
     apart = [ours.removesuffix(".") for ours in files.apart]

@@ -14,7 +14,7 @@ from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.cli.main import main
 from fivefold.config.config import Config
 from fivefold.config.huggingface import read_adapter
-from fivefold.config.huggingface.families import FAMILIES as RECORDS
+from fivefold.config.huggingface.families import FAMILIES
 from fivefold.config.model import ModelConfig
 from fivefold.config.rules.lora import linear_names
 from fivefold.config.sources import to_toml
@@ -29,18 +29,18 @@ from fivefold.train.folder.convert import keep_side_files, to_hub, to_run
 from fivefold.train.folder.run_folder import RunFolder
 from fivefold.train.folder.saved_state import SavedState
 from tests.config.oracle import LENGTH, InFp64, oracle_logits
-from tests.convert.test_huggingface import FAMILIES, written
+from tests.convert.test_huggingface import KINDS, written
 from tests.model.models import batch_of
 from tests.verify.cases import chosen
 
 # Where several of our layers are one.
-JOINT = [kind for kind in FAMILIES if RECORDS[kind].tensors.joint_qkv is not None]
+JOINT = [kind for kind in KINDS if FAMILIES[kind].tensors.joint_qkv is not None]
 OF_MLP = "gate_proj", "up_proj", "down_proj"
 
 
 def adapted_alone(base: ModelConfig, kind: str) -> tuple[str, ...]:
     """Linear layers of which PEFT can adapt each by itself."""
-    files = RECORDS[kind].tensors
+    files = FAMILIES[kind].tensors
     others = OF_MLP if base.num_experts is not None or files.joint_mlp else ()
     others += tuple(name.removesuffix(".") for name in files.apart)
     return tuple(name for name in linear_names(base) if name not in others)
@@ -79,10 +79,10 @@ def _logits(stage: Stage, model: ModelConfig) -> torch.Tensor:
 
 
 # Of the others, weights that are converted come back to the byte (test_huggingface.py).
-@pytest.mark.parametrize("kind", chosen(FAMILIES, *FAMILIES[::5], *FAMILIES[2::5]))
+@pytest.mark.parametrize("kind", chosen(KINDS, *KINDS[::5], *KINDS[2::5]))
 def test_merged_weights_have_our_logits(kind: str, tmp_path: Path) -> None:
     theirs = written(kind, tmp_path / "base").eval()
-    kinds = {"use_rslora": kind in FAMILIES[::3], "use_dora": kind in FAMILIES[::2]}
+    kinds = {"use_rslora": kind in KINDS[::3], "use_dora": kind in KINDS[::2]}
     model, stage = _adapted(tmp_path / "base", **kinds)
     to_hub(_saved(model, stage, tmp_path / "base", tmp_path / "run"), tmp_path / "merged")
     with InFp64():
@@ -95,13 +95,13 @@ def test_merged_weights_have_our_logits(kind: str, tmp_path: Path) -> None:
 
 # Of every family test_peft_folder.py reads what PEFT wrote, with its logits, and of some writes it
 # again to the byte; so some suffice here, and those that are refused.
-@pytest.mark.parametrize("kind", chosen(FAMILIES, *JOINT, *FAMILIES[::6]))
+@pytest.mark.parametrize("kind", chosen(KINDS, *JOINT, *KINDS[::6]))
 def test_peft_has_our_logits(kind: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     theirs = written(kind, tmp_path / "base").eval()
     base = model_in(HubFolder(tmp_path / "base"))
     targets = adapted_alone(base, kind)
-    kinds = {"use_rslora": kind in FAMILIES[::3], "use_dora": kind in FAMILIES[1::2]}
+    kinds = {"use_rslora": kind in KINDS[::3], "use_dora": kind in KINDS[1::2]}
     model, stage = _adapted(tmp_path / "base", **kinds, lora_target_modules=targets)
     run = _saved(model, stage, tmp_path / "base", tmp_path / "run")
     if kind in (*JOINT, "nemotron_h"):

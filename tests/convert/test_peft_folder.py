@@ -27,13 +27,14 @@ from fivefold.train.engine import Engine
 from fivefold.train.folder.convert import to_hub, to_run
 from tests.config.oracle import LENGTH, InFp64, oracle_logits
 from tests.convert.test_adapter import JOINT, adapted_alone
-from tests.convert.test_huggingface import FAMILIES, LAYOUTS, SHORT, written
+from tests.convert.test_huggingface import KINDS as ALL_KINDS
+from tests.convert.test_huggingface import LAYOUTS, SHORT, written
 from tests.model.models import batch_of
 from tests.pool import run
 from tests.verify.cases import chosen, shared_groups
 
-REFUSED = (*JOINT, "nemotron_h")
-KINDS = [kind for kind in FAMILIES if kind not in REFUSED]
+REFUSED = (*JOINT, "nemotron_h", "exaone")
+KINDS = [kind for kind in ALL_KINDS if kind not in REFUSED]
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
 

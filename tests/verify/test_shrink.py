@@ -196,13 +196,16 @@ def _check_experts(large: Layout, small: Layout) -> None:
     assert bool(new.shared_ffn_size) == bool(old.shared_ffn_size)
 
 
+UNPREDICTED: dict[str, Any] = {"mtp_num_layers": 0, "mtp_hybrid_override_pattern": None}
+
+
 @pytest.mark.parametrize(
     "model", [name for name, model in PRESETS.items() if model.num_experts and not model.unmodelled]
 )
 @pytest.mark.parametrize(("ep", "etp"), [(1, 1), (2, 1), (2, 2), (8, 1)])
 def test_every_preset_with_experts_can_be_shrunk(model: str, ep: int, etp: int) -> None:
     degrees = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
-    large = layout_of(model, 8, **degrees, global_batch_size=64, mtp_num_layers=0)
+    large = layout_of(model, 8, **degrees, global_batch_size=64, **UNPREDICTED)
     small, _ = prepare(large)
     assert count_parameters(small.config.model).total <= LARGEST_MODEL
     assert small.grid == large.grid

@@ -40,6 +40,7 @@ class Tensors:
 
     Attributes:
         names: how they are named.
+        renamed: whether transformers' modules, and so adapters, are named otherwise.
         base: prefix of all names but the output layer's.
         last: name of the last norm.
         two_norms: more substitutions, where attention and MLP are side by side after two norms.
@@ -62,6 +63,7 @@ class Tensors:
     """
 
     names: Names = field(default_factory=dict)
+    renamed: bool = False
     base: str = "model."
     last: str = "norm."
     two_norms: Names = field(default_factory=dict)

@@ -269,7 +269,9 @@ def yarn_settings(
 def _dynamic(table: Reader, whole: Reader) -> tuple[tuple[str, Any], ...]:
     """Dynamic NTK, of sequences that are longer than `max_position_embeddings`."""
     if "factor" not in table.fields:
-        table.mistakes.add("dynamic RoPE scaling needs factor")
+        table.mistakes.add(
+            'rope_type = "dynamic" needs factor, by which the longest wavelength grows'
+        )
     return (
         ("rope_type", "dynamic"),
         ("rotary_scaling_factor", table.number("factor", 1.0)),

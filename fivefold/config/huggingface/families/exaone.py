@@ -91,7 +91,7 @@ _GPT_NAMES: Names = {
     ".mlp.up_proj.": ".mlp.c_fc_1.",
     ".mlp.down_proj.": ".mlp.c_proj.",
 }
-_GPT = Tensors(_GPT_NAMES, base="transformer.", last="ln_f.")
+_GPT = Tensors(_GPT_NAMES, renamed=True, base="transformer.", last="ln_f.")
 _NAMES: Names = {
     ".mlp.router.expert_bias": ".mlp.e_score_correction_bias",
     ".mlp.router.": ".mlp.gate.",
