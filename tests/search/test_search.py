@@ -143,14 +143,16 @@ def test_what_is_a_little_too_large_holds_fewer_microbatches() -> None:
 
 @pytest.mark.slow
 def test_less_memory_costs_what_a_search_with_less_memory_finds() -> None:
-    """On 10 GB less, whether told as a sensitivity or asked for by a smaller device."""
-    result = result_of(TIGHT)
+    """On 10 GB less, whether told as a sensitivity or asked for by a smaller device, where another
+    layout is the best then."""
+    result = result_of("llama3-70b --cluster H100 --gpus 32 --gbs 64 --seq-length 4096")
     told = next(s for s in sensitivities(result) if s.change == "device memory -10 GB")
     gpu = result.request.cluster.gpu
     smaller = replace(gpu, memory_bytes=gpu.memory_bytes - LESS_MEMORY)
     cluster = replace(result.request.cluster, gpu=smaller)
-    found = search(replace(result.request, cluster=cluster)).best.seconds
-    assert found * 0.99 < told.seconds < found * 1.05
+    found = search(replace(result.request, cluster=cluster)).found
+    fastest = min(candidate.seconds for candidate in found)
+    assert result.best.seconds < fastest <= told.seconds < fastest * 1.05
 
 
 def test_what_flags_fix_stays_and_what_recipes_lay_out_does_not() -> None:
