@@ -55,5 +55,7 @@ class Routers:
     def update(self, sums: Tensor) -> None:
         """After an update of the weights: move biases by the sums of all ranks."""
         for router in self._routers:
-            rows = [*map(self.layers.index, self._model.layers_like(router.layer))]
-            router.update_bias(sums[rows, : self._experts].sum(0))
+            like = map(self.layers.index, self._model.layers_like(router.layer))
+            # Row by row: the host would wait for a list of them to reach the device.
+            first, *others = (sums[row, : self._experts] for row in like)
+            router.update_bias(sum(others, start=first))
