@@ -66,6 +66,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
         *("--hybrid-override-pattern", "ME*E", "--position-embedding-type", "none"),
         *("--no-use-rope-scaling", "--mamba-num-heads", "8", "--mamba-head-dim", "16"),
         *("--mamba-num-groups", "2", "--num-experts", "4", "--moe-latent-size", "32"),
+        *("--mtp-num-layers", "2", "--mtp-hybrid-override-pattern", "*E"),
+        "--mtp-use-repeated-layer",
     ),
     "states, ulysses": (
         *(*TWO, "--cp", "2", "--cp-comm-type", "a2a", "--experimental-attention-variant"),
