@@ -4,7 +4,7 @@ with DeepSeek-V3's router."""
 from dataclasses import replace
 
 from fivefold.config.huggingface.family import EACH, Family, Fields, Names, Tensors
-from fivefold.config.huggingface.generic import read_balancing
+from fivefold.config.huggingface.generic import read_balancing, refuse_one_expert
 from fivefold.config.huggingface.grouped_experts import listed_sparse, written_sparse
 from fivefold.config.huggingface.llama_like import LlamaLike
 from fivefold.config.huggingface.reader import Reader
@@ -100,9 +100,7 @@ def _third(reader: Reader) -> ModelConfig:
     read_balancing(reader)
     reader.without_effect("enable_moe_fp32_combine")  # how sums are rounded
     inner, topk = reader.size("moe_intermediate_size"), reader.size("num_experts_per_tok")
-    if topk == 1:
-        why = "its weight would be normalised to 1"
-        reader.unsupported("num_experts_per_tok", 1, [2], why)
+    refuse_one_expert(reader, topk)
     listed = listed_sparse(reader, model.num_layers)
     sparse = [layer > 0 for layer in range(model.num_layers)] if listed is None else listed
     experts = reader.size("num_experts", "num_local_experts", default=192)
