@@ -32,7 +32,8 @@ _WITHOUT_EFFECT = {  # strides in memory, and the path that the checkpoint was w
     "pathlib.PosixPath",
     "pathlib._local.PosixPath",
 }
-_NAMES = {*DTYPES, *_CLASSES, _SHAPE, *_WITHOUT_EFFECT}
+_MEMBER = "builtins.getattr"  # by which Python before 3.11.4 pickles a member of an enumeration
+_NAMES = {*DTYPES, *_CLASSES, _SHAPE, _MEMBER, *_WITHOUT_EFFECT}
 
 
 def read_pickle(pickled: bytes) -> Any:
@@ -154,7 +155,8 @@ class _PickleMachine:
 
     def called(self, name: Any, arguments: Any) -> Any:
         """The result of calling a known name: a shape, for example, is its tuple of sizes."""
-        if _is_one_of(_WITHOUT_EFFECT, name):
+        owner = arguments[0] if name == _MEMBER and arguments else name
+        if _is_one_of(_WITHOUT_EFFECT, owner):
             return None
         if name != _SHAPE:
             raise CheckpointError("calls what no checkpoint calls")

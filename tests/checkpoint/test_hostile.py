@@ -12,6 +12,7 @@ import subprocess
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,25 @@ def test_a_key_that_takes_for_ever_to_hash_is_not_hashed() -> None:
     for end in (b"}h\x3cK\x01s.", b"h\x3ch\x3cR.", b"h\x3c)\x81."):
         with pytest.raises(CheckpointError):
             read_pickle(b"\x80\x04K\x01\x85\x94" + doubled + end)
+
+
+class ByName(pickle.Pickler):
+    """Pickles members of enumerations as Python 3.11.0 to 3.11.3 do, and Debian 12's is 3.11.2."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, Enum) else NotImplemented
+
+
+def test_what_an_older_python_wrote_is_read(root: Path) -> None:
+    written, again = (root / "step-00000001" / INDEX).read_bytes(), io.BytesIO()
+    ByName(again, 4).dump(pickle.loads(written))
+    assert b"getattr" in again.getvalue()
+    assert read_pickle(again.getvalue()) == read_pickle(written)
+    forge(root / "step-00000001", INDEX, again.getvalue())
+    Checkpointer(root).load(1, tensors())
+    for owner in (Path, Call):
+        with pytest.raises(CheckpointError):
+            read_pickle(pickle.dumps(Call(getattr, owner, "name")))
 
 
 def change(edit: Callable[[Metadata], None]) -> Callable[[bytes], bytes]:
