@@ -19,11 +19,8 @@ def base_at(model: ModelConfig, seq_length: int) -> float:
     """
     if model.rope_type != "dynamic" or not is_long(model, seq_length):
         return model.rotary_base
-    factor, longer = (
-        model.rotary_scaling_factor,
-        seq_length / model.original_max_position_embeddings,
-    )
-    growth = factor * longer - (factor - 1.0)
+    longer = seq_length / model.original_max_position_embeddings
+    growth = 1.0 + model.rotary_scaling_factor * (longer - 1.0)
     return model.rotary_base * growth ** (model.rotary_dim / (model.rotary_dim - 2))
 
 
