@@ -255,14 +255,31 @@ class Architecture:
     v_head_dim: Count = option(128, "features of an MLA value head")
     latent_norm_epsilon: Positive | None = option(
         None,
-        "added to the variance by the norms of MLA's latents, as in GLM-4.7-Flash; none: "
-        "norm_epsilon",
+        "added to the variance by the norms of MLA's latents, and of what dsa's indexer compares "
+        "with them, as in GLM-4.7-Flash; none: norm_epsilon",
     )
     attention_output_gate: bool = option(
         False, "multiply what heads attend to by sigmoid gates that the query projection makes, too"
     )
-    experimental_attention_variant: Literal["gated_delta_net"] | None = option(
-        None, "attention of layers with linear attention, as in Qwen3-Next; none: no such layers"
+    experimental_attention_variant: Literal["gated_delta_net", "dsa"] | None = option(
+        None,
+        "gated_delta_net: layers with linear attention, as in Qwen3-Next; dsa: attention to the "
+        "tokens that an indexer chooses, as in DeepSeek-V3.2 (MLA); none: neither",
+    )
+    dsa_indexer_n_heads: Count | None = option(None, "heads of dsa's indexer")
+    dsa_indexer_head_dim: Count | None = option(
+        None, "features of each, of which the first qk_pos_emb_head_dim are rotary"
+    )
+    dsa_indexer_topk: Count | None = option(
+        None, "tokens that each token attends to with dsa: those with its indexer's best scores"
+    )
+    dsa_indexer_loss_coeff: NonNegative | None = option(
+        None,
+        "factor of the loss of dsa's indexer, its divergence from what attention looks at; none or "
+        "0: the indexer stays as it is",
+    )
+    dsa_indexer_use_sparse_loss: bool = option(
+        False, "compare both over the tokens that the indexer has chosen, rather than over all"
     )
     linear_attention_freq: str | None = option(
         None,

@@ -24,6 +24,10 @@ OF_LINEAR_ATTENTION = (
 """Settings that say something of layers with linear attention only."""
 OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 """Settings that say something of latent attention only, and that Megatron-LM has, too."""
+OF_INDEXER = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
+"""Settings that say what dsa's indexer is."""
+OF_ITS_LOSS = ("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss")
+"""Settings that say how it is trained."""
 OF_MAMBA = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
 """Settings that say something of layers with Mamba-2 only."""
 IN_BF16 = (
@@ -73,6 +77,11 @@ class ByLayer(Architecture):
         return range(first, first + self.mtp_num_layers * self.prediction_size)
 
     @property
+    def num_all_layers(self) -> int:
+        """Layers of the model and of all further predictions."""
+        return self.num_layers + len(self.prediction_layers)
+
+    @property
     def prediction_sets(self) -> int:
         """Sets of weights of further predictions: one each, or one of all."""
         return min(self.mtp_num_layers, 1) if self.mtp_use_repeated_layer else self.mtp_num_layers
@@ -103,12 +112,18 @@ class ByLayer(Architecture):
     @property
     def has_linear_layers(self) -> bool:
         """Whether layers have linear attention or Mamba-2."""
-        return (self.experimental_attention_variant, self.hybrid_override_pattern) != (None, None)
+        linear = self.experimental_attention_variant == "gated_delta_net"
+        return linear or self.hybrid_override_pattern is not None
 
     @property
     def softmax_layers(self) -> tuple[int, ...]:
         """The layers whose attention has a softmax, without those of further predictions."""
         return _softmax_layers(self)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether attention is to the tokens that an indexer chooses (dsa)."""
+        return self.experimental_attention_variant == "dsa"
 
     def window_of(self, layer: int) -> int | None:
         """How many tokens before itself a token of a layer attends to; None: all."""

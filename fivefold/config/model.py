@@ -15,6 +15,25 @@ MAMBA_TAPS = 4
 """Tokens over which the convolution of Mamba-2 reaches, in Megatron-LM always."""
 
 
+class IndexerShape(NamedTuple):
+    """Sizes of dsa's indexer.
+
+    Attributes:
+        heads: its heads, which share a key.
+        dim: features of a query head, and of the key.
+        topk: tokens that are chosen for each.
+    """
+
+    heads: int
+    dim: int
+    topk: int
+
+    @property
+    def size(self) -> int:
+        """Features of all query heads together."""
+        return self.heads * self.dim
+
+
 class StateShape(NamedTuple):
     """Sizes of layers that keep a state: linear attention, or Mamba-2.
 
@@ -197,6 +216,19 @@ class ModelConfig(ByLayer):
         heads, value = self.linear_num_value_heads, self.linear_value_head_dim
         sizes = self.linear_num_key_heads, heads, self.linear_key_head_dim, value
         return StateShape(*sizes, self.linear_conv_kernel_dim)
+
+    @property
+    def indexer(self) -> IndexerShape:
+        """Sizes of dsa's indexer."""
+        heads, dim = self.dsa_indexer_n_heads, self.dsa_indexer_head_dim
+        topk = self.dsa_indexer_topk
+        assert heads is not None and dim is not None and topk is not None, "a model without dsa"
+        return IndexerShape(heads, dim, topk)
+
+    @property
+    def trains_indexer(self) -> bool:
+        """Whether dsa's indexer has a loss."""
+        return self.is_sparse and bool(self.dsa_indexer_loss_coeff)
 
     @property
     def attention_size(self) -> int:

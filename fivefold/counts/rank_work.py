@@ -220,10 +220,13 @@ class _Products:
         sizes, model = _linear_weights(self._layout, layer), self._model
         stops = remade.ends_group and not describe_layer(model, layer).keeps_end
         again = remade.whole
-        trained = {weight.name for weight in describe_layer(model, layer).weights if weight.trained}
+        weights = describe_layer(model, layer).weights
+        trained = {weight.name for weight in weights if weight.trained}
+        passes_on = {weight.name for weight in weights if weight.passes_on}
         once = sum(sizes.values())
         passes = (3 + again) * once
         passes -= sum(size for name, size in sizes.items() if name not in trained)  # no dW
+        passes -= sum(size for name, size in sizes.items() if name not in passes_on)  # no dX
         tiled = [name for name in sizes if again and name.startswith(MADE_AGAIN["mlp"])]
         if self._memory.tiled_mlp_num_shards == 1:
             tiled = []

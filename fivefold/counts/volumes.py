@@ -303,11 +303,11 @@ class _Volumes:
     def scalars(self) -> Iterator[Flow]:
         """Valid token counts before the step; losses, stop votes and squared norm after it."""
         losses = 1 + self.model.mtp_num_layers
-        z_loss = self.layout.config.training.z_loss_coeff > 0
+        more = (self.layout.config.training.z_loss_coeff > 0) + self.model.trains_indexer
         count = wire_bytes("all_reduce", SCALAR_BYTES, self.data)
         yield Flow("data", "token count", losses * count)
         one = wire_bytes("all_reduce", SCALAR_BYTES, self.layout.grid.world_size)
-        yield Flow("world", "loss, votes and gradient norm", (losses + z_loss + 2) * one)
+        yield Flow("world", "loss, votes and gradient norm", (losses + more + 2) * one)
         mixtures = sum(map(self.model.is_moe, all_layers(self.model, whole_model(self.model))))
         numbers = mixtures * ((self.model.num_experts or 0) + 4)
         yield Flow("world", "what routers decided", numbers * one)

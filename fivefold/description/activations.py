@@ -26,6 +26,7 @@ from fivefold.description.shape import (
     rotations,
     tempers,
 )
+from fivefold.description.sparse import Indexing
 
 
 @dataclass(frozen=True)
@@ -280,7 +281,8 @@ def bookkeeping_bytes(
     """
     wide, tp, tokens = max(running.element_bytes, 4), running.tensor_parallel, running.token_parts
     # PyTorch's layer norm keeps mean and deviation; on a CPU, in the compute dtype.
-    norm = (2 * running.element_bytes if model.normalization == "LayerNorm" else wide) / tokens
+    layer_norm = 2 * running.element_bytes / tokens
+    norm = layer_norm if model.normalization == "LayerNorm" else wide / tokens
     size = 0.0
     groups = running.memory.recomputed_groups(len(parts.layers))
     kept_whole = [(at, parts.layers[at]) for group, again in groups if not again for at in group]
@@ -305,6 +307,8 @@ def bookkeeping_bytes(
                 size += wide * each if queries else norm
             if isinstance(operation, LatentDown):
                 size += norm * operation.norms
+            if isinstance(operation, Indexing):
+                size += layer_norm
     tables = len(rotations(model, parts))
     size += tables * running.element_bytes * 1.5 * model.rotary_dim  # cos [R] and sin [R / 2]
     size += wide * tempers(model, parts)

@@ -31,6 +31,7 @@ from fivefold.description.operations import (
     RowLinear,
 )
 from fivefold.description.prediction import PredictionInput
+from fivefold.description.sparse import SparseAttention, indexing
 from fivefold.description.weights import (
     Weight,
     column,
@@ -169,10 +170,12 @@ def _softmax_attention(model: ModelConfig, before: tuple[str, ...]) -> tuple[Ope
     sinks: tuple[Weight, ...] = ()
     if model.softmax_type == "learnable":
         sinks = (Weight("self_attn.sinks.weight", (heads,), split=0),)
+    core = SparseAttention if model.is_sparse else CoreAttention
     gate = GatedHeads("attn_gate", (), ("a2a_overlap_attn",), features=model.attention_size)
     return (
         *(latent_projections(model, before) if latent else _projections(model, before)),
-        CoreAttention(
+        *((indexing(model),) if model.is_sparse else ()),
+        core(
             "core_attn",
             sinks,
             ("core_attn", "a2a_overlap_attn"),

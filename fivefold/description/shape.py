@@ -23,6 +23,7 @@ from fivefold.description.layers import describe, describe_layer
 from fivefold.description.linear_attention import Recurrence
 from fivefold.description.operations import CoreAttention
 from fivefold.description.prediction import PredictionInput
+from fivefold.description.sparse import SparseAttention
 from fivefold.description.weights import Weight, embedding_weights, head_weights
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -297,9 +298,9 @@ def forward_flops(
 
     2 x weights of the linear layers (including router, chosen experts and output layer), plus per
     layer 2 x keys attended x heads x (key + value features of a head). The mean number of keys is
-    half the sequence if causal, fewer with a window or chunks. With linear attention it is a number
-    that does not depend on the sequence (`Recurrence.flops`). The output layer runs once per
-    predicted token.
+    half the sequence if causal, fewer with a window or chunks, or where an indexer chooses them,
+    whose own scores are of all. With linear attention it is a number that does not depend on the
+    sequence (`Recurrence.flops`). The output layer runs once per predicted token.
     """
     parts = parts or whole_model(model)
     weights, states, per_key = 0, 0, defaultdict[Reach, int](int)
@@ -310,7 +311,12 @@ def forward_flops(
         if described.kind.linear:
             states += described.one(Recurrence).flops
         elif described.kind.softmax:
-            per_key[model.reach_of(layer)] += described.one(CoreAttention).flops_per_key
+            core = described.one(CoreAttention)
+            reach = model.reach_of(layer)
+            if isinstance(core, SparseAttention):
+                per_key[reach] += core.index_flops_per_key
+                reach = Reach(window=model.indexer.topk)
+            per_key[reach] += core.flops_per_key
     if parts.head:
         weights += (1 + model.mtp_num_layers) * model.padded_vocab_size * model.hidden_size
     scores = sum(
@@ -328,11 +334,25 @@ def training_flops(
     *,
     causal: bool = True,
 ) -> Flops:
-    """FLOPs per token of forward and backward: 6 x linear weights (4 x if they are frozen), and
-    attention three times."""
+    """FLOPs per token of forward and backward: 6 x linear weights (4 x if they are frozen, or pass
+    no gradient on), and attention three times, scores of an indexer once if it is not trained."""
     forward = forward_flops(model, seq_length, parts, causal=causal)
-    frozen = forward.matmul - 2 * trained_weights(model, parts)
-    return Flops(matmul=3 * forward.matmul - frozen, attention=3 * forward.attention)
+    fewer = forward.matmul - 2 * trained_weights(model, parts)
+    attention = 3 * forward.attention
+    if model.is_sparse:
+        kinds = kinds_of(model, all_layers(model, parts or whole_model(model))).items()
+        each = (weight for kind, n in kinds for weight in n * describe(model, kind).weights)
+        fewer += 2 * sum(weight.size for weight in each if not weight.passes_on)
+        attention -= 2 * (not model.trains_indexer) * index_flops(model, seq_length, parts, causal)
+    return Flops(matmul=3 * forward.matmul - fewer, attention=attention)
+
+
+def index_flops(model: ModelConfig, seq_length: int, parts: StageParts | None, causal: bool) -> int:
+    """Forward FLOPs per token of the scores of a stage's indexers."""
+    keys = Reach().mean_keys(seq_length) if causal else seq_length
+    layers = all_layers(model, parts or whole_model(model))
+    cores = (describe_layer(model, layer).one(SparseAttention) for layer in layers)
+    return int(keys * sum(core.index_flops_per_key for core in cores))
 
 
 def trained_weights(model: ModelConfig, parts: StageParts | None) -> int:

@@ -22,6 +22,7 @@ class Weight:
             expert-tensor-parallel ones.
         multiplies: whether it is the weight matrix of a linear layer.
         wide: whether it is multiplied in bf16 where others are in 8 bits: those of a wide layer.
+        passes_on: whether what it multiplies gets a gradient; else it has no dX.
         trained: whether it is trained; False for all but adapters, where there are some.
         sees: what an unsplit weight is applied to: all "tokens", or this rank's "heads". Decides
             whether each tensor-parallel rank computes only part of its gradient.
@@ -34,6 +35,7 @@ class Weight:
     of_experts: bool = False
     multiplies: bool = False
     wide: bool = False
+    passes_on: bool = True
     trained: bool = True
     sees: Literal["tokens", "heads"] = "tokens"
 

@@ -1,7 +1,7 @@
 """Per-microbatch inputs that all layers of a stage share, computed once per forward."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,25 @@ from fivefold.model.linear_attention.chunks import DocumentChunks
 from fivefold.model.rope import RotaryTables
 from fivefold.model.sequence_slices import KeysAndValues
 from fivefold.model.shards import MicrobatchShare
+
+
+class Noted:
+    """Losses of layers that their backwards come to know.
+
+    No list, of which FSDP2 would hand modules a copy.
+    """
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor] = []
+
+    def add(self, loss: Tensor) -> None:
+        """Note a loss of a layer, a scalar."""
+        self._losses.append(loss)
+
+    def take(self) -> list[Tensor]:
+        """What was noted since the last time."""
+        taken, self._losses = self._losses, []
+        return taken
 
 
 @dataclass(frozen=True)
@@ -37,6 +56,7 @@ class Context:
         temperature: factors of queries by position, [B, S, 1, 1]; None: all 1.
         shift: by how much the numbers of layers are higher than those of the first ones that have
             their weights, in further predictions that share them.
+        noted: is told losses of layers in their backwards.
     """
 
     rows: int
@@ -54,12 +74,17 @@ class Context:
     documents: DocumentChunks | None = None
     temperature: Tensor | None = None
     shift: int = 0
+    noted: Noted = field(default_factory=Noted)
 
     def again(self, run: int, layers: int) -> "Context":
         """That of a run of so many layers, after as many as `run` with the same weights."""
         drops = self.dropout
         drops = None if drops is None else replace(drops, run=run)
         return replace(self, dropout=drops, shift=run * layers)
+
+    def by_rows(self, x_TF: Tensor, heads: int) -> Tensor:
+        """[T, F] -> [B, S, heads, F / heads]."""
+        return x_TF.view(self.rows, x_TF.shape[0] // self.rows, heads, -1)
 
     @property
     def recurrence(self) -> DocumentChunks:

@@ -146,6 +146,11 @@ def latent_norm(model: ModelConfig, features: int) -> LayerNorm | RMSNorm:
     return _norm_of(model, features, model.latent_epsilon)
 
 
+def key_norm(model: ModelConfig, features: int) -> LayerNorm:
+    """That of an indexer's keys, which is a LayerNorm in every model."""
+    return LayerNorm(features, model.latent_epsilon, _offset(model))
+
+
 def _norm_of(model: ModelConfig, features: int, epsilon: float) -> LayerNorm | RMSNorm:
     if model.normalization == "RMSNorm":
         return RMSNorm(features, epsilon, _offset(model))

@@ -25,16 +25,17 @@ from fivefold.description.shape import (
     tempers,
     whole_model,
 )
+from fivefold.model.attention.indexer import Indexer
 from fivefold.model.batch import Batch
 from fivefold.model.caps import capped
-from fivefold.model.context import Context
+from fivefold.model.context import Context, Noted
 from fivefold.model.dropout import Dropout
 from fivefold.model.layer import TransformerLayer
 from fivefold.model.layers import Column, Embedding, LayerBlock, Linear, plain_column
 from fivefold.model.lora import as_if_trained, freeze
 from fivefold.model.loss import LossRule, cross_entropy
 from fivefold.model.moe.layer import MoE
-from fivefold.model.moe.routing import Decisions
+from fivefold.model.moe.routing import Decisions, Router
 from fivefold.model.norms import LayerNorm, RMSNorm, make_norm
 from fivefold.model.prediction import FurtherToken, LayersInTurn, objective, targets
 from fivefold.model.rope import Rotary, temperature
@@ -72,6 +73,7 @@ class Stage(nn.Module):
         cross_entropy: seam around the loss, with the signature of `loss.cross_entropy`.
         shard_tokens: seam that takes this rank's part of per-token values [T], as of residuals.
         fuses_rope, fuses_dropout: as in `model.fusions`.
+        noted: losses of layers that their backwards came to know, for each that has ended.
         z_sums: of the latest losses, the parts that are z-loss; empty without it.
     """
 
@@ -115,6 +117,7 @@ class Stage(nn.Module):
         self.cross_entropy: Callable[..., Tensor] = cross_entropy
         self.shard_tokens: Callable[[Tensor], Tensor] = lambda values_T: values_T
         self.fuses_rope, self.fuses_dropout, self.z_sums = False, False, list[Tensor]()
+        self.noted = Noted()
         self.rotary = Rotary(model, rotations(model, parts), self.settings.seq_length)
 
     @property
@@ -129,6 +132,11 @@ class Stage(nn.Module):
     def mixtures(self) -> list[MoE]:
         """All its mixture-of-experts modules."""
         return [module for module in self.modules() if isinstance(module, MoE)]
+
+    @property
+    def taught(self) -> list[Router | Indexer]:
+        """Its modules that have losses of their own, which are means over the global batch."""
+        return [module for module in self.modules() if isinstance(module, Router | Indexer)]
 
     @property
     def predictions(self) -> list[FurtherToken]:
@@ -287,6 +295,7 @@ def _context(
         chunks=batch.chunks_of(model.attention_chunk_size),
         documents=batch.recurrence if has_linear(model, stage.parts) else None,
         temperature=_temperature(stage, batch.positions, dtype),
+        noted=stage.noted,
     )
 
 

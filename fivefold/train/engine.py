@@ -116,11 +116,15 @@ class Engine:
         norm = norm if loss_scale is None else norm / loss_scale
         step_rates = rates(self.steps, optimizer, training)
         losses = local.loss.reshape(-1)
+        names = [f"mtp_{depth}_loss" for depth in range(1, depths + 1)]
         if training.z_loss_coeff:
             losses = torch.cat([losses, local.z_loss.to(losses).reshape(1)])
+            names.append("z_loss")
+        if self.layout.config.model.trains_indexer:
+            losses = torch.cat([losses.double(), self._mean_noted(local.noted)])
+            names.append("indexer_loss")
         (loss, *further), votes = self._sums(losses, vote())
-        names = [*(f"mtp_{depth}_loss" for depth in range(1, depths + 1)), "z_loss"]
-        extra = dict(zip(names, further, strict=False))
+        extra = dict(zip(names, further, strict=True))
         routing = self.routers.sums(local.routing, self.device)
         if len(routing):
             routing = all_reduce(routing, self.groups.world)
@@ -286,6 +290,10 @@ class Engine:
         ]
         count = counts[0] if len(counts) == 1 else torch.stack(counts)
         return all_reduce(count, self.groups.data)
+
+    def _mean_noted(self, noted: Tensor) -> Tensor:
+        """This rank's part of the mean loss of the layers' indexers, [1], as Megatron-LM logs it."""
+        return noted.reshape(1) / self.layout.config.model.num_all_layers
 
     def _sums(self, local_losses: Tensor, vote: bool = False) -> tuple[list[Tensor], Tensor]:
         """The whole losses, of which tensor-parallel ranks hold the same part, and all votes."""

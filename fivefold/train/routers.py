@@ -1,4 +1,4 @@
-"""What the routers of a run decide in a step, put together for all ranks."""
+"""What the routers of a run decide in a step, put together for all ranks; indexers begin it, too."""
 
 from collections.abc import Mapping
 
@@ -30,14 +30,15 @@ class Routers:
         self.layers = [*filter(model.is_moe, all_layers(model, whole_model(model)))]
         self._experts = model.num_experts or 0
         self._routers = [moe.router for stage in stages.values() for moe in stage.mixtures]
-        for router in self._routers:
-            router.loss_scale = loss_scale
+        self._taught = [module for stage in stages.values() for module in stage.taught]
+        for module in self._taught:
+            module.loss_scale = loss_scale
         self._copies = layout.grid.ranks_per_stage * layout.num_copies
 
     def begin(self, global_batch_size: int) -> None:
         """Begin a step of so many rows over all ranks, or another attempt at it."""
-        for router in self._routers:
-            router.begin_step(global_batch_size)
+        for module in self._taught:
+            module.begin_step(global_batch_size)
 
     def sums(self, routing: Mapping[int, Tensor], device: torch.device) -> Tensor:
         """This rank's part of [layers, E + 4] fp64, which add up over all ranks: tokens of each

@@ -179,7 +179,7 @@ class StepGraphs:
             sums = self._launch(program, there.batches, scale)
             made.append(sums)
             grads = (p.grad for p in parameters if p.grad is not None)
-            return sums.loss, sums.z_loss, *sums.routing.values(), *grads
+            return sums.loss, sums.z_loss, sums.noted, *sums.routing.values(), *grads
 
         with self._unwatched():
             replay = recorder.record(work, self._settled())

@@ -71,8 +71,8 @@ def plain_model(config: Config, dtype: torch.dtype) -> Stage:
     """The whole model without parallelism, its parameters in `dtype`."""
     training = config.training
     model = Stage(config.model, training=training, experts=config.experts)
-    for mixture in model.mixtures:
-        mixture.router.begin_step(training.global_batch_size)
+    for module in model.taught:
+        module.begin_step(training.global_batch_size)
     stand_in(model, config)
     products = eight_bit(training, dtype)
     if products is not None:
@@ -126,6 +126,7 @@ def run_reference(
             routing: dict[int, list[Tensor]] = {}
             batches = batches_of(config, samples, step)
             losses, grads = gradients(model, batches, tokens, routing, narrow=narrow, scale=scale)
+            noted = model.noted.take()
             if scale <= least or all(bool(grad.isfinite().all()) for grad in grads.values()):
                 break
             scale /= 2
@@ -146,7 +147,8 @@ def run_reference(
                 further={
                     f"mtp_{depth}_loss": float(losses[:, depth].sum()) / max(tokens[depth], 1)
                     for depth in range(1, len(tokens))
-                },
+                }
+                | _of_indexers(config, noted),
                 losses=losses[:, 0],
                 loads=torch.stack([torch.stack(routing[layer]) for layer in sorted(routing)])
                 if routing
@@ -158,6 +160,14 @@ def run_reference(
             )
         )
     return found
+
+
+def _of_indexers(config: Config, noted: Sequence[Tensor]) -> dict[str, float]:
+    """The mean loss of the layers' indexers, if they have one."""
+    model = config.model
+    if not model.trains_indexer:
+        return {}
+    return {"indexer_loss": float(torch.stack([*noted]).sum()) / model.num_all_layers}
 
 
 def _master(config: Config, dtype: torch.dtype) -> Stage:
@@ -197,9 +207,9 @@ def gradients(
         scale: factor of the objective while gradients are made, which are then divided by it.
     """
     model.zero_grad()
-    for mixture in model.mixtures:
-        mixture.router.begin_step(mixture.router.global_batch_size)
-        mixture.router.loss_scale = torch.tensor(scale)
+    for module in model.taught:
+        module.begin_step(module.global_batch_size)
+        module.loss_scale = torch.tensor(scale)
     count = torch.tensor(tokens).clamp_min(1)
     count = count[0] if len(tokens) == 1 else count
     total = {

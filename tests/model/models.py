@@ -92,6 +92,15 @@ PLAIN_QUERIES = replace(
     mscale=1.0,
     mscale_all_dim=0.0,
 )
+SPARSE = replace(
+    LATENT,
+    attn_logit_softcapping=None,
+    experimental_attention_variant="dsa",
+    dsa_indexer_n_heads=3,
+    dsa_indexer_head_dim=8,
+    dsa_indexer_topk=5,
+    dsa_indexer_loss_coeff=0.6,
+)
 SINKS = replace(
     LLAMA,
     norm_placement="after",

@@ -84,6 +84,15 @@ LATENT = ModelConfig(
     mscale_all_dim=1.0,
     init_method_std=0.1,
 )
+SPARSE = replace(
+    LATENT,
+    experimental_attention_variant="dsa",
+    dsa_indexer_n_heads=3,
+    dsa_indexer_head_dim=6,
+    dsa_indexer_topk=5,
+    dsa_indexer_loss_coeff=0.7,
+    init_method_std=0.3,
+)
 EXPERTS: dict[str, Any] = {
     "num_experts": 8,
     "moe_router_topk": 3,
@@ -200,6 +209,18 @@ MODELS = {
     "latent, plain queries": replace(
         LATENT, q_lora_rank=None, add_bias_linear=True, normalization="LayerNorm", **MULTIPLIERS
     ),
+    "sparse": SPARSE,
+    "sparse, chosen alone, plain queries": replace(
+        SPARSE,
+        q_lora_rank=None,
+        add_bias_linear=True,
+        normalization="LayerNorm",
+        dsa_indexer_use_sparse_loss=True,
+    ),
+    "sparse, experts, not taught": replace(
+        SPARSE, **EXPERTS, mtp_num_layers=1, dsa_indexer_loss_coeff=None
+    ),
+    "sparse, experts": replace(SPARSE, **EXPERTS),
     "llama": LLAMA,
     "llama tied": replace(LLAMA, untie_embeddings_and_output_weights=False),
     "gpt": GPT,

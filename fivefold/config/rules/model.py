@@ -8,6 +8,7 @@ from fivefold.config.lora import OF_ADAPTERS
 from fivefold.config.model import MAX_SIZE, ModelConfig
 from fivefold.config.rules.lora import check_adapters
 from fivefold.config.rules.rope import check_rope
+from fivefold.config.rules.sparse import check_sparse
 from fivefold.config.rules.states import check_states
 from fivefold.config.rules.values import check_ranges
 from fivefold.config.settings import flag_of
@@ -51,6 +52,7 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
     _check_ends(model, mistakes)
     _check_reach(model, mistakes)
     check_states(model, mistakes)
+    check_sparse(model, mistakes)
     if model.window_attn_skip_freq is not None:
         with mistakes.collecting():
             if not any(window_layers(model.window_attn_skip_freq, model.num_layers)):

@@ -1,7 +1,8 @@
 """Which settings of a model mean something only beside another one."""
 
-from fivefold.config.by_layer import OF_LINEAR_ATTENTION, OF_MAMBA
+from fivefold.config.by_layer import OF_INDEXER, OF_ITS_LOSS, OF_LINEAR_ATTENTION, OF_MAMBA
 from fivefold.config.rules.orphan import Dependents, where
+from fivefold.config.rules.sparse import TO_HAVE_IT
 
 OF_MODELS = (
     where(
@@ -14,9 +15,22 @@ OF_MODELS = (
     where("layernorm_bias", "normalization = LayerNorm", "is of LayerNorm"),
     where(
         " ".join(OF_LINEAR_ATTENTION),
-        "experimental_attention_variant != none",
+        "experimental_attention_variant = gated_delta_net",
         "is for layers with linear attention",
         "--experimental-attention-variant gated_delta_net --linear-attention-freq 2",
+    ),
+    where(
+        " ".join((*OF_INDEXER, *OF_ITS_LOSS)),
+        "experimental_attention_variant = dsa",
+        "is for attention to tokens that an indexer chooses",
+        TO_HAVE_IT,
+    ),
+    Dependents(
+        OF_ITS_LOSS[1:],
+        OF_ITS_LOSS[0],
+        lambda c: c.model.trains_indexer,
+        "is how the indexer is trained",
+        ("--dsa-indexer-loss-coeff 0.01",),
     ),
     where(
         " ".join(OF_MAMBA),

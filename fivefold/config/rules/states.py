@@ -22,7 +22,7 @@ def check_states(model: ModelConfig, mistakes: Mistakes) -> None:
             mixers(model.hybrid_override_pattern, model.num_layers)
             _check_further(model, mistakes)
             _check_hybrid(model, model.hybrid_override_pattern, mistakes)
-    if model.experimental_attention_variant is not None:
+    if model.experimental_attention_variant == "gated_delta_net":
         _check_linear(model, mistakes)
 
 
@@ -101,7 +101,7 @@ def _check_hybrid(model: ModelConfig, pattern: str, mistakes: Mistakes) -> None:
             "experts",
             works=("--moe-layer-freq 1", _OFF),
         )
-    if model.experimental_attention_variant is not None:
+    if model.experimental_attention_variant == "gated_delta_net":
         mistakes.add(
             f"experimental_attention_variant {model.experimental_attention_variant} and {name} "
             "both say which layers keep states",

@@ -18,6 +18,15 @@ TILE = 512
 """Queries per block at the edge of a sliding window; smaller means fewer masked scores computed."""
 
 
+SCORES = 1 << 26
+"""Most scores that attention to chosen tokens holds at once, of all its heads."""
+
+
+def queries_at_once(rows: int, heads: int, keys: int) -> int:
+    """Queries of each row whose scores it holds at once: one at least."""
+    return max(1, min(TILE, SCORES // (rows * heads * keys)))
+
+
 def flash_takes(features: int) -> bool:
     """Whether FlashAttention has kernels for heads of this many features."""
     return features % 8 == 0 and features <= 256

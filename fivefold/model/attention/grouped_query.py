@@ -21,6 +21,7 @@ from fivefold.model.attention.blockwise import local_attention
 from fivefold.model.attention.cuda_kernels import runs_own
 from fivefold.model.attention.output_gate import gated_output, split_gate
 from fivefold.model.attention.scores import USUAL, Scores
+from fivefold.model.attention.sparse import Index, sparse_attention
 from fivefold.model.attention.varlen import (
     PackedFlash,
     PackedKernel,
@@ -50,6 +51,7 @@ class Scope:
         sinks: [N], one logit per query head that joins the softmax but has no value, like one more
             key that every query attends to; None: no sinks.
         scores: how scores are made of q k^T.
+        index: chooses some of these keys; None: queries attend to all.
     """
 
     documents: Documents | None = None
@@ -57,6 +59,7 @@ class Scope:
     part: MicrobatchShare | None = None
     sinks: Tensor | None = None
     scores: Scores = USUAL
+    index: Index | None = None
 
 
 class Kernel(Protocol):
@@ -82,8 +85,11 @@ def attention(
     With documents, a window, sinks, dropout, a cap, or values of another size than keys: one call
     of FlashAttention where it runs, with dropout or a cap our own. Elsewhere, and for a sequence
     slice with earlier keys: block by block, which skips blocks that nothing sees, or document by
-    document. Otherwise PyTorch's fused attention.
+    document. Otherwise PyTorch's fused attention. Where an index chooses keys, our own.
     """
+    if scope.index is not None:
+        scale = scope.scores.factor(q_BSND.shape[3])
+        return sparse_attention(q_BSND, k_BLGD, v_BLGD, scope.index, scope.documents, scale)
     sliced, special = k_BLGD.shape[1] > q_BSND.shape[1], _special(q_BSND, k_BLGD, v_BLGD, scope)
     packed = None if sliced else _packed_kernel(q_BSND, v_BLGD, scope, drop, special)
     if packed is not None:
@@ -100,7 +106,7 @@ def in_one_call(
     q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope, drop: HeadDropout | None
 ) -> bool:
     """Whether `attention` is one fused operation here, whatever the documents."""
-    ours = drop is not None or scope.scores.cap is not None
+    ours = drop is not None or scope.scores.cap is not None or scope.index is not None
     if ours or k_BLGD.shape[1] > q_BSND.shape[1]:
         return False
     special = _special(q_BSND, k_BLGD, v_BLGD, scope)

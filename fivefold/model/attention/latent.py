@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fivefold.config.model import ModelConfig
 from fivefold.model.attention.grouped_query import AttentionBlock, Scope
+from fivefold.model.attention.indexer import Indexer
 from fivefold.model.context import Context
 from fivefold.model.dropout import Drops, HeadDropout
 from fivefold.model.layers import Linear
@@ -63,6 +64,7 @@ class LatentAttention(AttentionBlock):
         unrotated = model.num_attention_heads * model.qk_head_dim
         self.kv_b_proj = Linear(rank, unrotated + model.v_size, bias)
         self.o_proj = Linear(model.attention_size, hidden, bias)
+        self.indexer = Indexer(model, layer) if model.is_sparse else None
         self.up = plain_up
         if (more := score_scale(model)) != 1.0:
             scale = more * self.scores.factor(model.query_dim)
@@ -72,6 +74,8 @@ class LatentAttention(AttentionBlock):
         """[T, H] -> [T, H]; attends within the rows and documents of `context`."""
         scope, drop, drops = self._scope(context), context.layer.heads, context.layer.adapters
         latents = self._down(x_TH, drops)
+        if self.indexer is not None:
+            scope = replace(scope, index=self.indexer(x_TH, latents[0], context))
         if self.latent_kernel is None:
             make = partial(self._heads, *latents, context)
             out_BSNV = self.up(make, lambda q, k, v: self.kernel(q, k, v, scope, drop))
@@ -102,7 +106,7 @@ class LatentAttention(AttentionBlock):
         q_BSND = self._queries(query, context)
         (kv_TF,) = self.project(latent_TC, self.kv_b_proj, drops=context.layer.adapters)
         key_BS1R = self._shared_key(key_TR, context)
-        k, v = _Joined.apply(_by_rows(kv_TF, context, q_BSND.shape[2]), key_BS1R, self.model)
+        k, v = _Joined.apply(context.by_rows(kv_TF, q_BSND.shape[2]), key_BS1R, self.model)
         if context.sequence is not None:
             k, v = context.sequence.join(self.site, k, v)
         return q_BSND, k, v
@@ -112,11 +116,11 @@ class LatentAttention(AttentionBlock):
         assert linear is not None
         (q_TF,) = self.project(query, linear, drops=context.layer.adapters)
         heads = q_TF.shape[1] // self.model.query_dim
-        q_BSND = _by_rows(q_TF, context, heads)
+        q_BSND = context.by_rows(q_TF, heads)
         return context.rotary[self.local].rotate(q_BSND, self.model.qk_head_dim)
 
     def _shared_key(self, key_TR: Tensor, context: Context) -> Tensor:
-        return context.rotary[self.local].rotate(_by_rows(self.spread(key_TR), context, 1))
+        return context.rotary[self.local].rotate(context.by_rows(self.spread(key_TR), 1))
 
     def _from_latents(
         self,
@@ -131,7 +135,7 @@ class LatentAttention(AttentionBlock):
         q_BSND = self._queries(query, context)
         heads = q_BSND.shape[2]
         key_BSR = self._shared_key(key_TR, context)[:, :, 0]
-        latent_BSC = _by_rows(self.spread(latent_TC), context, 1)[:, :, 0]
+        latent_BSC = context.by_rows(self.spread(latent_TC), 1)[:, :, 0]
         linear, sizes = self.kv_b_proj, self._sizes
         weight = local(linear.weight)
         bias = None if linear.bias is None else local(linear.bias)
@@ -145,11 +149,6 @@ class LatentAttention(AttentionBlock):
         parameters = (weight,) if bias is None else (weight, bias)
         both = torch.cat((latent_BSC, key_BSR), dim=-1)
         return self.latent_kernel(q_BSND, both, up, parameters, scope, drop)
-
-
-def _by_rows(x_TF: Tensor, context: Context, heads: int) -> Tensor:
-    """[T, F] -> [B, S, heads, F / heads]."""
-    return x_TF.view(context.rows, x_TF.shape[0] // context.rows, heads, -1)
 
 
 class _Joined(torch.autograd.Function):

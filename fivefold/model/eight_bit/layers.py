@@ -11,6 +11,7 @@ from torch import nn
 from fivefold.config.config import Config
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.training import TrainingConfig
+from fivefold.model.attention.indexer import Indexer
 from fivefold.model.eight_bit.delayed import DelayedScaling
 from fivefold.model.eight_bit.fp8 import OF_GRADIENTS, RECIPES
 from fivefold.model.eight_bit.groups import EightBitExperts
@@ -41,7 +42,7 @@ def eight_bit(training: TrainingConfig, dtype: torch.dtype) -> EightBit | None:
 def install_eight_bit(stage: Stage, products: EightBit, memory: MemoryConfig) -> None:
     """Put products in the seams of every linear layer of a stage's blocks, as Megatron-LM does.
 
-    Routers, gates of shared experts, the output layer and wide layers keep the dtype.
+    Routers, indexers, gates of shared experts, the output layer and wide layers keep the dtype.
 
     Args:
         stage: stage whose parameters may still be on the meta device.
@@ -56,6 +57,8 @@ def install_eight_bit(stage: Stage, products: EightBit, memory: MemoryConfig) ->
         remade = memory.of_layer(place).remade_modules
         after_norm = again if "layernorm" in remade else products
         for block in (module for module in layer.modules() if isinstance(module, LayerBlock)):
+            if isinstance(block, Indexer):
+                continue
             for name, linear in block.named_children():
                 if isinstance(linear, Linear) and name != "shared_expert_gate":
                     linear.multiply = products if name in _NOT_AFTER_THE_NORM else after_norm

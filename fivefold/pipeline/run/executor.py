@@ -118,11 +118,13 @@ class StepSums:
             the head.
         routing: sums of its routers' decisions that had a backward, by layer.
         z_loss: part of the loss of the next token that is z-loss, scalar.
+        noted: sum of what layers noted in backwards: losses of indexers; fp64 scalar.
     """
 
     loss: Tensor
     routing: Mapping[int, Tensor]
     z_loss: Tensor
+    noted: Tensor
 
 
 class _Step:
@@ -148,6 +150,7 @@ class _Step:
         self._sequences: dict[tuple[int, int], SlicedSequence] = {}
         self._losses: list[Tensor] = []
         self._z_sums: list[Tensor] = []
+        self._noted: list[Tensor] = []
         self._decisions: dict[Piece, Decisions] = {}
         self._routing: dict[int, Tensor] = {}
         weights = (
@@ -169,7 +172,10 @@ class _Step:
         z_loss = torch.zeros_like(self._scale.flatten()[0])
         if self._z_sums:
             z_loss = torch.stack(self._z_sums).sum() * self._scale.flatten()[0]
-        return StepSums(loss, self._routing, z_loss)
+        noted = torch.zeros_like(z_loss, dtype=torch.float64)
+        if self._noted:
+            noted = torch.stack(self._noted).sum()
+        return StepSums(loss, self._routing, z_loss, noted)
 
     def _manage(self, act: Act) -> None:
         """What only starts something; a STEP belongs to the training loop."""
@@ -319,6 +325,7 @@ class _Step:
                 edges.append(edge)
                 grads.append(grad)
         torch.autograd.backward(edges, grads)
+        self._noted += module.noted.take()
         for layer, decision in self._decisions.pop(piece).items():
             before = self._routing.get(layer)
             self._routing[layer] = decision.sums if before is None else before + decision.sums

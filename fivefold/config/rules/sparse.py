@@ -1,0 +1,81 @@
+"""Validation of attention to the tokens that an indexer chooses (dsa)."""
+
+from fivefold.config.by_layer import OF_INDEXER, OF_ITS_LOSS
+from fivefold.config.config import SETTINGS
+from fivefold.config.model import ModelConfig
+from fivefold.config.parallel import ParallelConfig
+from fivefold.config.settings import flag_of
+from fivefold.errors import Mistakes
+
+_VARIANT = "experimental_attention_variant"
+_DSA = f"{_VARIANT} dsa"
+_SIZES = {
+    "dsa_indexer_n_heads": 64,
+    "dsa_indexer_head_dim": 128,
+    "dsa_indexer_topk": 2048,
+}
+"""DeepSeek-V3.2's, for advice."""
+TO_HAVE_IT = " ".join(
+    (
+        f"--multi-latent-attention {flag_of(_VARIANT)} dsa",
+        *(f"{flag_of(name)} {size}" for name, size in _SIZES.items()),
+    )
+)
+"""Flags with which a model has it."""
+_LACKING = (
+    ("window_size", "a window"),
+    ("attention_chunk_size", "chunks"),
+    ("attn_logit_softcapping", "a cap of its scores"),
+    ("softmax_type", "learned sinks"),
+    ("attention_dropout", "dropout of probabilities"),
+    ("lora_rank", "adapters of its indexer"),
+)
+
+
+def check_sparse(model: ModelConfig, mistakes: Mistakes) -> None:
+    """Report what is wrong with an indexer, and what attention to its tokens lacks."""
+    if not model.is_sparse:
+        return
+    off = without_it(model)
+    if not model.multi_latent_attention:
+        what = f"{_DSA} is of multi_latent_attention, from whose latents its indexer makes queries"
+        hybrid = model.hybrid_override_pattern is not None
+        mistakes.add(what, works=(off,) if hybrid else ("--multi-latent-attention", off))
+    missing = [name for name in OF_INDEXER if getattr(model, name) is None]
+    if missing:
+        sizes = " ".join(f"{flag_of(name)} {_SIZES[name]}" for name in missing)
+        mistakes.add(f"{_DSA} needs {', '.join(missing)}", works=(sizes, off))
+    dim, rotary = model.dsa_indexer_head_dim, model.qk_pos_emb_head_dim
+    if dim is not None and dim < rotary and model.multi_latent_attention:
+        mistakes.add(
+            f"dsa_indexer_head_dim {dim} is less than qk_pos_emb_head_dim {rotary}, of which its "
+            "heads have as many rotary features",
+            works=(f"--dsa-indexer-head-dim {rotary}", f"--qk-pos-emb-head-dim {dim - dim % 2}")[
+                : 1 + (dim > 1)
+            ],
+        )
+    for name, what in _LACKING:
+        default = SETTINGS[name].default
+        if getattr(model, name) != default:
+            mistakes.add(
+                f"{name} = {SETTINGS[name].words(getattr(model, name))}: {_DSA} has no {what}",
+                works=(SETTINGS[name].typed(default), off),
+            )
+
+
+def check_sparse_ranks(model: ModelConfig, parallel: ParallelConfig, mistakes: Mistakes) -> None:
+    """Report degrees of parallelism that it does not go with."""
+    cp = parallel.context_parallel_size
+    if model.is_sparse and cp > 1:
+        mistakes.add(
+            f"{_DSA} does not go with context_parallel_size {cp}: the best tokens of a query are "
+            "chosen among all before it, of which each rank would have a part",
+            works=("--context-parallel-size 1", without_it(model)),
+        )
+
+
+def without_it(model: ModelConfig) -> str:
+    """Flags with which a model attends to all tokens."""
+    changed = (n for n in (*OF_INDEXER, *OF_ITS_LOSS) if getattr(model, n) != SETTINGS[n].default)
+    settings = [SETTINGS[name] for name in (_VARIANT, *changed)]
+    return " ".join(setting.typed(setting.default) for setting in settings)

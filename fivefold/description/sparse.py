@@ -1,0 +1,89 @@
+"""The operations of attention to chosen tokens (DeepSeek Sparse Attention), and their costs."""
+
+from dataclasses import dataclass, replace
+
+from fivefold.config.model import IndexerShape, ModelConfig
+from fivefold.description.operations import CoreAttention, Kept, Operation
+from fivefold.description.running import Running
+from fivefold.description.weights import Weight, whole
+from fivefold.model.attention.blocks import queries_at_once
+
+AGAIN = ("a2a_overlap_attn",)
+"""Recomputed modules that rerun an indexer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Indexing(Operation):
+    """The projections of an indexer, the norm of its keys, and their rotation; replicated over TP.
+
+    It reads what others keep, and passes no gradient to it.
+
+    Attributes:
+        shape: its sizes.
+    """
+
+    shape: IndexerShape
+
+    @property
+    def features(self) -> int:
+        """Features per token of its queries, its key and the weights of its heads."""
+        return self.shape.size + self.shape.dim + self.shape.heads
+
+    def kept_else(self, running: Running) -> tuple[Kept, ...]:
+        """Keys before their norm, of this rank's tokens; and what attention is given, of all."""
+        own = running.element_bytes * self.shape.dim / running.token_parts
+        sizes = self.shape.size, self.shape.dim, self.shape.heads
+        tensors = tuple(running.element_bytes * size for size in sizes)
+        return Kept("indexer_key", (own,), AGAIN), Kept(self.name, tensors, AGAIN, "core_attn")
+
+    def deferred(self, running: Running) -> float:
+        """Gradients of its outputs."""
+        return running.element_bytes * self.features / running.token_parts
+
+    def tensor_features(self, *, sequence_parallel: bool) -> tuple[int, int]:
+        """Gathered of all tokens, and their gradients scattered; else these are summed."""
+        return (self.features, self.features) if sequence_parallel else (0, 2 * self.features)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseAttention(CoreAttention):
+    """Attention to the best tokens by the scores of an indexer, some queries at a time."""
+
+    @property
+    def index_flops_per_key(self) -> int:
+        """FLOPs of an indexer's score: of its heads' products, and of their weighted sum."""
+        shape = self.model.indexer
+        return 2 * shape.heads * (shape.dim + 1)
+
+    def working(self, running: Running) -> float:
+        """Most bytes per token of its backward: what it reads, in fp32 at least, and their
+        gradients, with one more of keys that is added; and scores of some queries at a time."""
+        model, wide = self.model, max(running.element_bytes, 4)
+        q, k, v, out = model.q_size, model.k_size, model.v_size, model.attention_size
+        copied = (q + k + v + 2 * out) * (running.element_bytes < wide)
+        of_heads = copied + (q + k + v) + k + running.element_bytes / wide * (q + k + v + out)
+        shape = model.indexer
+        of_index = shape.size + shape.dim + shape.heads
+        heads = model.num_attention_heads / running.tensor_parallel
+        at_once = max(3 * heads + shape.heads, heads + 3.25 * shape.heads) + _FEW
+        length, rows = running.seq_length, running.microbatch_rows
+        queries = queries_at_once(rows, int(max(heads, shape.heads)), length)
+        queries = min(queries, length)
+        return wide * (of_heads / running.tensor_parallel + of_index + at_once * queries)
+
+
+_FEW = 10
+"""Tensors of one number for each query and key at once: masks, scores, and what is made of them."""
+
+
+def indexing(model: ModelConfig) -> Indexing:
+    """The indexer of a layer, whose products keep the compute dtype where others have 8 bits."""
+    shape, h, name = model.indexer, model.hidden_size, "self_attn.indexer"
+    weights = (
+        *whole(f"{name}.wq_b", model.q_lora_rank or h, shape.size, False),
+        *whole(f"{name}.wk", h, shape.dim, False),
+        *whole(f"{name}.weights_proj", h, shape.heads, False),
+    )
+    norm = (Weight(f"{name}.k_norm.{kind}", (shape.dim,)) for kind in ("weight", "bias"))
+    wide = (replace(weight, wide=True, passes_on=False) for weight in weights)
+    return Indexing("indexer", (*wide, *norm), AGAIN, shape=shape)

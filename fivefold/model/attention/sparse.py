@@ -1,0 +1,313 @@
+"""Attention to the tokens that an indexer chooses, and what trains the indexer.
+
+DeepSeek Sparse Attention (DeepSeek-V3.2, 2025). The scores of all heads with all keys would take far
+more memory than anything else, so a few queries are taken at a time, and the backward makes their
+scores again. It also makes the gradient of the indexer: of the divergence of the indexer's softmax
+from the mean of the heads' (detached), which is a sum over heads, so that ranks that split them need
+not exchange it. Shapes: B rows, S queries, L keys, N heads of attention, I of the indexer, D
+features, q queries at a time.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.model.attention.blocks import queries_at_once
+from fivefold.model.batch import Documents
+from fivefold.model.context import Noted
+from fivefold.model.dora import Summed
+
+_LEAST = 1e-10
+"""Added to probabilities whose logarithm is taken, as in Megatron-LM."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """How an indexer is trained.
+
+    Attributes:
+        weight: of each query's divergence in the loss.
+        sparse: whether it is of the chosen tokens alone.
+        loss_scale: factor of the loss in its gradients, scalar; None: 1.
+        heads: heads of attention, on all ranks.
+        summed: sums over the ranks that split them.
+        noted: is told this microbatch's loss in its backward.
+    """
+
+    weight: float
+    sparse: bool
+    loss_scale: Tensor | None
+    heads: int
+    summed: Summed
+    noted: Noted
+
+
+@dataclass(frozen=True)
+class Index:
+    """What an indexer says of the tokens of a microbatch.
+
+    Attributes:
+        q_BSID, k_BLD: its queries, and the key of each token that all its heads share.
+        w_BSI: weight of each head.
+        topk: tokens to attend to.
+        lesson: how it is trained; None: not now.
+    """
+
+    q_BSID: Tensor
+    k_BLD: Tensor
+    w_BSI: Tensor
+    topk: int
+    lesson: Lesson | None
+
+    @property
+    def scale(self) -> float:
+        """Factor of its scores."""
+        heads, features = self.q_BSID.shape[2:]
+        return float(heads * features) ** -0.5
+
+
+def sparse_attention(
+    q_BSND: Tensor,
+    k_BLND: Tensor,
+    v_BLND: Tensor,
+    index: Index,
+    documents: Documents | None,
+    scale: float,
+) -> Tensor:
+    """Output [B, S, N, D] of queries at the last S of L positions.
+
+    Args:
+        q_BSND: queries.
+        k_BLND: keys.
+        v_BLND: values.
+        index: chooses among the tokens that are not behind a query, in its document.
+        documents: those of the keys; None: every row is one.
+        scale: factor of q k^T.
+    """
+    tensors = q_BSND, k_BLND, v_BLND, index.q_BSID, index.k_BLD, index.w_BSI
+    sight = _Sight(_begins(documents, k_BLND), k_BLND.shape[1] - q_BSND.shape[1])
+    out: Tensor = _Sparse.apply(*tensors, index, sight, scale)
+    return out
+
+
+def _begins(documents: Documents | None, k_BLND: Tensor) -> Tensor | None:
+    """[B, L]: position in its row of the first token of each token's document."""
+    if documents is None:
+        return None
+    rows, length = k_BLND.shape[:2]
+    places = torch.arange(rows * length, dtype=torch.int32, device=k_BLND.device)
+    starts = documents.starts_C
+    first = starts[torch.searchsorted(starts, places, right=True) - 1]
+    return (first - places // length * length).view(rows, length)
+
+
+@dataclass(frozen=True)
+class _Sight:
+    """Which keys queries see.
+
+    Attributes:
+        begins_BL: position of the first token of each token's document; None: 0.
+        before: keys before the first query.
+    """
+
+    begins_BL: Tensor | None
+    before: int
+
+    def pieces(self, rows: int, queries: int, heads: int) -> Iterator[tuple[slice, slice]]:
+        """Queries that are taken at once, and the first keys, which hold all that they see."""
+        keys = self.before + queries
+        step = queries_at_once(rows, heads, keys)
+        for start in range(0, queries, step):
+            stop = min(start + step, queries)
+            yield slice(start, stop), slice(self.before + stop)
+
+    def of(self, queries: slice, keys: slice, device: torch.device) -> Tensor:
+        """bool [B or 1, q, L]."""
+        end = self.before + queries.stop
+        at = torch.arange(self.before + queries.start, end, device=device)[:, None]
+        k = torch.arange(keys.stop, device=device)
+        seen = (k <= at)[None]
+        if self.begins_BL is None:
+            return seen
+        return seen & (k >= self.begins_BL[:, self.before + queries.start : end, None])
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """Which of the scores [..., L] are the `count` best, of equal ones the first; bool.
+
+    What is chosen is then a function of the scores alone, whatever the device and the slices.
+    """
+    if scores.shape[-1] <= count:
+        return torch.ones_like(scores, dtype=torch.bool)
+    least = scores.topk(count, sorted=False).values.amin(-1, keepdim=True)
+    above, level = scores > least, scores == least
+    return above | (level & (level.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
+
+
+class _Scored:
+    """What an indexer thinks of keys for some queries, in at least fp32.
+
+    Attributes:
+        scores: [B, q, L], minus infinity where a query does not see a key.
+    """
+
+    def __init__(
+        self, q_BqID: Tensor, k_BLD: Tensor, w_BqI: Tensor, scale: float, seen: Tensor
+    ) -> None:
+        wide = torch.promote_types(q_BqID.dtype, torch.float32)
+        self._q, self._k = q_BqID.to(wide), k_BLD.to(wide)
+        self._w, self._scale = w_BqI.to(wide) * scale, scale
+        products = self._q.flatten(1, 2) @ self._k.transpose(1, 2)
+        self._kept = products.unflatten(1, self._q.shape[1:3]).relu_()  # [B, q, I, L]
+        scores = (self._w[:, :, None] @ self._kept)[:, :, 0]
+        self.scores = scores.masked_fill_(~seen, float("-inf"))
+
+    def backward(self, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and w from that of the scores, 0 where they are masked."""
+        dw = (self._kept @ grad[..., None])[..., 0] * self._scale
+        dx = (self._kept > 0) * grad[:, :, None] * self._w[..., None]
+        dx = dx.flatten(1, 2)
+        dq = (dx @ self._k).view_as(self._q)
+        return dq, dx.transpose(1, 2) @ self._q.flatten(1, 2), dw
+
+
+class _Sparse(torch.autograd.Function):
+    """Saves what it reads, its result and its log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *tensors, index, sight, scale = arguments
+        q, k, v = _by_heads(*tensors[:3])
+        outs, lses = [], []
+        for rows, keys in sight.pieces(len(q), q.shape[2], _heads(q, index)):
+            seen = sight.of(rows, keys, q.device)
+            chosen = seen
+            if keys.stop > index.topk:
+                chosen = seen & best(
+                    _scored(tensors[3:], index, rows, keys, seen).scores, index.topk
+                )
+            scores = _products(q, k, rows, keys, scale).masked_fill_(
+                ~chosen[:, None], float("-inf")
+            )
+            lse = scores.logsumexp(-1)
+            outs.append(scores.sub_(lse[..., None]).exp_() @ v[:, :, keys])
+            lses.append(lse)
+        out = torch.cat(outs, 2).transpose(1, 2).to(tensors[0].dtype).contiguous()
+        ctx.save_for_backward(*tensors, out, torch.cat(lses, 2))
+        ctx.rest = index, sight, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        *tensors, out, lse = ctx.saved_tensors
+        index, sight, scale = ctx.rest
+        walk = _Backward(tensors, index, sight, scale)
+        grad, out = _by_heads(grad, out)
+        walk.run(grad, (grad * out).sum(-1), lse)
+        return *walk.gradients(), None, None, None
+
+
+class _Backward:
+    """The backward of one layer, some queries at a time; gradients are summed in at least fp32."""
+
+    def __init__(self, tensors: list[Tensor], index: Index, sight: _Sight, scale: float) -> None:
+        self._tensors, self._index, self._sight, self._scale = tensors, index, sight, scale
+        self._q, self._k, self._v = _by_heads(*tensors[:3])
+        self._wide = self._q.dtype
+        self._sums = [torch.zeros_like(x) for x in (self._q, self._k, self._v)]
+        self._of_index = [torch.zeros_like(x, dtype=self._wide) for x in tensors[3:]]
+
+    def run(self, grad: Tensor, delta: Tensor, lse: Tensor) -> None:
+        """Walk through the queries, given the gradient of the output, its products with it, and the
+        log-sum-exp."""
+        index, lesson = self._index, self._index.lesson
+        losses = []
+        q, k, v = self._q, self._k, self._v
+        for rows, keys in self._sight.pieces(len(q), q.shape[2], _heads(q, index)):
+            seen = chosen = self._sight.of(rows, keys, q.device)
+            scored = None
+            if lesson is not None or keys.stop > index.topk:
+                scored = _scored(self._tensors[3:], index, rows, keys, seen)
+                chosen = seen & best(scored.scores, index.topk)
+            scores = _products(q, k, rows, keys, self._scale)
+            target = None
+            if lesson is not None and not lesson.sparse:
+                whole = scores.masked_fill(~seen[:, None], float("-inf"))
+                target = whole.softmax(-1).sum(1)
+                del whole
+            scores.masked_fill_(~chosen[:, None], float("-inf"))
+            p = scores.sub_(lse[:, :, rows, None]).exp_()
+            if target is None:
+                target = p.sum(1)
+            self._attended(p, grad, delta, rows, keys)
+            if lesson is not None and scored is not None:
+                logits = scored.scores
+                if lesson.sparse:
+                    logits = logits.masked_fill(~chosen, float("-inf"))
+                d_scores, loss = _taught(logits.softmax(-1), target / lesson.heads, lesson)
+                losses.append(loss)
+                self._of_indexer(scored.backward(d_scores), rows, keys)
+        if lesson is not None:
+            lesson.noted.add(torch.stack(losses).sum())
+
+    def _attended(self, p: Tensor, grad: Tensor, delta: Tensor, rows: slice, keys: slice) -> None:
+        """Add the gradients of queries, keys and values from probabilities [B, N, q, L], which are
+        overwritten."""
+        dq, dk, dv = self._sums
+        of = grad[:, :, rows]
+        dv[:, :, keys] += p.transpose(2, 3) @ of
+        dp = of @ self._v[:, :, keys].transpose(2, 3)
+        ds = dp.sub_(delta[:, :, rows, None]).mul_(p).mul_(self._scale)
+        dq[:, :, rows] = ds @ self._k[:, :, keys]
+        dk[:, :, keys] += ds.transpose(2, 3) @ self._q[:, :, rows]
+
+    def _of_indexer(self, grads: tuple[Tensor, ...], rows: slice, keys: slice) -> None:
+        for total, grad, part in zip(self._of_index, grads, (rows, keys, rows), strict=True):
+            total[:, part] += grad
+
+    def gradients(self) -> Iterator[Tensor]:
+        """Those of all that it read, in its type."""
+        of_heads = (total.transpose(1, 2) for total in self._sums)
+        totals = (*of_heads, *self._of_index)
+        return (total.to(x.dtype) for total, x in zip(totals, self._tensors, strict=True))
+
+
+def _taught(p_BqL: Tensor, own_BqL: Tensor, lesson: Lesson) -> tuple[Tensor, Tensor]:
+    """This rank's part of the gradient of an indexer's scores, and the whole loss of the queries.
+
+    Args:
+        p_BqL: its probabilities.
+        own_BqL: the part of the heads' mean that this rank's heads make.
+        lesson: how it is trained.
+    """
+    ratio = own_BqL / (p_BqL + _LEAST)
+    grad = p_BqL * ((p_BqL * ratio).sum(-1, keepdim=True) - ratio) * lesson.weight
+    if lesson.loss_scale is not None:
+        grad = grad * lesson.loss_scale.to(grad.dtype)
+    mean = lesson.summed(own_BqL)
+    apart = mean * ((mean + _LEAST).log() - (p_BqL + _LEAST).log())
+    return grad, apart.sum(dtype=torch.float64) * lesson.weight
+
+
+def _scored(tensors: list[Tensor], index: Index, rows: slice, keys: slice, seen: Tensor) -> _Scored:
+    q, k, w = tensors
+    return _Scored(q[:, rows], k[:, keys], w[:, rows], index.scale, seen)
+
+
+def _products(q: Tensor, k: Tensor, rows: slice, keys: slice, scale: float) -> Tensor:
+    """Scores [B, N, q, L] before any is masked."""
+    return (q[:, :, rows] * scale) @ k[:, :, keys].transpose(2, 3)
+
+
+def _by_heads(*tensors_BSND: Tensor) -> list[Tensor]:
+    """[B, S, N, D] each -> [B, N, S, D] in at least fp32."""
+    wide = torch.promote_types(tensors_BSND[0].dtype, torch.float32)
+    return [x.transpose(1, 2).to(wide) for x in tensors_BSND]
+
+
+def _heads(q_BNSD: Tensor, index: Index) -> int:
+    """Heads of which scores are held at once: attention's of this rank, or the indexer's."""
+    return max(q_BNSD.shape[1], index.q_BSID.shape[2])

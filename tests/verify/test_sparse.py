@@ -1,0 +1,68 @@
+"""Attention to chosen tokens in every layout computes what one device computes, and does what
+theory says."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.verify.cases import chosen, flags
+from tests.verify.families import (
+    BUBBLES,
+    MOVED,
+    Case,
+    computes_what_one_device_does,
+    does_what_theory_says,
+    selective,
+)
+
+ALONE, NOT_TAUGHT = "sparse, chosen alone, plain queries", "sparse, experts, not taught"
+CASES: dict[str, Case] = {
+    "alone": (1, "sparse", flags()),
+    "ZeRO-3, packed": (
+        2,
+        "sparse",
+        flags(dp=2, strategy="optim_grads_params") | {"reset_attention_mask": True},
+    ),
+    "tensor parallel, chosen alone": (2, ALONE, flags(tp=2)),
+    "sequence parallel, packed": (
+        2,
+        "sparse",
+        flags(tp=2, sequence=True) | {"reset_attention_mask": True, "micro_batch_size": 2},
+    ),
+    "deferred weights, sequence parallel": (
+        4,
+        "sparse, experts",
+        flags(tp=2, pp=2, sequence=True) | BUBBLES,
+    ),
+    "expert parallel, not taught": (2, NOT_TAUGHT, flags(dp=2) | {"expert_model_parallel_size": 2}),
+    "experts, ZeRO-2, all of a few tokens": (
+        4,
+        "sparse, experts",
+        flags(dp=4, strategy="optim_grads")
+        | {"expert_model_parallel_size": 2, "dsa_indexer_topk": 16},
+    ),
+    "ZeRO-1, layers recomputed": (
+        4,
+        ALONE,
+        flags(tp=2, dp=2, sequence=True, strategy="optim") | {"recompute_granularity": "full"},
+    ),
+    "every module": (
+        2,
+        "sparse",
+        flags(tp=2, sequence=True) | selective("core_attn", "mlp", "layernorm", "mla_up_proj"),
+    ),
+    "attention recomputed": (1, "sparse, experts", flags() | selective("a2a_overlap_attn")),
+    "moved": (2, "sparse", flags(tp=2) | MOVED),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", chosen(CASES, *list(CASES)[:5]))
+def test_layouts(case: str) -> None:
+    computes_what_one_device_does(CASES[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", chosen(CASES, *list(CASES)[::4]))
+def test_bytes_and_products_are_those_of_theory(case: str, tmp_path: Path) -> None:
+    does_what_theory_says(CASES[case], tmp_path)
