@@ -118,6 +118,8 @@ def _place(files: Tensors, model: ModelConfig, name: str, shape: Shape, pairs: b
         return _mamba(model, name, place)
     if any(part in name for part in _LINEAR_ATTENTION):
         return _linear_attention(files, model, name, place)
+    if ".indexer." in name:
+        return replace(place, rows=_of_indexer(files, model, name, shape[0]))
     if pairs and "self_attn." in name:
         return replace(place, rows=_neighbours(model, name, shape[0]))
     joint = _joint(files, model, name, shape)
@@ -223,8 +225,7 @@ def _joint(
 
 def _neighbours(model: ModelConfig, name: str, size: int) -> Tensor | None:
     """Rows of rotary features as two halves, where neighbours are pairs; None for others."""
-    rotary = model.rotary_dim
-    halves = torch.cat([torch.arange(0, rotary, 2), torch.arange(1, rotary, 2)])
+    rotary, halves = model.rotary_dim, _halves(model)
     latent = model.multi_latent_attention
     if latent and "kv_a_proj." in name:
         return torch.cat([torch.arange(size - rotary), size - rotary + halves])
@@ -234,6 +235,20 @@ def _neighbours(model: ModelConfig, name: str, size: int) -> Tensor | None:
     if latent:
         one = torch.cat([torch.arange(model.qk_head_dim), model.qk_head_dim + halves])
     return (torch.arange(0, size, len(one))[:, None] + one).flatten()
+
+
+def _of_indexer(files: Tensors, model: ModelConfig, name: str, size: int) -> Tensor | None:
+    """The same of an indexer's queries and key, of which the first features are rotary."""
+    if not files.index_pairs or "weights_proj." in name:
+        return None
+    one = torch.cat([_halves(model), torch.arange(model.rotary_dim, model.indexer.dim)])
+    return (torch.arange(0, size, len(one))[:, None] + one).flatten()
+
+
+def _halves(model: ModelConfig) -> Tensor:
+    """Places of rotary features as two halves, where neighbours are pairs."""
+    rotary = model.rotary_dim
+    return torch.cat([torch.arange(0, rotary, 2), torch.arange(1, rotary, 2)])
 
 
 def has_predictions(files: Tensors, model: ModelConfig, names: Iterable[str]) -> bool:

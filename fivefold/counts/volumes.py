@@ -20,6 +20,7 @@ from fivefold.description.linear_attention import Recurrence
 from fivefold.description.operations import CoreAttention, Operation
 from fivefold.description.running import Running, at_place
 from fivefold.description.shape import all_layers, placed_layers, whole_model
+from fivefold.description.sparse import SparseAttention
 from fivefold.layout import Layout
 from fivefold.model.eight_bit.rules import num_delayed_scales
 from fivefold.pipeline.schedules.registry import with_copies
@@ -113,6 +114,7 @@ class _Volumes:
             yield Flow("tp", "embedding", (spec.embedding + spec.mtp) * embedding * unit)
             yield Flow("tp", "lengths of adapted rows", self._lengths(stage))
             yield Flow("tp", "norms of all heads", self._norms_together(stage))
+            yield Flow("tp", "what all heads look at", self._looked_at(stage))
             if spec.head:
                 runs = 1 + self.model.mtp_num_layers
                 again = trains or self.layout.config.memory.makes_logits_again
@@ -141,6 +143,14 @@ class _Volumes:
             runs += self.recomputed[stage] + (2 + again) * self.microbatches
         size = 2 * self.tokens * max(self.element, 4) * runs * self.model.norms_together
         return wire_bytes("all_reduce", size, self.tp)
+
+    def _looked_at(self, stage: int) -> float:
+        """Bytes with which the losses of indexers are told."""
+        if not self.model.trains_indexer:
+            return 0.0
+        cores = (self._layer(n).one(SparseAttention) for n, _ in self._layers_of(stage))
+        numbers = self.microbatches * sum(core.summed(self.running) for core in cores)
+        return wire_bytes("all_reduce", numbers * max(self.element, 4), self.tp)
 
     def _layers_of(self, stage: int) -> Iterator[tuple[int, Running]]:
         """The layers of a stage of the program, and how each runs."""

@@ -6,7 +6,7 @@ from fivefold.config.model import IndexerShape, ModelConfig
 from fivefold.description.operations import CoreAttention, Kept, Operation
 from fivefold.description.running import Running
 from fivefold.description.weights import Weight, whole
-from fivefold.model.attention.blocks import queries_at_once
+from fivefold.model.attention.blocks import pieces, queries_at_once
 
 AGAIN = ("a2a_overlap_attn",)
 """Recomputed modules that rerun an indexer."""
@@ -55,6 +55,20 @@ class SparseAttention(CoreAttention):
         shape = self.model.indexer
         return 2 * shape.heads * (shape.dim + 1)
 
+    def summed(self, running: Running) -> int:
+        """Numbers of a microbatch that tensor-parallel ranks sum in a backward, to tell the loss of
+        an indexer: for each query and key, what all heads together look at."""
+        if not self.model.trains_indexer:
+            return 0
+        rows, length = running.microbatch_rows, running.seq_length
+        each = pieces(rows, self._heads(running), length, length)
+        return rows * sum((stop - start) * keys for (start, stop), keys in each)
+
+    def _heads(self, running: Running) -> int:
+        """Heads of which scores are held at once."""
+        heads = self.model.num_attention_heads // running.tensor_parallel
+        return max(heads, self.model.indexer.heads)
+
     def working(self, running: Running) -> float:
         """Most bytes per token of its backward: what it reads, in fp32 at least, and their
         gradients, with one more of keys that is added; and scores of some queries at a time."""
@@ -67,8 +81,7 @@ class SparseAttention(CoreAttention):
         heads = model.num_attention_heads / running.tensor_parallel
         at_once = max(3 * heads + shape.heads, heads + 3.25 * shape.heads) + _FEW
         length, rows = running.seq_length, running.microbatch_rows
-        queries = queries_at_once(rows, int(max(heads, shape.heads)), length)
-        queries = min(queries, length)
+        queries = queries_at_once(rows, self._heads(running), length)
         return wide * (of_heads / running.tensor_parallel + of_index + at_once * queries)
 
 

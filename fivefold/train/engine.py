@@ -292,7 +292,7 @@ class Engine:
         return all_reduce(count, self.groups.data)
 
     def _mean_noted(self, noted: Tensor) -> Tensor:
-        """This rank's part of the mean loss of the layers' indexers, [1], as Megatron-LM logs it."""
+        """This rank's part of the mean loss of the layers' indexers, [1], as in Megatron-LM."""
         return noted.reshape(1) / self.layout.config.model.num_all_layers
 
     def _sums(self, local_losses: Tensor, vote: bool = False) -> tuple[list[Tensor], Tensor]:

@@ -1,4 +1,4 @@
-"""What the routers of a run decide in a step, put together for all ranks; indexers begin it, too."""
+"""What the routers of a run decide in a step, put together for all ranks."""
 
 from collections.abc import Mapping
 
@@ -36,7 +36,7 @@ class Routers:
         self._copies = layout.grid.ranks_per_stage * layout.num_copies
 
     def begin(self, global_batch_size: int) -> None:
-        """Begin a step of so many rows over all ranks, or another attempt at it."""
+        """Begin a step of so many rows over all ranks, or another attempt at it: with indexers."""
         for module in self._taught:
             module.begin_step(global_batch_size)
 

@@ -51,7 +51,6 @@ CASES: dict[str, Case] = {
         "sparse",
         flags(tp=2, sequence=True) | selective("core_attn", "mlp", "layernorm", "mla_up_proj"),
     ),
-    "attention recomputed": (1, "sparse, experts", flags() | selective("a2a_overlap_attn")),
     "moved": (2, "sparse", flags(tp=2) | MOVED),
 }
 

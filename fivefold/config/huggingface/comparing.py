@@ -3,11 +3,18 @@
 from dataclasses import asdict
 from typing import Any
 
-from fivefold.config.by_layer import IN_BF16, OF_LATENTS, OF_LINEAR_ATTENTION, OF_MAMBA
+from fivefold.config.by_layer import (
+    IN_BF16,
+    OF_INDEXER,
+    OF_ITS_LOSS,
+    OF_LATENTS,
+    OF_LINEAR_ATTENTION,
+    OF_MAMBA,
+)
 from fivefold.config.model import INITIAL, ModelConfig
 from fivefold.config.stretched_rope import longrope_scale
 
-_TRAINING = ("hidden_dropout", "attention_dropout", *INITIAL, *IN_BF16)
+_TRAINING = ("hidden_dropout", "attention_dropout", *INITIAL, *IN_BF16, *OF_ITS_LOSS)
 _OURS = (*_TRAINING, "make_vocab_size_divisible_by", "unmodelled")
 """Fields of a ModelConfig that weights do not depend on."""
 
@@ -68,8 +75,10 @@ def _told(model: ModelConfig) -> dict[str, Any]:
         unused += [name for name in told if name.startswith("longrope_")]
     if model.rope_type == "rope":
         unused.append("original_max_position_embeddings")
-    if model.experimental_attention_variant is None:
+    if model.experimental_attention_variant != "gated_delta_net":
         unused += OF_LINEAR_ATTENTION
+    if not model.is_sparse:
+        unused += OF_INDEXER
     if model.hybrid_override_pattern is None:
         unused += OF_MAMBA
     if not model.qk_layernorm:

@@ -53,6 +53,7 @@ class Tensors:
         apart: linear layers of ours that are several there: these, in order.
         pairs: whether rotary features are stored as pairs of neighbours, not as two halves; None:
             `rope_interleave` of the config.json says so.
+        index_pairs: whether those of an indexer are.
         transposed: whether linear layers are.
         bias_in_row: whether a router's bias is the one row of a matrix.
         predicts: whether there may be layers after the last, which predict further tokens.
@@ -73,6 +74,7 @@ class Tensors:
     also: Literal["together", "untransposed"] | None = None
     apart: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     pairs: bool | None = False
+    index_pairs: bool = False
     transposed: bool = False
     bias_in_row: bool = False
     predicts: bool = False

@@ -52,6 +52,9 @@ _THEIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "longrope_attention_factor": _in_rope("attention_factor"),
         "qk_pos_emb_head_dim": ("qk_rope_head_dim",),
         "qk_head_dim": ("qk_nope_head_dim",),
+        "dsa_indexer_n_heads": ("index_n_heads",),
+        "dsa_indexer_head_dim": ("index_head_dim",),
+        "dsa_indexer_topk": ("index_topk",),
         "num_experts": (
             *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
         ),

@@ -24,7 +24,15 @@ SCORES = 1 << 26
 
 def queries_at_once(rows: int, heads: int, keys: int) -> int:
     """Queries of each row whose scores it holds at once: one at least."""
-    return max(1, min(TILE, SCORES // (rows * heads * keys)))
+    return max(1, min(TILE, keys, SCORES // (rows * heads * keys)))
+
+
+def pieces(rows: int, heads: int, queries: int, keys: int) -> Iterator[tuple[Span, int]]:
+    """Queries that it takes at once, of the last ones, and how many keys come before their end."""
+    step = queries_at_once(rows, heads, keys)
+    for start in range(0, queries, step):
+        stop = min(start + step, queries)
+        yield (start, stop), keys - queries + stop
 
 
 def flash_takes(features: int) -> bool:

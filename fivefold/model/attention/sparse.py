@@ -1,11 +1,11 @@
 """Attention to the tokens that an indexer chooses, and what trains the indexer.
 
-DeepSeek Sparse Attention (DeepSeek-V3.2, 2025). The scores of all heads with all keys would take far
-more memory than anything else, so a few queries are taken at a time, and the backward makes their
-scores again. It also makes the gradient of the indexer: of the divergence of the indexer's softmax
-from the mean of the heads' (detached), which is a sum over heads, so that ranks that split them need
-not exchange it. Shapes: B rows, S queries, L keys, N heads of attention, I of the indexer, D
-features, q queries at a time.
+DeepSeek Sparse Attention (DeepSeek-V3.2, 2025). The scores of all heads with all keys would take
+far more memory than anything else, so a few queries are taken at a time, and the backward makes
+their scores again. It also makes the gradient of the indexer: of the divergence of the indexer's
+softmax from the mean of the heads' (detached). That is a sum over heads, so that ranks that split
+them make parts of it; only to tell the loss itself do they sum the mean. Shapes: B rows, S queries,
+L keys, N heads of attention, I of the indexer, D features, q queries at a time.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.model.attention.blocks import queries_at_once
+from fivefold.model.attention.blocks import pieces
 from fivefold.model.batch import Documents
 from fivefold.model.context import Noted
 from fivefold.model.dora import Summed
@@ -118,11 +118,8 @@ class _Sight:
 
     def pieces(self, rows: int, queries: int, heads: int) -> Iterator[tuple[slice, slice]]:
         """Queries that are taken at once, and the first keys, which hold all that they see."""
-        keys = self.before + queries
-        step = queries_at_once(rows, heads, keys)
-        for start in range(0, queries, step):
-            stop = min(start + step, queries)
-            yield slice(start, stop), slice(self.before + stop)
+        for span, keys in pieces(rows, heads, queries, self.before + queries):
+            yield slice(*span), slice(keys)
 
     def of(self, queries: slice, keys: slice, device: torch.device) -> Tensor:
         """bool [B or 1, q, L]."""
@@ -225,7 +222,7 @@ class _Backward:
         log-sum-exp."""
         index, lesson = self._index, self._index.lesson
         losses = []
-        q, k, v = self._q, self._k, self._v
+        q, k = self._q, self._k
         for rows, keys in self._sight.pieces(len(q), q.shape[2], _heads(q, index)):
             seen = chosen = self._sight.of(rows, keys, q.device)
             scored = None

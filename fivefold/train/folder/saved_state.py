@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 from msgspec import Meta
 
 from fivefold.checkpoint.checkpointer import Checkpointer
-from fivefold.config.by_layer import IN_BF16
+from fivefold.config.by_layer import IN_BF16, OF_ITS_LOSS
 from fivefold.config.config import SETTINGS
 from fivefold.config.model import INITIAL, ModelConfig
 from fivefold.data.loader import LoaderState
@@ -17,7 +17,10 @@ from fivefold.files import as_kind
 from fivefold.optim.loss_scale import ScaleState
 
 # What may differ between a checkpoint's model and ours without making it another model.
-_FREE_MODEL_FIELDS = ("hidden_dropout", "attention_dropout", "lora_dropout", *INITIAL, *IN_BF16)
+_FREE_MODEL_FIELDS = (
+    *("hidden_dropout", "attention_dropout", "lora_dropout"),
+    *(*INITIAL, *IN_BF16, *OF_ITS_LOSS),
+)
 
 _MOST = 2**53  # steps or samples: beyond it indices of tokens overflow
 T = TypeVar("T")

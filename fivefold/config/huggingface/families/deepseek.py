@@ -1,6 +1,6 @@
-"""DeepSeek-V2 and V3, Kimi-K2, GLM-4.7-Flash: latent attention, dense layers first."""
+"""DeepSeek-V2 to V3.2, Kimi-K2, GLM-4.7-Flash and GLM-5: latent attention, dense layers first."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,25 +23,66 @@ from fivefold.config.model import ModelConfig
 
 _LATENT_EPSILON = 1e-6
 """With which transformers normalises latents, whatever the file says."""
-_LITE = replace(ONE_GROUP, scale=1.8, listed=True, first_counts=False, always=True)
 
 
-def _read(reader: Reader, experts: GroupedExperts = V3) -> ModelConfig:
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """What a family has, and takes absent fields for.
+
+    Attributes:
+        experts: its routers.
+        epsilon: `rms_norm_eps`.
+        queries: `q_lora_rank`.
+        heads: `num_key_value_heads`.
+        index_heads: `index_n_heads`, of a family with an indexer; None: it has none.
+        shares: whether layers may take what the indexer of an earlier one has chosen.
+    """
+
+    experts: GroupedExperts
+    epsilon: float = 1e-6
+    queries: int = 1536
+    heads: int | None = 128
+    index_heads: int | None = None
+    shares: bool = False
+
+
+_SECOND, _THIRD = _Kind(experts=V2, heads=None), _Kind(experts=V3)
+_LITE = _Kind(
+    experts=replace(ONE_GROUP, scale=1.8, listed=True, first_counts=False, always=True),
+    epsilon=1e-5,
+    queries=768,
+    heads=20,
+)
+_LISTED = replace(V3, listed=True, always=True)
+_SPARSE = _Kind(experts=_LISTED, index_heads=64)
+_GLM5 = _Kind(
+    experts=replace(_LISTED, groups=1, chosen_groups=1),
+    epsilon=1e-5,
+    queries=2048,
+    heads=64,
+    index_heads=32,
+    shares=True,
+)
+
+
+def _read(reader: Reader, kind: _Kind = _THIRD) -> ModelConfig:
     """The model; heads share one rotary key, and adjacent rotary features are paired."""
-    second, lite = experts is V2, experts is _LITE
     sizes = transformer_sizes(reader)
     read_stored_weights(reader, code=True, rounded=True)
     reader.fixed("attention_bias", False)
     reader.fixed("mlp_bias", False)
+    indexes = kind.index_heads is not None
     # The order in which weights are stored; the computation is the same. Null is false.
-    reader.fixed("rope_interleave", True, False, None)
-    epsilon = reader.number("rms_norm_eps", 1e-5 if lite else 1e-6)
+    reader.fixed("rope_interleave", True, *(() if indexes else (False, None)))
+    epsilon = reader.number("rms_norm_eps", kind.epsilon)
     rope = read_rope(reader, Rope(10000.0, 1.0, "default"), latents=True)
     if rope.share != 1.0:
         reader.unsupported("partial_rotary_factor", rope.share, [1.0])
     inner = reader.size("intermediate_size")
     latents: dict[str, Any] = {
-        "q_lora_rank": reader.optional_size("q_lora_rank", default=768 if lite else 1536),
+        "q_lora_rank": (reader.size if indexes else reader.optional_size)(
+            "q_lora_rank", default=kind.queries
+        ),
         "kv_lora_rank": reader.size("kv_lora_rank"),
         "qk_head_dim": reader.size("qk_nope_head_dim"),
         "qk_pos_emb_head_dim": reader.size("qk_rope_head_dim"),
@@ -49,8 +90,8 @@ def _read(reader: Reader, experts: GroupedExperts = V3) -> ModelConfig:
     }
     # Derived sizes, which transformers 5 also writes.
     turned = latents["qk_pos_emb_head_dim"]
-    heads, default = sizes["num_attention_heads"], None if second else 20 if lite else 128
-    key_value_heads = reader.optional_size("num_key_value_heads", default=default)
+    heads = sizes["num_attention_heads"]
+    key_value_heads = reader.optional_size("num_key_value_heads", default=kind.heads)
     if key_value_heads not in (None, heads):
         why = f"each of num_attention_heads {heads} has keys of its own"
         reader.unsupported("num_key_value_heads", key_value_heads, [heads], why)
@@ -66,13 +107,37 @@ def _read(reader: Reader, experts: GroupedExperts = V3) -> ModelConfig:
         untie_embeddings_and_output_weights=not reader.flag("tie_word_embeddings", False),
         attention_dropout=reader.number("attention_dropout", 0.0),
         multi_latent_attention=True,
-        mtp_num_layers=0 if second else predictions(reader),
-        **experts.read(reader, sizes["num_layers"]),
+        mtp_num_layers=0 if kind is _SECOND else predictions(reader),
+        **kind.experts.read(reader, sizes["num_layers"]),
         **rope.settings(),
+        **(_indexer(reader, kind, sizes["num_layers"]) if indexes else {}),
     )
 
 
-def _write(model: ModelConfig, experts: GroupedExperts = V3) -> Fields:
+def _indexer(reader: Reader, kind: _Kind, layers: int) -> dict[str, Any]:
+    """DeepSeek Sparse Attention, whose loss no file tells."""
+    listed = reader.texts("layer_types", ("indexed_attention",))
+    if listed is not None:
+        reader.has_each_layer("layer_types", listed, layers)
+    if kind.shares:
+        reader.fixed("indexer_rope_interleave", True)
+        own = reader.texts("indexer_types", ("full",))
+        if own is not None:
+            reader.has_each_layer("indexer_types", own, layers)
+        else:
+            reader.fixed("index_topk_pattern", None, "F" * layers, ["full"] * layers)
+            reader.fixed("index_topk_freq", 1, 0)
+        reader.without_effect("index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
+    return {
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_n_heads": reader.size("index_n_heads", default=kind.index_heads),
+        "dsa_indexer_head_dim": reader.size("index_head_dim", default=128),
+        "dsa_indexer_topk": reader.size("index_topk", default=2048),
+    }
+
+
+def _write(model: ModelConfig, kind: _Kind = _THIRD) -> Fields:
+    experts = kind.experts
     fields = {
         **size_fields(model),
         **rope_fields(model),
@@ -92,6 +157,10 @@ def _write(model: ModelConfig, experts: GroupedExperts = V3) -> Fields:
     if experts is V2:
         grouped = model.moe_router_num_groups is not None
         return fields | {"topk_method": "group_limited_greedy" if grouped else "greedy"}
+    if kind.index_heads is not None:
+        fields["index_n_heads"] = model.dsa_indexer_n_heads
+        fields["index_head_dim"] = model.dsa_indexer_head_dim
+        fields["index_topk"] = model.dsa_indexer_topk
     if experts.listed:
         fields["mlp_layer_types"] = written_sparse(model)
     return fields | {
@@ -102,11 +171,20 @@ def _write(model: ModelConfig, experts: GroupedExperts = V3) -> Fields:
 
 
 _V2, _V3 = Tensors(DEEPSEEK_NAMES, pairs=True), Tensors(DEEPSEEK_NAMES, pairs=None, predicts=True)
-_read_v2, _write_v2 = partial(_read, experts=V2), partial(_write, experts=V2)
-_read_lite, _write_lite = partial(_read, experts=_LITE), partial(_write, experts=_LITE)
+_V32 = replace(_V3, pairs=True)
+
+
+def _family(name: str, architecture: str, kind: _Kind, tensors: Tensors) -> Family:
+    return Family(
+        name, architecture, partial(_read, kind=kind), partial(_write, kind=kind), tensors
+    )
+
+
 FAMILIES = (
-    Family("deepseek_v2", "DeepseekV2ForCausalLM", _read_v2, _write_v2, _V2),
-    Family("deepseek_v3", "DeepseekV3ForCausalLM", _read, _write, _V3),
-    Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", _read_lite, _write_lite, _V3),
+    _family("deepseek_v2", "DeepseekV2ForCausalLM", _SECOND, _V2),
+    _family("deepseek_v3", "DeepseekV3ForCausalLM", _THIRD, _V3),
+    _family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", _LITE, _V3),
+    _family("deepseek_v32", "DeepseekV32ForCausalLM", _SPARSE, _V32),
+    _family("glm_moe_dsa", "GlmMoeDsaForCausalLM", _GLM5, replace(_V32, index_pairs=True)),
     Family("kimi_k2", "DeepseekV3ForCausalLM", _read, None, _V3),
 )
