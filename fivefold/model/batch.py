@@ -37,6 +37,15 @@ class Documents:
             return host
         return host.pin_memory().to(self.device, non_blocking=True)
 
+    @cached_property
+    def begins_BL(self) -> Tensor:
+        """For each token: the place in its row of the first one of its document, int32."""
+        starts = self.starts_C
+        places = torch.arange(self.starts[-1], dtype=torch.int32, device=starts.device)
+        first = starts[torch.searchsorted(starts, places, right=True) - 1]
+        length = self.starts[-1] // self.rows
+        return (first - places // length * length).view(self.rows, length)
+
     @property
     def lengths(self) -> list[int]:
         """Number of tokens of each document."""

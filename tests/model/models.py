@@ -185,7 +185,10 @@ FAMILIES = {
     "gpt": GPT,
     "latent": LATENT,
     "latent, plain queries": PLAIN_QUERIES,
+    "sparse": SPARSE,
 }
+TO_ALL = {name: model for name, model in FAMILIES.items() if not model.is_sparse}
+"""Those in which attention is to all tokens that a query sees; for others see test_indexer.py."""
 
 
 def build(model: ModelConfig, parts: ModelParts | None = None, **options: Any) -> Stage:

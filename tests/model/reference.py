@@ -96,6 +96,7 @@ def _mlp(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:
 
 def _attention(model: ModelConfig, own: dict[str, Tensor], x: Tensor, window: int | None) -> Tensor:
     heads = _latent_heads if model.multi_latent_attention else _plain_heads
+    chosen = _chosen(model, own, x)
     outputs = []
     for head, (q_SD, k_SD, v_SV, scale) in enumerate(heads(model, own, x)):
         rows = []
@@ -103,18 +104,48 @@ def _attention(model: ModelConfig, own: dict[str, Tensor], x: Tensor, window: in
             first = 0 if window is None else max(s - window, 0)
             if model.attention_chunk_size is not None:
                 first = max(first, s - s % model.attention_chunk_size)
-            products = k_SD[first : s + 1] @ q_SD[s] * scale
+            keys = list(range(first, s + 1)) if chosen is None else chosen[s]
+            products = k_SD[keys] @ q_SD[s] * scale
             scores = _capped(products, model.attn_logit_softcapping).exp()
             total = scores.sum()
             if model.softmax_type == "learnable":
                 total = total + own["self_attn.sinks.weight"][head].exp()
-            rows.append(scores / total @ v_SV[first : s + 1])
+            rows.append(scores / total @ v_SV[keys])
         outputs.append(torch.stack(rows))
         if model.attention_output_gate:
             D = model.head_dim
             both = _linear(own, "self_attn.q_proj", x)[:, 2 * head * D : 2 * (head + 1) * D]
             outputs[-1] = outputs[-1] / (1 + (-both[:, D:]).exp())
     return _linear(own, "self_attn.o_proj", torch.cat(outputs, dim=1))
+
+
+def _chosen(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> list[list[int]] | None:
+    """Of each token: those with the best scores of an indexer, if there is one."""
+    if model.experimental_attention_variant != "dsa":
+        return None
+    name, shape, rotary = "self_attn.indexer", model.indexer, model.rotary_dim
+    read = x
+    if model.q_lora_rank is not None:
+        low = _linear(own, "self_attn.q_a_proj", x)
+        read = _norm(model, own, "self_attn.q_a_layernorm", low)
+    key = _linear(own, f"{name}.wk", x)
+    key = (key - key.mean(1, keepdim=True)) / (
+        key.var(1, correction=0, keepdim=True) + model.latent_epsilon
+    ).sqrt()
+    key = key * (model.apply_layernorm_1p + own[f"{name}.k_norm.weight"])
+    key = key + own[f"{name}.k_norm.bias"]
+    queries = _linear(own, f"{name}.wq_b", read).split(shape.dim, dim=1)
+    key, *queries = (
+        torch.cat((_rope(model, y[:, :rotary]), y[:, rotary:]), dim=1) for y in (key, *queries)
+    )
+    factors = _linear(own, f"{name}.weights_proj", x)
+    found = []
+    for s in range(len(x)):
+        products = [(key[: s + 1] @ q[s]).clamp(min=0) for q in queries]
+        scores = sum(f * p for f, p in zip(factors[s], products, strict=True))
+        ranked = sorted(range(s + 1), key=lambda k: (-float(scores[k]), k))
+        found.append(ranked[: shape.topk])
+    return found
 
 
 def _delta_net(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from fivefold.model.attention.blocks import Sight
 from fivefold.model.attention.grouped_query import AttentionBlock
 from fivefold.model.linear_attention.state_layer import StateLayer
 from fivefold.model.transformer import Stage
-from tests.model.models import FAMILIES, GPT, LLAMA, batch_of
+from tests.model.models import FAMILIES, GPT, LLAMA, SPARSE, TO_ALL, batch_of
 from tests.model.plain_attention import plain_attention
 
 PARTS = {
@@ -83,7 +83,7 @@ def test_padding_is_counted_once_per_vocabulary_matrix() -> None:
         assert padded - count_parameters(model, padded=False).total == matrices * padding
 
 
-@pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("model", TO_ALL.values(), ids=TO_ALL)
 def test_flops_are_those_that_pytorch_counts(model: ModelConfig) -> None:
     stage = Stage(model)
     for parameter in stage.parameters():
@@ -141,13 +141,33 @@ def test_flops_of_chunks_are_those_of_the_pairs_in_them(chunk: int) -> None:
     assert ratio == pytest.approx((1 + 2 * reach.mean_keys(4096) / 2048) / 3, rel=1e-4)
 
 
+def test_flops_of_chosen_tokens_are_those_of_the_pairs_and_of_all_scores() -> None:
+    """Sixteen keys a query or all before it, half a key fewer, and the indexer's of all of them."""
+    model = replace(SPARSE, dsa_indexer_topk=16)
+    pairs = sum(min(s + 1, 16) - 0.5 for s in range(64)) / 64
+    shape = model.indexer
+    of_heads = 2 * (model.q_size + model.attention_size) * pairs
+    of_index = 2 * shape.heads * (shape.dim + 1) * 32
+    found = forward_flops(model, 64).attention
+    assert found == pytest.approx(3 * (of_heads + of_index), rel=0.01)
+    taught, fixed = (
+        training_flops(replace(model, dsa_indexer_loss_coeff=c), 64) for c in (0.1, None)
+    )
+    assert taught.attention == 3 * found
+    assert taught.attention - fixed.attention == 2 * 3 * of_index
+    dense = replace(model, dsa_indexer_topk=64)
+    assert forward_flops(dense, 64).attention - 3 * of_index == pytest.approx(
+        3 * 2 * (model.q_size + model.attention_size) * 32
+    )
+
+
 def test_training_flops_of_a_published_model() -> None:
     flops = training_flops(PRESETS["llama3-8b"], 8192)
     assert flops.matmul == 6 * (8_030_261_248 - 128256 * 4096 - 65 * 4096)
     assert flops.attention == 32 * 3 * 8192 * 32 * 256
 
 
-SPARSE = replace(
+DEEPSEEK = replace(
     PRESETS["deepseek-v3"],
     num_layers=4,
     hidden_size=64,
@@ -177,7 +197,7 @@ def test_shapes_of_latent_attention_and_experts() -> None:
         "self_attn.kv_b_proj.weight": (4 * (8 + 12), 16),
         "self_attn.o_proj.weight": (64, 4 * 12),
     }
-    dense, sparse = shapes_of(SPARSE, 0), shapes_of(SPARSE, 1)
+    dense, sparse = shapes_of(DEEPSEEK, 0), shapes_of(DEEPSEEK, 1)
     assert {n: s for n, s in dense.items() if "attn." in n} == attention
     assert {n: s for n, s in sparse.items() if "attn." in n} == attention
     assert dense["mlp.down_proj.weight"] == (64, 96)
@@ -190,13 +210,13 @@ def test_shapes_of_latent_attention_and_experts() -> None:
         "mlp.shared_experts.up_proj.weight": (48, 64),
         "mlp.shared_experts.down_proj.weight": (64, 48),
     }
-    uncompressed = shapes_of(replace(SPARSE, q_lora_rank=None), 0)
+    uncompressed = shapes_of(replace(DEEPSEEK, q_lora_rank=None), 0)
     assert uncompressed["self_attn.q_proj.weight"] == (4 * 12, 64)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_counts_of_sparse_stages_are_those_of_their_shapes(tied: bool) -> None:
-    model = replace(SPARSE, untie_embeddings_and_output_weights=not tied)
+    model = replace(DEEPSEEK, untie_embeddings_and_output_weights=not tied)
     cuts = [ModelParts((0, 1), embedding=True), ModelParts((2, 3), head=True, mtp=1)]
     for parts in (None, *cuts):
         shapes = parameter_shapes(model, parts)
@@ -214,10 +234,10 @@ def test_flops_are_those_of_the_experts_that_a_token_is_sent_to() -> None:
     sparse = attention + 64 * 8 + 3 * 64 * (2 * 24 + 48)
     weights = attention + 3 * 64 * 96 + 3 * sparse  # one dense layer, three with experts
     weights += sparse + 2 * 64 * 64 + 2 * 256 * 64  # prediction, and the output layer twice
-    flops = forward_flops(SPARSE, 64)
+    flops = forward_flops(DEEPSEEK, 64)
     assert flops.matmul == 2 * weights
     assert flops.attention == 5 * 64 * 4 * (12 + 12)
-    biased = replace(SPARSE, add_bias_linear=True)
+    biased = replace(DEEPSEEK, add_bias_linear=True)
     assert forward_flops(biased, 64) == flops
 
 
@@ -248,11 +268,11 @@ def test_training_flops_of_deepseek_v3_are_six_times_its_active_weights() -> Non
     ],
 )
 def test_what_a_rank_holds(name: str, expected: tuple[int, ...]) -> None:
-    assert stage_weights(SPARSE)[name].local(tp=2, ep=4, etp=3) == expected
+    assert stage_weights(DEEPSEEK)[name].local(tp=2, ep=4, etp=3) == expected
 
 
 def test_biases_of_experts_are_split_with_their_rows() -> None:
-    biased = replace(SPARSE, add_bias_linear=True)
+    biased = replace(DEEPSEEK, add_bias_linear=True)
     split = {
         name: weight.local(tp=2, ep=4, etp=3)
         for name, weight in layer_weights(biased, 1).items()

@@ -9,7 +9,7 @@ from fivefold.model.attention.grouped_query import AttentionBlock
 from fivefold.model.batch import Batch
 from fivefold.model.loss import IGNORED
 from fivefold.model.transformer import Stage
-from tests.model.models import FAMILIES, GPT, LLAMA, batch_of, build
+from tests.model.models import FAMILIES, GPT, LLAMA, TO_ALL, batch_of, build
 from tests.model.plain_attention import plain_attention
 from tests.model.reference import reference_logits
 
@@ -43,7 +43,7 @@ def test_logits_and_loss_equal_the_naive_transformer(family: str, lengths: list)
     assert close(stage(None, batch), loss)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TO_ALL)
 def test_plain_and_fused_attention_give_the_same_loss_and_gradients(family: str) -> None:
     fused, plain = build(FAMILIES[family]), build(FAMILIES[family])
     for layer in plain.layers.values():
@@ -60,7 +60,7 @@ def test_plain_and_fused_attention_give_the_same_loss_and_gradients(family: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TO_ALL)
 def test_gradients_are_those_of_finite_differences(family: str) -> None:
     stage = build(FAMILIES[family])
     batch = batch_of(stage.model, [[3, 5]])

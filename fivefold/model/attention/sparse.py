@@ -46,27 +46,36 @@ class Lesson:
 
 
 @dataclass(frozen=True)
+class Rule:
+    """How tokens are chosen.
+
+    Attributes:
+        heads: I.
+        topk: tokens to attend to.
+        scale: factor of an indexer's scores.
+        lesson: how it is trained; None: not now.
+    """
+
+    heads: int
+    topk: int
+    scale: float
+    lesson: Lesson | None
+
+
+@dataclass(frozen=True)
 class Index:
     """What an indexer says of the tokens of a microbatch.
 
     Attributes:
         q_BSID, k_BLD: its queries, and the key of each token that all its heads share.
         w_BSI: weight of each head.
-        topk: tokens to attend to.
-        lesson: how it is trained; None: not now.
+        rule: how tokens are chosen.
     """
 
     q_BSID: Tensor
     k_BLD: Tensor
     w_BSI: Tensor
-    topk: int
-    lesson: Lesson | None
-
-    @property
-    def scale(self) -> float:
-        """Factor of its scores."""
-        heads, features = self.q_BSID.shape[2:]
-        return float(heads * features) ** -0.5
+    rule: Rule
 
 
 def sparse_attention(
@@ -88,20 +97,10 @@ def sparse_attention(
         scale: factor of q k^T.
     """
     tensors = q_BSND, k_BLND, v_BLND, index.q_BSID, index.k_BLD, index.w_BSI
-    sight = _Sight(_begins(documents, k_BLND), k_BLND.shape[1] - q_BSND.shape[1])
-    out: Tensor = _Sparse.apply(*tensors, index, sight, scale)
+    begins_BL = None if documents is None else documents.begins_BL
+    sight = _Sight(begins_BL, k_BLND.shape[1] - q_BSND.shape[1])
+    out: Tensor = _Sparse.apply(*tensors, index.rule, sight, scale)
     return out
-
-
-def _begins(documents: Documents | None, k_BLND: Tensor) -> Tensor | None:
-    """[B, L]: position in its row of the first token of each token's document."""
-    if documents is None:
-        return None
-    rows, length = k_BLND.shape[:2]
-    places = torch.arange(rows * length, dtype=torch.int32, device=k_BLND.device)
-    starts = documents.starts_C
-    first = starts[torch.searchsorted(starts, places, right=True) - 1]
-    return (first - places // length * length).view(rows, length)
 
 
 @dataclass(frozen=True)
@@ -176,16 +175,14 @@ class _Sparse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *tensors, index, sight, scale = arguments
+        *tensors, rule, sight, scale = arguments
         q, k, v = _by_heads(*tensors[:3])
         outs, lses = [], []
-        for rows, keys in sight.pieces(len(q), q.shape[2], _heads(q, index)):
+        for rows, keys in sight.pieces(len(q), q.shape[2], _heads(q, rule)):
             seen = sight.of(rows, keys, q.device)
             chosen = seen
-            if keys.stop > index.topk:
-                chosen = seen & best(
-                    _scored(tensors[3:], index, rows, keys, seen).scores, index.topk
-                )
+            if keys.stop > rule.topk:
+                chosen = seen & best(_scored(tensors[3:], rule, rows, keys, seen).scores, rule.topk)
             scores = _products(q, k, rows, keys, scale).masked_fill_(
                 ~chosen[:, None], float("-inf")
             )
@@ -194,14 +191,14 @@ class _Sparse(torch.autograd.Function):
             lses.append(lse)
         out = torch.cat(outs, 2).transpose(1, 2).to(tensors[0].dtype).contiguous()
         ctx.save_for_backward(*tensors, out, torch.cat(lses, 2))
-        ctx.rest = index, sight, scale
+        ctx.rest = rule, sight, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         *tensors, out, lse = ctx.saved_tensors
-        index, sight, scale = ctx.rest
-        walk = _Backward(tensors, index, sight, scale)
+        rule, sight, scale = ctx.rest
+        walk = _Backward(tensors, rule, sight, scale)
         grad, out = _by_heads(grad, out)
         walk.run(grad, (grad * out).sum(-1), lse)
         return *walk.gradients(), None, None, None
@@ -210,8 +207,8 @@ class _Sparse(torch.autograd.Function):
 class _Backward:
     """The backward of one layer, some queries at a time; gradients are summed in at least fp32."""
 
-    def __init__(self, tensors: list[Tensor], index: Index, sight: _Sight, scale: float) -> None:
-        self._tensors, self._index, self._sight, self._scale = tensors, index, sight, scale
+    def __init__(self, tensors: list[Tensor], rule: Rule, sight: _Sight, scale: float) -> None:
+        self._tensors, self._rule, self._sight, self._scale = tensors, rule, sight, scale
         self._q, self._k, self._v = _by_heads(*tensors[:3])
         self._wide = self._q.dtype
         self._sums = [torch.zeros_like(x) for x in (self._q, self._k, self._v)]
@@ -220,15 +217,15 @@ class _Backward:
     def run(self, grad: Tensor, delta: Tensor, lse: Tensor) -> None:
         """Walk through the queries, given the gradient of the output, its products with it, and the
         log-sum-exp."""
-        index, lesson = self._index, self._index.lesson
+        rule, lesson = self._rule, self._rule.lesson
         losses = []
         q, k = self._q, self._k
-        for rows, keys in self._sight.pieces(len(q), q.shape[2], _heads(q, index)):
+        for rows, keys in self._sight.pieces(len(q), q.shape[2], _heads(q, rule)):
             seen = chosen = self._sight.of(rows, keys, q.device)
             scored = None
-            if lesson is not None or keys.stop > index.topk:
-                scored = _scored(self._tensors[3:], index, rows, keys, seen)
-                chosen = seen & best(scored.scores, index.topk)
+            if lesson is not None or keys.stop > rule.topk:
+                scored = _scored(self._tensors[3:], rule, rows, keys, seen)
+                chosen = seen & best(scored.scores, rule.topk)
             scores = _products(q, k, rows, keys, self._scale)
             target = None
             if lesson is not None and not lesson.sparse:
@@ -289,9 +286,9 @@ def _taught(p_BqL: Tensor, own_BqL: Tensor, lesson: Lesson) -> tuple[Tensor, Ten
     return grad, apart.sum(dtype=torch.float64) * lesson.weight
 
 
-def _scored(tensors: list[Tensor], index: Index, rows: slice, keys: slice, seen: Tensor) -> _Scored:
+def _scored(tensors: list[Tensor], rule: Rule, rows: slice, keys: slice, seen: Tensor) -> _Scored:
     q, k, w = tensors
-    return _Scored(q[:, rows], k[:, keys], w[:, rows], index.scale, seen)
+    return _Scored(q[:, rows], k[:, keys], w[:, rows], rule.scale, seen)
 
 
 def _products(q: Tensor, k: Tensor, rows: slice, keys: slice, scale: float) -> Tensor:
@@ -305,6 +302,6 @@ def _by_heads(*tensors_BSND: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2).to(wide) for x in tensors_BSND]
 
 
-def _heads(q_BNSD: Tensor, index: Index) -> int:
+def _heads(q_BNSD: Tensor, rule: Rule) -> int:
     """Heads of which scores are held at once: attention's of this rank, or the indexer's."""
-    return max(q_BNSD.shape[1], index.q_BSID.shape[2])
+    return max(q_BNSD.shape[1], rule.heads)
