@@ -142,23 +142,19 @@ def test_flops_of_chunks_are_those_of_the_pairs_in_them(chunk: int) -> None:
 
 
 def test_flops_of_chosen_tokens_are_those_of_the_pairs_and_of_all_scores() -> None:
-    """Sixteen keys a query or all before it, half a key fewer, and the indexer's of all of them."""
-    model = replace(SPARSE, dsa_indexer_topk=16)
-    pairs = sum(min(s + 1, 16) - 0.5 for s in range(64)) / 64
-    shape = model.indexer
-    of_heads = 2 * (model.q_size + model.attention_size) * pairs
-    of_index = 2 * shape.heads * (shape.dim + 1) * 32
-    found = forward_flops(model, 64).attention
-    assert found == pytest.approx(3 * (of_heads + of_index), rel=0.01)
+    model = replace(SPARSE, dsa_indexer_topk=1600)
+    shape, heads = model.indexer, 2 * (model.q_size + model.attention_size)
+    pairs = sum(min(s + 1, 1600) for s in range(6400)) / 6400
+    of_index = 3 * 2 * shape.heads * (shape.dim + 1) * 3200
+    found = forward_flops(model, 6400).attention
+    assert found == pytest.approx(3 * heads * pairs + of_index, rel=1e-3)
     taught, fixed = (
-        training_flops(replace(model, dsa_indexer_loss_coeff=c), 64) for c in (0.1, None)
+        training_flops(replace(model, dsa_indexer_loss_coeff=c), 6400) for c in (0.1, None)
     )
     assert taught.attention == 3 * found
-    assert taught.attention - fixed.attention == 2 * 3 * of_index
-    dense = replace(model, dsa_indexer_topk=64)
-    assert forward_flops(dense, 64).attention - 3 * of_index == pytest.approx(
-        3 * 2 * (model.q_size + model.attention_size) * 32
-    )
+    assert taught.attention - fixed.attention == 2 * of_index
+    to_all = replace(model, dsa_indexer_topk=6400)
+    assert forward_flops(to_all, 6400).attention == 3 * heads * 3200 + of_index
 
 
 def test_training_flops_of_a_published_model() -> None:

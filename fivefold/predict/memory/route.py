@@ -9,6 +9,7 @@ from fivefold.description.kinds import LayerKind
 from fivefold.description.linear_attention import Recurrence
 from fivefold.description.operations import Activation, CoreAttention, Operation
 from fivefold.description.running import share_at_once
+from fivefold.description.sparse import SparseAttention
 from fivefold.predict.memory.points import ActPoint
 from fivefold.predict.memory.sizes import (
     deferred_bytes,
@@ -144,23 +145,30 @@ class Route(StageSizes):
 
     @cached_property
     def states(self) -> tuple[tuple[int, ActPoint], ...]:
-        """The places of the last layer with states, which keeps most, and of the first, where most
-        gradients are made; and where the backward of states makes all again."""
-        places = [n for n in range(len(self.numbers)) if self.described(n).kind.linear]
+        """The places of the last layer with states, or with an indexer, which keeps most, and of
+        the first, where most gradients are made; and where their backward makes all again."""
+        places = [n for n in range(len(self.numbers)) if self._making_again(n)]
         first, last = places[:1], places[-1:]  # the last alone, if it is both
         ends = dict.fromkeys(first, "first") | dict.fromkeys(last, "last")
+        what = "an indexer" if self.layout.config.model.is_sparse else "states"
         return tuple(
-            (place, self._in_states(place, f"the {end} layer with states"))
+            (place, self._in_states(place, f"the {end} layer with {what}"))
             for place, end in ends.items()
         )
 
+    def _making_again(self, place: int) -> list[tuple[int, Recurrence | SparseAttention]]:
+        """The operation of a layer whose backward makes much again, with its place, if any does."""
+        operations = self.described(place).operations
+        kinds = Recurrence | SparseAttention
+        return [(n, op) for n, op in enumerate(operations) if isinstance(op, kinds)]
+
     def _in_states(self, place: int, where: str) -> ActPoint:
         running, operations = self.running_of(place), self.described(place).operations
-        at, rule = next((n, op) for n, op in enumerate(operations) if isinstance(op, Recurrence))
-        # Of the residual stream, of heads and of their gates.
+        ((at, op),) = self._making_again(place)
         grads = running.element_bytes * self.layout.config.model.hidden_size / running.token_parts
-        grads += 2 * running.by_heads(rule.sizes.size)
-        working = self.tokens * (rule.working(running) + grads)
+        if isinstance(op, Recurrence):  # besides the residual stream's, those of heads and of gates
+            grads += 2 * running.by_heads(op.sizes.size)
+        working = self.tokens * (op.working(running) + grads)
         point = self._start._replace(working=working, communication=self.messages[0])
         again = remade_at_once(running, self.layers, place)
         point = point._replace(remade=self.tokens * again)

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 
 from fivefold.description.experts import Dispatch, ExpertsIn, ExpertsOut, RouterLinear
 from fivefold.description.latent import LatentDown, LatentLinear, LatentUp
-from fivefold.description.linear_attention import DeltaRule, GatedHeads, Recurrence
+from fivefold.description.linear_attention import GatedHeads, Recurrence
 from fivefold.description.lora import Adapters, Rescaled
 from fivefold.description.operations import (
     Activation,
@@ -22,6 +22,7 @@ from fivefold.description.operations import (
     RowLinear,
 )
 from fivefold.description.prediction import PredictionInput
+from fivefold.description.sparse import Indexing, SparseAttention
 from fivefold.description.weights import Weight
 from fivefold.layout import Layout
 from fivefold.model.fusion_rules import joins_norm
@@ -37,9 +38,10 @@ from fivefold.predict.times.compute import (
     overlapped,
     score_matrices,
 )
-from fivefold.predict.times.context import configured_ways, exchange
+from fivefold.predict.times.context import configured_ways
+from fivefold.predict.times.sparse import chosen_tokens, indexing
 from fivefold.predict.times.stage import Times
-from fivefold.predict.times.states import delta_rule, state_space
+from fivefold.predict.times.states import states
 
 ELEMENT = 2.0  # bytes of an activation in bf16, whatever precision multiplies
 ADDED = 8.0  # bytes an element that a gradient takes to be added to a sum by a kernel of its own
@@ -112,10 +114,14 @@ class OperationTimes:
                 return Times(sum((self._linear(weight, own) for weight in weights), Phases()))
             case LatentUp():
                 return self._latent_up(op, weights)
+            case Indexing():
+                own = self.tokens // self.parts
+                products = sum((self._linear(weight, own) for weight in weights), Phases())
+                return indexing(op, self.config, self.cluster, self.tp, products)
             case CoreAttention():
-                return self._core_attention()
+                return self._core_attention(op)
             case Recurrence():
-                return self._states(op)
+                return states(op, self.config, self.cluster, self.software)
             case GatedHeads():
                 size = self.tokens * ELEMENT * op.features / self.grid.tp
                 return self._elementwise(3 * size, 5 * size)
@@ -336,12 +342,15 @@ class OperationTimes:
         unfused = UNFUSED_GATE if reads > 1 else UNFUSED_TRAFFIC
         return self._elementwise((reads + 1) * size, (2 * reads + 1) * size, unfused)
 
-    def _core_attention(self) -> Times:
+    def _core_attention(self, op: CoreAttention) -> Times:
+        """RoPE of queries and keys, norms after it, and attention."""
         model, tp, length = self.model, self.grid.tp, self.training.seq_length
         mixed = self.tokens * ELEMENT * (model.q_size + model.k_size) / tp
         more = UNFUSED_NORM * model.qk_l2_norm  # which no kernel of a GPU makes in one pass
         sizes = (2 + 2 * more) * mixed, (2 + 3 * more) * mixed
         rotary = self._elementwise(*sizes, UNFUSED_ROTATION) * model.rotated_share
+        if isinstance(op, SparseAttention):
+            return rotary + chosen_tokens(op, self.config, self.cluster, self.tp)
         if model.attention_dropout and self.software.attention == "scores":
             batch = self.tokens // length * (model.num_attention_heads // tp)
             dims, precision = (model.query_dim, model.value_dim), self.training.precision
@@ -349,15 +358,6 @@ class OperationTimes:
         for way, share in configured_ways(self.config, self.cluster):
             rotary += Times(way.attention, cp=way.exposed) * share
         return rotary
-
-    def _states(self, op: Recurrence) -> Times:
-        """What states do, and between context-parallel ranks the exchange of their heads."""
-        of_rule = delta_rule if isinstance(op, DeltaRule) else state_space
-        made = of_rule(self.config, self.gpu, kernels=self.software.state_kernels)
-        features = (op.read_features + op.sizes.size) / self.grid.tp
-        size = self.tokens * ELEMENT * features * (1 - 1 / self.grid.cp)
-        cp = exchange(self.cluster, self.grid.cp, self.grid.tp, size)
-        return Times(made, cp=Phases(cp, cp))
 
     @cached_property
     def _own(self) -> int:

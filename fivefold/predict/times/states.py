@@ -7,9 +7,13 @@ sequence and head after the other, which leaves multiprocessors idle.
 from math import ceil
 
 from fivefold.config.config import Config
-from fivefold.description.linear_attention import CHUNK
+from fivefold.description.linear_attention import CHUNK, DeltaRule, Recurrence
 from fivefold.hardware import Gpu
+from fivefold.predict.cluster import Cluster
+from fivefold.predict.software import Software
 from fivefold.predict.times.compute import Phases, elementwise, matmul
+from fivefold.predict.times.context import exchange
+from fivefold.predict.times.stage import Times
 
 BACKWARD = 3.0
 """Backward over forward: it makes the forward again, and two gradients of each product."""
@@ -17,6 +21,18 @@ _KERNELS = 6
 """Of flash-linear-attention's forward: convolution, lengths, decays, system, walk, read; of
 mamba_ssm's: convolution, decays, what chunks write, walk, scores, read."""
 _NARROW, _WIDE = 2.0, 4.0  # bytes of an element of kernels in 16 bits, and of PyTorch's in fp32
+
+
+def states(op: Recurrence, config: Config, cluster: Cluster, software: Software) -> Times:
+    """What states do, and between context-parallel ranks the exchange of their heads."""
+    of_rule = delta_rule if isinstance(op, DeltaRule) else state_space
+    made = of_rule(config, cluster.gpu, kernels=software.state_kernels)
+    parallel = config.parallel
+    tp, ranks = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    features = (op.read_features + op.sizes.size) / tp
+    size = config.rank_tokens * _NARROW * features * (1 - 1 / ranks)
+    cp = exchange(cluster, ranks, tp, size)
+    return Times(made, cp=Phases(cp, cp))
 
 
 def delta_rule(config: Config, gpu: Gpu, *, kernels: bool) -> Phases:
