@@ -185,6 +185,7 @@ _LONGROPE = {
     "longrope_long_factor": (4.0,) * 64,
 }
 _LINEAR = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "4"}
+_SPARSE = {"preset": "deepseek-v3.2", "dsa_indexer_loss_coeff": 0.01}
 _HYBRID = {"preset": "nemotron-h-8b"}
 _LATENT_YARN = {"preset": "deepseek-v2-lite", "rope_type": "yarn"}
 _MLA = {"preset": "deepseek-v2-lite"}
@@ -271,6 +272,11 @@ CHANGES: Mapping[str, Change] = {
     "experimental_attention_variant": Change(
         "gated_delta_net", along={"linear_attention_freq": "4"}
     ),
+    "dsa_indexer_n_heads": Change(32, _SPARSE),
+    "dsa_indexer_head_dim": Change(64, _SPARSE),
+    "dsa_indexer_topk": Change(1024, _SPARSE),
+    "dsa_indexer_loss_coeff": Change(0.125, _SPARSE),
+    "dsa_indexer_use_sparse_loss": Change(True, _SPARSE),
     "linear_attention_freq": Change("2", _LINEAR),
     "linear_conv_kernel_dim": Change(3, _LINEAR),
     "linear_key_head_dim": Change(64, _LINEAR),

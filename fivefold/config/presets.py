@@ -402,6 +402,12 @@ _DEBUG: dict[str, Any] = {
     "make_vocab_size_divisible_by": 128,
 }
 
+_INDEXER: dict[str, Any] = {
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 64,
+    "dsa_indexer_head_dim": 128,
+    "dsa_indexer_topk": 2048,
+}
 PRESETS: Mapping[str, ModelConfig] = {
     "gpt2": _GPT2,
     "gpt-22b": replace(_GPT_1T, num_layers=48, hidden_size=6144, num_attention_heads=64),
@@ -784,6 +790,7 @@ PRESETS: Mapping[str, ModelConfig] = {
     ),
     "deepseek-v2": _DEEPSEEK_V2,
     "deepseek-v3": _DEEPSEEK_V3,
+    "deepseek-v3.2": replace(_DEEPSEEK_V3, **_INDEXER),
     "kimi-k2": replace(
         _DEEPSEEK_V3,
         num_attention_heads=64,
@@ -835,6 +842,30 @@ PRESETS: Mapping[str, ModelConfig] = {
         v_head_dim=256,
         latent_norm_epsilon=1e-6,
         mtp_num_layers=1,
+    ),
+    "glm-5": ModelConfig(
+        num_layers=78,
+        hidden_size=6144,
+        num_attention_heads=64,
+        ffn_hidden_size=12288,
+        vocab_size=154880,
+        max_position_embeddings=202752,
+        rotary_base=1000000.0,
+        num_experts=256,
+        moe_router_topk=8,
+        moe_router_score_function="sigmoid",
+        moe_router_topk_scaling_factor=2.5,
+        moe_router_enable_expert_bias=True,
+        moe_ffn_hidden_size=2048,
+        moe_shared_expert_intermediate_size=2048,
+        moe_layer_freq="[0]*3+[1]*75",
+        multi_latent_attention=True,
+        q_lora_rank=2048,
+        qk_head_dim=192,
+        v_head_dim=256,
+        latent_norm_epsilon=1e-6,
+        mtp_num_layers=1,
+        **_INDEXER | {"dsa_indexer_n_heads": 32},
     ),
     "solar-open-100b": ModelConfig(
         num_layers=48,
@@ -996,6 +1027,8 @@ HUB_NAMES: Mapping[str, str] = {
     "deepseek-ai/DeepSeek-V2": "deepseek-v2",
     "deepseek-ai/DeepSeek-V3": "deepseek-v3",
     "deepseek-ai/DeepSeek-V3-Base": "deepseek-v3",
+    "deepseek-ai/DeepSeek-V3.2": "deepseek-v3.2",
+    "deepseek-ai/DeepSeek-V3.2-Exp": "deepseek-v3.2",
     "moonshotai/Kimi-K2-Base": "kimi-k2",
     "moonshotai/Kimi-K2-Instruct": "kimi-k2",
     "zai-org/GLM-4.5": "glm-4.5",
@@ -1003,6 +1036,7 @@ HUB_NAMES: Mapping[str, str] = {
     "zai-org/GLM-4.5-Air": "glm-4.5-air",
     "zai-org/GLM-4.5-Air-Base": "glm-4.5-air",
     "zai-org/GLM-4.7-Flash": "glm-4.7-flash",
+    "zai-org/GLM-5": "glm-5",
     "upstage/Solar-Open-100B": "solar-open-100b",
     "LGAI-EXAONE/K-EXAONE-236B-A23B": "k-exaone",
     "MiniMaxAI/MiniMax-M2": "minimax-m2",

@@ -6,7 +6,7 @@ import torch
 
 from fivefold.model.attention.grouped_query import Attention, attention, in_one_call, plain_together
 from fivefold.model.dora import plain_sum
-from fivefold.model.layers import plain_column, plain_row, plain_spread
+from fivefold.model.layers import LayerBlock, plain_column, plain_row, plain_spread
 from fivefold.model.transformer import Stage
 
 VARIANTS = 32
@@ -34,8 +34,9 @@ def compile_layers(stage: Stage, backend: str) -> None:
         heads = layer.self_attn
         if heads is not None:
             heads.wrap_kernel(_kernel_within)
-        if layer.mlp is not None and not layer.mlp.compiles:
-            layer.mlp.forward = _outside(layer.mlp.forward)  # type: ignore[method-assign]
+        for block in (each for each in layer.modules() if isinstance(each, LayerBlock)):
+            if not block.compiles:
+                block.forward = _outside(block.forward)  # type: ignore[method-assign]
         if isinstance(heads, Attention) and heads.norm_together is not plain_together:
             heads.norm_together = _outside(heads.norm_together)
         for module in layer.mixers:

@@ -163,6 +163,21 @@ LAYOUTS = [
     layout("expert parallel", "--nproc 2 --ep 2", "needs a model with num_experts"),
     layout("too few experts", "--num-experts 2 --moe-router-topk 3", "--num-experts 3"),
     layout("layers of experts", "--num-experts 2 --moe-layer-freq [1]*3", "3 entries, 4 layers"),
+    layout(
+        "an indexer without sizes",
+        "--experimental-attention-variant dsa --multi-latent-attention --num-query-groups none",
+        "dsa needs dsa_indexer_n_heads, dsa_indexer_head_dim, dsa_indexer_topk",
+        "works: --dsa-indexer-n-heads 64 --dsa-indexer-head-dim 128 --dsa-indexer-topk 2048",
+    ),
+    layout(
+        "an indexer of some tokens",
+        "--nproc 2 --cp 2 --experimental-attention-variant dsa --multi-latent-attention "
+        "--num-query-groups none --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 64 "
+        "--dsa-indexer-topk 8",
+        "dsa does not go with context_parallel_size 2",
+        "works: --context-parallel-size 1",
+    ),
+    layout("a loss of no indexer", "--dsa-indexer-loss-coeff 0.1", "is for attention to tokens"),
     layout("latents of nothing", "--q-lora-rank 8", "works: --multi-latent-attention"),
     layout(
         "planned with only",

@@ -23,6 +23,18 @@ REFUSED: dict[str, tuple[dict[str, Any], int]] = {
         {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "2"},
         1,
     ),
+    "experimental_attention_variant dsa": (
+        {
+            "num_query_groups": None,
+            "kv_channels": None,
+            "multi_latent_attention": True,
+            "experimental_attention_variant": "dsa",
+            "dsa_indexer_n_heads": 2,
+            "dsa_indexer_head_dim": 64,
+            "dsa_indexer_topk": 8,
+        },
+        1,
+    ),
     "Mamba-2": (
         {"hybrid_override_pattern": "M-" * (LLAMA.num_layers // 2), "mamba_num_groups": 2},
         1,

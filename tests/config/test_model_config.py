@@ -1,4 +1,5 @@
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -201,6 +202,17 @@ def test_all_mistakes_are_told_at_once() -> None:
     assert "hidden_dropout must be in [0, 1)" in message
 
 
+SPARSE: dict[str, Any] = {
+    "num_query_groups": None,
+    "kv_channels": None,
+    "multi_latent_attention": True,
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 2,
+    "dsa_indexer_head_dim": 64,
+    "dsa_indexer_topk": 8,
+}
+
+
 @pytest.mark.parametrize(
     ("change", "part"),
     [
@@ -224,6 +236,20 @@ def test_all_mistakes_are_told_at_once() -> None:
             },
             "works: --linear-num-key-heads 2 | --linear-num-key-heads 4",
         ),
+        (
+            {"experimental_attention_variant": "dsa"},
+            "works: --multi-latent-attention | --experimental-attention-variant none",
+        ),
+        (
+            {"experimental_attention_variant": "dsa", "dsa_indexer_topk": 8},
+            "works: --dsa-indexer-n-heads 64 --dsa-indexer-head-dim 128",
+        ),
+        (SPARSE | {"dsa_indexer_head_dim": 32}, "works: --dsa-indexer-head-dim 64"),
+        (SPARSE | {"window_size": 8}, "works: --window-size none"),
+        (SPARSE | {"attn_logit_softcapping": 8.0}, "works: --attn-logit-softcapping none"),
+        (SPARSE | {"softmax_type": "learnable"}, "works: --softmax-type vanilla"),
+        (SPARSE | {"attention_dropout": 0.1}, "--attention-dropout 0.0"),
+        (SPARSE | {"lora_rank": 4}, "works: --lora-rank none"),
         (
             {"num_experts": 4, "moe_router_topk": 2, "moe_apply_probs_on_input": True},
             "--moe-router-topk 1",

@@ -24,6 +24,7 @@ from tests.model.models import (
     NEOX,
     PLAIN_QUERIES,
     SINKS,
+    SPARSE,
     batch_of,
     build,
 )
@@ -31,6 +32,7 @@ from tests.model.models import (
 EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_router_topk": 2}
 UNSCALED: dict[str, Any] = {"rope_original_max_position_embeddings": 8192}
 STRETCHED: dict[str, Any] = {"original_max_position_embeddings": 64, "beta_fast": 8.0}
+INDEXER: dict[str, Any] = {"dsa_indexer_head_dim": 20}
 LATENTS = replace(LATENT, **UNSCALED, **STRETCHED, qk_pos_emb_head_dim=16)
 FAMILIES = {
     "gpt": GPT,
@@ -55,6 +57,7 @@ FAMILIES = {
     "long": replace(LONG, **UNSCALED),
     "latent": LATENTS,
     "latent, plain queries": replace(PLAIN_QUERIES, **UNSCALED, add_bias_linear=False),
+    "sparse": replace(SPARSE, **UNSCALED, **STRETCHED, qk_pos_emb_head_dim=16, **INDEXER),
     "latent experts": replace(LATENTS, **EXPERTS, moe_shared_expert_intermediate_size=24),
 }
 # Numbers to try; of other settings, the other choices or the other switch.
@@ -111,20 +114,31 @@ NUMBERS: dict[str, Any] = {
     "linear_value_head_dim": 4,
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 4,
+    "dsa_indexer_n_heads": 2,
+    "dsa_indexer_head_dim": 22,
+    "dsa_indexer_topk": 3,
     "q_lora_rank": 10,
     "v_head_dim": 8,
 }
 KNOWN = {
+    "dsa_indexer_use_sparse_loss": ("sparse",),  # of backwards: tests/model/test_indexer.py
     "add_qkv_bias": ("gpt", "neox", "command", "sinks"),  # with add_bias_linear they have one
-    "qk_layernorm": ("latent",),  # which are normalised in any case, as its help says
+    "qk_layernorm": ("latent", "sparse"),  # which are normalised in any case, as its help says
     "attn_temperature_tuning": ("neox", "command"),  # of sequences of 8191 tokens or more
     "use_rope_scaling": (
         "command",
         "sinks, experts",
         "chunked, experts",
         "latent",
+        "sparse",
     ),  # of contexts beyond 8192 tokens
-    "rope_type": ("command", "chunked, experts", "sinks, experts", "latent"),  # beyond 4096 tokens
+    "rope_type": (
+        "command",
+        "chunked, experts",
+        "sinks, experts",
+        "latent",
+        "sparse",
+    ),  # beyond 4096 tokens
     "longrope_long_factor": ("long",),  # of longer rows: tests/model/test_rope.py
 }
 

@@ -1,6 +1,12 @@
 """The model of a job of Megatron-LM, in settings."""
 
-from fivefold.config.by_layer import OF_LATENTS, OF_LINEAR_ATTENTION, OF_MAMBA
+from fivefold.config.by_layer import (
+    OF_INDEXER,
+    OF_ITS_LOSS,
+    OF_LATENTS,
+    OF_LINEAR_ATTENTION,
+    OF_MAMBA,
+)
 from fivefold.config.layer_pattern import runs
 from fivefold.config.megatron import HYBRID_EPSILON, HYBRID_SPEC, NEVER
 from fivefold.config.megatron_job.arguments import MegatronJob
@@ -34,7 +40,12 @@ def of_model(job: MegatronJob, mistakes: Mistakes, lost: list[str]) -> Named:
         yield "window_size", first
         yield "window_attn_skip_freq", _pattern(job["window_attn_skip_freq"])
     yield from job.same("attention_output_gate", "experimental_attention_variant")
-    if job["experimental_attention_variant"] is not None:
+    if job["experimental_attention_variant"] == "dsa":
+        yield from job.same(*OF_INDEXER, *OF_ITS_LOSS)
+        job.mention("linear_attention_freq")
+        if job["reset_attention_mask"]:
+            lost.append("reset_attention_mask: its dsa attends to earlier documents")
+    elif job["experimental_attention_variant"] is not None:
         yield "linear_attention_freq", _pattern(job["linear_attention_freq"])
         yield from job.same(*OF_LINEAR_ATTENTION[1:])
     yield from _mixers(job, mistakes, lost)

@@ -27,6 +27,8 @@ class Indexer(LayerBlock):
         global_batch_size: rows of the step over all ranks, as `begin_step` was told.
     """
 
+    compiles = False
+
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
         shape, hidden = model.indexer, model.hidden_size

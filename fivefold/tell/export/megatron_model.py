@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from shlex import quote
 
-from fivefold.config.by_layer import OF_LATENTS, OF_LINEAR_ATTENTION, OF_MAMBA
+from fivefold.config.by_layer import OF_INDEXER, OF_LATENTS, OF_LINEAR_ATTENTION, OF_MAMBA
 from fivefold.config.layer_pattern import runs
 from fivefold.config.megatron import HYBRID_EPSILON, HYBRID_SPEC
 from fivefold.config.model import INITIAL, ModelConfig
@@ -34,8 +34,12 @@ def model_flags(said: Settings, layout: Layout) -> Iterator[str]:
     if said["softmax_type"] != "vanilla":
         yield from flags(said, "softmax_type")
     yield from flags(said, "attention_output_gate")
-    if said["experimental_attention_variant"] is not None:
+    if said["experimental_attention_variant"] == "gated_delta_net":
         yield from flags(said, "experimental_attention_variant", *OF_LINEAR_ATTENTION)
+    if model.is_sparse:
+        yield from flags(said, "experimental_attention_variant", *OF_INDEXER)
+        yield from set_flag("dsa_indexer_loss_coeff", said["dsa_indexer_loss_coeff"] or 0.0)
+        yield from set_flag("dsa_indexer_use_sparse_loss", said["dsa_indexer_use_sparse_loss"])
     if said["hybrid_override_pattern"] is not None:
         yield from _hybrid(said)
     yield from flags(said, "position_embedding_type")
@@ -100,13 +104,13 @@ def _activation(said: Settings, model: ModelConfig) -> Iterator[str]:
 def fusion_flags(said: Settings, model: ModelConfig) -> Iterator[str]:
     """Fusions that are on there unless they are turned off."""
     for name in ("rope_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion"):
-        on = said[name] and not (name == "rope_fusion" and _has_plain_latents(model))
+        on = said[name] and not (name == "rope_fusion" and _turns_unfused(model))
         yield from set_flag(f"no_{name}", not on)
 
 
-def _has_plain_latents(model: ModelConfig) -> bool:
-    """Whether its heads are of latent attention without YaRN, which it has in no fusion."""
-    return model.multi_latent_attention and model.rope_type != "yarn"
+def _turns_unfused(model: ModelConfig) -> bool:
+    """Whether it has RoPE of its heads in no fusion: latent attention without YaRN, or dsa."""
+    return model.multi_latent_attention and (model.rope_type != "yarn" or model.is_sparse)
 
 
 def _has_tanh(model: ModelConfig) -> bool:
@@ -152,6 +156,20 @@ def _lost_of_hybrids(model: ModelConfig, layout: Layout) -> Iterator[str]:
         )
 
 
+def _lost_of_sparse(layout: Layout) -> Iterator[str]:
+    """Sentences about attention to chosen tokens."""
+    yield (
+        "its release 0.16 has experimental_attention_variant dsa and its flags, but builds layers "
+        "of gated_delta_net alone by them: they need a --spec of your own"
+    )
+    if layout.config.model.q_lora_rank is not None:
+        yield "its indexer reads the query latent before its norm, which scores here are made of"
+    if layout.config.data.reset_attention_mask:
+        yield "its dsa attends to earlier documents, whatever reset_attention_mask says"
+    if "core_attn" in layout.config.memory.remade_modules:
+        yield "its dsa cannot recompute core_attn: that gives an indexer no hidden states"
+
+
 def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
     """Sentences about what it has not, or has in another way."""
     model = layout.config.model
@@ -166,7 +184,9 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
         )
     if model.hybrid_override_pattern is not None:
         yield from _lost_of_hybrids(model, layout)
-    if model.experimental_attention_variant is not None and layout.grid.cp > 1:
+    if model.is_sparse:
+        yield from _lost_of_sparse(layout)
+    elif model.experimental_attention_variant is not None and layout.grid.cp > 1:
         yield "its linear attention has no context parallelism in release 0.16"
     if model.use_rope_scaling:
         others = [
@@ -191,8 +211,9 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
         yield "it has no mtp_use_repeated_layer: each further prediction has weights of its own"
     if model.mtp_num_layers and model.position_embedding_type == "learned_absolute":
         yield "it refuses mtp_num_layers with learned positions (position_embedding_type)"
-    if said["rope_fusion"] and _has_plain_latents(model):
-        yield "rope_fusion was left out: with latent attention it needs rope_type yarn"
+    if said["rope_fusion"] and _turns_unfused(model):
+        needs = "none with dsa" if model.is_sparse else "rope_type yarn"
+        yield f"rope_fusion was left out: with latent attention it needs {needs}"
     if said["qk_l2_norm"] and model.no_rope_freq is not None:
         yield "its qk_l2_norm is of layers without RoPE (no_rope_freq), too"
     if said["parallel_residual"]:
