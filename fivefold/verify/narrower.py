@@ -49,6 +49,9 @@ def _small_heads(model: ModelConfig, kv_heads: int, head_dim: int) -> dict[str, 
             "qk_head_dim": 8,
             "qk_pos_emb_head_dim": 4,
             "v_head_dim": 6,
+            "dsa_indexer_n_heads": 4,
+            "dsa_indexer_head_dim": 8,
+            "dsa_indexer_topk": 8,
         }
         sizes = {name: getattr(model, name) for name in most}
         small = {n: None if size is None else min(size, most[n]) for n, size in sizes.items()}

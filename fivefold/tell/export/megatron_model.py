@@ -212,8 +212,8 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
     if model.mtp_num_layers and model.position_embedding_type == "learned_absolute":
         yield "it refuses mtp_num_layers with learned positions (position_embedding_type)"
     if said["rope_fusion"] and _turns_unfused(model):
-        needs = "none with dsa" if model.is_sparse else "rope_type yarn"
-        yield f"rope_fusion was left out: with latent attention it needs {needs}"
+        why = "goes without dsa" if model.is_sparse else "needs rope_type yarn"
+        yield f"rope_fusion was left out: with latent attention it {why}"
     if said["qk_l2_norm"] and model.no_rope_freq is not None:
         yield "its qk_l2_norm is of layers without RoPE (no_rope_freq), too"
     if said["parallel_residual"]:
