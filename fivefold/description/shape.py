@@ -23,7 +23,7 @@ from fivefold.description.layers import describe, describe_layer
 from fivefold.description.linear_attention import Recurrence
 from fivefold.description.operations import CoreAttention
 from fivefold.description.prediction import PredictionInput
-from fivefold.description.sparse import SparseAttention
+from fivefold.description.sparse import index_flops_per_key
 from fivefold.description.weights import Weight, embedding_weights, head_weights
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -311,12 +311,11 @@ def forward_flops(
         if described.kind.linear:
             states += described.one(Recurrence).flops
         elif described.kind.softmax:
-            core = described.one(CoreAttention)
             reach = model.reach_of(layer)
-            if isinstance(core, SparseAttention):
-                per_key[reach] += core.index_flops_per_key
+            if model.is_sparse:
+                per_key[reach] += index_flops_per_key(model)
                 reach = Reach(window=model.indexer.topk)
-            per_key[reach] += core.flops_per_key
+            per_key[reach] += described.one(CoreAttention).flops_per_key
     if parts.head:
         weights += (1 + model.mtp_num_layers) * model.padded_vocab_size * model.hidden_size
     scores = sum(
@@ -343,16 +342,11 @@ def training_flops(
         kinds = kinds_of(model, all_layers(model, parts or whole_model(model))).items()
         each = (weight for kind, n in kinds for weight in n * describe(model, kind).weights)
         fewer += 2 * sum(weight.size for weight in each if not weight.passes_on)
-        attention -= 2 * (not model.trains_indexer) * index_flops(model, seq_length, parts, causal)
+        if not model.trains_indexer:
+            keys = Reach().mean_keys(seq_length) if causal else seq_length
+            layers = len(all_layers(model, parts or whole_model(model)))
+            attention -= 2 * layers * int(keys * index_flops_per_key(model))
     return Flops(matmul=3 * forward.matmul - fewer, attention=attention)
-
-
-def index_flops(model: ModelConfig, seq_length: int, parts: StageParts | None, causal: bool) -> int:
-    """Forward FLOPs per token of the scores of a stage's indexers."""
-    keys = Reach().mean_keys(seq_length) if causal else seq_length
-    layers = all_layers(model, parts or whole_model(model))
-    cores = (describe_layer(model, layer).one(SparseAttention) for layer in layers)
-    return int(keys * sum(core.index_flops_per_key for core in cores))
 
 
 def trained_weights(model: ModelConfig, parts: StageParts | None) -> int:

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 from fivefold.config.model import IndexerShape, ModelConfig
 from fivefold.description.operations import CoreAttention, Kept, Operation
+from fivefold.description.pieces import pieces, queries_at_once
 from fivefold.description.running import Running
 from fivefold.description.weights import Weight, whole
-from fivefold.model.attention.blocks import pieces, queries_at_once
 
 AGAIN = ("a2a_overlap_attn",)
 """Recomputed modules that rerun an indexer."""
@@ -49,12 +49,6 @@ class Indexing(Operation):
 class SparseAttention(CoreAttention):
     """Attention to the best tokens by the scores of an indexer, some queries at a time."""
 
-    @property
-    def index_flops_per_key(self) -> int:
-        """FLOPs of an indexer's score: of its heads' products, and of their weighted sum."""
-        shape = self.model.indexer
-        return 2 * shape.heads * (shape.dim + 1)
-
     def summed(self, running: Running) -> int:
         """Numbers of a microbatch that tensor-parallel ranks sum in a backward, to tell the loss of
         an indexer: for each query and key, what all heads together look at."""
@@ -83,6 +77,11 @@ class SparseAttention(CoreAttention):
         length, rows = running.seq_length, running.microbatch_rows
         queries = queries_at_once(rows, self._heads(running), length)
         return wide * (of_heads / running.tensor_parallel + of_index + at_once * queries)
+
+
+def index_flops_per_key(model: ModelConfig) -> int:
+    """FLOPs of an indexer's score: of its heads' products, and of their weighted sum."""
+    return 2 * model.indexer.heads * (model.indexer.dim + 1)
 
 
 _FEW = 10

@@ -36,7 +36,7 @@ def compile_layers(stage: Stage, backend: str) -> None:
             heads.wrap_kernel(_kernel_within)
         for block in (each for each in layer.modules() if isinstance(each, LayerBlock)):
             if not block.compiles:
-                block.forward = _outside(block.forward)  # type: ignore[method-assign]
+                block.forward = _outside(block.forward)
         if isinstance(heads, Attention) and heads.norm_together is not plain_together:
             heads.norm_together = _outside(heads.norm_together)
         for module in layer.mixers:

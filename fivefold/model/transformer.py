@@ -134,11 +134,6 @@ class Stage(nn.Module):
         return [module for module in self.modules() if isinstance(module, MoE)]
 
     @property
-    def taught(self) -> list[Router | Indexer]:
-        """Its modules that have losses of their own, which are means over the global batch."""
-        return [module for module in self.modules() if isinstance(module, Router | Indexer)]
-
-    @property
     def predictions(self) -> list[FurtherToken]:
         """Its multi-token prediction modules, by depth."""
         modules: list[Any] = [*self.mtp.values()]
@@ -261,6 +256,11 @@ class Stage(nn.Module):
         ids_T = batch.own_token_ids.flatten()
         rows = self.shard_tokens(ids_T), ids_T
         return Dropout(self.settings.seed, batch.step, *rows, batch.token_ids, self.fuses_dropout)
+
+
+def taught(stage: Stage) -> list[Router | Indexer]:
+    """Modules of a stage with losses of their own, which are means over the global batch."""
+    return [module for module in stage.modules() if isinstance(module, Router | Indexer)]
 
 
 def _layers_of(model: ModelConfig, depth: int, experts: ExpertsConfig) -> nn.Module:

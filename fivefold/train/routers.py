@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fivefold.description.shape import all_layers, whole_model
 from fivefold.layout import Layout
-from fivefold.model.transformer import Stage
+from fivefold.model.transformer import Stage, taught
 
 
 class Routers:
@@ -30,7 +30,7 @@ class Routers:
         self.layers = [*filter(model.is_moe, all_layers(model, whole_model(model)))]
         self._experts = model.num_experts or 0
         self._routers = [moe.router for stage in stages.values() for moe in stage.mixtures]
-        self._taught = [module for stage in stages.values() for module in stage.taught]
+        self._taught = [module for stage in stages.values() for module in taught(stage)]
         for module in self._taught:
             module.loss_scale = loss_scale
         self._copies = layout.grid.ranks_per_stage * layout.num_copies

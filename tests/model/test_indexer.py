@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fivefold.config.model import ModelConfig
-from fivefold.model.attention import blocks
+from fivefold.description import pieces
 from fivefold.model.attention.sparse import best
 from fivefold.model.batch import Batch
 from fivefold.model.transformer import Stage
@@ -85,7 +85,7 @@ def test_the_loss_trains_the_indexer_alone() -> None:
 
 def test_queries_may_be_taken_in_any_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     loss, grads = taught(SPARSE)
-    monkeypatch.setattr(blocks, "SCORES", 2 * 4 * 16 * 3)  # three queries at a time
+    monkeypatch.setattr(pieces, "SCORES", 2 * 4 * 16 * 3)  # three queries at a time
     again, sliced = taught(SPARSE)
     assert abs(loss - again) <= 1e-14
     for name, grad in grads.items():

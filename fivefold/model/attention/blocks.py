@@ -18,23 +18,6 @@ TILE = 512
 """Queries per block at the edge of a sliding window; smaller means fewer masked scores computed."""
 
 
-SCORES = 1 << 26
-"""Most scores that attention to chosen tokens holds at once, of all its heads."""
-
-
-def queries_at_once(rows: int, heads: int, keys: int) -> int:
-    """Queries of each row whose scores it holds at once: one at least."""
-    return max(1, min(TILE, keys, SCORES // (rows * heads * keys)))
-
-
-def pieces(rows: int, heads: int, queries: int, keys: int) -> Iterator[tuple[Span, int]]:
-    """Queries that it takes at once, of the last ones, and how many keys come before their end."""
-    step = queries_at_once(rows, heads, keys)
-    for start in range(0, queries, step):
-        stop = min(start + step, queries)
-        yield (start, stop), keys - queries + stop
-
-
 def flash_takes(features: int) -> bool:
     """Whether FlashAttention has kernels for heads of this many features."""
     return features % 8 == 0 and features <= 256

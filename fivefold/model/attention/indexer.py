@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fivefold.config.model import ModelConfig
-from fivefold.model.attention.sparse import Index, Lesson, Rule
+from fivefold.model.attention.sparse import Choosing, Index, Lesson
 from fivefold.model.context import Context
 from fivefold.model.layers import LayerBlock, Linear
 from fivefold.model.norms import LayerNorm, key_norm
@@ -67,7 +67,7 @@ class Indexer(LayerBlock):
         w_BSI = context.by_rows(w_TI.contiguous(), 1)[:, :, 0]
         lesson = self._lesson(q_BSID.shape[1], context)
         shape = self.model.indexer
-        return Index(q_BSID, k_BSD, w_BSI, Rule(heads, shape.topk, shape.size**-0.5, lesson))
+        return Index(q_BSID, k_BSD, w_BSI, Choosing(heads, shape.topk, shape.size**-0.5, lesson))
 
     def _lesson(self, length: int, context: Context) -> Lesson | None:
         """Each token of the global batch counts the same, whatever its label, as in Megatron-LM."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.model.attention.blocks import pieces
+from fivefold.description.pieces import pieces
 from fivefold.model.batch import Documents
 from fivefold.model.context import Noted
 from fivefold.model.dora import Summed
@@ -46,7 +46,7 @@ class Lesson:
 
 
 @dataclass(frozen=True)
-class Rule:
+class Choosing:
     """How tokens are chosen.
 
     Attributes:
@@ -75,7 +75,7 @@ class Index:
     q_BSID: Tensor
     k_BLD: Tensor
     w_BSI: Tensor
-    rule: Rule
+    rule: Choosing
 
 
 def sparse_attention(
@@ -98,13 +98,13 @@ def sparse_attention(
     """
     tensors = q_BSND, k_BLND, v_BLND, index.q_BSID, index.k_BLD, index.w_BSI
     begins_BL = None if documents is None else documents.begins_BL
-    sight = _Sight(begins_BL, k_BLND.shape[1] - q_BSND.shape[1])
+    sight = _KeysSeen(begins_BL, k_BLND.shape[1] - q_BSND.shape[1])
     out: Tensor = _Sparse.apply(*tensors, index.rule, sight, scale)
     return out
 
 
 @dataclass(frozen=True)
-class _Sight:
+class _KeysSeen:
     """Which keys queries see.
 
     Attributes:
@@ -207,7 +207,9 @@ class _Sparse(torch.autograd.Function):
 class _Backward:
     """The backward of one layer, some queries at a time; gradients are summed in at least fp32."""
 
-    def __init__(self, tensors: list[Tensor], rule: Rule, sight: _Sight, scale: float) -> None:
+    def __init__(
+        self, tensors: list[Tensor], rule: Choosing, sight: _KeysSeen, scale: float
+    ) -> None:
         self._tensors, self._rule, self._sight, self._scale = tensors, rule, sight, scale
         self._q, self._k, self._v = _by_heads(*tensors[:3])
         self._wide = self._q.dtype
@@ -286,7 +288,9 @@ def _taught(p_BqL: Tensor, own_BqL: Tensor, lesson: Lesson) -> tuple[Tensor, Ten
     return grad, apart.sum(dtype=torch.float64) * lesson.weight
 
 
-def _scored(tensors: list[Tensor], rule: Rule, rows: slice, keys: slice, seen: Tensor) -> _Scored:
+def _scored(
+    tensors: list[Tensor], rule: Choosing, rows: slice, keys: slice, seen: Tensor
+) -> _Scored:
     q, k, w = tensors
     return _Scored(q[:, rows], k[:, keys], w[:, rows], rule.scale, seen)
 
@@ -302,6 +306,6 @@ def _by_heads(*tensors_BSND: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2).to(wide) for x in tensors_BSND]
 
 
-def _heads(q_BNSD: Tensor, rule: Rule) -> int:
+def _heads(q_BNSD: Tensor, rule: Choosing) -> int:
     """Heads of which scores are held at once: attention's of this rank, or the indexer's."""
     return max(q_BNSD.shape[1], rule.heads)

@@ -122,7 +122,7 @@ def _state_flops(model: ModelConfig, kind: LayerKind) -> int:
 def _flops(times: LayerTimes, weight: Weight) -> float:
     model = times.model
     chosen = model.moe_router_topk / (model.num_experts or 1) if weight.of_experts else 1.0
-    return weight.size * chosen * (6 if weight.trained else 4)
+    return weight.size * chosen * (6 if weight.trained and weight.passes_on else 4)
 
 
 def _shape(times: LayerTimes, op: Operation) -> str:

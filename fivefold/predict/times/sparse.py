@@ -7,10 +7,10 @@ of keys that were not chosen: it costs no less than attention to all keys.
 from math import ceil
 
 from fivefold.config.config import Config
+from fivefold.description.pieces import queries_at_once
 from fivefold.description.running import Running
 from fivefold.description.sparse import Indexing, SparseAttention
 from fivefold.hardware import Gpu
-from fivefold.model.attention.blocks import queries_at_once
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.times.communication import GroupSpan, all_reduce, gather
 from fivefold.predict.times.compute import Phases, elementwise, matmul
