@@ -32,7 +32,8 @@ _LATENTS = _GROUPS | {
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
 }
-_INDEXER = {"index_n_heads": 7, "index_head_dim": 10, "index_topk": 6}
+_INDEXER = {"index_n_heads": 24, "index_head_dim": 10, "index_topk": 6}
+"""So many heads that no two scores are 0, of which either might be chosen."""
 _GRANITE = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
@@ -185,7 +186,7 @@ TINY: Mapping[str, dict[str, Any]] = {
     | _EXPERTS
     | {"num_key_value_heads": 2, "head_dim": 12, "num_local_experts": 4, "rotary_dim": 6},
     "deepseek_v32": _LATENTS | _INDEXER,
-    "glm_moe_dsa": _LATENTS | _INDEXER | {"index_n_heads": 5, "rope_theta": 50.0},
+    "glm_moe_dsa": _LATENTS | _INDEXER | {"index_n_heads": 21, "rope_theta": 50.0},
     "deepseek_v2": _LATENTS,
     "deepseek_v3": _LATENTS,
     "glm4_moe_lite": _LATENTS,
