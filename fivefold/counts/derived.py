@@ -199,7 +199,8 @@ def _flops(layout: Layout) -> list[Row]:
     forward = forward_flops(model, layout.config.attended_length)
     times = "3 x forward"
     if frozen := 3 * forward.total - flops.total:
-        times += f", but 2 x for {human_flops(frozen)} of frozen weights"
+        sparse = " or pass no gradient on" * model.is_sparse
+        times += f", but 2 x for {human_flops(frozen)} of weights that are frozen{sparse}"
     return [
         (
             "FLOPs per token",

@@ -75,6 +75,13 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
         *("--linear-value-head-dim", "16", "--linear-num-key-heads", "2"),
         *("--linear-num-value-heads", "4"),
     ),
+    "chosen tokens": (
+        *("debug", "--nproc", "4", "--tp", "2", "--pp", "2", "--sequence-parallel"),
+        *("--multi-latent-attention", "--num-query-groups", "none", "--kv-channels", "none"),
+        *("--no-use-rope-scaling", "--experimental-attention-variant", "dsa"),
+        *("--dsa-indexer-n-heads", "4", "--dsa-indexer-head-dim", "64"),
+        *("--dsa-indexer-topk", "16", "--dsa-indexer-loss-coeff", "0.1"),
+    ),
     "offloaded": (
         *("debug", "--nproc", "1", *ALONE),
         *("--fine-grained-activation-offloading", "--offload-modules", "core_attn"),
