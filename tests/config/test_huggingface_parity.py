@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.config.huggingface import from_hf_config
+from fivefold.config.huggingface.comparing import differences
 from fivefold.config.huggingface.generic import WITHOUT_EFFECT
 from fivefold.config.model import ModelConfig
+from fivefold.config.presets import PRESETS
 from fivefold.description.shape import count_parameters
 from fivefold.errors import ConfigError
 from fivefold.model.context import Context
@@ -289,3 +291,22 @@ def test_published_models_have_as_many_parameters_as_in_transformers(name: str) 
     assert count_parameters(model, padded=False).total == sum(
         parameter.numel() for parameter in theirs.parameters() if parameter.requires_grad
     )
+
+
+@pytest.mark.parametrize(
+    ("preset", "kind"), [("deepseek-v3.2", "deepseek_v32"), ("glm-5", "glm_moe_dsa")]
+)
+def test_presets_with_indexers_have_the_sizes_of_transformers_defaults(
+    preset: str, kind: str
+) -> None:
+    """Not its positions, which their own files say."""
+    theirs = from_hf_config(config_of({"model_type": kind}).to_dict())
+    model = PRESETS[preset]
+    of_rope = {name: getattr(model, name) for name in OF_ROPE}
+    assert differences(model, replace(theirs, **of_rope)) == []
+
+
+OF_ROPE = (
+    *("rope_type", "rotary_base", "rotary_scaling_factor", "original_max_position_embeddings"),
+    *("mscale", "mscale_all_dim", "beta_fast", "beta_slow", "yarn_correction_range_round_to_int"),
+)
