@@ -27,6 +27,7 @@ DENSE = ("llama3-8b", "qwen3-8b")
 EXPERTS = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2-lite", "gpt-oss-20b", "deepseek-v3")
 LINEAR = ("qwen3.5-27b", "qwen3-next-80b-a3b")
 HYBRIDS = ("nemotron-h-8b", "nemotron-3-nano-30b-a3b")
+INDEXERS = ("deepseek-v3.2", "glm-5")
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "gpipe", "dualpipe_v")
 RECOMPUTED = ("core_attn", "mlp", "layernorm")
 
@@ -130,6 +131,13 @@ def test_a_rank_with_linear_attention_needs_what_is_planned(seed: int) -> None:
 @pytest.mark.parametrize("seed", chosen(range(60), 11))
 def test_a_rank_with_one_mixer_a_layer_needs_what_is_planned(seed: int) -> None:
     _needs_what_is_planned(drawn(seed, HYBRIDS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", chosen(range(20)))
+def test_a_rank_with_an_indexer_needs_what_is_planned(seed: int) -> None:
+    taught = {"dsa_indexer_loss_coeff": (None, 0.1)[seed % 2]}
+    _needs_what_is_planned(drawn(seed, INDEXERS, **taught))
 
 
 @pytest.mark.slow
