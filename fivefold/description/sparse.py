@@ -73,8 +73,11 @@ class SparseAttention(CoreAttention):
         shape = model.indexer
         of_index = shape.size + shape.dim + shape.heads
         heads = model.num_attention_heads / running.tensor_parallel
-        at_once = max(3 * heads + shape.heads, heads + 3.25 * shape.heads) + _FEW
-        length, rows = running.seq_length, running.microbatch_rows
+        length, rows, taught = running.seq_length, running.microbatch_rows, model.trains_indexer
+        scored = shape.heads * (taught or length > shape.topk)
+        compared = taught and not model.dsa_indexer_use_sparse_loss
+        of_scores = (2 + compared) * heads + scored
+        at_once = max(of_scores, taught * (heads + 3.25 * shape.heads)) + _FEW
         queries = queries_at_once(rows, self._heads(running), length)
         return wide * (of_heads / running.tensor_parallel + of_index + at_once * queries)
 
