@@ -134,7 +134,7 @@ def test_a_rank_with_one_mixer_a_layer_needs_what_is_planned(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", chosen(range(20)))
+@pytest.mark.parametrize("seed", chosen((0, 4, 7)))
 def test_a_rank_with_an_indexer_needs_what_is_planned(seed: int) -> None:
     taught = {"dsa_indexer_loss_coeff": (None, 0.1)[seed % 2]}
     _needs_what_is_planned(drawn(seed, INDEXERS, **taught))
