@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fivefold.config.memory import MemoryConfig
 from fivefold.memory.host import HostLink
 from fivefold.memory.recompute import RecomputedLayers
+from fivefold.model.attention.latent import LatentAttention, plain_up
 from fivefold.model.layer import Norm, NormedBlock
 from fivefold.model.layers import LayerBlock
 from fivefold.model.leaves import local
@@ -49,6 +50,8 @@ def install_offload(stage: Stage, memory: MemoryConfig, host: "Host") -> None:
             layer.block = _MovingBlock(layer.block, moved, made, host)
         if attention is None:
             continue
+        if "qkv_linear" in modules:
+            _move_projected(attention, host)
         if "core_attn" in modules:
             attention.wrap_kernel(host.moving)
         if "attn_proj" in modules:
@@ -62,6 +65,14 @@ def install_offload(stage: Stage, memory: MemoryConfig, host: "Host") -> None:
             experts.second = _MovingSecond(host)
         if "dispatched_input" in tensors:
             mixture.call_routed = host.moving(mixture.call_routed, _rows)
+
+
+def _move_projected(mixer: LayerBlock, host: "Host") -> None:
+    """Offload what projections to queries, keys and values save, with their adapters; but not
+    latents of which recomputation makes these again, since it holds them on the device."""
+    mixer.project_whole = host.moving(mixer.project_whole)  # type: ignore[method-assign]
+    if not isinstance(mixer, LatentAttention) or mixer.up is plain_up:
+        mixer.project = host.moving(mixer.project)  # type: ignore[method-assign]
 
 
 def _state(layers: Any, inside: Any, x_TH: Tensor, *rest: Any) -> set[int]:
@@ -145,7 +156,7 @@ class Host:
                 its result during the call. None: everything.
         """
 
-        def run(*arguments: Any) -> Result:
+        def run(*arguments: Any, **named: Any) -> Result:
             owners = [each for each in (function, *arguments) if isinstance(each, nn.Module)]
             parameters = (local(p) for owner in owners for p in owner.parameters())
             stay = {parameter.untyped_storage()._cdata for parameter in parameters}
@@ -165,7 +176,7 @@ class Host:
                 return _View(group, copy, saved.size(), saved.stride(), offset)
 
             with saved_tensors_hooks(pack, _unpack):
-                return function(*arguments)
+                return function(*arguments, **named)
 
         return run
 

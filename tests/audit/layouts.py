@@ -97,7 +97,7 @@ MEMORY: tuple[dict[str, Any], ...] = (
     {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn",)},
     {
         "fine_grained_activation_offloading": True,
-        "offload_modules": ("attn_norm", "core_attn", "mlp_norm"),
+        "offload_modules": ("attn_norm", "qkv_linear", "core_attn", "mlp_norm"),
         "min_offloaded_tensor_size": 1,
         "activation_offload_fraction": 0.25,
     },

@@ -203,6 +203,7 @@ def test_vocabularies_are_padded_as_there(tp: int, tokenizer: str, padded: int) 
         (DENSE.replace("--vocab-size 1000", ""), "how many tokens its tokenizer has"),
         (DENSE + "--qk-l2-norm --no-rope-freq 4", "layers without RoPE, too, which no model"),
         (DENSE + "--rotary-interleaved", "rotary_interleaved = True: no model here has that"),
+        (DENSE + "--apply-residual-connection-post-layernorm", "= True: no model here has that"),
         (DENSE + "--position-embedding-type relative", "position_embedding_type cannot be"),
         ("---- arguments ----\n  a ...... 1\n---- end of arguments ----", "has no num_layers"),
     ],

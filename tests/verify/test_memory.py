@@ -22,7 +22,7 @@ def _selective(*modules: str) -> dict[str, Any]:
 NATIVE = {"cross_entropy_loss_fusion": True}
 MOVED = {
     "fine_grained_activation_offloading": True,
-    "offload_modules": ("attn_norm", "core_attn", "attn_proj", "mlp_norm"),
+    "offload_modules": ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"),
     "min_offloaded_tensor_size": 1,
     "activation_offload_fraction": 0.4,
 }
