@@ -63,15 +63,7 @@ def _check_recompute(config: Config, mistakes: Mistakes) -> None:
             f"num_sequence_slices = {slices}",
             works=["--recompute-granularity selective", "--num-sequence-slices 1"],
         )
-    norms = sorted({"attn_norm", "mlp_norm"}.intersection(memory.offload_modules))
-    remade = "layernorm" in memory.remade_modules
-    if memory.fine_grained_activation_offloading and remade and norms:
-        mistakes.add(
-            f"the inputs of {' '.join(norms)} cannot be offloaded, because recompute_modules "
-            "layernorm recomputes the norms' outputs from them",
-            works=["--offload-modules core_attn attn_proj", "--recompute-modules core_attn mlp"],
-        )
-    if remade and "qkv_linear" in memory.moved_items:
+    if "layernorm" in memory.remade_modules and "qkv_linear" in memory.moved_items:
         mistakes.add(
             "the input of qkv_linear cannot be offloaded, because recompute_modules layernorm "
             "discards it",

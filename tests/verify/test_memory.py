@@ -176,6 +176,14 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
             "tiled_mlp_num_shards": 2,
         },
     ),
+    "moved and made again of that, tensor parallel": (
+        2,
+        "gpt",
+        flags(tp=2, sequence=True)
+        | MOVED
+        | {"offload_modules": ("attn_norm", "core_attn", "mlp_norm")}
+        | _selective("layernorm", "mlp"),
+    ),
     "moved, ZeRO-3": (2, "gpt", flags(strategy="optim_grads_params") | MOVED),
     "moved and recomputed, tensor parallel, deferred weights": (
         8,
