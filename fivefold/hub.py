@@ -173,6 +173,7 @@ def _downloaded(
         ignore_patterns=list(but),
         local_dir=place,
     )
+    needed = WEIGHTS[-1] if WEIGHTS[-1] in files else "[!.]*"
     try:
         HfApi().repo_info(name.repo, repo_type=name.kind, revision=name.revision)
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
@@ -181,12 +182,16 @@ def _downloaded(
         if place is not None:
             raise errors.LocalEntryNotFoundError(str(away)) from away
         try:
-            return Path(get(local_files_only=True)), False
+            folder = Path(get(local_files_only=True))
         except errors.LocalEntryNotFoundError as error:
             raise error from away
+        if not any(folder.glob(needed)):
+            raise errors.LocalEntryNotFoundError(str(away)) from away
+        return folder, False
     folder = Path(get())
-    if not any(not file.name.startswith(".") for file in folder.iterdir()):
-        raise ConfigError(f"{name} has no {' or '.join(files)}: {name.page}")
+    if not any(folder.glob(needed)):
+        what = needed if needed in files else " or ".join(files)
+        raise ConfigError(f"{name} has no {what}: {name.page}")
     return folder, True
 
 
