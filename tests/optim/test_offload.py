@@ -22,7 +22,7 @@ from fivefold.errors import FivefoldError
 from fivefold.memory.parameters import OffloadedParameters
 from fivefold.mesh.slices import local_tensor
 from fivefold.train.engine import Engine
-from fivefold.verify.batches import global_batch, microbatches, rows_of
+from tests.engines import own_batch
 from tests.pool import Pool
 from tests.verify.cases import LLAMA, MIXTURE, MODELS, STAGES, chosen, config, named
 
@@ -50,9 +50,7 @@ def _engine(settings: Config, rank: int, world: int) -> Engine:
 
 
 def _step(engine: Engine, step: int) -> tuple[float, float]:
-    settings, grid = engine.layout.config, engine.layout.grid
-    rows = rows_of(settings, grid.dp_rank(engine.groups.rank), grid.dp)
-    result = engine.step(microbatches(settings, global_batch(settings, step), rows))
+    result = engine.step(own_batch(engine, step))
     return result.loss, result.grad_norm
 
 
@@ -230,9 +228,7 @@ def _refused_saved_and_loaded(
     first = _engine(away, rank, world)
     _step(first, 0)
     before = _state(first)
-    grid = first.layout.grid
-    rows = rows_of(settings, grid.dp_rank(rank), grid.dp)
-    found = first.gradients(microbatches(settings, global_batch(settings, 1), rows))
+    found = first.gradients(own_batch(first, 1))
     result = first.apply(replace(found, grad_norm=found.grad_norm * torch.nan))
     assert not result.finite and first.steps == 1
     assert all(torch.equal(before[name], tensor) for name, tensor in _state(first).items())

@@ -7,7 +7,7 @@ analysed once for all of them, at a length at which it reaches the steady state.
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,7 +139,7 @@ def _swept(program: Program, rank: int) -> Moments:
 
 def _changes(
     program: Program, acts: Sequence[Act], stages: Sequence[int], again: Container[Piece]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+) -> tuple[NDArray[np.floating[Any]], NDArray[np.floating[Any]]]:
     """[3, N, S] microbatches that are kept, kept by their inputs, or wait for their dW from an
     action on; and the change of these after it."""
     place = {stage: at for at, stage in enumerate(stages)}
