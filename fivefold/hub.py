@@ -190,8 +190,8 @@ def _downloaded(
         return folder, False
     folder = Path(get())
     if not any(folder.glob(needed)):
-        what = needed if needed in files else " or ".join(files)
-        raise ConfigError(f"{name} has no {what}: {name.page}")
+        wanted = needed if needed in files else f"file like {', '.join(files)}"
+        raise ConfigError(f"{name} has no {wanted}: {name.page}")
     return folder, True
 
 
