@@ -202,6 +202,14 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
         yield "nor parallel_residual_one_norm: attention and MLP have norms of their own there"
     if not said["layernorm_bias"]:
         yield "it has no layernorm_bias: every LayerNorm has a bias there"
+    yield from _lost_of_stretched(said)
+    if said["unmodelled"]:
+        left_out = ", ".join(model.unmodelled)
+        yield f"what this description leaves out (unmodelled) is yours to add: {left_out}"
+
+
+def _lost_of_stretched(said: Settings) -> Iterator[str]:
+    """Sentences about rotary positions beyond those that a model began with."""
     if said["rope_type"] == "yarn" and not said["multi_latent_attention"]:
         scaling = f"rotary_scaling_factor = {said['rotary_scaling_factor']}"
         yield (
@@ -222,6 +230,3 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
             f"fields of its configuration, without flags: {given}, "
             f"yarn_correction_range_round_to_int = {str(rounds).lower()}"
         )
-    if said["unmodelled"]:
-        left_out = ", ".join(model.unmodelled)
-        yield f"what this description leaves out (unmodelled) is yours to add: {left_out}"
