@@ -22,11 +22,8 @@ def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
     if not model.mtp_num_layers:
         other = other.without_predictions
     one, two = _told(model), _told(other)
-    return [
-        f"{name}: {SETTINGS[name].words(one.get(name))}, there {SETTINGS[name].words(two.get(name))}"
-        for name in {**one, **two}
-        if one.get(name) != two.get(name)
-    ]
+    changed = {n: SETTINGS[n].words for n in {**one, **two} if one.get(n) != two.get(n)}
+    return [f"{n}: {words(one.get(n))}, there {words(two.get(n))}" for n, words in changed.items()]
 
 
 def _told(model: ModelConfig) -> dict[str, Any]:
