@@ -10,6 +10,7 @@ from fivefold.config.records import CheckpointConfig
 from fivefold.config.settings import flag_of
 from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean
 from fivefold.files import at_home
+from fivefold.hub import model_named
 from fivefold.train.folder.run_folder import CHECKPOINTS, RUNS
 from fivefold.train.metrics import check_installed
 
@@ -89,7 +90,7 @@ def _check_load(checkpoint: CheckpointConfig, mistakes: Mistakes) -> None:
     continues = checkpoint.save is not None and (Path(checkpoint.save) / CHECKPOINTS).is_dir()
     if continues:
         _check_step(checkpoint, mistakes)
-    if load is None or continues or (load.strip() and Path(load).is_dir()):
+    if load is None or continues or model_named(load) or (load.strip() and Path(load).is_dir()):
         return
     if not load.strip():
         mistakes.add("load is empty, and must name a run folder", works=("no --load",))
