@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fivefold.cli.helps import RECIPE_HELP
 from fivefold.cli.style import note
@@ -26,7 +26,7 @@ def run(argv: Sequence[str]) -> int:
     from fivefold.train.corpora import check_corpora, open_data
     from fivefold.train.folder.fetched import with_fetched_data
 
-    config = replace(config, data=with_fetched_data(config.data, note))
+    config = with_fetched_data(config, note)
     check_corpora(config)
     data = open_data(config, lambda line: print(line, file=sys.stderr))
     tokenizer = data.tokenizer

@@ -101,9 +101,7 @@ def run(argv: Sequence[str]) -> int:
     _check_tasks(options)
     if options.tasks:
         return _run_tasks(options)
-    config = _config(options)
-    config = replace(config, data=with_fetched_data(config.data, note))
-    layout = check(config, options.nproc)
+    layout = check(with_fetched_data(_config(options), note), options.nproc)
     from fivefold.inference.eval import evaluate_run
 
     folder = Path(options.run)

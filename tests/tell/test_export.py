@@ -246,10 +246,13 @@ def test_deepspeed_has_a_setting_by_its_name_or_is_said_once_to_lack_it(strategy
 
 @given(seed=st.integers(0, 1 << 20))
 @checked(max_examples=10)
-def test_any_combination_has_names_that_the_release_has_read(seed: int) -> None:
+def test_any_combination_has_names_that_the_release_has_read_and_our_words(
+    seed: int,
+) -> None:
     for _, layout in combinations(1, seed):
         for target, known in KNOWN.items():
             assert names(target, text(layout, target)) <= set(known["names"])
+            assert not re.search(r" (None|True|False)\b", missing(layout, target))
 
 
 def test_deepspeed_batches_add_up_over_its_data_parallel_ranks() -> None:

@@ -181,11 +181,8 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
     exact = model.activation_func == "gelu" or model.add_bias_linear
     named = function in (("silu", True), ("quick_gelu", True), ("squared_relu", False))
     if not named and (model.gated_linear_unit or function[0] == "silu" or not exact):
-        yield (
-            f"activation_func {function[0]} with gated_linear_unit {function[1]} and "
-            f"add_bias_linear {model.add_bias_linear} has no flag there: its MLP runs "
-            "GELU without a gate"
-        )
+        asked = said.told("activation_func", "gated_linear_unit", "add_bias_linear")
+        yield f"{asked} have no flag there: its MLP runs GELU without a gate"
     if not said["bias_gelu_fusion"] and _has_tanh(model):
         yield "it has GELU by tanh only fused: bias_gelu_fusion stays on"
     if model.mtp_use_repeated_layer and model.hybrid_override_pattern is None:
