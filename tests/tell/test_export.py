@@ -199,6 +199,15 @@ def test_megatron_weakens_auxiliary_losses_where_ranks_share_a_microbatch(
             None,
             "NVTE_CPU_OFFLOAD_V1=1",
         ),
+        (
+            "nemotron-h-8b",
+            {
+                "fine_grained_activation_offloading": True,
+                "offload_modules": ("mlp_norm", "qkv_linear"),
+            },
+            None,
+            "its offload_modules qkv_linear move nothing of layers with a state",
+        ),
         ("mixtral-8x7b", {"moe_router_topk": 1}, None, "it refuses moe_router_topk = 1"),
     ],
 )
@@ -237,10 +246,13 @@ def test_deepspeed_has_a_setting_by_its_name_or_is_said_once_to_lack_it(strategy
 
 @given(seed=st.integers(0, 1 << 20))
 @checked(max_examples=10)
-def test_any_combination_has_names_that_the_release_has_read(seed: int) -> None:
+def test_any_combination_has_names_that_the_release_has_read_and_our_words(
+    seed: int,
+) -> None:
     for _, layout in combinations(1, seed):
         for target, known in KNOWN.items():
             assert names(target, text(layout, target)) <= set(known["names"])
+            assert not re.search(r" (None|True|False)\b", missing(layout, target))
 
 
 def test_deepspeed_batches_add_up_over_its_data_parallel_ranks() -> None:

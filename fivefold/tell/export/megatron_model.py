@@ -55,6 +55,7 @@ def model_flags(said: Settings, layout: Layout) -> Iterator[str]:
         yield from flag("rope-type", "yarn" if its else "rope")
         if said["rotary_percent"] != 1.0:
             yield from flags(said, "rotary_percent")
+        yield from flags(said, "rotary_interleaved")
         if said["no_rope_freq"] is not None:  # a number must divide the layers there
             without = [not model.rotates(layer) for layer in range(model.num_layers)]
             yield from flag("no-rope-freq", runs(without))
@@ -200,11 +201,8 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
     exact = model.activation_func == "gelu" or model.add_bias_linear
     named = function in (("silu", True), ("quick_gelu", True), ("squared_relu", False))
     if not named and (model.gated_linear_unit or function[0] == "silu" or not exact):
-        yield (
-            f"activation_func {function[0]} with gated_linear_unit {function[1]} and "
-            f"add_bias_linear {model.add_bias_linear} has no flag there: its MLP runs "
-            "GELU without a gate"
-        )
+        asked = said.told("activation_func", "gated_linear_unit", "add_bias_linear")
+        yield f"{asked} have no flag there: its MLP runs GELU without a gate"
     if not said["bias_gelu_fusion"] and _has_tanh(model):
         yield "it has GELU by tanh only fused: bias_gelu_fusion stays on"
     if model.mtp_use_repeated_layer and model.hybrid_override_pattern is None:
@@ -222,6 +220,14 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
         yield "nor parallel_residual_one_norm: attention and MLP have norms of their own there"
     if not said["layernorm_bias"]:
         yield "it has no layernorm_bias: every LayerNorm has a bias there"
+    yield from _lost_of_stretched(said)
+    if said["unmodelled"]:
+        left_out = ", ".join(model.unmodelled)
+        yield f"what this description leaves out (unmodelled) is yours to add: {left_out}"
+
+
+def _lost_of_stretched(said: Settings) -> Iterator[str]:
+    """Sentences about rotary positions beyond those that a model began with."""
     if said["rope_type"] == "yarn" and not said["multi_latent_attention"]:
         scaling = f"rotary_scaling_factor = {said['rotary_scaling_factor']}"
         yield (
@@ -242,6 +248,3 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
             f"fields of its configuration, without flags: {given}, "
             f"yarn_correction_range_round_to_int = {str(rounds).lower()}"
         )
-    if said["unmodelled"]:
-        left_out = ", ".join(model.unmodelled)
-        yield f"what this description leaves out (unmodelled) is yours to add: {left_out}"

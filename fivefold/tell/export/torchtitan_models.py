@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.by_layer import IN_BF16
+from fivefold.config.config import SETTINGS
 from fivefold.config.layer_pattern import expert_layers
 from fivefold.config.model import INITIAL, ModelConfig
 from fivefold.config.presets import PRESETS
@@ -66,8 +67,9 @@ ITS_MODELS: Mapping[str, ItsModel] = MappingProxyType(
 )
 """torchtitan's models by the name of their configuration function."""
 
-WITHOUT_MEANING = ("max_position_embeddings", "make_vocab_size_divisible_by")
-"""Settings without effect in torchtitan: position tables grow, and vocabularies are not padded."""
+WITHOUT_MEANING = ("max_position_embeddings", "make_vocab_size_divisible_by", "rotary_interleaved")
+"""Settings without effect in torchtitan: position tables grow, vocabularies are not padded, and
+rotary features are in an order of its own, for which weights are reordered."""
 _ROPE_SCALING = (
     "rope_scaling_factor",
     "rope_low_freq_factor",
@@ -97,7 +99,10 @@ def why_unknown(model: ModelConfig) -> str:
             f"{nearest} computes in 8 bits ({' '.join(map(str, its.narrow))}): a configuration of "
             f"your own must take this model without its converters"
         )
-    said = ", ".join(f"{name} = {mine}, not {theirs}" for name, (mine, theirs) in different.items())
+    said = ", ".join(
+        f"{name} = {SETTINGS[name].words(mine)}, not {SETTINGS[name].words(theirs)}"
+        for name, (mine, theirs) in different.items()
+    )
     return f"none of its configurations has this model; of {nearest} it differs in {said}"
 
 
