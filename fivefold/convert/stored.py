@@ -278,6 +278,16 @@ def _in_prediction(files: Tensors, model: ModelConfig, name: str) -> str:
     return f"layers.{layer + (0 if files.further else model.num_layers)}.{inner}"
 
 
+def numbers_beside(files: Tensors, names: Iterable[str]) -> dict[str, tuple[str, float]]:
+    """Numbers that are tensors there, by their names: beside which of these, and what they are."""
+    return {
+        name.removesuffix(beside) + ending: (name, number)
+        for name in names
+        for ending, (beside, number) in files.numbers.items()
+        if name.endswith(beside)
+    }
+
+
 _LINEAR_ATTENTION = "conv1d.", "in_proj_qkvz.", "in_proj_ba."
 _MAMBA = "conv1d.", "in_proj_xbcz.", "in_proj_dt."
 
@@ -287,7 +297,7 @@ def harmless(files: Tensors, model: ModelConfig, name: str) -> bool:
     tail = name.removeprefix(files.base)
     if copied(files, model, name) or tail.startswith(files.left_out):
         return True
-    if tail.endswith(("rotary_emb.inv_freq", *files.constants)):
+    if tail.endswith(("rotary_emb.inv_freq", *files.constants, *files.numbers)):
         return True
     return files.predicts and _predicting(files, model, name)[0] >= model.prediction_sets
 

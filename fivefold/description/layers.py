@@ -257,6 +257,7 @@ def _dense(model: ModelConfig) -> tuple[Operation, ...]:
         ),
         Activation(
             "mlp_act",
+            _learned_bends(model),
             rerun_by=("mlp",),
             item="mlp_act",
             features=inner,
@@ -385,6 +386,12 @@ def _prediction(model: ModelConfig) -> PredictionInput:
         *norm_weights("norm", model),
     )
     return PredictionInput("prediction", weights, features=h)
+
+
+def _learned_bends(model: ModelConfig) -> tuple[Weight, ...]:
+    """What the activation of an MLP learns."""
+    names = ("alpha_p", "alpha_n") if model.activation_func == "xielu" else ()
+    return tuple(Weight(f"mlp.act_fn.{name}", (1,), sees="features") for name in names)
 
 
 def _gates(model: ModelConfig) -> int:

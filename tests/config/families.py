@@ -104,6 +104,7 @@ TINY: Mapping[str, dict[str, Any]] = {
     | {"num_key_value_heads": 2, "head_dim": 12, "residual_dropout": 0.0, "pad_token_id": None},
     "stablelm": _SIZES | {"num_key_value_heads": 2, "partial_rotary_factor": 0.5},
     "arcee": _SIZES | {"num_key_value_heads": 2},
+    "apertus": _SIZES | {"num_key_value_heads": 2, "pad_token_id": None},
     "nemotron": _SIZES | {"num_key_value_heads": 2},
     "ernie4_5": _SIZES | {"num_key_value_heads": 2, "head_dim": 12, "pad_token_id": None},
     "ernie4_5_moe": _SIZES
@@ -298,7 +299,17 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "hidden_activation": [None, "gelu_pytorch_tanh"],
     "add_cross_attention": _SWITCH,
     "is_decoder": _SWITCH,
-    "hidden_act": ["silu", "swish", "gelu", "gelu_new", "gelu_fast", "quick_gelu", "relu", "relu2"],
+    "hidden_act": [
+        "silu",
+        "swish",
+        "gelu",
+        "gelu_new",
+        "gelu_fast",
+        "quick_gelu",
+        "relu",
+        "relu2",
+        "xielu",
+    ],
     "activation_function": ["gelu", "gelu_python", "gelu_pytorch_tanh", "gelu_accurate", "silu"],
     "rms_norm_eps": [1e-6, 1e-1, 1],
     "layer_norm_eps": [1e-1],
@@ -476,6 +487,7 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
         }
     },
     "arcee": {"biases": {"attention_bias": True, "mlp_bias": True, "head_dim": 16, **_YARN}},
+    "apertus": {"plain": {"hidden_act": "relu2", "head_dim": 12, "rope_parameters": {}, **_YARN}},
     "nemotron": {
         "biases, whole heads": {
             "attention_bias": True,

@@ -60,6 +60,8 @@ class Tensors:
             the last layer's.
         left_out: how names begin, after the base, of what is left out.
         constants: how names end, after the base, of what has no effect.
+        numbers: how names end of numbers that transformers wants beside a tensor: how that one's
+            does, and the number.
     """
 
     names: Names = field(default_factory=dict)
@@ -79,6 +81,7 @@ class Tensors:
     further: str = ""
     left_out: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
+    numbers: Mapping[str, tuple[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from fivefold.config.huggingface.families import (
+    apertus,
     cohere,
     deepseek,
     ernie,
@@ -44,6 +45,7 @@ _MODULES = (
     hunyuan,
     llama4,
     nemotron_h,
+    apertus,
     deepseek,
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType(
