@@ -72,7 +72,7 @@ def init_slice(
         return _matrix(name, one, [*spans, (0, 1)], scale, seed, dtype, draw)[:, 0]
     if name.endswith(tuple(_BENDS)):
         _, _, alpha = name.rpartition(".")
-        return torch.full(shape, _BENDS[f".{alpha}"], dtype=dtype)
+        return torch.full(shape, _BENDS[f".{alpha}"]).to(dtype)
     if len(global_shape) == 1 or name.endswith(".bias"):
         ones = name.endswith("norm.weight") and not model.apply_layernorm_1p
         ones = ones or name.endswith((_GATED_NORM, ".dt_bias", ".D"))

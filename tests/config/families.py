@@ -106,6 +106,18 @@ TINY: Mapping[str, dict[str, Any]] = {
     "arcee": _SIZES | {"num_key_value_heads": 2},
     "apertus": _SIZES | {"num_key_value_heads": 2, "pad_token_id": None},
     "nemotron": _SIZES | {"num_key_value_heads": 2},
+    "cwm": _SIZES | {"num_hidden_layers": 5, "num_key_value_heads": 2, "sliding_window": 5},
+    "granite_swa": _SIZES
+    | _GRANITE
+    | {"num_hidden_layers": 5, "num_key_value_heads": 2, "sliding_window": 5},
+    "granitemoe_swa": _SIZES
+    | _EXPERTS
+    | _GRANITE
+    | {"num_local_experts": 4, "shared_intermediate_size": 20, "sliding_window": 5},
+    "mellum": _SIZES
+    | _EXPERTS
+    | {"head_dim": 12, "num_experts": 4, "moe_intermediate_size": 24, "sliding_window": 5}
+    | {"layer_types": ["sliding_attention", "full_attention"]},
     "ernie4_5": _SIZES | {"num_key_value_heads": 2, "head_dim": 12, "pad_token_id": None},
     "ernie4_5_moe": _SIZES
     | {"num_key_value_heads": 2, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}
@@ -144,6 +156,8 @@ TINY: Mapping[str, dict[str, Any]] = {
         "final_logit_softcapping": 1.5,
         "pad_token_id": None,
     },
+    "vaultgemma": _SIZES
+    | {"num_key_value_heads": 2, "head_dim": 12, "sliding_window": 5, "pad_token_id": None},
     "gemma": _SIZES | {"num_key_value_heads": 2, "head_dim": 12, "pad_token_id": None},
     "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 100},
     "gpt_bigcode": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 100},
@@ -278,6 +292,7 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "residual_multiplier": [0.5, 1, 0.0],
     "logits_scaling": [0.5, 8, -1.0],
     "attention_multiplier": [0.015625, 1, None],
+    "layer_rope_theta": [None, [50, 50.0], [0, 50], [None, 1e4], [0, 0], [50]],
     "logit_scale": [1, 0.3, 0.0],
     "new_decoder_architecture": _SWITCH,
     "num_ln_in_parallel_attn": [None, 1, 2],
@@ -465,6 +480,33 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
     },
     "granite": {
         "biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, **_YARN}
+    },
+    "cwm": {"plain": {"rope_scaling": {"type": "default"}, "layer_types": _BIASED[1:] * 5}},
+    "granite_swa": {
+        "bases by layer": {
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "num_hidden_layers": 3,
+            "layer_rope_theta": [1e4, 50.0, 1e4],
+            "attention_bias": True,
+            "mlp_bias": True,
+        }
+    },
+    "granitemoe_swa": {
+        "no positions in whole attention": {
+            "layer_rope_theta": [0, 1e4],
+            "shared_intermediate_size": 0,
+            "tie_word_embeddings": True,
+        }
+    },
+    "mellum": {
+        "some dense, YaRN": {
+            "mlp_layer_types": ["dense", "sparse"],
+            "norm_topk_prob": False,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", **_LONG},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+            },
+        }
     },
     "granitemoe": {"wide heads": {"head_dim": 16, "num_experts_per_tok": 3}},
     "granitemoeshared": {

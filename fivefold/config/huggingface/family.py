@@ -25,6 +25,8 @@ TOGETHER: Names = MappingProxyType(
     }
 )
 """Of weights of experts that are kept together."""
+SINKS: Names = MappingProxyType({".self_attn.sinks.weight": ".self_attn.sinks"})
+"""Of attention sinks."""
 AFTER: Names = MappingProxyType(
     {
         ".post_self_attn_layernorm.": ".post_attention_layernorm.",

@@ -18,6 +18,7 @@ from fivefold.config.huggingface.families import (
     hunyuan,
     llama,
     llama4,
+    mellum,
     mistral,
     nemotron_h,
     olmo,
@@ -46,6 +47,7 @@ _MODULES = (
     llama4,
     nemotron_h,
     apertus,
+    mellum,
     deepseek,
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType(
