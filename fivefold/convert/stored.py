@@ -118,6 +118,8 @@ def _place(files: Tensors, model: ModelConfig, name: str, shape: Shape, pairs: b
         return _mamba(model, name, place)
     if any(part in name for part in _LINEAR_ATTENTION):
         return _linear_attention(files, model, name, place)
+    if model.attention_output_gate and ".self_attn.q_proj." in name:
+        return _queries_and_gates(files, model, place)
     if pairs and "self_attn." in name:
         return replace(place, rows=_neighbours(model, name, shape[0]))
     joint = _joint(files, model, name, shape)
@@ -125,6 +127,21 @@ def _place(files: Tensors, model: ModelConfig, name: str, shape: Shape, pairs: b
         place = replace(place, rows=joint[0], of=joint[1])
     linear = not of_bias and "embed" not in name
     return replace(place, transposed=files.transposed and linear)
+
+
+def _queries_and_gates(files: Tensors, model: ModelConfig, place: Stored) -> Stored:
+    """What is here head by head: its query, then its gate; there all queries, and all gates."""
+    parts = files.apart.get(".q_proj.")
+    if parts is None:
+        return place
+    before = place.names[0].rpartition(".q_proj.")[0]
+    rows = torch.arange(model.query_outputs).view(2, model.num_attention_heads, model.head_dim)
+    return replace(
+        place,
+        names=tuple(f"{before}{part}weight" for part in parts),
+        rows=rows.transpose(0, 1).flatten(),
+        joined=(model.q_size, model.q_size),
+    )
 
 
 def _linear_attention(files: Tensors, model: ModelConfig, name: str, place: Stored) -> Stored:

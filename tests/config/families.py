@@ -114,6 +114,10 @@ TINY: Mapping[str, dict[str, Any]] = {
     | _EXPERTS
     | _GRANITE
     | {"num_local_experts": 4, "shared_intermediate_size": 20, "sliding_window": 5},
+    "afmoe": _SIZES
+    | _EXPERTS
+    | {"num_hidden_layers": 5, "head_dim": 12, "num_experts": 4, "moe_intermediate_size": 24}
+    | {"sliding_window": 5, "mup_enabled": True, "route_scale": 2.5},
     "mellum": _SIZES
     | _EXPERTS
     | {"head_dim": 12, "num_experts": 4, "moe_intermediate_size": 24, "sliding_window": 5}
@@ -292,6 +296,10 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "residual_multiplier": [0.5, 1, 0.0],
     "logits_scaling": [0.5, 8, -1.0],
     "attention_multiplier": [0.015625, 1, None],
+    "num_dense_layers": [0, 1, 2, 9],
+    "route_scale": [None, 1.0, 3.0],
+    "mup_enabled": [*_SWITCH, None],
+    "global_attn_every_n_layers": [1, 2, None],
     "layer_rope_theta": [None, [50, 50.0], [0, 50], [None, 1e4], [0, 0], [50]],
     "logit_scale": [1, 0.3, 0.0],
     "new_decoder_architecture": _SWITCH,
@@ -496,6 +504,17 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
             "layer_rope_theta": [0, 1e4],
             "shared_intermediate_size": 0,
             "tie_word_embeddings": True,
+        }
+    },
+    "afmoe": {
+        "all sparse, one key head": {
+            "num_dense_layers": 0,
+            "num_key_value_heads": 1,
+            "num_shared_experts": 1,
+            "mup_enabled": False,
+            "tie_word_embeddings": True,
+            "layer_types": _BIASED[1:] * 5,
+            **_YARN,
         }
     },
     "mellum": {

@@ -39,7 +39,7 @@ def written(kind: str, folder: Path, dtype: torch.dtype = torch.float64, **how: 
     """transformers' model of a family, saved as it saves models; returns the model."""
     model = oracle({**TINY[kind], "model_type": kind}).to(dtype)
     for name, held in (*model.named_buffers(), *model.named_parameters()):
-        if "score_correction" in name:
+        if "score_correction" in name or "expert_bias" in name:
             held.data = held.data.float()
     model.save_pretrained(folder, **how)
     return model

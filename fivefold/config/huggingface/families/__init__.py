@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from fivefold.config.huggingface.families import (
+    afmoe,
     apertus,
     cohere,
     deepseek,
@@ -48,6 +49,7 @@ _MODULES = (
     nemotron_h,
     apertus,
     mellum,
+    afmoe,
     deepseek,
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType(

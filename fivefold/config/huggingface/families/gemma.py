@@ -1,4 +1,5 @@
-"""Gemma 1 to 3, and VaultGemma: norms' weights that start at 0, embeddings times the root of their size."""
+"""Gemma 1 to 3, and VaultGemma: norms' weights that start at 0, embeddings times the root of their
+size."""
 
 from dataclasses import replace
 from functools import partial
