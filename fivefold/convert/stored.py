@@ -131,10 +131,10 @@ def _place(files: Tensors, model: ModelConfig, name: str, shape: Shape, pairs: b
 
 def _queries_and_gates(files: Tensors, model: ModelConfig, place: Stored) -> Stored:
     """What is here head by head: its query, then its gate; there all queries, and all gates."""
-    parts = files.apart.get(".q_proj.")
+    parts = files.apart.get("q_proj.")
     if parts is None:
         return place
-    before = place.names[0].rpartition(".q_proj.")[0]
+    before = place.names[0].rpartition("q_proj.")[0]
     rows = torch.arange(model.query_outputs).view(2, model.num_attention_heads, model.head_dim)
     return replace(
         place,

@@ -21,8 +21,13 @@ def rope_tables(
         base: the family's base of layers with a window.
         slides: whether each layer has one.
     """
-    for name in ("rope_theta", "partial_rotary_factor", "rope_scaling"):
-        reader.fixed(name, None, why="transformers reads the tables in rope_parameters alone")
+    why = "transformers reads the tables in rope_parameters alone"
+    for name in ("rope_theta", "partial_rotary_factor"):
+        reader.fixed(name, None, why=why)
+    reader.without_effect("rope_scaling")
+    if "rope_scaling" in reader.fields:  # null takes the tables away, too
+        value = reader.fields["rope_scaling"]
+        reader.unsupported("rope_scaling", value, [], f"{why}; take it out")
     rope = default
     if reader.fields.get("rope_parameters") is None:
         reader.without_effect("rope_parameters")

@@ -90,6 +90,6 @@ FAMILIES = (
         "AfmoeForCausalLM",
         _afmoe,
         _write,
-        Tensors(_NAMES, apart={".q_proj.": (".q_proj.", ".gate_proj.")}),
+        Tensors(_NAMES, apart={"q_proj.": ("q_proj.", "gate_proj.")}),
     ),
 )

@@ -30,7 +30,6 @@ _APERTUS = LlamaLike(
     activation="xielu",
     own_activations=("xielu",),
     heads="per_head",
-    null_head_dim=True,
     rope=partial(_rope, factor=8.0),
     padded=True,
 )
@@ -39,8 +38,10 @@ _APERTUS = LlamaLike(
 def _apertus(reader: Reader) -> ModelConfig:
     """Heads that are normalised, and an MLP without a gate."""
     model = _APERTUS.read(reader)
-    reader.fixed("post_norm", False)  # of published files, as is the next
+    # Of published files, and transformers has no use for them.
+    reader.fixed("post_norm", False)
     reader.fixed("qk_norm", True)
+    reader.fixed("hidden_dropout", 0.0)
     return replace(model, gated_linear_unit=False)
 
 

@@ -1,6 +1,7 @@
 """Mellum 2: Qwen3's experts in some layers or all, windows in layers with a RoPE of their own."""
 
 from dataclasses import replace
+from typing import Any
 
 from fivefold.config.huggingface import windows
 from fivefold.config.huggingface.families.qwen import QWEN_MOE_NAMES, qwen_expert_fields
@@ -32,7 +33,7 @@ def _mellum(reader: Reader) -> ModelConfig:
     reader.without_effect("mtp_layer_types", "mtp_mlp_layer_types")
     sparse = listed_sparse(reader, layers) or [True] * layers
     normalised = reader.flag("norm_topk_prob", True)
-    experts = {
+    experts: dict[str, Any] = {
         "num_experts": reader.size("num_experts", "num_local_experts"),
         "moe_router_topk": reader.size("num_experts_per_tok"),
         "moe_ffn_hidden_size": reader.size("moe_intermediate_size"),
