@@ -25,6 +25,10 @@ LACKING: Mapping[str, str] = MappingProxyType(
             "several residual streams are mixed in each layer (AltUp), and MLPs keep few features",
         ),
         "mimo_v2_flash": _MIMO,
+        **dict.fromkeys(
+            ("aya_vision", "cohere2_vision"),
+            "transformers leaves logit_scale of its text model out, which then is another model",
+        ),
         **dict.fromkeys(("phi", "gptj", "codegen"), _BIASED_HEAD),
         **dict.fromkeys(("olmo", "nanochat"), _NO_WEIGHTS),
         **dict.fromkeys(("lfm2", "lfm2_moe"), _CONVOLUTIONS),

@@ -177,9 +177,8 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
         if others:
             yield f"its RoPE scaling has these numbers in its code: {'; '.join(others)}"
     function = (model.activation_func, model.gated_linear_unit)
-    exact = model.activation_func == "gelu" or model.add_bias_linear
-    named = function in (("silu", True), ("quick_gelu", True), ("squared_relu", False))
-    if not named and (model.gated_linear_unit or function[0] == "silu" or not exact):
+    flagged = ("silu", True), ("quick_gelu", True), ("squared_relu", False), ("gelu", False)
+    if function not in flagged and (model.gated_linear_unit or not _has_tanh(model)):
         yield (
             f"activation_func {function[0]} with gated_linear_unit {function[1]} and "
             f"add_bias_linear {model.add_bias_linear} has no flag there: its MLP runs "
