@@ -47,6 +47,7 @@ UNFUSED_TRAFFIC = 2.0  # bytes moved by unfused elementwise kernels, relative to
 UNFUSED_NORM = 4.0  # of a norm in fp32: cast, square, mean, scale, cast back, weight
 UNFUSED_ROTATION = 4.0  # cast, complex product, cast back
 UNFUSED_GATE = 5 / 3  # activation, then product
+XIELU_TRAFFIC = 46.0, 88.0  # bytes an element: PyTorch's kernels in turn (`model.xielu`), in bf16
 
 
 class OperationTimes:
@@ -332,6 +333,8 @@ class OperationTimes:
         return self._elementwise(3 * size + mask, 5 * size + mask if mask else 3 * size + scaled)
 
     def _activation(self, elements: float) -> Times:
+        if self.model.activation_func == "xielu":
+            return self._elementwise(*(each * elements for each in XIELU_TRAFFIC), 1.0)
         reads, size = 2 if self.model.gated_linear_unit else 1, elements * ELEMENT
         unfused = UNFUSED_GATE if reads > 1 else UNFUSED_TRAFFIC
         return self._elementwise((reads + 1) * size, (2 * reads + 1) * size, unfused)
