@@ -32,6 +32,7 @@ from fivefold.predict.times.compute import (
     CAST,
     RECIPE_RATE,
     Phases,
+    activation_traffic,
     elementwise,
     matmul,
     overlapped,
@@ -46,8 +47,6 @@ ADDED = 8.0  # bytes an element that a gradient takes to be added to a sum by a 
 UNFUSED_TRAFFIC = 2.0  # bytes moved by unfused elementwise kernels, relative to a fused one
 UNFUSED_NORM = 4.0  # of a norm in fp32: cast, square, mean, scale, cast back, weight
 UNFUSED_ROTATION = 4.0  # cast, complex product, cast back
-UNFUSED_GATE = 5 / 3  # activation, then product
-XIELU_TRAFFIC = 46.0, 88.0  # bytes an element: PyTorch's kernels in turn (`model.xielu`), in bf16
 
 
 class OperationTimes:
@@ -333,11 +332,9 @@ class OperationTimes:
         return self._elementwise(3 * size + mask, 5 * size + mask if mask else 3 * size + scaled)
 
     def _activation(self, elements: float) -> Times:
-        if self.model.activation_func == "xielu":
-            return self._elementwise(*(each * elements for each in XIELU_TRAFFIC), 1.0)
-        reads, size = 2 if self.model.gated_linear_unit else 1, elements * ELEMENT
-        unfused = UNFUSED_GATE if reads > 1 else UNFUSED_TRAFFIC
-        return self._elementwise((reads + 1) * size, (2 * reads + 1) * size, unfused)
+        forward, backward, unfused = activation_traffic(self.model)
+        size = elements * ELEMENT
+        return self._elementwise(forward * size, backward * size, unfused or UNFUSED_TRAFFIC)
 
     def _core_attention(self) -> Times:
         model, tp, length = self.model, self.grid.tp, self.training.seq_length
