@@ -47,6 +47,10 @@ class FivefoldError(Exception):
     def __init__(self, message: Mistake | str) -> None:
         super().__init__(str(message))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """An error that other ranks are sent is not made again from its text."""
+        return Exception.__new__, (type(self), *self.args), vars(self)
+
 
 class ConfigError(FivefoldError):
     """All mistakes in the settings that the user gave."""

@@ -11,7 +11,7 @@ import resource
 import secrets
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from math import isfinite
 from pathlib import Path
 from shlex import quote
@@ -80,14 +80,24 @@ def temporary_paths(folder: Path, pattern: str) -> list[Path]:
 def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
     """Replace the contents of `path` by `data` in one step; text is written as UTF-8.
 
+    A device or a pipe is written to, as /dev/null and /dev/stdout: a file would take its place.
+
     >>> import tempfile, pathlib
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     write_atomic(pathlib.Path(folder, "latest"), "step-100")
     ...     pathlib.Path(folder, "latest").read_text()
     'step-100'
     """
-    with atomic_path(path) as temporary:
-        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+    with nullcontext(Path(path)) if _is_stream(path) else atomic_path(path) as place:
+        place.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+def _is_stream(path: str | os.PathLike[str]) -> bool:
+    """Whether this is a device, a pipe or, as /dev/stdout and /dev/fd/3, what is open already."""
+    place = Path(path)
+    if place.is_symlink() and place.parent.resolve().parts[:2] in (("/", "dev"), ("/", "proc")):
+        return True
+    return place.exists() and not (place.is_file() or place.is_dir())
 
 
 def caused_by_full_disk(error: BaseException) -> OSError | None:

@@ -43,6 +43,27 @@ def test_replaces_text_and_bytes_and_leaves_nothing_else(tmp_path):
     assert os.listdir(target.parent) == ["file.bin"]
 
 
+def test_what_is_no_file_is_written_to_and_stays(tmp_path):
+    """Of root, who may write anywhere, a file would have taken the place of /dev/null."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    master, terminal = os.openpty()
+    link = tmp_path / "link"
+    link.symlink_to(os.ttyname(terminal))
+    file = tmp_path / "file"
+    with file.open("w") as opened:
+        for place in (pipe, link, f"/dev/fd/{opened.fileno()}"):
+            kind, where = os.lstat(place), os.stat(place)
+            write_atomic(place, "text\n")
+            assert os.path.samestat(os.lstat(place), kind)
+            assert os.path.samestat(os.stat(place), where)
+    assert os.read(reader, 9) == b"text\n" and os.read(master, 9).strip() == b"text"
+    assert file.read_text() == "text\n" and sorted(os.listdir(tmp_path)) == ["file", "link", "pipe"]
+    for number in (reader, master, terminal):
+        os.close(number)
+
+
 def test_a_failing_block_keeps_the_old_file_and_cleans_up(tmp_path):
     target = tmp_path / "index.npy"
     write_atomic(target, "old")

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Literal
@@ -16,6 +16,7 @@ from fivefold.config.presets import resolve_model
 from fivefold.config.settings import argument, option
 from fivefold.config.sources import load_options
 from fivefold.errors import Mistakes
+from fivefold.hub import WEIGHTS, in_place
 from fivefold.report.settings import run_config
 from fivefold.units import few, human_bytes, several
 
@@ -36,7 +37,9 @@ class Options:
     --model FOLDER --load FOLDER` reads them, each rank its own part.
     """
 
-    source: str = argument("folder of Hugging Face, PEFT or Megatron-core, or run folder")
+    source: str = argument(
+        "folder of Hugging Face, PEFT or Megatron-core, or ORG/NAME on the hub; or run folder"
+    )
     target: str = argument("folder to make")
     step: int | None = option(None, "step of the run's checkpoint (default: the latest)")
     dtype: Literal["bf16", "fp16", "fp32", "fp64"] | None = option(
@@ -59,6 +62,7 @@ class Options:
 def run(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name."""
     options = load_options(argv, Options)
+    options = replace(options, source=str(in_place(options.source, WEIGHTS, note)))
     source, target = Path(options.source), Path(options.target)
     adapter = source if is_adapter(source) else None
     of_megatron = adapter is None and is_megatron(source)
@@ -165,6 +169,7 @@ def _base(options: Options, adapter: Path, mistakes: Mistakes) -> Path:
     told = options.base
     with mistakes.collecting():
         told = read_adapter(adapter).base if told is None else told
+        told = None if told is None else str(in_place(told, WEIGHTS, note))
         if told is None or not (Path(told) / "config.json").is_file():
             what = f"{adapter} is an adapter to {told}, which is no Hugging Face folder here"
             mistakes.add(what, works=("--base FOLDER",))

@@ -24,7 +24,9 @@ def run(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name."""
     _, config = load(argv, Options, note)
     from fivefold.train.corpora import check_corpora, open_data
+    from fivefold.train.folder.fetched import with_fetched_data
 
+    config = with_fetched_data(config, note)
     check_corpora(config)
     data = open_data(config, lambda line: print(line, file=sys.stderr))
     tokenizer = data.tokenizer

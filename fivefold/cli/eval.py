@@ -26,6 +26,7 @@ from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.files import finite
 from fivefold.layout import Layout
 from fivefold.report.settings import run_config
+from fivefold.train.folder.fetched import with_fetched_data
 from fivefold.train.folder.run_folder import RunFolder
 from fivefold.train.machine.devices import Asked
 from fivefold.train.metrics import check_installed
@@ -100,7 +101,7 @@ def run(argv: Sequence[str]) -> int:
     _check_tasks(options)
     if options.tasks:
         return _run_tasks(options)
-    layout = check(_config(options), options.nproc)
+    layout = check(with_fetched_data(_config(options), note), options.nproc)
     from fivefold.inference.eval import evaluate_run
 
     folder = Path(options.run)

@@ -44,7 +44,7 @@ class Target(NamedTuple):
 
 TARGETS: Mapping[str, Target] = MappingProxyType(
     {
-        "slurm": Target(sbatch_file, ".sbatch", ("sbatch",), ("time",)),
+        "slurm": Target(sbatch_file, ".sbatch", ("sbatch",), ("time", "max_restarts")),
         "kubernetes": Target(
             train_job,
             ".yaml",
@@ -55,15 +55,15 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
         "skypilot": Target(
             sky_task,
             ".yaml",
-            ("sky", "launch", "--yes"),
-            ("gpu", "image", "volume"),
+            ("sky", "jobs", "launch", "--yes"),
+            ("gpu", "max_restarts", "image", "volume"),
             ("image", "volume"),
         ),
         "ray": Target(
             ray_script,
             ".py",
             ("ray", "job", "submit", "--working-dir", ".", "--", "python"),
-            ("gpu",),
+            ("gpu", "max_restarts"),
             ("save",),
         ),
     }
@@ -85,6 +85,7 @@ _WHY = MappingProxyType(
 _IDLE = MappingProxyType(
     {
         "gpu": "it asks for a number of GPUs, not for a kind",
+        "max_restarts": "Kubernetes starts its pods again, as often as their runtime says",
         "time": "it has no time limit; --exit-duration-in-mins ends a start in time",
         "image": "its machines have Fivefold themselves",
         "volume": "its machines see the folder of --save themselves",
@@ -108,6 +109,7 @@ class Options:
     gpu: str | None = option("H100", "kind of GPU, which SkyPilot and Ray ask for; none: CPUs only")
     time: str = option("24:00:00", "time limit: minutes, H:MM:SS or D-HH:MM:SS")
     image: str | None = option(None, "container image that has Fivefold")
+    max_restarts: int = option(3, "times that a job is started again after a failure")
     volume: str | None = option(None, "shared volume and where to mount it, as CLAIM:/PATH")
     name: str | None = option(None, "name of the job (default: that of the recipe)")
     output: str | None = option(None, "file to write (default: print it)")
@@ -122,6 +124,8 @@ def run(argv: Sequence[str]) -> int:
     for flag, value in (("nodes", options.nodes), ("ranks-per-node", options.ranks_per_node)):
         if value < 1:
             mistakes.add(f"--{flag} must be at least 1, not {value}")
+    if options.max_restarts < 0:
+        mistakes.add(f"--max-restarts must be at least 0, not {options.max_restarts}")
     for setting in settings_of(Options):
         value = getattr(options, setting.name)
         idle = setting.name in _IDLE and setting.name not in target.takes
@@ -153,6 +157,7 @@ def run(argv: Sequence[str]) -> int:
         options.ranks_per_node,
         options.gpu,
         limit,
+        options.max_restarts,
         options.image,
         volume,
     )

@@ -21,6 +21,7 @@ from fivefold.layout import Layout
 from fivefold.pipeline.draw.text import draw
 from fivefold.pipeline.split.stages import stage_table
 from fivefold.tell.columns import listed
+from fivefold.train.folder.fetched import with_fetched
 from fivefold.train.folder.preflight import check_restarts, check_start, with_home
 from fivefold.train.machine.devices import Asked
 from fivefold.train.ranks.rank_env import read_rank_env
@@ -103,6 +104,8 @@ def run(argv: Sequence[str]) -> int:
         print("\n".join(_preview(layout)))
         return 0
     check_start(config)
+    config = with_fetched(config, note)
+    layout = check(config, world)
     check_corpora(config)
     from fivefold.train.run import train
 

@@ -88,7 +88,7 @@ _TITLE = "# A job of {}, translated by `fivefold translate`."
 def _check_unwritten(target: Path) -> None:
     """Only an earlier translation may be written over."""
     before, after = _TITLE.split("{}")
-    first = read_text(target, ConfigError).partition("\n")[0] if target.exists() else None
+    first = read_text(target, ConfigError).partition("\n")[0] if target.is_file() else None
     if first is not None and not (first.startswith(before) and first.endswith(after)):
         raise ConfigError(f"{target} is there, and no translation\n  works: another name")
 

@@ -37,6 +37,7 @@ from fivefold.tell.describe import summary
 from fivefold.tell.explain import percent
 from fivefold.tell.infeasible import why_nothing
 from fivefold.train.corpora import check_corpora, open_data
+from fivefold.train.folder.fetched import with_fetched
 from fivefold.train.folder.preflight import with_home
 from fivefold.train.machine.devices import Asked, choose_device, visible_gpus
 from fivefold.train.ranks.rank_env import RankEnv, read_rank_env
@@ -77,6 +78,8 @@ def run(argv: Sequence[str]) -> int:
     options, config = loaded.options, loaded.config
     _check_options(options)
     world = ranks(options.nproc)
+    config = with_fetched(config, note)
+    loaded = replace(loaded, config=config)
     # What is missing is said before the machine is measured, which takes a minute.
     check_corpora(config)
     if options.device == "cuda":

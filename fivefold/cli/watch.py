@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
     console = Console(highlight=False)
     story = read_story(folder)
     if options.once or not console.is_terminal:
-        console.print("\n".join(view(story, console.width)), markup=False)
+        print("\n".join(view(story, console.width)))  # rich would leave where a reader has gone
         return 0
     with Live(Text(""), console=console, auto_refresh=False, screen=False) as live:
         while True:

@@ -16,7 +16,8 @@ class DataConfig:
 
     data_path: tuple[str, ...] = option(
         ("builtin",),
-        "files, folders, globs (.txt .md .py .jsonl .parquet .arrow), Megatron .bin/.idx prefixes, "
+        "files, folders, globs (.txt .md .py .jsonl .parquet .arrow), hf://datasets/ORG/NAME/PATH "
+        "(what the hub has there), Megatron .bin/.idx prefixes, "
         "'builtin' (the Python standard library's sources), or 'mock' (numbers, to measure "
         "without text); alternate with weights to blend",
     )
@@ -28,7 +29,8 @@ class DataConfig:
     tokenizer_model: str | None = option(
         None,
         "path of a tokenizer.json, a SentencePiece model, a vocab.json beside its merges.txt, or "
-        "a folder that holds one; without it a byte-level BPE is trained on the corpus",
+        "a folder that holds one, or ORG/NAME of a model on the hub; without it a byte-level BPE "
+        "is trained on the corpus",
     )
     tokenizer_vocab_size: Count | None = option(
         None, "vocabulary of the tokenizer to train (default: the model's vocab_size)"

@@ -1,5 +1,6 @@
 """Model architectures by name: presets, hub names, or the path of a Hugging Face model."""
 
+import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,6 +12,9 @@ from fivefold.config.huggingface import from_hf_config
 from fivefold.config.huggingface.multimodal import told_of
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError, Mistake, did_you_mean, shown
+from fivefold.hub import CONFIG_ALONE, fetched_model, model_named
+
+_log = logging.getLogger(__name__)
 
 _LLAMA2_7B = ModelConfig(
     num_layers=32,
@@ -1012,10 +1016,10 @@ HUB_NAMES: Mapping[str, str] = {
 
 
 def resolve_model(name_or_path: str | Path) -> ModelConfig:
-    """The architecture of a preset, a hub name, or the path of a Hugging Face model.
+    """The architecture of a preset, the path of a Hugging Face model, or a model on the hub.
 
     Raises:
-        ConfigError: the name is not known, or the model at that path is not supported.
+        ConfigError: the name is not known, or the model of that name is not supported.
     """
     name = str(name_or_path)
     preset = PRESETS.get(HUB_NAMES.get(name, name))
@@ -1026,19 +1030,29 @@ def resolve_model(name_or_path: str | Path) -> ModelConfig:
             what = f"{shown(name)} is a recipe, where a preset or a config.json is asked for"
             raise ConfigError(Mistake(what, ("a recipe is given without a flag",)))
         return from_hf_config(path)
-    raise ConfigError(
-        Mistake(
-            f"unknown model {shown(name)}{did_you_mean(name, [*PRESETS, *HUB_NAMES])}",
-            why=("it is neither a preset, nor a hub name of one, nor a path with a config.json",),
-            works=tuple(PRESETS),
-        )
-    )
+    why = ["it is neither a preset, nor a path with a config.json, nor ORG/NAME of the hub"]
+    if (named := model_named(name)) is not None:
+        try:
+            folder = fetched_model(named, CONFIG_ALONE, _log.info)
+        except ConfigError as error:
+            why = ["it is neither a preset nor a path with a config.json", *str(error).splitlines()]
+        else:
+            return from_hf_config(folder)
+    what = f"unknown model {shown(name)}{did_you_mean(name, [*PRESETS, *HUB_NAMES])}"
+    raise ConfigError(Mistake(what, tuple(why), works=tuple(PRESETS)))
 
 
-def left_out_of(name: str) -> str | None:
-    """What of a model is not read, for people; None: all of it is."""
-    path = None if HUB_NAMES.get(name, name) in PRESETS else _path(name)
-    return None if path is None or path.suffix == ".toml" else told_of(path)
+def told_of_model(name: str) -> str | None:
+    """What of a model is not read, or where it is from, for people; None: nothing is to be said."""
+    if HUB_NAMES.get(name, name) in PRESETS:
+        return None
+    if (path := _path(name)) is not None:
+        return None if path.suffix == ".toml" else told_of(path)
+    if (named := model_named(name)) is None:
+        return None
+    folder = fetched_model(named, CONFIG_ALONE, _log.info)
+    told = (f"{name} is {named.page} at {folder.name[:8]}", told_of(folder))
+    return "; ".join(filter(None, told))
 
 
 def _path(name: str) -> Path | None:

@@ -17,10 +17,12 @@ class CheckpointConfig:
     load: str | None = option(
         None,
         "run folder, or distributed checkpoint of Megatron-LM, to go on from in any layout; or "
-        "weights of Hugging Face",
+        "weights of Hugging Face: a folder, or ORG/NAME on the hub",
     )
     load_adapter: str | None = option(
-        None, "folder of an adapter that PEFT saved, to go on with beside the weights of --load"
+        None,
+        "folder, or ORG/NAME on the hub, of an adapter that PEFT saved, to go on with beside the "
+        "weights of --load",
     )
     ckpt_step: Whole | None = option(None, "step of --load to start from (default: its latest)")
     finetune: bool = option(

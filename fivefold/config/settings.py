@@ -192,6 +192,9 @@ class Setting:
             or (type(value) is int and abs(value) >= _MAX_WHOLE)
             or (isinstance(value, float) and not math.isfinite(value))
             or self.is_empty(value)
+            or (
+                isinstance(value, str) and "\0" in value
+            )  # in no name of a file, and on no terminal
         ):
             raise ValueError(value)
         if isinstance(value, str):

@@ -12,11 +12,12 @@ from fivefold.config.flags import ALIASES, SWITCHES, Given, add_bad_value, scan
 from fivefold.config.foreign import FOREIGN, name_of
 from fivefold.config.huggingface import read_adapter
 from fivefold.config.model import ModelConfig
-from fivefold.config.presets import PRESETS, left_out_of, resolve_model
+from fivefold.config.presets import HUB_NAMES, PRESETS, resolve_model, told_of_model
 from fivefold.config.rules.dependence import without_orphans
 from fivefold.config.settings import Setting, flag_of, settings_of
 from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean, shown
 from fivefold.files import parse_toml, read_text
+from fivefold.hub import CONFIG_ALONE, in_place, model_named
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ def load_consistent(
     config, left_out = without_orphans(loaded.config, loaded.by_flag)
     for orphan in (each for each in left_out if each.name not in ignored):
         note(f"{orphan.shown} of the recipe is left out: {orphan.why}")
-    if loaded.model is not None and (told := left_out_of(loaded.model)) is not None:
+    if loaded.model is not None and (told := told_of_model(loaded.model)) is not None:
         note(told)
     return replace(loaded, config=config)
 
@@ -240,7 +241,7 @@ def _of_adapter(
     """Settings of the adapters that a run starts from, unless a recipe says what they are."""
     if folder is not None and "lora_rank" not in written:
         with mistakes.collecting():
-            return dict(read_adapter(Path(folder)).settings)
+            return dict(read_adapter(in_place(folder, CONFIG_ALONE, _log.info)).settings)
     return {}
 
 
@@ -284,8 +285,8 @@ def _model(
 
 
 def _models_beside(weights: str | None) -> tuple[str, ...]:
-    """What says which model it is: the config.json of the weights to start from, if it has one."""
-    if weights is not None and (Path(weights) / "config.json").is_file():
+    """What says which model it is: the config.json of the weights to start from, if it is there."""
+    if weights is not None and (model_named(weights) or Path(weights, "config.json").is_file()):
         return (f"--model {quote(weights)}",)
     return "--model llama3-8b", "--model debug-llama"
 
@@ -313,7 +314,7 @@ def _find_recipe(recipe: str) -> Path:
         return RECIPES / f"{recipe}.toml"
     if is_file:
         return path
-    if recipe in PRESETS or (path / "config.json").is_file():
+    if recipe in (*PRESETS, *HUB_NAMES) or (path / "config.json").is_file():
         what, why = f"{shown(recipe)} is a model, not a recipe", ("give it by a flag instead",)
         raise ConfigError(Mistake(what, why, works=(f"--model {quote(recipe)}",)))
     if is_folder:

@@ -169,7 +169,8 @@ def _see_settings(adapter: PeftAdapter, model: ModelConfig) -> None:
         changed["lora_target_modules"] = adapter.settings["lora_target_modules"]
     if changed:
         lines = tuple(
-            f"{name}: is {getattr(model, name)}, there {there}" for name, there in changed.items()
+            f"{name}: is {OURS[name].words(getattr(model, name))}, there {OURS[name].words(there)}"
+            for name, there in changed.items()
         )
         works = " ".join(OURS[name].typed(value) for name, value in changed.items())
         what = f"{adapter.folder} holds adapters that these settings do not describe"

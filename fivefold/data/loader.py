@@ -5,6 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypedDict
 
 from fivefold.config.batch_sizes import BatchSizes
+from fivefold.config.config import SETTINGS
 from fivefold.config.data import IGNORED
 from fivefold.data.dataset import Dataset, content
 from fivefold.data.packing import Microbatch
@@ -121,7 +122,10 @@ class Loader:
         was, is_ = _unnamed(saved), _unnamed(now)
         changed = [key for key in {**was, **is_} if was.get(key) != is_.get(key)]
         if changed:
-            lines = [f"{key}: was {saved.get(key)}, is {now.get(key)}" for key in changed]
+            said = {key: SETTINGS[key].words if key in SETTINGS else str for key in changed}
+            lines = [
+                f"{k}: was {say(saved.get(k))}, is {say(now.get(k))}" for k, say in said.items()
+            ]
             raise DataError(
                 f"cannot resume after {state['consumed_samples']} samples: the data is not what "
                 "it was when the checkpoint was saved\n  "

@@ -3,7 +3,7 @@
 import glob
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import chain
@@ -142,6 +142,11 @@ def counted_from(folder: Path, data: DataConfig) -> DataConfig:
         there = os.path.exists(found) or is_indexed(found) or glob.glob(found, recursive=True)
         return found if there and path not in (BUILTIN, MOCK) else path
 
+    return with_paths(data, meant)
+
+
+def with_paths(data: DataConfig, meant: Callable[[str], str]) -> DataConfig:
+    """Data of other paths: what `meant` makes of each."""
     sources = parse_data_path(data.data_path)
     weighted = [[str(each.weight)] if each.weight is not None else [] for each in sources]
     blend = [[*weight, meant(each.path)] for weight, each in zip(weighted, sources, strict=True)]

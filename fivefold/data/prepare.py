@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from fivefold.data.cache import cached, once, open_cached
+from fivefold.data.cache import cached, open_cached, prepared_once
 from fivefold.data.corpus import pieces
 from fivefold.data.dataset import Corpus, Dataset
 from fivefold.data.indexed import IndexedTokens, write_indexed
@@ -187,7 +187,7 @@ def _corpus(
         what = ["conversations", str(_CONVERSATIONS_VERSION), template.digest]
     prefix = str(cache / _key(group.files, *what, tokenizer.digest))
     marks = f"{prefix}-marks"
-    with once(f"{prefix}.idx", progress) as missing:
+    with prepared_once(f"{prefix}.idx", progress) as missing:
         if missing and template is None:
             build_index(group.files, tokenizer, prefix, text_key, progress)
         elif missing and template is not None:
@@ -292,7 +292,7 @@ def _tokenizer(
     if not files:  # what is made up is numbers
         return number_tokenizer(vocab_size)
     path = cache / f"tokenizer-{_key(files, config.text_key, str(vocab_size))}.json"
-    with once(str(path), progress) as missing:
+    with prepared_once(str(path), progress) as missing:
         if missing:
             began = time.perf_counter()
             progress(f"training a byte-level BPE of {vocab_size} tokens")

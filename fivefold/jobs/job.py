@@ -25,6 +25,7 @@ class ClusterJob:
         ranks: ranks a machine, each with a GPU unless `gpu` is None.
         gpu: kind of GPU; None: processors only.
         limit: time limit.
+        max_restarts: number of times that the job is started again after a failure.
         image: container image with Fivefold; None: what the machines have.
         volume: name of a shared volume, and where it is mounted.
     """
@@ -35,6 +36,7 @@ class ClusterJob:
     ranks: int
     gpu: str | None
     limit: timedelta
+    max_restarts: int
     image: str | None = None
     volume: tuple[str, str] | None = None
 

@@ -41,7 +41,9 @@ if __name__ == "__main__":
         run_rank,
         train_loop_config={{}},
         scaling_config=ScalingConfig(num_workers={workers}, use_gpu={gpu}{kind}),
-        run_config=RunConfig(name="{name}", failure_config=FailureConfig(max_failures=3)),
+        run_config=RunConfig(
+            name="{name}", failure_config=FailureConfig(max_failures={max_restarts})
+        ),
     ).fit()
 '''
 
@@ -56,5 +58,6 @@ def ray_script(job: ClusterJob) -> str:
         gpu=job.gpu is not None,
         kind="" if job.gpu is None else f', accelerator_type="{job.gpu}"',
         device=job.device,
+        max_restarts=job.max_restarts,
         recipe=job.recipe,
     )

@@ -1,4 +1,4 @@
-"""A task of SkyPilot, for any cloud or Kubernetes cluster that it knows."""
+"""A managed job of SkyPilot, for any cloud or Kubernetes cluster that it knows."""
 
 from fivefold.jobs.job import ClusterJob, started_by
 from fivefold.jobs.yaml import written
@@ -11,7 +11,10 @@ torchrun --nnodes "$SKYPILOT_NUM_NODES" --node_rank "$SKYPILOT_NODE_RANK" \\
 
 
 def sky_task(job: ClusterJob) -> str:
-    """The text of a task; runs are kept on a volume of SkyPilot's, which all nodes mount."""
+    """The text of a task; runs are kept on a volume of SkyPilot's, which all nodes mount.
+
+    SkyPilot replaces machines that are lost, and starts the task again after failures of its own.
+    """
     assert job.volume is not None and job.image is not None
     volume, path = job.volume
     job = job.saved_in(f"{path}/runs/{job.name}")
@@ -21,7 +24,11 @@ def sky_task(job: ClusterJob) -> str:
         {
             "name": job.name,
             "num_nodes": job.nodes,
-            "resources": gpus | {"image_id": f"docker:{job.image}"},
+            "resources": gpus
+            | {
+                "image_id": f"docker:{job.image}",
+                "job_recovery": {"max_restarts_on_errors": job.max_restarts},
+            },
             "volumes": {path: volume},
             "run": started_by(command, f"/tmp/{job.name}.toml", job),
         }

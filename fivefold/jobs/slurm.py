@@ -1,4 +1,4 @@
-"""An sbatch file, whose job saves and requeues itself before its time is over."""
+"""An sbatch file, whose job requeues itself: before its time is over, and after a failure."""
 
 from datetime import timedelta
 
@@ -10,6 +10,9 @@ def sbatch_file(job: ClusterJob) -> str:
 
     Ten minutes before the limit Slurm sends USR1 to the script, which passes it to every rank. The
     ranks finish their step, save and leave; the script requeues the job under the same number.
+    After a failure it does so, too, at most `job.max_restarts` times. It counts them in a file,
+    since SLURM_RESTART_COUNT also counts what the time limit and lost nodes caused. The status of
+    srun does not tell failures apart: it is 143 wherever other ranks are ended after the first.
     """
     save = job.config.checkpoint.save
     folder = "" if save is not None else f' --save "runs/{job.name}-$SLURM_JOB_ID"'
@@ -29,6 +32,7 @@ def sbatch_file(job: ClusterJob) -> str:
 set -u
 
 asked_to_stop=no
+cancelled=no
 on_usr1() {{
     if [ -z "${{!-}}" ]; then  # srun has not been started: nothing is to be saved
         scontrol requeue "$SLURM_JOB_ID"
@@ -38,9 +42,11 @@ on_usr1() {{
     asked_to_stop=yes
 }}
 trap on_usr1 USR1
+trap 'cancelled=yes' TERM  # by scancel, which srun gets, too: a requeued job would come back
 
 mkdir -p runs
 recipe="runs/{job.name}-$SLURM_JOB_ID.toml"
+failures="runs/{job.name}-$SLURM_JOB_ID.failures"
 cat > "$recipe" <<'RECIPE'
 {job.recipe}
 RECIPE
@@ -57,7 +63,15 @@ trap '' USR1
 wait "$!"
 status=$?
 
-if [ "$asked_to_stop" = yes ] && [ "$status" -eq 0 ]; then
+if [ "$cancelled" = yes ]; then
+    exit "$status"
+elif [ "$status" -ne 0 ]; then
+    echo "$(date -Is) status $status on ${{SLURM_JOB_NODELIST:-$HOSTNAME}}" >> "$failures"
+    if [ "$(wc -l < "$failures")" -le {job.max_restarts} ]; then
+        echo "failed with status $status: the job is requeued ($failures)"
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
+elif [ "$asked_to_stop" = yes ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

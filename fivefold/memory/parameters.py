@@ -33,7 +33,6 @@ class OffloadedParameters:
 
     Attributes:
         link: copies to the device, and counts their bytes.
-        unforeseen: gathers of blocks that were not the next ones in the program.
 
     Raises:
         FivefoldError: the folder cannot hold them, or (while training) gave back other bytes.
@@ -50,7 +49,6 @@ class OffloadedParameters:
         folder = None if path is None else Path(path)
         shapes = {name: local_tensor(parameter).shape for name, parameter in parameters.items()}
         self._reading = self._waited = 0.0
-        self.unforeseen = 0
         self._blocks = {block: _BlockWeights(block, shapes, link, folder) for block in blocks}
         self._of = {name: held for held in self._blocks.values() for name in held.weights}
         largest = max((held.nbytes for held in self._blocks.values()), default=0)
@@ -123,7 +121,6 @@ class OffloadedParameters:
 
     def _turn_to(self, block: AwayShards) -> None:
         """Go on from a block that was not expected yet, or not at all."""
-        self.unforeseen += 1
         self._drop()
         if block in self._order[self._at :]:
             self._at = self._order.index(block, self._at)

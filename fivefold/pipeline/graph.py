@@ -1,16 +1,15 @@
 """The dependency graph of a program: proves the absence of deadlock and gives the execution time.
 
-There is one node per compute action and one contracted node per message. A compute action waits
-for the previous one on its rank and for its inputs. A message waits for its producer; once lowered,
+There is one node per compute action and one contracted node per message. A compute action waits for
+the previous one on its rank and for its inputs. A message waits for its producer; once lowered,
 also for the last compute action issued before its SEND or RECV on either end, and for the previous
-message on each communication stream of both ends. Under rendezvous semantics, where a transfer
-starts only when both ends have reached it, the program is free of deadlock if and only if this
-graph has no cycle, and its longest path is the execution time.
+message of either end, as if a rank had one stream for all of its messages. Under rendezvous
+semantics, where a transfer starts only when both ends have reached it, the program is free of
+deadlock if and only if this graph has no cycle, and its longest path is the execution time.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 
 from fivefold.pipeline.costs.costs import Costs
@@ -23,21 +22,6 @@ from fivefold.pipeline.ir import (
     Program,
     ProgramError,
 )
-
-
-class Stream(StrEnum):
-    """Which messages share one FIFO communication stream on a rank; strictest first."""
-
-    RANK = "rank"  # every message of the rank
-    PAIR = "pair"  # the messages to and from one other rank
-    PAIR_AND_DIRECTION = "pair_and_direction"  # the messages to, or from, one other rank
-
-    def key(self, message: Message, rank: int) -> Hashable:
-        """The stream of `rank` that a message uses."""
-        if self is Stream.RANK:
-            return rank
-        peer = message.src_rank + message.dst_rank - rank
-        return (rank, peer) if self is Stream.PAIR else (rank, peer, message.src_rank == rank)
 
 
 @dataclass(frozen=True)
@@ -122,10 +106,11 @@ class Graph:
         return f"{act} on rank {rank}"
 
 
-def dependency_graph(program: Program, stream: Stream | None = None) -> Graph:
+def dependency_graph(program: Program, *, one_stream: bool = False) -> Graph:
     """The graph of a program in which every (stage, microbatch, slice) is computed once.
 
-    With `stream` None, SENDs and RECVs are ignored and a message waits only for its producer.
+    Unless the messages of each rank share `one_stream`, in the order in which it issues them, SENDs
+    and RECVs are ignored and a message waits only for its producer.
     """
     computes = [
         (rank, act)
@@ -147,8 +132,8 @@ def dependency_graph(program: Program, stream: Stream | None = None) -> Graph:
         successors[producer].append(node)
         consumer = makers.node(message.direction, message.dst_stage, message.mb, message.slice)
         successors[node].append(consumer)
-    if stream is not None:
-        _link_streams(program, messages, stream, successors, len(computes))
+    if one_stream:
+        _link_messages(program, messages, successors, len(computes))
     return Graph(tuple(computes), messages, tuple(producers), tuple(successors))
 
 
@@ -184,27 +169,25 @@ def _link_local_stages(program: Program, makers: _Makers, successors: list[list[
                     successors[upper].append(lower)
 
 
-def _link_streams(
+def _link_messages(
     program: Program,
     messages: tuple[Message, ...],
-    stream: Stream,
     successors: list[list[int]],
     first_message: int,
 ) -> None:
     """Add edges for the order in which each rank issues sends and receives."""
     node_of = {message.id: node for node, message in enumerate(messages, first_message)}
     compute = -1  # node of the last compute action issued, over all ranks
-    for rank, acts in enumerate(program.ranks):
-        issued: dict[Hashable, int] = {}
-        begun = False
+    for acts in program.ranks:
+        begun, before = False, None
         for act in acts:
             if act.kind in COMPUTE:
                 compute += 1
                 begun = True
             elif act.kind in COMMUNICATION and act.message:
-                node, key = node_of[act.message.id], stream.key(act.message, rank)
+                node = node_of[act.message.id]
                 if begun:
                     successors[compute].append(node)
-                if key in issued:
-                    successors[issued[key]].append(node)
-                issued[key] = node
+                if before is not None:
+                    successors[before].append(node)
+                before = node

@@ -7,7 +7,7 @@ from functools import cached_property
 from statistics import median
 
 from fivefold.pipeline.costs.costs import ONE_EACH, Costs, Footprint
-from fivefold.pipeline.graph import Graph, Stream, dependency_graph
+from fivefold.pipeline.graph import Graph, dependency_graph
 from fivefold.pipeline.ir import COMPUTE, Act, Kind, Message, Program
 
 
@@ -174,7 +174,7 @@ class Simulation:
         return Step(None, None, messages[node - len(computes)], *times)
 
 
-def simulate(program: Program, costs: Costs, stream: Stream | None = None) -> Simulation:
+def simulate(program: Program, costs: Costs, *, one_stream: bool = False) -> Simulation:
     """Simulate a valid program.
 
     A BW takes b + w, and its dX is sent at its end; simulate `lowering.eager_dx(program)` to send
@@ -183,13 +183,13 @@ def simulate(program: Program, costs: Costs, stream: Stream | None = None) -> Si
     Args:
         program: compute-only or lowered.
         costs: costs of each stage.
-        stream: which messages of a lowered program are serialised, in the order of issue; None:
-            messages never wait for each other.
+        one_stream: whether all messages of a rank of a lowered program wait for each other, in the
+            order in which it issues them.
 
     Raises:
         ProgramError: a circular wait.
     """
-    graph = dependency_graph(program, stream)
+    graph = dependency_graph(program, one_stream=one_stream)
     return _simulation(program, graph, *graph.longest_paths(graph.weights(program, costs)))
 
 

@@ -13,7 +13,7 @@
 from collections import Counter
 from collections.abc import Hashable, Iterator
 
-from fivefold.pipeline.graph import Stream, dependency_graph
+from fivefold.pipeline.graph import dependency_graph
 from fivefold.pipeline.ir import (
     COMMUNICATION,
     COMPUTE,
@@ -27,16 +27,12 @@ from fivefold.pipeline.ir import (
 )
 
 
-def validate(program: Program, *, stream: Stream = Stream.RANK) -> None:
+def validate(program: Program) -> None:
     """Check all six rules.
 
     In a compute-only program, rules 4 and 6 consider the messages that the placement implies; in a
-    lowered program also their order.
-
-    Args:
-        program: compute-only or lowered.
-        stream: which messages share a communication stream. A program that passes with RANK passes
-            with PAIR, and one that passes with PAIR passes with PAIR_AND_DIRECTION.
+    lowered program also their order, as if each rank had one stream for all of its messages: what
+    cannot hang there cannot where a pair of ranks, or each direction of a pair, has one of its own.
 
     Raises:
         ProgramError: the first broken rule, with the action, stage, microbatch and rank.
@@ -54,7 +50,7 @@ def validate(program: Program, *, stream: Stream = Stream.RANK) -> None:
         _check_unsharded(rank, acts)
     if not program.forward_only:
         _check_reductions(program)
-    dependency_graph(program, stream if lowered else None).order()
+    dependency_graph(program, one_stream=lowered).order()
 
 
 def _acts(program: Program) -> Iterator[tuple[int, int, Act]]:

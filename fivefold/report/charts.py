@@ -1,6 +1,6 @@
 """Charts over the steps of runs, drawn in the browser by uPlot (MIT licence), which is included."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from math import inf
@@ -46,7 +46,7 @@ class StepChart:
 
 def charts_of(stories: Sequence[Story]) -> list[StepChart]:
     """All charts for which a run has values; runs share each of them."""
-    found = [StepChart("Loss", "", [*_each(stories, _losses)])]
+    found = [StepChart("Loss", "", [*_losses(stories)])]
     for title, unit, name, factor in (
         ("Gradient norm", "", "grad_norm", 1.0),
         ("Learning rate", "", "lr", 1.0),
@@ -82,21 +82,19 @@ def drawn(charts: Sequence[StepChart]) -> Iterator[str]:
     yield page.replace("/*DATA*/", pages.as_script(data))
 
 
-def _each(
-    stories: Sequence[Story], lines: Callable[[Story], Iterable[tuple[str, Mapping, str]]]
-) -> Iterator[Line]:
-    for run, story in enumerate(stories):
-        for name, values, kind in lines(story):
-            if values:
-                yield Line(_named(story, stories, name), run, values, kind)
-
-
 def _named(story: Story, stories: Sequence[Story], name: str) -> str:
     """What a line is called: with the run's name only where there are two."""
     return " ".join([story.name] * (len(stories) > 1) + [name] * bool(name)) or story.name
 
 
-def _losses(story: Story) -> Iterator[tuple[str, Mapping[int, float], str]]:
+def _losses(stories: Sequence[Story]) -> Iterator[Line]:
+    for run, story in enumerate(stories):
+        for name, values, kind in _losses_of(story):
+            if values:
+                yield Line(_named(story, stories, name), run, values, kind)
+
+
+def _losses_of(story: Story) -> Iterator[tuple[str, Mapping[int, float], str]]:
     losses = story.values("loss")
     smooth = len(losses) > 3 * LAST
     yield "training", losses, "faint" if smooth else "line"

@@ -14,7 +14,7 @@ import numpy as np
 
 from fivefold.config.sharding import Sharding
 from fivefold.layout import Layout
-from fivefold.mesh.grid import Grid
+from fivefold.mesh.degrees import grid_of
 from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.pipeline.schedules.registry import Shape
 from fivefold.predict.data_parallel.transfers import Moves
@@ -265,18 +265,10 @@ def layout_of(space: Space, row: int, *, sharded: bool = True) -> Layout:
     config = space.config_of(row)
     if not sharded:
         config = config.with_values(data_parallel_sharding_strategy="no_shard")
-    at = {name: int(column[row]) for name, column in space.columns.items()}
-    partition = space.partitions[at["partition"]]
-    grid = Grid(
-        pp=at["pp"],
-        dp_replicate=at["instances"],
-        dp_shard=at["dp"] // at["instances"],
-        cp=at["cp"],
-        tp=at["tp"],
-        ep=at["ep"],
-        etp=at["etp"],
-    )
-    return Layout(config, grid, partition.split, partition.schedule, at["microbatches"])
+    partition = space.partitions[space.columns["partition"][row]]
+    microbatches = int(space.columns["microbatches"][row])
+    grid = grid_of(config.parallel)
+    return Layout(config, grid, partition.split, partition.schedule, microbatches)
 
 
 class _Groups:

@@ -24,7 +24,7 @@ from fivefold.train.engine import Engine
 from fivefold.train.evaluation import evaluations
 from fivefold.train.folder.new_adapters import measure_rows
 from fivefold.train.folder.save_interval import SaveInterval
-from fivefold.train.folder.saved_state import SavedState, read_state, without_adapters
+from fivefold.train.folder.saved_state import SavedState, read_state, same_model, without_adapters
 from fivefold.train.health.activity import Activity
 from fivefold.train.health.bad_steps import BadSteps
 from fivefold.train.health.not_finite import fill_finite, locate, locate_in_state
@@ -117,6 +117,7 @@ class Trainer:
         """Load the latest whole state in hosts' memory, if there is one after a step; collective.
 
         Raises:
+            CheckpointError: it is of another model.
             DataError: the data is not what it was.
         """
         if self.local is None:
@@ -128,6 +129,7 @@ class Trainer:
             return False
         what = f"the state of step {step} in memory"
         state = as_kind(self.local.load(tensors), SavedState, what, CheckpointError)
+        same_model(state.model, self.engine.layout.config.model, what, by_flags=True)
         self.loader.load_state_dict(state.loader)
         self._continue(state, tensors)
         return True

@@ -14,7 +14,7 @@ from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.config import Config
 from fivefold.mesh.slices import piece_of
 from fivefold.train.engine import Engine
-from fivefold.verify.batches import global_batch, microbatches, rows_of
+from tests.engines import own_batch
 from tests.pool import run
 from tests.verify.cases import MIXTURE, chosen, config, named, shared_groups
 
@@ -60,10 +60,7 @@ def _config(values: dict[str, Any]) -> Config:
 
 
 def _step(engine: Engine, index: int) -> float:
-    layout = engine.layout
-    part = rows_of(layout.config, layout.grid.dp_rank(engine.groups.rank), layout.grid.dp)
-    batch = global_batch(layout.config, index)
-    return engine.step(microbatches(layout.config, batch, part)).loss
+    return engine.step(own_batch(engine, index)).loss
 
 
 @shared_groups()

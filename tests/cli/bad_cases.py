@@ -470,6 +470,7 @@ RECIPES = [
     toml("switch for a number", MODEL + "num_layers = true\n", "must be a whole number, not true"),
     toml("number for a switch", MODEL + "gated_linear_unit = 1\n", "must be true or false, not 1"),
     toml("fraction", MODEL + "num_layers = 4.0\n", "must be a whole number, not 4.0"),
+    toml("NUL", MODEL + '[checkpoint]\nsave = "\\u0000"\n', "save must be text", "not '\\x00'"),
     toml("date", MODEL + "[optimizer]\nlr = 2024-01-01\n", "lr must be a number, not"),
     toml("infinite", MODEL + "[optimizer]\nlr = inf\n", "lr must be a number, not inf"),
     toml("numbers for paths", MODEL + "[data]\ndata_path = [1]\n", "list of texts, not [1]"),

@@ -1,5 +1,6 @@
 """`fivefold translate`: a job of Megatron-LM becomes a recipe that says what it could not take."""
 
+import os
 import re
 import shlex
 import tomllib
@@ -120,6 +121,13 @@ def test_only_a_translation_is_written_over(
     recipe.write_text("[model]\n")
     assert main(["translate", str(job), str(recipe)]) == 2
     assert "is there, and no translation" in capsys.readouterr().err
+    assert main(["translate", str(job), str(tmp_path)]) == 2
+    assert f"cannot use {tmp_path}: Is a directory" in capsys.readouterr().err
+    os.mkfifo(pipe := tmp_path / "pipe")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert main(["translate", str(job), str(pipe)]) == 0
+    assert os.read(reader, 1 << 16).startswith(b"# A job of Megatron-LM")
+    os.close(reader)
     assert recipe.read_text() == "[model]\n"
 
 

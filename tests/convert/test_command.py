@@ -1,6 +1,8 @@
 """`fivefold convert`: what is refused before anything is written; the docs run what works."""
 
+import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,13 @@ def test_presets_are_written_or_refused_with_what_differs(name: str) -> None:
         assert "nearest: " in str(error) and ", there " in str(error)
     else:
         assert not differences(model, from_hf_config(fields))
+
+
+def test_what_differs_is_told_in_words_of_settings() -> None:
+    models = [*PRESETS.values()]
+    lines = [line for one, two in pairwise(models) for line in differences(one, two)]
+    assert len(lines) > len(models)
+    assert not [line for line in lines if re.search(r"\b(None|True|False)\b", line)]
 
 
 @pytest.mark.parametrize("name", recipe_names())

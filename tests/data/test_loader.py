@@ -20,12 +20,12 @@ def dataset(tokenizer, write_documents):
     return build(tokenizer, write_documents)
 
 
-def build(tokenizer, write_documents, seed=7, seq_length=8, name="first"):
+def build(tokenizer, write_documents, seed=7, seq_length=8, name="first", **rules):
     corpora = [
         Corpus(name, write_documents([list(range(1, 200)), [0]])),
         Corpus("second", write_documents([list(range(50, 150)), [0]])),
     ]
-    packing = Packing(seq_length, 0)
+    packing = Packing(seq_length, 0, **rules)
     return Dataset(corpora, tokenizer, packing, split="1", part="train", seed=seed, shuffle=True)
 
 
@@ -120,10 +120,12 @@ def test_seek_goes_back_to_fixed_samples(dataset):
 
 def test_other_data_is_not_resumed(dataset, tokenizer, write_documents):
     state = loader(dataset, after=24).state_dict()
-    other = loader(build(tokenizer, write_documents, seed=8, seq_length=4))
+    changed = {"seed": 8, "seq_length": 4, "eod_mask_loss": False}
+    other = loader(build(tokenizer, write_documents, **changed))
     with pytest.raises(DataError) as error:
         other.load_state_dict(state)
     message = str(error.value)
+    assert "eod_mask_loss: was true, is false" in message
     assert "cannot resume after 24 samples" in message
     assert "seed: was 7, is 8" in message and "seq_length: was 8, is 4" in message
     assert "tokenizer" not in message

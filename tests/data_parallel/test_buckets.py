@@ -19,6 +19,7 @@ from fivefold.mesh.buckets import buckets_of
 from fivefold.mesh.slices import local_tensor
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import global_batch, microbatches, rows_of
+from tests.engines import own_batch
 from tests.pool import run
 from tests.verify.cases import MODELS, chosen, config, flags, shared_groups
 
@@ -37,8 +38,7 @@ def _engine(rank: int, world: int, settings: dict[str, Any]) -> tuple[Engine, li
         seq_length=16, **{"precision": "fp32", "global_batch_size": 2 * world} | settings
     )
     engine = Engine(check(config, world), rank, torch.device("cpu"))
-    own = rows_of(config, engine.layout.grid.dp_rank(rank), engine.layout.grid.dp)
-    return engine, microbatches(config, global_batch(config, 0), own)
+    return engine, own_batch(engine, 0)
 
 
 @shared_groups()

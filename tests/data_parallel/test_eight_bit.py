@@ -20,7 +20,7 @@ from fivefold.model.eight_bit.rules import SQUARE, in_eight_bits, num_scales
 from fivefold.model.transformer import Stage
 from fivefold.pipeline.split.stages import StageSpec
 from fivefold.train.engine import Engine
-from fivefold.verify.batches import global_batch, microbatches, rows_of
+from tests.engines import own_batch
 from tests.pool import run
 from tests.verify.cases import MIXTURE, MODELS, chosen, config, flags, named, shared_groups
 
@@ -80,10 +80,9 @@ def _trained(rank: int, world: int, case: str, gathers: bool) -> tuple[list[floa
     """Losses and norms of two steps, this rank's weights after them, and types of whole weights."""
     asked = _asked(case, gathers)
     engine = Engine(check(asked, world), rank, torch.device("cpu"))
-    own = rows_of(asked, engine.layout.grid.dp_rank(rank), engine.layout.grid.dp)
     found = []
     for step in range(2):
-        result = engine.step(microbatches(asked, global_batch(asked, step), own))
+        result = engine.step(own_batch(engine, step))
         found += [result.loss, result.grad_norm]
     weights = {name: local_tensor(p).numpy().copy() for name, p in engine.parameters.items()}
     for stage in engine.model.gradients.values():

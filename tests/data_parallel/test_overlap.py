@@ -19,7 +19,7 @@ from fivefold.data_parallel import communication
 from fivefold.errors import ConfigError
 from fivefold.pipeline.ir import Act
 from fivefold.train.engine import Engine
-from fivefold.verify.batches import global_batch, microbatches, rows_of
+from tests.engines import own_batch
 from tests.pool import run
 from tests.verify.cases import shared_groups
 
@@ -40,8 +40,7 @@ def _events(rank: int, world: int, settings: dict[str, Any]) -> list[str]:
     evaluated between them."""
     asked = config(settings)
     engine = Engine(check(asked, world), rank, torch.device("cpu"))
-    own = rows_of(asked, engine.layout.grid.dp_rank(rank), engine.layout.grid.dp)
-    rows = microbatches(asked, global_batch(asked, 0), own)
+    rows = own_batch(engine, 0)
     engine.step(rows)
     seen: list[str] = []
 

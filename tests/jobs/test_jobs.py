@@ -40,7 +40,7 @@ ODD = [
 def job_of(recipe: str = "debug", **values: Any) -> ClusterJob:
     config = read_config(recipe, **values)
     where = {"image": "registry/fivefold:1", "volume": ("claim", "/shared")}
-    return ClusterJob("a-job", config, 2, 4, "H100", timedelta(hours=24), **where)
+    return ClusterJob("a-job", config, 2, 4, "H100", timedelta(hours=24), 3, **where)
 
 
 def started(job_file: str) -> str:
@@ -142,6 +142,7 @@ def test_a_sky_task_asks_for_the_gpus() -> None:
     assert content["resources"] == {
         "accelerators": "H100:4",
         "image_id": "docker:registry/fivefold:1",
+        "job_recovery": {"max_restarts_on_errors": 3},
     }
     assert (content["num_nodes"], content["volumes"]) == (2, {"/shared": "claim"})
 
@@ -179,12 +180,13 @@ def test_a_ray_worker_trains_as_a_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("moments", "status", "logged"),
     [
-        ((), 7, []),
+        ((), 7, ["requeue 42"]),
+        (("cancelled",), 143, []),
         (("before srun",), 0, ["requeue 42"]),
         (("training",), 0, ["saved", "requeue 42"]),
-        (("training",), 3, ["saved"]),
+        (("training",), 3, ["saved", "requeue 42"]),
         (("training", "saving"), 0, ["saved", "requeue 42"]),
-        (("training", "saving"), 3, ["saved"]),
+        (("training", "saving"), 3, ["saved", "requeue 42"]),
     ],
 )
 def test_the_sbatch_job_waits_for_the_checkpoint_and_requeues(
@@ -192,7 +194,10 @@ def test_the_sbatch_job_waits_for_the_checkpoint_and_requeues(
 ) -> None:
     """Whoever reaches a moment sends the signal to the script, whose number is in `job`."""
     signals = dict.fromkeys(moments, "kill -USR1 $(cat job); sleep 0.1")
-    ends = "trap '' USR1; exit 7" if not moments else "while :; do sleep 0.05; done"
+    cancels = "kill -TERM $(cat job); sleep 0.1; " if "cancelled" in moments else ""
+    ends = f"trap '' USR1; {cancels}exit {status}"
+    if signals and not cancels:
+        ends = "while :; do sleep 0.05; done"
     saves = f"saves() {{ {signals.get('saving', ':')}; echo saved >> log; exit {status}; }}"
     train = f"{saves}\ntrap saves USR1\n{signals.get('training', ':')}\n{ends}"
     stand_in(tmp_path, "srun", train)
@@ -205,6 +210,20 @@ def test_the_sbatch_job_waits_for_the_checkpoint_and_requeues(
     assert (done.returncode, done.stderr) == (status, b"")
     log = tmp_path / "log"
     assert (log.read_text().splitlines() if log.exists() else []) == logged
+
+
+def test_an_sbatch_job_is_requeued_so_often_and_tells_of_its_failures(tmp_path: Path) -> None:
+    stand_in(tmp_path, "srun", "exit 137")
+    stand_in(tmp_path, "scontrol", 'echo "$@" >> log')
+    (tmp_path / "job.sbatch").write_text(sbatch_file(job_of()))
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "42"}
+    for start in range(5):
+        words = ["bash", "job.sbatch"]
+        done = subprocess.run(words, env=os.environ | variables, cwd=tmp_path, capture_output=True)
+        assert (done.returncode, b"requeued" in done.stdout) == (137, start < 3)
+    assert (tmp_path / "log").read_text() == "requeue 42\n" * 3
+    failures = (tmp_path / "runs" / "a-job-42.failures").read_text().splitlines()
+    assert len(failures) == 5 and all("status 137 on" in line for line in failures)
 
 
 def test_what_a_job_lacks_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,7 +244,13 @@ _NEEDED = {"kubernetes": _PLACE, "skypilot": _PLACE}
 @pytest.mark.parametrize("target", ["slurm", "kubernetes", "skypilot", "ray"])
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("gpu", "B200"), ("time", "7:08:09"), ("image", "other/image:2"), ("volume", "w:/else")],
+    [
+        ("gpu", "B200"),
+        ("time", "7:08:09"),
+        ("max-restarts", "9"),
+        ("image", "other/image:2"),
+        ("volume", "w:/else"),
+    ],
 )
 def test_an_option_is_in_the_job_file_or_refused(
     target: str, flag: str, value: str, capsys: pytest.CaptureFixture[str]
@@ -259,7 +284,7 @@ def test_a_job_is_submitted_by_the_clusters_command(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["launch", "slurm", "demo", "--ranks-per-node", "4", "--submit"]
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     assert main(words) == 2
     assert "sbatch demo.sbatch" in capfd.readouterr().err
     stand_in(tmp_path, "sbatch", "echo Submitted batch job 42: $1")

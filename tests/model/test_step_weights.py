@@ -17,7 +17,7 @@ from fivefold.model.eight_bit.linear import EightBit
 from fivefold.model.eight_bit.step_weights import StepWeights
 from fivefold.model.moe.grouped import GroupedLinear
 from fivefold.train.engine import Engine
-from fivefold.verify.batches import global_batch, microbatches, rows_of
+from tests.engines import own_batch
 from tests.pool import run
 from tests.verify.cases import (
     LATENT,
@@ -81,12 +81,12 @@ def _trained(rank: int, world: int, case: str, again: bool) -> Run:
         made["bytes"] = max(made["bytes"], sum(x.bits.nbytes for x in kept))
         return found
 
-    own, numbers = rows_of(asked, layout.grid.dp_rank(rank), layout.grid.dp), []
+    numbers: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EightBit, "_quantised", counted)
         patch.setattr(StepWeights, "once", weighed)
         for step in range(STEPS):
-            result = engine.step(microbatches(asked, global_batch(asked, step), own))
+            result = engine.step(own_batch(engine, step))
             numbers += [result.loss, result.grad_norm]
     assert not engine.model.step_weights._made
     updated = engine.optimizer.weights().items()

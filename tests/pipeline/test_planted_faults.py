@@ -12,6 +12,7 @@ from fivefold.pipeline.lowering import eager_dx, lower
 from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program
 from fivefold.pipeline.sharding import with_sharding_actions
 from fivefold.pipeline.validate import validate
+from tests.pipeline.test_validate import edit
 
 BACKWARD = (Kind.B, Kind.BW)
 
@@ -50,14 +51,6 @@ def places(program, wanted):
     ]
 
 
-def edited(program, rank, change):
-    acts = list(program.ranks[rank])
-    change(acts)
-    ranks = list(program.ranks)
-    ranks[rank] = tuple(acts)
-    return replace(program, ranks=tuple(ranks))
-
-
 def kinds(*wanted):
     return lambda act: act.kind in wanted
 
@@ -65,7 +58,7 @@ def kinds(*wanted):
 def dropped(program, random):
     """Anything but R and RESHARD, which may be left out."""
     rank, index = random.choice(places(program, lambda act: act.kind not in (Kind.R, Kind.RESHARD)))
-    return edited(program, rank, lambda acts: acts.pop(index)), "found|has no|not gathered|is due"
+    return edit(program, rank, lambda acts: acts.pop(index)), "found|has no|not gathered|is due"
 
 
 def doubled(program, random):
@@ -73,7 +66,7 @@ def doubled(program, random):
         places(program, lambda act: act.kind in COMPUTE | {Kind.SEND, Kind.RECV})
     )
     again = program.ranks[rank][index]
-    return edited(program, rank, lambda acts: acts.insert(index, again)), "found|twice"
+    return edit(program, rank, lambda acts: acts.insert(index, again)), "found|twice"
 
 
 def misplaced(program, random):
@@ -81,8 +74,8 @@ def misplaced(program, random):
     rank, index = random.choice(places(program, kinds(*COMPUTE)))
     act = program.ranks[rank][index]
     other = (rank + random.randint(1, program.num_ranks - 1)) % program.num_ranks
-    program = edited(program, rank, lambda acts: acts.pop(index))
-    return edited(program, other, lambda acts: acts.insert(index, act)), "but stage .* lies on"
+    program = edit(program, rank, lambda acts: acts.pop(index))
+    return edit(program, other, lambda acts: acts.insert(index, act)), "but stage .* lies on"
 
 
 def backward_first(program, random):
@@ -102,19 +95,19 @@ def backward_first(program, random):
     def swap(acts):
         acts[index], acts[forward] = acts[forward], acts[index]
 
-    return edited(program, rank, swap), "it must come before|slice .* is due"
+    return edit(program, rank, swap), "it must come before|slice .* is due"
 
 
 def too_many(program, random):
     rank, index = random.choice(places(program, lambda act: act.kind in COMPUTE and not act.kids))
     act = replace(program.ranks[rank][index], mb=program.num_microbatches)
-    return edited(program, rank, lambda acts: acts.insert(index, act)), "but there are"
+    return edit(program, rank, lambda acts: acts.insert(index, act)), "but there are"
 
 
 def received_late(program, random):
     rank, index = random.choice(places(program, kinds(Kind.RECV)))
     return (
-        edited(program, rank, lambda acts: acts.append(acts.pop(index))),
+        edit(program, rank, lambda acts: acts.append(acts.pop(index))),
         "follows its consumer",
     )
 
@@ -122,7 +115,7 @@ def received_late(program, random):
 def sent_early(program, random):
     rank, index = random.choice(places(program, kinds(Kind.SEND)))
     return (
-        edited(program, rank, lambda acts: acts.insert(0, acts.pop(index))),
+        edit(program, rank, lambda acts: acts.insert(0, acts.pop(index))),
         "precedes its producer",
     )
 
@@ -131,25 +124,23 @@ def wrong_end(program, random):
     rank, index = random.choice(places(program, kinds(Kind.SEND, Kind.RECV)))
     act = program.ranks[rank][index]
     other = replace(act, kind=Kind.RECV if act.kind is Kind.SEND else Kind.SEND)
-    return edited(
-        program, rank, lambda acts: acts.__setitem__(index, other)
-    ), "the wrong end|has no"
+    return edit(program, rank, lambda acts: acts.__setitem__(index, other)), "the wrong end|has no"
 
 
 def nothing_sent(program, random):
     rank, index = random.choice(places(program, kinds(Kind.SEND, Kind.RECV)))
     empty = replace(program.ranks[rank][index], message=None)
-    return edited(program, rank, lambda acts: acts.__setitem__(index, empty)), "carries no message"
+    return edit(program, rank, lambda acts: acts.__setitem__(index, empty)), "carries no message"
 
 
 def reduced_early(program, random):
     rank, index = random.choice(places(program, kinds(Kind.REDUCE)))
-    return edited(program, rank, lambda acts: acts.insert(0, acts.pop(index))), "REDUCE .* precedes"
+    return edit(program, rank, lambda acts: acts.insert(0, acts.pop(index))), "REDUCE .* precedes"
 
 
 def stepped_early(program, random):
     rank, index = random.choice(places(program, kinds(Kind.STEP)))
-    return edited(program, rank, lambda acts: acts.insert(0, acts.pop(index))), "precedes a REDUCE"
+    return edit(program, rank, lambda acts: acts.insert(0, acts.pop(index))), "precedes a REDUCE"
 
 
 def freed_early(program, random):
@@ -163,7 +154,7 @@ def freed_early(program, random):
         if act.kind in COMPUTE and any(kid.stage == stage for kid in act.elementary)
     )
     return (
-        edited(program, rank, lambda acts: acts.insert(last, acts.pop(index))),
+        edit(program, rank, lambda acts: acts.insert(last, acts.pop(index))),
         "is not gathered",
     )
 
@@ -174,7 +165,7 @@ def waits_in_a_circle(program, random):
         program, lambda act: act.kind is Kind.RECV and act.message.direction == "backward"
     )
     rank, index = random.choice(backward)
-    return edited(program, rank, lambda acts: acts.insert(0, acts.pop(index))), "dead-lock"
+    return edit(program, rank, lambda acts: acts.insert(0, acts.pop(index))), "dead-lock"
 
 
 FAULTS = (

@@ -1,10 +1,13 @@
 """Pages of runs: their data are the run's, whatever its files hold, and a browser draws them."""
 
+import errno
+import io
 import json
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from html import unescape
 from pathlib import Path
@@ -14,6 +17,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from fivefold.cli import watch
 from fivefold.cli.main import main
 from fivefold.cli.watch import sparkline, view
 from fivefold.config.sources import read_config, to_toml
@@ -195,6 +199,18 @@ def test_watch_shows_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert sparkline([1.0] * 5, 10) == "▁▁▁▁▁"
     silent = view(read_story(a_run(tmp_path / "other")), 80)[-1]
     assert silent.startswith("2.5") and "left; last step" in silent
+
+
+def test_a_reader_of_watch_who_has_gone_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unread(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(sys, "stdout", Unread())
+    with pytest.raises(BrokenPipeError):
+        watch.run([str(a_run(tmp_path / "run")), "--once"])
 
 
 def test_a_start_shows_its_command_as_it_is_typed(tmp_path: Path) -> None:

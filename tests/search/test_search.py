@@ -145,7 +145,7 @@ def test_what_is_a_little_too_large_holds_fewer_microbatches() -> None:
 def test_less_memory_costs_what_a_search_with_less_memory_finds() -> None:
     """On 10 GB less, whether told as a sensitivity or asked for by a smaller device, where another
     layout is the best then."""
-    result = result_of("llama3-70b --cluster H100 --gpus 32 --gbs 64 --seq-length 4096")
+    result = result_of(f"{TIGHT} --gpus 32 --gbs 64 --pipeline-schedule 1f1b")
     told = next(s for s in sensitivities(result) if s.change == "device memory -10 GB")
     gpu = result.request.cluster.gpu
     smaller = replace(gpu, memory_bytes=gpu.memory_bytes - LESS_MEMORY)

@@ -215,7 +215,7 @@ def test_megatron_is_told_gelu_by_its_fusion() -> None:
     assert "activation_func" not in missing(planned("gpt2", 8, seq=1024), "megatron")
     for other in ("quick_gelu", "xielu"):
         layout = planned("gpt2", 8, seq=1024, activation_func=other)
-        assert f"activation_func {other}" in missing(layout, "megatron")
+        assert f"activation_func = {other}" in missing(layout, "megatron")
 
 
 def test_megatron_gets_a_coefficient_for_each_balancing_loss() -> None:
@@ -240,10 +240,13 @@ def test_deepspeed_has_a_setting_by_its_name_or_is_said_once_to_lack_it(strategy
 
 @given(seed=st.integers(0, 1 << 20))
 @checked(max_examples=10)
-def test_any_combination_has_names_that_the_release_has_read(seed: int) -> None:
+def test_any_combination_has_names_that_the_release_has_read_and_our_words(
+    seed: int,
+) -> None:
     for _, layout in combinations(1, seed):
         for target, known in KNOWN.items():
             assert names(target, text(layout, target)) <= set(known["names"])
+            assert not re.search(r" (None|True|False)\b", missing(layout, target))
 
 
 def test_deepspeed_batches_add_up_over_its_data_parallel_ranks() -> None:

@@ -16,7 +16,7 @@ from fivefold.model.layers import Embedding
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.vocabulary import VocabularyLookup
 from fivefold.train.engine import Engine
-from fivefold.verify.batches import global_batch, microbatches, rows_of
+from tests.engines import own_batch
 from tests.pool import run
 from tests.verify.cases import chosen, shared_groups
 
@@ -51,8 +51,7 @@ def _sums(rank: int, world: int, settings: dict[str, Any]) -> int:
         seq_length=16, vocab_size=500, **{"global_batch_size": 2 * world} | settings
     )
     engine = Engine(check(config, world), rank, torch.device("cpu"))
-    own = rows_of(config, engine.layout.grid.dp_rank(rank), engine.layout.grid.dp)
-    rows = microbatches(config, global_batch(config, 0), own)
+    rows = own_batch(engine, 0)
     tables = ("embed_tokens.weight", "lm_head.weight")
     whole = {config.model.padded_vocab_size, config.model.padded_vocab_size // 2}
     shapes = {torch.Size((rows, config.model.hidden_size)) for rows in whole}

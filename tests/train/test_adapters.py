@@ -71,7 +71,7 @@ def test_adapters_of_a_run_without_any_start_afresh(
     assert train(base, tmp_path / "third", "--lora-rank 3", steps=4) != 0
     assert "of a run without adapters" in capfd.readouterr().err
     assert train(base, tmp_path / "second", steps=4) != 0
-    assert "lora_rank: was 3, is None" in capfd.readouterr().err
+    assert "lora_rank: was 3, is none" in capfd.readouterr().err
 
 
 AWARE = {"use_precision_aware_optimizer": True}

@@ -12,7 +12,8 @@ from fivefold.errors import CheckpointError
 from fivefold.mesh.slices import piece_of
 from fivefold.model.eight_bit.rules import SCALES
 from fivefold.train.engine import Engine
-from fivefold.verify.batches import global_batch, microbatches, rows_of
+from fivefold.verify.batches import global_batch, microbatches
+from tests.engines import own_batch
 from tests.pool import run
 from tests.verify.cases import LLAMA, MIXTURE, chosen, config, flags, named, shared_groups
 
@@ -37,10 +38,9 @@ def _engine(rank: int, world: int, model: Any, settings: dict[str, Any]) -> Engi
 
 
 def _train(engine: Engine, steps: range) -> list[float]:
-    grid, asked = engine.layout.grid, engine.layout.config
-    own, found = rows_of(asked, grid.dp_rank(engine.groups.rank), grid.dp), []
+    found: list[float] = []
     for step in steps:
-        result = engine.step(microbatches(asked, global_batch(asked, step), own))
+        result = engine.step(own_batch(engine, step))
         found += [result.loss, result.grad_norm]
     return found
 

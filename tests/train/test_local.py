@@ -68,6 +68,34 @@ def test_a_killed_rank_costs_the_steps_since_the_last_state(
     assert len([*(run / "checkpoints").glob("step-*")]) == 1
 
 
+@pytest.mark.slow
+def test_states_in_memory_are_the_run_s_own_as_its_checkpoints_are(
+    cache: Path, finished: Path, tmp_path: Path
+) -> None:
+    """They come before what --load names, are of one model, and may be beyond the last step."""
+    memory = tmp_path / "memory"
+    words = command(cache, tmp_path / "run", *LONG, "--load", str(finished), "--finetune")
+    words += ["--train-iters", "60"]
+    words += ["--non-persistent-save-interval", "2", "--non-persistent-local-ckpt-dir", str(memory)]
+    job = start(words)
+    deadline = time.monotonic() + 60
+    while not [*memory.glob("*/*/step-00000006/*")]:  # then step 4 is whole
+        assert job.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    job.kill()
+    job.wait()
+    for more, says in (
+        (["--rotary-base", "7"], "rotary_base: was 10000.0, is 7.0"),
+        (["--train-iters", "2"], "train_iters is 2"),
+    ):
+        refused = programs.run([*words[3:], *more])
+        assert refused.returncode == 2 and says in refused.stderr
+        assert refused.stderr.count("error: ") == 1
+    again = programs.run(words[3:])
+    assert again.returncode == 0, again.stderr
+    assert re.search(r"^continues after step ([4-9]|[1-5]\d)$", again.stdout, re.MULTILINE)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 def test_fifty_kills_lose_nothing(cache: Path, tmp_path: Path) -> None:

@@ -23,11 +23,14 @@ def test_a_folder_may_begin_at_home(name, monkeypatch):
         ("~/x y", "/home/ada/x y"),
         ("~", "/home/ada"),
         ("x/~/y", "x/~/y"),
-        ("~nobody-of-this-name/x", "~nobody-of-this-name/x"),
+        ("", ""),
     ):
         config = with_home(Config(PRESETS["debug-llama"]).with_values(**{name: given}))
         settled = vars(config.checkpoint) | vars(config.memory)
         assert settled[name] == found
+    nobody = Config(PRESETS["debug-llama"]).with_values(**{name: "~nobody-of-this-name/x"})
+    with pytest.raises(ConfigError, match="knows no home ~nobody-of-this-name"):
+        with_home(nobody)
 
 
 @pytest.mark.parametrize("name", sorted({*FOLDERS} - {*OPENED_BY_DATA, "load", "load_adapter"}))

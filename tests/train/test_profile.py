@@ -5,16 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.timeline import explained_makespan
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.errors import ConfigError
-from fivefold.pipeline.costs.measured import (
-    FILE,
-    explained_makespan,
-    measured_program,
-    read_measured,
-)
+from fivefold.pipeline.costs.measured import FILE, measured_program, read_measured
 from fivefold.train.engine import Engine
 from fivefold.train.folder.run_folder import RunFolder
 from fivefold.train.profile import profiled

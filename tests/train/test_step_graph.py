@@ -33,6 +33,7 @@ from fivefold.train.ranks.launch import init_process_group
 from fivefold.train.ranks.rank_env import RankEnv
 from fivefold.train.step_graph import WARMUP, Replay, StepGraphs, _Recorded
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches, rows_of
+from tests.engines import own_batch
 from tests.pool import run
 from tests.programs import Program
 from tests.verify.cases import GPT, LATENT, LLAMA, chosen, config, named, shared_groups
@@ -123,15 +124,10 @@ def _settings(model: Any, world: int, values: dict[str, Any]) -> Config:
 
 def _steps(engine: Engine) -> list[Any]:
     """Steps of two lengths, with evaluations, a refused step and a checkpoint between them."""
-    asked, grid = engine.layout.config, engine.layout.grid
-    own = rows_of(asked, grid.dp_rank(engine.groups.rank), grid.dp)
     found: list[Any] = []
 
-    def of(index: int) -> Any:
-        return microbatches(asked, global_batch(asked, index), own)
-
     def step(index: int, *, short: bool = False, limit: float = float("inf")) -> None:
-        batch = of(index)
+        batch = own_batch(engine, index)
         result = engine.step(batch[: len(batch) // 2] if short else batch, limit=limit)
         if limit < result.loss:
             engine.optimizer.zero_grad()  # as the training loop does
@@ -140,7 +136,8 @@ def _steps(engine: Engine) -> list[Any]:
     for index in range(WARMUP + 2):
         step(index)
         if index % 2:
-            found.extend(engine.evaluate([of(EVALUATION), of(EVALUATION + 1)]))
+            batches = [own_batch(engine, EVALUATION), own_batch(engine, EVALUATION + 1)]
+            found.extend(engine.evaluate(batches))
     step(10, limit=0.0)
     kept = {name: as_piece(held).local.clone() for name, held in engine.stored_tensors().items()}
     step(11)

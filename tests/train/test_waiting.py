@@ -20,7 +20,7 @@ from fivefold.parallel_model import ParallelModel
 from fivefold.pipeline.ir import Act
 from fivefold.train.engine import Engine
 from fivefold.train.step_result import StepResult
-from fivefold.verify.batches import global_batch, microbatches, rows_of
+from tests.engines import own_batch
 from tests.pool import run
 from tests.verify.cases import (
     MIXTURE,
@@ -104,9 +104,7 @@ def _engine(rank: int, world: int, settings: Config) -> Engine:
 
 
 def _step(engine: Engine, step: int) -> StepResult:
-    settings, grid = engine.layout.config, engine.layout.grid
-    rows = rows_of(settings, grid.dp_rank(engine.groups.rank), grid.dp)
-    return engine.step(microbatches(settings, global_batch(settings, step), rows))
+    return engine.step(own_batch(engine, step))
 
 
 def _events(rank: int, world: int, settings: Config) -> list[str]:

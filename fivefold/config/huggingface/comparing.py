@@ -4,6 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fivefold.config.by_layer import IN_BF16, OF_LATENTS, OF_LINEAR_ATTENTION, OF_MAMBA
+from fivefold.config.config import SETTINGS
 from fivefold.config.model import INITIAL, ModelConfig
 from fivefold.config.stretched_rope import longrope_scale
 
@@ -21,11 +22,8 @@ def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
     if not model.mtp_num_layers:
         other = other.without_predictions
     one, two = _told(model), _told(other)
-    return [
-        f"{name}: {one.get(name)}, there {two.get(name)}"
-        for name in {**one, **two}
-        if one.get(name) != two.get(name)
-    ]
+    changed = {n: SETTINGS[n].words for n in {**one, **two} if one.get(n) != two.get(n)}
+    return [f"{n}: {words(one.get(n))}, there {words(two.get(n))}" for n, words in changed.items()]
 
 
 def _told(model: ModelConfig) -> dict[str, Any]:
@@ -38,12 +36,12 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     told["latent_norm_epsilon"] = model.latent_epsilon
     told["rotary_base_local"] = _local_base(model)
     told["longrope_attention_factor"] = longrope_scale(model)
-    told["window_size"] = [model.window_of(layer) for layer in layers]
-    told["no_rope_freq"] = [not model.rotates(layer) for layer in layers]
-    told["linear_attention_freq"] = [model.is_linear(layer) for layer in layers]
+    told["window_size"] = tuple(map(model.window_of, layers))
+    told["no_rope_freq"] = tuple(not model.rotates(layer) for layer in layers)
+    told["linear_attention_freq"] = tuple(map(model.is_linear, layers))
     told["hybrid_override_pattern"] = model.hybrid_override_pattern
     told["mtp_num_layers"] = model.prediction_sets
-    told["moe_layer_freq"] = [model.is_moe(layer) for layer in layers]
+    told["moe_layer_freq"] = tuple(map(model.is_moe, layers))
     unused = [*_OURS, "window_attn_skip_freq", "mtp_use_repeated_layer"]
     if not model.attn_temperature_tuning:
         unused += ["attn_scale", "floor_scale", "attn_temperature_rotated"]

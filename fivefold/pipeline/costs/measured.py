@@ -13,7 +13,6 @@ from fivefold.errors import ConfigError, Mistake, did_you_mean
 from fivefold.files import as_kind, parse_json, read_text, write_atomic
 from fivefold.pipeline.costs.costs import Costs
 from fivefold.pipeline.exchange import program_of
-from fivefold.pipeline.graph import dependency_graph
 from fivefold.pipeline.ir import ELEMENTARY, Act, Kind, Program, ProgramError, pair
 from fivefold.pipeline.simulate import Simulation, replay
 from fivefold.pipeline.validate import validate
@@ -164,14 +163,3 @@ def median_costs(program: Program, simulation: Simulation) -> Costs:
         for ours in stages
     )
     return Costs(forward, backward, weights, simulation.median_flight, fb if pairs else None)
-
-
-def explained_makespan(program: Program, simulation: Simulation) -> float:
-    """Simulated makespan if each action takes its measured time.
-
-    The rest of the measured makespan is due to messages and the machine.
-    """
-    graph = dependency_graph(program)
-    times = [timed.end - timed.start for row in simulation.timeline for timed in row]
-    _, ends = graph.longest_paths([*times, *(simulation.median_flight for _ in graph.messages)])
-    return max(ends)

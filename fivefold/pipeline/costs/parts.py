@@ -1,6 +1,6 @@
 """Time and memory of the pieces of a model, modelled or stated by the user."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -84,6 +84,16 @@ class Parts:
     def items(self) -> tuple[ModelPart, ...]:
         """The pieces that can move between stages: layers, and all of prediction as one."""
         return (*self.layers, *([joined(self.prediction)] if self.prediction else ()))
+
+    def each(self, change: Callable[..., ModelPart], *others: "Parts") -> "Parts":
+        """What `change` makes of each piece, and of the same piece of `others`."""
+        models = (self, *others)
+        return Parts(
+            change(*(model.embedding for model in models)),
+            tuple(map(change, *(model.layers for model in models))),
+            tuple(map(change, *(model.prediction for model in models))),
+            change(*(model.head for model in models)),
+        )
 
     def of(self, stage: StageSpec) -> ModelPart:
         """Time and memory of a stage."""

@@ -152,12 +152,7 @@ def _timed(parts: Parts, study: Study) -> Parts:
         f, b, w = (time * part.f / mean for time in study.times)
         return replace(part, f=f, b=b, w=w)
 
-    return Parts(
-        timed(parts.embedding),
-        tuple(map(timed, parts.layers)),
-        tuple(map(timed, parts.prediction)),
-        timed(parts.head),
-    )
+    return parts.each(timed)
 
 
 def _with_times(parts: Parts, others: Parts) -> Parts:
@@ -166,12 +161,7 @@ def _with_times(parts: Parts, others: Parts) -> Parts:
     def joined(one: ModelPart, other: ModelPart) -> ModelPart:
         return replace(other, state=one.state, held=one.held)
 
-    return Parts(
-        joined(parts.embedding, others.embedding),
-        tuple(map(joined, parts.layers, others.layers)),
-        tuple(map(joined, parts.prediction, others.prediction)),
-        joined(parts.head, others.head),
-    )
+    return parts.each(joined, others)
 
 
 def _order(schedule: str | None, placement: tuple[int, ...], study: Study) -> str:

@@ -4,16 +4,16 @@ The same program serves thousands of layouts, and in steady state it repeats its
 analysed once for all of them, at a length at which it reaches the steady state.
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.layout import Layout
-from fivefold.pipeline.ir import COMPUTE, Kind, Program
+from fivefold.pipeline.ir import COMPUTE, Act, Kind, Piece, Program
 from fivefold.pipeline.order import Order
 
 WARM_UP, FIRST_BACKWARD, STEADY = "end of the warm-up", "first backward", "steady state"
@@ -103,8 +103,7 @@ def _moments(order: Order, *, pairs: bool, eager: bool) -> tuple[Moments, ...]:
 def _swept(program: Program, rank: int) -> Moments:
     """The microbatches held during each compute action of a rank."""
     acts = [act for act in program.ranks[rank] if act.kind in COMPUTE]
-    place = {stage: at for at, stage in enumerate(program.stages_of(rank))}
-    splits = {kid.piece for act in acts for kid in act.elementary if kid.kind is Kind.W}
+    stages = program.stages_of(rank)
     again = {act.piece for act in acts if act.kind is Kind.R}
     makes = [
         (kid.stage, number)
@@ -113,56 +112,62 @@ def _swept(program: Program, rank: int) -> Moments:
         if kid.kind in (Kind.W, Kind.BW)
     ]
     first, last = dict(reversed(makes)), dict(makes)
+    running: dict[Acts, int] = {}
+    which, backwards, count = [], [], 0
+    for number, act in enumerate(acts):
+        doing = tuple(
+            Doing(
+                kid.kind,
+                kid.stage,
+                kid.kind is Kind.F and kid.piece in again,
+                number <= first.get(kid.stage, number),
+                last.get(kid.stage) == number,
+            )
+            for kid in act.elementary
+        )
+        which.append(running.setdefault(doing, len(running)))
+        count += sum(kid.kind in (Kind.B, Kind.BW) for kid in act.elementary)
+        backwards.append(min(count, 2))
+    come, left = _changes(program, acts, stages, again)
+    come[:, 1:] += left[:, :-1]
+    kept, inputs, waiting = np.cumsum(come, axis=1)
+    index = np.array(which, np.intp), np.array(backwards, np.intp)
+    ends = np.array([first.get(stage, len(acts)) for stage in stages])
+    unmade = (np.arange(len(acts))[:, None] <= ends).astype(np.float64)
+    return Moments(tuple(running), *index, kept, inputs, waiting, unmade)
+
+
+def _changes(
+    program: Program, acts: Sequence[Act], stages: Sequence[int], again: Container[Piece]
+) -> tuple[NDArray[np.floating[Any]], NDArray[np.floating[Any]]]:
+    """[3, N, S] microbatches that are kept, kept by their inputs, or wait for their dW from an
+    action on; and the change of these after it."""
+    place = {stage: at for at, stage in enumerate(stages)}
+    splits = {kid.piece for act in acts for kid in act.elementary if kid.kind is Kind.W}
+    size = len(acts) * len(place)
     # Cells (kept, inputs or waiting; action; stage) in which a slice is added before the action,
     # is added after it, is removed after it, and in which a part of its dW is removed.
     before: list[int] = []
     after: list[int] = []
     gone: list[int] = []
     parts: list[int] = []
-    size = len(acts) * len(place)
-    numbers: dict[Acts, int] = {}
-    running: list[Acts] = []
-    which, backwards, count = [], [], 0
     for number, act in enumerate(acts):
-        light = False  # a forward that keeps no more than its input
         for kid in act.elementary:
-            cell, piece = number * len(place) + place[kid.stage], kid.piece
+            cell = number * len(place) + place[kid.stage]
             if kid.kind is Kind.F:
-                light = piece in again
-                before.append(size + cell if light else cell)
+                before.append(size + cell if kid.piece in again else cell)
             elif kid.kind is Kind.W:
                 parts.append(2 * size + cell)
             elif kid.kind is Kind.R:
                 before.append(cell)
                 gone.append(size + cell)
             else:
-                count += 1
                 gone.append(cell)
-                if piece in splits:
+                if kid.piece in splits:
                     after.append(2 * size + cell)
-        doing = tuple(
-            Doing(
-                kid.kind,
-                kid.stage,
-                light and kid.kind is Kind.F,
-                number <= first.get(kid.stage, number),
-                last.get(kid.stage) == number,
-            )
-            for kid in act.elementary
-        )
-        if doing not in numbers:
-            numbers[doing] = len(numbers)
-            running.append(doing)
-        which.append(numbers[doing])
-        backwards.append(min(count, 2))
     share = 1 / program.num_slices
     come, later, left, done = (
         share * np.bincount(np.array(cells, np.intp), minlength=3 * size).reshape(3, len(acts), -1)
         for cells in (before, after, gone, parts)
     )
-    come[:, 1:] += (later - left - done / program.num_weight_parts)[:, :-1]
-    kept, inputs, waiting = np.cumsum(come, axis=1)
-    index = np.array(which, np.intp), np.array(backwards, np.intp)
-    ends = np.array([first.get(stage, size) for stage in place])
-    unmade = (np.arange(len(acts))[:, None] <= ends).astype(np.float64)
-    return Moments(tuple(running), *index, kept, inputs, waiting, unmade)
+    return come, later - left - done / program.num_weight_parts

@@ -23,7 +23,8 @@ from fivefold.predict.cluster import Cluster
 from fivefold.predict.software import Dispatcher, Module, Software
 from fivefold.predict.times.communication import all_reduce, gather
 from fivefold.predict.times.compute import Phases, elementwise
-from fivefold.predict.times.operations import ELEMENT, OperationTimes
+from fivefold.predict.times.linears import ELEMENT
+from fivefold.predict.times.operations import OperationTimes
 from fivefold.predict.times.stage import Again, Times, added, repeated
 
 TimesCache = dict[tuple[object, ...], dict[str, Times]]

@@ -127,10 +127,9 @@ def _lost_of_the_rates(said: Settings) -> Iterator[str]:
     if style in _UNKNOWN_DECAYS:
         names = ("lr_warmup_iters", "lr_warmup_init", "lr_decay_iters", "min_lr")
         last = ("lr_wsd_decay_iters", "lr_wsd_decay_style") if style == "WSD" else ()
-        asked = ", ".join(f"{name} = {said[name]}" for name in (*names, *last))
         yield (
             f"it has no scheduler for {style} (lr_decay_style): without one of yours the rate "
-            f"stays at lr ({asked})"
+            f"stays at lr ({said.told(*names, *last)})"
         )
     elif warm_up and style == "cosine":
         least = max(warm_up, LEAST_WARM_UP)
@@ -172,12 +171,8 @@ def _lost_of_the_code(said: Settings, layout: Layout) -> Iterator[str]:
     grid, parallel = layout.grid, layout.config.parallel
     said.mention(*vars(layout.config.model))
     yield f"the model is code there: {described(layout.config)}"
-    corpora = " ".join(said["data_path"])
-    yield (
-        f"the training loop, corpus and tokenizer are code there: seq_length = "
-        f"{said['seq_length']}, train_iters = {said['train_iters']}, seed = {said['seed']}, "
-        f"data_path = {corpora}, tokenizer_model = {said['tokenizer_model']}"
-    )
+    loop = said.told("seq_length", "train_iters", "seed", "data_path", "tokenizer_model")
+    yield f"the training loop, corpus and tokenizer are code there: {loop}"
     if said["weight_decay"]:
         yield "that biases and norms have no weight_decay is code there: groups of parameters"
     if grid.pp > 1:

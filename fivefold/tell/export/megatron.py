@@ -174,20 +174,7 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
                 "it takes a loss that is not finite for gradients that overflow, while it searches "
                 "a loss scale (check_for_nan_in_loss_and_grad)"
             )
-    if training.fp8_format and training.fp4_format:
-        recipe = f"fp8_format = {training.fp8_format}, fp8_recipe = {said['fp8_recipe']}"
-        yield f"it multiplies in 8 or in 4 bits, not in both: {recipe} was left out"
-    elif training.fp8_format and training.fp8_recipe not in _RECIPES:
-        yield f"it has no {training.fp8_recipe} recipe (fp8_recipe): tensorwise stands in its place"
-    elif training.fp8_format and training.fp8_recipe != _recipe(said):
-        yield (
-            "it delays no scales where some layers keep bf16 (first_last_layers_bf16): "
-            "fp8_recipe = tensorwise stands in place of delayed"
-        )
-    most = _most_in_bf16(layout)
-    for name in in_bf16(said)[1:]:
-        if said[name] > most:
-            yield f"a stage keeps {most} of its layers in bf16 at most: not {name} = {said[name]}"
+    yield from _lost_of_formats(said, layout)
     yield from lost_of_memory(memory, runs)
     if layout.config.optimizer.needs_rounding:
         kinds = state_types(said)
@@ -222,6 +209,25 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
     )
     if sets := " ".join(said["valid_data_path"]):
         yield f"valid_data_path = {sets}: --multiple-validation-sets there, and --train-data-path"
+
+
+def _lost_of_formats(said: Settings, layout: Layout) -> Iterator[str]:
+    """Sentences about linear layers in 8 or 4 bits, and those that keep bf16."""
+    training = layout.config.training
+    if training.fp8_format and training.fp4_format:
+        recipe = f"fp8_format = {training.fp8_format}, fp8_recipe = {said['fp8_recipe']}"
+        yield f"it multiplies in 8 or in 4 bits, not in both: {recipe} was left out"
+    elif training.fp8_format and training.fp8_recipe not in _RECIPES:
+        yield f"it has no {training.fp8_recipe} recipe (fp8_recipe): tensorwise stands in its place"
+    elif training.fp8_format and training.fp8_recipe != _recipe(said):
+        yield (
+            "it delays no scales where some layers keep bf16 (first_last_layers_bf16): "
+            "fp8_recipe = tensorwise stands in place of delayed"
+        )
+    most = _most_in_bf16(layout)
+    for name in in_bf16(said)[1:]:
+        if said[name] > most:
+            yield f"a stage keeps {most} of its layers in bf16 at most: not {name} = {said[name]}"
 
 
 def _lost_of_parallelism(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:

@@ -179,11 +179,8 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
     function = (model.activation_func, model.gated_linear_unit)
     flagged = ("silu", True), ("quick_gelu", True), ("squared_relu", False), ("gelu", False)
     if function not in flagged and (model.gated_linear_unit or not _has_tanh(model)):
-        yield (
-            f"activation_func {function[0]} with gated_linear_unit {function[1]} and "
-            f"add_bias_linear {model.add_bias_linear} has no flag there: its MLP runs "
-            "GELU without a gate"
-        )
+        asked = said.told("activation_func", "gated_linear_unit", "add_bias_linear")
+        yield f"{asked} have no flag there: its MLP runs GELU without a gate"
     if not said["bias_gelu_fusion"] and _has_tanh(model):
         yield "it has GELU by tanh only fused: bias_gelu_fusion stays on"
     if model.mtp_use_repeated_layer and model.hybrid_override_pattern is None:
@@ -200,6 +197,14 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
         yield "nor parallel_residual_one_norm: attention and MLP have norms of their own there"
     if not said["layernorm_bias"]:
         yield "it has no layernorm_bias: every LayerNorm has a bias there"
+    yield from _lost_of_stretched(said)
+    if said["unmodelled"]:
+        left_out = ", ".join(model.unmodelled)
+        yield f"what this description leaves out (unmodelled) is yours to add: {left_out}"
+
+
+def _lost_of_stretched(said: Settings) -> Iterator[str]:
+    """Sentences about rotary positions beyond those that a model began with."""
     if said["rope_type"] == "yarn" and not said["multi_latent_attention"]:
         scaling = f"rotary_scaling_factor = {said['rotary_scaling_factor']}"
         yield (
@@ -220,6 +225,3 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
             f"fields of its configuration, without flags: {given}, "
             f"yarn_correction_range_round_to_int = {str(rounds).lower()}"
         )
-    if said["unmodelled"]:
-        left_out = ", ".join(model.unmodelled)
-        yield f"what this description leaves out (unmodelled) is yours to add: {left_out}"

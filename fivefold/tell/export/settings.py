@@ -73,7 +73,7 @@ class Settings:
 
     def told(self, *names: str) -> str:
         """Settings with their values: 'beta_fast = 32, beta_slow = 1'."""
-        return ", ".join(f"{name} = {self[name]}" for name in names)
+        return ", ".join(f"{name} = {SETTINGS[name].words(self[name])}" for name in names)
 
     def mention(self, *names: str) -> None:
         """Mark settings as handled that the export expresses in another way."""

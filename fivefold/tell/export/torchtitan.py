@@ -332,8 +332,5 @@ def _lost(said: Settings, layout: Layout) -> Iterator[str]:
     yield from lost_types(said)
     if training.precision in ("fp16", "fp64"):
         yield f"it computes in bf16 or fp32, not in precision = {training.precision}"
-    corpora = " ".join(said["data_path"])
-    yield (
-        f"corpus, tokenizer and checkpoints are those of its configuration: data_path = {corpora}, "
-        f"tokenizer_model = {said['tokenizer_model']}"
-    )
+    data = said.told("data_path", "tokenizer_model")
+    yield f"corpus, tokenizer and checkpoints are those of its configuration: {data}"

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.by_layer import IN_BF16
+from fivefold.config.config import SETTINGS
 from fivefold.config.layer_pattern import expert_layers
 from fivefold.config.model import INITIAL, ModelConfig
 from fivefold.config.presets import PRESETS
@@ -97,7 +98,10 @@ def why_unknown(model: ModelConfig) -> str:
             f"{nearest} computes in 8 bits ({' '.join(map(str, its.narrow))}): a configuration of "
             f"your own must take this model without its converters"
         )
-    said = ", ".join(f"{name} = {mine}, not {theirs}" for name, (mine, theirs) in different.items())
+    said = ", ".join(
+        f"{name} = {SETTINGS[name].words(mine)}, not {SETTINGS[name].words(theirs)}"
+        for name, (mine, theirs) in different.items()
+    )
     return f"none of its configurations has this model; of {nearest} it differs in {said}"
 
 

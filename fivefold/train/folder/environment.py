@@ -7,7 +7,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def describe_environment(device_names: Sequence[str] = ()) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "git": git_state(Path.cwd()),
-        "variables": _interesting(os.environ),
+        "variables": _variables(),
     }
 
 
@@ -55,10 +55,11 @@ def git_state(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def _interesting(variables: Mapping[str, str]) -> dict[str, str]:
+def _variables() -> dict[str, str]:
+    """The environment's, as far as they matter and are no secrets."""
     return {
         name: value
-        for name, value in sorted(variables.items())
+        for name, value in sorted(os.environ.items())
         if VARIABLES.match(name) and not SECRETS.search(name)
     }
 

@@ -196,33 +196,36 @@ def _told_tokens(tokenizer: Path | None, config: Config) -> str:
 
 
 def restore(trainer: Trainer, origin: Origin | None) -> str:
-    """Load the latest state of this run in memory, if it is later than the checkpoint; else the
-    checkpoint; if that is one of this run and damaged, the latest that is intact.
+    """Load the latest state of this run in memory, if it is later than its checkpoint, or it has
+    none; else the checkpoint; if that is one of this run and damaged, the latest that is intact.
 
     Returns:
         Why a later checkpoint of the run was passed over; empty if none was.
 
     Raises:
         CheckpointError: it is of other tensors, or damaged and no other one is intact.
+        ConfigError: the state in memory is beyond the steps that the run asks for.
         OtherSettings: these settings cannot go on with its optimizer's state.
         DataError: the data is not what it was.
     """
     own = trainer.checkpointer
     resumes = origin is None or origin.checkpoints == own.folder
-    if resumes and trainer.restore_local(0 if origin is None else origin.step):
+    training = trainer.engine.layout.config.training
+    if trainer.restore_local(origin.step if origin is not None and resumes else 0):
+        there = Origin(own.folder.parent, trainer.step, weights_only=False)
+        _check_steps(there, training, [], continues=True)
         return ""
     if origin is None:
         return ""
     if origin.foreign:
-        training = trainer.engine.layout.config.training
         state = None
         if not origin.weights_only:
             state = own.agree(lambda: megatron_state(origin.checkpoints, training))
         trainer.load_folder(origin.checkpoints, origin.adapter, state)
         return ""
     source = own if resumes else Checkpointer(origin.checkpoints)
-    there, new = quote(str(own.folder.parent)), quote(f"{own.folder.parent}-finetuned")
-    afresh = f"--load {there} --finetune --save {new}" if resumes else "--finetune"
+    run, new = quote(str(own.folder.parent)), quote(f"{own.folder.parent}-finetuned")
+    afresh = f"--load {run} --finetune --save {new}" if resumes else "--finetune"
     try:
         try:
             trainer.restore(source, origin.step, weights_only=origin.weights_only)

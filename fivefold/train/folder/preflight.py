@@ -9,6 +9,8 @@ from fivefold.config.megatron import is_megatron
 from fivefold.config.records import CheckpointConfig
 from fivefold.config.settings import flag_of
 from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean
+from fivefold.files import at_home
+from fivefold.hub import model_named
 from fivefold.train.folder.run_folder import CHECKPOINTS, RUNS
 from fivefold.train.metrics import check_installed
 
@@ -24,9 +26,15 @@ _FOLDERS = (
 
 def with_home(config: Config) -> Config:
     """The configuration with `~` in front of folders replaced: no shell does it in a recipe, or
-    after `--save=`."""
-    given = {name: path for name in _FOLDERS if (path := config.value(name)) is not None}
-    return config.with_values(**{name: os.path.expanduser(path) for name, path in given.items()})
+    after `--save=`.
+
+    Raises:
+        ConfigError: there is no such home.
+    """
+    given = {name: config.value(name) or "" for name in _FOLDERS}
+    of_home = {name: path for name, path in given.items() if path.startswith("~")}
+    paths = {name: str(at_home(path, ConfigError)) for name, path in of_home.items()}
+    return config.with_values(**paths) if paths else config
 
 
 def check_start(config: Config) -> None:
@@ -82,7 +90,7 @@ def _check_load(checkpoint: CheckpointConfig, mistakes: Mistakes) -> None:
     continues = checkpoint.save is not None and (Path(checkpoint.save) / CHECKPOINTS).is_dir()
     if continues:
         _check_step(checkpoint, mistakes)
-    if load is None or continues or (load.strip() and Path(load).is_dir()):
+    if load is None or continues or model_named(load) or (load.strip() and Path(load).is_dir()):
         return
     if not load.strip():
         mistakes.add("load is empty, and must name a run folder", works=("no --load",))

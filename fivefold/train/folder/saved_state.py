@@ -98,27 +98,28 @@ def reading(source: Checkpointer, step: int | None, work: Callable[[int], T]) ->
 
 
 def same_model(
-    saved: dict[str, Any], model: ModelConfig, folder: Path, *, by_flags: bool = False
+    saved: dict[str, Any], model: ModelConfig, where: Path | str, *, by_flags: bool = False
 ) -> None:
-    """Check that checkpoints are of our model, except for fields that may change.
+    """Check that what is saved somewhere is of our model, except for fields that may change.
 
     Raises:
-        CheckpointError: they are of another model; the error names every field that differs, and,
+        CheckpointError: it is of another model; the error names every field that differs, and,
             where a model can be changed `by_flags`, those that make ours theirs.
     """
     # A setting that came after the checkpoint had its default then.
-    found = as_kind(saved, ModelConfig, f"the model of {folder}", CheckpointError)
+    found = as_kind(saved, ModelConfig, f"the model of {where}", CheckpointError)
     was, now = _fields(found), _fields(model)
     changed = _differing(was, now)
     if changed:
-        told = tuple(f"{name}: was {was[name]}, is {now[name]}" for name in changed)
+        said = {name: SETTINGS[name].words for name in changed}
+        told = tuple(f"{n}: was {words(was[n])}, is {words(now[n])}" for n, words in said.items())
         theirs = {name: was[name] for name in changed}
         # Of sizes that follow from others, those that then would be other ones.
         again = _fields(replace(model, **theirs))
         theirs |= {name: was[name] for name in _differing(was, again)}
         flags = " ".join(SETTINGS[name].typed(value) for name, value in theirs.items())
         works = (flags,) if by_flags else ()
-        raise CheckpointError(Mistake(f"{folder} is of another model", told, works=works))
+        raise CheckpointError(Mistake(f"{where} is of another model", told, works=works))
 
 
 def _differing(was: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -9,9 +9,9 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from fivefold.config.config import Config
 from fivefold.errors import FivefoldError
@@ -93,7 +93,7 @@ class Again(NamedTuple):
         """What `orders` says."""
         origin = orders["origin"]
         if origin is not None:
-            named = [name for name in _FOLDERS if origin[name] is not None]
+            named = [name for name in _PATHS if origin[name] is not None]
             origin = Origin(**origin | {name: Path(origin[name]) for name in named})
         return cls(origin, orders["after"])
 
@@ -102,11 +102,12 @@ class Again(NamedTuple):
         """The same, to be sent to ranks."""
         origin = None if self.origin is None else asdict(self.origin)
         if origin is not None:
-            origin |= {name: str(origin[name]) for name in _FOLDERS if origin[name] is not None}
+            origin |= {name: str(origin[name]) for name in _PATHS if origin[name] is not None}
         return {"origin": origin, "after": self.after}
 
 
-_FOLDERS = ("checkpoints", "adapter")  # of an origin: JSON has no paths
+_PATHS = tuple(f.name for f in fields(Origin) if Path in (f.type, *get_args(f.type)))
+"""Of an origin: JSON has no paths."""
 
 
 @dataclass

@@ -1,0 +1,156 @@
+"""The flags of `fivefold schedule`, and the study that they ask for."""
+
+from dataclasses import dataclass
+from math import inf
+
+from fivefold.config.settings import argument, option, settings_of
+from fivefold.errors import Mistakes
+from fivefold.pipeline.costs.costs import times_problem
+from fivefold.pipeline.draw.study import Study
+
+MOST = 1 << 18  # stages x microbatches
+WIDEST, MOST_GIB, LONGEST_SEQUENCE = 10_000, 1e9, 1 << 40
+OF_A_MODEL = ("layout", "layer_costs", "measured", "memory_gib", "seq_length")
+_DRAWN = ("svg", "html", "csv", "torch_csv", "trace", "width", "dx_first")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Draw and time a pipeline schedule, or compare all of them.
+
+    Times are in any unit. They are for all stages of a rank and one microbatch, so that schedules
+    with one and with several stages per rank do the same work.
+    """
+
+    name: str | None = argument(
+        "a schedule, auto (search for the best), a .csv file, or the folder of a profiled run; "
+        "without it, the schedules are listed",
+        None,
+    )
+    stages: int = option(4, "pipeline ranks (P), each with --chunks stages")
+    microbatches: int | None = option(
+        None, "microbatches of a step (M); default: 8, or twice the ranks if that is more"
+    )
+    chunks: int | None = option(None, "stages per rank (default: what the schedule needs)")
+    costs: str = option("1,1,1", "times F,B,W of a rank for a microbatch: forward, dX and dW")
+    latency: float | None = option(
+        None,
+        "time of a message from one rank to the next (default: 0, with --measured that of the run)",
+    )
+    memory_cap: float | None = option(
+        None, "most microbatches a rank may hold for backward; in one of V stages each counts 1/V"
+    )
+    slices: int = option(1, "causal slices of each sequence (sliced_1f1b)")
+    dx_first: bool = option(False, "send each dX before its dW is computed, as training does")
+    compare: bool = option(False, "print a table of all schedules on the same pipeline")
+    json: bool = option(False, "print the figures as JSON")
+    balance: str | None = option(
+        None, "cut this model (a preset, or the path of a config.json) into stages of equal times"
+    )
+    layout: str | None = option(None, "with --balance: evaluate this layout instead of cutting")
+    layer_costs: str | None = option(
+        None,
+        "with --balance: relative costs such as dense=0.55,moe=1,mtp=1.8,head=0.7, where --costs "
+        "are times at cost 1; by default costs follow from FLOPs, and --costs are a rank's mean",
+    )
+    measured: str | None = option(
+        None,
+        "with --balance: run folder of fivefold train --profile with such layers, to take measured "
+        "times from instead of --costs",
+    )
+    seq_length: int = option(4096, "with --balance: tokens of a microbatch")
+    memory_gib: float | None = option(
+        None, "with --balance: memory limit of a rank, at 18 bytes per parameter"
+    )
+    width: int | None = option(None, "width of the picture in characters (default: the terminal's)")
+    svg: str | None = option(None, "write a picture to this file")
+    html: str | None = option(None, "write an interactive page to this file")
+    csv: str | None = option(None, "write every pipeline action and its times to this file")
+    torch_csv: str | None = option(
+        None, "write the schedule to this file in the format of torch.distributed.pipelining"
+    )
+    trace: str | None = option(None, "write a trace for chrome://tracing or Perfetto to this file")
+
+
+def asked_study(options: Options) -> Study:
+    """The study that the options ask for, checked."""
+    mistakes = Mistakes()
+    for flag, value in (
+        ("--stages", options.stages),
+        ("--microbatches", options.microbatches),
+        ("--chunks", options.chunks),
+        ("--slices", options.slices),
+        ("--width", options.width),
+    ):
+        if value is not None and value < 1:
+            mistakes.add(f"{flag} must be at least 1, not {value}")
+    microbatches = options.microbatches or max(8, 2 * options.stages)
+    work = options.stages * (options.chunks or 2) * microbatches * options.slices
+    if work > MOST:
+        cut = f" x --slices {options.slices}" if options.slices > 1 else ""
+        mistakes.add(
+            f"{work:,} forwards in a step are too many to draw",
+            f"--stages {options.stages} x --chunks {options.chunks or 2} x --microbatches "
+            f"{microbatches}{cut}, at most {MOST:,}",
+        )
+    if options.width is not None and options.width > WIDEST:
+        mistakes.add(f"--width must be at most {WIDEST:,}, not {options.width:,}")
+    if options.memory_cap is not None and options.memory_cap <= 0:
+        mistakes.add(f"--memory-cap must be positive, not {options.memory_cap:g}")
+    if options.memory_gib is not None and not 0 < options.memory_gib <= MOST_GIB:
+        mistakes.add(f"--memory-gib must be in (0, {MOST_GIB:,.0f}], not {options.memory_gib:g}")
+    if not 1 <= options.seq_length <= LONGEST_SEQUENCE:
+        mistakes.add(f"--seq-length must be in 1 .. {LONGEST_SEQUENCE:,}, not {options.seq_length}")
+    times = _times(options, mistakes)
+    _check_used(options, mistakes)
+    mistakes.raise_if_any()
+    return Study(
+        options.stages,
+        microbatches,
+        times,
+        options.latency or 0.0,
+        inf if options.memory_cap is None else options.memory_cap,
+        options.chunks,
+        options.slices,
+    )
+
+
+def _check_used(options: Options, mistakes: Mistakes) -> None:
+    """Add what is asked for and would not be shown."""
+    if options.name is None and not options.compare:
+        for setting in settings_of(Options):
+            unused = setting.name in _DRAWN or (
+                options.balance is None and setting.name not in OF_A_MODEL
+            )
+            if unused and getattr(options, setting.name) != setting.default:
+                works = ("1f1b",) if setting.name in ("csv", "torch_csv") else ("1f1b", "--compare")
+                mistakes.add(f"{setting.flag} is of a schedule, and none is named", works=works)
+    if options.compare and options.name is not None and options.balance is None:
+        what = f"--compare shows all schedules, not {options.name} alone"
+        mistakes.add(what, works=("--no-compare",))
+    if options.compare and options.dx_first:
+        mistakes.add("--compare shows both orders of dX and dW", works=("--no-dx-first",))
+
+
+def _times(options: Options, mistakes: Mistakes) -> tuple[float, float, float]:
+    """The times of --costs, checked together with --latency."""
+    latency = options.latency or 0.0
+    if not latency >= 0:
+        mistakes.add(f"--latency must be 0 or more, not {latency:g}")
+    works = ("1,1,1", "18.5,18.1,9.3")
+    try:
+        forward, dx, dw = (float(text) for text in options.costs.split(","))
+        if not (forward > 0 and dx > 0 and dw >= 0):
+            raise ValueError
+    except ValueError:
+        mistakes.add(
+            f"--costs must be three times F,B,W, not {options.costs!r}",
+            "forward and dX are positive, dW may be 0",
+            works=works,
+        )
+        return 1.0, 1.0, 1.0
+    if problem := times_problem((forward, dx, dw)):
+        mistakes.add(f"--costs {options.costs}: {problem}", works=works)
+    elif problem := times_problem((forward, dx, dw, abs(latency))):
+        mistakes.add(f"--latency {latency:g} and --costs {options.costs}: {problem}")
+    return forward, dx, dw
