@@ -368,7 +368,7 @@ def test_context_parallelism_that_divides_is_planned_with(values: dict) -> None:
                 "fine_grained_activation_offloading": True,
                 "offload_modules": ("moe_act",),
                 "recompute_granularity": "selective",
-                "recompute_modules": ("moe_act",),
+                "recompute_modules": ("moe",),
             },
             "moe_act cannot be both recomputed and offloaded",
         ),
@@ -390,14 +390,27 @@ def test_modules_of_experts_can_be_recomputed() -> None:
         check(config.with_values(recompute_modules=("mla_up_proj",)), 1)
 
 
-def test_inputs_that_make_norms_anew_are_not_moved() -> None:
+def test_what_norms_read_is_moved_and_what_they_made_is_not() -> None:
     config = Config(model=PRESETS["debug-llama"]).with_values(
         recompute_granularity="selective",
         recompute_modules=("layernorm",),
         fine_grained_activation_offloading=True,
-        offload_modules=("mlp_norm", "core_attn"),
+        offload_modules=("attn_norm", "mlp_norm", "core_attn"),
     )
-    with pytest.raises(ConfigError, match="the inputs of mlp_norm cannot be offloaded"):
+    check(config, 1)
+    with pytest.raises(ConfigError, match="the input of qkv_linear cannot be offloaded"):
+        check(config.with_values(offload_modules=("qkv_linear",)), 1)
+
+
+def test_queries_are_made_again_of_a_latent_and_not_of_what_is_moved() -> None:
+    config = Config(model=PRESETS["deepseek-v2-lite"]).with_values(
+        recompute_granularity="selective",
+        recompute_modules=("mla_up_proj",),
+        fine_grained_activation_offloading=True,
+        offload_modules=("qkv_linear",),
+    )
+    check(config.with_values(q_lora_rank=16), 1)
+    with pytest.raises(ConfigError, match="offload_modules qkv_linear moves"):
         check(config, 1)
 
 

@@ -18,6 +18,11 @@ HOST = "host"
 SHOWN = 8
 
 
+def made_on_host() -> bool:
+    """Whether what is made now stands for host memory."""
+    return project_line().startswith("at memory/host.py")
+
+
 class Holdings:
     """Bytes of the storages that are alive, by category.
 
@@ -141,10 +146,8 @@ class DeviceLimit(Accounting):
         result = super()._run(func, args, kwargs)
         for tensor in tensors_in(result):
             if not self.holdings.knows(tensor):
-                line = project_line()
-                on_host = line.startswith("at memory/host.py")
-                made = f"{func.name().partition('.')[0]} {line}"
-                self.holdings.know(tensor, HOST if on_host else made)
+                made = f"{func.name().partition('.')[0]} {project_line()}"
+                self.holdings.know(tensor, HOST if made_on_host() else made)
         self._check()
         return result
 

@@ -125,12 +125,16 @@ def replaced(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None
             delattr(owner, name)
 
 
+_WATCHING = "/audit/", "/rehearse/", "/mesh/collectives"
+"""Files of the project that only watch, or carry on, what others do."""
+
+
 def project_line() -> str:
     """The innermost line of the project; in a thread of autograd there may be none."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(ROOT) and "/audit/" not in file and "/mesh/collectives" not in file:
+        if file.startswith(ROOT) and not any(part in file for part in _WATCHING):
             return f"at {file[len(ROOT) + 1 :]}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "of the backward pass"

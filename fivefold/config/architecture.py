@@ -63,6 +63,9 @@ class Architecture:
     rotary_percent: Positive = option(
         1.0, "share of a head's features that RoPE rotates, from the first one on"
     )
+    rotary_interleaved: bool = option(
+        False, "RoPE turns pairs of neighbouring features, not those of two halves of a head"
+    )
     rotary_seq_len_interpolation_factor: Positive | None = option(
         None, "positions are divided by this for RoPE, as in Gemma 3 from 4B on; none: as they are"
     )

@@ -13,7 +13,7 @@ from fivefold.files import read_json, read_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = "metadata.json"
-NEVER = "apply_residual_connection_post_layernorm", "rotary_interleaved", "use_mup"
+NEVER = "apply_residual_connection_post_layernorm", "use_mup"
 """Switches that no model here has, most of which change what the same weights compute."""
 _NOT_READ = (
     *NEVER,
@@ -181,7 +181,7 @@ def _told(model: ModelConfig) -> Iterator[tuple[str, Any]]:
         if model.no_rope_freq is None:
             yield "no_rope_freq", None
         stretches = "rotary_seq_len_interpolation_factor", "use_rope_scaling"
-        for name in ("rotary_base", "rotary_percent", *stretches):
+        for name in ("rotary_base", "rotary_percent", "rotary_interleaved", *stretches):
             yield name, getattr(model, name)
         if model.use_rope_scaling:
             yield "rope_scaling_factor", model.rope_scaling_factor

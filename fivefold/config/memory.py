@@ -20,7 +20,9 @@ RecomputeModule = Literal[
     "a2a_overlap_post_attn",
     "a2a_overlap_mlp",
 ]
-OffloadModule = Literal["attn_norm", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
+OffloadModule = Literal[
+    "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"
+]
 OffloadTensor = Literal["dispatched_input", "pre_mlp_layernorm_output", "layer_input"]
 
 

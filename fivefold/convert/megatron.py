@@ -49,6 +49,7 @@ _TENSORS = Tensors(
     joint_qkv="by_head",
     joint_mlp=True,
     experts="together",
+    pairs=None,
 )
 
 
@@ -103,9 +104,10 @@ class MegatronFolder(MegatronTensors):
         told = self.arguments
         if wrong := unlike(model, told):
             raise CheckpointError(Mistake(f"{self.path} is of another model", tuple(wrong)))
+        stored = stored_tensors(_TENSORS, model, neighbours=model.rotary_interleaved)
         places = {
             name: self._in_parts(name, self._padded(place, model, told))
-            for name, place in stored_tensors(_TENSORS, model).items()
+            for name, place in stored.items()
         }
         asked = {name: place.their_shape for place in places.values() for name in place.names}
         saved = {name: self.shape(name) for name in self._where}

@@ -91,7 +91,8 @@ def stored_tensors(
     """
     shapes = dict(parameter_shapes(model)) | dict(_expert_biases(model))
     pairs = neighbours if files.pairs is None else files.pairs
-    return {name: _place(files, model, name, shape, pairs) for name, shape in shapes.items()}
+    moved = pairs != model.rotary_interleaved
+    return {name: _place(files, model, name, shape, moved) for name, shape in shapes.items()}
 
 
 def _expert_biases(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
@@ -105,7 +106,7 @@ def _expert_biases(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
             yield f"{where}mlp.router.expert_bias", (model.num_experts,)
 
 
-def _place(files: Tensors, model: ModelConfig, name: str, shape: Shape, pairs: bool) -> Stored:
+def _place(files: Tensors, model: ModelConfig, name: str, shape: Shape, moved: bool) -> Stored:
     of_bias = name.endswith("bias") or len(shape) == 1
     place = Stored(tuple(shape), (their_name(files, model, name),), -1 if of_bias else -2)
     if name.endswith("expert_bias"):
@@ -119,12 +120,12 @@ def _place(files: Tensors, model: ModelConfig, name: str, shape: Shape, pairs: b
     if any(part in name for part in _LINEAR_ATTENTION):
         return _linear_attention(files, model, name, place)
     if model.attention_output_gate and ".self_attn.q_proj." in name:
-        return _queries_and_gates(files, model, place)
-    if pairs and "self_attn." in name:
-        return replace(place, rows=_neighbours(model, name, shape[0]))
+        place = _queries_and_gates(files, model, place)
     joint = _joint(files, model, name, shape)
     if joint is not None:
         place = replace(place, rows=joint[0], of=joint[1])
+    if moved and "self_attn." in name and (turned := _turned(model, name, shape[0])) is not None:
+        place = replace(place, rows=turned if place.rows is None else place.rows[turned])
     linear = not of_bias and "embed" not in name
     return replace(place, transposed=files.transposed and linear)
 
@@ -238,16 +239,22 @@ def _joint(
     return by_head[:, of_group].flatten(), size
 
 
-def _neighbours(model: ModelConfig, name: str, size: int) -> Tensor | None:
-    """Rows of rotary features as two halves, where neighbours are pairs; None for others."""
+def _turned(model: ModelConfig, name: str, size: int) -> Tensor | None:
+    """Rows of rotary features as two halves, where neighbours are pairs there, or the other way
+    round; None for others."""
     rotary = model.rotary_dim
-    halves = torch.cat([torch.arange(0, rotary, 2), torch.arange(1, rotary, 2)])
+    features = torch.arange(rotary)
+    halves = features.view(-1, 2).t().flatten()
+    if model.rotary_interleaved:
+        halves = features.view(2, -1).t().flatten()
     latent = model.multi_latent_attention
     if latent and "kv_a_proj." in name:
         return torch.cat([torch.arange(size - rotary), size - rotary + halves])
-    if "q_proj." not in name and ("q_b_proj." if latent else "k_proj.") not in name:
+    of_heads = ("q_proj.", "q_b_proj.") if latent else ("q_proj.", "k_proj.", "q_norm.", "k_norm.")
+    if not any(part in name for part in of_heads):
         return None
-    one = torch.cat([halves, torch.arange(rotary, model.head_dim)])
+    gated = model.attention_output_gate and "q_proj." in name
+    one = torch.cat([halves, torch.arange(rotary, model.head_dim * (1 + gated))])
     if latent:
         one = torch.cat([torch.arange(model.qk_head_dim), model.qk_head_dim + halves])
     return (torch.arange(0, size, len(one))[:, None] + one).flatten()

@@ -181,7 +181,10 @@ def entry_bytes(model: ModelConfig, parts: StageParts, running: Running) -> dict
     first, own = layer.operations[0], running.of_layer(parts.layers[0]).of_kind(layer.kind)
     if not (model.norms_before or again) and (own.narrows() or not first.keeps_inputs(own)):
         return {"entry": Saved(kept=size)}  # the first product keeps a copy in 8 bits, or none
-    moves = not {"layer_input", "attn_norm"}.isdisjoint(running.memory.moved_items)
+    moved = {*running.memory.moved_items}
+    moves = (
+        "layer_input" in moved if again else any(item.module in moved for item in first.kept(own))
+    )
     moves = moves and _away(Kept("entry", (size,)), running) > 0
     return {"entry": Saved(kept=size)} if moves else {}
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from fivefold.config.model import ModelConfig
-from fivefold.description.operations import Kept, Operation
+from fivefold.description.operations import QKV, Kept, Operation
 from fivefold.description.running import Running
 from fivefold.description.weights import Weight, column, norm_weights, whole
 
@@ -27,7 +27,7 @@ class LatentDown(Operation):
         size = running.input_size("layernorm") * self.inputs / running.token_parts
         # Each rank multiplies its own tokens.
         scaled = (self.inputs,) if running.narrows("layernorm") else ()
-        return (Kept(self.name, (size,), self.remade_by, scaled=scaled),)
+        return (Kept(self.name, (size,), self.remade_by, self.moved(running), scaled=scaled),)
 
     def deferred(self, running: Running) -> float:
         """Its input; gradients of the latents are negligible."""
@@ -100,13 +100,14 @@ class LatentUp(Operation):
 
         If ranks gather key/value latents, the gathered ones count with attention instead.
         """
-        read = self.latents - (self.keys if running.gathers_latents else 0)
         # Queries that are projected from the hidden state read it apart from the latents.
-        read += self.uncompressed if self.reads_alone or running.narrows("layernorm") else 0
-        after = running.input_bytes * read / running.token_parts
+        apart = self.reads_alone or running.narrows("layernorm")
+        of_queries = self.latents - self.keys + (self.uncompressed if apart else 0)
+        of_keys = 0 if running.gathers_latents else self.keys
+        read = (running.input_bytes * each / running.token_parts for each in (of_queries, of_keys))
         queries = self.latents - self.keys or self.uncompressed
-        scaled = (queries, self.keys) if running.narrows() else ()
-        return (Kept("mla_up_proj", (after,), ("a2a_overlap_attn",), scaled=scaled),)
+        scaled, again = (queries, self.keys) if running.narrows() else (), ("a2a_overlap_attn",)
+        return (Kept("mla_up_proj", (*read,), again, self.moved(running), scaled=scaled),)
 
     def gathered_narrow(self, running: Running) -> float:
         """See `Operation.gathered_narrow`."""
@@ -148,6 +149,7 @@ def latent_projections(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[
             "qkv",
             down,
             ("a2a_overlap_attn",),
+            QKV,
             inputs=h,
             norms=1 if model.q_lora_rank is None else 2,
             remade_by=remade_by,
@@ -156,6 +158,7 @@ def latent_projections(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[
             "mla_up",
             up,
             ("mla_up_proj", "a2a_overlap_attn"),
+            QKV,
             latents=(model.q_lora_rank or 0) + rank,
             keys=rank,
             uncompressed=h if model.q_lora_rank is None else 0,

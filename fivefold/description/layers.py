@@ -22,6 +22,7 @@ from fivefold.description.linear_attention import GatedHeads, linear_attention
 from fivefold.description.lora import Adapters, Rescaled, with_adapters
 from fivefold.description.mamba import mamba
 from fivefold.description.operations import (
+    QKV,
     Activation,
     ColumnLinear,
     CoreAttention,
@@ -202,7 +203,7 @@ def _projections(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operat
     )
     outputs = model.query_outputs + model.k_size + model.v_size
     again = ("a2a_overlap_attn",)
-    qkv = ColumnLinear("qkv", weights, again, inputs=h, outputs=outputs, remade_by=remade_by)
+    qkv = ColumnLinear("qkv", weights, again, QKV, inputs=h, outputs=outputs, remade_by=remade_by)
     if not model.qk_layernorm:
         return (qkv,)
     names = [f"self_attn.{each}_norm.weight" for each in "qk"]

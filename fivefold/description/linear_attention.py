@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from fivefold.config.model import ModelConfig, StateShape
-from fivefold.description.operations import ColumnLinear, Kept, Operation, RowLinear
+from fivefold.description.operations import QKV, ColumnLinear, Kept, Operation, RowLinear
 from fivefold.description.running import Running
 from fivefold.description.weights import Weight, column, row
 
@@ -131,6 +131,7 @@ def linear_attention(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Op
             "linear_qkv",
             projections,
             AGAIN,
+            QKV,
             inputs=h,
             outputs=mixed + size + 2 * heads,
             remade_by=remade_by,

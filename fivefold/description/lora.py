@@ -42,10 +42,14 @@ class Adapters(Operation):
         features between A and B."""
         size = running.element_bytes * self.rank / running.token_parts
         low = (size,) * (self.columns + self.rows + self.wholes)
-        read = self.beside.kept_inputs(running)
+        read, again, moved = (
+            self.beside.kept_inputs(running),
+            _discarding(self),
+            self.moved(running),
+        )
         if self.dropped:
-            read = (Kept(self.beside.name, self._inputs(running), _discarding(self)),)
-        return *read, Kept(self.name, low, _discarding(self))
+            read = (Kept(self.beside.name, self._inputs(running), again, moved),)
+        return *read, Kept(self.name, low, again, moved)
 
     def deferred(self, running: Running) -> float:
         """The input; gradients of a few features are negligible."""
@@ -77,16 +81,14 @@ class Rescaled(Operation):
 
     def kept_else(self, running: Running) -> tuple[Kept, ...]:
         """What is scaled, and the lengths of rows."""
-        tp, element = running.tensor_parallel, running.element_bytes
-        made = lengths = 0.0
+        tp, element, sizes = running.tensor_parallel, running.element_bytes, list[float]()
         for weight in self.measured:
             rows: float = weight.shape[0]
             if weight.split == 0:
                 rows /= min(tp, weight.heads or tp)
-            made += element * rows / (1 if weight.split == 0 else running.token_parts)
-            lengths += max(element, 4) * rows
-        size = made + running.by_microbatch(lengths)
-        return (Kept(self.name, (size,), _discarding(self)),)
+            made = element * rows / (1 if weight.split == 0 else running.token_parts)
+            sizes += [made, running.by_microbatch(max(element, 4) * rows)]
+        return (Kept(self.name, (*sizes,), _discarding(self), self.moved(running)),)
 
     def tensor_features(self, *, sequence_parallel: bool) -> tuple[int, int]:
         """Those of linear layers of an input each, if it multiplies once more."""
@@ -140,7 +142,12 @@ def _with_magnitudes(
     ]
     name = f"{operation.name}_dora"
     yield Rescaled(
-        name, tuple(lengths), rerun_by, measured=tuple(adapted), apart=model.lora_dropout > 0
+        name,
+        tuple(lengths),
+        rerun_by,
+        operation.moved_by,
+        measured=tuple(adapted),
+        apart=model.lora_dropout > 0,
     )
 
 
@@ -172,6 +179,7 @@ def _adapters(operation: Operation, adapted: Sequence[Weight], model: ModelConfi
         f"{operation.name}_lora",
         tuple(weights),
         again,
+        operation.moved_by,
         beside=operation,
         rank=model.lora_rank,
         columns=splits.count(0),

@@ -10,7 +10,7 @@ from fivefold.description.linear_attention import (
     Recurrence,
     filled,
 )
-from fivefold.description.operations import ColumnLinear, Operation, RowLinear
+from fivefold.description.operations import QKV, ColumnLinear, Operation, RowLinear
 from fivefold.description.running import Running
 from fivefold.description.weights import Weight, column, row
 
@@ -68,6 +68,7 @@ def mamba(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operation, ..
             "mamba_in",
             projections,
             AGAIN,
+            QKV,
             inputs=h,
             outputs=mixed + size + heads,
             remade_by=remade_by,

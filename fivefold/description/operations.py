@@ -13,6 +13,8 @@ from fivefold.config.model import ModelConfig
 from fivefold.description.running import Running
 from fivefold.description.weights import Weight
 
+QKV = "qkv_linear"
+"""Offloaded module: the projections that begin attention of any kind, or a layer with states."""
 LOG_SUM_EXP = 4  # bytes per value, fp32; with fp64 as the compute dtype it takes 8
 
 
@@ -61,11 +63,13 @@ class Operation:
         name: name in the breakdown of times.
         weights: its parameters.
         rerun_by: recomputed modules (Megatron's names) that rerun it in the backward.
+        moved_by: offloaded module that moves inputs of its linear layers; empty: that of its name.
     """
 
     name: str
     weights: tuple[Weight, ...] = ()
     rerun_by: tuple[str, ...] = ()
+    moved_by: str = ""
 
     @property
     def frozen(self) -> bool:
@@ -81,6 +85,11 @@ class Operation:
     def multiplied(self) -> tuple[Weight, ...]:
         """Its weights that are matrices of linear layers."""
         return tuple(weight for weight in self.weights if weight.multiplies)
+
+    def moved(self, running: Running) -> str:
+        """`moved_by`, unless what would be moved is held to make queries, keys and values again."""
+        held = "mla_up_proj" in self.rerun_by and "mla_up_proj" in running.remade
+        return "" if held else self.moved_by
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
         """What it keeps for its backward on one rank."""
@@ -189,7 +198,7 @@ class ColumnLinear(Operation):
             return ()
         size = running.input_size(*self.kept_whole_by) * self.inputs / running.token_parts
         scaled = (self.inputs,) if running.narrows(*self.kept_whole_by) else ()
-        return (Kept(self.name, (size,), self.remade_by, scaled=scaled),)
+        return (Kept(self.name, (size,), self.remade_by, self.moved(running), scaled=scaled),)
 
     def gathered_narrow(self, running: Running) -> float:
         """See `Operation.gathered_narrow`."""

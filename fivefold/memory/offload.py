@@ -17,7 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fivefold.config.memory import MemoryConfig
 from fivefold.memory.host import HostLink
-from fivefold.memory.recompute import RecomputedLayers
+from fivefold.memory.recompute import Discarded, RecomputedBlock, RecomputedLayers, second_again
+from fivefold.model.attention.latent import LatentAttention, plain_up
 from fivefold.model.layer import Norm, NormedBlock
 from fivefold.model.layers import LayerBlock
 from fivefold.model.leaves import local
@@ -49,6 +50,8 @@ def install_offload(stage: Stage, memory: MemoryConfig, host: "Host") -> None:
             layer.block = _MovingBlock(layer.block, moved, made, host)
         if attention is None:
             continue
+        if "qkv_linear" in modules:
+            _move_projected(attention, host)
         if "core_attn" in modules:
             attention.wrap_kernel(host.moving)
         if "attn_proj" in modules:
@@ -59,9 +62,17 @@ def install_offload(stage: Stage, memory: MemoryConfig, host: "Host") -> None:
             for linear in experts.into:
                 linear.multiply = host.moving(linear.multiply)
         if "moe_act" in modules:
-            experts.second = _MovingSecond(host)
+            experts.second = _MovingSecond(host, discards=experts.second is second_again)
         if "dispatched_input" in tensors:
             mixture.call_routed = host.moving(mixture.call_routed, _rows)
+
+
+def _move_projected(mixer: LayerBlock, host: "Host") -> None:
+    """Offload what projections to queries, keys and values save, with their adapters; but not
+    latents of which recomputation makes these again, since it holds them on the device."""
+    mixer.project_whole = host.moving(mixer.project_whole)  # type: ignore[method-assign]
+    if not isinstance(mixer, LatentAttention) or mixer.up is plain_up:
+        mixer.project = host.moving(mixer.project)  # type: ignore[method-assign]
 
 
 def _state(layers: Any, inside: Any, x_TH: Tensor, *rest: Any) -> set[int]:
@@ -88,6 +99,8 @@ class _MovingBlock:
         run, plain = self.block, norm
         if id(plain) in self.moved:
             norm = self.host.moving(norm)
+            if isinstance(run, RecomputedBlock):
+                run = replace(run, hold=self.host.hold)
         if id(plain) in self.made:
             inner, outputs = norm, set[int]()
 
@@ -102,16 +115,32 @@ class _MovingBlock:
 
 @dataclass(frozen=True)
 class _MovingSecond:
-    """The `second` seam of experts: offloads the inputs of their activation."""
+    """The `second` seam of experts: offloads the inputs of their activation.
+
+    Attributes:
+        host: the offloaded tensors of this rank.
+        discards: whether the activation's output is recomputed from them.
+    """
 
     host: "Host"
+    discards: bool
 
     def __call__(
         self, experts: Experts, inner: Sequence[Tensor], weights_R: Tensor | None, rows_E: Tensor
     ) -> Tensor:
         """[R, F] each -> [R, H]."""
         made_RF = self.host.moving(experts.activate)(inner, weights_R)
-        return experts.last(made_RF, weights_R, rows_E)
+        if not self.discards:
+            return experts.last(made_RF, weights_R, rows_E)
+        held = [*map(self.host.hold, inner)]
+        weights = None if weights_R is None else self.host.hold(weights_R)
+
+        def again() -> list[Tensor]:
+            given_R = None if weights is None else weights()
+            return [experts.activate([each() for each in held], given_R)]
+
+        with Discarded([made_RF], again).hooks():
+            return experts.last(made_RF, weights_R, rows_E)
 
 
 class Host:
@@ -145,7 +174,7 @@ class Host:
                 its result during the call. None: everything.
         """
 
-        def run(*arguments: Any) -> Result:
+        def run(*arguments: Any, **named: Any) -> Result:
             owners = [each for each in (function, *arguments) if isinstance(each, nn.Module)]
             parameters = (local(p) for owner in owners for p in owner.parameters())
             stay = {parameter.untyped_storage()._cdata for parameter in parameters}
@@ -165,9 +194,17 @@ class Host:
                 return _View(group, copy, saved.size(), saved.stride(), offset)
 
             with saved_tensors_hooks(pack, _unpack):
-                return function(*arguments)
+                return function(*arguments, **named)
 
         return run
+
+    def hold(self, x: Tensor) -> Callable[[], Tensor]:
+        """Keep what a function read that was moved, to run it again; where its copy is."""
+        if not torch.is_grad_enabled() or x.untyped_storage().nbytes() < self._least:
+            return lambda: x
+        copy, size, stride = self._copy_of(x.detach()), x.size(), x.stride()
+        offset = int(x.storage_offset())
+        return lambda: copy.take().as_strided(size, stride, offset)
 
     def _copy_of(self, tensor: Tensor) -> "_Copy":
         """The copy of a tensor's storage, made once while both are alive."""

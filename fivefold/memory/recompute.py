@@ -63,7 +63,7 @@ def _install_modules(
     if not isinstance(layer.mlp, MoE) or "moe" in modules:
         return
     if "moe_act" in modules:
-        layer.mlp.experts.second = _second_again
+        layer.mlp.experts.second = second_again
     if "routed_experts" in modules:
         layer.mlp.call_routed = _again
     if "shared_experts" in modules:
@@ -107,6 +107,15 @@ class RecomputedLayers:
         return x_TH
 
 
+Hold = Callable[[Tensor], Callable[[], Tensor]]
+"""Keeps a tensor from which others are recomputed: gives it back then."""
+
+
+def plain_hold(x: Tensor) -> Callable[[], Tensor]:
+    """Keeps it as it is; replaced where it is offloaded."""
+    return lambda: x
+
+
 @dataclass(frozen=True)
 class RecomputedBlock:
     """The `block` seam: a norm and the module after it.
@@ -115,10 +124,12 @@ class RecomputedBlock:
         modules: recomputed modules. `layernorm` discards the norm's output; the name of the module
             itself makes it keep only its input, or only that of its norm.
         tiles: how a dense MLP runs in tiles, each recomputed by itself; None: as a whole.
+        hold: keeps the input of a norm whose output is discarded.
     """
 
     modules: tuple[str, ...]
     tiles: Tiles | None
+    hold: Hold = plain_hold
 
     def __call__(self, norm: Norm, module: LayerBlock, x_TH: Tensor, *rest: Any) -> Tensor:
         """[T, H] -> [T, H]."""
@@ -130,19 +141,19 @@ class RecomputedBlock:
         discards = not module.discards_norm.isdisjoint(self.modules)
         if not discards:
             return run(module, norm(x_TH), *rest)
-        normed_TH = norm(x_TH)
-        with _Discarded((normed_TH,), lambda: (norm(x_TH),)).hooks():
+        normed_TH, held = norm(x_TH), self.hold(x_TH)
+        with Discarded((normed_TH,), lambda: (norm(held()),)).hooks():
             return run(module, normed_TH, *rest)
 
 
 def _discarded_up(make: Callable[[], Heads], attend: Callable[..., Tensor]) -> Tensor:
     """The `up` seam: recomputes queries, keys and values from latents."""
     made = make()
-    with _Discarded(made, make).hooks():
+    with Discarded(made, make).hooks():
         return attend(*made)
 
 
-class _Discarded:
+class Discarded:
     """Tensors that the graph discards, and recomputes all at once when it needs the first.
 
     Recomputed tensors are kept until every saved use has been read.
@@ -187,12 +198,12 @@ class _Discarded:
             return packed()
 
 
-def _second_again(
+def second_again(
     experts: Experts, inner: Sequence[Tensor], weights_R: Tensor | None, rows_E: Tensor
 ) -> Tensor:
     """The `second` seam: discards the activation's output."""
     made_RF = experts.activate(inner, weights_R)
-    with _Discarded([made_RF], lambda: [experts.activate(inner, weights_R)]).hooks():
+    with Discarded([made_RF], lambda: [experts.activate(inner, weights_R)]).hooks():
         return experts.last(made_RF, weights_R, rows_E)
 
 

@@ -24,6 +24,7 @@ def _check_latents(config: Config, mistakes: Mistakes) -> None:
     memory, parallel = config.memory, config.parallel
     if "mla_up_proj" not in memory.remade_modules:
         return
+    moved = memory.moved_items
     others = " ".join(module for module in memory.recompute_modules if module != "mla_up_proj")
     without = f"--recompute-modules {others}" if others else "--recompute-granularity none"
     kinds = [kind for kind in dict.fromkeys(parallel.cp_comm_type) if kind != "p2p"]
@@ -33,10 +34,17 @@ def _check_latents(config: Config, mistakes: Mistakes) -> None:
             "which keeps the keys and values received from other ranks",
             works=["--cp-comm-type p2p", without],
         )
-    if memory.fine_grained_activation_offloading and "core_attn" in memory.offload_modules:
+    if "core_attn" in moved:
         mistakes.add(
             "queries, keys and values cannot be both offloaded (offload_modules core_attn) and "
             "recomputed (recompute_modules mla_up_proj)",
+            works=[without],
+        )
+    if config.model.q_lora_rank is None and "qkv_linear" in moved:
+        mistakes.add(
+            "recompute_modules mla_up_proj recomputes queries from the norm's output, which "
+            "offload_modules qkv_linear moves; with a q_lora_rank they would be recomputed from a "
+            "latent",
             works=[without],
         )
     if config.model.q_lora_rank is None and "layernorm" in memory.recompute_modules:
@@ -55,12 +63,10 @@ def _check_recompute(config: Config, mistakes: Mistakes) -> None:
             f"num_sequence_slices = {slices}",
             works=["--recompute-granularity selective", "--num-sequence-slices 1"],
         )
-    norms = sorted({"attn_norm", "mlp_norm"}.intersection(memory.offload_modules))
-    remade = "layernorm" in memory.remade_modules
-    if memory.fine_grained_activation_offloading and remade and norms:
+    if "layernorm" in memory.remade_modules and "qkv_linear" in memory.moved_items:
         mistakes.add(
-            f"the inputs of {' '.join(norms)} cannot be offloaded, because recompute_modules "
-            "layernorm recomputes the norms' outputs from them",
+            "the input of qkv_linear cannot be offloaded, because recompute_modules layernorm "
+            "discards it",
             works=["--offload-modules core_attn attn_proj", "--recompute-modules core_attn mlp"],
         )
 
@@ -128,9 +134,9 @@ def _check_compile(config: Config, mistakes: Mistakes) -> None:
         hooks |= {*inside.split()}.intersection(memory.remade_modules)
         others += ["--recompute-modules core_attn"] if hooks else []
     if memory.fine_grained_activation_offloading:
-        norms = {"attn_norm", "mlp_norm"}.intersection(memory.offload_modules)
-        others += ["--offload-modules core_attn attn_proj"] if norms else []
-        hooks |= norms
+        within = {"attn_norm", "mlp_norm", "qkv_linear"}.intersection(memory.offload_modules)
+        others += ["--offload-modules core_attn attn_proj"] if within else []
+        hooks |= within
     if config.training.compile and memory.tiled_mlp_num_shards > 1:
         mistakes.add(
             f"compiled layers cannot run MLPs in tiles (tiled_mlp_num_shards = "

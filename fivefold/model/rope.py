@@ -1,14 +1,15 @@
 """Rotary position embedding (Su et al. 2021), with the frequency scaling of Llama 3.1, YaRN,
 LongRoPE and dynamic NTK.
 
-Of R rotary features, feature i is paired with feature i + R/2, as in Hugging Face's Llama.
+Of R rotary features, feature i is paired with feature i + R/2, as in Hugging Face's Llama, or with
+its neighbour, as in the paper (`rotary_interleaved`).
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import ceil, floor, log, pi
 from sys import float_info
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,11 +108,13 @@ class RotaryTables:
         cos: [B, S, 1, R].
         sin: [B, S, 1, R/2].
         fused: whether one kernel of a GPU turns all features (`rope_fusion`).
+        interleaved: whether neighbours are pairs.
     """
 
     cos: Tensor
     sin: Tensor
     fused: bool = False
+    interleaved: bool = False
 
     @staticmethod
     def at(
@@ -125,18 +128,23 @@ class RotaryTables:
         turns = frequencies(model, positions_BS.device, factors)
         angles = positions_BS[:, :, None, None] * turns
         scale = rotary_scale(model)
-        cos, sin = angles.cos().mul_(scale), angles.sin().mul_(scale)
-        return RotaryTables(cos.to(dtype).repeat(1, 1, 1, 2), sin.to(dtype), fused)
+        cos, sin = angles.cos().mul_(scale).to(dtype), angles.sin().mul_(scale).to(dtype)
+        both = cos.repeat_interleave(2, -1) if model.rotary_interleaved else cos.repeat(1, 1, 1, 2)
+        return RotaryTables(both, sin, fused, model.rotary_interleaved)
 
     def rotate(self, x_BSND: Tensor, first: int = 0) -> Tensor:
         """Rotate feature pairs of each head, from feature `first` on, by its token's angle."""
-        rotated, _ = _Rotate.apply(self.cos, self.sin, first, self.fused, x_BSND, None)
-        return rotated
+        return self._rotated(first, x_BSND, None)[0]
 
     def rotate_both(self, q_BSND: Tensor, k_BSGD: Tensor) -> tuple[Tensor, Tensor]:
         """`rotate` of queries and keys, for which autograd calls Python once each way."""
-        q, k = _Rotate.apply(self.cos, self.sin, 0, self.fused, q_BSND, k_BSGD)
+        q, k = self._rotated(0, q_BSND, k_BSGD)
+        assert k is not None
         return q, k
+
+    def _rotated(self, first: int, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        one, other = _Rotate.apply(self.cos, self.sin, first, self.fused, self.interleaved, x, y)
+        return one, other
 
 
 class Rotary:
@@ -193,32 +201,50 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, cos: Tensor, sin: Tensor, first: int, fused: bool, x: Tensor, y: Tensor | None
+        ctx: Any,
+        cos: Tensor,
+        sin: Tensor,
+        first: int,
+        fused: bool,
+        interleaved: bool,
+        x: Tensor,
+        y: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(cos, sin)
-        ctx.first, ctx.fused = first, fused
-        turned = _turn([x] if y is None else [x, y], cos, sin, 1.0, first, fused=fused)
+        ctx.where = where = _Where(first, interleaved, fused)
+        turned = _turn([x] if y is None else [x, y], cos, sin, 1.0, where)
         return result(turned[0]), None if y is None else result(turned[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        (cos, sin), first = ctx.saved_tensors, ctx.first
+        cos, sin = ctx.saved_tensors
         there = [grad for grad in grads if grad is not None]
-        turned = iter(_turn(there, cos, sin, -1.0, first, fused=ctx.fused))
-        return None, None, None, None, *(grad if grad is None else next(turned) for grad in grads)
+        turned = iter(_turn(there, cos, sin, -1.0, ctx.where))
+        return *(None,) * 5, *(grad if grad is None else next(turned) for grad in grads)
+
+
+class _Where(NamedTuple):
+    """First rotary feature, whether neighbours are pairs, and whether one kernel turns them."""
+
+    first: int
+    interleaved: bool
+    fused: bool
 
 
 def _turn(
-    tensors: list[Tensor], cos: Tensor, sin: Tensor, sign: float, first: int, *, fused: bool
+    tensors: list[Tensor], cos: Tensor, sin: Tensor, sign: float, where: _Where
 ) -> list[Tensor]:
+    first, interleaved, fused = where
     if fused and runs_triton(tensors[0]):
         from fivefold.model.kernels import rotary as rotary_kernels
 
-        return rotary_kernels.turn(tensors, cos, sin, sign, first)
-    return [_turn_plainly(x, cos, sin, sign, first) for x in tensors]
+        return rotary_kernels.turn(tensors, cos, sin, sign, first, interleaved=interleaved)
+    return [_turn_plainly(x, cos, sin, sign, first, interleaved) for x in tensors]
 
 
-def _turn_plainly(x: Tensor, cos: Tensor, sin: Tensor, sign: float, first: int) -> Tensor:
+def _turn_plainly(
+    x: Tensor, cos: Tensor, sin: Tensor, sign: float, first: int, interleaved: bool
+) -> Tensor:
     features = cos.shape[-1]
     if features == x.shape[-1]:
         y = x * cos
@@ -227,8 +253,15 @@ def _turn_plainly(x: Tensor, cos: Tensor, sin: Tensor, sign: float, first: int) 
         y, turned = x.clone(), slice(first, first + features)
         pairs, y_pairs = x[..., turned], y[..., turned]
         y_pairs.mul_(cos)
-    one, other = pairs.chunk(2, dim=-1)
-    y_one, y_other = y_pairs.chunk(2, dim=-1)
+    (one, other), (y_one, y_other) = (_of_pairs(each, interleaved) for each in (pairs, y_pairs))
     y_one.addcmul_(other, sin, value=-sign)
     y_other.addcmul_(one, sin, value=sign)
     return y
+
+
+def _of_pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """The first feature of each pair, and the second; views."""
+    if interleaved:
+        return x[..., 0::2], x[..., 1::2]
+    one, other = x.chunk(2, dim=-1)
+    return one, other

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fivefold.audit.calls import Call, call_of
-from fivefold.audit.holdings import Accounting, Holdings
+from fivefold.audit.holdings import HOST, Accounting, Holdings, made_on_host
 from fivefold.audit.launches import launches
 from fivefold.audit.waits import READS
 from fivefold.audit.watch import after, tensors_in
@@ -23,8 +23,10 @@ class StepHoldings(Holdings):
         self._unsettled: set[int] = set()
 
     def know(self, tensor: Tensor, kind: str = WORKING) -> None:
-        """Count the storage of a tensor, if it is new, to the working set."""
-        if tensor.device.type != "meta" and not self.knows(tensor):
+        """Count the storage of a tensor, if it is new, to the working set, or to the host."""
+        if kind == HOST:
+            super().know(tensor, HOST)
+        elif tensor.device.type != "meta" and not self.knows(tensor):
             self._unsettled.add(tensor.untyped_storage()._cdata)
             super().know(tensor, WORKING)
 
@@ -97,8 +99,10 @@ class StepLedger(Accounting):
             self.read_by_host()
         result = super()._run(func, args, kwargs)
         self.operations += launches(func)
+        empty = func.name().startswith("aten::empty.")
         for tensor in tensors_in(result):
-            self.holdings.know(tensor)
+            new = empty and not self.holdings.knows(tensor)
+            self.holdings.know(tensor, HOST if new and made_on_host() else WORKING)
         return result
 
 

@@ -97,9 +97,16 @@ MEMORY: tuple[dict[str, Any], ...] = (
     {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn",)},
     {
         "fine_grained_activation_offloading": True,
-        "offload_modules": ("attn_norm", "core_attn", "mlp_norm"),
+        "offload_modules": ("attn_norm", "qkv_linear", "core_attn", "mlp_norm"),
         "min_offloaded_tensor_size": 1,
         "activation_offload_fraction": 0.25,
+    },
+    {
+        "recompute_granularity": "selective",
+        "recompute_modules": ("layernorm",),
+        "fine_grained_activation_offloading": True,
+        "offload_modules": ("attn_norm", "mlp_norm"),
+        "min_offloaded_tensor_size": 1,
     },
 )
 EIGHT = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}

@@ -223,20 +223,60 @@ def test_what_a_node_keeps_of_weights_is_no_activation(
     _check(check(config, 4), 1, tmp_path)
 
 
+def _moved(*modules: str, **more: Any) -> dict[str, Any]:
+    size = {"offload_modules": modules, "min_offloaded_tensor_size": 1}
+    return {"fine_grained_activation_offloading": True, **size, **more}
+
+
+def _again(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
+
+
+DORA = {"lora_rank": 2, "use_dora": True, "lora_dropout": 0.2}
+# (ranks, family, changes of the model, settings); of stages one holds its input beside the copy
+OFFLOADED: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
+    "two stages": (2, "llama", {}, _moved("attn_norm")),
+    "two stages, too small": (
+        2,
+        "llama",
+        {},
+        _moved("attn_norm", min_offloaded_tensor_size=1 << 20),
+    ),
+    "two stages, norms after": (2, "llama", {"norm_placement": "after"}, _moved("qkv_linear")),
+    "two stages, made again of it": (
+        2,
+        "llama",
+        {},
+        _moved("attn_norm", "core_attn", "attn_proj", "mlp_norm") | _again("layernorm", "mlp"),
+    ),
+    "latents": (1, "latent", {}, _moved("qkv_linear", min_offloaded_tensor_size=64 * 11 * 4)),
+    "latents made again of": (
+        1,
+        "latent",
+        {"lora_rank": 2, "use_dora": True},
+        _moved("qkv_linear", "attn_norm") | _again("mla_up_proj"),
+    ),
+    "latents, plain queries": (1, "latent", {"q_lora_rank": None}, _moved("qkv_linear")),
+    "adapters": (1, "llama", DORA, _moved("qkv_linear", "core_attn", "attn_proj")),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("least", [1, 1 << 20], ids=["offloaded", "too small"])
-def test_a_stage_holds_its_input_beside_the_copy(least: int, tmp_path: Path) -> None:
-    settings = {
-        "pipeline_model_parallel_size": 2,
-        "fine_grained_activation_offloading": True,
-        "offload_modules": ("attn_norm",),
-        "min_offloaded_tensor_size": least,
-    }
-    model = ModelConfig(**SIZES | FAMILIES["llama"] | {"mtp_num_layers": 0})
+@pytest.mark.parametrize(
+    "name",
+    chosen(OFFLOADED, "two stages", "two stages, norms after", "latents", "latents made again of"),
+)
+def test_the_device_keeps_what_is_not_offloaded(name: str, tmp_path: Path) -> None:
+    world, family, changes, settings = OFFLOADED[name]
+    model = ModelConfig(**SIZES | FAMILIES[family] | {"mtp_num_layers": 0} | changes)
     config = Config(model).with_values(
-        precision="fp32", seq_length=64, global_batch_size=4, **settings
+        precision="fp32",
+        seq_length=64,
+        global_batch_size=4,
+        pipeline_model_parallel_size=world,
+        **settings,
     )
-    _check(check(config, 2), 1, tmp_path)
+    _check(check(config, world), 1, tmp_path)
 
 
 # (ranks, family, settings); two further tokens

@@ -123,7 +123,15 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         GATED,
         {"ep": 2, "dispatcher": "allgather", "recompute_granularity": "full", **BALANCED},
     ),
-    "inputs moved": (2, {}, {"ep": 2, **_moved("expert_fc1", "moe_act")}),
+    "inputs moved": (
+        2,
+        {},
+        {
+            "ep": 2,
+            **_moved("attn_norm", "mlp_norm", "expert_fc1", "moe_act"),
+            **_again("layernorm", "moe_act"),
+        },
+    ),
     "activations moved": (1, {}, _moved("moe_act")),
     "tokens moved, experts again": (
         2,

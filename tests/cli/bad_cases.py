@@ -280,6 +280,25 @@ VALUES = [
     layout("all smoothed", "--label-smoothing 1", "label_smoothing must be in [0, 1)"),
     layout("no timeout", "--distributed-timeout-minutes 0", "must be positive"),
     layout("one replica", "--log-straggler", "and there is one"),
+    layout(
+        "neighbours in latents",
+        "--rotary-interleaved --multi-latent-attention --kv-channels none --num-query-groups none",
+        "multi_latent_attention has its rotary features in two halves",
+        "works: --no-rotary-interleaved",
+    ),
+    layout(
+        "neighbours without RoPE",
+        "--rotary-interleaved --position-embedding-type learned_absolute",
+        "rotary_interleaved has no effect",
+        "works: --position-embedding-type rope | --no-rotary-interleaved",
+    ),
+    layout(
+        "projections' inputs discarded and moved",
+        "--fine-grained-activation-offloading --offload-modules qkv_linear "
+        "--recompute-granularity selective --recompute-modules layernorm",
+        "recompute_modules layernorm discards it",
+        "works: --offload-modules core_attn attn_proj | --recompute-modules core_attn mlp",
+    ),
     layout("no interval", "--log-interval 0", "log_interval must be at least 1"),
     layout(
         "documents in a graph",

@@ -14,6 +14,7 @@ import pytest
 from benchmarks.export_cases import CHANGES, changed, layouts
 from benchmarks.export_combinations import combinations
 from benchmarks.translations import command_of, differing
+from fivefold.check import check
 from fivefold.config.megatron_job.arguments import job_of, read_job
 from fivefold.config.megatron_job.command import Around
 from fivefold.config.megatron_job.release import Argument, known
@@ -202,7 +203,7 @@ def test_vocabularies_are_padded_as_there(tp: int, tokenizer: str, padded: int) 
         (DENSE.replace("--num-layers 4", ""), "does not say num_layers"),
         (DENSE.replace("--vocab-size 1000", ""), "how many tokens its tokenizer has"),
         (DENSE + "--qk-l2-norm --no-rope-freq 4", "layers without RoPE, too, which no model"),
-        (DENSE + "--rotary-interleaved", "rotary_interleaved = True: no model here has that"),
+        (DENSE + "--apply-residual-connection-post-layernorm", "= True: no model here has that"),
         (DENSE + "--position-embedding-type relative", "position_embedding_type cannot be"),
         ("---- arguments ----\n  a ...... 1\n---- end of arguments ----", "has no num_layers"),
     ],
@@ -216,6 +217,33 @@ def test_what_changes_nothing_is_told_apart() -> None:
     usual, more = found(""), found("--no-clone-scatter-output-in-embedding")
     assert more.lost == usual.lost
     assert {*more.harmless} - {*usual.harmless} == {"clone_scatter_output_in_embedding"}
+
+
+def test_what_is_made_again_is_not_offloaded_besides() -> None:
+    """It copies there what nobody reads again; and what inputs make again goes with moving them."""
+    found = translate(
+        read_job(
+            DENSE + "--fine-grained-activation-offloading --recompute-granularity selective "
+            "--recompute-modules layernorm mlp --offload-modules attn_norm qkv_linear mlp_norm"
+        )
+    )
+    assert [line for line in found.lost if "offload" in line] == [
+        "offload_modules qkv_linear: recompute_modules layernorm makes again what they would move"
+    ]
+    assert list(found.values["offload_modules"]) == ["attn_norm", "mlp_norm"]
+    check(read_config(**found.values), 16)
+    alone = translate(
+        read_job(
+            DENSE + "--fine-grained-activation-offloading --recompute-granularity selective "
+            "--recompute-modules layernorm --offload-modules qkv_linear"
+        )
+    )
+    assert "fine_grained_activation_offloading" not in alone.values
+
+
+def test_neighbouring_rotary_features_are_read() -> None:
+    turned = translate(read_job(DENSE + "--position-embedding-type rope --rotary-interleaved"))
+    assert turned.values["rotary_interleaved"] is True
 
 
 def test_flags_of_other_releases_are_named() -> None:

@@ -225,7 +225,6 @@ def test_what_changes_results_alone_is_told_apart(name: str) -> None:
         "attention_output_gate": (False, True),
         "experimental_attention_variant": (None, "gated_delta_net"),
         "hybrid_override_pattern": (None, "M*"),
-        "rotary_interleaved": (False, True),
         "squared_relu": (False, True),
         "qk_l2_norm": (False, True),
         "use_mup": (False, True),
@@ -240,6 +239,7 @@ def test_what_changes_results_alone_is_told_apart(name: str) -> None:
         both |= {
             "no_rope_freq": (None, 2),
             "rotary_percent": (1.0, 0.5),
+            "rotary_interleaved": (False, True),
             "rotary_seq_len_interpolation_factor": (None, 8),
             "use_rope_scaling": (False, True),
         }

@@ -21,7 +21,9 @@ from tests.model.models import GPT, LLAMA, batch_of, build
 
 MODEL = replace(LLAMA, num_layers=5)
 T = 24
-EVERY: tuple[OffloadModule, ...] = ("attn_norm", "core_attn", "attn_proj", "mlp_norm")
+EVERY: tuple[OffloadModule, ...] = (
+    *("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"),
+)
 CPU = torch.device("cpu")
 
 
@@ -56,6 +58,7 @@ def test_gradients_are_the_same_up_to_rounding(model: Any) -> None:
 
 BYTES = {
     "attn_norm": 5 * T * MODEL.hidden_size * 8,
+    "qkv_linear": 5 * T * MODEL.hidden_size * 8,
     "mlp_norm": 5 * T * MODEL.hidden_size * 8,
     "attn_proj": 5 * T * MODEL.q_size * 8,
 }

@@ -119,6 +119,7 @@ NEOX = replace(
     apply_layernorm_1p=True,
     position_embedding_type="rope",
     rotary_percent=0.5,
+    rotary_interleaved=True,
     rotary_seq_len_interpolation_factor=2.5,
     no_rope_freq="2",
     residual_multiplier=0.6,

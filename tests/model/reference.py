@@ -263,8 +263,9 @@ def _rope(model: ModelConfig, x_SR: Tensor) -> Tensor:
     for position in range(len(x_SR)):
         for i in range(half):
             turn = scale * cmath.exp(1j * position * reference_frequency(model, i))
-            pair = complex(x_SR[position, i], x_SR[position, i + half]) * turn
-            turned[position, i], turned[position, i + half] = pair.real, pair.imag
+            one, other = (2 * i, 2 * i + 1) if model.rotary_interleaved else (i, i + half)
+            pair = complex(x_SR[position, one], x_SR[position, other]) * turn
+            turned[position, one], turned[position, other] = pair.real, pair.imag
     return turned
 
 

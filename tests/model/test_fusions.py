@@ -154,15 +154,16 @@ def test_positions_by_a_kernel_are_the_positions(dtype: torch.dtype, device: str
     strided = torch.randn(2, 3, 5, 12, device=device).to(dtype).transpose(1, 2)
     for (features, first), given in (((12, 0), x), ((6, 6), strided), ((10, 1), strided)):
         angles = torch.randn(2, 5, 1, features // 2, device=device)
-        tables = angles.cos().to(dtype).repeat(1, 1, 1, 2), angles.sin().to(dtype)
-        found = []
-        for fused in (False, True):
-            input_BSND = given.detach().clone().requires_grad_()
-            y = rope.RotaryTables(*tables, fused).rotate(input_BSND, first)
-            y.backward(strided)
-            found.append([y, input_BSND.grad])
-        for one, other in zip(*found, strict=True):
-            close(other, one, dtype)
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        for pairs, both in ((False, cos.repeat(1, 1, 1, 2)), (True, cos.repeat_interleave(2, -1))):
+            found = []
+            for fused in (False, True):
+                input_BSND = given.detach().clone().requires_grad_()
+                y = rope.RotaryTables(both, sin, fused, pairs).rotate(input_BSND, first)
+                y.backward(strided)
+                found.append([y, input_BSND.grad])
+            for one, other in zip(*found, strict=True):
+                close(other, one, dtype)
 
 
 @pytest.mark.parametrize(

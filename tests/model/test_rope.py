@@ -74,7 +74,26 @@ def test_far_positions_are_exact_in_fp32_tables() -> None:
     assert torch.equal(tables.sin.flatten(), exact)
 
 
-def test_gradient() -> None:
-    tables = RotaryTables.at(QWEN, torch.tensor([[0, 3, 7]]), torch.float64)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gradient(interleaved: bool) -> None:
+    model = replace(QWEN, rotary_interleaved=interleaved)
+    tables = RotaryTables.at(model, torch.tensor([[0, 3, 7]]), torch.float64)
     x = torch.randn(1, 3, 2, QWEN.head_dim, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradcheck(tables.rotate, (x,))
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_neighbours_are_turned_as_two_halves_are_in_another_order(first: int) -> None:
+    """A share of the features from any on; the others stay where they are."""
+    halves = replace(QWEN, rotary_percent=0.5)
+    R = halves.rotary_dim
+    order = torch.arange(QWEN.head_dim)
+    order[first : first + R] = first + torch.arange(R).view(2, -1).t().flatten()
+    x = torch.randn(1, 3, 2, QWEN.head_dim, dtype=torch.float64)
+    turned = [
+        RotaryTables.at(model, torch.tensor([[0, 3, 7]]), torch.float64).rotate(given, first)
+        for model, given in ((halves, x), (replace(halves, rotary_interleaved=True), x[..., order]))
+    ]
+    assert torch.equal(turned[0][..., order], turned[1]) and not torch.equal(
+        turned[1], x[..., order]
+    )

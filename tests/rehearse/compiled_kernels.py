@@ -45,7 +45,10 @@ WITHOUT = FEW_BITS | {"main_params_dtype": "bf16", "main_grads_dtype": "bf16"}
 LATENT = {"moe_layer_freq": "1", "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
 EIGHT_BITS = {"precision": "bf16", "fp8_format": "e4m3"}
 ONE_MORE = {"precision": "bf16", "apply_layernorm_1p": True, "qk_layernorm": True}
-PART = {"rotary_percent": 0.5, "window_size": 20, "attention_dropout": 0.1, "label_smoothing": 0.1}
+PART = {
+    **{"rotary_percent": 0.5, "rotary_interleaved": True, "window_size": 20},
+    **{"attention_dropout": 0.1, "label_smoothing": 0.1},
+}
 GIVEN = {"precision": "bf16", "check_for_nan_in_loss_and_grad": False}
 MOMENTS = GIVEN | FEW_BITS | {"exp_avg_sq_dtype": "bf16", "main_grads_dtype": "bf16"}
 KEYS = {"precision": "bf16", "context_parallel_size": 2, "attention_dropout": 0.1}

@@ -20,6 +20,8 @@ from fivefold.config.model import ModelConfig
 from fivefold.config.presets import resolve_model
 from fivefold.counts.policy import StatePolicy, layout_policy
 from fivefold.data_parallel import fsdp, fsdp_internals
+from fivefold.description.activations import saved_activations, total
+from fivefold.description.running import Running
 from fivefold.layout import Layout
 from fivefold.mesh.collectives import start_row_exchange
 from fivefold.optim import offload
@@ -298,6 +300,30 @@ def test_gradients_that_leave_are_not_kept_by_those_that_stay() -> None:
     assert kept.held.get(GRADIENTS, 0) < 0.01 * kept.peak
     with patch.object(offload, "_stay", _nothing):
         assert rehearse_rank(layout, 0).held[GRADIENTS] > 0.1 * kept.peak
+
+
+@pytest.mark.slow
+def test_activations_that_leave_are_not_on_the_device() -> None:
+    """Of layers without their norms' outputs, nearly all that is planned to go."""
+    model = replace(resolve_model("debug-llama"), max_position_embeddings=4096)
+    moved = _rehearsed(
+        model,
+        1,
+        seq_length=4096,
+        global_batch_size=1,
+        recompute_granularity="selective",
+        recompute_modules=("layernorm", "mlp"),
+        fine_grained_activation_offloading=True,
+        offload_modules=("attn_norm", "core_attn", "attn_proj", "mlp_norm"),
+        min_offloaded_tensor_size=1,
+    )
+    off = {"fine_grained_activation_offloading": False, "offload_modules": ()}
+    off |= {"min_offloaded_tensor_size": 1 << 20}
+    kept = replace(moved, config=moved.config.with_values(**off))
+    peaks = [rehearse_rank(layout, 0).peak for layout in (kept, moved)]
+    running = Running.of(moved.config)
+    away = 4096 * total(total(saved_activations(model, n, running)) for n in range(4)).offloaded
+    assert peaks[0] - peaks[1] > 0.7 * away  # a layer's are back
 
 
 def _nothing(*_: Any) -> None:

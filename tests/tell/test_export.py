@@ -199,6 +199,15 @@ def test_megatron_weakens_auxiliary_losses_where_ranks_share_a_microbatch(
             None,
             "NVTE_CPU_OFFLOAD_V1=1",
         ),
+        (
+            "nemotron-h-8b",
+            {
+                "fine_grained_activation_offloading": True,
+                "offload_modules": ("mlp_norm", "qkv_linear"),
+            },
+            None,
+            "its offload_modules qkv_linear move nothing of layers with a state",
+        ),
         ("mixtral-8x7b", {"moe_router_topk": 1}, None, "it refuses moe_router_topk = 1"),
     ],
 )

@@ -124,6 +124,7 @@ NEOX = replace(
     GPT,
     position_embedding_type="rope",
     rotary_percent=0.34,
+    rotary_interleaved=True,
     no_rope_freq="2",
     parallel_residual=True,
     activation_func="gelu",

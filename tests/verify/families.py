@@ -26,7 +26,7 @@ DROP = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 WHOLE = {"reset_attention_mask": False}
 MOVED = {
     "fine_grained_activation_offloading": True,
-    "offload_modules": ("attn_norm", "core_attn", "attn_proj", "mlp_norm"),
+    "offload_modules": ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"),
     "min_offloaded_tensor_size": 1,
 }
 BUBBLES = {"pipeline_schedule": "zb_h1", "micro_batch_size": 1}

@@ -133,7 +133,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "modules: attention": _selective("core_attn"),
         "modules: experts": _selective("layernorm", "moe_act", "shared_experts"),
         "modules: layers of experts": _selective("moe", "mlp"),
-        "moved: every": _moved("attn_norm", "core_attn", "attn_proj", "mlp_norm"),
+        "moved: every": _moved("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"),
         "moved: experts": _moved("expert_fc1", "moe_act"),
         "moved: recomputed": _moved("core_attn") | _selective("core_attn", "mlp"),
         "stages": {"recompute_in_flight_limit": 1},

@@ -218,7 +218,9 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
         {
             "ep": 2,
             **MOVED,
-            "offload_modules": ("expert_fc1", "moe_act"),
+            "offload_modules": ("attn_norm", "mlp_norm", "expert_fc1", "moe_act"),
+            "recompute_granularity": "selective",
+            "recompute_modules": ("layernorm", "moe_act"),
         },
     ),
     (

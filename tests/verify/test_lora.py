@@ -69,7 +69,7 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any], tuple[str, ...]]] = {
         {
             "tp": 2,
             "fine_grained_activation_offloading": True,
-            "offload_modules": ("core_attn", "attn_proj", "mlp_norm"),
+            "offload_modules": ("qkv_linear", "core_attn", "attn_proj", "mlp_norm"),
             "min_offloaded_tensor_size": 1,
         },
         (),

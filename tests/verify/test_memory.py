@@ -22,7 +22,7 @@ def _selective(*modules: str) -> dict[str, Any]:
 NATIVE = {"cross_entropy_loss_fusion": True}
 MOVED = {
     "fine_grained_activation_offloading": True,
-    "offload_modules": ("attn_norm", "core_attn", "attn_proj", "mlp_norm"),
+    "offload_modules": ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"),
     "min_offloaded_tensor_size": 1,
     "activation_offload_fraction": 0.4,
 }
@@ -175,6 +175,14 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
             "offload_tensors": ("pre_mlp_layernorm_output",),
             "tiled_mlp_num_shards": 2,
         },
+    ),
+    "moved and made again of that, tensor parallel": (
+        2,
+        "gpt",
+        flags(tp=2, sequence=True)
+        | MOVED
+        | {"offload_modules": ("attn_norm", "core_attn", "mlp_norm")}
+        | _selective("layernorm", "mlp"),
     ),
     "moved, ZeRO-3": (2, "gpt", flags(strategy="optim_grads_params") | MOVED),
     "moved and recomputed, tensor parallel, deferred weights": (

@@ -9,8 +9,9 @@ from fivefold.config.model import INITIAL, ModelConfig
 from fivefold.config.stretched_rope import longrope_scale
 
 _TRAINING = ("hidden_dropout", "attention_dropout", *INITIAL, *IN_BF16)
-_OURS = (*_TRAINING, "make_vocab_size_divisible_by", "unmodelled")
-"""Fields of a ModelConfig that weights do not depend on."""
+_OURS = (*_TRAINING, "make_vocab_size_divisible_by", "rotary_interleaved", "unmodelled")
+"""Fields of a ModelConfig that weights do not depend on, but for the order of rotary features, in
+which they are read and written."""
 
 
 def differences(model: ModelConfig, other: ModelConfig) -> list[str]:

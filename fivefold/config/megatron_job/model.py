@@ -134,7 +134,8 @@ def _positions(job: MegatronJob, mistakes: Mistakes) -> Named:
     yield "position_embedding_type", kind
     if kind != "rope":
         return
-    yield from job.same("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor")
+    yield from job.same("rotary_base", "rotary_percent", "rotary_interleaved")
+    yield from job.same("rotary_seq_len_interpolation_factor")
     yield "rope_fusion", job["apply_rope_fusion"]
     yield "no_rope_freq", _pattern(job["no_rope_freq"])
     if job["use_rope_scaling"]:

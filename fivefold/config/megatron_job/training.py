@@ -1,6 +1,6 @@
 """The layout, the training and the data of a job of Megatron-LM, in settings."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from types import MappingProxyType
 
@@ -21,6 +21,14 @@ _TYPES: Mapping[str, str] = MappingProxyType(
 )
 _SPLITS = ("tensor_model", "pipeline_model", "context")
 """What leaves the ranks of a job for data parallelism."""
+_MADE_AGAIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "layernorm": ("qkv_linear",),
+        "mla_up_proj": ("core_attn", "attn_proj"),
+        "moe": ("expert_fc1", "moe_act"),
+    }
+)
+"""Recomputed module -> offloaded ones whose inputs it makes again."""
 _FOLDERS: Mapping[str, str] = MappingProxyType(
     {
         "load": "--load goes on from its distributed checkpoints; with --finetune, weights alone",
@@ -99,9 +107,13 @@ def of_memory(job: MegatronJob, lost: list[str]) -> Named:
         yield from job.same("recompute_modules")
     job.mention("recompute_method", "recompute_num_layers", "recompute_modules")
     if job["fine_grained_activation_offloading"]:
-        yield from job.same("fine_grained_activation_offloading", "offload_modules")
+        again = job.listed("recompute_modules") if granularity == "selective" else []
+        moved = _moved(job.listed("offload_modules"), again, lost)
         wide = 2 if job["bf16"] or job["fp16"] else 4  # its code counts elements
-        yield "min_offloaded_tensor_size", job["min_offloaded_tensor_size"] * wide
+        least = job["min_offloaded_tensor_size"] * wide
+        if moved:
+            yield "fine_grained_activation_offloading", True
+            yield from (("offload_modules", moved), ("min_offloaded_tensor_size", least))
     if job["cross_entropy_loss_fusion"]:
         yield from job.same("cross_entropy_loss_fusion", "cross_entropy_fusion_impl")
     if job["optimizer_cpu_offload"]:
@@ -117,6 +129,19 @@ def of_memory(job: MegatronJob, lost: list[str]) -> Named:
     elif graphs not in (None, "none"):
         of = f"cuda_graph_impl = {graphs}" + "".join(f", {part}" for part in scope)
         lost.append(f"{of}: graphs of parts; here a graph is a whole step")
+
+
+def _moved(modules: Sequence[str], again: Sequence[str], lost: list[str]) -> list[str]:
+    """Offloaded modules, without those whose inputs are made again: it moves what nobody reads."""
+    for remade, wasted in _MADE_AGAIN.items():
+        found = [name for name in modules if name in wasted and remade in again]
+        if found:
+            modules = [name for name in modules if name not in found]
+            lost.append(
+                f"offload_modules {' '.join(found)}: recompute_modules {remade} makes again what "
+                "they would move"
+            )
+    return [*modules]
 
 
 def of_formats(job: MegatronJob) -> Named:

@@ -155,9 +155,12 @@ def _check_moved(
 def _check_twice(memory: MemoryConfig, moved: tuple[str, ...], mistakes: Mistakes) -> None:
     """Add what would be both recomputed and offloaded, or recomputed twice."""
     again = {*memory.remade_modules}
-    held = {"attn_norm", "core_attn", "attn_proj"} if "a2a_overlap_attn" in again else set[str]()
-    held |= {"mlp_norm"} if "a2a_overlap_post_attn" in again else set()
-    twice = sorted({*moved} & (again - {"core_attn"} | held))
+    held = {"mlp_norm"} if "a2a_overlap_post_attn" in again else set[str]()
+    if "a2a_overlap_attn" in again:
+        held |= {"attn_norm", "qkv_linear", "core_attn", "attn_proj"}
+    if not again.isdisjoint({"moe", "routed_experts"}):
+        held |= {"expert_fc1", "moe_act"}
+    twice = sorted({*moved} & (again - {"core_attn", "moe_act"} | held))
     if twice:
         mistakes.add(f"{' '.join(twice)} cannot be both recomputed and offloaded")
     for module, parts in _WHOLE.items():

@@ -5,8 +5,8 @@ from fivefold.config.rules.orphan import Dependents, where
 
 OF_MODELS = (
     where(
-        "rotary_base rotary_percent no_rope_freq qk_l2_norm attention_chunk_size "
-        "attn_temperature_rotated",
+        "rotary_base rotary_percent rotary_interleaved no_rope_freq qk_l2_norm "
+        "attention_chunk_size attn_temperature_rotated",
         "position_embedding_type = rope",
         "is for rotary positions",
     ),

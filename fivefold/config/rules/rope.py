@@ -20,6 +20,12 @@ def check_rope(model: ModelConfig, mistakes: Mistakes) -> None:
             f"heads have qk_pos_emb_head_dim {model.qk_pos_emb_head_dim} rotary features",
             works=["--rotary-percent 1.0"],
         )
+    if model.rotary_interleaved and model.multi_latent_attention:
+        mistakes.add(
+            "rotary_interleaved pairs neighbours, and multi_latent_attention has its rotary "
+            "features in two halves: weights that hold them as neighbours are reordered when read",
+            works=["--no-rotary-interleaved"],
+        )
     if stretched and not rope:
         mistakes.add(f"rope_type {model.rope_type} needs position_embedding_type rope")
     if stretched and model.use_rope_scaling:

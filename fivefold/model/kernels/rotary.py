@@ -18,7 +18,13 @@ HEADS = 16
 
 
 def turn(
-    tensors: Sequence[Tensor], cos: Tensor, sin: Tensor, sign: float, first: int
+    tensors: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    sign: float,
+    first: int,
+    *,
+    interleaved: bool = False,
 ) -> list[Tensor]:
     """One or two tensors of the same tokens with R features from `first` on turned, by one kernel.
 
@@ -27,6 +33,7 @@ def turn(
         cos, sin: the tables.
         sign: factor of their angles.
         first: first feature that is turned.
+        interleaved: whether neighbours are pairs, or features of two halves.
 
     Returns:
         Contiguous tensors, computed in at least fp32.
@@ -46,6 +53,7 @@ def turn(
         *k.stride()[:3],
         *sizes,
         backwards=sign < 0,
+        interleaved=interleaved,
         wide=tl.float64 if x.dtype == torch.float64 else tl.float32,
         num_heads=HEADS,
         num_pairs=triton.next_power_of_2(half),
@@ -75,6 +83,7 @@ def _turn(  # type: ignore[no-untyped-def]
     half,
     first,
     backwards: tl.constexpr,
+    interleaved: tl.constexpr,
     wide: tl.constexpr,
     num_heads: tl.constexpr,
     num_pairs: tl.constexpr,
@@ -83,13 +92,15 @@ def _turn(  # type: ignore[no-untyped-def]
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, place = token // tokens, token % tokens
     pair = tl.arange(0, num_pairs)
-    c = tl.load(cos + token * 2 * half + pair, mask=pair < half, other=0.0).to(wide)[None, :]
+    step = 2 if interleaved else 1
+    apart = 1 if interleaved else half
+    c = tl.load(cos + token * 2 * half + pair * step, mask=pair < half, other=0.0).to(wide)[None, :]
     s = tl.load(sin + token * half + pair, mask=pair < half, other=0.0).to(wide)[None, :]
     if backwards:
         s = -s
     blocks = tl.cdiv(heads, num_heads)
     head = tl.arange(0, num_heads).to(tl.int64)
-    sizes = features, half, first
+    sizes = features, half, first, step, apart
     # A branch for each, since Triton gives a size of 1, or a step that is large, another type.
     if block < blocks:
         x += row * batch_step + place * token_step
@@ -106,17 +117,17 @@ def _turn(  # type: ignore[no-untyped-def]
 def _turn_heads(  # type: ignore[no-untyped-def]
     x, y, head_step, heads, head, c, s, sizes, num_features: tl.constexpr
 ):
-    features, half, first = sizes
+    features, half, first, step, apart = sizes
     x += (head * head_step)[:, None]
     y += (head * features)[:, None]
     here = (head < heads)[:, None]
     pair = tl.arange(0, c.shape[1])[None, :]
-    turned = here & (pair < half)
-    one = tl.load(x + first + pair, mask=turned, other=0.0).to(c.dtype)
-    other = tl.load(x + first + half + pair, mask=turned, other=0.0).to(c.dtype)
+    turned, at = here & (pair < half), first + pair * step
+    one = tl.load(x + at, mask=turned, other=0.0).to(c.dtype)
+    other = tl.load(x + at + apart, mask=turned, other=0.0).to(c.dtype)
     kind = y.dtype.element_ty
-    tl.store(y + first + pair, (one * c - other * s).to(kind), mask=turned)
-    tl.store(y + first + half + pair, (other * c + one * s).to(kind), mask=turned)
+    tl.store(y + at, (one * c - other * s).to(kind), mask=turned)
+    tl.store(y + at + apart, (other * c + one * s).to(kind), mask=turned)
     if features > 2 * half:  # the rest stays
         place = tl.arange(0, num_features)[None, :]
         rest = (place < first) | ((place >= first + 2 * half) & (place < features))

@@ -15,6 +15,8 @@ _MODULES = {
     "a2a_overlap_mlp": "moe",
 }
 """Modules that it does not recompute alone, and those that are nearest."""
+_OF_MIXERS = ("qkv_linear", "core_attn", "attn_proj")
+"""Offloaded modules that only its softmax attention has."""
 _WITHOUT_DELAY = ("moe_act", "layernorm")
 """Modules that it recomputes in 8 bits only where no scale is of an earlier step."""
 
@@ -75,6 +77,10 @@ def lost_of_memory(memory: MemoryConfig, runs: Layout) -> Iterator[str]:
             yield f"it does not move {' '.join(others)} (offload_tensors)"
         if "dispatched_input" in memory.offload_tensors:
             yield "it moves dispatched tokens (offload_tensors) as expert_fc1 of offload_modules"
+        model = runs.config.model
+        of_mixers = [name for name in memory.offload_modules if name in _OF_MIXERS]
+        if of_mixers and any(map(model.is_linear, range(model.num_layers))):
+            yield f"its offload_modules {' '.join(of_mixers)} move nothing of layers with a state"
         yield (
             "fine_grained_activation_offloading wants NVTE_CPU_OFFLOAD_V1=1 in the environment "
             "with Transformer Engine 2.10 and later"

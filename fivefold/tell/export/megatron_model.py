@@ -51,6 +51,7 @@ def model_flags(said: Settings, layout: Layout) -> Iterator[str]:
         yield from flag("rope-type", "yarn" if its else "rope")
         if said["rotary_percent"] != 1.0:
             yield from flags(said, "rotary_percent")
+        yield from flags(said, "rotary_interleaved")
         if said["no_rope_freq"] is not None:  # a number must divide the layers there
             without = [not model.rotates(layer) for layer in range(model.num_layers)]
             yield from flag("no-rope-freq", runs(without))

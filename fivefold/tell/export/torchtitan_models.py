@@ -67,8 +67,9 @@ ITS_MODELS: Mapping[str, ItsModel] = MappingProxyType(
 )
 """torchtitan's models by the name of their configuration function."""
 
-WITHOUT_MEANING = ("max_position_embeddings", "make_vocab_size_divisible_by")
-"""Settings without effect in torchtitan: position tables grow, and vocabularies are not padded."""
+WITHOUT_MEANING = ("max_position_embeddings", "make_vocab_size_divisible_by", "rotary_interleaved")
+"""Settings without effect in torchtitan: position tables grow, vocabularies are not padded, and
+rotary features are in an order of its own, for which weights are reordered."""
 _ROPE_SCALING = (
     "rope_scaling_factor",
     "rope_low_freq_factor",
