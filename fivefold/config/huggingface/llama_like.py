@@ -42,7 +42,8 @@ def equal_biases(reader: Reader, default: bool = False) -> Settings:
     """Of families with a field for attention, its output among it, and one for MLPs."""
     attention, mlp = reader.flag("attention_bias", default), reader.flag("mlp_bias", default)
     if attention != mlp:
-        reader.unsupported("mlp_bias", mlp, [attention], "attention_bias has to be the same")
+        why = f"{reader.spelt('attention_bias')} has to be the same"
+        reader.unsupported("mlp_bias", mlp, [attention], why)
     return {"add_bias_linear": attention and mlp}
 
 
