@@ -125,9 +125,12 @@ class Architecture:
         "LongRoPE scales rotary features by this; none: sqrt(1 + ln(max_position_embeddings / "
         "original) / ln(original)), if that is more than 1",
     )
-    activation_func: Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "squared_relu"] = option(
-        "silu",
-        "activation of the MLP; quick_gelu is x sigmoid(1.702 x), squared_relu max(x, 0) squared",
+    activation_func: Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "squared_relu", "xielu"] = (
+        option(
+            "silu",
+            "activation of the MLP; quick_gelu is x sigmoid(1.702 x), squared_relu max(x, 0) "
+            "squared; xielu learns in each layer how it bends, as in Apertus",
+        )
     )
     gated_linear_unit: bool = option(True, "gate the MLP: activation(gate) x up")
     glu_linear_offset: float = option(

@@ -214,8 +214,9 @@ def _joint(model: ModelConfig, kind: str) -> str:
         return f"modules of {kind}, by which adapters are named, are not those of its files"
     if files.joint_qkv is not None:
         return f"{kind} has queries, keys and values in one linear layer, which has one adapter"
-    apart = [ours.removesuffix(".") for ours in files.apart]
-    if model.has_linear_layers and any(map(model.adapts, apart)):
+    has = {name.split(".")[-2] for name in parameter_shapes(model) if "." in name}
+    apart = [name for name in (ours.removesuffix(".") for ours in files.apart) if name in has]
+    if any(map(model.adapts, apart)):
         return f"{kind} has several linear layers for {' and '.join(apart)}, with an adapter each"
     if files.joint_mlp and (model.adapts("gate_proj") or model.adapts("up_proj")):
         return f"{kind} has gate_proj and up_proj in one linear layer, which has one adapter"

@@ -25,6 +25,7 @@ from fivefold.convert.stored import (
     copied,
     harmless,
     has_predictions,
+    numbers_beside,
     stored_tensors,
     their_name,
 )
@@ -116,6 +117,20 @@ def check_copies(hub: HubFolder, model: ModelConfig) -> None:
         apart = '"tie_word_embeddings": false in config.json'
         works = apart if name.startswith(HEADS) else "--mtp-num-layers 0"
         raise CheckpointError(Mistake(what, works=(works,)))
+
+
+def check_numbers(hub: HubFolder) -> None:
+    """Check that numbers that a folder has as tensors are those of the family, as bf16 has them.
+
+    Raises:
+        CheckpointError: one is another.
+    """
+    names = hub.names
+    for name, (_, number) in numbers_beside(hub.how, names).items():
+        if name in names:
+            held = hub.read(name, ())
+            if held.bfloat16() != torch.tensor(number).bfloat16():
+                raise CheckpointError(f"{hub.path}: {name} is {held.item():g}, not {number:g}")
 
 
 def _equal(hub: HubFolder, name: str, other: str) -> bool:
@@ -219,6 +234,7 @@ def checked_sources(
         hub = HubFolder(path)
         hub.check_scales()
         check_copies(hub, model.base)
+        check_numbers(hub)
     return sources
 
 

@@ -66,6 +66,7 @@ def write_weights(
     dtype_of: Callable[[str], torch.dtype],
     *,
     most_bytes: float,
+    numbers: Mapping[str, tuple[str, float]],
 ) -> Converted:
     """Write all tensors to `folder`.
 
@@ -77,19 +78,28 @@ def write_weights(
         read: reads a part of a tensor of ours.
         dtype_of: type to which a tensor of theirs is rounded.
         most_bytes: largest size of a file, unless one tensor is larger.
+        numbers: tensors of theirs that are a number: beside which other one, and the number.
     """
     parts = theirs(places)
     sizes = {
         name: math.prod(own[0].place.their_shape) * dtype_of(name).itemsize
         for name, own in parts.items()
     }
+    scalars = {
+        name: torch.tensor(number, dtype=dtype_of(beside))
+        for name, (beside, number) in numbers.items()
+    }
+    sizes |= {name: scalar.nbytes for name, scalar in scalars.items()}
     files = list(_shards(sizes, most_bytes))
     index, found = dict[str, str](), list[str]()
     for number, names in enumerate(files, 1):
         file = WHOLE
         if len(files) > 1:
             file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        tensors = {name: made_of(parts[name], read, dtype_of(name)) for name in names}
+        tensors = {
+            name: made_of(parts[name], read, dtype_of(name)) if name in parts else scalars[name]
+            for name in names
+        }
         write_tensors(folder / file, tensors, {"format": "pt"})
         found += spoilt(tensors)
         index |= dict.fromkeys(names, file)

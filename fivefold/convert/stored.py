@@ -121,6 +121,8 @@ def _place(files: Tensors, model: ModelConfig, name: str, shape: Shape, moved: b
         return _linear_attention(files, model, name, place)
     if ".indexer." in name:
         return replace(place, rows=_of_indexer(files, model, name, shape[0]))
+    if model.attention_output_gate and ".self_attn.q_proj." in name:
+        place = _queries_and_gates(files, model, place)
     joint = _joint(files, model, name, shape)
     if joint is not None:
         place = replace(place, rows=joint[0], of=joint[1])
@@ -128,6 +130,21 @@ def _place(files: Tensors, model: ModelConfig, name: str, shape: Shape, moved: b
         place = replace(place, rows=turned if place.rows is None else place.rows[turned])
     linear = not of_bias and "embed" not in name
     return replace(place, transposed=files.transposed and linear)
+
+
+def _queries_and_gates(files: Tensors, model: ModelConfig, place: Stored) -> Stored:
+    """What is here head by head: its query, then its gate; there all queries, and all gates."""
+    parts = files.apart.get("q_proj.")
+    if parts is None:
+        return place
+    before = place.names[0].rpartition("q_proj.")[0]
+    rows = torch.arange(model.query_outputs).view(2, model.num_attention_heads, model.head_dim)
+    return replace(
+        place,
+        names=tuple(f"{before}{part}weight" for part in parts),
+        rows=rows.transpose(0, 1).flatten(),
+        joined=(model.q_size, model.q_size),
+    )
 
 
 def _linear_attention(files: Tensors, model: ModelConfig, name: str, place: Stored) -> Stored:
@@ -299,6 +316,16 @@ def _in_prediction(files: Tensors, model: ModelConfig, name: str) -> str:
     return f"layers.{layer + (0 if files.further else model.num_layers)}.{inner}"
 
 
+def numbers_beside(files: Tensors, names: Iterable[str]) -> dict[str, tuple[str, float]]:
+    """Numbers that are tensors there, by their names: beside which of these, and what they are."""
+    return {
+        name.removesuffix(beside) + ending: (name, number)
+        for name in names
+        for ending, (beside, number) in files.numbers.items()
+        if name.endswith(beside)
+    }
+
+
 _LINEAR_ATTENTION = "conv1d.", "in_proj_qkvz.", "in_proj_ba."
 _MAMBA = "conv1d.", "in_proj_xbcz.", "in_proj_dt."
 
@@ -308,7 +335,7 @@ def harmless(files: Tensors, model: ModelConfig, name: str) -> bool:
     tail = name.removeprefix(files.base)
     if copied(files, model, name) or tail.startswith(files.left_out):
         return True
-    if tail.endswith(("rotary_emb.inv_freq", *files.constants)):
+    if tail.endswith(("rotary_emb.inv_freq", *files.constants, *files.numbers)):
         return True
     return files.predicts and _predicting(files, model, name)[0] >= model.prediction_sets
 

@@ -9,13 +9,7 @@ from functools import cached_property, lru_cache
 from typing import TypeVar
 
 from fivefold.config.model import ModelConfig
-from fivefold.description.experts import (
-    Dispatch,
-    ExpertsIn,
-    ExpertsOut,
-    RouterLinear,
-    SharedOut,
-)
+from fivefold.description.experts import Dispatch, ExpertsIn, ExpertsOut, RouterLinear, SharedOut
 from fivefold.description.kinds import LayerKind, layer_kind
 from fivefold.description.latent import LatentLinear, latent_projections
 from fivefold.description.linear_attention import GatedHeads, linear_attention
@@ -261,6 +255,7 @@ def _dense(model: ModelConfig) -> tuple[Operation, ...]:
         ),
         Activation(
             "mlp_act",
+            _learned_bends(model),
             rerun_by=("mlp",),
             item="mlp_act",
             features=inner,
@@ -389,6 +384,12 @@ def _prediction(model: ModelConfig) -> PredictionInput:
         *norm_weights("norm", model),
     )
     return PredictionInput("prediction", weights, features=h)
+
+
+def _learned_bends(model: ModelConfig) -> tuple[Weight, ...]:
+    """What the activation of an MLP learns."""
+    names = ("alpha_p", "alpha_n") if model.activation_func == "xielu" else ()
+    return tuple(Weight(f"mlp.act_fn.{name}", (1,), sees="features") for name in names)
 
 
 def _gates(model: ModelConfig) -> int:

@@ -24,8 +24,9 @@ class Weight:
         wide: whether it is multiplied in bf16 where others are in 8 bits: those of a wide layer.
         passes_on: whether what it multiplies gets a gradient; else it has no dX.
         trained: whether it is trained; False for all but adapters, where there are some.
-        sees: what an unsplit weight is applied to: all "tokens", or this rank's "heads". Decides
-            whether each tensor-parallel rank computes only part of its gradient.
+        sees: what an unsplit weight is applied to: all "tokens", or this rank's "heads" or inner
+            "features". Decides whether each tensor-parallel rank computes only part of its
+            gradient.
     """
 
     name: str
@@ -37,7 +38,7 @@ class Weight:
     wide: bool = False
     passes_on: bool = True
     trained: bool = True
-    sees: Literal["tokens", "heads"] = "tokens"
+    sees: Literal["tokens", "heads", "features"] = "tokens"
 
     @property
     def size(self) -> int:
@@ -62,7 +63,7 @@ class Weight:
         """Whether each tensor-parallel rank computes only part of an unsplit weight's gradient."""
         if self.of_experts or self.placed(tp) is not None:
             return False
-        return self.sees == "heads" or self.split is not None or sequence_parallel
+        return self.sees != "tokens" or self.split is not None or sequence_parallel
 
 
 def norm_weights(name: str, model: ModelConfig, features: int | None = None) -> tuple[Weight, ...]:

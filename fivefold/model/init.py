@@ -1,7 +1,7 @@
 """Weight initialisation that does not depend on the layout: every slice is a slice of the whole."""
 
 from collections.abc import Callable, Mapping, Sequence
-from math import log
+from math import expm1, log
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ _FASTEST = 16.0
 """Largest decay of heads with states at first: uniform from 1, as in Megatron-LM."""
 _STEPS = 0.001, 0.1
 """Smallest and largest step of Mamba-2's heads at first, as in Megatron-LM."""
+_BENDS = {".alpha_p": log(expm1(0.8)), ".alpha_n": log(expm1(0.8 - 0.5))}
+"""What xIELU learns, at first: it bends by 0.8 on both sides, as in Apertus."""
 
 Draw = Callable[[int, int, torch.Generator], Tensor]
 """(rows, columns, generator) -> drawn elements."""
@@ -68,6 +70,9 @@ def init_slice(
         draw, scale = of_states
         one = (global_shape[0], 1)
         return _matrix(name, one, [*spans, (0, 1)], scale, seed, dtype, draw)[:, 0]
+    if name.endswith(tuple(_BENDS)):
+        _, _, alpha = name.rpartition(".")
+        return torch.full(shape, _BENDS[f".{alpha}"]).to(dtype)
     if len(global_shape) == 1 or name.endswith(".bias"):
         ones = name.endswith("norm.weight") and not model.apply_layernorm_1p
         ones = ones or name.endswith((_GATED_NORM, ".dt_bias", ".D"))

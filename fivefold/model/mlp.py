@@ -7,6 +7,7 @@ from fivefold.model.activation import activated
 from fivefold.model.context import Context
 from fivefold.model.dropout import NO_DROPS, Drops
 from fivefold.model.layers import LayerBlock, Linear
+from fivefold.model.xielu import XIELU
 
 
 class MLP(LayerBlock):
@@ -25,6 +26,7 @@ class MLP(LayerBlock):
         self.gate_proj = Linear(hidden, inner, bias) if model.gated_linear_unit else None
         self.up_proj = Linear(hidden, inner, bias)
         self.down_proj = Linear(inner, hidden, bias)
+        self.act_fn = XIELU() if model.activation_func == "xielu" else None
         self.model = model
         self.fuses_gate = False
 
@@ -39,9 +41,11 @@ class MLP(LayerBlock):
     def inner(self, x_TH: Tensor, drops: Drops = NO_DROPS) -> Tensor:
         """[T, H] -> [T, F], after the activation."""
         linears = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
-        return activated(
-            self.model, self.project(x_TH, *linears, drops=drops), fused=self.fuses_gate
-        )
+        inner = self.project(x_TH, *linears, drops=drops)
+        if self.act_fn is not None:
+            made: Tensor = self.act_fn(*inner)
+            return made
+        return activated(self.model, inner, fused=self.fuses_gate)
 
     def outer(self, x_TF: Tensor, drops: Drops) -> Tensor:
         """[T, F] -> [T, H]."""

@@ -304,7 +304,7 @@ VALUES = [
     layout(
         "neighbours without RoPE",
         "--rotary-interleaved --position-embedding-type learned_absolute",
-        "rotary_interleaved has no effect",
+        "rotary_interleaved = true has no effect",
         "works: --position-embedding-type rope | --no-rotary-interleaved",
     ),
     layout(

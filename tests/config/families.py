@@ -106,7 +106,24 @@ TINY: Mapping[str, dict[str, Any]] = {
     | {"num_key_value_heads": 2, "head_dim": 12, "residual_dropout": 0.0, "pad_token_id": None},
     "stablelm": _SIZES | {"num_key_value_heads": 2, "partial_rotary_factor": 0.5},
     "arcee": _SIZES | {"num_key_value_heads": 2},
+    "apertus": _SIZES | {"num_key_value_heads": 2, "pad_token_id": None},
     "nemotron": _SIZES | {"num_key_value_heads": 2},
+    "cwm": _SIZES | {"num_hidden_layers": 5, "num_key_value_heads": 2, "sliding_window": 5},
+    "granite_swa": _SIZES
+    | _GRANITE
+    | {"num_hidden_layers": 5, "num_key_value_heads": 2, "sliding_window": 5},
+    "granitemoe_swa": _SIZES
+    | _EXPERTS
+    | _GRANITE
+    | {"num_local_experts": 4, "shared_intermediate_size": 20, "sliding_window": 5},
+    "afmoe": _SIZES
+    | _EXPERTS
+    | {"num_hidden_layers": 5, "head_dim": 12, "num_experts": 4, "moe_intermediate_size": 24}
+    | {"sliding_window": 5, "mup_enabled": True, "route_scale": 2.5},
+    "mellum": _SIZES
+    | _EXPERTS
+    | {"head_dim": 12, "num_experts": 4, "moe_intermediate_size": 24, "sliding_window": 5}
+    | {"layer_types": ["sliding_attention", "full_attention"]},
     "ernie4_5": _SIZES | {"num_key_value_heads": 2, "head_dim": 12, "pad_token_id": None},
     "ernie4_5_moe": _SIZES
     | {"num_key_value_heads": 2, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}
@@ -145,6 +162,8 @@ TINY: Mapping[str, dict[str, Any]] = {
         "final_logit_softcapping": 1.5,
         "pad_token_id": None,
     },
+    "vaultgemma": _SIZES
+    | {"num_key_value_heads": 2, "head_dim": 12, "sliding_window": 5, "pad_token_id": None},
     "gemma": _SIZES | {"num_key_value_heads": 2, "head_dim": 12, "pad_token_id": None},
     "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 100},
     "gpt_bigcode": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 100},
@@ -281,6 +300,11 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "residual_multiplier": [0.5, 1, 0.0],
     "logits_scaling": [0.5, 8, -1.0],
     "attention_multiplier": [0.015625, 1, None],
+    "num_dense_layers": [0, 1, 2, 9],
+    "route_scale": [None, 1.0, 3.0],
+    "mup_enabled": [*_SWITCH, None],
+    "global_attn_every_n_layers": [1, 2, None],
+    "layer_rope_theta": [None, [50, 50.0], [0, 50], [None, 1e4], [0, 0], [50]],
     "logit_scale": [1, 0.3, 0.0],
     "new_decoder_architecture": _SWITCH,
     "num_ln_in_parallel_attn": [None, 1, 2],
@@ -302,7 +326,17 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "hidden_activation": [None, "gelu_pytorch_tanh"],
     "add_cross_attention": _SWITCH,
     "is_decoder": _SWITCH,
-    "hidden_act": ["silu", "swish", "gelu", "gelu_new", "gelu_fast", "quick_gelu", "relu", "relu2"],
+    "hidden_act": [
+        "silu",
+        "swish",
+        "gelu",
+        "gelu_new",
+        "gelu_fast",
+        "quick_gelu",
+        "relu",
+        "relu2",
+        "xielu",
+    ],
     "activation_function": ["gelu", "gelu_python", "gelu_pytorch_tanh", "gelu_accurate", "silu"],
     "rms_norm_eps": [1e-6, 1e-1, 1],
     "layer_norm_eps": [1e-1],
@@ -459,6 +493,44 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
     "granite": {
         "biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, **_YARN}
     },
+    "cwm": {"plain": {"rope_scaling": {"type": "default"}, "layer_types": _BIASED[1:] * 5}},
+    "granite_swa": {
+        "bases by layer": {
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "num_hidden_layers": 3,
+            "layer_rope_theta": [1e4, 50.0, 1e4],
+            "attention_bias": True,
+            "mlp_bias": True,
+        }
+    },
+    "granitemoe_swa": {
+        "no positions in whole attention": {
+            "layer_rope_theta": [0, 1e4],
+            "shared_intermediate_size": 0,
+            "tie_word_embeddings": True,
+        }
+    },
+    "afmoe": {
+        "all sparse, one key head": {
+            "num_dense_layers": 0,
+            "num_key_value_heads": 1,
+            "num_shared_experts": 1,
+            "mup_enabled": False,
+            "tie_word_embeddings": True,
+            "layer_types": _BIASED[1:] * 5,
+            **_YARN,
+        }
+    },
+    "mellum": {
+        "some dense, YaRN": {
+            "mlp_layer_types": ["dense", "sparse"],
+            "norm_topk_prob": False,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", **_LONG},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+            },
+        }
+    },
     "granitemoe": {"wide heads": {"head_dim": 16, "num_experts_per_tok": 3}},
     "granitemoeshared": {
         "without shared experts": {"shared_intermediate_size": 0, "num_experts_per_tok": 3}
@@ -480,6 +552,7 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
         }
     },
     "arcee": {"biases": {"attention_bias": True, "mlp_bias": True, "head_dim": 16, **_YARN}},
+    "apertus": {"plain": {"hidden_act": "relu2", "head_dim": 12, "rope_parameters": {}, **_YARN}},
     "nemotron": {
         "biases, whole heads": {
             "attention_bias": True,

@@ -67,6 +67,8 @@ TINY: Mapping[str, dict[str, Any]] = {
         },
         "vision_config": _VISION | {"model_type": "siglip_vision_model", "vision_use_head": False},
     },
+    "idefics3": {"text_config": _TEXT, "vision_config": _VISION},
+    "smolvlm": {"text_config": _TEXT | {"rms_norm_eps": 0.1}, "vision_config": _VISION},
     "llama4": {
         "text_config": _TEXT
         | {"head_dim": 12, "intermediate_size_mlp": 40, "interleave_moe_layer_step": 2}

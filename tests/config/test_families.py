@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from fivefold.config.huggingface.families import FAMILIES
+from fivefold.config.huggingface.lacking import LACKING
 from fivefold.config.huggingface.multimodal import MULTIMODAL, TEXTS
 from tests.config.families import CASES
 from tests.config.multimodal import TINY as TINY_MULTIMODAL
@@ -22,6 +23,12 @@ def test_each_family_is_the_class_that_transformers_has_for_it() -> None:
 
     told = {kind: family.architecture for kind, family in FAMILIES.items()}
     assert told == {kind: CLASSES.get(kind, CLASSES["deepseek_v3"]) for kind in FAMILIES}  # Kimi-K2
+
+
+def test_what_is_not_read_is_of_transformers() -> None:
+    from transformers import CONFIG_MAPPING
+
+    assert {*LACKING} <= {*CONFIG_MAPPING} - {*FAMILIES, *MULTIMODAL}
 
 
 def test_each_family_has_one_row_in_the_docs() -> None:

@@ -114,11 +114,17 @@ def test_peft_has_our_logits(kind: str, tmp_path: Path) -> None:
     assert (oracle_logits(wrapped, tokens) - ours).abs().max() < 1e-10
 
 
-def test_several_layers_there_have_adapters_each(tmp_path: Path) -> None:
-    written("qwen3_5_text", tmp_path / "base")
-    model, stage = _adapted(tmp_path / "base", lora_target_modules=("q_proj", "in_proj_ba"))
+@pytest.mark.parametrize(
+    ("kind", "targets", "several"),
+    [("qwen3_5_text", ("q_proj", "in_proj_ba"), "in_proj_qkvz"), ("afmoe", ("q_proj",), "q_proj")],
+)
+def test_several_layers_there_have_adapters_each(
+    kind: str, targets: tuple[str, ...], several: str, tmp_path: Path
+) -> None:
+    written(kind, tmp_path / "base")
+    model, stage = _adapted(tmp_path / "base", lora_target_modules=targets)
     run = _saved(model, stage, tmp_path / "base", tmp_path / "run")
-    with pytest.raises(CheckpointError, match="several linear layers for in_proj_qkvz"):
+    with pytest.raises(CheckpointError, match=f"several linear layers for {several}"):
         to_hub(run, tmp_path / "adapter", adapter=True)
 
 

@@ -51,6 +51,8 @@ LONG = replace(
     attn_temperature_rotated=True,
     attn_scale=0.4,
     floor_scale=2,
+    gated_linear_unit=False,
+    activation_func="xielu",
 )
 GPT = replace(
     PRESETS["debug-gpt"],

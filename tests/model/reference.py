@@ -88,6 +88,10 @@ def _mlp(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:
         return _linear(own, "mlp.down_proj", curve * up)
     if squared:
         return _linear(own, "mlp.down_proj", up.clamp(min=0) ** 2)
+    if model.activation_func == "xielu":
+        p, n = (own[f"mlp.act_fn.alpha_{sign}"].exp().log1p() for sign in "pn")
+        curve = torch.where(up > 0, p * up**2, (n + 0.5) * (up.clamp(max=-1e-6).exp() - 1 - up))
+        return _linear(own, "mlp.down_proj", curve + up / 2)
     if model.activation_func == "quick_gelu":
         return _linear(own, "mlp.down_proj", up / (1 + (-slope * up).exp()))
     cubic = math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)

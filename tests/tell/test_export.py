@@ -222,6 +222,9 @@ def test_megatron_gets_no_flag_that_it_refuses_beside_others_unless_it_is_said(
 
 def test_megatron_is_told_gelu_by_its_fusion() -> None:
     assert "activation_func" not in missing(planned("gpt2", 8, seq=1024), "megatron")
+    for other in ("quick_gelu", "xielu"):
+        layout = planned("gpt2", 8, seq=1024, activation_func=other)
+        assert f"activation_func = {other}" in missing(layout, "megatron")
 
 
 def test_megatron_gets_a_coefficient_for_each_balancing_loss() -> None:

@@ -150,6 +150,8 @@ LONG: dict[str, Any] = {  # rows of 16 tokens are longer
     "attn_temperature_rotated": True,
     "attn_scale": 0.4,
     "floor_scale": 3,
+    "gated_linear_unit": False,
+    "activation_func": "xielu",
 }
 ONE_NORM: dict[str, Any] = {"parallel_residual_one_norm": True, "layernorm_bias": False}
 MULTIPLIERS: dict[str, Any] = {

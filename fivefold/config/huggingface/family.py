@@ -25,6 +25,8 @@ TOGETHER: Names = MappingProxyType(
     }
 )
 """Of weights of experts that are kept together."""
+SINKS: Names = MappingProxyType({".self_attn.sinks.weight": ".self_attn.sinks"})
+"""Of attention sinks."""
 AFTER: Names = MappingProxyType(
     {
         ".post_self_attn_layernorm.": ".post_attention_layernorm.",
@@ -61,6 +63,8 @@ class Tensors:
             the last layer's.
         left_out: how names begin, after the base, of what is left out.
         constants: how names end, after the base, of what has no effect.
+        numbers: how names end of numbers that transformers wants beside a tensor: how that one's
+            does, and the number.
     """
 
     names: Names = field(default_factory=dict)
@@ -81,6 +85,7 @@ class Tensors:
     further: str = ""
     left_out: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
+    numbers: Mapping[str, tuple[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

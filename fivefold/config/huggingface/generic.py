@@ -53,6 +53,7 @@ _OF_FILES = """
     use_bfloat16 tf_legacy_loss xla_device _attn_implementation_autoset attn_implementation
     _attn_implementation _attn_implementation_internal experts_implementation
     _experts_implementation _experts_implementation_internal custom_pipelines
+    transformers.js_config
 """
 _OF_OUTPUTS = """
     use_cache return_dict output_attentions output_hidden_states output_past chunk_size_feed_forward

@@ -42,7 +42,8 @@ def equal_biases(reader: Reader, default: bool = False) -> Settings:
     """Of families with a field for attention, its output among it, and one for MLPs."""
     attention, mlp = reader.flag("attention_bias", default), reader.flag("mlp_bias", default)
     if attention != mlp:
-        reader.unsupported("mlp_bias", mlp, [attention], "attention_bias has to be the same")
+        why = f"{reader.spelt('attention_bias')} has to be the same"
+        reader.unsupported("mlp_bias", mlp, [attention], why)
     return {"add_bias_linear": attention and mlp}
 
 
@@ -64,6 +65,7 @@ class LlamaLike:
         rotary_share: share of a head's features that RoPE rotates.
         tied: whether embeddings are tied.
         activation: activation function of the MLP, as files have it.
+        own_activations: those that it alone has, by our names, too.
         norms: which norms the family has around attention and MLP.
         heads: how it normalises heads of queries and keys; None: it does not.
         null_head_dim: whether transformers takes a null for the head's default.
@@ -87,6 +89,7 @@ class LlamaLike:
     rotary_share: float = 1.0
     tied: bool = False
     activation: str = "silu"
+    own_activations: tuple[str, ...] = ()
     norms: Literal["before", "after", "both"] = "before"
     heads: Literal["per_head", "all_heads"] | None = None
     null_head_dim: bool = False
@@ -114,7 +117,9 @@ class LlamaLike:
             num_query_groups=groups("num_key_value_heads", default=self.num_key_value_heads),
             kv_channels=head_dim("head_dim", default=self.head_dim),
             norm_epsilon=reader.number(self.epsilon, self.rms_norm_eps),
-            activation_func=activation(reader, self.hidden_act, self.activation),
+            activation_func=activation(
+                reader, self.hidden_act, self.activation, self.own_activations
+            ),
             **self.biases(reader),
             qk_layernorm=self.heads is not None,
             qk_layernorm_type=self.heads or "per_head",
@@ -157,10 +162,11 @@ def transformer_sizes(reader: Reader) -> dict[str, Any]:
     }
 
 
-def activation(reader: Reader, name: str, default: str) -> Any:
-    """Activation function of the MLP, under Fivefold's name."""
-    word = reader.text(name, default=default, choices=ACTIVATIONS)
-    return ACTIVATIONS[word or default]
+def activation(reader: Reader, name: str, default: str, own: tuple[str, ...] = ()) -> Any:
+    """Activation function of the MLP, under Fivefold's name; `own` are more, by these names."""
+    known = {**ACTIVATIONS, **dict(zip(own, own, strict=True))}
+    word = reader.text(name, default=default, choices=known)
+    return known[word or default]
 
 
 def refuse_head_dim(

@@ -120,6 +120,7 @@ _LLAVA = (
     "ignore_index",
 )
 _LLAVA_NEXT = (*_LLAVA, "image_grid_pinpoints", "use_image_newline_parameter")
+_IDEFICS = "image_token_id", "scale_factor", "_pad_token_id"
 _QWEN_VL = (
     *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
     "vision_token_id",
@@ -135,6 +136,8 @@ MULTIMODAL: Mapping[str, _Multimodal] = MappingProxyType(
             ),
             tied=True,
         ),
+        "idefics3": _Multimodal(("llama",), _IDEFICS),
+        "smolvlm": _Multimodal(("llama",), _IDEFICS),
         "llama4": _Multimodal(
             ("llama4_text",),
             (
@@ -285,6 +288,11 @@ def _read_text_fields(reader: Reader, kind: str, told: str) -> None:
         reader.fixed(
             "final_logit_softcapping", None, why="transformers caps logits of the text model alone"
         )
+    if kind in ("idefics3", "smolvlm"):  # of published files, and transformers has no use for them
+        reader.without_effect("perceiver_config", "pixel_shuffle_factor", "neftune_noise_alpha")
+        reader.without_effect("_flash_attn_2_enabled")
+        for name in ("qk_layer_norms", "use_resampler"):
+            reader.fixed(name, False)
     if told in ("qwen3_vl_text", "qwen3_vl_moe_text"):
         reader.fixed("use_sliding_window", False)
     if told == "qwen3_vl_moe_text":
@@ -312,9 +320,13 @@ _TEXT_NAMES = (
     ("language_model.model.", "model."),  # as transformers 4 writes them until 4.52
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
+    ("model.text_model.", "model."),  # of Idefics3 and SmolVLM
     ("language_model.", "model."),  # of the model without a head
 )
-_PARTS = ("vision_tower", "vision_model", "multi_modal_projector", "visual", "image_newline")
+_PARTS = (
+    *("vision_tower", "vision_model", "multi_modal_projector", "visual", "image_newline"),
+    "connector",
+)
 """Parts beside the text model, by the names of their tensors."""
 
 

@@ -59,6 +59,9 @@ _THEIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
         ),
         "moe_router_topk": ("num_experts_per_tok", "moe_k", "moe_topk"),
+        "moe_router_topk_scaling_factor": (
+            *("routed_scaling_factor", "router_scaling_factor", "route_scale"),
+        ),
         "moe_router_num_groups": ("n_group",),
         "moe_router_group_topk": ("topk_group",),
         "moe_ffn_hidden_size": ("moe_intermediate_size",),

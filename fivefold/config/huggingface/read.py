@@ -7,6 +7,7 @@ from typing import Any
 
 from fivefold.config.huggingface.families import FAMILIES
 from fivefold.config.huggingface.generic import read_generic
+from fivefold.config.huggingface.lacking import LACKING
 from fivefold.config.huggingface.multimodal import MULTIMODAL, is_multimodal, text_reader
 from fivefold.config.huggingface.naming import in_words_of
 from fivefold.config.huggingface.reader import Reader
@@ -60,5 +61,7 @@ def _unknown_family(kind: object) -> ConfigError:
     if not isinstance(kind, str):
         what = "config.json needs a text for 'model_type', which names the family of the model"
         return ConfigError(Mistake(what, works=families))
-    what = f"unsupported model_type {kind[:80]!r}{did_you_mean(kind, families)}"
-    return ConfigError(Mistake(what, works=families))
+    what = f"unsupported model_type {kind[:80]!r}"
+    if kind in LACKING:
+        return ConfigError(Mistake(f"{what}: {LACKING[kind]}"))
+    return ConfigError(Mistake(what + did_you_mean(kind, families), works=families))

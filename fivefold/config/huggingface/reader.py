@@ -48,6 +48,11 @@ class Reader:
         """Take fields that are asked for by these names under another name, too."""
         self._spellings |= spellings
 
+    def spelt(self, name: str) -> str:
+        """The name that the file has for a field: another spelling, where that is given."""
+        other = self._spellings.get(name)
+        return other if other in self.fields and other is not None else name
+
     @property
     def known(self) -> Collection[str]:
         """Names that were requested so far."""
@@ -150,6 +155,7 @@ class Reader:
 
     def unsupported(self, name: str, value: Any, works: Iterable[Any], why: str = "") -> None:
         """Report a field whose value a ModelConfig cannot express."""
+        name = self.spelt(name)
         self.mistakes.add(
             f"{self._place}{name} = {_written(value)} of {self._whose} is not supported",
             *([why] if why else []),

@@ -223,16 +223,18 @@ def _scaling(
         missing = [name for name in LLAMA3.values() if name not in table.fields]
         if missing:
             table.mistakes.add(f"llama3 RoPE scaling needs {', '.join(missing)}")
-        *factors, original = LLAMA3.items()
-        scaling = (
-            ("use_rope_scaling", True),
-            *((ours, table.number(theirs, 1.0)) for ours, theirs in factors),
-            (original[0], table.size(original[1], default=1)),
-        )
+        *factors, original = LLAMA3.values()
+        numbers = (table.number(name, 1.0) for name in factors)
+        scaling = llama3_settings(*numbers, table.size(original, default=1))
     if sharpened:
         scaling += _temperature(table)
     table.refuse_unread()
     return kind, scaling
+
+
+def llama3_settings(*numbers: float) -> tuple[tuple[str, Any], ...]:
+    """ModelConfig settings for Llama 3's scaling, by its numbers in the order of `LLAMA3`."""
+    return ("use_rope_scaling", True), *zip(LLAMA3, numbers, strict=True)
 
 
 def yarn_settings(

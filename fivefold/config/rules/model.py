@@ -110,7 +110,15 @@ def _check_reach(model: ModelConfig, mistakes: Mistakes) -> None:
 
 
 def _check_gate(model: ModelConfig, mistakes: Mistakes) -> None:
-    """Check that the activation supports the gate's offset and clamp."""
+    """Check that the activation supports the gate, its offset and its clamp."""
+    if model.activation_func == "xielu" and (model.gated_linear_unit or model.num_experts):
+        of = "gated_linear_unit" if model.gated_linear_unit else "num_experts"
+        none = "--no-gated-linear-unit" if model.gated_linear_unit else "--num-experts none"
+        mistakes.add(
+            f"activation_func xielu is of dense MLPs without a gate, and {of} is "
+            f"{getattr(model, of)}",
+            works=(none, "--activation-func silu"),
+        )
     fused = model.gated_linear_unit and model.activation_func in ("silu", "quick_gelu")
     for name, default in (("glu_linear_offset", 0.0), ("activation_func_clamp_value", None)):
         value = getattr(model, name)

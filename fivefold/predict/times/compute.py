@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.config.model import ModelConfig
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.hardware import Gpu
 
@@ -26,6 +27,8 @@ _EXPONENTIAL = 32  # features of a head whose products take as long as a score's
 _ALIGNED = 16  # bytes that tensor cores read at once
 _PADDED_HEAD = 32  # of whose multiples fused attention has kernels, as in FlashAttention's source
 _FILL = 2.8e-6  # seconds in which a tile's pipeline fills and drains, whatever the rate between
+_UNFUSED_GATE = 5 / 3  # activation, then product
+_XIELU = 23.0, 44.0  # PyTorch's kernels in turn, as `model.xielu` has them: nothing fuses them
 ELEMENT: Mapping[str, float] = {**ELEMENT_BYTES, "fp8": 1.0, "fp4": 0.5}
 RECIPE_RATE = {
     "delayed": 1.0,
@@ -105,6 +108,14 @@ def matmul(
 def elementwise(gpu: Gpu, size: V, kernels: int = 1) -> V:
     """Seconds to move `size` bytes to and from memory in this number of kernels."""
     return size / _memory_rate(gpu) + kernels * gpu.launch
+
+
+def activation_traffic(model: ModelConfig) -> tuple[float, float, float | None]:
+    """What an MLP's activation reads and writes for each of its results, forward and backward,
+    fused; and how many times as much otherwise, None for the usual number."""
+    if model.activation_func == "xielu":
+        return *_XIELU, 1.0
+    return (3, 5, _UNFUSED_GATE) if model.gated_linear_unit else (2, 3, None)
 
 
 def _memory_rate(gpu: Gpu) -> float:

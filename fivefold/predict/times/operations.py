@@ -27,7 +27,12 @@ from fivefold.model.fusion_rules import joins_norm
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.software import Software
 from fivefold.predict.times.communication import all_reduce, all_to_all, gather, span, token_copies
-from fivefold.predict.times.compute import Phases, elementwise, score_matrices
+from fivefold.predict.times.compute import (
+    Phases,
+    activation_traffic,
+    elementwise,
+    score_matrices,
+)
 from fivefold.predict.times.context import configured_ways
 from fivefold.predict.times.linears import ELEMENT, LinearTimes
 from fivefold.predict.times.sparse import chosen_tokens, indexing
@@ -37,7 +42,6 @@ from fivefold.predict.times.states import states
 UNFUSED_TRAFFIC = 2.0  # bytes moved by unfused elementwise kernels, relative to a fused one
 UNFUSED_NORM = 4.0  # of a norm in fp32: cast, square, mean, scale, cast back, weight
 UNFUSED_ROTATION = 4.0  # cast, complex product, cast back
-UNFUSED_GATE = 5 / 3  # activation, then product
 
 
 class OperationTimes(LinearTimes):
@@ -191,9 +195,9 @@ class OperationTimes(LinearTimes):
         return self._elementwise(3 * size + mask, 5 * size + mask if mask else 3 * size + scaled)
 
     def _activation(self, elements: float) -> Times:
-        reads, size = 2 if self.model.gated_linear_unit else 1, elements * ELEMENT
-        unfused = UNFUSED_GATE if reads > 1 else UNFUSED_TRAFFIC
-        return self._elementwise((reads + 1) * size, (2 * reads + 1) * size, unfused)
+        forward, backward, unfused = activation_traffic(self.model)
+        size = elements * ELEMENT
+        return self._elementwise(forward * size, backward * size, unfused or UNFUSED_TRAFFIC)
 
     def _core_attention(self, op: CoreAttention) -> Times:
         """RoPE of queries and keys, norms after it, and attention."""

@@ -198,9 +198,8 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
         if others:
             yield f"its RoPE scaling has these numbers in its code: {'; '.join(others)}"
     function = (model.activation_func, model.gated_linear_unit)
-    exact = model.activation_func == "gelu" or model.add_bias_linear
-    named = function in (("silu", True), ("quick_gelu", True), ("squared_relu", False))
-    if not named and (model.gated_linear_unit or function[0] == "silu" or not exact):
+    flagged = ("silu", True), ("quick_gelu", True), ("squared_relu", False), ("gelu", False)
+    if function not in flagged and (model.gated_linear_unit or not _has_tanh(model)):
         asked = said.told("activation_func", "gated_linear_unit", "add_bias_linear")
         yield f"{asked} have no flag there: its MLP runs GELU without a gate"
     if not said["bias_gelu_fusion"] and _has_tanh(model):

@@ -34,7 +34,7 @@ from fivefold.convert.load import (
 )
 from fivefold.convert.save import MOST_BYTES, write_weights
 from fivefold.convert.spoilt import Converted, spoilt
-from fivefold.convert.stored import stored_tensors
+from fivefold.convert.stored import numbers_beside, stored_tensors
 from fivefold.data.template import FILES as TEMPLATE_FILES
 from fivefold.data.template import TOKENIZER_CONFIG, folder_of
 from fivefold.data.tokenizer import Tokenizer
@@ -180,7 +180,14 @@ def _one_to_hub(
     theirs = {name: types[ours] for ours, place in places.items() for name in place.names}
     with _finished(target) as folder:
         whole = with_merged(read, model)
-        written = write_weights(folder, places, whole, theirs.__getitem__, most_bytes=most_bytes)
+        written = write_weights(
+            folder,
+            places,
+            whole,
+            theirs.__getitem__,
+            most_bytes=most_bytes,
+            numbers=numbers_beside(how, theirs),
+        )
         for file in side_files(source):
             shutil.copyfile(file, folder / file.name)
         _describe(source, tokenizer, folder, fields, types["norm.weight"])

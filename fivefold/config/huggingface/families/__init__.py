@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from fivefold.config.huggingface.families import (
+    afmoe,
+    apertus,
     cohere,
     deepseek,
     ernie,
@@ -17,6 +19,7 @@ from fivefold.config.huggingface.families import (
     hunyuan,
     llama,
     llama4,
+    mellum,
     mistral,
     nemotron_h,
     olmo,
@@ -44,6 +47,9 @@ _MODULES = (
     hunyuan,
     llama4,
     nemotron_h,
+    apertus,
+    mellum,
+    afmoe,
     deepseek,
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType(

@@ -1,6 +1,8 @@
-"""Gemma 1 to 3: norms' weights that start at 0, embeddings times the root of their size."""
+"""Gemma 1 to 3, and VaultGemma: norms' weights that start at 0, embeddings times the root of their
+size."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fivefold.config.huggingface import windows
@@ -22,6 +24,7 @@ _GEMMA = LlamaLike(
 _GEMMA2 = replace(
     _GEMMA, num_key_value_heads=4, norms="both", hidden_act="hidden_activation", windows=None
 )
+_VAULT = replace(_GEMMA2, norms="before")
 _GEMMA3 = replace(_GEMMA2, heads="per_head", rope=None)
 
 
@@ -35,10 +38,10 @@ def _gemma(reader: Reader) -> ModelConfig:
     return replace(model, activation_func=function, **_settings(model))
 
 
-def _gemma2(reader: Reader) -> ModelConfig:
+def _gemma2(reader: Reader, like: LlamaLike = _GEMMA2) -> ModelConfig:
     """Gemma 2: norms around attention and MLP, windows in every other layer, capped scores and
-    logits."""
-    model = _GEMMA2.read(reader)
+    logits. VaultGemma has norms before them alone."""
+    model = like.read(reader)
     reader.without_effect("hidden_act", "cache_implementation", "sliding_window_size")
     reader.fixed("use_bidirectional_attention", None, False)
     slides = windows.listed(reader, model.num_layers)
@@ -113,5 +116,12 @@ _AROUND: Names = {".post_attention_layernorm.": ".pre_feedforward_layernorm.", *
 FAMILIES = (
     Family("gemma", "GemmaForCausalLM", _gemma, _GEMMA.write),
     Family("gemma2", "Gemma2ForCausalLM", _gemma2, _write_gemma2, Tensors(_AROUND)),
+    Family(
+        "vaultgemma",
+        "VaultGemmaForCausalLM",
+        partial(_gemma2, like=_VAULT),
+        _write_gemma2,
+        Tensors({".post_attention_layernorm.": ".pre_feedforward_layernorm."}),
+    ),
     Family("gemma3_text", "Gemma3ForCausalLM", _gemma3, _write_gemma3, Tensors(_AROUND)),
 )

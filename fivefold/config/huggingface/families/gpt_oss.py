@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold.config.huggingface import windows
-from fivefold.config.huggingface.family import TOGETHER, Family, Fields, Tensors
+from fivefold.config.huggingface.family import SINKS, TOGETHER, Family, Fields, Tensors
 from fivefold.config.huggingface.generic import read_balancing
 from fivefold.config.huggingface.llama_like import LlamaLike
 from fivefold.config.huggingface.reader import Reader
@@ -78,7 +78,7 @@ def _write(model: ModelConfig) -> Fields:
 
 _TENSORS = Tensors(
     {
-        ".self_attn.sinks.weight": ".self_attn.sinks",
+        **SINKS,
         ".mlp.experts.gate_proj.bias": ".mlp.experts.gate_up_proj_bias",
         ".mlp.experts.up_proj.bias": ".mlp.experts.gate_up_proj_bias",
         ".mlp.experts.down_proj.bias": ".mlp.experts.down_proj_bias",

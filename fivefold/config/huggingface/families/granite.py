@@ -1,12 +1,14 @@
 """Granite 3 and 4: Llama's layers, or Mixtral's experts, with factors."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from fivefold.config.huggingface import windows
 from fivefold.config.huggingface.comparing import softmax_scale
 from fivefold.config.huggingface.families.mistral import mixtral_fields
-from fivefold.config.huggingface.family import Family, Fields, Names, Tensors
+from fivefold.config.huggingface.family import SINKS, TOGETHER, Family, Fields, Names, Tensors
 from fivefold.config.huggingface.generic import read_balancing
 from fivefold.config.huggingface.llama_like import (
     LlamaLike,
@@ -15,6 +17,7 @@ from fivefold.config.huggingface.llama_like import (
     refuse_head_dim,
 )
 from fivefold.config.huggingface.reader import Reader
+from fivefold.config.layer_pattern import unrotated_frequency
 from fivefold.config.model import ModelConfig
 
 _MIXTURE = LlamaLike()  # whose attention_bias would affect attention alone
@@ -31,7 +34,10 @@ def _granite(reader: Reader, like: LlamaLike = _DENSE) -> ModelConfig:
 
 def _mixture(reader: Reader, *, shared: bool = False) -> ModelConfig:
     """Mixtral's experts; or also an expert of all tokens."""
-    model = _granite(reader, _MIXTURE)
+    return _with_experts(reader, _granite(reader, _MIXTURE), shared=shared)
+
+
+def _with_experts(reader: Reader, model: ModelConfig, *, shared: bool) -> ModelConfig:
     read_balancing(reader)
     size = reader.size("shared_intermediate_size", default=0, least=0) if shared else 0
     return replace(
@@ -66,6 +72,56 @@ def _hybrid(reader: Reader) -> ModelConfig:
     return replace(model, ffn_hidden_size=reader.size("shared_intermediate_size", default=1024))
 
 
+_SINKS = replace(_DENSE, num_key_value_heads=4, rms_norm_eps=1e-5, tied=True, windows=None)
+_SINKS_MIXTURE = replace(_MIXTURE, windows=None)
+
+
+def _sinks_mixture(reader: Reader) -> ModelConfig:
+    return _with_experts(reader, _sinks(reader, _SINKS_MIXTURE), shared=True)
+
+
+def _sinks(reader: Reader, like: LlamaLike = _SINKS) -> ModelConfig:
+    """Granite with sinks in every layer, and windows in three of four; RoPE may have a base in
+    those and another one in the rest, or be in either alone."""
+    model = _granite(reader, like)
+    layers = model.num_layers
+    listed = windows.listed(reader, layers)
+    slides = listed or tuple(layer % 4 != 0 for layer in range(layers))
+    window = windows.settings(windows.needed(reader, slides, 128), slides)
+    return replace(model, softmax_type="learnable", **window, **_bases(reader, model, slides))
+
+
+def _bases(reader: Reader, model: ModelConfig, slides: Sequence[bool]) -> dict[str, Any]:
+    """ModelConfig settings for `layer_rope_theta`: of each layer a base, or 0 for no RoPE."""
+    name, layers = "layer_rope_theta", len(slides)
+    if reader.fields.get(name) is None:
+        reader.without_effect(name)
+        return {}
+    bases = reader.numbers(name)
+    if not reader.has_each_layer(name, bases, layers):
+        return {}
+    each = list(zip(bases, slides, strict=True))
+    whole, local = (
+        {base for base, slide in each if base and slide is has} for has in (False, True)
+    )
+    works = [[model.rotary_base] * layers]
+    stretched = model.use_rope_scaling or model.rope_type != "rope"
+    scaled = stretched or model.rotary_seq_len_interpolation_factor is not None
+    if not whole | local or max(len(whole), len(local)) > 1:
+        why = "layers with a window have one base, and those without have one; not all are 0"
+        reader.unsupported(name, list(bases), works, why)
+        return {}
+    base, other = (*whole, *local)[0], (*local, *whole)[0]
+    if other != base and scaled:
+        reader.unsupported(name, list(bases), works, "scaled positions have one base")
+    without = [not base for base in bases]
+    return {
+        "rotary_base": base,
+        "rotary_base_local": None if other == base else other,
+        "no_rope_freq": unrotated_frequency(without) if any(without) else None,
+    }
+
+
 _HYPERCLOVAX = replace(_DENSE, null_head_dim=True, code=True)
 
 
@@ -98,8 +154,21 @@ def _write(model: ModelConfig) -> Fields:
     return _MIXTURE.write(model) | factors | {"attention_multiplier": softmax_scale(model)}
 
 
+def _write_sinks(model: ModelConfig) -> Fields:
+    local = model.rotary_base_local or model.rotary_base
+    bases = [
+        (model.rotary_base if model.window_of(layer) is None else local) * model.rotates(layer)
+        for layer in range(model.num_layers)
+    ]
+    return windows.fields(model) | {"layer_rope_theta": bases}
+
+
 def _write_mixture(model: ModelConfig) -> Fields:
     return _write(model) | mixtral_fields(model)
+
+
+def _write_shared(model: ModelConfig) -> Fields:
+    return _write_mixture(model) | {"shared_intermediate_size": model.shared_ffn_size}
 
 
 _ATTENTION = "attention", "full_attention"
@@ -120,6 +189,12 @@ _NAMES: Names = {
     **_joint("mlp.experts", "block_sparse_moe"),
 }
 _SHARED: Names = {**_joint("mlp.shared_experts", "shared_mlp"), **_NAMES}
+_SHARED_SINKS: Names = {
+    **_joint("mlp.shared_experts", "shared_mlp"),
+    **TOGETHER,
+    ".mlp.": ".block_sparse_moe.",
+    **SINKS,
+}
 FAMILIES = (
     Family(
         "granite", "GraniteForCausalLM", _granite, lambda model: _write(model) | bias_fields(model)
@@ -144,8 +219,22 @@ FAMILIES = (
         "granitemoeshared",
         "GraniteMoeSharedForCausalLM",
         partial(_mixture, shared=True),
-        lambda model: _write_mixture(model) | {"shared_intermediate_size": model.shared_ffn_size},
+        _write_shared,
         Tensors(_SHARED, joint_mlp=True, experts="together"),
+    ),
+    Family(
+        "granite_swa",
+        "GraniteSWAForCausalLM",
+        _sinks,
+        lambda model: _write(model) | bias_fields(model) | _write_sinks(model),
+        Tensors(SINKS),
+    ),
+    Family(
+        "granitemoe_swa",
+        "GraniteMoeSWAForCausalLM",
+        _sinks_mixture,
+        lambda model: _write_shared(model) | _write_sinks(model),
+        Tensors(_SHARED_SINKS, joint_mlp=True, experts="together"),
     ),
     Family(
         "granitemoehybrid",

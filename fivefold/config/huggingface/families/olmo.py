@@ -11,6 +11,7 @@ from fivefold.config.huggingface.generic import read_balancing
 from fivefold.config.huggingface.llama_like import LlamaLike, refuse_head_dim
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.huggingface.rope import Rope, rope_by_layer
+from fivefold.config.huggingface.rope_tables import written_tables
 from fivefold.config.model import ModelConfig
 
 _OLMOE = LlamaLike(rms_norm_eps=1e-5, heads="all_heads", padded=True)
@@ -37,13 +38,7 @@ def _write_olmo3(model: ModelConfig) -> Fields:
     """Other bases than the usual one are in tables, which transformers 4 does not read."""
     fields = _OLMO3.write(model) | windows.fields(model)
     local = model.rotary_base_local or model.rotary_base
-    if {model.rotary_base, local} != {_BASE}:
-        scaling = fields.pop("rope_scaling", {"rope_type": "default"})
-        fields["rope_parameters"] = {
-            "full_attention": scaling | {"rope_theta": fields.pop("rope_theta")},
-            "sliding_attention": {"rope_type": "default", "rope_theta": local},
-        }
-    return fields
+    return fields if {model.rotary_base, local} == {_BASE} else written_tables(model, fields)
 
 
 def _olmoe(reader: Reader) -> ModelConfig:
