@@ -28,7 +28,7 @@ OF_MODELS = (
     Dependents(
         OF_ITS_LOSS[1:],
         OF_ITS_LOSS[0],
-        lambda c: c.model.trains_indexer,
+        lambda c: bool(c.model.dsa_indexer_loss_coeff),
         "is how the indexer is trained",
         ("--dsa-indexer-loss-coeff 0.01",),
     ),
