@@ -306,7 +306,7 @@ def _read_recipe(recipe: str) -> dict[str, dict[str, Any]]:
 def _find_recipe(recipe: str) -> Path:
     try:
         path = Path(recipe).expanduser()
-        is_file, is_folder = path.is_file(), path.is_dir()
+        is_file, is_folder = path.is_file() or path.is_fifo(), path.is_dir()
     except (OSError, RuntimeError) as problem:  # a name too long, the home of nobody
         why = getattr(problem, "strerror", None) or str(problem)
         raise ConfigError(f"cannot read the recipe {shown(recipe)}: {why}") from None

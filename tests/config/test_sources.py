@@ -1,4 +1,5 @@
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -244,3 +245,14 @@ def test_a_changed_section_is_one_that_is_made_so(section: type) -> None:
     members = {name: member for kind in section.__mro__ for name, member in vars(kind).items()}
     assert "__post_init__" not in members and "__slots__" not in members
     assert not any(isinstance(member, cached_property) for member in members.values())
+
+
+def test_a_recipe_may_come_through_a_pipe() -> None:
+    """As a shell's `fivefold train <(fivefold plan MODEL --emit fivefold)` gives it."""
+    reads, writes = os.pipe()
+    os.write(writes, b'[model]\npreset = "debug-llama"\n[training]\nseq_length = 48\n')
+    os.close(writes)
+    try:
+        assert read_config(f"/dev/fd/{reads}").training.seq_length == 48
+    finally:
+        os.close(reads)
