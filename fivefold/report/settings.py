@@ -8,6 +8,7 @@ from fivefold.config.rules.model import check_model
 from fivefold.config.rules.values import check_values
 from fivefold.config.sources import read_config
 from fivefold.errors import ConfigError, DataError, Mistake, Mistakes, did_you_mean
+from fivefold.hub import model_named
 from fivefold.train.folder.run_folder import RunFolder
 
 HUB_CONFIG = "config.json"
@@ -26,8 +27,11 @@ def run_settings(folder: Path) -> Path:
         if inside := [p for p in folder.parents if (p / file.name).is_file()]:
             meant = f", did you mean {str(inside[0])!r}?"
         attempt = None
-        if (folder / HUB_CONFIG).is_file():  # weights as Hugging Face keeps them
-            attempt = f"fivefold convert {quote(str(folder))} {quote(f'{folder}-run')}"
+        on_hub = model_named(str(folder)) is not None
+        if on_hub or (folder / HUB_CONFIG).is_file():  # weights as Hugging Face keeps them
+            made = f"runs/{folder.name.partition('@')[0]}" if on_hub else f"{folder}-run"
+            attempt = "if it is a model on the Hugging Face hub, " if on_hub else ""
+            attempt += f"fivefold convert {quote(str(folder))} {quote(made)}"
             attempt += ", which makes a run folder"
         what = f"{folder} is not a run folder: it has no {file.name}{meant}"
         raise DataError(Mistake(what, attempt=attempt))
