@@ -88,10 +88,12 @@ def _check(model: Any, file: Path) -> None:
 
     Its Unigram finds control and byte pieces that a text spells; its normaliser by a table drops
     accents after a character that the table changes; symbols of the user's are found before a
-    text is normalised, and a space is put before what follows each.
+    text is normalised, and a space is put before what follows each. Of a piece of several spaces
+    before a text SentencePiece takes away one.
     """
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     kinds = {piece.type for piece in model.pieces}
+    spaced = any(p.piece.startswith(2 * _SPACE) for p in model.pieces if p.type == _NORMAL)
     scores = [p.score for p in model.pieces if p.type == _NORMAL and len(p.piece) > 1]
     wrong = [
         (trainer.model_type != _BPE, "its model is not BPE"),
@@ -106,6 +108,10 @@ def _check(model: Any, file: Path) -> None:
         (not normalizer.escape_whitespaces, "its pieces hold spaces as they are"),
         (trainer.treat_whitespace_as_suffix, "it puts spaces after words"),
         (len(set(scores)) < len(scores), "some of its pieces have equal scores"),
+        (
+            normalizer.remove_extra_whitespaces and spaced,
+            "it removes spaces, and has pieces that begin with several",
+        ),
     ]
     if reasons := [reason for is_wrong, reason in wrong if is_wrong]:
         what = f"{file} is a SentencePiece model whose tokens a tokenizer.json would not give"

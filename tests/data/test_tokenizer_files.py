@@ -33,8 +33,9 @@ def models(draw):
     if with_bytes:
         for number in range(256):
             add(f"<0x{number:02X}>", BYTE)
+    removes = draw(st.booleans())
     long = {"".join(rng.choices(LETTERS, k=rng.randint(2, 5))) for _ in range(rng.randint(1, 14))}
-    ordered = sorted(long)
+    ordered = sorted(piece for piece in long if not (removes and piece.startswith(2 * "\u2581")))
     rng.shuffle(ordered)
     for number, piece in enumerate([*ordered, *LETTERS]):
         add(piece, NORMAL, -float(number))
@@ -43,7 +44,7 @@ def models(draw):
     trainer.unk_id, trainer.bos_id, trainer.eos_id = 0, 1, 2
     normalizer.name = "identity"
     normalizer.add_dummy_prefix = draw(st.booleans())
-    normalizer.remove_extra_whitespaces = draw(st.booleans())
+    normalizer.remove_extra_whitespaces = removes
     return model
 
 
@@ -73,6 +74,11 @@ def _changed(model, change):
     return model.SerializeToString()
 
 
+def _spaced(model):
+    model.normalizer_spec.remove_extra_whitespaces = True
+    model.pieces.add(piece=2 * "\u2581", type=NORMAL, score=-99.5)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -82,6 +88,7 @@ def _changed(model, change):
         (lambda m: m.pieces.add(piece="abab", type=UNUSED), "unused"),
         (lambda m: setattr(m.trainer_spec, "treat_whitespace_as_suffix", True), "after words"),
         (lambda m: setattr(m.normalizer_spec, "escape_whitespaces", False), "hold spaces"),
+        (_spaced, "begin with several"),
         (lambda m: [m.pieces.add(piece=p, type=NORMAL) for p in ("aab", "bba")], "equal scores"),
     ],
 )
