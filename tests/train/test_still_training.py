@@ -9,6 +9,7 @@ import pytest
 
 from fivefold.cli.main import main
 from tests.programs import Program, run
+from tests.verify.cases import chosen
 
 READERS = {
     "sample": "sample {run} x --max-tokens 1",
@@ -53,7 +54,7 @@ def trained(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("number", [1, 3, 6])
+@pytest.mark.parametrize("number", chosen([1, 3, 6], 1, 6))
 def test_a_checkpoint_that_gives_way_to_a_later_one_is_not_missed(
     reader: str, number: int, trained: Path, tmp_path: Path
 ) -> None:

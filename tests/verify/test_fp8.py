@@ -127,7 +127,7 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
         CASES,
         "tiles",
         "gathered in 8 bits, deferred, offloaded",
-        "ends in bf16, interleaved, ZeRO-3",
+        "ends in bf16, deferred, recomputed",
     ),
 )
 def test_layouts_round_alike(case: str) -> None:

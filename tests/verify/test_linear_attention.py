@@ -202,7 +202,6 @@ WHOLE_ROWS += [case for case in PREDICTING if "experts" in case]
         "moved",
         "adapters with magnitudes, exchanged heads",
         *list(HYBRID)[5::3],
-        "further tokens by the same experts, ring, ZeRO-3, recomputed",
         "further tokens with the same weights, deferred weights, ZeRO-2",
     ),
 )
