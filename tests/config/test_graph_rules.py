@@ -12,6 +12,7 @@ from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.config.rules.graph import OFF, check_graph_device
 from fivefold.errors import ConfigError
+from tests.config.test_model_config import SPARSE
 
 LLAMA = PRESETS["debug-llama"]
 GRAPH = {"cuda_graph_impl": "local", "reset_attention_mask": False, "global_batch_size": 8}
@@ -24,15 +25,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int]] = {
         1,
     ),
     "experimental_attention_variant dsa": (
-        {
-            "num_query_groups": None,
-            "kv_channels": None,
-            "multi_latent_attention": True,
-            "experimental_attention_variant": "dsa",
-            "dsa_indexer_n_heads": 2,
-            "dsa_indexer_head_dim": 64,
-            "dsa_indexer_topk": 8,
-        },
+        SPARSE,
         1,
     ),
     "Mamba-2": (

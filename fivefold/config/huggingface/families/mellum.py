@@ -1,10 +1,13 @@
 """Mellum 2: Qwen3's experts in some layers or all, windows in layers with a RoPE of their own."""
 
 from dataclasses import replace
-from typing import Any
 
 from fivefold.config.huggingface import windows
-from fivefold.config.huggingface.families.qwen import QWEN_MOE_NAMES, qwen_expert_fields
+from fivefold.config.huggingface.families.qwen import (
+    QWEN_MOE_NAMES,
+    expert_sizes,
+    qwen_expert_fields,
+)
 from fivefold.config.huggingface.family import Family, Fields, Tensors
 from fivefold.config.huggingface.generic import read_balancing
 from fivefold.config.huggingface.grouped_experts import listed_sparse, written_sparse
@@ -32,13 +35,7 @@ def _mellum(reader: Reader) -> ModelConfig:
     reader.without_effect("num_mtp_layers", "num_nextn_predict_layers")
     reader.without_effect("mtp_layer_types", "mtp_mlp_layer_types")
     sparse = listed_sparse(reader, layers) or [True] * layers
-    normalised = reader.flag("norm_topk_prob", True)
-    experts: dict[str, Any] = {
-        "num_experts": reader.size("num_experts", "num_local_experts"),
-        "moe_router_topk": reader.size("num_experts_per_tok"),
-        "moe_ffn_hidden_size": reader.size("moe_intermediate_size"),
-        "moe_router_pre_softmax": not normalised,
-    }
+    experts = expert_sizes(reader, normalised=True)
     if not any(sparse):
         return model
     return replace(model, **experts, moe_layer_freq=layer_frequency(sparse))

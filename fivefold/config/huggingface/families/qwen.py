@@ -98,6 +98,17 @@ def _qwen2(reader: Reader) -> ModelConfig:
     return _QWEN2.read(reader)
 
 
+def expert_sizes(reader: Reader, *, normalised: bool) -> dict[str, Any]:
+    """Sizes of experts, and whether the weights of those chosen are normalised, by default so."""
+    kept = reader.flag("norm_topk_prob", normalised)
+    return {
+        "num_experts": reader.size("num_experts", "num_local_experts"),
+        "moe_router_topk": reader.size("num_experts_per_tok"),
+        "moe_ffn_hidden_size": reader.size("moe_intermediate_size"),
+        "moe_router_pre_softmax": not kept,
+    }
+
+
 def qwen_experts(
     reader: Reader, model: ModelConfig, *, shared: int | None, normalised: bool = False
 ) -> ModelConfig:
@@ -112,13 +123,7 @@ def qwen_experts(
     read_balancing(reader)
     dense = set(reader.sizes("mlp_only_layers"))
     step = reader.size("decoder_sparse_step", default=1)
-    normalised = reader.flag("norm_topk_prob", normalised)
-    experts: dict[str, Any] = {
-        "num_experts": reader.size("num_experts", "num_local_experts"),
-        "moe_router_topk": reader.size("num_experts_per_tok"),
-        "moe_ffn_hidden_size": reader.size("moe_intermediate_size"),
-        "moe_router_pre_softmax": not normalised,
-    }
+    experts = expert_sizes(reader, normalised=normalised)
     if shared is not None:
         size = reader.size("shared_expert_intermediate_size", default=shared)
         experts |= {"moe_shared_expert_intermediate_size": size, "moe_shared_expert_gate": True}
