@@ -11,6 +11,7 @@ from typing import Any
 from fivefold.config.huggingface import from_hf_config
 from fivefold.config.huggingface.multimodal import told_of
 from fivefold.config.model import ModelConfig
+from fivefold.config.rules.sparse import V32_SIZES
 from fivefold.errors import ConfigError, Mistake, did_you_mean, shown
 from fivefold.hub import CONFIG_ALONE, fetched_model, model_named
 
@@ -406,12 +407,7 @@ _DEBUG: dict[str, Any] = {
     "make_vocab_size_divisible_by": 128,
 }
 
-_INDEXER: dict[str, Any] = {
-    "experimental_attention_variant": "dsa",
-    "dsa_indexer_n_heads": 64,
-    "dsa_indexer_head_dim": 128,
-    "dsa_indexer_topk": 2048,
-}
+_INDEXER: dict[str, Any] = {"experimental_attention_variant": "dsa", **V32_SIZES}
 PRESETS: Mapping[str, ModelConfig] = {
     "gpt2": _GPT2,
     "gpt-22b": replace(_GPT_1T, num_layers=48, hidden_size=6144, num_attention_heads=64),

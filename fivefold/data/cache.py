@@ -1,4 +1,4 @@
-"""Files that one of several processes makes, and the others wait for."""
+"""Files of the data cache: made by one of several processes, opened by all."""
 
 import shlex
 from collections.abc import Callable, Iterator

@@ -4,26 +4,13 @@ from datetime import timedelta
 
 from fivefold.jobs.job import STOP_SECONDS, ClusterJob
 
-
-def sbatch_file(job: ClusterJob) -> str:
-    """The text of an sbatch file; the run folder is named after the job's number.
-
-    Ten minutes before the limit Slurm sends USR1 to the script, which passes it to every rank. The
-    ranks finish their step, save and leave; the script requeues the job under the same number.
-    After a failure it does so, too, at most `job.max_restarts` times. It counts them in a file,
-    since SLURM_RESTART_COUNT also counts what the time limit and lost nodes caused. The status of
-    srun does not tell failures apart: it is 143 wherever other ranks are ended after the first.
-    """
-    save = job.config.checkpoint.save
-    folder = "" if save is not None else f' --save "runs/{job.name}-$SLURM_JOB_ID"'
-    gpus = "" if job.gpu is None else f"#SBATCH --gpus-per-node={job.ranks}\n"
-    return f"""\
+_SCRIPT = """\
 #!/bin/bash
 #SBATCH --job-name={job.name}
 #SBATCH --nodes={job.nodes}
 #SBATCH --ntasks-per-node={job.ranks}
-{gpus}#SBATCH --time={_written(job.limit)}
-#SBATCH --signal=B:USR1@{STOP_SECONDS}
+{gpus}#SBATCH --time={limit}
+#SBATCH --signal=B:USR1@{warning}
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
@@ -76,6 +63,23 @@ elif [ "$asked_to_stop" = yes ]; then
 fi
 exit "$status"
 """
+
+
+def sbatch_file(job: ClusterJob) -> str:
+    """The text of an sbatch file; the run folder is named after the job's number.
+
+    Ten minutes before the limit Slurm sends USR1 to the script, which passes it to every rank. The
+    ranks finish their step, save and leave; the script requeues the job under the same number.
+    After a failure it does so, too, at most `job.max_restarts` times. It counts them in a file,
+    since SLURM_RESTART_COUNT also counts what the time limit and lost nodes caused. The status of
+    srun does not tell failures apart: it is 143 wherever other ranks are ended after the first.
+    """
+    save = job.config.checkpoint.save
+    folder = "" if save is not None else f' --save "runs/{job.name}-$SLURM_JOB_ID"'
+    gpus = "" if job.gpu is None else f"#SBATCH --gpus-per-node={job.ranks}\n"
+    return _SCRIPT.format(
+        job=job, gpus=gpus, folder=folder, limit=_written(job.limit), warning=STOP_SECONDS
+    )
 
 
 def _written(limit: timedelta) -> str:

@@ -9,16 +9,16 @@ from fivefold.errors import Mistakes
 
 _VARIANT = "experimental_attention_variant"
 _DSA = f"{_VARIANT} dsa"
-_SIZES = {
+V32_SIZES = {
     "dsa_indexer_n_heads": 64,
     "dsa_indexer_head_dim": 128,
     "dsa_indexer_topk": 2048,
 }
-"""DeepSeek-V3.2's, for advice."""
+"""Those of DeepSeek-V3.2's indexer, which advice names."""
 TO_HAVE_IT = " ".join(
     (
         f"--multi-latent-attention {flag_of(_VARIANT)} dsa",
-        *(f"{flag_of(name)} {size}" for name, size in _SIZES.items()),
+        *(f"{flag_of(name)} {size}" for name, size in V32_SIZES.items()),
     )
 )
 """Flags with which a model has it."""
@@ -43,7 +43,7 @@ def check_sparse(model: ModelConfig, mistakes: Mistakes) -> None:
         mistakes.add(what, works=(off,) if hybrid else ("--multi-latent-attention", off))
     missing = [name for name in OF_INDEXER if getattr(model, name) is None]
     if missing:
-        sizes = " ".join(f"{flag_of(name)} {_SIZES[name]}" for name in missing)
+        sizes = " ".join(f"{flag_of(name)} {V32_SIZES[name]}" for name in missing)
         mistakes.add(f"{_DSA} needs {', '.join(missing)}", works=(sizes, off))
     dim, rotary = model.dsa_indexer_head_dim, model.qk_pos_emb_head_dim
     if dim is not None and dim < rotary and model.multi_latent_attention:
