@@ -20,6 +20,8 @@ class Architecture:
     vocab_size: Count = option(MISSING, "entries of the vocabulary, before padding")
     num_query_groups: Count | None = option(None, "key/value heads (default: one per query head)")
     kv_channels: Count | None = option(None, "features of a head (default: hidden size / heads)")
+    v_channels: Count | None = option(None, "features of a value head (default: those of a key's)")
+    value_multiplier: Positive = option(1.0, "factor of values, as in MiMo-V2-Flash")
     ffn_hidden_size: Count | None = option(
         None, "inner features of the MLP (default: 4 x hidden size)"
     )
@@ -171,6 +173,15 @@ class Architecture:
         None,
         "layers with the sliding window: all but every Nth ('2': layers 0, 2, ...), or a list such "
         "as '[1]*3+[0]*1'; none: all",
+    )
+    num_query_groups_local: Count | None = option(
+        None, "key/value heads in layers with a window, as in MiMo-V2-Flash; none: as in others"
+    )
+    kv_channels_local: Count | None = option(
+        None, "features of a head in layers with a window, as in Gemma 4; none: as in others"
+    )
+    softmax_type_local: Literal["vanilla", "learnable"] | None = option(
+        None, "attention softmax in layers with a window; none: as in others"
     )
     attention_chunk_size: Count | None = option(
         None,

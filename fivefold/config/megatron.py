@@ -6,6 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from fivefold.config.by_layer import OF_WINDOWS
 from fivefold.config.layer_pattern import expert_layers, unrotated_layers, window_layers
 from fivefold.config.model import ModelConfig
 from fivefold.errors import CheckpointError, ConfigError, Mistake, shown
@@ -35,6 +36,9 @@ _OURS: Mapping[str, float | str | None] = MappingProxyType(
         "residual_multiplier": 1.0,
         "logits_scaling": 1.0,
         "rotary_base_local": None,
+        **dict.fromkeys(OF_WINDOWS),
+        "v_channels": None,
+        "value_multiplier": 1.0,
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
         "attention_chunk_size": None,

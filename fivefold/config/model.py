@@ -2,9 +2,10 @@
 it."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple, get_args
 
-from fivefold.config.by_layer import ByLayer
+from fivefold.config.by_layer import OF_WINDOWS, ByLayer
 from fivefold.config.lora import OF_ADAPTERS, LoraTarget
 
 MAX_SIZE = (1 << 31) - 1  # of any dimension, so that products of two fit into 64 bits
@@ -81,6 +82,28 @@ class ModelConfig(ByLayer):
         """Whether all query heads of a token, and all key heads, are normalised together."""
         return self.qk_layernorm and self.qk_layernorm_type == "all_heads"
 
+    def attention_of(self, local: bool) -> "ModelConfig":
+        """The same model with the attention of one kind of its layers in all of them.
+
+        The only place that knows how layers differ: whoever needs a size of attention asks the
+        model of the layer's kind for it.
+
+        Args:
+            local: whether the layers are those of `is_local`; else the others.
+        """
+        own = self.rotary_base_local is not None or self.has_local_sizes
+        return _attention_of(self, local) if own else self
+
+    def as_in(self, layer: int) -> "ModelConfig":
+        """`attention_of` the kind of a layer."""
+        return self.attention_of(self.is_local(layer))
+
+    @property
+    def attentions(self) -> tuple["ModelConfig", ...]:
+        """The model with the attention of each kind of its layers that has a softmax."""
+        kinds = dict.fromkeys(map(self.is_local, self.softmax_layers))
+        return tuple(map(self.attention_of, kinds)) or (self,)
+
     @property
     def num_kv_heads(self) -> int:
         """Key/value heads."""
@@ -108,6 +131,7 @@ class ModelConfig(ByLayer):
             self,
             num_query_groups=None if latent else self.num_kv_heads,
             kv_channels=None if latent else self.head_dim,
+            v_channels=None if latent else self.value_dim,
             ffn_hidden_size=self.ffn_size,
             moe_ffn_hidden_size=self.expert_ffn_size if experts else None,
             mamba_num_heads=self.states.heads if hybrid else None,
@@ -171,7 +195,9 @@ class ModelConfig(ByLayer):
     @property
     def value_dim(self) -> int:
         """Features of a value head, and of a head's output."""
-        return self.v_head_dim if self.multi_latent_attention else self.head_dim
+        if self.multi_latent_attention:
+            return self.v_head_dim
+        return self.v_channels or self.head_dim
 
     @property
     def latent_epsilon(self) -> float:
@@ -254,3 +280,22 @@ class ModelConfig(ByLayer):
     def qkv_bias(self) -> bool:
         """Whether the query, key and value projections have a bias."""
         return self.add_bias_linear or self.add_qkv_bias
+
+
+@lru_cache(maxsize=64)
+def _attention_of(model: ModelConfig, local: bool) -> ModelConfig:
+    """As `ModelConfig.attention_of` has it: every layer asks."""
+    sizes: dict[str, Any] = {}
+    for name in OF_WINDOWS if local else ():
+        size = getattr(model, name)
+        if size is not None:
+            sizes[name.removesuffix("_local")] = size
+    if local and model.rotary_base_local is not None:
+        sizes |= {
+            "rotary_base": model.rotary_base_local,
+            "rope_type": "rope",
+            "use_rope_scaling": False,
+            "rotary_seq_len_interpolation_factor": None,
+        }
+    none: dict[str, Any] = dict.fromkeys((*OF_WINDOWS, "rotary_base_local"))
+    return replace(model, **sizes, **none)

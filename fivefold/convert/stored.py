@@ -121,6 +121,7 @@ def _place(files: Tensors, model: ModelConfig, name: str, shape: Shape, moved: b
         return _linear_attention(files, model, name, place)
     if ".indexer." in name:
         return replace(place, rows=_of_indexer(files, model, name, shape[0]))
+    model = model.as_in(_layer_of(model, name))
     if model.attention_output_gate and ".self_attn.q_proj." in name:
         place = _queries_and_gates(files, model, place)
     joint = _joint(files, model, name, shape)
@@ -130,6 +131,12 @@ def _place(files: Tensors, model: ModelConfig, name: str, shape: Shape, moved: b
         place = replace(place, rows=turned if place.rows is None else place.rows[turned])
     linear = not of_bias and "embed" not in name
     return replace(place, transposed=files.transposed and linear)
+
+
+def _layer_of(model: ModelConfig, name: str) -> int:
+    """The layer of a parameter; those of all predictions are alike."""
+    layer = re.match(r"layers\.(\d+)\.", name)
+    return model.num_layers if layer is None else int(layer[1])
 
 
 def _queries_and_gates(files: Tensors, model: ModelConfig, place: Stored) -> Stored:

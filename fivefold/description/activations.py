@@ -300,7 +300,7 @@ def bookkeeping_bytes(
                 scales = (scale_bytes(own, features, item.rows) for features in item.scaled)
                 size += item.groups * sum(scales)
         if model.qk_l2_norm and model.rotates(layer) and "a2a_overlap_attn" not in own.remade:
-            size += wide * (model.num_attention_heads / tp + model.kv_heads_of(tp))
+            size += wide * (model.num_attention_heads / tp + model.as_in(layer).kv_heads_of(tp))
         for operation in describe_layer(model, layer).operations:
             if "a2a_overlap_attn" in {*own.remade}.intersection(operation.rerun_by):
                 continue
@@ -312,8 +312,8 @@ def bookkeeping_bytes(
                 size += norm * operation.norms
             if isinstance(operation, Indexing):
                 size += layer_norm
-    tables = len(rotations(model, parts))
-    size += tables * running.element_bytes * 1.5 * model.rotary_dim  # cos [R] and sin [R / 2]
+    turned = sum(model.attention_of(local).rotary_dim for local in rotations(model, parts))
+    size += running.element_bytes * 1.5 * turned  # tables: cos [R] and sin [R / 2]
     size += wide * tempers(model, parts)
     if tp > 1 and model.trains_all:
         size += parts.embedding + parts.mtp

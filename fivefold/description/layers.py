@@ -124,7 +124,7 @@ class Layer:
 @lru_cache(maxsize=512)
 def describe(model: ModelConfig, kind: LayerKind) -> Layer:
     """The operations of a kind of layer."""
-    attention = _attention(model, kind) if kind.attends else ()
+    attention = _attention(model.attention_of(kind.local), kind) if kind.attends else ()
     mlp = () if not kind.mlp else _experts(model) if kind.experts else _dense(model)
     around = (_prediction(model),) if kind.predicts else ()
     operations = *around, *attention, *mlp

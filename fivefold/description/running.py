@@ -273,12 +273,12 @@ def _normed_twice(config: Config) -> Iterator[bool]:
     model, parallel = config.model, config.parallel
     if not model.qk_l2_norm:
         return
-    features = model.q_size / parallel.tensor_model_parallel_size
-    size = config.rank_tokens * ELEMENT_BYTES[config.training.precision] * features
-    moved = "core_attn" in config.memory.moved_items
-    moved = moved and size >= config.memory.min_offloaded_tensor_size
+    token = ELEMENT_BYTES[config.training.precision] / parallel.tensor_model_parallel_size
+    least = config.memory.min_offloaded_tensor_size
     ranks = _exchanging(config) or [1]
     for layer in range(model.num_layers):
+        large = config.rank_tokens * token * model.as_in(layer).q_size >= least
+        moved = large and "core_attn" in config.memory.moved_items
         yield model.rotates(layer) and (moved or ranks[layer % len(ranks)] > 1)
 
 

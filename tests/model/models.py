@@ -123,6 +123,17 @@ SINKS = replace(
     window_size=3,
     window_attn_skip_freq="2",
 )
+LOCAL = replace(
+    LLAMA,
+    qk_layernorm=True,
+    v_channels=7,
+    value_multiplier=0.6,
+    window_size=3,
+    window_attn_skip_freq="2",
+    num_query_groups_local=1,
+    kv_channels_local=10,
+    softmax_type_local="learnable",
+)
 NEOX = replace(
     GPT,
     apply_layernorm_1p=True,
@@ -179,6 +190,7 @@ FAMILIES = {
     "delta": DELTA,
     "hybrid": HYBRID,
     "command": COMMAND,
+    "local": LOCAL,
     "sinks": SINKS,
     "chunked": CHUNKED,
     "neox": NEOX,

@@ -27,6 +27,13 @@ def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Ten
             local = model.rotary_base_local
             seen = replace(seen, rotary_base=local, use_rope_scaling=False, rope_type="rope")
             seen = replace(seen, rotary_seq_len_interpolation_factor=None)
+        if window is not None:
+            seen = replace(
+                seen,
+                num_query_groups=model.num_query_groups_local or model.num_query_groups,
+                kv_channels=model.kv_channels_local or model.kv_channels,
+                softmax_type=model.softmax_type_local or model.softmax_type,
+            )
         normed = _norm(model, own, "input_layernorm", x)
         mixer = model.mixer_of(layer)
         if mixer in ("-", "E"):
@@ -237,7 +244,9 @@ def _plain_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Itera
     for head in range(model.num_attention_heads):
         group = head // shared
         q_SD = q[:, head * D : (head + 1) * D]
-        k_SD, v_SD = (y[:, group * D : (group + 1) * D] for y in (k, v))
+        V = model.v_channels or D
+        k_SD = k[:, group * D : (group + 1) * D]
+        v_SD = v[:, group * V : (group + 1) * V] * model.value_multiplier
         after = model.qk_layernorm_after_rope
         if model.qk_layernorm_type == "per_head" and not after:
             q_SD = _norm(model, own, "self_attn.q_norm", q_SD)

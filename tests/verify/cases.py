@@ -129,6 +129,19 @@ SINKS = replace(
     original_max_position_embeddings=8,
     yarn_correction_range_round_to_int=False,
 )
+# Layers with a window have more and larger heads, and sinks; values are smaller than keys.
+LOCAL = replace(
+    LLAMA,
+    v_channels=5,
+    value_multiplier=0.7,
+    window_size=3,
+    window_attn_skip_freq="2",
+    num_query_groups_local=4,
+    kv_channels_local=12,
+    softmax_type_local="learnable",
+    rotary_base_local=100.0,
+    rotary_percent=0.34,
+)
 NEOX = replace(
     GPT,
     position_embedding_type="rope",
@@ -203,6 +216,8 @@ MODELS = {
     "delta": DELTA,
     "delta tied": replace(DELTA, untie_embeddings_and_output_weights=False),
     "delta, experts": replace(DELTA, **EXPERTS, moe_shared_expert_gate=True),
+    "local": LOCAL,
+    "local, experts": replace(LOCAL, **EXPERTS),
     "sinks": SINKS,
     "neox": NEOX,
     "oss": replace(

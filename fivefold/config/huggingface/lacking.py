@@ -9,10 +9,6 @@ _GEMMA4 = (
     "layer is multiplied by a number of its file. E2B and E4B have keys of earlier layers, and "
     "embeddings for each layer, besides; 26B-A4B has experts beside an MLP, each with norms"
 )
-_MIMO = (
-    "layers with a window have twice the key heads of the others, and sinks, which those have not; "
-    "values are of another size than keys, and multiplied by a number"
-)
 _CONVOLUTIONS = "most layers have gated convolutions in place of attention"
 _BESIDE = "attention and Mamba-2 read one hidden state side by side"
 _NO_WEIGHTS = "norms have no weights"
@@ -24,7 +20,6 @@ LACKING: Mapping[str, str] = MappingProxyType(
             ("gemma3n", "gemma3n_text"),
             "several residual streams are mixed in each layer (AltUp), and MLPs keep few features",
         ),
-        "mimo_v2_flash": _MIMO,
         **dict.fromkeys(
             ("aya_vision", "cohere2_vision"),
             "transformers leaves logit_scale of its text model out, which then is another model",

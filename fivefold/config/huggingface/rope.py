@@ -1,7 +1,7 @@
 """Rotary positions: rope_theta and rope_scaling of transformers 4, rope_parameters of 5."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isclose, log
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +18,8 @@ LLAMA3: Mapping[str, str] = MappingProxyType(
     }
 )
 """ModelConfig's names of the settings of Llama 3's scaling, and those of a config.json."""
-_SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+SCALINGS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+"""Kinds of scaling that a ModelConfig expresses."""
 PHI3 = ("default", "longrope", "su", "yarn")
 """Kinds in Phi-3's files, of which all but the first are names of LongRoPE."""
 
@@ -82,7 +83,7 @@ def read_rope(
     *,
     theta: str = "rope_theta",
     share: str = "partial_rotary_factor",
-    scalings: tuple[str, ...] = _SUPPORTED,
+    scalings: tuple[str, ...] = SCALINGS,
     raised: bool = False,
     latents: bool = False,
     original: int | None = None,
@@ -131,7 +132,13 @@ def read_rope(
 
 
 def rope_by_layer(
-    reader: Reader, default: Rope, base: float, *, local: str | None = None
+    reader: Reader,
+    default: Rope,
+    base: float,
+    *,
+    local: str | None = None,
+    scalings: tuple[str, ...] = SCALINGS,
+    share: float | None = None,
 ) -> tuple[Rope, float]:
     """RoPE of layers without a window, and the base of those with one, which is not scaled.
 
@@ -142,6 +149,9 @@ def rope_by_layer(
         default: the family's default.
         base: the family's base of layers with a window.
         local: name of that base outside the tables; None: the family has no such field.
+        scalings: kinds of scaling that the family has and a ModelConfig expresses.
+        share: share of a head that is rotated where a table does not say which; None: tables may
+            not say it, and all is rotated.
     """
     beside = reader.optional_number("rope_theta")
     beside_local = None if local is None else reader.optional_number(local)
@@ -159,14 +169,21 @@ def rope_by_layer(
                 "type", None, why="transformers 5 reads rope_type, and leaves it unscaled"
             )
         theta = _agreed(scaling, "rope_theta", "rope_theta", beside, default.theta)
-        return Rope(theta, 1.0, *_scaling(scaling, _SUPPORTED, False, False, reader)), base
+        return Rope(theta, 1.0, *_scaling(scaling, SCALINGS, False, False, reader)), base
     whole, window = tables.table("full_attention"), tables.table("sliding_attention")
     tables.refuse_unread()
-    rope = Rope(theta, 1.0, "default")
+    part = 1.0 if share is None else share
+    rope = Rope(theta, part, "default")
     if whole is not None:
         theta = _agreed(whole, "rope_theta", "rope_theta", beside, default.theta)
-        rope = Rope(theta, 1.0, *_scaling(whole, _SUPPORTED, False, False, reader))
+        part = part if share is None else whole.number("partial_rotary_factor", share)
+        rope = Rope(theta, part, *_scaling(whole, scalings, False, False, reader))
     if window is not None:
+        other = part if share is None else window.number("partial_rotary_factor", share)
+        if other != part and whole is not None:
+            why = "that of layers without a window has to be the same"
+            window.unsupported("partial_rotary_factor", other, [part], why)
+        rope = replace(rope, share=other)
         window.text("rope_type", "type", default="default", choices=("default",))
         base = _agreed(window, "rope_theta", local or "rope_theta", beside_local, base)
         window.refuse_unread()

@@ -1,6 +1,12 @@
 """Which settings of a model mean something only beside another one."""
 
-from fivefold.config.by_layer import OF_INDEXER, OF_ITS_LOSS, OF_LINEAR_ATTENTION, OF_MAMBA
+from fivefold.config.by_layer import (
+    OF_INDEXER,
+    OF_ITS_LOSS,
+    OF_LINEAR_ATTENTION,
+    OF_MAMBA,
+    OF_WINDOWS,
+)
 from fivefold.config.rules.orphan import Dependents, where
 from fivefold.config.rules.sparse import TO_HAVE_IT
 
@@ -92,6 +98,12 @@ OF_MODELS = (
         "window_size != none",
         "chooses the layers that have a window",
         "--window-size 128",
+    ),
+    where(
+        " ".join(OF_WINDOWS),
+        "window_attn_skip_freq != none",
+        "is of layers that have a window, where others have none",
+        "--window-size 128 --window-attn-skip-freq 2",
     ),
     where(
         "rotary_base_local",

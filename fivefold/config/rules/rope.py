@@ -59,6 +59,12 @@ def check_rope(model: ModelConfig, mistakes: Mistakes) -> None:
         mistakes.add("use_rope_scaling needs position_embedding_type rope")
     if model.rope_type == "longrope":
         _check_longrope(model, mistakes)
+        if model.kv_channels_local is not None and model.rotary_base_local is None:
+            mistakes.add(
+                "rope_type longrope has a number for each feature pair of a head, of which "
+                f"kv_channels_local {model.kv_channels_local} has another number",
+                works=["--rotary-base-local 10000", "--kv-channels-local none"],
+            )
     if model.rope_type == "dynamic" and model.rotary_dim == 2:
         mistakes.add(
             "rope_type dynamic needs more than one rotary feature pair",

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.config.model import ModelConfig
-from fivefold.description.shape import turns_locally
 from fivefold.model.attention.blocks import Sight
 from fivefold.model.attention.blockwise import local_attention
 from fivefold.model.attention.cuda_kernels import runs_own
@@ -222,7 +221,7 @@ class AttentionBlock(LayerBlock):
         scores: how scores are made of q k^T.
         rotates: whether RoPE turns queries and keys.
         tempers: whether queries are multiplied by factors of their positions.
-        local: whether by the base that layers with a window have.
+        local: whether it is attention that layers with a window have of their own.
         head_offset: index of this rank's first query head in the model; keys dropout masks.
     """
 
@@ -231,15 +230,15 @@ class AttentionBlock(LayerBlock):
 
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.model, self.layer = model, layer
+        self.model, self.layer = model.as_in(layer), layer
         self.reach = model.reach_of(layer)
         self.scores = Scores(model.softmax_scale, model.attn_logit_softcapping)
-        self.rotates, self.local = model.rotates(layer), turns_locally(model, layer)
+        self.rotates, self.local = model.rotates(layer), model.is_local(layer)
         self.tempers = model.tempers(layer)
         self.site = f"layers.{layer}.self_attn.probabilities"
         self.kernel: Kernel = attention
         self.latent_kernel: LatentKernel | None = None
-        learned = model.softmax_type == "learnable"
+        learned = self.model.softmax_type == "learnable"
         self.sinks = Sinks(model.num_attention_heads) if learned else None
         self.head_offset = 0
 
@@ -286,11 +285,12 @@ class Attention(AttentionBlock):
 
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__(model, layer)
+        model = self.model
         hidden, bias = model.hidden_size, model.qkv_bias
         self.q_proj = Linear(hidden, model.query_outputs, bias)
         self.k_proj = Linear(hidden, model.k_size, bias)
         self.v_proj = Linear(hidden, model.v_size, bias)
-        self.o_proj = Linear(model.q_size, hidden, model.add_bias_linear)
+        self.o_proj = Linear(model.attention_size, hidden, model.add_bias_linear)
         sizes = (model.q_size, model.k_size) if model.norms_together else (model.head_dim,) * 2
         norms = [rms_norm_of(model, size) if model.qk_layernorm else None for size in sizes]
         self.q_norm, self.k_norm = norms
@@ -302,8 +302,9 @@ class Attention(AttentionBlock):
         super().split(rank, ranks)
         if self.model.num_kv_heads % ranks:
             # Fewer key/value heads than ranks: each rank holds all of them and uses one.
-            head, D = rank * self.model.num_kv_heads // ranks, self.model.head_dim
-            for linear in (self.k_proj, self.v_proj):
+            head = rank * self.model.num_kv_heads // ranks
+            sizes = self.model.query_dim, self.model.value_dim
+            for linear, D in zip((self.k_proj, self.v_proj), sizes, strict=True):
                 linear.use(slice(head * D, (head + 1) * D))
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
@@ -317,7 +318,11 @@ class Attention(AttentionBlock):
         if q_norm is not None and k_norm is not None and self.model.norms_together:
             queries, keys, values = projected
             projected = *self.norm_together(q_norm, k_norm, queries, keys), values
-        q, k, v = (p.view(context.rows, p.shape[0] // context.rows, -1, D) for p in projected)
+        dims = D, D, self.model.value_dim
+        q, k, v = (
+            x.view(context.rows, x.shape[0] // context.rows, -1, dim)
+            for x, dim in zip(projected, dims, strict=True)
+        )
         after = self.model.qk_layernorm_after_rope
         if not after:
             q, k = self._normed_each(q, k)
@@ -329,10 +334,12 @@ class Attention(AttentionBlock):
             q = (q * context.temperature).to(q.dtype)
         if after:
             q, k = self._normed_each(q, k)
+        if self.model.value_multiplier != 1.0:
+            v = v * self.model.value_multiplier
         if context.sequence is not None:
             k, v = context.sequence.join(self.site, k, v)
         out_BSND = self.kernel(q, k, v, self._scope(context), context.layer.heads)
-        out_TF = out_BSND.reshape(projected[0].shape)
+        out_TF = out_BSND.reshape(len(projected[0]), -1)
         if gate_TF is not None:
             out_TF = gated_output(out_TF, gate_TF)
         return self.project_back(out_TF, self.o_proj, drops)

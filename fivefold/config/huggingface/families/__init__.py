@@ -20,6 +20,7 @@ from fivefold.config.huggingface.families import (
     llama,
     llama4,
     mellum,
+    mimo,
     mistral,
     nemotron_h,
     olmo,
@@ -49,6 +50,7 @@ _MODULES = (
     nemotron_h,
     apertus,
     mellum,
+    mimo,
     afmoe,
     deepseek,
 )
