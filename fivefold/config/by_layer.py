@@ -136,8 +136,8 @@ class ByLayer(Architecture):
 
     @property
     def has_local_sizes(self) -> bool:
-        """Whether attention has other sizes in layers with a window than in others."""
-        return any(getattr(self, name) is not None for name in OF_WINDOWS)
+        """Whether attention has other weights in layers with a window than in others."""
+        return self.keys_as_values or any(getattr(self, name) is not None for name in OF_WINDOWS)
 
     def is_local(self, layer: int) -> bool:
         """Whether a layer has a window, and attention of its own for that: sizes, or RoPE."""

@@ -206,9 +206,11 @@ class ModelConfig(ByLayer):
 
     @property
     def rotary_dim(self) -> int:
-        """Features of a query or key head that RoPE rotates."""
+        """Features of a query or key head that RoPE rotates, some by nothing if proportional."""
         if self.multi_latent_attention:
             return self.qk_pos_emb_head_dim
+        if self.rope_type == "proportional":
+            return self.head_dim
         return int(self.head_dim * self.rotary_percent)
 
     @property
@@ -225,6 +227,11 @@ class ModelConfig(ByLayer):
     def v_size(self) -> int:
         """Features of all value heads together."""
         return self.num_kv_heads * self.value_dim
+
+    @property
+    def value_outputs(self) -> int:
+        """Features that the value projection makes; 0 where keys are the values."""
+        return 0 if self.keys_as_values else self.v_size
 
     @property
     def query_outputs(self) -> int:
@@ -290,9 +297,13 @@ def _attention_of(model: ModelConfig, local: bool) -> ModelConfig:
         size = getattr(model, name)
         if size is not None:
             sizes[name.removesuffix("_local")] = size
+    if local:
+        sizes["keys_as_values"] = False
     if local and model.rotary_base_local is not None:
+        whole = model.rope_type == "proportional"
         sizes |= {
             "rotary_base": model.rotary_base_local,
+            "rotary_percent": 1.0 if whole else model.rotary_percent,
             "rope_type": "rope",
             "use_rope_scaling": False,
             "rotary_seq_len_interpolation_factor": None,

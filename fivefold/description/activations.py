@@ -299,8 +299,8 @@ def bookkeeping_bytes(
             if not {*own.remade} & {*item.remade_by}:
                 scales = (scale_bytes(own, features, item.rows) for features in item.scaled)
                 size += item.groups * sum(scales)
-        if model.qk_l2_norm and model.rotates(layer) and "a2a_overlap_attn" not in own.remade:
-            size += wide * (model.num_attention_heads / tp + model.as_in(layer).kv_heads_of(tp))
+        if "a2a_overlap_attn" not in own.remade:
+            size += wide * _unit_norms(model, layer, tp)
         for operation in describe_layer(model, layer).operations:
             if "a2a_overlap_attn" in {*own.remade}.intersection(operation.rerun_by):
                 continue
@@ -342,3 +342,11 @@ def _away(item: Kept, running: Running) -> float:
     least = running.memory.min_offloaded_tensor_size / running.microbatch_tokens
     large = sum(tensor for tensor in item.tensors if tensor >= least)
     return running.memory.activation_offload_fraction * large
+
+
+def _unit_norms(model: ModelConfig, layer: int, tp: int) -> float:
+    """Heads of a layer on one rank that are normalised without weights."""
+    keys = model.as_in(layer).kv_heads_of(tp)
+    of_values = keys * (model.v_l2_norm and model.is_softmax(layer))
+    turned = model.qk_l2_norm and model.rotates(layer)
+    return (model.num_attention_heads / tp + keys) * turned + of_values

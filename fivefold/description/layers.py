@@ -128,6 +128,8 @@ def describe(model: ModelConfig, kind: LayerKind) -> Layer:
     mlp = () if not kind.mlp else _experts(model) if kind.experts else _dense(model)
     around = (_prediction(model),) if kind.predicts else ()
     operations = *around, *attention, *mlp
+    if model.layer_scalar is not None and isinstance(operations[-1], Residual):
+        operations = *operations[:-1], replace(operations[-1], scaled=True)
     if kind.wide:
         operations = tuple(map(_in_bf16, operations))
     adapted = operations if model.trains_all else (*with_adapters(operations, model),)
@@ -196,9 +198,9 @@ def _projections(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operat
     weights = (
         *column("self_attn.q_proj", h, model.query_outputs, bias),
         *column("self_attn.k_proj", h, model.k_size, bias, keys),
-        *column("self_attn.v_proj", h, model.v_size, bias, keys),
+        *(() if model.keys_as_values else column("self_attn.v_proj", h, model.v_size, bias, keys)),
     )
-    outputs = model.query_outputs + model.k_size + model.v_size
+    outputs = model.query_outputs + model.k_size + model.value_outputs
     again = ("a2a_overlap_attn",)
     qkv = ColumnLinear("qkv", weights, again, QKV, inputs=h, outputs=outputs, remade_by=remade_by)
     if not model.qk_layernorm:

@@ -27,7 +27,8 @@ def frequencies(
 
     Llama 3.1's scaling divides the frequencies of wavelengths longer than the original context by
     a factor, keeps short wavelengths, and interpolates in between. For YaRN see `_yarn`. LongRoPE
-    (Ding et al. 2024) divides each by a factor of its own, of two lists.
+    (Ding et al. 2024) divides each by a factor of its own, of two lists. Proportional RoPE (Gemma
+    4) has the frequencies of a whole head, of which the last ones are 0.
 
     Args:
         model: the architecture.
@@ -37,6 +38,8 @@ def frequencies(
     features = model.rotary_dim
     exponents = torch.arange(0, features, 2, dtype=torch.float64, device=device)
     plain = model.rotary_base ** (-exponents / features)
+    if model.rope_type == "proportional":
+        plain[int(model.rotary_percent * features // 2) :] = 0.0
     if model.rotary_seq_len_interpolation_factor is not None:
         plain = plain / model.rotary_seq_len_interpolation_factor
     if model.rope_type == "yarn":

@@ -156,6 +156,16 @@ TINY: Mapping[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 12,
         "pad_token_id": None,
     },
+    "gemma4_text": _SIZES
+    | {"num_hidden_layers": 7, "num_key_value_heads": 4, "head_dim": 8, "pad_token_id": None}
+    | {"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    | {"sliding_window": 5, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 1.5},
+    "gemma4_unified_text": _SIZES
+    | {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None}
+    | {
+        "global_head_dim": 12,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
     "gemma2": _SIZES
     | {
         "num_hidden_layers": 5,
@@ -559,6 +569,22 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
                 }
             },
         },
+    },
+    "gemma4_text": {
+        "sizes by layer, divided": {
+            "per_layer_config": {"3": {"head_dim": 12, "num_key_value_heads": 2}}
+            | {"06": {"head_dim": 12, "num_key_value_heads": 2}},
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"] + _BIASED[1:] * 3,
+            "attention_k_eq_v": False,
+            "global_head_dim": 12,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "factor": 2.0, "rope_theta": 40.0}
+                | {"partial_rotary_factor": 0.4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+            "tie_word_embeddings": False,
+        },
+        "no windows": {"layer_types": _BIASED[:1] * 7, "num_global_key_value_heads": None},
     },
     "granitemoe": {"wide heads": {"head_dim": 16, "num_experts_per_tok": 3}},
     "granitemoeshared": {

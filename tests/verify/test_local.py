@@ -47,6 +47,28 @@ CASES: dict[str, Case] = {
         "local, experts",
         flags(tp=2, sequence=True, dp=2) | EXPERTS_ON_RANKS,
     ),
+    "keys as values, fewer key heads than ranks": (
+        4,
+        "whole",
+        flags(tp=2, sequence=True) | context(2, "p2p"),
+    ),
+    "keys as values, deferred weights": (4, "whole", flags(tp=2, pp=2, sequence=True) | BUBBLES),
+    "keys as values, exchanged heads, ZeRO-3": (
+        4,
+        "whole",
+        flags(dp=2, strategy="optim_grads_params") | context(2, "a2a"),
+    ),
+    "keys as values, gathered, recomputed": (
+        4,
+        "whole",
+        flags(tp=2) | context(2, "all_gather") | {"recompute_granularity": "full"},
+    ),
+    "keys as values, moved": (2, "whole", flags(tp=2, sequence=True) | MOVED),
+    "keys as values, norms and core recomputed": (
+        2,
+        "whole",
+        flags(dp=2, strategy="optim_grads") | selective("layernorm", "core_attn"),
+    ),
     "packed documents": (
         2,
         "local",

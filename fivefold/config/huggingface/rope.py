@@ -225,6 +225,8 @@ def _scaling(
     if beside is not None and kind in PHI3[1:]:
         kind = "longrope"
     scaling: tuple[tuple[str, Any], ...] = ()
+    if kind == "proportional":
+        scaling = _proportional(table)
     if kind == "dynamic":
         table.without_effect("original_max_position_embeddings")
         scaling = (("alpha", _alpha(table)),) if raised else _dynamic(table, whole)
@@ -283,6 +285,18 @@ def yarn_settings(
         ("mscale", scales[0]),
         ("mscale_all_dim", scales[1]),
     )
+
+
+def _proportional(table: Reader) -> tuple[tuple[str, Any], ...]:
+    """A part of a whole head's frequencies, which may all be divided."""
+    factor, share = table.number("factor", 1.0), table.number("partial_rotary_factor", 1.0)
+    divided = () if factor == 1.0 else (("rotary_seq_len_interpolation_factor", factor),)
+    return (*divided, *proportional_settings(share)) if share != 1.0 else divided
+
+
+def proportional_settings(share: float) -> tuple[tuple[str, Any], ...]:
+    """ModelConfig settings for RoPE that turns this share of a whole head's frequencies."""
+    return ("rope_type", "proportional"), ("rotary_percent", share)
 
 
 def _dynamic(table: Reader, whole: Reader) -> tuple[tuple[str, Any], ...]:

@@ -158,7 +158,7 @@ def _check_attention(model: ModelConfig, of: str, mistakes: Mistakes) -> None:
         )
     if model.position_embedding_type == "rope" and (model.rotary_dim % 2 or not model.rotary_dim):
         size = f"{model.rotary_dim}"
-        if model.rotary_percent != 1.0:
+        if model.rotary_dim != model.head_dim and not model.multi_latent_attention:
             size = f"{model.head_dim} x rotary_percent {model.rotary_percent} = {model.rotary_dim}"
         what = "odd" if model.rotary_dim else "nothing"
         whence = f"hidden_size {model.hidden_size} / num_attention_heads {heads}"
@@ -263,7 +263,7 @@ def _check_latents(model: ModelConfig, mistakes: Mistakes) -> None:
 
 def _check_values(model: ModelConfig, mistakes: Mistakes) -> None:
     """Check that attention has no latents or gates where heads have sizes of their own."""
-    for name in ("v_channels", "value_multiplier", *OF_WINDOWS):
+    for name in ("v_channels", "value_multiplier", "v_l2_norm", "keys_as_values", *OF_WINDOWS):
         setting, value = SETTINGS[name], getattr(model, name)
         if model.multi_latent_attention and value != setting.default:
             mistakes.add(
@@ -271,11 +271,39 @@ def _check_values(model: ModelConfig, mistakes: Mistakes) -> None:
                 "multi_latent_attention makes them from latents",
                 works=(setting.typed(setting.default), "--no-multi-latent-attention"),
             )
+    if model.v_l2_norm and model.value_multiplier != 1.0:
+        mistakes.add(
+            f"v_l2_norm normalises values, and value_multiplier {model.value_multiplier} scales "
+            "them",
+            works=("--no-v-l2-norm", "--value-multiplier 1.0"),
+        )
+    if model.keys_as_values:
+        _check_keys_as_values(model, mistakes)
     if model.v_channels is not None and model.attention_output_gate:
         mistakes.add(
             f"v_channels {model.v_channels} gives heads outputs of that size, and the gates of "
             "attention_output_gate have that of queries",
             works=("--v-channels none", "--no-attention-output-gate"),
+        )
+
+
+def _check_keys_as_values(model: ModelConfig, mistakes: Mistakes) -> None:
+    off = "--no-keys-as-values"
+    if model.window_size is not None and model.window_attn_skip_freq is None:
+        mistakes.add(
+            f"keys_as_values is of layers without a window, and window_size {model.window_size} is "
+            "of all",
+            works=("--window-attn-skip-freq 2", off),
+        )
+    if not model.v_l2_norm:
+        mistakes.add(
+            "keys_as_values needs v_l2_norm: values are keys before their own norm",
+            works=("--v-l2-norm", off),
+        )
+    if model.v_channels is not None:
+        mistakes.add(
+            f"keys_as_values gives values the size of keys, and v_channels is {model.v_channels}",
+            works=("--v-channels none", off),
         )
 
 

@@ -89,7 +89,7 @@ OF_MODELS = (
     ),
     where(
         "original_max_position_embeddings",
-        "rope_type != rope",
+        "rope_type = yarn or rope_type = longrope or rope_type = dynamic",
         "is for positions that YaRN, LongRoPE or dynamic NTK stretches",
         "--rope-type yarn",
     ),

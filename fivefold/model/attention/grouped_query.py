@@ -289,7 +289,7 @@ class Attention(AttentionBlock):
         hidden, bias = model.hidden_size, model.qkv_bias
         self.q_proj = Linear(hidden, model.query_outputs, bias)
         self.k_proj = Linear(hidden, model.k_size, bias)
-        self.v_proj = Linear(hidden, model.v_size, bias)
+        self.v_proj = None if model.keys_as_values else Linear(hidden, model.v_size, bias)
         self.o_proj = Linear(model.attention_size, hidden, model.add_bias_linear)
         sizes = (model.q_size, model.k_size) if model.norms_together else (model.head_dim,) * 2
         norms = [rms_norm_of(model, size) if model.qk_layernorm else None for size in sizes]
@@ -305,12 +305,17 @@ class Attention(AttentionBlock):
             head = rank * self.model.num_kv_heads // ranks
             sizes = self.model.query_dim, self.model.value_dim
             for linear, D in zip((self.k_proj, self.v_proj), sizes, strict=True):
-                linear.use(slice(head * D, (head + 1) * D))
+                if linear is not None:
+                    linear.use(slice(head * D, (head + 1) * D))
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]; attends within the rows and documents of `context`."""
         drops = context.layer.adapters
-        projected = self.project(x_TH, self.q_proj, self.k_proj, self.v_proj, drops=drops)
+        linears = (self.q_proj, self.k_proj, self.v_proj)
+        there = (linear for linear in linears if linear is not None)
+        projected = self.project(x_TH, *there, drops=drops)
+        if self.v_proj is None:
+            projected = *projected, projected[1]
         D, q_norm, k_norm, gate_TF = self.model.head_dim, self.q_norm, self.k_norm, None
         if self.gated:
             queries, gate_TF = split_gate(projected[0], D)
@@ -334,6 +339,8 @@ class Attention(AttentionBlock):
             q = (q * context.temperature).to(q.dtype)
         if after:
             q, k = self._normed_each(q, k)
+        if self.model.v_l2_norm:
+            v = unit_norm(v, self.model.norm_epsilon)
         if self.model.value_multiplier != 1.0:
             v = v * self.model.value_multiplier
         if context.sequence is not None:

@@ -78,7 +78,8 @@ class OperationTimes(LinearTimes):
                     else self._norm(op.features * op.together)
                 )
             case Residual():
-                return self._residual(joins=op.name == "attn_residual")
+                made = self._residual(joins=op.name == "attn_residual")
+                return made + self._scaled(op.scaled)
             case ColumnLinear():
                 rows = [rows for rows, _ in weights]
                 each = len(rows) if self.software.gathers_each else 1
@@ -198,6 +199,11 @@ class OperationTimes(LinearTimes):
             return self._elementwise(2 * size, size + scaled)
         mask = size / 2 if self.model.hidden_dropout else 0.0
         return self._elementwise(3 * size + mask, 5 * size + mask if mask else 3 * size + scaled)
+
+    def _scaled(self, scaled: bool) -> Times:
+        """A pass over the residual stream, and over its gradient, if a factor scales it."""
+        moved = 2 * self.hidden_bytes / self.parts
+        return self._elementwise(moved, moved) if scaled else Times()
 
     def _activation(self, elements: float) -> Times:
         forward, backward, unfused = activation_traffic(self.model)

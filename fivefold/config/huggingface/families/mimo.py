@@ -59,14 +59,20 @@ def _mimo(reader: Reader) -> ModelConfig:
         **_EXPERTS.read(reader, len(layers)),
     )
     _read_published(reader, model, slides)
-    return replace(model, **_of_windows(model, slides))
+    return replace(model, **_of_windows(reader, model, slides))
 
 
-def _of_windows(model: ModelConfig, slides: Sequence[bool]) -> dict[str, Any]:
+def _of_windows(reader: Reader, model: ModelConfig, slides: Sequence[bool]) -> dict[str, Any]:
     """ModelConfig settings of attention in layers with a window."""
     if not any(slides):
         return {}
-    sizes = {"num_query_groups": _MORE * model.num_kv_heads, "softmax_type": "learnable"}
+    keys, heads = _MORE * model.num_kv_heads, model.num_attention_heads
+    if heads % keys:
+        why = (
+            f"layers with a window have {_MORE} x {model.num_kv_heads} key heads, which share them"
+        )
+        reader.unsupported("num_attention_heads", heads, [-(-heads // keys) * keys], why)
+    sizes = {"num_query_groups": keys, "softmax_type": "learnable"}
     return sizes if all(slides) else {f"{name}_local": size for name, size in sizes.items()}
 
 
