@@ -39,6 +39,9 @@ _OURS: Mapping[str, float | str | None] = MappingProxyType(
         **dict.fromkeys(OF_WINDOWS),
         "v_channels": None,
         "value_multiplier": 1.0,
+        "v_l2_norm": False,
+        "keys_as_values": False,
+        "layer_scalar": None,
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
         "attention_chunk_size": None,
@@ -120,6 +123,8 @@ def unlike(model: ModelConfig, arguments: Mapping[str, Any]) -> list[str]:
     if model.window_size is not None:
         has = [model.window_of(layer) is not None for layer in range(model.num_layers)]
         lines += _unlike_pattern("window_attn_skip_freq", window_layers, has, theirs)
+    if model.rope_type == "proportional":
+        lines.append("rope_type: proportional, there none that turns a part of whole heads")
     if model.no_rope_freq is not None:
         has = [not model.rotates(layer) for layer in range(model.num_layers)]
         lines += _unlike_pattern("no_rope_freq", unrotated_layers, has, theirs)

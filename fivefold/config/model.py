@@ -2,10 +2,9 @@
 it."""
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, NamedTuple, get_args
 
-from fivefold.config.by_layer import OF_WINDOWS, ByLayer
+from fivefold.config.attention_sizes import AttentionSizes
 from fivefold.config.lora import OF_ADAPTERS, LoraTarget
 
 MAX_SIZE = (1 << 31) - 1  # of any dimension, so that products of two fit into 64 bits
@@ -64,7 +63,7 @@ class StateShape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ModelConfig(ByLayer):
+class ModelConfig(AttentionSizes):
     """The architecture of a decoder-only transformer, and what follows from its settings."""
 
     @property
@@ -81,42 +80,6 @@ class ModelConfig(ByLayer):
     def norms_together(self) -> bool:
         """Whether all query heads of a token, and all key heads, are normalised together."""
         return self.qk_layernorm and self.qk_layernorm_type == "all_heads"
-
-    def attention_of(self, local: bool) -> "ModelConfig":
-        """The same model with the attention of one kind of its layers in all of them.
-
-        The only place that knows how layers differ: whoever needs a size of attention asks the
-        model of the layer's kind for it.
-
-        Args:
-            local: whether the layers are those of `is_local`; else the others.
-        """
-        own = self.rotary_base_local is not None or self.has_local_sizes
-        return _attention_of(self, local) if own else self
-
-    def as_in(self, layer: int) -> "ModelConfig":
-        """`attention_of` the kind of a layer."""
-        return self.attention_of(self.is_local(layer))
-
-    @property
-    def attentions(self) -> tuple["ModelConfig", ...]:
-        """The model with the attention of each kind of its layers that has a softmax."""
-        kinds = dict.fromkeys(map(self.is_local, self.softmax_layers))
-        return tuple(map(self.attention_of, kinds)) or (self,)
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Key/value heads."""
-        return self.num_query_groups or self.num_attention_heads
-
-    def kv_heads_of(self, ranks: int) -> int:
-        """Key/value heads on each of `ranks` ranks that split the heads: one at least."""
-        return max(self.num_kv_heads // ranks, 1)
-
-    @property
-    def head_dim(self) -> int:
-        """Features of one attention head."""
-        return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def ffn_size(self) -> int:
@@ -186,58 +149,9 @@ class ModelConfig(ByLayer):
         return -(-self.vocab_size // multiple) * multiple
 
     @property
-    def query_dim(self) -> int:
-        """Features of a query or key head, including rotary ones."""
-        if self.multi_latent_attention:
-            return self.qk_head_dim + self.qk_pos_emb_head_dim
-        return self.head_dim
-
-    @property
-    def value_dim(self) -> int:
-        """Features of a value head, and of a head's output."""
-        if self.multi_latent_attention:
-            return self.v_head_dim
-        return self.v_channels or self.head_dim
-
-    @property
     def latent_epsilon(self) -> float:
         """What norms of MLA's latents add to the variance."""
         return self.latent_norm_epsilon or self.norm_epsilon
-
-    @property
-    def rotary_dim(self) -> int:
-        """Features of a query or key head that RoPE rotates, some by nothing if proportional."""
-        if self.multi_latent_attention:
-            return self.qk_pos_emb_head_dim
-        if self.rope_type == "proportional":
-            return self.head_dim
-        return int(self.head_dim * self.rotary_percent)
-
-    @property
-    def q_size(self) -> int:
-        """Features of all query heads together."""
-        return self.num_attention_heads * self.query_dim
-
-    @property
-    def k_size(self) -> int:
-        """Features of all key heads together."""
-        return self.num_kv_heads * self.query_dim
-
-    @property
-    def v_size(self) -> int:
-        """Features of all value heads together."""
-        return self.num_kv_heads * self.value_dim
-
-    @property
-    def value_outputs(self) -> int:
-        """Features that the value projection makes; 0 where keys are the values."""
-        return 0 if self.keys_as_values else self.v_size
-
-    @property
-    def query_outputs(self) -> int:
-        """Features that the query projection makes: queries, and of each head a gate's after them
-        (`attention_output_gate`)."""
-        return self.q_size * (1 + self.attention_output_gate)
 
     @property
     def states(self) -> StateShape:
@@ -264,11 +178,6 @@ class ModelConfig(ByLayer):
         return self.is_sparse and bool(self.dsa_indexer_loss_coeff)
 
     @property
-    def attention_size(self) -> int:
-        """Features of the outputs of all heads together."""
-        return self.num_attention_heads * self.value_dim
-
-    @property
     def expert_ffn_size(self) -> int:
         """Inner features of one expert."""
         return self.moe_ffn_hidden_size or self.ffn_size
@@ -287,26 +196,3 @@ class ModelConfig(ByLayer):
     def qkv_bias(self) -> bool:
         """Whether the query, key and value projections have a bias."""
         return self.add_bias_linear or self.add_qkv_bias
-
-
-@lru_cache(maxsize=64)
-def _attention_of(model: ModelConfig, local: bool) -> ModelConfig:
-    """As `ModelConfig.attention_of` has it: every layer asks."""
-    sizes: dict[str, Any] = {}
-    for name in OF_WINDOWS if local else ():
-        size = getattr(model, name)
-        if size is not None:
-            sizes[name.removesuffix("_local")] = size
-    if local:
-        sizes["keys_as_values"] = False
-    if local and model.rotary_base_local is not None:
-        whole = model.rope_type == "proportional"
-        sizes |= {
-            "rotary_base": model.rotary_base_local,
-            "rotary_percent": 1.0 if whole else model.rotary_percent,
-            "rope_type": "rope",
-            "use_rope_scaling": False,
-            "rotary_seq_len_interpolation_factor": None,
-        }
-    none: dict[str, Any] = dict.fromkeys((*OF_WINDOWS, "rotary_base_local"))
-    return replace(model, **sizes, **none)

@@ -1487,6 +1487,62 @@ NEMOTRON_H_56B: Fields = {
     "use_mamba_kernels": True,
     "vocab_size": 131072,
 }
+# The text_config of the published file.
+GEMMA4_31B: Fields = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_k_eq_v": True,
+    "dtype": "bfloat16",
+    "enable_moe_block": False,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 5376,
+    "hidden_size_per_layer_input": 0,
+    "intermediate_size": 21504,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
+    "max_position_embeddings": 262144,
+    "model_type": "gemma4_text",
+    "num_attention_heads": 32,
+    "num_global_key_value_heads": 4,
+    "num_hidden_layers": 60,
+    "num_key_value_heads": 16,
+    "num_kv_shared_layers": 0,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "full_attention": {
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1000000.0,
+            "rope_type": "proportional",
+        },
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "sliding_window": 1024,
+    "tie_word_embeddings": True,
+    "use_cache": True,
+    "use_double_wide_mlp": False,
+    "vocab_size": 262144,
+}
+# What transformers has for a file that says nothing.
+MIMO_V2_FLASH: Fields = {
+    "attention_value_scale": 0.707,
+    "head_dim": 192,
+    "hidden_size": 4096,
+    "intermediate_size": 16384,
+    "max_position_embeddings": 131072,
+    "model_type": "mimo_v2_flash",
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "routed_scaling_factor": None,
+    "sliding_window": 129,
+    "v_head_dim": 128,
+    "vocab_size": 152576,
+}
 PUBLISHED: dict[str, Fields] = {
     name: value
     for name, value in list(globals().items())
@@ -1509,6 +1565,8 @@ OF_PRESETS: dict[str, Fields] = {
     "command-r7b": COMMAND_R7B,
     "smollm3-3b": SMOLLM3_3B,
     "gemma3-1b": GEMMA3_1B,
+    "gemma4-31b": GEMMA4_31B,
+    "mimo-v2-flash": MIMO_V2_FLASH,
     "olmo2-7b": OLMO2_7B,
     "olmoe-1b-7b": OLMOE_1B_7B,
     "qwen3-8b": QWEN3_8B,

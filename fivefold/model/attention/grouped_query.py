@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.config.model import ModelConfig
-from fivefold.model.attention.blocks import Sight
+from fivefold.model.attention.blocks import Sight, flash_takes
 from fivefold.model.attention.blockwise import local_attention
 from fivefold.model.attention.cuda_kernels import runs_own
 from fivefold.model.attention.output_gate import gated_output, split_gate
@@ -160,7 +160,8 @@ def sdpa_attention(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope)
 def _fused(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scale: float | None) -> Tensor:
     q, k, v = q_BSND.transpose(1, 2), k_BLGD.transpose(1, 2), v_BLGD.transpose(1, 2)
     shared = q.shape[1] != k.shape[1]
-    if shared and q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16):
+    flash = q.dtype in (torch.bfloat16, torch.float16) and flash_takes(q.shape[3])
+    if shared and q.is_cuda and not flash:
         # On CUDA, only FlashAttention knows shared heads; else all S x S scores would be held.
         k, v = (_per_query_head(x, q.shape[1]) for x in (k_BLGD, v_BLGD))
         shared = False

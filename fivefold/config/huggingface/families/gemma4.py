@@ -15,7 +15,8 @@ from fivefold.config.huggingface.lacking import (
 )
 from fivefold.config.huggingface.llama_like import LlamaLike
 from fivefold.config.huggingface.reader import Reader
-from fivefold.config.huggingface.rope import Rope, proportional_settings
+from fivefold.config.huggingface.rope import Rope
+from fivefold.config.huggingface.rope_scalings import proportional_settings
 from fivefold.config.huggingface.rope_tables import rope_tables, written_tables
 from fivefold.config.model import ModelConfig
 
@@ -38,7 +39,7 @@ _EVERY = 6
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _Absent:
     """What a family has, and takes absent fields for.
 
     Attributes:
@@ -50,10 +51,10 @@ class _Kind:
     more: bool = True
 
 
-_UNIFIED = _Kind(window=1024, more=False)
+_UNIFIED = _Absent(window=1024, more=False)
 
 
-def _gemma4(reader: Reader, kind: _Kind = _Kind()) -> ModelConfig:
+def _gemma4(reader: Reader, kind: _Absent = _Absent()) -> ModelConfig:
     model = _GEMMA4.read(reader)
     # Of the second, "vision" is of images alone.
     reader.without_effect("use_double_wide_mlp", "hidden_act", "cache_implementation")
@@ -139,7 +140,7 @@ def _listed(
     return found
 
 
-def _write(model: ModelConfig, kind: _Kind = _Kind()) -> Fields:
+def _write(model: ModelConfig, kind: _Absent = _Absent()) -> Fields:
     local = model.attention_of(True)
     fields = _GEMMA4.write(model) | windows.fields(model)
     fields["hidden_activation"] = fields.pop("hidden_act")
