@@ -67,7 +67,7 @@ def _small_heads(model: ModelConfig, groups: list[int], head_dim: int) -> dict[s
     if model.kv_channels_local is not None:
         wider = model.kv_channels_local > model.head_dim
         sizes["kv_channels_local"] = head_dim * 2 if wider else head_dim // 2
-        share = min(share, 0.5) if share != 1.0 else share  # even features of heads of any size
+        share = share if share == 1.0 else 0.5  # even features of heads of either size
     return sizes | {"rotary_percent": share}
 
 

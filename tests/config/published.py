@@ -1526,9 +1526,12 @@ GEMMA4_31B: Fields = {
 }
 # What transformers has for a file that says nothing.
 MIMO_V2_FLASH: Fields = {
+    "attention_bias": False,
     "attention_value_scale": 0.707,
     "head_dim": 192,
+    "hidden_act": "silu",
     "hidden_size": 4096,
+    "initializer_range": 0.02,
     "intermediate_size": 16384,
     "max_position_embeddings": 131072,
     "model_type": "mimo_v2_flash",
@@ -1538,8 +1541,10 @@ MIMO_V2_FLASH: Fields = {
     "num_experts_per_tok": 8,
     "num_hidden_layers": 48,
     "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-5,
     "routed_scaling_factor": None,
     "sliding_window": 129,
+    "tie_word_embeddings": False,
     "v_head_dim": 128,
     "vocab_size": 152576,
 }

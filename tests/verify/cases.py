@@ -145,7 +145,6 @@ LOCAL = replace(
 # Of layers without a window, which have larger heads, keys are values before their norm.
 WHOLE = replace(
     LLAMA,
-    norm_placement="both",
     kv_channels=12,
     num_query_groups=1,
     keys_as_values=True,

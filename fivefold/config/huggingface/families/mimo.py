@@ -68,9 +68,7 @@ def _of_windows(reader: Reader, model: ModelConfig, slides: Sequence[bool]) -> d
         return {}
     keys, heads = _MORE * model.num_kv_heads, model.num_attention_heads
     if heads % keys:
-        why = (
-            f"layers with a window have {_MORE} x {model.num_kv_heads} key heads, which share them"
-        )
+        why = f"num_key_value_heads is {model.num_kv_heads}, of layers with a window {keys}"
         reader.unsupported("num_attention_heads", heads, [-(-heads // keys) * keys], why)
     sizes = {"num_query_groups": keys, "softmax_type": "learnable"}
     return sizes if all(slides) else {f"{name}_local": size for name, size in sizes.items()}
