@@ -200,15 +200,13 @@ def _parts(model: ModelConfig, widths: Sequence[int]) -> list[Tensor]:
 
 def _experts(files: Tensors, model: ModelConfig, name: str, place: Stored) -> Stored:
     """Experts one by one, or together."""
-    if files.experts == "together":
-        joint = _joint(files, model, name, place.shape[1:])
-        return place if joint is None else replace(place, rows=joint[0], of=joint[1])
     if files.experts == "each":
         assert model.num_experts is not None
         names = tuple(place.names[0].replace("{e}", str(e)) for e in range(model.num_experts))
         return replace(place, names=names, by_expert=True)
-    place = replace(place, transposed=not name.endswith("bias"))
-    if "down_proj" in name:
+    transposed = files.experts != "together" and not name.endswith("bias")
+    place = replace(place, transposed=transposed)
+    if "down_proj" in name or not model.gated_linear_unit:
         return place
     inner = model.expert_ffn_size
     gate, up = torch.arange(2 * inner).chunk(2)

@@ -32,6 +32,9 @@ _LATENTS = _GROUPS | {
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
 }
+_DENSE_LATENTS = {n: v for n, v in _LATENTS.items() if n not in _GROUPS or n in _SIZES} | {
+    "num_key_value_heads": 4
+}
 _INDEXER = {"index_n_heads": 24, "index_head_dim": 10, "index_topk": 6}
 """So many heads that no two scores are 0, of which either might be chosen."""
 _GRANITE = {
@@ -191,6 +194,8 @@ TINY: Mapping[str, dict[str, Any]] = {
     "exaone": _SIZES | {"num_key_value_heads": 2},
     "exaone4": _SIZES | {"num_hidden_layers": 5, "num_key_value_heads": 2, "head_dim": 8},
     "glm4_moe": _GROUPS | {"num_key_value_heads": 2},
+    "sarvam_moe": _GROUPS
+    | {"num_key_value_heads": 2, "head_dim": 12, "n_group": 1, "topk_group": 1},
     "solar_open": {n: v for n, v in _GROUPS.items() if n != "intermediate_size"}
     | {"num_key_value_heads": 2, "head_dim": 12, "first_k_dense_replace": 0},
     "hunyuan_v1_dense": _SIZES | _HUNYUAN,
@@ -209,6 +214,10 @@ TINY: Mapping[str, dict[str, Any]] = {
     "deepseek_v2": _LATENTS,
     "deepseek_v3": _LATENTS,
     "glm4_moe_lite": _LATENTS,
+    "youtu": _DENSE_LATENTS,
+    "minicpm3": _DENSE_LATENTS | {"scale_emb": 3, "dim_model_base": 20},
+    "mistral4": _LATENTS | {"n_group": 1, "topk_group": 1, "rope_parameters": _MINISTRAL},
+    "sarvam_mla": _LATENTS | {"n_group": 1, "topk_group": 1, "q_lora_rank": None},
     "llama4_text": _SIZES
     | {
         "num_hidden_layers": 5,
@@ -433,6 +442,10 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "hidden_dropout": [0.1],
     "first_k_dense_replace": [0, 1],
     "q_lora_rank": [None, 24],
+    "scale_emb": [1, 2.5],
+    "scale_depth": [None, 1, 2.0],
+    "dim_model_base": [None, 1, 32],
+    "embedding_initializer_range": [0.1],
     "moe_layer_freq": [1, 2],
     "num_nextn_predict_layers": [0, 1],
     "num_mtp_layers": [0, 1],
@@ -777,6 +790,22 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
             **_YARN,
         }
+    },
+    "minicpm3": {
+        "unscaled": {"scale_depth": None, "dim_model_base": None, "q_lora_rank": None}
+        | {"rope_scaling": {"type": "longrope", **{n: of[:2] for n, of in _FACTORS.items()}}}
+    },
+    "mistral4": {
+        "dense first, softmax over all": {"first_k_dense_replace": 1, "norm_topk_prob": False}
+        | {"routed_scaling_factor": 2.0, "rope_interleave": False}
+        | {"rope_parameters": _MINISTRAL | {"mscale": 0.7, "mscale_all_dim": 1.2}}
+    },
+    "sarvam_mla": {
+        "stretched": {"q_lora_rank": 24, "head_dim": 20, "num_shared_experts": 1}
+        | {"rope_scaling": {"type": "deepseek_yarn", **_LONG, "mscale": 1.0, "mscale_all_dim": 1.0}}
+    },
+    "sarvam_moe": {
+        "half heads": {"partial_rotary_factor": 0.5, "use_qk_norm": False, "use_qkv_bias": True}
     },
     "deepseek_v2": {
         "dense": {"first_k_dense_replace": 2},

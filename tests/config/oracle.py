@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fivefold.config.huggingface.families import FAMILIES
 from fivefold.config.huggingface.multimodal import is_multimodal, part_of, tensors_of, text_name
 from fivefold.config.model import ModelConfig
 from fivefold.config.training import TrainingConfig
@@ -61,12 +62,13 @@ def oracle(fields: Mapping[str, Any], *, meta: bool = False) -> nn.Module:
 
     Raises whatever transformers raises for what it does not understand.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    import transformers
 
     config = config_of(fields)
+    kind = getattr(transformers, FAMILIES[fields["model_type"]].architecture)
     with torch.device("meta" if meta else "cpu"), InFp64():
         config._experts_implementation = "eager"
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config)
+        model = kind._from_config(config)
     return model if meta else fill(model)
 
 

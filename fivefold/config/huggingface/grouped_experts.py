@@ -32,6 +32,8 @@ class GroupedExperts:
         shared_name: its name.
         experts: names of their number.
         always: whether there are experts in any case.
+        either: whether a softmax may be over the chosen experts or over all (`norm_topk_prob`),
+            without groups.
     """
 
     scores: str
@@ -49,6 +51,7 @@ class GroupedExperts:
     shared_name: str = "n_shared_experts"
     experts: tuple[str, ...] = ("n_routed_experts", "num_experts", "num_local_experts")
     always: bool = False
+    either: bool = False
 
     @property
     def second(self) -> bool:
@@ -63,10 +66,11 @@ class GroupedExperts:
         experts = (reader.size if self.always else reader.optional_size)(*self.experts)
         method = reader.text("topk_method", default=self.method, choices=self.methods)
         reader.fixed("scoring_func", self.scores, *self.scores_also)
-        if reader.flag("norm_topk_prob", self.normalised) == second:
+        normalised = reader.flag("norm_topk_prob", self.normalised)
+        if normalised == second and not self.either:
             reader.unsupported("norm_topk_prob", second, [not second])
         factor = reader.number("routed_scaling_factor", self.scale)
-        size = reader.optional_size if second else reader.size
+        size = reader.optional_size if second and not self.either else reader.size
         counts = {"n_group": self.groups, "topk_group": self.chosen_groups}
         counts = {name: size(name, default=count) for name, count in counts.items()}
         sparse = self._sparse_layers(reader, layers)
@@ -83,6 +87,9 @@ class GroupedExperts:
         groups, chosen = (count or 1 for count in counts.values())
         if method != "greedy" and chosen > groups:
             reader.unsupported("topk_group", chosen, [groups], f"there are n_group = {groups}")
+        if self.either and chosen < groups:
+            why = f"of n_group = {groups}, compared by softmaxes over all experts"
+            reader.unsupported("topk_group", chosen, [groups], why)
         grouped = method != "greedy" and chosen < groups
         return {
             "num_experts": experts,
@@ -91,7 +98,7 @@ class GroupedExperts:
             "moe_router_group_topk": chosen if grouped else None,
             "moe_router_group_scores": (1 if second else 2) if grouped else None,
             "moe_router_score_function": self.scores,
-            "moe_router_pre_softmax": second,
+            "moe_router_pre_softmax": second and not normalised,
             "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
             "moe_router_enable_expert_bias": not second,
             "moe_ffn_hidden_size": inner,
@@ -111,7 +118,7 @@ class GroupedExperts:
             "n_group": model.moe_router_num_groups or 1,
             "topk_group": model.moe_router_group_topk or 1,
             "scoring_func": self.scores,
-            "norm_topk_prob": not self.second,
+            "norm_topk_prob": not model.moe_router_pre_softmax,
             "moe_layer_freq": 1,
         }
 
@@ -164,6 +171,12 @@ def predictions(reader: Reader) -> int:
     """Layers that predict further tokens."""
     names = ("num_nextn_predict_layers", "num_mtp_layers")
     return reader.size(*names, default=1, least=0, most=MAX_LAYERS)
+
+
+def no_predictions(reader: Reader) -> None:
+    """Of families whose further predictions are not published, nor made by transformers."""
+    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
+        reader.fixed(name, 0)
 
 
 def listed_sparse(reader: Reader, layers: int) -> list[bool] | None:

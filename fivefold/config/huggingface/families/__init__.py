@@ -17,6 +17,7 @@ from fivefold.config.huggingface.families import (
     gpt_oss,
     granite,
     hunyuan,
+    latents,
     llama,
     llama4,
     mellum,
@@ -51,6 +52,7 @@ _MODULES = (
     mellum,
     afmoe,
     deepseek,
+    latents,
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {family.kind: family for module in _MODULES for family in module.FAMILIES}
