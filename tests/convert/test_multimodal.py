@@ -22,6 +22,7 @@ from tests.config.oracle import LENGTH, InFp64, oracle_logits
 from tests.convert.test_huggingface import both_logits
 
 _NAMES_OF_5 = (
+    ("language_model.model.blocks.", "model.language_model.layers."),
     ("language_model.model.", "model.language_model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model.language_model."),  # Qwen3-VL has no others
