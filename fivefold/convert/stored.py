@@ -149,8 +149,14 @@ def _queries_and_gates(files: Tensors, model: ModelConfig, place: Stored) -> Sto
 
 def _linear_attention(files: Tensors, model: ModelConfig, name: str, place: Stored) -> Stored:
     """What is here key head by key head: the convolution, and projections of which families have
-    several."""
+    several; or of a short convolution, whose projections are one there, of B, C and x."""
     sizes = model.states
+    if model.experimental_attention_variant == "short_convolution":
+        if "conv1d." in name:
+            return replace(place, axis=-3)
+        gates, *others = _parts(model, [sizes.value] * 3)
+        rows = torch.cat(others[::-1], dim=1) if "in_proj_xc." in name else gates
+        return replace(place, rows=rows.flatten(), of=3 * model.hidden_size)
     values = sizes.heads // sizes.groups
     widths = [*[sizes.key] * 2, *[values * sizes.value] * 2]
     if "conv1d." in name:
@@ -324,7 +330,7 @@ def numbers_beside(files: Tensors, names: Iterable[str]) -> dict[str, tuple[str,
     }
 
 
-_LINEAR_ATTENTION = "conv1d.", "in_proj_qkvz.", "in_proj_ba."
+_LINEAR_ATTENTION = "conv1d.", "in_proj_qkvz.", "in_proj_ba.", "in_proj_xc.", "in_proj_b."
 _MAMBA = "conv1d.", "in_proj_xbcz.", "in_proj_dt."
 
 

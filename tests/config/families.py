@@ -218,6 +218,9 @@ TINY: Mapping[str, dict[str, Any]] = {
     "minicpm3": _DENSE_LATENTS | {"scale_emb": 3, "dim_model_base": 20},
     "mistral4": _LATENTS | {"n_group": 1, "topk_group": 1, "rope_parameters": _MINISTRAL},
     "sarvam_mla": _LATENTS | {"n_group": 1, "topk_group": 1, "q_lora_rank": None},
+    "lfm2": _SIZES
+    | {"num_hidden_layers": 3, "num_key_value_heads": 2, "full_attn_idxs": [1]}
+    | {"block_multiple_of": 16},
     "llama4_text": _SIZES
     | {
         "num_hidden_layers": 5,
@@ -411,6 +414,12 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "position_embedding_type": [None, "rope", "nope"],
     "layers_block_type": [["attention"] * 2, ["mamba", "attention"]],
     "full_attention_interval": [1, 2, 3],
+    "full_attn_idxs": [None, [], [0], [0, 2], [5]],
+    "conv_L_cache": [1, 2, 4],
+    "conv_bias": _SWITCH,
+    "block_multiple_of": [1, 8],
+    "block_ffn_dim_multiplier": [0.0, 0.5, 2],
+    "block_auto_adjust_ff_dim": _SWITCH,
     "linear_conv_kernel_dim": [1, 2],
     "linear_key_head_dim": [4],
     "linear_value_head_dim": [4],
@@ -806,6 +815,10 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
     },
     "sarvam_moe": {
         "half heads": {"partial_rotary_factor": 0.5, "use_qk_norm": False, "use_qkv_bias": True}
+    },
+    "lfm2": {
+        "listed, as told": {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 5}
+        | {"block_auto_adjust_ff_dim": False, "tie_embedding": False, **_YARN},
     },
     "deepseek_v2": {
         "dense": {"first_k_dense_replace": 2},

@@ -162,6 +162,14 @@ DELTA = replace(
     linear_num_key_heads=2,
     linear_num_value_heads=6,
 )
+CONVOLVING = replace(
+    LLAMA,
+    use_rope_scaling=False,
+    qk_layernorm=True,
+    experimental_attention_variant="short_convolution",
+    linear_attention_freq="2",
+    linear_conv_kernel_dim=3,
+)
 HYBRID = replace(
     LLAMA,
     hybrid_override_pattern="M*-",
@@ -177,6 +185,7 @@ HYBRID = replace(
 )
 FAMILIES = {
     "delta": DELTA,
+    "convolving": CONVOLVING,
     "hybrid": HYBRID,
     "command": COMMAND,
     "sinks": SINKS,

@@ -32,7 +32,9 @@ def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Ten
         if mixer in ("-", "E"):
             attended = torch.zeros_like(x)
         elif model.is_linear(layer):
-            attended = (_mamba if mixer == "M" else _delta_net)(model, own, normed)
+            convolves = model.experimental_attention_variant == "short_convolution"
+            with_state = _short_convolution if convolves else _delta_net
+            attended = (_mamba if mixer == "M" else with_state)(model, own, normed)
         else:
             attended = _attention(seen, own, normed, window)
         attended = _norm(model, own, "post_self_attn_layernorm", attended)
@@ -184,6 +186,19 @@ def _delta_net(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:
             normed = _norm(plain, own, "self_attn.norm", torch.stack(read))
             outputs.append(normed * _silu(gate))
     return _linear(own, "self_attn.out_proj", torch.cat(outputs, dim=1))
+
+
+def _short_convolution(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:
+    """A gated short convolution, token by token."""
+    groups, rows = model.num_attention_heads, []
+    both = _linear(own, "self_attn.in_proj_xc", x).unflatten(1, (groups, 2, -1))
+    mixed = both[:, :, 0].flatten(1) * _linear(own, "self_attn.in_proj_b", x)
+    taps = own["self_attn.conv1d.weight"][:, 0]
+    for s in range(len(x)):
+        reach = range(min(model.linear_conv_kernel_dim, s + 1))
+        made = torch.stack([mixed[s - j] * taps[:, -1 - j] for j in reach]).sum(0)
+        rows.append(made * both[s, :, 1].flatten())
+    return _linear(own, "self_attn.out_proj", torch.stack(rows))
 
 
 def _mamba(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:

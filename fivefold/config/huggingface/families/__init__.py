@@ -18,6 +18,7 @@ from fivefold.config.huggingface.families import (
     granite,
     hunyuan,
     latents,
+    lfm2,
     llama,
     llama4,
     mellum,
@@ -53,6 +54,7 @@ _MODULES = (
     afmoe,
     deepseek,
     latents,
+    lfm2,
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {family.kind: family for module in _MODULES for family in module.FAMILIES}
