@@ -142,6 +142,10 @@ TINY: Mapping[str, dict[str, Any]] = {
     "falcon": {n: v for n, v in _SIZES.items() if n != "intermediate_size"},
     "cohere": _SIZES | {"num_key_value_heads": 2, "logit_scale": 0.5, "pad_token_id": None},
     "cohere2": _SIZES | {"num_hidden_layers": 5, "num_key_value_heads": 2, "pad_token_id": None},
+    "cohere2_moe": _SIZES
+    | _EXPERTS
+    | {"num_hidden_layers": 5, "head_dim": 12, "num_experts": 4, "pad_token_id": None}
+    | {"sliding_window": 5, "first_k_dense_replace": 1},
     "olmo2": _SIZES | {"num_key_value_heads": 2, "pad_token_id": None},
     "olmoe": _SIZES | _EXPERTS | {"num_experts": 4, "pad_token_id": None},
     "flex_olmo": _SIZES | _EXPERTS | {"num_experts": 4, "pad_token_id": None},
@@ -218,6 +222,10 @@ TINY: Mapping[str, dict[str, Any]] = {
     "minicpm3": _DENSE_LATENTS | {"scale_emb": 3, "dim_model_base": 20},
     "mistral4": _LATENTS | {"n_group": 1, "topk_group": 1, "rope_parameters": _MINISTRAL},
     "sarvam_mla": _LATENTS | {"n_group": 1, "topk_group": 1, "q_lora_rank": None},
+    "flint": _SIZES
+    | _EXPERTS
+    | {"num_hidden_layers": 5, "head_dim": 12, "num_experts": 4, "moe_intermediate_size": 24}
+    | {"shared_expert_intermediate_size": 20, "sliding_window": 5},
     "lfm2": _SIZES
     | {"num_hidden_layers": 3, "num_key_value_heads": 2, "full_attn_idxs": [1]}
     | {"block_multiple_of": 16},
@@ -414,6 +422,10 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "position_embedding_type": [None, "rope", "nope"],
     "layers_block_type": [["attention"] * 2, ["mamba", "attention"]],
     "full_attention_interval": [1, 2, 3],
+    "shared_expert_combination_strategy": ["sum", "average", "max"],
+    "expert_selection_fn": ["softmax", "sigmoid", "relu"],
+    "prefix_dense_sliding_window_pattern": [1, 2],
+    "prefix_dense_intermediate_size": [None, 16],
     "full_attn_idxs": [None, [], [0], [0, 2], [5]],
     "conv_L_cache": [1, 2, 4],
     "conv_bias": _SWITCH,
@@ -639,6 +651,18 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
         },
     },
     "cohere": {"untied": {"tie_word_embeddings": False, "logit_scale": 0.3, **_YARN}},
+    "cohere2_moe": {
+        "sigmoids, shared experts": {
+            "expert_selection_fn": "sigmoid",
+            "shared_expert_combination_strategy": "sum",
+            "num_shared_experts": 2,
+            "rms_norm_eps": 1e-6,
+            "prefix_dense_intermediate_size": 24,
+            "prefix_dense_sliding_window_pattern": 2,
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse"],
+            "sliding_window_pattern": 3,
+        }
+    },
     "cohere2": {
         "narrow windows": {
             "sliding_window": 5,
@@ -815,6 +839,10 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
     },
     "sarvam_moe": {
         "half heads": {"partial_rotary_factor": 0.5, "use_qk_norm": False, "use_qkv_bias": True}
+    },
+    "flint": {
+        "all sparse, listed windows": {"mlp_only_layers": [], "layer_types": _BIASED[1:] * 5}
+        | {"num_key_value_heads": 4, "tie_word_embeddings": True, **_YARN}
     },
     "lfm2": {
         "listed, as told": {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 5}

@@ -118,7 +118,7 @@ class GroupedExperts:
             "n_group": model.moe_router_num_groups or 1,
             "topk_group": model.moe_router_group_topk or 1,
             "scoring_func": self.scores,
-            "norm_topk_prob": not model.moe_router_pre_softmax,
+            "norm_topk_prob": not (model.moe_router_pre_softmax if self.either else self.second),
             "moe_layer_freq": 1,
         }
 

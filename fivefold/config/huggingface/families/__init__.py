@@ -11,6 +11,7 @@ from fivefold.config.huggingface.families import (
     deepseek,
     ernie,
     exaone,
+    flint,
     gemma,
     glm,
     gpt,
@@ -55,6 +56,7 @@ _MODULES = (
     deepseek,
     latents,
     lfm2,
+    flint,
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {family.kind: family for module in _MODULES for family in module.FAMILIES}
