@@ -93,6 +93,10 @@ PLAIN_QUERIES = replace(
     original_max_position_embeddings=4096,
     mscale=1.0,
     mscale_all_dim=0.0,
+    attn_temperature_tuning=True,
+    attn_temperature_rotated=True,
+    attn_scale=0.4,
+    floor_scale=2,
 )
 SPARSE = replace(
     LATENT,

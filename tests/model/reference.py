@@ -263,14 +263,18 @@ def _plain_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Itera
                 q_SD, k_SD = (_unit(model, y) for y in (q_SD, k_SD))
         turned = model.position_embedding_type == "rope"
         if model.attn_temperature_tuning and turned == model.attn_temperature_rotated:
-            first = 0 if turned else 1
-            steps = [math.floor((s + first) / model.floor_scale) for s in range(len(x))]
-            factors = [1 + model.attn_scale * math.log(1 + step) for step in steps]
-            q_SD = q_SD * torch.tensor(factors, dtype=q.dtype)[:, None]
+            q_SD = _tempered(model, q_SD, 0 if turned else 1)
         if after:
             q_SD = _norm(model, own, "self_attn.q_norm", q_SD)
             k_SD = _norm(model, own, "self_attn.k_norm", k_SD)
         yield q_SD, k_SD, v_SD, model.softmax_scale or 1 / math.sqrt(D)
+
+
+def _tempered(model: ModelConfig, q_SD: Tensor, first: int) -> Tensor:
+    """Queries that get hotter with the position, whose first number is `first`."""
+    steps = [math.floor((s + first) / model.floor_scale) for s in range(len(q_SD))]
+    factors = [1 + model.attn_scale * math.log(1 + step) for step in steps]
+    return q_SD * torch.tensor(factors, dtype=q_SD.dtype)[:, None]
 
 
 def _latent_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Iterator[Head]:
@@ -293,6 +297,8 @@ def _latent_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Iter
         q_SD = q[:, head * (D + R) : (head + 1) * (D + R)]
         kv_SD = kv[:, head * (D + V) : (head + 1) * (D + V)]
         turned = torch.cat((q_SD[:, :D], _rope(model, q_SD[:, D:])), dim=1)
+        if model.attn_temperature_tuning:
+            turned = _tempered(model, turned, 0)
         yield turned, torch.cat((kv_SD[:, :D], shared), dim=1), kv_SD[:, D:], scale
 
 

@@ -219,7 +219,15 @@ MODELS = {
     ),
     "latent": LATENT,
     "latent, plain queries": replace(
-        LATENT, q_lora_rank=None, add_bias_linear=True, normalization="LayerNorm", **MULTIPLIERS
+        LATENT,
+        q_lora_rank=None,
+        add_bias_linear=True,
+        normalization="LayerNorm",
+        attn_temperature_tuning=True,
+        attn_temperature_rotated=True,
+        attn_scale=0.4,
+        floor_scale=3,
+        **MULTIPLIERS,
     ),
     "sparse": SPARSE,
     "sparse, chosen alone, plain queries": replace(

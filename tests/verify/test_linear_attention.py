@@ -244,6 +244,7 @@ WHOLE_ROWS += [case for case in PREDICTING if "experts" in case]
         "adapters with magnitudes, exchanged heads",
         *list(HYBRID)[5::3],
         "further tokens with the same weights, deferred weights, ZeRO-2",
+        "convolutions, moved, ring",
     ),
 )
 def test_layouts(case: str) -> None:

@@ -43,7 +43,7 @@ LACKING: Mapping[str, str] = MappingProxyType(
         "lfm2_moe": "weights of experts are divided by their sum plus a millionth",
         "lfm3": _HEAD_GATES,
         "laguna": f"{_HEAD_GATES}, a softplus, and layers may have other numbers of heads",
-        **dict.fromkeys(("step3p7", "step3p7_text"), f"{_HEAD_GATES}, and {_WINDOWED_HEADS}"),
+        "step3p7": f"{_HEAD_GATES}, and {_WINDOWED_HEADS}",
         **dict.fromkeys(
             ("hy_v4", "hy_v4_vl", "qwen4_exp", "qwen4_exp_text", "glm5_next", "glm5_next_text"),
             _STREAMS,
