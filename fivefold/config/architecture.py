@@ -221,6 +221,11 @@ class Architecture:
     moe_router_pre_softmax: bool = option(
         False, "softmax over all experts, rather than only over the chosen ones"
     )
+    moe_router_norm_epsilon: Positive = option(
+        1e-20,
+        "added to the sum that sigmoid scores of several chosen experts are divided by, which is a "
+        "millionth in LFM2",
+    )
     moe_router_topk_scaling_factor: Positive | None = option(
         None, "factor on the weights of the chosen experts; none: 1"
     )

@@ -229,6 +229,10 @@ TINY: Mapping[str, dict[str, Any]] = {
     "lfm2": _SIZES
     | {"num_hidden_layers": 3, "num_key_value_heads": 2, "full_attn_idxs": [1]}
     | {"block_multiple_of": 16},
+    "lfm2_moe": _SIZES
+    | _EXPERTS
+    | {"num_hidden_layers": 3, "num_experts": 4, "moe_intermediate_size": 24}
+    | {"num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv"]},
     "llama4_text": _SIZES
     | {
         "num_hidden_layers": 5,
@@ -847,6 +851,10 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
     "lfm2": {
         "listed, as told": {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 5}
         | {"block_auto_adjust_ff_dim": False, "tie_embedding": False, **_YARN},
+    },
+    "lfm2_moe": {
+        "without bias": {"use_expert_bias": False, "num_experts_per_tok": 3, "conv_L_cache": 2}
+        | {"num_dense_layers": 0, "routed_scaling_factor": 2.0, "tie_word_embeddings": False}
     },
     "deepseek_v2": {
         "dense": {"first_k_dense_replace": 2},

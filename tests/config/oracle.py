@@ -84,7 +84,7 @@ def fill(model: nn.Module) -> nn.Module:
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(0.3 * noise + (parameter.dim() == 1))
         for name, buffer in model.named_buffers():
-            if "score_correction" in name:
+            if "score_correction" in name or name.endswith("expert_bias"):
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model
 

@@ -84,6 +84,7 @@ NUMBERS: dict[str, Any] = {
     "embedding_init_method_std": 1.5,
     "norm_epsilon": 0.01,
     "latent_norm_epsilon": 0.02,
+    "moe_router_norm_epsilon": 0.1,
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.3,
     "logits_scaling": 3.0,

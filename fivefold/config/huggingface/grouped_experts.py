@@ -179,6 +179,17 @@ def no_predictions(reader: Reader) -> None:
         reader.fixed(name, 0)
 
 
+def read_of_sarvam(reader: Reader) -> None:
+    """Fields of Sarvam's published files, which transformers has no use for."""
+    reader.fixed("score_function", "sigmoid")
+    for name in ("moe_router_enable_expert_bias", "use_rmsnorm"):
+        reader.fixed(name, True)
+    reader.fixed("use_bias", False)
+    for name in ("embedding_dropout", "output_dropout"):
+        reader.fixed(name, 0.0)
+    reader.without_effect("router_dtype")
+
+
 def listed_sparse(reader: Reader, layers: int) -> list[bool] | None:
     """Which layers have experts, if the config.json lists them; else None."""
     listed = reader.texts("mlp_layer_types", ("dense", "sparse"))

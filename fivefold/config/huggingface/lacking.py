@@ -40,7 +40,6 @@ LACKING: Mapping[str, str] = MappingProxyType(
         ),
         **dict.fromkeys(("phi", "gptj", "codegen"), _BIASED_HEAD),
         **dict.fromkeys(("olmo", "nanochat"), _NO_WEIGHTS),
-        "lfm2_moe": "weights of experts are divided by their sum plus a millionth",
         "lfm3": _HEAD_GATES,
         "laguna": f"{_HEAD_GATES}, a softplus, and layers may have other numbers of heads",
         "step3p7": f"{_HEAD_GATES}, and {_WINDOWED_HEADS}",

@@ -18,6 +18,13 @@ OF_MODELS = (
         "is for rotary positions",
     ),
     where("parallel_residual_one_norm", "parallel_residual = true", "is for branches side by side"),
+    Dependents(
+        ("moe_router_norm_epsilon",),
+        "moe_router_score_function",
+        lambda c: c.model.moe_router_score_function == "sigmoid" and c.model.moe_router_topk > 1,
+        "is of sigmoid scores, of which several are divided by their sum",
+        ("--moe-router-score-function sigmoid --moe-router-topk 2",),
+    ),
     where("layernorm_bias", "normalization = LayerNorm", "is of LayerNorm"),
     where(
         " ".join(OF_CONVOLUTIONS),

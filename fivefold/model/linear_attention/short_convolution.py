@@ -47,6 +47,8 @@ class _GatedConvolution(torch.autograd.Function):
             later_TF = grad_TF[back:] * (position_T[back:] >= back)[:, None]
             dz_TF[:-back].addcmul_(later_TF, wide_FK[:, -1 - back])
             dtaps_FK[:, -1 - back] = torch.linalg.vecdot(later_TF, z_TF[:-back], dim=0)
+            del later_TF
+        del z_TF, grad_TF
         dz = dz_TF.view_as(x)
         return (dz * b).to(x.dtype), (dz * x).to(b.dtype), dtaps_FK.to(taps_FK.dtype), None
 

@@ -13,6 +13,7 @@ from fivefold.config.huggingface.grouped_experts import (
     ONE_GROUP,
     no_predictions,
     predictions,
+    read_of_sarvam,
 )
 from fivefold.config.huggingface.llama_like import LlamaLike, qkv_biases
 from fivefold.config.huggingface.reader import Reader
@@ -126,6 +127,7 @@ def _sarvam(reader: Reader) -> ModelConfig:
     reader.also(n_shared_experts="num_shared_experts", attention_bias="use_qkv_bias")
     model = _SARVAM.read(reader)
     no_predictions(reader)
+    read_of_sarvam(reader)
     return replace(
         model,
         init_method_std=reader.number("initializer_range", 0.006),

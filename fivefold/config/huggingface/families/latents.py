@@ -12,6 +12,7 @@ from fivefold.config.huggingface.grouped_experts import (
     ONE_GROUP,
     GroupedExperts,
     no_predictions,
+    read_of_sarvam,
 )
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.huggingface.rope import SCALINGS, Rope, read_rope, sharpened_rope
@@ -115,6 +116,7 @@ def _sarvam(reader: Reader) -> ModelConfig:
     reader.also(n_shared_experts="num_shared_experts")
     model = read_latents(reader, _SARVAM)
     no_predictions(reader)
+    read_of_sarvam(reader)
     reader.without_effect("q_head_dim")
     return replace(model, init_method_std=reader.number("initializer_range", 0.006))
 

@@ -1,12 +1,16 @@
-"""LFM2 (Liquid AI): gated short convolutions in place of attention in most layers."""
+"""LFM2 (Liquid AI): gated short convolutions in place of attention in most layers; mixtures with
+DeepSeek-V3's router, without groups."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 
 from fivefold.config.huggingface.family import Family, Fields, Names, Tensors
+from fivefold.config.huggingface.generic import read_balancing, refuse_one_expert
+from fivefold.config.huggingface.grouped_experts import written_sparse
 from fivefold.config.huggingface.llama_like import LlamaLike, refuse_head_dim
 from fivefold.config.huggingface.reader import Reader
-from fivefold.config.layer_pattern import window_frequency
+from fivefold.config.layer_pattern import MAX_LAYERS, layer_frequency, window_frequency
 from fivefold.config.model import ModelConfig
 
 _LFM2 = LlamaLike(
@@ -23,12 +27,8 @@ _LFM2 = LlamaLike(
 
 def _lfm2(reader: Reader) -> ModelConfig:
     reader.also(intermediate_size="block_ff_dim", tie_word_embeddings="tie_embedding")
-    model = _with_convolutions(reader, _LFM2.read(reader))
-    reader.fixed("hidden_act", "silu")
-    reader.fixed("attention_dropout", 0.0)
+    model = _with_convolutions(reader, _read(reader), _all_or_told(reader))
     # Of published files, and transformers has no use for them.
-    reader.fixed("num_heads", model.num_attention_heads)
-    reader.fixed("theta", model.rotary_base)
     for name in ("block_dim", "conv_dim", "conv_dim_out"):
         reader.fixed(name, model.hidden_size)
     for name in ("block_use_swiglu", "use_pos_enc"):
@@ -36,6 +36,49 @@ def _lfm2(reader: Reader) -> ModelConfig:
     reader.without_effect("block_norm_eps", "block_mlp_init_scale", "block_out_init_scale")
     reader.without_effect("block_use_xavier_init", "conv_use_xavier_init")
     return replace(model, ffn_hidden_size=_inner_size(reader, model.ffn_size))
+
+
+def _read(reader: Reader) -> ModelConfig:
+    """The model with attention in every layer."""
+    model = _LFM2.read(reader)
+    refuse_head_dim(reader, model)
+    reader.fixed("hidden_act", "silu")
+    reader.fixed("attention_dropout", 0.0)
+    # Of published files, and transformers has no use for them.
+    reader.fixed("num_heads", model.num_attention_heads)
+    reader.fixed("theta", model.rotary_base)
+    return model
+
+
+def _mixture(reader: Reader) -> ModelConfig:
+    """Experts in all layers but the first few."""
+    reader.also(tie_word_embeddings="tie_embedding")
+    model = _read(reader)
+    layers = model.num_layers
+    if reader.fields.get("layer_types") is None:
+        why = "transformers cannot run the model without it"
+        reader.unsupported("layer_types", None, [["full_attention"] * layers], why)
+    model = _with_convolutions(reader, model, range(layers))
+    read_balancing(reader)
+    dense = reader.size("num_dense_layers", default=2, least=0)
+    experts, inner = reader.size("num_experts"), reader.size("moe_intermediate_size")
+    topk, factor = reader.size("num_experts_per_tok"), reader.number("routed_scaling_factor", 1.0)
+    biased = reader.flag("use_expert_bias", True)
+    reader.fixed("norm_topk_prob", True, why="weights are of sigmoids")
+    if dense >= layers:
+        return model
+    refuse_one_expert(reader, topk)
+    return replace(
+        model,
+        num_experts=experts,
+        moe_router_topk=topk,
+        moe_router_score_function="sigmoid",
+        moe_router_norm_epsilon=_EPSILON,
+        moe_router_topk_scaling_factor=None if factor == 1.0 else factor,
+        moe_router_enable_expert_bias=biased,
+        moe_ffn_hidden_size=inner,
+        moe_layer_freq=layer_frequency([layer >= dense for layer in range(layers)]),
+    )
 
 
 def _inner_size(reader: Reader, told: int) -> int:
@@ -54,18 +97,19 @@ def _inner_size(reader: Reader, told: int) -> int:
     return unit * ceil(size / unit)
 
 
-def _with_convolutions(reader: Reader, model: ModelConfig) -> ModelConfig:
-    """The same model with short convolutions in layers that are listed, or in those that are not
-    listed as others."""
+def _all_or_told(reader: Reader) -> Sequence[int]:
+    """Layers with attention, where no list names what each has."""
+    told = reader.fields.get("full_attn_idxs") is not None
+    reader.without_effect("full_attn_idxs")
+    return reader.sizes("full_attn_idxs") if told else range(MAX_LAYERS)
+
+
+def _with_convolutions(reader: Reader, model: ModelConfig, whole: Sequence[int]) -> ModelConfig:
+    """The same model with short convolutions in layers that are listed, or in all but these."""
     layers = model.num_layers
-    refuse_head_dim(reader, model)
     reader.fixed("conv_bias", False)
     taps = reader.size("conv_L_cache", default=3)
     types = reader.texts("layer_types", ("full_attention", "conv"))
-    whole = [*range(layers)]
-    if reader.fields.get("full_attn_idxs") is not None:
-        whole = [*reader.sizes("full_attn_idxs")]
-    reader.without_effect("full_attn_idxs")
     if types is None:
         types = ["full_attention" if layer in whole else "conv" for layer in range(layers)]
     elif not reader.has_each_layer("layer_types", types, layers):
@@ -76,7 +120,7 @@ def _with_convolutions(reader: Reader, model: ModelConfig) -> ModelConfig:
     if all(convolves):
         name = "layer_types" if reader.fields.get("layer_types") else "full_attn_idxs"
         works = [[*types[1:], "full_attention"] if name == "layer_types" else [layers - 1]]
-        why = "no layer has attention"
+        why = f"none of num_hidden_layers = {layers} has attention"
         reader.unsupported(name, reader.fields.get(name), works, why)
         return model
     return replace(
@@ -85,6 +129,20 @@ def _with_convolutions(reader: Reader, model: ModelConfig) -> ModelConfig:
         linear_attention_freq=window_frequency(convolves),
         linear_conv_kernel_dim=taps,
     )
+
+
+def _write_mixture(model: ModelConfig) -> Fields:
+    fields = _write(model) | {
+        "num_dense_layers": written_sparse(model).count("dense"),
+        "num_experts": model.num_experts or 1,
+        "num_experts_per_tok": model.moe_router_topk,
+        "moe_intermediate_size": model.expert_ffn_size,
+        "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+        "use_expert_bias": model.moe_router_enable_expert_bias,
+        "norm_topk_prob": True,
+    }
+    del fields["block_auto_adjust_ff_dim"]
+    return fields
 
 
 def _write(model: ModelConfig) -> Fields:
@@ -99,6 +157,9 @@ def _write(model: ModelConfig) -> Fields:
     return fields
 
 
+_EPSILON = 1e-6
+"""Added to the sum by which transformers divides weights of experts."""
+_MLP = {"gate": "w1", "up": "w3", "down": "w2"}
 _NAMES: Names = {
     **{f".self_attn.{part}_norm.": f".self_attn.{part}_layernorm." for part in "qk"},
     ".self_attn.o_proj.": ".self_attn.out_proj.",
@@ -108,10 +169,14 @@ _NAMES: Names = {
     ".linear_attn.": ".conv.",
     ".input_layernorm.": ".operator_norm.",
     ".post_attention_layernorm.": ".ffn_norm.",
-    ".mlp.gate_proj.": ".feed_forward.w1.",
-    ".mlp.up_proj.": ".feed_forward.w3.",
-    ".mlp.down_proj.": ".feed_forward.w2.",
+    ".mlp.experts.": ".mlp.experts.{e}.",
+    ".mlp.router.expert_bias": ".mlp.expert_bias",
+    ".mlp.router.": ".mlp.gate.",
+    **{f".{ours}_proj.": f".{theirs}." for ours, theirs in _MLP.items()},
+    ".mlp.": ".feed_forward.",
 }
+_TENSORS = Tensors(_NAMES, last="embedding_norm.")
 FAMILIES = (
-    Family("lfm2", "Lfm2ForCausalLM", _lfm2, _write, Tensors(_NAMES, last="embedding_norm.")),
+    Family("lfm2", "Lfm2ForCausalLM", _lfm2, _write, _TENSORS),
+    Family("lfm2_moe", "Lfm2MoeForCausalLM", _mixture, _write_mixture, _TENSORS),
 )
