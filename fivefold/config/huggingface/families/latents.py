@@ -71,6 +71,8 @@ def _write_minicpm3(model: ModelConfig) -> Fields:
 def _mistral4_rope(reader: Reader, default: Rope) -> Rope:
     turned, others = (reader.size(f"qk_{part}_head_dim") for part in ("rope", "nope"))
     default = replace(default, share=turned / (turned + others))
+    why = "transformers turns too few features by it: its table is rope_parameters"
+    reader.fixed("rope_scaling", None, why=why)
     return sharpened_rope(reader, default, factor=128.0, original=8192, latents=True)
 
 
@@ -98,7 +100,10 @@ _MISTRAL4 = LatentLike(
 
 
 def _write_mistral4(model: ModelConfig) -> Fields:
-    return with_temperature(write_latents(model, _MISTRAL4), model)
+    fields = with_temperature(write_latents(model, _MISTRAL4), model)
+    share = {"partial_rotary_factor": model.qk_pos_emb_head_dim / model.query_dim}
+    table = share | {"rope_theta": fields.pop("rope_theta")} | fields.pop("rope_scaling", {})
+    return fields | {"rope_parameters": table}
 
 
 _SARVAM = LatentLike(
