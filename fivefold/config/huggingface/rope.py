@@ -45,9 +45,9 @@ class Rope:
         return {"rotary_base": self.theta, "rotary_percent": self.share, **dict(self.scaling)}
 
 
-def whole_head_rope(reader: Reader, default: Rope) -> Rope:
+def whole_head_rope(reader: Reader, default: Rope, *, scalings: tuple[str, ...] = SCALINGS) -> Rope:
     """Rotary positions of whole heads, limited to what a ModelConfig can express."""
-    return _of_whole_heads(reader, read_rope(reader, default))
+    return _of_whole_heads(reader, read_rope(reader, default, scalings=scalings))
 
 
 def raised_rope(reader: Reader, default: Rope, head_dim: int) -> Rope:

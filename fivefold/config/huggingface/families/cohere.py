@@ -10,13 +10,26 @@ from fivefold.config.huggingface.generic import read_balancing, refuse_one_exper
 from fivefold.config.huggingface.grouped_experts import listed_sparse, written_sparse
 from fivefold.config.huggingface.llama_like import LlamaLike, refuse_head_dim
 from fivefold.config.huggingface.reader import Reader
+from fivefold.config.huggingface.rope import Rope, whole_head_rope
 from fivefold.config.layer_pattern import layer_frequency, unrotated_frequency
 from fivefold.config.model import ModelConfig
 
 _COHERE2 = LlamaLike(
     rms_norm_eps=1e-5, tied=True, epsilon="layer_norm_eps", windows=None, padded=True
 )
-_COHERE2_MOE = replace(_COHERE2, head_dim=128)
+
+
+def _unscaled(reader: Reader, default: Rope) -> Rope:
+    """The base of RoPE, of which transformers takes a table as it is, or no notice."""
+    reader.fixed("rope_scaling", None, why="transformers takes no notice of it in this family")
+    table = reader.fields.get("rope_parameters", {"rope_theta": default.theta})
+    if not isinstance(table, dict) or "rope_theta" not in table:
+        why = "transformers cannot run the model without rope_theta in it"
+        reader.unsupported("rope_parameters", table, [{"rope_theta": default.theta}], why)
+    return whole_head_rope(reader, default, scalings=("default",))
+
+
+_COHERE2_MOE = replace(_COHERE2, head_dim=128, rope=_unscaled)
 _COHERE = replace(_COHERE2, rope_theta=500000.0, windows=windows.none)
 
 
@@ -83,7 +96,7 @@ def _experts(reader: Reader, inner: int, sparse: Sequence[bool]) -> dict[str, An
         "shared_expert_combination_strategy", default="average", choices=("average", "sum")
     )
     if shared and average == "average":
-        why = "what both kinds of experts make is added here"
+        why = f"what both kinds of experts make is added here, and num_shared_experts is {shared}"
         reader.unsupported("shared_expert_combination_strategy", "average", ["sum"], why)
     scores = reader.text("expert_selection_fn", default="softmax", choices=("softmax", "sigmoid"))
     normalised = reader.flag("norm_topk_prob", True)
