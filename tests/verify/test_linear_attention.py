@@ -237,9 +237,7 @@ WHOLE_ROWS += [case for case in PREDICTING if "experts" in case]
     "case",
     chosen(
         CASES,
-        "ring, whole layers recomputed",
         "fewer microbatches than stages",
-        "ZeRO-2 and deferred weights",
         "moved",
         "adapters with magnitudes, exchanged heads",
         *list(HYBRID)[5::3],

@@ -117,7 +117,6 @@ EVERY = {f"{case}, {kind}": (case, kind) for case, kind in product(CASES, KINDS)
     "name",
     chosen(
         EVERY,
-        "ZeRO-3, recomputed, tied, magnitudes",
         "deferred, both",
         "embedding alone in its stage, plain",
     ),
