@@ -173,6 +173,43 @@ def predictions(reader: Reader) -> int:
     return reader.size(*names, default=1, least=0, most=MAX_LAYERS)
 
 
+def sigmoid_experts(reader: Reader, layers: int, *, first: int, factor: str) -> dict[str, Any]:
+    """ModelConfig settings of V3's experts without groups, in all layers but the first few.
+
+    Args:
+        reader: reader of the file.
+        layers: number of layers.
+        first: the family's default of the layers without experts.
+        factor: name of the factor on weights of experts.
+    """
+    dense = reader.size("num_dense_layers", default=first, least=0)
+    experts, inner = reader.size("num_experts"), reader.size("moe_intermediate_size")
+    scale, topk = reader.number(factor, 1.0), reader.size("num_experts_per_tok")
+    if dense >= layers:
+        return {}
+    refuse_one_expert(reader, topk)
+    return {
+        "num_experts": experts,
+        "moe_router_topk": topk,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_topk_scaling_factor": None if scale == 1.0 else scale,
+        "moe_router_enable_expert_bias": True,
+        "moe_ffn_hidden_size": inner,
+        "moe_layer_freq": layer_frequency([layer >= dense for layer in range(layers)]),
+    }
+
+
+def sigmoid_expert_fields(model: ModelConfig, factor: str) -> Fields:
+    """Of `sigmoid_experts`."""
+    return {
+        "num_experts": model.num_experts or 1,
+        "num_experts_per_tok": model.moe_router_topk,
+        "moe_intermediate_size": model.expert_ffn_size,
+        "num_dense_layers": written_sparse(model).count("dense"),
+        factor: model.moe_router_topk_scaling_factor or 1.0,
+    }
+
+
 def no_predictions(reader: Reader) -> None:
     """Of families whose further predictions are not published, nor made by transformers."""
     for name in ("num_nextn_predict_layers", "num_mtp_layers"):

@@ -6,11 +6,11 @@ from dataclasses import replace
 from math import ceil
 
 from fivefold.config.huggingface.family import Family, Fields, Names, Tensors
-from fivefold.config.huggingface.generic import read_balancing, refuse_one_expert
-from fivefold.config.huggingface.grouped_experts import written_sparse
+from fivefold.config.huggingface.generic import read_balancing
+from fivefold.config.huggingface.grouped_experts import sigmoid_expert_fields, sigmoid_experts
 from fivefold.config.huggingface.llama_like import LlamaLike, refuse_head_dim
 from fivefold.config.huggingface.reader import Reader
-from fivefold.config.layer_pattern import MAX_LAYERS, layer_frequency, window_frequency
+from fivefold.config.layer_pattern import MAX_LAYERS, window_frequency
 from fivefold.config.model import ModelConfig
 
 _LFM2 = LlamaLike(
@@ -60,25 +60,13 @@ def _mixture(reader: Reader) -> ModelConfig:
         reader.unsupported("layer_types", None, [["full_attention"] * layers], why)
     model = _with_convolutions(reader, model, range(layers))
     read_balancing(reader)
-    dense = reader.size("num_dense_layers", default=2, least=0)
-    experts, inner = reader.size("num_experts"), reader.size("moe_intermediate_size")
-    topk, factor = reader.size("num_experts_per_tok"), reader.number("routed_scaling_factor", 1.0)
-    biased = reader.flag("use_expert_bias", True)
     reader.fixed("norm_topk_prob", True, why="weights are of sigmoids")
-    if dense >= layers:
-        return model
-    refuse_one_expert(reader, topk)
-    return replace(
-        model,
-        num_experts=experts,
-        moe_router_topk=topk,
-        moe_router_score_function="sigmoid",
-        moe_router_norm_epsilon=_EPSILON,
-        moe_router_topk_scaling_factor=None if factor == 1.0 else factor,
-        moe_router_enable_expert_bias=biased,
-        moe_ffn_hidden_size=inner,
-        moe_layer_freq=layer_frequency([layer >= dense for layer in range(layers)]),
-    )
+    experts = sigmoid_experts(reader, layers, first=2, factor=_FACTOR)
+    own = {
+        "moe_router_enable_expert_bias": reader.flag("use_expert_bias", True),
+        "moe_router_norm_epsilon": _EPSILON,
+    }
+    return replace(model, **(experts | own)) if experts else model
 
 
 def _inner_size(reader: Reader, told: int) -> int:
@@ -133,11 +121,7 @@ def _with_convolutions(reader: Reader, model: ModelConfig, whole: Sequence[int])
 
 def _write_mixture(model: ModelConfig) -> Fields:
     fields = _write(model) | {
-        "num_dense_layers": written_sparse(model).count("dense"),
-        "num_experts": model.num_experts or 1,
-        "num_experts_per_tok": model.moe_router_topk,
-        "moe_intermediate_size": model.expert_ffn_size,
-        "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+        **sigmoid_expert_fields(model, _FACTOR),
         "use_expert_bias": model.moe_router_enable_expert_bias,
         "norm_topk_prob": True,
     }
@@ -157,6 +141,7 @@ def _write(model: ModelConfig) -> Fields:
     return fields
 
 
+_FACTOR = "routed_scaling_factor"
 _EPSILON = 1e-6
 """Added to the sum by which transformers divides weights of experts."""
 _MLP = {"gate": "w1", "up": "w3", "down": "w2"}
