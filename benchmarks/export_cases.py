@@ -322,6 +322,7 @@ CHANGES: Mapping[str, Change] = {
     "moe_apply_probs_on_input": Change(
         True, {**_MIXED, "moe_router_topk": 1, "moe_router_score_function": "sigmoid"}
     ),
+    "moe_router_norm_epsilon": Change(1e-6, {**_MIXED, "moe_router_score_function": "sigmoid"}),
     "moe_layer_freq": Change("2", {"preset": "mixtral-8x7b"}),
     "multi_latent_attention": Change(True, {"num_query_groups": None}),
     "q_lora_rank": Change(768, _MLA),

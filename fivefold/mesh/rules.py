@@ -38,6 +38,8 @@ def _split_over_tp(model: ModelConfig) -> list[tuple[str, int]]:
 
 def _groups_setting(model: ModelConfig) -> str:
     """The setting of what ranks split of layers with states."""
+    if model.experimental_attention_variant == "short_convolution":
+        return "num_attention_heads"
     hybrid = model.hybrid_override_pattern is not None
     return "mamba_num_groups" if hybrid else "linear_num_key_heads"
 
@@ -252,8 +254,10 @@ def check_context(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
     tp = parallel.tensor_model_parallel_size
     keys = model.states.groups // tp
     if model.has_linear_layers and keys % cp:
-        hybrid = model.hybrid_override_pattern is not None
-        of = "groups of Mamba-2" if hybrid else "key heads of linear attention"
+        of = {
+            "mamba_num_groups": "groups of Mamba-2",
+            "linear_num_key_heads": "key heads of linear attention",
+        }.get(_groups_setting(model), "groups of a short convolution's features")
         mistakes.add(
             f"{cp} context-parallel ranks cannot exchange tokens for {keys} {of}",
             f"{_groups_setting(model)} {model.states.groups} / tp {tp} = {keys}, and {keys} / "

@@ -119,6 +119,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "rotary_base_local": (100.0,),
     "softmax_scale": (0.3,),
     "latent_norm_epsilon": (0.1,),
+    "moe_router_norm_epsilon": (0.1,),
     "attn_logit_softcapping": (0.7,),
     "final_logit_softcapping": (0.7,),
     "rotary_seq_len_interpolation_factor": (2.5,),
