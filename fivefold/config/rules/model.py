@@ -3,7 +3,7 @@
 from fivefold.config.by_layer import IN_BF16, OF_LATENTS
 from fivefold.config.config import SECTION_SETTINGS, SETTINGS
 from fivefold.config.divisors import divisors, nearest
-from fivefold.config.layer_pattern import MAX_LAYERS, expert_layers, window_layers
+from fivefold.config.layer_pattern import MAX_LAYERS, layers_of
 from fivefold.config.lora import OF_ADAPTERS
 from fivefold.config.model import MAX_SIZE, ModelConfig
 from fivefold.config.rules.lora import check_adapters
@@ -55,7 +55,9 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
     check_sparse(model, mistakes)
     if model.window_attn_skip_freq is not None:
         with mistakes.collecting():
-            if not any(window_layers(model.window_attn_skip_freq, model.num_layers)):
+            if not any(
+                layers_of("window_attn_skip_freq", model.window_attn_skip_freq, model.num_layers)
+            ):
                 mistakes.add(
                     f"window_attn_skip_freq {model.window_attn_skip_freq!r} gives none of the "
                     "layers a window",
@@ -198,7 +200,7 @@ def _check_experts(model: ModelConfig, mistakes: Mistakes) -> None:
     if model.hybrid_override_pattern is not None:
         return
     with mistakes.collecting():
-        if not any(expert_layers(model.moe_layer_freq, model.num_layers)):
+        if not any(layers_of("moe_layer_freq", model.moe_layer_freq, model.num_layers)):
             mistakes.add(
                 f"moe_layer_freq {model.moe_layer_freq!r} gives none of the layers experts",
                 works=("--moe-layer-freq 1", "--num-experts none"),

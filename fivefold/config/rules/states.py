@@ -1,7 +1,7 @@
 """Validation of layers that keep a state, and of layers that have one mixer each."""
 
 from fivefold.config.divisors import divisors, nearest
-from fivefold.config.layer_pattern import letters, linear_layers, mixers
+from fivefold.config.layer_pattern import layers_of, letters, mixers
 from fivefold.config.model import ModelConfig
 from fivefold.config.settings import flag_of
 from fivefold.errors import Mistakes
@@ -36,7 +36,7 @@ def _check_linear(model: ModelConfig, mistakes: Mistakes) -> None:
         )
         return
     with mistakes.collecting():
-        linear = linear_layers(freq, model.num_layers)
+        linear = layers_of("linear_attention_freq", freq, model.num_layers)
         if len({*linear}) < 2:
             kind = "linear attention" if linear[0] else "a softmax"
             mistakes.add(
