@@ -84,7 +84,7 @@ LAYOUTS = [
         "padded vocabulary 511",
         "511 / 2 = 255.5",
     ),
-    layout("sequence parallel alone", "--sequence-parallel", "tp is 1", "--no-sequence-parallel"),
+    layout("sequence parallel alone", "--sequence-parallel", "size is 1", "--no-sequence-parallel"),
     layout(
         "sequence parallel, odd length",
         "--nproc 2 --tp 2 --sequence-parallel --seq-length 63",
@@ -160,7 +160,7 @@ LAYOUTS = [
     layout("tp -2", "--tp -2", "tensor_model_parallel_size must be at least 1, or -1 to infer it"),
     layout("two to infer", "--tp -1", "only one degree can be inferred", "tp and dp_shard are -1"),
     layout("context parallel", "--nproc 2 --cp 2 --seq-length 62", "/ (2 x 2)", "--seq-length 64"),
-    layout("expert parallel", "--nproc 2 --ep 2", "needs a model with num_experts"),
+    layout("expert parallel", "--nproc 2 --ep 2", "num_experts is none"),
     layout("too few experts", "--num-experts 2 --moe-router-topk 3", "--num-experts 3"),
     layout("layers of experts", "--num-experts 2 --moe-layer-freq [1]*3", "3 entries, 4 layers"),
     layout(
@@ -252,7 +252,7 @@ VALUES = [
     layout("WSD without a decay", "--lr-decay-style WSD", "needs lr_wsd_decay_iters"),
     layout("beta of 1", "--adam-beta2 1", "adam_beta2 must be in [0, 1), not 1.0"),
     layout("negative clip", "--clip-grad -1", "clip_grad must be 0 or more, not -1"),
-    layout("step of nothing", "--ckpt-step 3", "there is no --load"),
+    layout("step of nothing", "--ckpt-step 3", "and load is none"),
     layout(
         "adapter of nothing",
         "--load-adapter nope --lora-alpha x",
@@ -262,7 +262,7 @@ VALUES = [
     layout(
         "magnitudes of nothing",
         "--use-dora",
-        "use_dora = true needs --lora-rank",
+        "use_dora = true has no effect",
         "works: --lora-rank 16 | --no-use-dora",
     ),
     layout(
@@ -274,7 +274,7 @@ VALUES = [
     layout(
         "targets of nothing",
         "--lora-target-modules q_proj o_proj",
-        "lora_target_modules = q_proj o_proj needs --lora-rank",
+        "lora_target_modules = q_proj o_proj has no effect",
     ),
     layout(
         "a switch and what it excludes",

@@ -49,22 +49,6 @@ def check_values(config: Config, mistakes: Mistakes) -> None:
     if "global_batch_size" not in out_of_range:
         _check_ramp(config.training, mistakes)
     _check_retained(config.checkpoint, mistakes)
-    if config.checkpoint.load is None:
-        if config.checkpoint.load_adapter is not None:
-            mistakes.add(
-                "load_adapter has adapters alone, and there is no --load of the weights beside",
-                works=["--load FOLDER", "--load-adapter none"],
-            )
-        if config.checkpoint.ckpt_step is not None:
-            mistakes.add(
-                "ckpt_step chooses a checkpoint of --load, and there is no --load",
-                works=["--ckpt-step none"],
-            )
-        if config.checkpoint.finetune:
-            mistakes.add(
-                "finetune takes the weights of --load, and there is no --load",
-                works=["--no-finetune"],
-            )
 
 
 def _check_retained(checkpoint: CheckpointConfig, mistakes: Mistakes) -> None:
