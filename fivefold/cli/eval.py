@@ -16,7 +16,7 @@ from fivefold.config.memory import MemoryConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.records import LoggingConfig
 from fivefold.config.rules.dependence import without_orphans
-from fivefold.config.settings import argument, flag_of, option, settings_of
+from fivefold.config.settings import Count, Whole, argument, option, settings_of
 from fivefold.config.sharding import ShardingStrategy
 from fivefold.config.sources import load_options
 from fivefold.config.training import OptimizerConfig
@@ -66,16 +66,16 @@ class Options:
 
     run: str = argument(RUN_HELP)
     step: int | None = option(None, STEP_HELP)
-    nproc: int = option(1, NPROC_HELP)
+    nproc: Count = option(1, NPROC_HELP)
     device: Asked = option("auto", f"where to run; {DEVICE_HELP}")
     json: bool = option(False, JSON_HELP)
     tasks: tuple[str, ...] = option(
         (), "tasks of lm-evaluation-harness that choose or score: names, or paths of .yaml files"
     )
-    num_fewshot: int | None = option(
+    num_fewshot: Whole | None = option(
         None, "examples in each context of --tasks (default: the task's)"
     )
-    limit: int | None = option(None, "first documents of each of --tasks (default: all)")
+    limit: Count | None = option(None, "first documents of each of --tasks (default: all)")
     valid_data_path: tuple[str, ...] = _same("valid_data_path", ())
     split: str | None = _same("split")
     eval_iters: int | None = _same("eval_iters")
@@ -126,10 +126,6 @@ def _check_tasks(options: Options) -> None:
         elif options.tasks and setting.name not in _OF_TASKS:
             what = f"{setting.flag} has no effect with --tasks, which run on one device"
             mistakes.add(what, attempt=f"no {setting.flag}, or no --tasks")
-    for name in _OF_TASKS:
-        least = 1 if name == "limit" else 0
-        if (value := getattr(options, name)) is not None and value < least:
-            mistakes.add(f"{flag_of(name)} must be at least {least}, not {value}")
     with mistakes.collecting():
         if options.tasks:
             check_installed("lm_eval", "--tasks", "eval")

@@ -21,7 +21,7 @@ from fivefold.config.megatron_job.arguments import MegatronJob, job_of, read_job
 from fivefold.config.megatron_job.command import Around
 from fivefold.config.megatron_job.settings import translate as translate_job
 from fivefold.config.rules.dependence import without_orphans
-from fivefold.config.settings import argument, flag_of, option
+from fivefold.config.settings import Count, argument, flag_of, option
 from fivefold.config.sources import load_options, read_config, to_toml
 from fivefold.config.translation import Translation
 from fivefold.errors import ConfigError, Mistakes
@@ -44,7 +44,7 @@ class Options:
         "DeepSpeed: its JSON file, with --model"
     )
     target: str | None = argument("recipe to write (default: print it)", None)
-    vocab_size: int | None = option(
+    vocab_size: Count | None = option(
         None, "tokens of the tokenizer, if the job does not say (default: what it says)"
     )
     script_arguments: str | None = option(
@@ -53,7 +53,7 @@ class Options:
     model: str | None = option(
         None, "DeepSpeed: preset, hub name, or path of a config.json (its files say no model)"
     )
-    nproc: int | None = option(
+    nproc: Count | None = option(
         None, "DeepSpeed: number of ranks (default: what its batch sizes say)"
     )
 

@@ -179,6 +179,15 @@ class Setting:
             return _quoted(value)
         return str(value).lower() if isinstance(value, bool) else repr(value)
 
+    def beyond(self, value: Any) -> str:
+        """What is wrong with a number that it may not have, or with one of several, as "must be at
+        least 1, not 0"; empty: nothing."""
+        if self.within is None:
+            return ""
+        each = value if isinstance(value, tuple) else (value,)
+        wrong = [one for one in each if one is not None and not self.within.holds(one)]
+        return f"must be {self.within.words}, not {wrong[0]}" if wrong else ""
+
     def is_empty(self, value: object) -> bool:
         """Whether it is an empty text where that means nothing: a path that is empty would be the
         current folder."""
