@@ -13,7 +13,7 @@ from fivefold.config.huggingface import is_adapter, read_adapter
 from fivefold.config.megatron import is_megatron, megatron_checkpoint
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import resolve_model
-from fivefold.config.settings import Allowed, argument, option
+from fivefold.config.settings import Allowed, argument, changed, option
 from fivefold.config.sources import load_options
 from fivefold.errors import Mistakes
 from fivefold.hub import WEIGHTS, in_place
@@ -123,14 +123,9 @@ def _check(options: Options, *, inward: bool) -> tuple[Path, ModelConfig | None]
     """
     mistakes = Mistakes()
     if inward:
-        given = {
-            "step": None if is_megatron(Path(options.source)) else options.step,
-            "dtype": options.dtype,
-            "max-shard-size": options.max_shard_size,
-            "adapter": options.adapter or None,
-        }
-        for name in [name for name, value in given.items() if value is not None]:
-            mistakes.add(f"--{name} is for a run, and {options.source} is none")
+        of_steps = () if is_megatron(Path(options.source)) else ("step",)
+        for setting in changed(options, (*of_steps, "dtype", "max_shard_size", "adapter")):
+            mistakes.add(f"{setting.flag} is for a run, and {options.source} is none")
     if Path(options.target).exists():
         mistakes.add(f"{options.target} is there already", attempt="another folder")
     source = Path(options.source)

@@ -13,7 +13,7 @@ from fivefold.check import check
 from fivefold.cli.helps import RECIPE_HELP
 from fivefold.cli.style import note
 from fivefold.cli.train import recipe_name
-from fivefold.config.settings import Count, Whole, argument, option, settings_of
+from fivefold.config.settings import Count, Whole, argument, changed, option
 from fivefold.config.sources import load
 from fivefold.errors import ConfigError, FivefoldError, Mistake, Mistakes
 from fivefold.files import telling_unwritable, write_atomic
@@ -121,10 +121,8 @@ def run(argv: Sequence[str]) -> int:
     options, config = load(argv, Options, note)
     mistakes = Mistakes()
     target = TARGETS[options.target]
-    for setting in settings_of(Options):
-        value = getattr(options, setting.name)
-        idle = setting.name in _IDLE and setting.name not in target.takes
-        if idle and value not in (setting.default, None):
+    for setting in changed(options, _IDLE.keys() - target.takes):
+        if getattr(options, setting.name) is not None:
             mistakes.add(
                 f"{setting.flag} has no effect on a job for {options.target}: "
                 f"{_IDLE[setting.name]}",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from fivefold.cli.budget import BUDGET_HELP, budget_bytes
 from fivefold.cli.helps import JSON_HELP
 from fivefold.config.flags import SWITCHES
-from fivefold.config.settings import Count, Positive, Share, argument, flag_of, option, settings_of
+from fivefold.config.settings import Count, Positive, Share, argument, changed, flag_of, option
 from fivefold.config.sources import Loaded, load_options, scan_all
 from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.hardware import GB
@@ -178,17 +178,14 @@ def _check_output(options: Options, mistakes: Mistakes) -> None:
         mistakes.add("--json and --emit both say what to print", works=("--no-json", "--emit none"))
     if options.emit is not None and options.why is not None:
         mistakes.add("--emit prints settings only, no --why", works=("--emit none", "--why none"))
-    usual = {setting.name: setting for setting in settings_of(Options)}
-    for name in ("train_tokens", "top"):
-        setting, value = usual[name], getattr(options, name)
-        alone = "emit" if options.emit is not None else "why"
-        if value != setting.default and (alone == "emit" or (options.why and not options.json)):
+    alone = "emit" if options.emit is not None else "why"
+    if alone == "emit" or (options.why and not options.json):
+        for setting in changed(options, ("train_tokens", "top")):
             mistakes.add(
                 f"--{alone} prints nothing of {setting.flag}",
                 works=(f"--{alone} none", setting.typed(setting.default)),
             )
-    told = {"rules": options.rules, "guide": options.guide, "verbose": options.verbose}
-    for name in (name for name, given in told.items() if given):
+    for name in (setting.name for setting in changed(options, ("rules", "guide", "verbose"))):
         if options.emit is not None:
             what = f"--emit prints settings only, nothing of --{name}"
             mistakes.add(what, works=("--emit none", f"--no-{name}"))

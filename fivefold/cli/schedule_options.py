@@ -10,8 +10,8 @@ from fivefold.config.settings import (
     NonNegative,
     Positive,
     argument,
+    changed,
     option,
-    settings_of,
 )
 from fivefold.errors import Mistakes
 from fivefold.pipeline.costs.costs import times_problem
@@ -115,11 +115,9 @@ def asked_study(options: Options) -> Study:
 def _check_used(options: Options, mistakes: Mistakes) -> None:
     """Add what is asked for and would not be shown."""
     if options.name is None and not options.compare:
-        for setting in settings_of(Options):
-            unused = setting.name in _DRAWN or (
-                options.balance is None and setting.name not in OF_A_MODEL
-            )
-            if unused and getattr(options, setting.name) != setting.default:
+        for setting in changed(options):
+            of_a_model = options.balance is not None or setting.name in OF_A_MODEL
+            if setting.name in _DRAWN or not of_a_model:
                 works = ("1f1b",) if setting.name in ("csv", "torch_csv") else ("1f1b", "--compare")
                 mistakes.add(f"{setting.flag} is of a schedule, and none is named", works=works)
     if options.compare and options.name is not None and options.balance is None:
