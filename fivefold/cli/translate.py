@@ -21,7 +21,7 @@ from fivefold.config.megatron_job.arguments import MegatronJob, job_of, read_job
 from fivefold.config.megatron_job.command import Around
 from fivefold.config.megatron_job.settings import translate as translate_job
 from fivefold.config.rules.dependence import without_orphans
-from fivefold.config.settings import argument, flag_of, option
+from fivefold.config.settings import Count, argument, changed, option
 from fivefold.config.sources import load_options, read_config, to_toml
 from fivefold.config.translation import Translation
 from fivefold.errors import ConfigError, Mistakes
@@ -44,7 +44,7 @@ class Options:
         "DeepSpeed: its JSON file, with --model"
     )
     target: str | None = argument("recipe to write (default: print it)", None)
-    vocab_size: int | None = option(
+    vocab_size: Count | None = option(
         None, "tokens of the tokenizer, if the job does not say (default: what it says)"
     )
     script_arguments: str | None = option(
@@ -53,7 +53,7 @@ class Options:
     model: str | None = option(
         None, "DeepSpeed: preset, hub name, or path of a config.json (its files say no model)"
     )
-    nproc: int | None = option(
+    nproc: Count | None = option(
         None, "DeepSpeed: number of ranks (default: what its batch sizes say)"
     )
 
@@ -125,11 +125,8 @@ def _around(options: Options, path: Path) -> Around:
 def _check_unasked(options: Options, *names: str) -> None:
     """Flags that say what another kind of job does not say by itself."""
     mistakes = Mistakes()
-    for name in names:
-        if getattr(options, name) is not None:
-            mistakes.add(
-                f"{flag_of(name)} is for jobs that do not say it by themselves: leave it out"
-            )
+    for setting in changed(options, names):
+        mistakes.add(f"{setting.flag} is for jobs that do not say it by themselves: leave it out")
     mistakes.raise_if_any()
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from math import isqrt, prod
 
-from fivefold.config.config import SETTINGS, Config
+from fivefold.config.config import Config
 from fivefold.config.divisors import divisors, nearest
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
@@ -69,12 +69,7 @@ def check_tensor_parallel(config: Config, parallel: ParallelConfig, mistakes: Mi
         )
     cp = parallel.context_parallel_size
     tokens = training.micro_batch_size * training.seq_length // cp
-    if parallel.sequence_parallel and tp == 1:
-        mistakes.add(
-            "sequence_parallel splits tokens over tensor-parallel ranks, and tp is 1",
-            works=["--tensor-model-parallel-size 2", "--no-sequence-parallel"],
-        )
-    elif parallel.sequence_parallel and tokens % tp:
+    if parallel.sequence_parallel and tokens % tp:
         shared = "" if cp == 1 else f" / cp {cp}"
         unit = 2 * tp * cp if cp > 1 else tp
         mistakes.add(
@@ -106,7 +101,6 @@ def check_experts(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
     """
     model = config.model
     if model.num_experts is None:
-        _check_no_experts(parallel, mistakes)
         return
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
     tp, inner = parallel.tensor_model_parallel_size, model.expert_ffn_size
@@ -131,12 +125,6 @@ def check_experts(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
         )
     if parallel.overlap_moe_expert_parallel_comm:
         _check_overlap(config, parallel, mistakes)
-    elif parallel.delay_wgrad_compute:
-        mistakes.add(
-            "delay_wgrad_compute fills the time of messages that a pair of a forward and a "
-            "backward hides, and overlap_moe_expert_parallel_comm is off",
-            works=["--overlap-moe-expert-parallel-comm", "--no-delay-wgrad-compute"],
-        )
     halves = config.memory.modules_of_halves
     if halves and not parallel.overlap_moe_expert_parallel_comm:
         mistakes.add(
@@ -144,24 +132,6 @@ def check_experts(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
             "overlap_moe_expert_parallel_comm interleaves, and it is off",
             works=["--overlap-moe-expert-parallel-comm", "--recompute-modules moe_act"],
         )
-
-
-def _check_no_experts(parallel: ParallelConfig, mistakes: Mistakes) -> None:
-    for name in (
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "moe_token_dispatcher_type",
-        "moe_enable_deepep",
-        "moe_shared_expert_overlap",
-        "overlap_moe_expert_parallel_comm",
-        "delay_wgrad_compute",
-    ):
-        value, setting = getattr(parallel, name), SETTINGS[name]
-        if value != setting.default:
-            mistakes.add(
-                f"{name} = {setting.words(value)} needs a model with num_experts",
-                works=[setting.typed(setting.default)],
-            )
 
 
 def _check_folding(num_experts: int, parallel: ParallelConfig, mistakes: Mistakes) -> None:

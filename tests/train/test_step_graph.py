@@ -29,7 +29,7 @@ from fivefold.pipeline.costs.measured import FILE, read_measured
 from fivefold.train.batches import as_batch
 from fivefold.train.engine import Engine
 from fivefold.train.profile import profiled
-from fivefold.train.ranks.launch import init_process_group
+from fivefold.train.ranks.join import init_process_group
 from fivefold.train.ranks.rank_env import RankEnv
 from fivefold.train.step_graph import WARMUP, Replay, StepGraphs, _Recorded
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches, rows_of

@@ -5,8 +5,10 @@ from fivefold.config.by_layer import (
     OF_DELTA_NET,
     OF_INDEXER,
     OF_ITS_LOSS,
+    OF_LATENTS,
     OF_MAMBA,
 )
+from fivefold.config.lora import OF_ADAPTERS
 from fivefold.config.rules.orphan import Dependents, where
 from fivefold.config.rules.sparse import TO_HAVE_IT
 
@@ -16,6 +18,18 @@ OF_MODELS = (
         "attention_chunk_size attn_temperature_rotated",
         "position_embedding_type = rope",
         "is for rotary positions",
+    ),
+    where(" ".join(OF_ADAPTERS), "lora_rank != none", "is for adapters", "--lora-rank 16"),
+    where(
+        " ".join((*OF_LATENTS, "latent_norm_epsilon")),
+        "multi_latent_attention = true",
+        "is for keys and values that are made from latents",
+    ),
+    where(
+        "moe_router_group_scores",
+        "moe_router_num_groups != none",
+        "is how a router chooses among groups of experts",
+        "--moe-router-num-groups 2 --moe-router-group-topk 1",
     ),
     where("parallel_residual_one_norm", "parallel_residual = true", "is for branches side by side"),
     Dependents(

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from fivefold.config.divisors import divisors, nearest
-from fivefold.config.layer_pattern import letters, linear_layers, mixers
+from fivefold.config.layer_pattern import layers_of, letters, mixers
 from fivefold.config.model import ModelConfig
 from fivefold.config.settings import flag_of
 from fivefold.errors import Mistakes
@@ -45,7 +45,7 @@ def _check_linear(model: ModelConfig, mistakes: Mistakes) -> None:
         )
         return
     with mistakes.collecting():
-        linear = linear_layers(freq, model.num_layers)
+        linear = layers_of("linear_attention_freq", freq, model.num_layers)
         if len({*linear}) < 2:
             kind = _OF_VARIANT[variant] if linear[0] else "a softmax"
             mistakes.add(
