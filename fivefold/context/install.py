@@ -8,6 +8,7 @@ from fivefold.config.parallel import CpCommType
 from fivefold.context.attention import Across, Heads
 from fivefold.context.balance import split
 from fivefold.context.latent import GatheredLatents
+from fivefold.context.sparse import SparseLatents
 from fivefold.context.states import StatesOfHeads
 from fivefold.context.transport import Gather, PeerToPeer
 from fivefold.mesh.groups import Groups
@@ -39,7 +40,8 @@ def install_context_parallel(stage: Stage, kinds: Sequence[CpCommType], groups: 
         attention.kernel = make_kernel(kind, groups)
         if kind == "all_gather" and attention.has_latents:
             assert groups.cp is not None, "one rank needs no context parallelism"
-            attention.latent_kernel = GatheredLatents(groups.cp)
+            sparse = attention.model.is_sparse
+            attention.latent_kernel = (SparseLatents if sparse else GatheredLatents)(groups.cp)
 
 
 def make_kernel(kind: CpCommType, groups: Groups) -> Kernel:

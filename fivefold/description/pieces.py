@@ -1,6 +1,6 @@
 """Attention to chosen tokens takes some queries at a time: which ones."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 SCORES = 1 << 26
 """Most scores that are held at once, of all heads."""
@@ -13,10 +13,11 @@ def queries_at_once(rows: int, heads: int, keys: int) -> int:
     return max(1, min(_MOST, keys, SCORES // (rows * heads * keys)))
 
 
-def pieces(rows: int, heads: int, queries: int, keys: int) -> Iterator[tuple[tuple[int, int], int]]:
-    """(start, stop) of the queries that are taken at once, of the last ones, and how many keys come
-    before their end."""
+def pieces(
+    rows: int, heads: int, queries: Iterable[tuple[int, int]], keys: int
+) -> Iterator[tuple[int, int]]:
+    """(start, stop) of the queries that are taken at once, of those at these positions of a row."""
     step = queries_at_once(rows, heads, keys)
-    for start in range(0, queries, step):
-        stop = min(start + step, queries)
-        yield (start, stop), keys - queries + stop
+    for first, last in queries:
+        for start in range(first, last, step):
+            yield start, min(start + step, last)

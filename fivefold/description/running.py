@@ -153,6 +153,13 @@ class Running:
         return "mlp" in rerun_by and self.memory.tiled_mlp_num_shards > 1
 
     @property
+    def row_parts(self) -> int:
+        """Number of ranks that split the tokens of a row, where a microbatch is known."""
+        if self.microbatch_tokens == inf:
+            return 1
+        return round(self.microbatch_rows * self.seq_length / self.microbatch_tokens)
+
+    @property
     def mask_bytes(self) -> float:
         """Bytes kept for each value that can be dropped."""
         return 1.0 if self.others else 0.0

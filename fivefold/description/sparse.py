@@ -55,8 +55,15 @@ class SparseAttention(CoreAttention):
         if not self.model.trains_indexer:
             return 0
         rows, length = running.microbatch_rows, running.seq_length
-        each = pieces(rows, self._heads(running), length, length)
-        return rows * sum((stop - start) * keys for (start, stop), keys in each)
+        chunk = length // (2 * running.row_parts)
+        spans = (0, chunk), (length - chunk, length)  # of the first of ranks; of all the same sum
+        each = pieces(rows, self._heads(running), spans, length)
+        return rows * sum((stop - start) * stop for start, stop in each)
+
+    def key_value_features(self, tp: int, *, gathered: bool = False) -> int:
+        """Those of the latents that are gathered, and of the indexer's key."""
+        sent = super().key_value_features(tp, gathered=gathered)
+        return sent + self.model.indexer.dim * gathered
 
     def _heads(self, running: Running) -> int:
         """Heads of which scores are held at once."""

@@ -11,6 +11,7 @@ from tests.verify.families import (
     MOVED,
     Case,
     computes_what_one_device_does,
+    context,
     does_what_theory_says,
     selective,
 )
@@ -52,6 +53,39 @@ CASES: dict[str, Case] = {
         flags(tp=2, sequence=True) | selective("core_attn", "mlp", "layernorm", "mla_up_proj"),
     ),
     "moved": (2, "sparse", flags(tp=2) | MOVED),
+    "context parallel": (2, "sparse", context(2, "all_gather")),
+    "context parallel, packed, chosen alone": (
+        4,
+        ALONE,
+        context(4, "all_gather") | {"reset_attention_mask": True, "micro_batch_size": 2},
+    ),
+    "context, sequence parallel, pipeline, packed": (
+        8,
+        "sparse, experts",
+        flags(tp=2, pp=2, sequence=True)
+        | BUBBLES
+        | context(2, "all_gather")
+        | {"reset_attention_mask": True},
+    ),
+    "context parallel, ZeRO-3, experts": (
+        8,
+        "sparse, experts",
+        flags(dp=2, tp=2, sequence=True, strategy="optim_grads_params")
+        | {"expert_model_parallel_size": 4}
+        | context(2, "all_gather"),
+    ),
+    "context parallel, core recomputed, moved": (
+        4,
+        "sparse",
+        flags(tp=2) | context(2, "all_gather") | selective("core_attn"),
+    ),
+    "context parallel, ZeRO-2, layers recomputed": (
+        4,
+        NOT_TAUGHT,
+        flags(dp=2, strategy="optim_grads")
+        | context(2, "all_gather")
+        | {"recompute_granularity": "full", "reset_attention_mask": True},
+    ),
 }
 
 
