@@ -106,8 +106,8 @@ class _Latents(torch.autograd.Function):
             latents = latents.detach().requires_grad_()
             k, v = rest.up(latents)
         of_all = q, k.detach(), v.detach(), iq, keys, iw
-        how = rest.rule, rest.view(arrived), rest.scale
-        dq, dk, dv, diq, dik, diw = gradients(of_all, *how, grad, out, lse)
+        rule, view = rest.rule, rest.view(arrived)
+        dq, dk, dv, diq, dik, diw = gradients(of_all, rule, view, rest.scale, grad, out, lse)
         read = latents, *ctx.parameters
         d_latents, *d_parameters = torch.autograd.grad((k, v), read, (dk, dv))
         both = torch.cat((d_latents, dik), dim=-1)[:, :, None]

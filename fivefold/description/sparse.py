@@ -72,20 +72,23 @@ class SparseAttention(CoreAttention):
 
     def working(self, running: Running) -> float:
         """Most bytes per token of its backward: what it reads, in fp32 at least, and their
-        gradients, with one more of keys that is added; and scores of some queries at a time."""
+        gradients, with one more of keys that is added; and scores of some queries at a time. Where
+        ranks split rows, keys and values are made here of all tokens."""
         model, wide = self.model, max(running.element_bytes, 4)
-        q, k, v, out = model.q_size, model.k_size, model.v_size, model.attention_size
-        copied = (q + k + v + 2 * out) * (running.element_bytes < wide)
-        of_heads = copied + (q + k + v) + k + running.element_bytes / wide * (q + k + v + out)
+        parts, narrow = running.row_parts, running.element_bytes / wide
+        q, out, keys = model.q_size, model.attention_size, model.k_size + model.v_size
+        copied, made = narrow < 1, narrow * (1 + (parts > 1))
+        of_heads = copied * (q + 2 * out) + q + narrow * (q + out)
+        of_heads += parts * ((copied + 1 + made) * keys + model.k_size)
         shape = model.indexer
-        of_index = shape.size + shape.dim + shape.heads
+        of_index = shape.size + parts * shape.dim + shape.heads
         heads = model.num_attention_heads / running.tensor_parallel
         length, rows, taught = running.seq_length, running.microbatch_rows, model.trains_indexer
         scored = shape.heads * (taught or length > shape.topk)
         compared = taught and not model.dsa_indexer_use_sparse_loss
         of_scores = (2 + compared) * heads + scored
         at_once = max(of_scores, taught * (heads + 3.25 * shape.heads)) + _FEW
-        queries = queries_at_once(rows, self._heads(running), length)
+        queries = parts * queries_at_once(rows, self._heads(running), length)
         return wide * (of_heads / running.tensor_parallel + of_index + at_once * queries)
 
 

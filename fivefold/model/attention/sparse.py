@@ -214,7 +214,8 @@ class _Sparse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         *tensors, out, lse = ctx.saved_tensors
-        return *gradients(tensors, *ctx.rest, grad, out, lse), None, None, None
+        rule, view, scale = ctx.rest
+        return *gradients(tensors, rule, view, scale, grad, out, lse), None, None, None
 
 
 def attended(

@@ -206,13 +206,15 @@ class OperationTimes(LinearTimes):
         more = UNFUSED_NORM * model.qk_l2_norm  # which no kernel of a GPU makes in one pass
         sizes = (2 + 2 * more) * mixed, (2 + 3 * more) * mixed
         rotary = self._elementwise(*sizes, UNFUSED_ROTATION) * model.rotated_share
+        ways = configured_ways(self.config, self.cluster)
         if isinstance(op, SparseAttention):
-            return rotary + chosen_tokens(op, self.config, self.cluster, self.tp)
+            chosen = rotary + chosen_tokens(op, self.config, self.cluster, self.tp)
+            return sum((Times(cp=way.exposed) * share for way, share in ways), chosen)
         if model.attention_dropout and self.software.attention == "scores":
             batch = self.tokens // length * (model.num_attention_heads // tp)
             dims, precision = (model.query_dim, model.value_dim), self.training.precision
             return rotary + Times(score_matrices(self.gpu, batch, length, dims, precision))
-        for way, share in configured_ways(self.config, self.cluster):
+        for way, share in ways:
             rotary += Times(way.attention, cp=way.exposed) * share
         return rotary
 

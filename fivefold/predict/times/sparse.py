@@ -69,8 +69,9 @@ def _computed(config: Config, gpu: Gpu) -> Phases:
     model, training = config.model, config.training
     shape, rows, length = model.indexer, training.micro_batch_size, training.seq_length
     heads = model.num_attention_heads // config.parallel.tensor_model_parallel_size
-    queries = queries_at_once(rows, max(heads, shape.heads), length)
-    keys, count = ceil(length / 2), ceil(length / queries)  # of a mean query, and of pieces
+    own = length // config.parallel.context_parallel_size  # queries of a row that are here
+    queries = min(queries_at_once(rows, max(heads, shape.heads), length), own)
+    keys, count = ceil(length / 2), ceil(own / queries)  # of a mean query, and of pieces
 
     def product(of: int, features: int) -> float:
         """Of scores of so many heads, or with them."""
@@ -78,7 +79,7 @@ def _computed(config: Config, gpu: Gpu) -> Phases:
 
     def passes(of: int, numbers: float) -> float:
         """Numbers read and written for each score of so many heads, each pass apart."""
-        size = _WIDE * numbers * rows * length * keys * of
+        size = _WIDE * numbers * rows * own * keys * of
         return elementwise(gpu, size, count * ceil(numbers / 2))
 
     scores, values = product(heads, model.query_dim), product(heads, model.value_dim)
