@@ -153,13 +153,6 @@ class Running:
         return "mlp" in rerun_by and self.memory.tiled_mlp_num_shards > 1
 
     @property
-    def row_parts(self) -> int:
-        """Number of ranks that split the tokens of a row, where a microbatch is known."""
-        if self.microbatch_tokens == inf:
-            return 1
-        return round(self.microbatch_rows * self.seq_length / self.microbatch_tokens)
-
-    @property
     def mask_bytes(self) -> float:
         """Bytes kept for each value that can be dropped."""
         return 1.0 if self.others else 0.0
@@ -226,6 +219,13 @@ class Running:
     def by_microbatch(self, size: float) -> float:
         """Bytes per token of a tensor with `size` bytes per microbatch."""
         return size / self.microbatch_tokens
+
+
+def row_parts(running: Running) -> int:
+    """Number of ranks that split the tokens of a row, where a microbatch is known."""
+    if running.microbatch_tokens == inf:
+        return 1
+    return round(running.microbatch_rows * running.seq_length / running.microbatch_tokens)
 
 
 def share_at_once(running: Running, rerun_by: tuple[str, ...]) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from fivefold.config.model import IndexerShape, ModelConfig
 from fivefold.description.operations import CoreAttention, Kept, Operation
 from fivefold.description.pieces import pieces, queries_at_once
-from fivefold.description.running import Running
+from fivefold.description.running import Running, row_parts
 from fivefold.description.weights import Weight, whole
 
 AGAIN = ("a2a_overlap_attn",)
@@ -55,8 +55,10 @@ class SparseAttention(CoreAttention):
         if not self.model.trains_indexer:
             return 0
         rows, length = running.microbatch_rows, running.seq_length
-        chunk = length // (2 * running.row_parts)
-        spans = (0, chunk), (length - chunk, length)  # of the first of ranks; of all the same sum
+        parts = row_parts(running)
+        chunk = length // (2 * parts)
+        # Of the first of the ranks that split rows; the sum is that of all.
+        spans = [(0, chunk), (length - chunk, length)] if parts > 1 else [(0, length)]
         each = pieces(rows, self._heads(running), spans, length)
         return rows * sum((stop - start) * stop for start, stop in each)
 
@@ -75,7 +77,7 @@ class SparseAttention(CoreAttention):
         gradients, with one more of keys that is added; and scores of some queries at a time. Where
         ranks split rows, keys and values are made here of all tokens."""
         model, wide = self.model, max(running.element_bytes, 4)
-        parts, narrow = running.row_parts, running.element_bytes / wide
+        parts, narrow = row_parts(running), running.element_bytes / wide
         q, out, keys = model.q_size, model.attention_size, model.k_size + model.v_size
         copied, made = narrow < 1, narrow * (1 + (parts > 1))
         of_heads = copied * (q + 2 * out) + q + narrow * (q + out)

@@ -122,17 +122,17 @@ class View:
     sight: Sight
     begins_BL: Tensor | None
 
-    def pieces(self, rows: int, heads: int) -> Iterator["Piece"]:
+    def pieces(self, rows: int, heads: int) -> Iterator["SomeQueries"]:
         """Queries that are taken at once, with all keys that they see."""
         for span in pieces(rows, heads, self.queries, num_tokens(self.keys)):
             segment = next(self.sight.segments(span))
             seen = segment.keys[0], span[1]
             places = indices(self.queries, span), indices(self.keys, seen)
-            yield Piece(self, span, seen, *(slice(*place) for place in places))
+            yield SomeQueries(self, span, seen, *(slice(*place) for place in places))
 
 
 @dataclass(frozen=True)
-class Piece:
+class SomeQueries:
     """Some queries, and the keys that they may see.
 
     Attributes:
@@ -173,7 +173,7 @@ def best(scores: Tensor, count: int) -> Tensor:
     return above | (level & (level.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
 
 
-class Scored:
+class IndexScores:
     """What an indexer thinks of keys for some queries, in at least fp32.
 
     Attributes:
@@ -312,7 +312,7 @@ class _Backward:
         if lesson is not None:
             lesson.noted.add(torch.stack(losses).sum())
 
-    def _attended(self, p: Tensor, grad: Tensor, delta: Tensor, piece: Piece) -> None:
+    def _attended(self, p: Tensor, grad: Tensor, delta: Tensor, piece: SomeQueries) -> None:
         """Add the gradients of queries, keys and values from probabilities [B, N, q, L], which are
         overwritten."""
         dq, dk, dv = self._sums
@@ -331,7 +331,7 @@ class _Backward:
         return (total.to(x.dtype) for total, x in zip(totals, self._tensors, strict=True))
 
 
-def add_each(totals: Sequence[Tensor], grads: Sequence[Tensor], piece: Piece) -> None:
+def add_each(totals: Sequence[Tensor], grads: Sequence[Tensor], piece: SomeQueries) -> None:
     """Add gradients of an indexer's queries, keys and weights to those of all."""
     parts = piece.rows, piece.keys, piece.rows
     for total, grad, part in zip(totals, grads, parts, strict=True):
@@ -355,13 +355,15 @@ def taught(p_BqL: Tensor, own_BqL: Tensor, lesson: Lesson) -> tuple[Tensor, Tens
     return grad, apart.sum(dtype=torch.float64) * lesson.weight
 
 
-def scored(tensors: Sequence[Tensor], rule: Choosing, piece: Piece, seen: Tensor) -> Scored:
+def scored(
+    tensors: Sequence[Tensor], rule: Choosing, piece: SomeQueries, seen: Tensor
+) -> IndexScores:
     """What an indexer with these queries, keys and weights thinks of the keys of a piece."""
     q, k, w = tensors
-    return Scored(q[:, piece.rows], k[:, piece.keys], w[:, piece.rows], rule.scale, seen)
+    return IndexScores(q[:, piece.rows], k[:, piece.keys], w[:, piece.rows], rule.scale, seen)
 
 
-def _products(q: Tensor, k: Tensor, piece: Piece, scale: float) -> Tensor:
+def _products(q: Tensor, k: Tensor, piece: SomeQueries, scale: float) -> Tensor:
     """Scores [B, N, q, L] before any is masked."""
     return (q[:, :, piece.rows] * scale) @ k[:, :, piece.keys].transpose(2, 3)
 
