@@ -16,7 +16,7 @@ AGAIN = ("a2a_overlap_attn",)
 class Indexing(Operation):
     """The projections of an indexer, the norm of its keys, and their rotation; replicated over TP.
 
-    It reads what others keep, and passes no gradient to it.
+    It reads what others keep, and passes no gradient to it. Frozen, it has none either.
 
     Attributes:
         shape: its sizes.
@@ -34,15 +34,17 @@ class Indexing(Operation):
         own = running.element_bytes * self.shape.dim / running.token_parts
         sizes = self.shape.size, self.shape.dim, self.shape.heads
         tensors = tuple(running.element_bytes * size for size in sizes)
-        return Kept("indexer_key", (own,), AGAIN), Kept(self.name, tensors, AGAIN, "core_attn")
+        given = Kept(self.name, tensors, AGAIN, "core_attn")
+        return (given,) if self.frozen else (Kept("indexer_key", (own,), AGAIN), given)
 
     def deferred(self, running: Running) -> float:
         """Gradients of its outputs."""
-        return running.element_bytes * self.features / running.token_parts
+        return 0.0 if self.frozen else running.element_bytes * self.features / running.token_parts
 
     def tensor_features(self, *, sequence_parallel: bool) -> tuple[int, int]:
         """Gathered of all tokens, and their gradients scattered; else these are summed."""
-        return (self.features, self.features) if sequence_parallel else (0, 2 * self.features)
+        back = 0 if self.frozen else self.features
+        return (self.features, back) if sequence_parallel else (0, 2 * back)
 
 
 @dataclass(frozen=True, kw_only=True)

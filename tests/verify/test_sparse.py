@@ -17,6 +17,7 @@ from tests.verify.families import (
 )
 
 ALONE, NOT_TAUGHT = "sparse, chosen alone, plain queries", "sparse, experts, not taught"
+ADAPTERS = {"lora_rank": 3}
 CASES: dict[str, Case] = {
     "alone": (1, "sparse", flags()),
     "ZeRO-3, packed": (
@@ -53,6 +54,19 @@ CASES: dict[str, Case] = {
         flags(tp=2, sequence=True) | selective("core_attn", "mlp", "layernorm", "mla_up_proj"),
     ),
     "moved": (2, "sparse", flags(tp=2) | MOVED),
+    "adapters": (
+        4,
+        NOT_TAUGHT,
+        flags(tp=2, sequence=True, strategy="optim_grads_params")
+        | ADAPTERS
+        | selective("core_attn", "mla_up_proj"),
+    ),
+    "adapters, deferred weights": (2, "sparse, not taught", flags(pp=2) | ADAPTERS | BUBBLES),
+    "adapters, whole tokens, layers recomputed": (
+        2,
+        "sparse, not taught",
+        flags(tp=2) | ADAPTERS | {"use_dora": True, "recompute_granularity": "full"},
+    ),
     "context parallel": (2, "sparse", context(2, "all_gather")),
     "context parallel, packed, chosen alone": (
         4,

@@ -28,7 +28,6 @@ _LACKING = (
     ("attn_logit_softcapping", "a cap of its scores"),
     ("softmax_type", "learned sinks"),
     ("attention_dropout", "dropout of probabilities"),
-    ("lora_rank", "adapters of its indexer"),
 )
 
 
@@ -53,6 +52,12 @@ def check_sparse(model: ModelConfig, mistakes: Mistakes) -> None:
             works=(f"--dsa-indexer-head-dim {rotary}", f"--qk-pos-emb-head-dim {dim - dim % 2}")[
                 : 1 + (dim > 1)
             ],
+        )
+    if model.dsa_indexer_loss_coeff and not model.trains_all:
+        mistakes.add(
+            f"dsa_indexer_loss_coeff = {model.dsa_indexer_loss_coeff:g} trains the indexer, which "
+            "stays as it is beside adapters (lora_rank), like all that has none",
+            works=("--dsa-indexer-loss-coeff none", "--lora-rank none"),
         )
     for name, what in _LACKING:
         default = SETTINGS[name].default

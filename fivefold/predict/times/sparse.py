@@ -38,11 +38,11 @@ def indexing(
     times = Times(Phases(products.forward, 0.0, products.dw))
     if config.parallel.tensor_model_parallel_size == 1:
         return times
-    size = config.rank_tokens * _NARROW * op.features
+    size, back = config.rank_tokens * _NARROW * op.features, not op.frozen
     if config.parallel.token_parts == 1:
-        return times + Times(tp=Phases(0.0, all_reduce(cluster, tp, size)))
+        return times + Times(tp=Phases(0.0, back * all_reduce(cluster, tp, size)))
     move = gather(cluster, tp, size)
-    return times + Times(tp=Phases(move, move))
+    return times + Times(tp=Phases(move, back * move))
 
 
 def chosen_tokens(op: SparseAttention, config: Config, cluster: Cluster, tp: GroupSpan) -> Times:
