@@ -13,7 +13,7 @@ from fivefold.context.states import StatesOfHeads
 from fivefold.context.transport import Gather, PeerToPeer
 from fivefold.mesh.groups import Groups
 from fivefold.model.attention.blocks import Sight
-from fivefold.model.attention.grouped_query import Kernel
+from fivefold.model.attention.grouped_query import AttentionBlock, Kernel
 from fivefold.model.batch import Batch
 from fivefold.model.linear_attention.state_layer import StateLayer
 from fivefold.model.shards import MicrobatchShare, Shards
@@ -40,8 +40,20 @@ def install_context_parallel(stage: Stage, kinds: Sequence[CpCommType], groups: 
         attention.kernel = make_kernel(kind, groups)
         if kind == "all_gather" and attention.has_latents:
             assert groups.cp is not None, "one rank needs no context parallelism"
-            sparse = attention.model.is_sparse
-            attention.latent_kernel = (SparseLatents if sparse else GatheredLatents)(groups.cp)
+            attention.latent_kernel = GatheredLatents(groups.cp)
+
+
+def install_chosen(stage: Stage, groups: Groups, *, alone: bool) -> None:
+    """Have attention to chosen tokens read the latents of the tokens of all ranks.
+
+    Args:
+        stage: stage of a model with an indexer.
+        groups: process groups of this rank.
+        alone: whether queries read the latents of chosen tokens alone.
+    """
+    for layer in stage.transformer_layers:
+        if isinstance(layer.self_attn, AttentionBlock):
+            layer.self_attn.latent_kernel = SparseLatents(groups.cp, alone)
 
 
 def make_kernel(kind: CpCommType, groups: Groups) -> Kernel:

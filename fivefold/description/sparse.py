@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from fivefold.config.model import IndexerShape, ModelConfig
 from fivefold.description.operations import CoreAttention, Kept, Operation
-from fivefold.description.pieces import pieces, queries_at_once
+from fivefold.description.pieces import of_all, of_chosen, pieces, queries_at_once
 from fivefold.description.running import Running, row_parts
 from fivefold.description.weights import Weight, whole
 
@@ -51,33 +51,53 @@ class Indexing(Operation):
 class SparseAttention(CoreAttention):
     """Attention to the best tokens by the scores of an indexer, some queries at a time."""
 
-    def summed(self, running: Running) -> int:
+    def summed(self, running: Running, rank: int | None = None) -> int:
         """Numbers of a microbatch that tensor-parallel ranks sum in a backward, to tell the loss of
-        an indexer: for each query and key, what all heads together look at."""
+        an indexer: for each query and key that it is of, what all heads together look at.
+
+        Args:
+            running: how the layer runs.
+            rank: which of the ranks that split rows; None: the one with most.
+        """
         if not self.model.trains_indexer:
             return 0
-        rows, length = running.microbatch_rows, running.seq_length
+        length, parts = running.seq_length, row_parts(running)
+        spans, chunk = [(0, length)], length // (2 * parts)
+        if parts > 1:
+            starts = chunk * (parts - 1 if rank is None else rank)
+            spans = [(starts, starts + chunk), (length - chunk - starts, length - starts)]
+        most = self.model.indexer.topk if running.reads_chosen else length
+        each = pieces(running.microbatch_rows, self.numbers(running), spans)
+        return running.microbatch_rows * sum((b - a) * min(b, most) for a, b in each)
+
+    def numbers(self, running: Running) -> int:
+        """Numbers of a query that are held at once."""
+        shape, length = self.model.indexer, running.seq_length
+        heads = self.model.num_attention_heads // running.tensor_parallel
+        if running.reads_chosen:
+            return of_chosen(heads, self.sent_latent, shape.heads, shape.topk, length)
+        return of_all(heads, shape.heads, length)
+
+    def at_once(self, running: Running) -> int:
+        """Queries of each row that are taken at once."""
         parts = row_parts(running)
-        chunk = length // (2 * parts)
-        # Of the first of the ranks that split rows; the sum is that of all.
-        spans = [(0, chunk), (length - chunk, length)] if parts > 1 else [(0, length)]
-        each = pieces(rows, self._heads(running), spans, length)
-        return rows * sum((stop - start) * stop for start, stop in each)
+        longest = running.seq_length // (2 * parts if parts > 1 else 1)
+        return min(queries_at_once(running.microbatch_rows, self.numbers(running)), longest)
 
     def key_value_features(self, tp: int, *, gathered: bool = False) -> int:
         """Those of the latents that are gathered, and of the indexer's key."""
         sent = super().key_value_features(tp, gathered=gathered)
         return sent + self.model.indexer.dim * gathered
 
-    def _heads(self, running: Running) -> int:
-        """Heads of which scores are held at once."""
-        heads = self.model.num_attention_heads // running.tensor_parallel
-        return max(heads, self.model.indexer.heads)
-
     def working(self, running: Running) -> float:
-        """Most bytes per token of its backward: what it reads, in fp32 at least, and their
-        gradients, with one more of keys that is added; and scores of some queries at a time. Where
-        ranks split rows, keys and values are made here of all tokens."""
+        """Most bytes per token of its backward, which takes some queries at a time."""
+        if running.reads_chosen:
+            return self._working_of_chosen(running)
+        return self._working_of_all(running)
+
+    def _working_of_all(self, running: Running) -> float:
+        """What it reads, in fp32 at least, and their gradients, with one more of keys that is
+        added; and scores. Where ranks split rows, keys and values are made here of all tokens."""
         model, wide = self.model, max(running.element_bytes, 4)
         parts, narrow = row_parts(running), running.element_bytes / wide
         q, out, keys = model.q_size, model.attention_size, model.k_size + model.v_size
@@ -87,13 +107,28 @@ class SparseAttention(CoreAttention):
         shape = model.indexer
         of_index = shape.size + parts * shape.dim + shape.heads
         heads = model.num_attention_heads / running.tensor_parallel
-        length, rows, taught = running.seq_length, running.microbatch_rows, model.trains_indexer
-        scored = shape.heads * (taught or length > shape.topk)
+        taught = model.trains_indexer
+        scored = shape.heads * (taught or running.seq_length > shape.topk)
         compared = taught and not model.dsa_indexer_use_sparse_loss
         of_scores = (2 + compared) * heads + scored
         at_once = max(of_scores, taught * (heads + 3.25 * shape.heads)) + _FEW
-        queries = parts * queries_at_once(rows, self._heads(running), length)
+        queries = parts * self.at_once(running)
         return wide * (of_heads / running.tensor_parallel + of_index + at_once * queries)
+
+    def _working_of_chosen(self, running: Running) -> float:
+        """Gradients of its result and of queries; latents and indexer's keys of all tokens, and
+        their gradients; of the queries that are taken at once, scores of the indexer, and the
+        latents that they chose with all that is made of them."""
+        model, element, parts = self.model, running.element_bytes, row_parts(running)
+        shape, taught, wide = model.indexer, model.trains_indexer, max(element, 4)
+        of_heads = element * (model.q_size + model.attention_size) / running.tensor_parallel
+        shared = self.sent_latent + shape.dim
+        of_all = parts * (wide + element) * shared + element * (shape.size + shape.heads)
+        heads, topk = model.num_attention_heads / running.tensor_parallel, shape.topk
+        chosen = topk * (2 * heads + 2 * self.sent_latent + taught * 3 * shape.heads)
+        scored = running.seq_length * (shape.heads + _FEW)
+        queries = parts * self.at_once(running) / running.seq_length
+        return of_heads + of_all + wide * queries * (chosen + scored)
 
 
 def index_flops_per_key(model: ModelConfig) -> int:

@@ -213,6 +213,7 @@ MODELS = {
         LATENT, q_lora_rank=None, add_bias_linear=True, normalization="LayerNorm", **MULTIPLIERS
     ),
     "sparse": SPARSE,
+    "sparse, latents of chosen": replace(SPARSE, dsa_indexer_use_sparse_loss=True),
     "sparse, not taught": replace(SPARSE, dsa_indexer_loss_coeff=None),
     "sparse, chosen alone, plain queries": replace(
         SPARSE,

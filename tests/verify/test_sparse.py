@@ -16,7 +16,9 @@ from tests.verify.families import (
     selective,
 )
 
+OF_CHOSEN = "sparse, latents of chosen"
 ALONE, NOT_TAUGHT = "sparse, chosen alone, plain queries", "sparse, experts, not taught"
+OF_SPARSE = {"offload_modules": ("attn_norm", "core_attn", "attn_proj", "mlp_norm")}
 ADAPTERS = {"lora_rank": 3}
 CASES: dict[str, Case] = {
     "alone": (1, "sparse", flags()),
@@ -53,7 +55,35 @@ CASES: dict[str, Case] = {
         "sparse",
         flags(tp=2, sequence=True) | selective("core_attn", "mlp", "layernorm", "mla_up_proj"),
     ),
-    "moved": (2, "sparse", flags(tp=2) | MOVED),
+    "moved": (2, "sparse", flags(tp=2) | MOVED | OF_SPARSE),
+    "latents, alone": (1, OF_CHOSEN, {"micro_batch_size": 2}),
+    "latents, sequence parallel, packed": (
+        2,
+        OF_CHOSEN,
+        flags(tp=2, sequence=True) | {"reset_attention_mask": True, "micro_batch_size": 2},
+    ),
+    "latents, context parallel, packed": (
+        4,
+        OF_CHOSEN,
+        flags(tp=2) | context(2, "all_gather") | {"reset_attention_mask": True},
+    ),
+    "latents, deferred weights, core recomputed": (
+        4,
+        OF_CHOSEN,
+        flags(tp=2, pp=2, sequence=True) | BUBBLES | selective("core_attn"),
+    ),
+    "latents, moved": (2, OF_CHOSEN, flags(tp=2) | MOVED | OF_SPARSE),
+    "latents, layers recomputed, a batch of two": (
+        2,
+        OF_CHOSEN,
+        flags(dp=2, strategy="optim_grads_params")
+        | {"recompute_granularity": "full", "micro_batch_size": 2},
+    ),
+    "latents of frozen weights": (
+        2,
+        NOT_TAUGHT,
+        flags(tp=2, sequence=True) | ADAPTERS | {"lora_target_modules": ("q_b_proj", "o_proj")},
+    ),
     "adapters": (
         4,
         NOT_TAUGHT,

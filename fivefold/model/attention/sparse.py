@@ -8,14 +8,15 @@ them make parts of it; only to tell the loss itself do they sum the mean. Shapes
 L keys, N heads of attention, I of the indexer, D features, q queries at a time.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fivefold.description.pieces import pieces
+from fivefold.description.pieces import of_all, pieces
 from fivefold.model.attention.blocks import Sight, Span, indices, num_tokens
 from fivefold.model.batch import Documents
 from fivefold.model.context import Noted
@@ -122,9 +123,14 @@ class View:
     sight: Sight
     begins_BL: Tensor | None
 
-    def pieces(self, rows: int, heads: int) -> Iterator["SomeQueries"]:
-        """Queries that are taken at once, with all keys that they see."""
-        for span in pieces(rows, heads, self.queries, num_tokens(self.keys)):
+    def pieces(self, rows: int, numbers: Callable[[int], int]) -> Iterator["SomeQueries"]:
+        """Queries that are taken at once, with all keys that they see.
+
+        Args:
+            rows: B.
+            numbers: of a query, that are held at once, by the number of keys.
+        """
+        for span in pieces(rows, numbers(num_tokens(self.keys)), self.queries):
             segment = next(self.sight.segments(span))
             seen = segment.keys[0], span[1]
             places = indices(self.queries, span), indices(self.keys, seen)
@@ -191,6 +197,15 @@ class IndexScores:
         scores = (self._w[:, :, None] @ self._kept)[:, :, 0]
         self.scores = scores.masked_fill_(~seen, float("-inf"))
 
+    def backward_at(self, grad: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, of k at these places [B, q, K, D], and of w, from that of the scores
+        there, [B, q, K]."""
+        kept = self._kept.gather(-1, places[:, :, None].expand(-1, -1, self._w.shape[2], -1))
+        dw = (kept @ grad[..., None])[..., 0] * self._scale
+        dx = (kept > 0) * grad[:, :, None] * self._w[..., None]
+        rows = torch.arange(len(places), device=places.device)[:, None, None]
+        return dx @ self._k[rows, places], dx.transpose(2, 3) @ self._q, dw
+
     def backward(self, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and w from that of the scores, 0 where they are masked."""
         dw = (self._kept @ grad[..., None])[..., 0] * self._scale
@@ -215,7 +230,7 @@ class _Sparse(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         *tensors, out, lse = ctx.saved_tensors
         rule, view, scale = ctx.rest
-        return *gradients(tensors, rule, view, scale, grad, out, lse), None, None, None
+        return *gradients(tensors, rule, view, scale, (grad, out, lse)), None, None, None
 
 
 def attended(
@@ -231,7 +246,7 @@ def attended(
     """
     q, k, v = by_heads(*tensors[:3])
     outs, lses = [], []
-    for piece in view.pieces(len(q), heads_at_once(q, rule)):
+    for piece in view.pieces(len(q), partial(of_all, q.shape[1], rule.heads)):
         chosen = seen = piece.seen(q.device)
         if piece.count > rule.topk:
             chosen = seen & best(scored(tensors[3:], rule, piece, seen).scores, rule.topk)
@@ -248,9 +263,7 @@ def gradients(
     rule: Choosing,
     view: View,
     scale: float,
-    grad: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    saved: tuple[Tensor, Tensor, Tensor],
 ) -> Iterator[Tensor]:
     """Those of `tensors`, in their types, from that of the output.
 
@@ -259,13 +272,11 @@ def gradients(
         rule: how tokens are chosen.
         view: which there are.
         scale: factor of q k^T.
-        grad: gradient of the output.
-        out: the output.
-        lse: the log-sum-exp.
+        saved: gradient of the output, the output, and the log-sum-exp.
     """
     walk = _Backward(tensors, rule, view, scale)
-    grad, out = by_heads(grad, out)
-    walk.run(grad, (grad * out).sum(-1), lse)
+    grad, out = by_heads(*saved[:2])
+    walk.run(grad, (grad * out).sum(-1), saved[2])
     return walk.gradients()
 
 
@@ -285,7 +296,7 @@ class _Backward:
         rule, lesson = self._rule, self._rule.lesson
         losses = []
         q, k = self._q, self._k
-        for piece in self._view.pieces(len(q), heads_at_once(q, rule)):
+        for piece in self._view.pieces(len(q), partial(of_all, q.shape[1], rule.heads)):
             seen = chosen = piece.seen(q.device)
             indexed = None
             if lesson is not None or piece.count > rule.topk:
@@ -372,8 +383,3 @@ def by_heads(*tensors_BSND: Tensor) -> list[Tensor]:
     """[B, S, N, D] each -> [B, N, S, D] in at least fp32."""
     wide = torch.promote_types(tensors_BSND[0].dtype, torch.float32)
     return [x.transpose(1, 2).to(wide) for x in tensors_BSND]
-
-
-def heads_at_once(q_BNSD: Tensor, rule: Choosing) -> int:
-    """Heads of which scores are held at once: attention's of this rank, or the indexer's."""
-    return max(q_BNSD.shape[1], rule.heads)
