@@ -117,18 +117,22 @@ class SparseAttention(CoreAttention):
 
     def _working_of_chosen(self, running: Running) -> float:
         """Gradients of its result and of queries; latents and indexer's keys of all tokens, and
-        their gradients; of the queries that are taken at once, scores of the indexer, and the
+        their gradients; the up-projection in fp32 at least, with its gradient, and one more that is
+        added or narrowed; of the queries that are taken at once, scores of the indexer, and the
         latents that they chose with all that is made of them."""
         model, element, parts = self.model, running.element_bytes, row_parts(running)
-        shape, taught, wide = model.indexer, model.trains_indexer, max(element, 4)
+        shape, wide = model.indexer, max(element, 4)
+        heads, features = model.num_attention_heads / running.tensor_parallel, self.sent_latent
         of_heads = element * (model.q_size + model.attention_size) / running.tensor_parallel
-        shared = self.sent_latent + shape.dim
-        of_all = parts * (wide + element) * shared + element * (shape.size + shape.heads)
-        heads, topk = model.num_attention_heads / running.tensor_parallel, shape.topk
-        chosen = topk * (2 * heads + 2 * self.sent_latent + taught * 3 * shape.heads)
+        of_all = parts * (wide + element) * (features + shape.dim)
+        of_all += element * (shape.size + shape.heads)
+        projected = heads * (model.qk_head_dim + model.v_head_dim) * model.kv_lora_rank
+        chosen = shape.topk * (2 * heads + 2 * features) + 4 * heads * features
+        chosen += model.trains_indexer * shape.topk * (3 * shape.heads + 2 * shape.dim)
         scored = running.seq_length * (shape.heads + _FEW)
-        queries = parts * self.at_once(running) / running.seq_length
-        return of_heads + of_all + wide * queries * (chosen + scored)
+        queries = running.microbatch_rows * self.at_once(running)
+        at_once = running.by_microbatch(wide * (3 * projected + queries * (chosen + scored)))
+        return of_heads + of_all + at_once
 
 
 def index_flops_per_key(model: ModelConfig) -> int:
