@@ -7,6 +7,7 @@ from fivefold.config.config import Config
 from fivefold.config.divisors import divisors, nearest
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
+from fivefold.config.rules.sparse import check_sparse_ranks
 from fivefold.errors import Mistakes
 
 
@@ -178,7 +179,7 @@ def _check_overlap(config: Config, parallel: ParallelConfig, mistakes: Mistakes)
 
 
 def check_context(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
-    """Check that context parallelism divides tokens and heads.
+    """Check that context parallelism divides tokens and heads, and how.
 
     Args:
         config: configuration that is asked for.
@@ -234,6 +235,7 @@ def check_context(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
             f"{cp} = {keys / cp:.4g}",
             works=[f"--cp {d}" for d in nearest(cp, divisors(max(keys, 1)))],
         )
+    check_sparse_ranks(model, parallel, mistakes)
     if "a2a" in kinds:
         _check_heads(model, parallel, cp, lambda n: f"--cp {n}", mistakes)
     if "a2a+p2p" in kinds and two and prod(sizes) == cp:

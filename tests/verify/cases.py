@@ -230,6 +230,8 @@ MODELS = {
         **MULTIPLIERS,
     ),
     "sparse": SPARSE,
+    "sparse, latents of chosen": replace(SPARSE, dsa_indexer_use_sparse_loss=True),
+    "sparse, not taught": replace(SPARSE, dsa_indexer_loss_coeff=None),
     "sparse, chosen alone, plain queries": replace(
         SPARSE,
         q_lora_rank=None,

@@ -63,12 +63,6 @@ def _of_the_model(config: Config) -> Iterator[tuple[str, list[str]]]:
             "host",
             [],
         )
-    if model.is_sparse:
-        yield (
-            "attention to chosen tokens (experimental_attention_variant dsa) has not been recorded "
-            "yet",
-            [],
-        )
     if config.data.reset_attention_mask:
         yield (
             "with reset_attention_mask attention is launched for documents, whose number and "

@@ -86,5 +86,7 @@ def check_adapted_run(config: Config, mistakes: Mistakes) -> None:
         mistakes.add(
             "lora_rank: cp_comm_type all_gather makes keys and values from latents of other ranks, "
             "without adapters",
-            works=("--cp-comm-type p2p", "--cp-comm-type a2a"),
+            works=("--context-parallel-size 1",)
+            if config.model.is_sparse
+            else ("--cp-comm-type p2p", "--cp-comm-type a2a"),
         )

@@ -76,7 +76,7 @@ class LatentAttention(AttentionBlock):
         latents = self._down(x_TH, drops)
         if self.indexer is not None:
             scope = replace(scope, index=self.indexer(x_TH, latents[0], context))
-        if self.latent_kernel is None:
+        if self.latent_kernel is None or context.sequence is not None:
             make = partial(self._heads, *latents, context)
             out_BSNV = self.up(make, lambda q, k, v: self.kernel(q, k, v, scope, drop))
         else:
