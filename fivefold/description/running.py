@@ -80,11 +80,7 @@ class Running:
 
     @classmethod
     def of(
-        cls,
-        config: Config,
-        *,
-        fused_attention: bool = True,
-        others: bool = False,
+        cls, config: Config, *, fused_attention: bool = True, others: bool = False
     ) -> "Running":
         """From a configuration whose tensor-parallel degrees are set."""
         training, parallel = config.training, config.parallel
