@@ -79,9 +79,7 @@ class Running:
     exchanging: tuple[int, ...] = ()
 
     @classmethod
-    def of(
-        cls, config: Config, *, fused_attention: bool = True, others: bool = False
-    ) -> "Running":
+    def of(cls, config: Config, *, fused_attention: bool = True, others: bool = False) -> "Running":
         """From a configuration whose tensor-parallel degrees are set."""
         training, parallel = config.training, config.parallel
         element = ELEMENT_BYTES[training.precision]
