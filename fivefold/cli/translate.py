@@ -24,7 +24,7 @@ from fivefold.config.rules.dependence import without_orphans
 from fivefold.config.settings import Count, argument, changed, option
 from fivefold.config.sources import load_options, read_config, to_toml
 from fivefold.config.translation import Translation
-from fivefold.errors import ConfigError, Mistakes
+from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.files import read_text, write_atomic
 from fivefold.mesh.degrees import DEGREES
 from fivefold.units import several
@@ -90,7 +90,9 @@ def _check_unwritten(target: Path) -> None:
     before, after = _TITLE.split("{}")
     first = read_text(target, ConfigError).partition("\n")[0] if target.is_file() else None
     if first is not None and not (first.startswith(before) and first.endswith(after)):
-        raise ConfigError(f"{target} is there, and no translation\n  works: another name")
+        raise ConfigError(
+            Mistake(f"{target} is there, and no translation", works=("another name",))
+        )
 
 
 def _translated(options: Options) -> Translation:
@@ -132,10 +134,8 @@ def _check_unasked(options: Options, *names: str) -> None:
 
 def _of_checkpoint(folder: Path) -> MegatronJob:
     if not is_megatron(folder):
-        raise ConfigError(
-            f"{folder} is no checkpoint of Megatron-LM\n  works: a log, or a file with the "
-            "command line of pretrain_gpt.py"
-        )
+        works = ("a log, or a file with the command line of pretrain_gpt.py",)
+        raise ConfigError(Mistake(f"{folder} is no checkpoint of Megatron-LM", works=works))
     from fivefold.convert.megatron import MegatronFolder
 
     return job_of(MegatronFolder(megatron_checkpoint(folder, None)).arguments)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.checkpoint.matching import mismatches
+from fivefold.checkpoint.matching import check_shapes
 from fivefold.checkpoint.tensor_file import write_tensors
 from fivefold.config.config import SETTINGS as OURS
 from fivefold.config.huggingface.adapter import (
@@ -155,8 +155,7 @@ def open_adapter(
     asked = adapter_places(model, places)
     shapes = {place.names[0]: place.their_shape for place in asked.values()}
     saved = {name: files.shape(name) for name in files.files}
-    if wrong := mismatches(shapes, saved, ()):
-        raise CheckpointError("\n".join([f"{folder}: {wrong[0]}", *map(str, wrong[1:])]))
+    check_shapes(folder, shapes, saved)
     return files, asked
 
 

@@ -25,7 +25,7 @@ from fivefold.data.mock import MockTokens, number_tokenizer
 from fivefold.data.packing import BEGINS, LEARNT, Packing
 from fivefold.data.rules import DEFAULT_VOCAB_SIZE, checked_sources
 from fivefold.data.tokenizer import Tokenizer
-from fivefold.errors import DataError, FivefoldError
+from fivefold.errors import DataError, FivefoldError, Mistake
 from fivefold.files import at_home
 from fivefold.units import human_bytes, human_count, human_seconds, several
 
@@ -155,10 +155,8 @@ def _cache_folder(path: str) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
     except (OSError, FivefoldError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise DataError(
-            f"cannot make the cache folder {path}: {why}\n"
-            "  data_cache_path has to be a folder that can be written"
-        ) from error
+        needs = "data_cache_path has to be a folder that can be written"
+        raise DataError(Mistake(f"cannot make the cache folder {path}: {why}", (needs,))) from error
     return cache
 
 

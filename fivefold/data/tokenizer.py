@@ -10,7 +10,7 @@ import numpy as np
 
 from fivefold.data.borders import may_cut
 from fivefold.data.tokenizer_files import read_tokenizer, telling
-from fivefold.errors import DataError
+from fivefold.errors import DataError, Mistake
 from fivefold.files import parse_json, write_atomic
 
 if TYPE_CHECKING:
@@ -66,11 +66,11 @@ class Tokenizer:
         name = next((name for name in END_OF_DOCUMENT_NAMES if name in vocab), None)
         if name is None:
             special = [t.content for t in backend.get_added_tokens_decoder().values()]
-            raise DataError(
-                f"{origin} has no token that ends a document\n"
-                f"  looked for: {' '.join(END_OF_DOCUMENT_NAMES)}\n"
-                f"  its special tokens: {' '.join(special[:12]) or 'none'}"
+            why = (
+                f"looked for: {' '.join(END_OF_DOCUMENT_NAMES)}",
+                f"its special tokens: {' '.join(special[:12]) or 'none'}",
             )
+            raise DataError(Mistake(f"{origin} has no token that ends a document", why))
         # A document that spells out "<|endoftext|>" must not end there.
         backend.add_special_tokens([AddedToken(name, special=True, normalized=False)])
         backend.encode_special_tokens = True
@@ -201,10 +201,9 @@ class Tokenizer:
             ]
             unknown = [token.id for token in model.tokenize(_NO_CHARACTER)]
         if self.eod_id in spelt + unknown:
-            raise DataError(
-                f"{self.origin} has {self._name!r} for text that it does not know, which would "
-                "end a document there\n  works: a tokenizer with a token of its own for such text"
-            )
+            what = f"{self.origin} has {self._name!r} for text that it does not know, which would "
+            works = ("a tokenizer with a token of its own for such text",)
+            raise DataError(Mistake(f"{what}end a document there", works=works))
         parts = np.split(ids, ends)
         spelt_ids = np.array(spelt, dtype=ids.dtype)
         return np.concatenate([parts[0], *[x for part in parts[1:] for x in (spelt_ids, part[1:])]])
@@ -253,10 +252,8 @@ def backend_of(definition: str, origin: str, *, templates: bool = False) -> "Bac
     with telling(f"{unreadable}{tokenizers.__version__} can read"):
         backend = tokenizers.Tokenizer.from_str(definition)
     if dropout := getattr(backend.model, "dropout", None):
-        raise DataError(
-            f"{origin} gives the same text other tokens each time: its BPE has a dropout of "
-            f'{dropout:.3g}\n  works: "dropout": null in it'
-        )
+        what = f"{origin} gives the same text other tokens each time: its BPE has a dropout of "
+        raise DataError(Mistake(f"{what}{dropout:.3g}", works=('"dropout": null in it',)))
     backend.no_truncation()
     backend.no_padding()
     if not templates:
