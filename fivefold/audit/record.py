@@ -15,12 +15,12 @@ from fivefold.counts.routed import StepChoices, rows_of_choices
 from fivefold.counts.shards import ShardPlace
 from fivefold.counts.state import model_state
 from fivefold.counts.volumes import by_axis, step_volumes
-from fivefold.errors import DataError
+from fivefold.errors import DataError, Mistake
 from fivefold.files import read_json, write_atomic
 from fivefold.layout import Layout
 
 Amount = Annotated[float, Meta(ge=0)]
-_AGAIN = "  try: train with --audit, which measures one step"
+_AGAIN = "train with --audit, which measures one step"
 
 
 @dataclass(frozen=True)
@@ -106,16 +106,18 @@ def read_records(folder: Path) -> list[RankRecord]:
     paths = sorted(folder.glob("rank-*.json"))
     if not paths:
         what = f"{folder} has no records: nothing was measured in that run"
-        raise DataError(f"{what}\n{_AGAIN}")
+        raise DataError(Mistake(what, attempt=_AGAIN))
     records = [read_json(path, RankRecord, DataError) for path in paths]
     records.sort(key=lambda record: record.rank)
     there = {record.rank for record in records}
     count = max(len(records), *(record.world_size or 0 for record in records))
     missing = next((rank for rank in range(count) if rank not in there), None)
     if missing is not None:
-        raise DataError(f"{folder} lacks the record of rank {missing}\n{_AGAIN}")
+        what = f"{folder} lacks the record of rank {missing}"
+        raise DataError(Mistake(what, attempt=_AGAIN))
     if len(steps := sorted({record.step for record in records})) > 1:
-        raise DataError(f"{folder} has records of steps {steps[0]} and {steps[-1]}\n{_AGAIN}")
+        what = f"{folder} has records of steps {steps[0]} and {steps[-1]}"
+        raise DataError(Mistake(what, attempt=_AGAIN))
     return records
 
 

@@ -310,7 +310,7 @@ def bookkeeping_bytes(
                 size += wide * each if queries else norm
             if isinstance(operation, LatentDown):
                 size += norm * operation.norms
-            if isinstance(operation, Indexing):
+            if isinstance(operation, Indexing) and not operation.frozen:
                 size += layer_norm
     turned = sum(model.attention_of(local).rotary_dim for local in rotations(model, parts))
     size += running.element_bytes * 1.5 * turned  # tables: cos [R] and sin [R / 2]

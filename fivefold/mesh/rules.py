@@ -3,10 +3,11 @@
 from collections.abc import Callable, Collection
 from math import isqrt, prod
 
-from fivefold.config.config import SETTINGS, Config
+from fivefold.config.config import Config
 from fivefold.config.divisors import divisors, nearest
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
+from fivefold.config.rules.sparse import check_sparse_ranks
 from fivefold.errors import Mistakes
 
 
@@ -38,6 +39,8 @@ def _split_over_tp(model: ModelConfig) -> list[tuple[str, int]]:
 
 def _groups_setting(model: ModelConfig) -> str:
     """The setting of what ranks split of layers with states."""
+    if model.experimental_attention_variant == "short_convolution":
+        return "num_attention_heads"
     hybrid = model.hybrid_override_pattern is not None
     return "mamba_num_groups" if hybrid else "linear_num_key_heads"
 
@@ -67,12 +70,7 @@ def check_tensor_parallel(config: Config, parallel: ParallelConfig, mistakes: Mi
             )
     cp = parallel.context_parallel_size
     tokens = training.micro_batch_size * training.seq_length // cp
-    if parallel.sequence_parallel and tp == 1:
-        mistakes.add(
-            "sequence_parallel splits tokens over tensor-parallel ranks, and tp is 1",
-            works=["--tensor-model-parallel-size 2", "--no-sequence-parallel"],
-        )
-    elif parallel.sequence_parallel and tokens % tp:
+    if parallel.sequence_parallel and tokens % tp:
         shared = "" if cp == 1 else f" / cp {cp}"
         unit = 2 * tp * cp if cp > 1 else tp
         mistakes.add(
@@ -104,7 +102,6 @@ def check_experts(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
     """
     model = config.model
     if model.num_experts is None:
-        _check_no_experts(parallel, mistakes)
         return
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
     tp, inner = parallel.tensor_model_parallel_size, model.expert_ffn_size
@@ -129,12 +126,6 @@ def check_experts(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
         )
     if parallel.overlap_moe_expert_parallel_comm:
         _check_overlap(config, parallel, mistakes)
-    elif parallel.delay_wgrad_compute:
-        mistakes.add(
-            "delay_wgrad_compute fills the time of messages that a pair of a forward and a "
-            "backward hides, and overlap_moe_expert_parallel_comm is off",
-            works=["--overlap-moe-expert-parallel-comm", "--no-delay-wgrad-compute"],
-        )
     halves = config.memory.modules_of_halves
     if halves and not parallel.overlap_moe_expert_parallel_comm:
         mistakes.add(
@@ -142,24 +133,6 @@ def check_experts(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
             "overlap_moe_expert_parallel_comm interleaves, and it is off",
             works=["--overlap-moe-expert-parallel-comm", "--recompute-modules moe_act"],
         )
-
-
-def _check_no_experts(parallel: ParallelConfig, mistakes: Mistakes) -> None:
-    for name in (
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "moe_token_dispatcher_type",
-        "moe_enable_deepep",
-        "moe_shared_expert_overlap",
-        "overlap_moe_expert_parallel_comm",
-        "delay_wgrad_compute",
-    ):
-        value, setting = getattr(parallel, name), SETTINGS[name]
-        if value != setting.default:
-            mistakes.add(
-                f"{name} = {setting.words(value)} needs a model with num_experts",
-                works=[setting.typed(setting.default)],
-            )
 
 
 def _check_folding(num_experts: int, parallel: ParallelConfig, mistakes: Mistakes) -> None:
@@ -206,7 +179,7 @@ def _check_overlap(config: Config, parallel: ParallelConfig, mistakes: Mistakes)
 
 
 def check_context(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
-    """Check that context parallelism divides tokens and heads.
+    """Check that context parallelism divides tokens and heads, and how.
 
     Args:
         config: configuration that is asked for.
@@ -252,14 +225,17 @@ def check_context(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
     tp = parallel.tensor_model_parallel_size
     keys = model.states.groups // tp
     if model.has_linear_layers and keys % cp:
-        hybrid = model.hybrid_override_pattern is not None
-        of = "groups of Mamba-2" if hybrid else "key heads of linear attention"
+        of = {
+            "mamba_num_groups": "groups of Mamba-2",
+            "linear_num_key_heads": "key heads of linear attention",
+        }.get(_groups_setting(model), "groups of a short convolution's features")
         mistakes.add(
             f"{cp} context-parallel ranks cannot exchange tokens for {keys} {of}",
             f"{_groups_setting(model)} {model.states.groups} / tp {tp} = {keys}, and {keys} / "
             f"{cp} = {keys / cp:.4g}",
             works=[f"--cp {d}" for d in nearest(cp, divisors(max(keys, 1)))],
         )
+    check_sparse_ranks(model, parallel, mistakes)
     if "a2a" in kinds:
         _check_heads(model, parallel, cp, lambda n: f"--cp {n}", mistakes)
     if "a2a+p2p" in kinds and two and prod(sizes) == cp:

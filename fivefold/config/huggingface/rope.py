@@ -54,9 +54,9 @@ class Rope:
         return {"rotary_base": self.theta, "rotary_percent": self.share, **dict(self.scaling)}
 
 
-def whole_head_rope(reader: Reader, default: Rope) -> Rope:
+def whole_head_rope(reader: Reader, default: Rope, *, scalings: tuple[str, ...] = SCALINGS) -> Rope:
     """Rotary positions of whole heads, limited to what a ModelConfig can express."""
-    return _of_whole_heads(reader, read_rope(reader, default))
+    return _of_whole_heads(reader, read_rope(reader, default, scalings=scalings))
 
 
 def raised_rope(reader: Reader, default: Rope, head_dim: int) -> Rope:
@@ -69,21 +69,38 @@ def raised_rope(reader: Reader, default: Rope, head_dim: int) -> Rope:
     return _of_whole_heads(reader, rope)
 
 
-def sharpened_rope(reader: Reader, default: Rope) -> Rope:
-    """Ministral 3's YaRN, in whose table there also is how attention gets hotter by position."""
+def sharpened_rope(
+    reader: Reader,
+    default: Rope,
+    *,
+    factor: float = 16.0,
+    original: int = 16384,
+    latents: bool = False,
+) -> Rope:
+    """Ministral 3's YaRN, in whose table there also is how attention gets hotter by position.
+
+    Args:
+        reader: reader of the file.
+        default: the family's default, whose share no file may change.
+        factor: the family's default of the scaling factor.
+        original: that of the sequence length before scaling, in tokens.
+        latents: whether YaRN also scales the scores, as in latent attention.
+    """
     if reader.fields.get("rope_parameters") == {}:
         why = "transformers cannot run the model without llama_4_scaling_beta in it"
         reader.unsupported("rope_parameters", {}, [None], why)
-    usual = yarn_settings(16.0, 16384, whole_pairs=True, scales=(0.0, 0.0))
-    default = Rope(default.theta, 1.0, "yarn", usual + tempered(0.1, 16384))
-    rope = read_rope(reader, default, scalings=("yarn",), sharpened=True)
-    return _of_whole_heads(reader, rope)
+    scales = (1.0, 1.0) if latents else (0.0, 0.0)
+    usual = yarn_settings(factor, original, whole_pairs=True, scales=scales)
+    default = Rope(default.theta, default.share, "yarn", usual + tempered(0.1, original))
+    rope = read_rope(reader, default, scalings=("yarn",), latents=latents, sharpened=True)
+    return _of_whole_heads(reader, rope, default.share)
 
 
-def _of_whole_heads(reader: Reader, rope: Rope) -> Rope:
-    if rope.share != 1.0:
-        reader.unsupported("partial_rotary_factor", rope.share, [1.0])
-    return rope
+def _of_whole_heads(reader: Reader, rope: Rope, share: float = 1.0) -> Rope:
+    """Positions of all features that may be turned: a share of each head in latent attention."""
+    if rope.share != share:
+        reader.unsupported("partial_rotary_factor", rope.share, [share])
+    return replace(rope, share=1.0)
 
 
 def read_rope(
@@ -239,8 +256,8 @@ def _scaling(
     if kind == "dynamic":
         table.without_effect("original_max_position_embeddings")
         scaling = (("alpha", alpha(table)),) if raised else dynamic(table, whole)
-    if kind == "yarn":
-        scaling = yarn(table, latents, whole)
+    if kind in ("yarn", "deepseek_yarn"):
+        kind, scaling = "yarn", yarn(table, latents, whole)
     if kind == "longrope":
         scaling = longrope(table, beside, longest(whole))
     if kind == "linear":

@@ -1,10 +1,9 @@
 """Validation of a model's architecture on its own."""
 
-from fivefold.config.by_layer import IN_BF16, OF_LATENTS, OF_WINDOWS
+from fivefold.config.by_layer import IN_BF16, OF_WINDOWS
 from fivefold.config.config import SECTION_SETTINGS, SETTINGS
 from fivefold.config.divisors import divisors, nearest
-from fivefold.config.layer_pattern import MAX_LAYERS, expert_layers, window_layers
-from fivefold.config.lora import OF_ADAPTERS
+from fivefold.config.layer_pattern import MAX_LAYERS, layers_of
 from fivefold.config.model import MAX_SIZE, ModelConfig
 from fivefold.config.rules.lora import check_adapters
 from fivefold.config.rules.rope import check_rope
@@ -13,8 +12,6 @@ from fivefold.config.rules.states import check_states
 from fivefold.config.rules.values import check_ranges
 from fivefold.config.settings import flag_of
 from fivefold.errors import Mistakes, did_you_mean
-
-_OF_EXPERTS = tuple(s.name for s in SECTION_SETTINGS["model"] if s.name.startswith("moe_"))
 
 
 def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
@@ -45,8 +42,6 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
         _check_experts(model, mistakes)
     _check_latents(model, mistakes)
     _check_values(model, mistakes)
-    if model.lora_rank is None:
-        _check_unused(model, OF_ADAPTERS, "--lora-rank", "--lora-rank 16", mistakes)
     check_adapters(model, mistakes)
     check_rope(model, mistakes)
     _check_gate(model, mistakes)
@@ -56,7 +51,9 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
     check_sparse(model, mistakes)
     if model.window_attn_skip_freq is not None:
         with mistakes.collecting():
-            if not any(window_layers(model.window_attn_skip_freq, model.num_layers)):
+            if not any(
+                layers_of("window_attn_skip_freq", model.window_attn_skip_freq, model.num_layers)
+            ):
                 mistakes.add(
                     f"window_attn_skip_freq {model.window_attn_skip_freq!r} gives none of the "
                     "layers a window",
@@ -171,7 +168,6 @@ def _check_attention(model: ModelConfig, of: str, mistakes: Mistakes) -> None:
 
 def _check_experts(model: ModelConfig, mistakes: Mistakes) -> None:
     if model.num_experts is None:
-        _check_unused(model, _OF_EXPERTS, "--num-experts", "--num-experts 8", mistakes)
         return
     if model.moe_router_topk > model.num_experts:
         mistakes.add(
@@ -207,7 +203,7 @@ def _check_experts(model: ModelConfig, mistakes: Mistakes) -> None:
     if model.hybrid_override_pattern is not None:
         return
     with mistakes.collecting():
-        if not any(expert_layers(model.moe_layer_freq, model.num_layers)):
+        if not any(layers_of("moe_layer_freq", model.moe_layer_freq, model.num_layers)):
             mistakes.add(
                 f"moe_layer_freq {model.moe_layer_freq!r} gives none of the layers experts",
                 works=("--moe-layer-freq 1", "--num-experts none"),
@@ -216,8 +212,6 @@ def _check_experts(model: ModelConfig, mistakes: Mistakes) -> None:
 
 def _check_latents(model: ModelConfig, mistakes: Mistakes) -> None:
     if not model.multi_latent_attention:
-        flag = "--multi-latent-attention"
-        _check_unused(model, (*OF_LATENTS, "latent_norm_epsilon"), flag, flag, mistakes)
         return
     heads, groups = model.num_attention_heads, model.num_query_groups
     if groups not in (None, heads):
@@ -239,11 +233,6 @@ def _check_latents(model: ModelConfig, mistakes: Mistakes) -> None:
             "qk_layernorm_type all_heads has no effect on multi_latent_attention, which normalises "
             "its latents",
             works=("--qk-layernorm-type per_head",),
-        )
-    if model.attn_temperature_rotated:
-        mistakes.add(
-            "attn_temperature_rotated has no effect on multi_latent_attention",
-            works=("--no-attn-temperature-rotated",),
         )
     if model.qk_layernorm_after_rope:
         mistakes.add(
@@ -310,11 +299,6 @@ def _check_keys_as_values(model: ModelConfig, mistakes: Mistakes) -> None:
 def _check_groups(model: ModelConfig, experts: int, mistakes: Mistakes) -> None:
     groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
     if groups is None and chosen is None:
-        if model.moe_router_group_scores is not None:
-            mistakes.add(
-                "moe_router_group_scores needs moe_router_num_groups",
-                works=["--moe-router-group-scores none"],
-            )
         return
     if groups is None or chosen is None:
         names = ["moe_router_num_groups", "moe_router_group_topk"]
@@ -345,14 +329,3 @@ def _check_groups(model: ModelConfig, experts: int, mistakes: Mistakes) -> None:
             f"{experts} / {groups} = {experts // groups}",
             works=[f"--moe-router-group-scores {experts // groups}"],
         )
-
-
-def _check_unused(
-    model: ModelConfig, names: tuple[str, ...], needs: str, add: str, mistakes: Mistakes
-) -> None:
-    """Settings that say something about a part that the model does not have: `add` gives it."""
-    for name in names:
-        setting, value = SETTINGS[name], getattr(model, name)
-        if value != setting.default:
-            what = f"{name} = {setting.words(value)} needs {needs}"
-            mistakes.add(what, works=[add, setting.typed(setting.default)])

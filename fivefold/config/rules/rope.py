@@ -1,6 +1,6 @@
 """Validation of rotary positions: of settings that stretch them, and of layers without any."""
 
-from fivefold.config.layer_pattern import unrotated_layers
+from fivefold.config.layer_pattern import layers_of
 from fivefold.config.model import ModelConfig
 from fivefold.errors import Mistakes
 from fivefold.units import several
@@ -136,7 +136,7 @@ def _check_unrotated(model: ModelConfig, mistakes: Mistakes) -> None:
             works=("--no-rope-freq none",),
         )
     with mistakes.collecting():
-        if all(unrotated_layers(model.no_rope_freq, model.num_layers)):
+        if all(layers_of("no_rope_freq", model.no_rope_freq, model.num_layers)):
             mistakes.add(
                 f"no_rope_freq {model.no_rope_freq!r} leaves all layers without positions",
                 works=("--no-rope-freq none", "--no-rope-freq 2")[: min(model.num_layers, 2)],

@@ -11,6 +11,7 @@ from fivefold.config.huggingface.families import (
     deepseek,
     ernie,
     exaone,
+    flint,
     gemma,
     gemma4,
     glm,
@@ -18,6 +19,8 @@ from fivefold.config.huggingface.families import (
     gpt_oss,
     granite,
     hunyuan,
+    latents,
+    lfm2,
     llama,
     llama4,
     mellum,
@@ -55,6 +58,9 @@ _MODULES = (
     mimo,
     afmoe,
     deepseek,
+    latents,
+    lfm2,
+    flint,
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {family.kind: family for module in _MODULES for family in module.FAMILIES}
