@@ -192,6 +192,8 @@ _MLA = {"preset": "deepseek-v2-lite"}
 _GROUPS = {"preset": "mixtral-8x7b", "moe_router_num_groups": 2, "moe_router_group_topk": 2}
 _ZERO1 = {"data_parallel_sharding_strategy": "optim"}
 _ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
+_FIM = {"fim_data": True}
+_FIM_PARTS = {**_FIM, "fim_split_sample": "<part>", "fim_fragment_rate": 0.9}
 _SAMPLES = {"train_samples": 9000}
 _WARM_UP = {"lr_warmup_iters": 10}
 _IN_8_BITS = {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}
@@ -320,6 +322,7 @@ CHANGES: Mapping[str, Change] = {
     "moe_apply_probs_on_input": Change(
         True, {**_MIXED, "moe_router_topk": 1, "moe_router_score_function": "sigmoid"}
     ),
+    "moe_router_norm_epsilon": Change(1e-6, {**_MIXED, "moe_router_score_function": "sigmoid"}),
     "moe_layer_freq": Change("2", {"preset": "mixtral-8x7b"}),
     "multi_latent_attention": Change(True, {"num_query_groups": None}),
     "q_lora_rank": Change(768, _MLA),
@@ -502,6 +505,15 @@ CHANGES: Mapping[str, Change] = {
     "split": Change("90,5,5"),
     "text_key": Change("content"),
     "sft": Change(True, {"tokenizer_model": "tokenizer.json"}),
+    "fim_data": Change(True),
+    "fim_rate": Change(0.7, _FIM),
+    "fim_spm_rate": Change(0.3, _FIM),
+    "fim_split_sample": Change("<file_sep>", _FIM_PARTS),
+    "fim_fragment_rate": Change(0.8, _FIM_PARTS),
+    "fim_no_prefix": Change("#!", _FIM),
+    "fim_prefix_token": Change("<|fim_prefix|>", _FIM),
+    "fim_middle_token": Change("<|fim_middle|>", _FIM),
+    "fim_suffix_token": Change("<|fim_suffix|>", _FIM),
     "reset_position_ids": Change(False),
     "reset_attention_mask": Change(False),
     "eod_mask_loss": Change(False),

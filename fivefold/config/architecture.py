@@ -221,6 +221,11 @@ class Architecture:
     moe_router_pre_softmax: bool = option(
         False, "softmax over all experts, rather than only over the chosen ones"
     )
+    moe_router_norm_epsilon: Positive = option(
+        1e-20,
+        "added to the sum that sigmoid scores of several chosen experts are divided by, which is a "
+        "millionth in LFM2",
+    )
     moe_router_topk_scaling_factor: Positive | None = option(
         None, "factor on the weights of the chosen experts; none: 1"
     )
@@ -267,10 +272,13 @@ class Architecture:
     attention_output_gate: bool = option(
         False, "multiply what heads attend to by sigmoid gates that the query projection makes, too"
     )
-    experimental_attention_variant: Literal["gated_delta_net", "dsa"] | None = option(
+    experimental_attention_variant: (
+        Literal["gated_delta_net", "short_convolution", "dsa"] | None
+    ) = option(
         None,
-        "gated_delta_net: layers with linear attention, as in Qwen3-Next; dsa: attention to the "
-        "tokens that an indexer chooses, as in DeepSeek-V3.2 (MLA); none: neither",
+        "gated_delta_net: layers with linear attention, as in Qwen3-Next; short_convolution: "
+        "layers with gated short convolutions, as in LFM2; dsa: attention to the tokens that an "
+        "indexer chooses, as in DeepSeek-V3.2 (MLA); none: neither",
     )
     dsa_indexer_n_heads: Count | None = option(None, "heads of dsa's indexer")
     dsa_indexer_head_dim: Count | None = option(
@@ -289,12 +297,10 @@ class Architecture:
     )
     linear_attention_freq: str | None = option(
         None,
-        "layers with linear attention: all but every Nth ('4': layers 0, 1, 2, 4, ...), or a list "
-        "such as '([1]*3+[0]*1)*12'",
+        "layers with linear attention or short convolutions: all but every Nth ('4': layers 0, 1, "
+        "2, 4, ...), or a list such as '([1]*3+[0]*1)*12'",
     )
-    linear_conv_kernel_dim: Count = option(
-        4, "tokens over which linear attention's causal convolution reaches"
-    )
+    linear_conv_kernel_dim: Count = option(4, "tokens over which their causal convolution reaches")
     linear_key_head_dim: Count = option(128, "features of a query or key head of linear attention")
     linear_value_head_dim: Count = option(128, "features of a value head of linear attention")
     linear_num_key_heads: Count = option(16, "query and key heads of linear attention")

@@ -7,11 +7,15 @@ from fivefold.config.architecture import Architecture
 from fivefold.config.layer_pattern import Mixer, layers_of, letters, mixers
 from fivefold.config.reach import Reach
 
-OF_LINEAR_ATTENTION = (
-    *("linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim"),
-    *("linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+OF_CONVOLUTIONS = ("linear_attention_freq", "linear_conv_kernel_dim")
+"""Settings that say something of layers with linear attention or short convolutions only."""
+OF_DELTA_NET = (
+    *("linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
 )
 """Settings that say something of layers with linear attention only."""
+OF_LINEAR_ATTENTION = (*OF_CONVOLUTIONS, *OF_DELTA_NET)
+"""Settings of linear attention."""
 OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 """Settings that say something of latent attention only, and that Megatron-LM has, too."""
 OF_INDEXER = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
@@ -88,7 +92,8 @@ class ByLayer(Architecture):
         return behind >= 0 and behind % self.prediction_size == 0
 
     def is_linear(self, layer: int) -> bool:
-        """Whether a layer has linear attention or Mamba-2: a state, and no softmax."""
+        """Whether a layer has linear attention, a short convolution or Mamba-2: a state, and no
+        softmax."""
         if self.hybrid_override_pattern is not None:
             return self.mixer_of(layer) == "M"
         freq = self.linear_attention_freq
@@ -100,8 +105,8 @@ class ByLayer(Architecture):
 
     @property
     def has_linear_layers(self) -> bool:
-        """Whether layers have linear attention or Mamba-2."""
-        linear = self.experimental_attention_variant == "gated_delta_net"
+        """Whether layers have linear attention, short convolutions or Mamba-2."""
+        linear = self.experimental_attention_variant in ("gated_delta_net", "short_convolution")
         return linear or self.hybrid_override_pattern is not None
 
     @property

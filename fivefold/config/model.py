@@ -38,9 +38,10 @@ class StateShape(NamedTuple):
     """Sizes of layers that keep a state: linear attention, or Mamba-2.
 
     Attributes:
-        groups: key heads, or groups of Mamba-2: what ranks split, with all heads that share it.
+        groups: key heads, or groups of Mamba-2 or of a short convolution's features: what ranks
+            split, with all heads that share it.
         heads: value heads, of which equally many share a key head; those of Mamba-2.
-        key: features of a query or key, or of a B or C of Mamba-2.
+        key: features of a query or key, or of a B or C of Mamba-2; none of a short convolution.
         value: features of a head.
         taps: tokens over which the convolution reaches.
     """
@@ -58,7 +59,8 @@ class StateShape(NamedTuple):
 
     @property
     def mixed(self) -> int:
-        """Features that the convolution runs over: queries, keys and values; or x, B and C."""
+        """Features that the convolution runs over: queries, keys and values; or x, B and C; or
+        x."""
         return 2 * self.groups * self.key + self.size
 
 
@@ -208,11 +210,16 @@ class ModelConfig(ByLayer):
 
     @property
     def states(self) -> StateShape:
-        """Sizes of layers with linear attention, or with Mamba-2."""
+        """Sizes of layers with linear attention, with Mamba-2, or with short convolutions, whose
+        features are in as many groups as attention has heads."""
         if self.hybrid_override_pattern is not None:
             heads = self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
             sizes = self.mamba_num_groups, heads, self.mamba_state_dim, self.mamba_head_dim
             return StateShape(*sizes, MAMBA_TAPS)
+        if self.experimental_attention_variant == "short_convolution":
+            groups = self.num_attention_heads
+            size = self.hidden_size // groups
+            return StateShape(groups, groups, 0, size, self.linear_conv_kernel_dim)
         heads, value = self.linear_num_value_heads, self.linear_value_head_dim
         sizes = self.linear_num_key_heads, heads, self.linear_key_head_dim, value
         return StateShape(*sizes, self.linear_conv_kernel_dim)

@@ -30,6 +30,7 @@ Whole = Annotated[int, Allowed(lambda v: v >= 0, "0 or more")]
 Positive = Annotated[float, Allowed(lambda v: v > 0, "positive")]
 NonNegative = Annotated[float, Allowed(lambda v: v >= 0, "0 or more")]
 Share = Annotated[float, Allowed(lambda v: 0 <= v < 1, "in [0, 1)")]
+Probability = Annotated[float, Allowed(lambda v: 0 <= v <= 1, "in [0, 1]")]
 PositiveShare = Annotated[float, Allowed(lambda v: 0 < v <= 1, "in (0, 1]")]
 
 

@@ -149,8 +149,14 @@ def _queries_and_gates(files: Tensors, model: ModelConfig, place: Stored) -> Sto
 
 def _linear_attention(files: Tensors, model: ModelConfig, name: str, place: Stored) -> Stored:
     """What is here key head by key head: the convolution, and projections of which families have
-    several."""
+    several; or of a short convolution, whose projections are one there, of B, C and x."""
     sizes = model.states
+    if model.experimental_attention_variant == "short_convolution":
+        if "conv1d." in name:
+            return replace(place, axis=-3)
+        gates, *others = _parts(model, [sizes.value] * 3)
+        rows = torch.cat(others[::-1], dim=1) if "in_proj_xc." in name else gates
+        return replace(place, rows=rows.flatten(), of=3 * model.hidden_size)
     values = sizes.heads // sizes.groups
     widths = [*[sizes.key] * 2, *[values * sizes.value] * 2]
     if "conv1d." in name:
@@ -200,15 +206,13 @@ def _parts(model: ModelConfig, widths: Sequence[int]) -> list[Tensor]:
 
 def _experts(files: Tensors, model: ModelConfig, name: str, place: Stored) -> Stored:
     """Experts one by one, or together."""
-    if files.experts == "together":
-        joint = _joint(files, model, name, place.shape[1:])
-        return place if joint is None else replace(place, rows=joint[0], of=joint[1])
     if files.experts == "each":
         assert model.num_experts is not None
         names = tuple(place.names[0].replace("{e}", str(e)) for e in range(model.num_experts))
         return replace(place, names=names, by_expert=True)
-    place = replace(place, transposed=not name.endswith("bias"))
-    if "down_proj" in name:
+    transposed = files.experts != "together" and not name.endswith("bias")
+    place = replace(place, transposed=transposed)
+    if "down_proj" in name or not model.gated_linear_unit:
         return place
     inner = model.expert_ffn_size
     gate, up = torch.arange(2 * inner).chunk(2)
@@ -326,7 +330,7 @@ def numbers_beside(files: Tensors, names: Iterable[str]) -> dict[str, tuple[str,
     }
 
 
-_LINEAR_ATTENTION = "conv1d.", "in_proj_qkvz.", "in_proj_ba."
+_LINEAR_ATTENTION = "conv1d.", "in_proj_qkvz.", "in_proj_ba.", "in_proj_xc.", "in_proj_b."
 _MAMBA = "conv1d.", "in_proj_xbcz.", "in_proj_dt."
 
 

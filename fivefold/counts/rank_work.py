@@ -218,6 +218,8 @@ class _Products:
     def of_layer(self, layer: int, remade: Remade) -> tuple[float, float]:
         """Products per token of a step, and of one forward, without experts."""
         sizes, model = _linear_weights(self._layout, layer), self._model
+        if self._layout.config.reads_chosen:
+            del sizes["self_attn.kv_b_proj.weight"]  # multiplied within attention
         stops = remade.ends_group and not describe_layer(model, layer).keeps_end
         again = remade.whole
         weights = describe_layer(model, layer).weights
@@ -237,7 +239,7 @@ class _Products:
             passes -= self._last_tile * sum(sizes[name] for name in tiled)
         elif stops:
             passes -= sum(sizes[name] for name in sizes if ends(name, "layer"))
-        if self._layout.config.gathers_latents(layer):
+        if self._layout.config.projects_latents(layer):
             _, got = seen_shares(self._layout, self._cp_rank, model.reach_of(layer))
             # Of all latents, in the forward; the backward projects again for dX and dW.
             around = "a2a_overlap_attn" in remade.modules  # counted with the other projections

@@ -149,7 +149,9 @@ class _Volumes:
         if not self.model.trains_indexer:
             return 0.0
         cores = (self._layer(n).one(SparseAttention) for n, _ in self._layers_of(stage))
-        numbers = self.microbatches * sum(core.summed(self.running) for core in cores)
+        numbers = self.microbatches * sum(
+            core.summed(self.running, self.at["cp"]) for core in cores
+        )
         return wire_bytes("all_reduce", numbers * max(self.element, 4), self.tp)
 
     def _layers_of(self, stage: int) -> Iterator[tuple[int, Running]]:
@@ -342,8 +344,8 @@ class _Volumes:
         operations = described.operations
         sent = [op.tensor_features(sequence_parallel=sequence) for op in operations]
         forward, backward = (sum(features) for features in zip(*sent, strict=True))
-        if sequence and self.layout.config.gathers_latents(layer):
-            backward -= self.model.kv_lora_rank  # the gathered latent is kept
+        if sequence and self.model.trains_all and self.layout.config.keeps_latents(layer):
+            backward -= self.model.kv_lora_rank  # for dW: the gathered latent is kept
         if not sequence:
             return forward, backward
         how = (running or self.running).of_kind(described.kind)

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from random import Random
 from typing import Any
 
 import numpy as np
 
 from fivefold.config.data import IGNORED
 from fivefold.data.indexed import IndexedTokens
+from fivefold.data.infilling import Infilling
 from fivefold.data.mock import MockTokens
 from fivefold.data.order import Blend, shuffled
 from fivefold.data.packing import Microbatch, Packing, pack
@@ -128,8 +130,9 @@ class Dataset:
         part: str,
         seed: int,
         shuffle: bool,
+        infilling: Infilling | None = None,
     ) -> None:
-        """`split` as in `parse_split`, `part` one of SPLITS.
+        """`split` as in `parse_split`, `part` one of SPLITS; `infilling` is for text alone.
 
         Raises:
             DataError: this part of a corpus is too short for one sample.
@@ -137,7 +140,7 @@ class Dataset:
         self.names = [corpus.name for corpus in corpora]
         self._packing = packing
         self._vocab_size = tokenizer.vocab_size
-        self._seed, self._shuffle = seed, shuffle
+        self._seed, self._shuffle, self._infilling = seed, shuffle, infilling
         shares = parse_split(split)
         which = SPLITS.index(part)
         self._streams: list[Text | Conversations] = []
@@ -168,9 +171,10 @@ class Dataset:
             "data": [corpus.identity() for corpus in corpora],
             "split": split,
             "part": part,
-            "seed": seed if shuffle else None,
+            "seed": seed if shuffle or infilling is not None else None,
             "tokenizer": tokenizer.digest,
             **asdict(packing),
+            **({} if infilling is None else infilling.settings),
         }
 
     @property
@@ -200,6 +204,8 @@ class Dataset:
             what = f"{self.names[corpus]} holds token {bad}; the tokenizer knows 0 to {last}"
             why = "tokenizer_model has to be the one that the data was tokenised with"
             raise DataError(Mistake(what, (why,)))
+        if self._infilling is not None:
+            window = self._infilling(window, Random(self._seed << 64 | index))
         return window, marks
 
     def microbatch(self, indices: Sequence[int] | np.ndarray) -> Microbatch:

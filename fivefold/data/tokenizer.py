@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -100,13 +100,21 @@ class Tokenizer:
         return cls(definition, str(file))
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+    def train(
+        cls, texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()
+    ) -> "Tokenizer":
         """Train a byte-level BPE; the same texts in the same order give the same vocabulary.
 
-        A small corpus may yield fewer than `vocab_size` (>= 257) tokens. Words of more than
-        `_LONGEST_WORD` characters count as several, in training alone.
+        A small corpus may yield fewer than `vocab_size` (>= 257) tokens, among them `special` ones,
+        which stand for no text. Words of more than `_LONGEST_WORD` characters count as several, in
+        training alone.
         """
-        return cls(_trained(texts, vocab_size), "the trained tokenizer")
+        return cls(_trained(texts, vocab_size, special), "the trained tokenizer")
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token by its name, such as `<fim_prefix>`; None if there is none."""
+        number: int | None = self._backend.token_to_id(token)
+        return number
 
     @property
     def token_dtype(self) -> np.dtype:
@@ -167,10 +175,10 @@ class Tokenizer:
         return found
 
     @cached_property
-    def special(self) -> frozenset[int]:
-        """Tokens that stand for no text."""
+    def special(self) -> Mapping[int, str]:
+        """Tokens that stand for no text, and their names."""
         added = self._verbatim.get_added_tokens_decoder()
-        return frozenset(number for number, token in added.items() if token.special)
+        return {number: token.content for number, token in added.items() if token.special}
 
     @cached_property
     def _verbatim(self) -> "Backend":
@@ -209,7 +217,7 @@ class Tokenizer:
         write_atomic(path, self.definition)
 
 
-def _trained(texts: Iterable[str], vocab_size: int) -> str:
+def _trained(texts: Iterable[str], vocab_size: int, special: Sequence[str]) -> str:
     """The tokenizer.json of a byte-level BPE that is trained on texts."""
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Backend
@@ -222,7 +230,7 @@ def _trained(texts: Iterable[str], vocab_size: int) -> str:
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_DOCUMENT],
+        special_tokens=[END_OF_DOCUMENT, *special],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

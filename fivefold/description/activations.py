@@ -310,7 +310,7 @@ def bookkeeping_bytes(
                 size += wide * each if queries else norm
             if isinstance(operation, LatentDown):
                 size += norm * operation.norms
-            if isinstance(operation, Indexing):
+            if isinstance(operation, Indexing) and not operation.frozen:
                 size += layer_norm
     tables = len(rotations(model, parts))
     size += tables * running.element_bytes * 1.5 * model.rotary_dim  # cos [R] and sin [R / 2]

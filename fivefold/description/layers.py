@@ -12,7 +12,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.description.experts import Dispatch, ExpertsIn, ExpertsOut, RouterLinear, SharedOut
 from fivefold.description.kinds import LayerKind, layer_kind
 from fivefold.description.latent import LatentLinear, latent_projections
-from fivefold.description.linear_attention import GatedHeads, linear_attention
+from fivefold.description.linear_attention import GatedHeads, linear_attention, short_convolution
 from fivefold.description.lora import Adapters, Rescaled, with_adapters
 from fivefold.description.mamba import mamba
 from fivefold.description.operations import (
@@ -148,7 +148,9 @@ def describe_layer(model: ModelConfig, layer: int) -> Layer:
 def _attention(model: ModelConfig, kind: LayerKind) -> tuple[Operation, ...]:
     """Attention of any kind, with the norms and the sum around it."""
     h, before = model.hidden_size, _makes_input(model, "a2a_overlap_attn")
-    with_states = mamba if kind.mixer == "M" else linear_attention
+    convolves = model.experimental_attention_variant == "short_convolution"
+    with_states = short_convolution if convolves else linear_attention
+    with_states = mamba if kind.mixer == "M" else with_states
     return (
         *_norm_before("attn_norm", "input_layernorm", model, "a2a_overlap_attn"),
         *(with_states if kind.linear else _softmax_attention)(model, before),

@@ -1,4 +1,5 @@
-"""The operations of layers that keep a state (Gated DeltaNet, Mamba-2), and their costs."""
+"""The operations of layers that keep a state (Gated DeltaNet, Mamba-2, short convolutions), and
+their costs."""
 
 from dataclasses import dataclass, field
 from math import ceil
@@ -89,6 +90,25 @@ class DeltaRule(Recurrence):
         return max(running.element_bytes, 4) * most
 
 
+@dataclass(frozen=True, kw_only=True)
+class GatedConvolution(Recurrence):
+    """The convolution of features that are multiplied by gates, which stand for rates."""
+
+    @property
+    def flops(self) -> int:
+        """The taps of the convolution."""
+        return 2 * self.sizes.taps * self.sizes.mixed
+
+    @property
+    def rates(self) -> int:
+        """A gate for each feature."""
+        return self.sizes.value
+
+    def working(self, running: Running) -> float:
+        """What is convolved and its gradient, what comes in, what of that counts, and a product."""
+        return max(running.element_bytes, 4) * 5 * self.sizes.mixed / running.tensor_parallel
+
+
 def filled(running: Running) -> float:
     """Places in chunks for each token of a sequence."""
     return ceil(running.seq_length / CHUNK) * CHUNK / running.seq_length
@@ -109,6 +129,37 @@ class GatedHeads(Operation):
         return (Kept(self.name, (running.by_heads(self.features),) * 2, AGAIN),)
 
 
+def projections(
+    name: str, weights: tuple[Weight, ...], inputs: int, outputs: int, remade_by: tuple[str, ...]
+) -> ColumnLinear:
+    """What makes all that states are told, and gates after them."""
+    return ColumnLinear(
+        name, weights, AGAIN, QKV, inputs=inputs, outputs=outputs, remade_by=remade_by
+    )
+
+
+def projection_back(size: int, hidden: int) -> RowLinear:
+    """What reads all heads of a layer with states."""
+    weights = row("self_attn.out_proj", size, hidden, False)
+    return RowLinear("attn_proj", weights, inputs=size, outputs=hidden, remade_by=AGAIN)
+
+
+def short_convolution(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operation, ...]:
+    """A gated short convolution without the norm and the sum around it; see `linear_attention`."""
+    h = model.hidden_size
+    made = (
+        *column("self_attn.in_proj_xc", h, 2 * h, False),
+        *column("self_attn.in_proj_b", h, h, False),
+    )
+    taps = Weight("self_attn.conv1d.weight", (h, 1, model.states.taps), split=0)
+    return (
+        projections("linear_qkv", made, h, 3 * h, remade_by),
+        GatedConvolution("short_convolution", (taps,), AGAIN, model=model),
+        GatedHeads("output_gate", (), AGAIN, features=h),
+        projection_back(h, h),
+    )
+
+
 def linear_attention(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operation, ...]:
     """Linear attention without the norms and the sum around it.
 
@@ -116,7 +167,7 @@ def linear_attention(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Op
     """
     h, sizes = model.hidden_size, model.states
     heads, size, mixed = sizes.heads, sizes.size, sizes.mixed
-    projections = (
+    made = (
         *column("self_attn.in_proj_qkvz", h, mixed + size, False),
         *column("self_attn.in_proj_ba", h, 2 * heads, False),
     )
@@ -127,22 +178,8 @@ def linear_attention(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Op
     )
     norm = Weight("self_attn.norm.weight", (sizes.value,), sees="heads")
     return (
-        ColumnLinear(
-            "linear_qkv",
-            projections,
-            AGAIN,
-            QKV,
-            inputs=h,
-            outputs=mixed + size + 2 * heads,
-            remade_by=remade_by,
-        ),
+        projections("linear_qkv", made, h, mixed + size + 2 * heads, remade_by),
         DeltaRule("delta_rule", of_heads, AGAIN, model=model),
         GatedHeads("gated_norm", (norm,), AGAIN, features=size),
-        RowLinear(
-            "attn_proj",
-            row("self_attn.out_proj", size, h, False),
-            inputs=size,
-            outputs=h,
-            remade_by=AGAIN,
-        ),
+        projection_back(size, h),
     )

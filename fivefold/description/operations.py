@@ -303,7 +303,7 @@ class CoreAttention(Operation):
             running.by_key_heads(model.k_size, model.num_kv_heads),
             running.by_key_heads(model.v_size, model.num_kv_heads),
         )
-        if running.gathers_latents:
+        if running.keeps_latents:
             attended = attended[0], latent, 0.0
         remade = ("a2a_overlap_attn", *(["mla_up_proj"] if self.from_latents else ()))
         again = ("core_attn", "a2a_overlap_attn")

@@ -44,8 +44,9 @@ class Running:
         microbatch_tokens: tokens that pass a layer at once on this rank, before sequence
             parallelism splits them; decides which tensors are too small to be offloaded.
         microbatch_rows: sequences that pass a layer at once on this rank.
-        latents_gathered: whether context-parallel ranks gather latents, not keys and values: one
-            entry for all layers, or one per layer, repeated; empty: never.
+        latents_kept: whether attention keeps latents, not keys and values: one entry for all
+            layers, or one per layer, repeated; empty: never.
+        reads_chosen: whether attention to chosen tokens reads the latents of these alone.
         normed_twice: whether queries and keys that are normalised without weights are kept beside
             those that attention keeps: one entry, or one per layer; empty: never.
         exchanging: number of context-parallel ranks that exchange heads (Ulysses), 1 if they do
@@ -72,23 +73,18 @@ class Running:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     microbatch_tokens: float = inf
     microbatch_rows: int = 1
-    latents_gathered: tuple[bool, ...] = ()
+    latents_kept: tuple[bool, ...] = ()
+    reads_chosen: bool = False
     normed_twice: tuple[bool, ...] = ()
     exchanging: tuple[int, ...] = ()
 
     @classmethod
-    def of(
-        cls,
-        config: Config,
-        *,
-        fused_attention: bool = True,
-        others: bool = False,
-    ) -> "Running":
+    def of(cls, config: Config, *, fused_attention: bool = True, others: bool = False) -> "Running":
         """From a configuration whose tensor-parallel degrees are set."""
         training, parallel = config.training, config.parallel
         element = ELEMENT_BYTES[training.precision]
         tokens = config.rank_tokens / parallel.num_sequence_slices
-        gathers = tuple(map(config.gathers_latents, range(len(parallel.cp_comm_type))))
+        kept = tuple(map(config.keeps_latents, range(len(parallel.cp_comm_type))))
         return cls(
             seq_length=training.seq_length,
             element_bytes=element,
@@ -106,14 +102,15 @@ class Running:
             memory=config.memory,
             microbatch_tokens=tokens,
             microbatch_rows=training.micro_batch_size,
-            latents_gathered=gathers if any(gathers) else (),
+            latents_kept=kept if any(kept) else (),
+            reads_chosen=config.reads_chosen,
             normed_twice=tuple(_normed_twice(config)),
             exchanging=tuple(_exchanging(config)),
         )
 
     def of_layer(self, layer: int) -> "Running":
         """The same for one layer, where settings differ between layers."""
-        by_layer = self.latents_gathered, self.normed_twice, self.exchanging
+        by_layer = self.latents_kept, self.normed_twice, self.exchanging
         if max(map(len, by_layer)) < 2:
             return self
 
@@ -122,7 +119,7 @@ class Running:
 
         return replace(
             self,
-            latents_gathered=its(self.latents_gathered),
+            latents_kept=its(self.latents_kept),
             normed_twice=its(self.normed_twice),
             exchanging=its(self.exchanging),
         )
@@ -134,9 +131,9 @@ class Running:
         return replace(self, input_bytes=self.element_bytes, scale_rows=0)
 
     @property
-    def gathers_latents(self) -> bool:
-        """Whether latents are gathered in this layer; call on the result of `of_layer`."""
-        return self.latents_gathered == (True,)
+    def keeps_latents(self) -> bool:
+        """Whether this layer's attention keeps latents; call on the result of `of_layer`."""
+        return self.latents_kept == (True,)
 
     @property
     def exchanging_ranks(self) -> int:
@@ -219,6 +216,13 @@ class Running:
     def by_microbatch(self, size: float) -> float:
         """Bytes per token of a tensor with `size` bytes per microbatch."""
         return size / self.microbatch_tokens
+
+
+def row_parts(running: Running) -> int:
+    """Number of ranks that split the tokens of a row, where a microbatch is known."""
+    if running.microbatch_tokens == inf:
+        return 1
+    return round(running.microbatch_rows * running.seq_length / running.microbatch_tokens)
 
 
 def share_at_once(running: Running, rerun_by: tuple[str, ...]) -> float:

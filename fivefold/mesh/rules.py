@@ -7,6 +7,7 @@ from fivefold.config.config import Config
 from fivefold.config.divisors import divisors, nearest
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
+from fivefold.config.rules.sparse import check_sparse_ranks
 from fivefold.errors import Mistakes
 
 
@@ -38,6 +39,8 @@ def _split_over_tp(model: ModelConfig) -> list[tuple[str, int]]:
 
 def _groups_setting(model: ModelConfig) -> str:
     """The setting of what ranks split of layers with states."""
+    if model.experimental_attention_variant == "short_convolution":
+        return "num_attention_heads"
     hybrid = model.hybrid_override_pattern is not None
     return "mamba_num_groups" if hybrid else "linear_num_key_heads"
 
@@ -176,7 +179,7 @@ def _check_overlap(config: Config, parallel: ParallelConfig, mistakes: Mistakes)
 
 
 def check_context(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
-    """Check that context parallelism divides tokens and heads.
+    """Check that context parallelism divides tokens and heads, and how.
 
     Args:
         config: configuration that is asked for.
@@ -222,14 +225,17 @@ def check_context(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
     tp = parallel.tensor_model_parallel_size
     keys = model.states.groups // tp
     if model.has_linear_layers and keys % cp:
-        hybrid = model.hybrid_override_pattern is not None
-        of = "groups of Mamba-2" if hybrid else "key heads of linear attention"
+        of = {
+            "mamba_num_groups": "groups of Mamba-2",
+            "linear_num_key_heads": "key heads of linear attention",
+        }.get(_groups_setting(model), "groups of a short convolution's features")
         mistakes.add(
             f"{cp} context-parallel ranks cannot exchange tokens for {keys} {of}",
             f"{_groups_setting(model)} {model.states.groups} / tp {tp} = {keys}, and {keys} / "
             f"{cp} = {keys / cp:.4g}",
             works=[f"--cp {d}" for d in nearest(cp, divisors(max(keys, 1)))],
         )
+    check_sparse_ranks(model, parallel, mistakes)
     if "a2a" in kinds:
         _check_heads(model, parallel, cp, lambda n: f"--cp {n}", mistakes)
     if "a2a+p2p" in kinds and two and prod(sizes) == cp:

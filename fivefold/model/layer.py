@@ -18,6 +18,7 @@ from fivefold.model.dropout import Dropout, HiddenDropout, LayerDropout
 from fivefold.model.layers import LayerBlock
 from fivefold.model.linear_attention.gated_delta_net import GatedDeltaNet
 from fivefold.model.linear_attention.mamba import Mamba
+from fivefold.model.linear_attention.short_convolution import ShortConvolution
 from fivefold.model.linear_attention.state_layer import StateLayer
 from fivefold.model.lora import add_adapters
 from fivefold.model.mlp import MLP
@@ -46,7 +47,10 @@ def make_attention(model: ModelConfig, layer: int) -> AttentionBlock | StateLaye
     if not kind.attends:
         return None
     if kind.linear:
-        return (GatedDeltaNet if kind.mixer is None else Mamba)(model, layer)
+        if kind.mixer is not None:
+            return Mamba(model, layer)
+        convolves = model.experimental_attention_variant == "short_convolution"
+        return (ShortConvolution if convolves else GatedDeltaNet)(model, layer)
     return (LatentAttention if model.multi_latent_attention else Attention)(model, layer)
 
 

@@ -174,8 +174,8 @@ LAYOUTS = [
         "--nproc 2 --cp 2 --experimental-attention-variant dsa --multi-latent-attention "
         "--num-query-groups none --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 64 "
         "--dsa-indexer-topk 8",
-        "dsa does not go with context_parallel_size 2",
-        "works: --context-parallel-size 1",
+        "dsa does not go with cp_comm_type p2p",
+        "works: --cp-comm-type all_gather | --context-parallel-size 1",
     ),
     layout("a loss of no indexer", "--dsa-indexer-loss-coeff 0.1", "is for attention to tokens"),
     layout("latents of nothing", "--q-lora-rank 8", "works: --multi-latent-attention"),

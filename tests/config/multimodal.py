@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fivefold.config.huggingface.multimodal import text_name
+from tests.config.families import TINY as OF_TEXTS
 from tests.config.oracle import InFp64, config_of, fill
 
 _TEXT = {
@@ -52,6 +53,10 @@ _LINEAR = {
         "rope_type": "default",
     },
 }
+_LATENTS = {n: v for n, v in OF_TEXTS["deepseek_v3"].items() if n not in _TEXT} | {
+    "num_key_value_heads": 4,
+    "num_nextn_predict_layers": 0,
+}
 _SECTIONS = {"mrope_section": [1, 2, 1]}
 TINY: Mapping[str, dict[str, Any]] = {
     "gemma3": {
@@ -84,6 +89,17 @@ TINY: Mapping[str, dict[str, Any]] = {
         | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0} | _HOTTER},
         "tie_word_embeddings": False,
         "vision_config": _VISION | {"model_type": "pixtral", "head_dim": 8},
+    },
+    "exaone4_5": {
+        "text_config": _TEXT
+        | {"model_type": "exaone4_5_text", "num_hidden_layers": 4, "sliding_window": 5}
+        | {"sliding_window_pattern": 2},
+        "vision_config": _QWEN_VISION | {"fullatt_block_indexes": [0], "num_key_value_heads": 2},
+    },
+    "kimi_k25": {
+        "text_config": _TEXT | {"model_type": "kimi_k2"} | _LATENTS,
+        "tie_word_embeddings": False,
+        "vision_config": _VISION | {"pos_emb_height": 4, "pos_emb_width": 4, "pos_emb_time": 2},
     },
     "llava": {"text_config": _TEXT, "vision_config": _VISION},
     "llava_next": {

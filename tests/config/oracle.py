@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fivefold.config.huggingface.families import FAMILIES
 from fivefold.config.huggingface.multimodal import is_multimodal, part_of, tensors_of, text_name
 from fivefold.config.model import ModelConfig
 from fivefold.config.training import TrainingConfig
@@ -61,12 +62,13 @@ def oracle(fields: Mapping[str, Any], *, meta: bool = False) -> nn.Module:
 
     Raises whatever transformers raises for what it does not understand.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    import transformers
 
     config = config_of(fields)
+    kind = getattr(transformers, FAMILIES[fields["model_type"]].architecture)
     with torch.device("meta" if meta else "cpu"), InFp64():
         config._experts_implementation = "eager"
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config)
+        model = kind._from_config(config)
     return model if meta else fill(model)
 
 
@@ -82,7 +84,7 @@ def fill(model: nn.Module) -> nn.Module:
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(0.3 * noise + (parameter.dim() == 1))
         for name, buffer in model.named_buffers():
-            if "score_correction" in name:
+            if "score_correction" in name or name.endswith("expert_bias"):
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model
 

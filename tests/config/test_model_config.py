@@ -252,7 +252,7 @@ SPARSE: dict[str, Any] = {
         (SPARSE | {"attn_logit_softcapping": 8.0}, "works: --attn-logit-softcapping none"),
         (SPARSE | {"softmax_type": "learnable"}, "works: --softmax-type vanilla"),
         (SPARSE | {"attention_dropout": 0.1}, "--attention-dropout 0.0"),
-        (SPARSE | {"lora_rank": 4}, "works: --lora-rank none"),
+        (SPARSE | {"lora_rank": 4, "dsa_indexer_loss_coeff": 0.1}, "--lora-rank none"),
         (
             {"num_experts": 4, "moe_router_topk": 2, "moe_apply_probs_on_input": True},
             "--moe-router-topk 1",

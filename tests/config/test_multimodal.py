@@ -14,6 +14,7 @@ from fivefold.config.huggingface.write import text_model_fields
 from fivefold.config.presets import PRESETS
 from fivefold.description.shape import count_parameters
 from fivefold.errors import ConfigError
+from tests.config.families import TINY as OF_TEXTS
 from tests.config.families import VARIATIONS
 from tests.config.multimodal import TINY, multimodal, text_parameters
 from tests.config.oracle import LENGTH, assert_same, config_of, oracle, oracle_logits, our_logits
@@ -41,6 +42,9 @@ CASES: Mapping[str, dict[str, Any]] = {
     **{f"{kind}, flat": fields for kind, fields in FLAT.items()},
     "llava, tied by its text model": text_like("llava", tie_word_embeddings=True),
     "gemma3, untied": fields_like("gemma3", tie_word_embeddings=False),
+    "mistral3, latents": fields_like(
+        "mistral3", text_config=OF_TEXTS["mistral4"] | {"model_type": "mistral4"}
+    ),
     "mistral3, windows": text_like("mistral3", sliding_window=4),
     "qwen2_5_vl, stretched": text_like(
         "qwen2_5_vl",
@@ -135,6 +139,10 @@ def test_what_a_text_model_leaves_out_is_what_transformers_takes_it_for(kind: st
         "gemma3_text": ("gemma3", {}),
         "mistral": ("mistral3", {"sliding_window": None}),
         "ministral3": ("mistral3", {}),
+        "mistral4": ("mistral3", {}),
+        "deepseek_v3": ("kimi_k25", {}),
+        "kimi_k2": ("kimi_k25", {}),
+        "exaone4": ("exaone4_5", {}),
         "llama": ("llava", {}),
         "qwen2": ("llava_onevision", {}),
         "qwen3": ("internvl", {}),

@@ -22,11 +22,13 @@ from tests.config.oracle import LENGTH, InFp64, oracle_logits
 from tests.convert.test_huggingface import both_logits
 
 _NAMES_OF_5 = (
+    ("language_model.model.blocks.", "model.language_model.layers."),
     ("language_model.model.", "model.language_model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model.language_model."),  # Qwen3-VL has no others
     ("model.visual.", "model.visual."),
     *((f"model.{part}.",) * 2 for part in ("text_model", "vision_model", "connector")),  # SmolVLM
+    ("model.mm_projector.", "model.mm_projector."),  # Kimi K2.5
     ("model.", "model.language_model."),  # of Qwen2-VL
     ("vision_tower.", "model.vision_tower."),
     ("multi_modal_projector.", "model.multi_modal_projector."),

@@ -93,6 +93,10 @@ PLAIN_QUERIES = replace(
     original_max_position_embeddings=4096,
     mscale=1.0,
     mscale_all_dim=0.0,
+    attn_temperature_tuning=True,
+    attn_temperature_rotated=True,
+    attn_scale=0.4,
+    floor_scale=2,
 )
 SPARSE = replace(
     LATENT,
@@ -162,6 +166,14 @@ DELTA = replace(
     linear_num_key_heads=2,
     linear_num_value_heads=6,
 )
+CONVOLVING = replace(
+    LLAMA,
+    use_rope_scaling=False,
+    qk_layernorm=True,
+    experimental_attention_variant="short_convolution",
+    linear_attention_freq="2",
+    linear_conv_kernel_dim=3,
+)
 HYBRID = replace(
     LLAMA,
     hybrid_override_pattern="M*-",
@@ -177,6 +189,7 @@ HYBRID = replace(
 )
 FAMILIES = {
     "delta": DELTA,
+    "convolving": CONVOLVING,
     "hybrid": HYBRID,
     "command": COMMAND,
     "sinks": SINKS,

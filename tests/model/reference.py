@@ -32,7 +32,9 @@ def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Ten
         if mixer in ("-", "E"):
             attended = torch.zeros_like(x)
         elif model.is_linear(layer):
-            attended = (_mamba if mixer == "M" else _delta_net)(model, own, normed)
+            convolves = model.experimental_attention_variant == "short_convolution"
+            with_state = _short_convolution if convolves else _delta_net
+            attended = (_mamba if mixer == "M" else with_state)(model, own, normed)
         else:
             attended = _attention(seen, own, normed, window)
         attended = _norm(model, own, "post_self_attn_layernorm", attended)
@@ -186,6 +188,19 @@ def _delta_net(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:
     return _linear(own, "self_attn.out_proj", torch.cat(outputs, dim=1))
 
 
+def _short_convolution(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:
+    """A gated short convolution, token by token."""
+    groups, rows = model.num_attention_heads, []
+    both = _linear(own, "self_attn.in_proj_xc", x).unflatten(1, (groups, 2, -1))
+    mixed = both[:, :, 0].flatten(1) * _linear(own, "self_attn.in_proj_b", x)
+    taps = own["self_attn.conv1d.weight"][:, 0]
+    for s in range(len(x)):
+        reach = range(min(model.linear_conv_kernel_dim, s + 1))
+        made = torch.stack([mixed[s - j] * taps[:, -1 - j] for j in reach]).sum(0)
+        rows.append(made * both[s, :, 1].flatten())
+    return _linear(own, "self_attn.out_proj", torch.stack(rows))
+
+
 def _mamba(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:
     """Mamba-2, token by token."""
     K, V, groups = model.mamba_state_dim, model.mamba_head_dim, model.mamba_num_groups
@@ -248,14 +263,18 @@ def _plain_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Itera
                 q_SD, k_SD = (_unit(model, y) for y in (q_SD, k_SD))
         turned = model.position_embedding_type == "rope"
         if model.attn_temperature_tuning and turned == model.attn_temperature_rotated:
-            first = 0 if turned else 1
-            steps = [math.floor((s + first) / model.floor_scale) for s in range(len(x))]
-            factors = [1 + model.attn_scale * math.log(1 + step) for step in steps]
-            q_SD = q_SD * torch.tensor(factors, dtype=q.dtype)[:, None]
+            q_SD = _tempered(model, q_SD, 0 if turned else 1)
         if after:
             q_SD = _norm(model, own, "self_attn.q_norm", q_SD)
             k_SD = _norm(model, own, "self_attn.k_norm", k_SD)
         yield q_SD, k_SD, v_SD, model.softmax_scale or 1 / math.sqrt(D)
+
+
+def _tempered(model: ModelConfig, q_SD: Tensor, first: int) -> Tensor:
+    """Queries that get hotter with the position, whose first number is `first`."""
+    steps = [math.floor((s + first) / model.floor_scale) for s in range(len(q_SD))]
+    factors = [1 + model.attn_scale * math.log(1 + step) for step in steps]
+    return q_SD * torch.tensor(factors, dtype=q_SD.dtype)[:, None]
 
 
 def _latent_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Iterator[Head]:
@@ -278,6 +297,8 @@ def _latent_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Iter
         q_SD = q[:, head * (D + R) : (head + 1) * (D + R)]
         kv_SD = kv[:, head * (D + V) : (head + 1) * (D + V)]
         turned = torch.cat((q_SD[:, :D], _rope(model, q_SD[:, D:])), dim=1)
+        if model.attn_temperature_tuning:
+            turned = _tempered(model, turned, 0)
         yield turned, torch.cat((kv_SD[:, :D], shared), dim=1), kv_SD[:, D:], scale
 
 

@@ -1,6 +1,7 @@
 """Layers with states against a state that takes token by token, document by document."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,7 +15,9 @@ from fivefold.config.huggingface import from_hf_config
 from fivefold.description.linear_attention import CHUNK
 from fivefold.model.linear_attention.chunks import DocumentChunks
 from fivefold.model.linear_attention.delta_rule import DELTA_RULE, unit
-from fivefold.model.linear_attention.recurrence import StateGroup, StateRule, attend, convolved
+from fivefold.model.linear_attention.recurrence import StateGroup, attend, convolved
+from fivefold.model.linear_attention.short_convolution import gated_convolution
+from fivefold.model.linear_attention.state_layer import States
 from fivefold.model.linear_attention.state_space import STATE_SPACE
 from tests.config.families import CASES
 from tests.config.oracle import assert_same, oracle
@@ -34,6 +37,11 @@ def _space_inputs(tokens: int) -> list[Tensor]:
     return _drawn(tokens, 1, (features, TAPS), (features,), *[(GROUPS * GROUP.shared,)] * 3)
 
 
+def _convolution_inputs(tokens: int) -> list[Tensor]:
+    """x, B and taps."""
+    return _drawn(tokens, GROUP.mixed // GROUP.shared, (GROUPS * GROUP.mixed, TAPS))
+
+
 def _drawn(tokens: int, rates: int, *parameters: tuple[int, ...]) -> list[Tensor]:
     made = torch.Generator().manual_seed(tokens)
     shapes: list[tuple[int, ...]] = [(1, tokens, GROUPS, GROUP.mixed)]
@@ -42,10 +50,10 @@ def _drawn(tokens: int, rates: int, *parameters: tuple[int, ...]) -> list[Tensor
     return [x.requires_grad_() for x in drawn]
 
 
-def _read(rule: StateRule, inputs: Inputs, starts: Sequence[int]) -> Tensor:
+def _read(states: States, inputs: Inputs, starts: Sequence[int]) -> Tensor:
     mixed, rates, *parameters = inputs
     chunks = DocumentChunks.of(starts, mixed.device)
-    return attend(rule, mixed, rates, parameters, GROUP, chunks)
+    return states(mixed, rates, parameters, GROUP, chunks)
 
 
 def _delta_by_token(inputs: Inputs) -> Tensor:
@@ -88,19 +96,30 @@ def _space_by_token(inputs: Inputs) -> Tensor:
     return torch.stack(outs)[None]
 
 
-class Case(NamedTuple):
-    """A rule of states, what it is told, and the same rule token by token."""
+def _convolution_by_token(inputs: Inputs) -> Tensor:
+    """Of one document."""
+    x, b, taps = inputs
+    mixed, outs = (x * b)[0].flatten(1), []
+    for t in range(len(mixed)):
+        reach = range(min(TAPS, t + 1))
+        outs.append(torch.stack([mixed[t - j] * taps[:, -1 - j] for j in reach]).sum(0))
+    return torch.stack(outs).unflatten(1, (GROUPS, -1))[None]
 
-    rule: StateRule
+
+class Case(NamedTuple):
+    """States, what they are told, and the same token by token."""
+
+    states: States
     inputs: Callable[[int], list[Tensor]]
     by_token: Callable[[Inputs], Tensor]
 
 
 RULES = [
-    Case(DELTA_RULE, _delta_inputs, _delta_by_token),
-    Case(STATE_SPACE, _space_inputs, _space_by_token),
+    Case(partial(attend, DELTA_RULE), _delta_inputs, _delta_by_token),
+    Case(partial(attend, STATE_SPACE), _space_inputs, _space_by_token),
+    Case(gated_convolution, _convolution_inputs, _convolution_by_token),
 ]
-of_each_rule = pytest.mark.parametrize("case", RULES, ids=["delta", "space"])
+of_each_rule = pytest.mark.parametrize("case", RULES, ids=["delta", "space", "convolution"])
 
 
 def _assert_same(inputs: Sequence[Tensor], made: Tensor, expected: Tensor) -> None:
@@ -115,7 +134,7 @@ def _assert_same(inputs: Sequence[Tensor], made: Tensor, expected: Tensor) -> No
 @pytest.mark.parametrize("length", [1, 2, CHUNK, CHUNK + 1, 3 * CHUNK - 1])
 def test_chunks_give_what_a_state_gives_token_by_token(case: Case, length: int) -> None:
     inputs = case.inputs(length)
-    _assert_same(inputs, _read(case.rule, inputs, (0, length)), case.by_token(inputs))
+    _assert_same(inputs, _read(case.states, inputs, (0, length)), case.by_token(inputs))
 
 
 @of_each_rule
@@ -126,10 +145,10 @@ def test_packed_documents_are_those_alone(case: Case, lengths: list[int]) -> Non
     inputs = case.inputs(starts[-1])
     mixed, rates, *parameters = inputs
     alone = [
-        _read(case.rule, [mixed[:, a:b], rates[:, a:b], *parameters], (0, b - a))
+        _read(case.states, [mixed[:, a:b], rates[:, a:b], *parameters], (0, b - a))
         for a, b in pairwise(starts)
     ]
-    _assert_same(inputs, _read(case.rule, inputs, starts), torch.cat(alone, dim=1))
+    _assert_same(inputs, _read(case.states, inputs, starts), torch.cat(alone, dim=1))
 
 
 def test_logits_and_gradients_of_several_chunks_are_those_of_transformers() -> None:

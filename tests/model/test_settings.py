@@ -18,6 +18,7 @@ from fivefold.model.prediction import with_further
 from tests.model.models import (
     CHUNKED,
     COMMAND,
+    CONVOLVING,
     GPT,
     LATENT,
     LONG,
@@ -57,6 +58,7 @@ FAMILIES = {
     "long": replace(LONG, **UNSCALED),
     "latent": LATENTS,
     "latent, plain queries": replace(PLAIN_QUERIES, **UNSCALED, add_bias_linear=False),
+    "convolving": replace(CONVOLVING, **UNSCALED, linear_attention_freq="[0,1,0]"),
     "sparse": replace(SPARSE, **UNSCALED, **STRETCHED, qk_pos_emb_head_dim=16, **INDEXER),
     "latent experts": replace(LATENTS, **EXPERTS, moe_shared_expert_intermediate_size=24),
 }
@@ -82,6 +84,7 @@ NUMBERS: dict[str, Any] = {
     "embedding_init_method_std": 1.5,
     "norm_epsilon": 0.01,
     "latent_norm_epsilon": 0.02,
+    "moe_router_norm_epsilon": 0.1,
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.3,
     "logits_scaling": 3.0,
@@ -127,6 +130,7 @@ KNOWN = {
     "attn_temperature_tuning": ("neox", "command"),  # of sequences of 8191 tokens or more
     "use_rope_scaling": (
         "command",
+        "convolving",
         "sinks, experts",
         "chunked, experts",
         "latent",
@@ -134,6 +138,7 @@ KNOWN = {
     ),  # of contexts beyond 8192 tokens
     "rope_type": (
         "command",
+        "convolving",
         "chunked, experts",
         "sinks, experts",
         "latent",

@@ -87,6 +87,7 @@ SOME: dict[str, tuple[Any, ...]] = {
     "logits_scaling": (0.7,),
     "softmax_scale": (0.6,),
     "latent_norm_epsilon": (0.1,),
+    "moe_router_norm_epsilon": (0.1,),
     "attn_logit_softcapping": (0.7,),
     "final_logit_softcapping": (0.9,),
     "rotary_seq_len_interpolation_factor": (2.5,),

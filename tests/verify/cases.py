@@ -176,6 +176,13 @@ DELTA = replace(
     linear_num_key_heads=4,
     linear_num_value_heads=8,
 )
+CONVOLVING = replace(
+    LLAMA,
+    qk_layernorm=True,
+    experimental_attention_variant="short_convolution",
+    linear_attention_freq="[1,0,1,1,0]",
+    linear_conv_kernel_dim=3,
+)
 HYBRID = replace(
     LLAMA,
     hybrid_override_pattern="M-*M-",
@@ -201,6 +208,8 @@ MODELS = {
         moe_latent_size=10,
     ),
     "delta": DELTA,
+    "convolving": CONVOLVING,
+    "convolving tied": replace(CONVOLVING, untie_embeddings_and_output_weights=False),
     "delta tied": replace(DELTA, untie_embeddings_and_output_weights=False),
     "delta, experts": replace(DELTA, **EXPERTS, moe_shared_expert_gate=True),
     "sinks": SINKS,
@@ -210,9 +219,19 @@ MODELS = {
     ),
     "latent": LATENT,
     "latent, plain queries": replace(
-        LATENT, q_lora_rank=None, add_bias_linear=True, normalization="LayerNorm", **MULTIPLIERS
+        LATENT,
+        q_lora_rank=None,
+        add_bias_linear=True,
+        normalization="LayerNorm",
+        attn_temperature_tuning=True,
+        attn_temperature_rotated=True,
+        attn_scale=0.4,
+        floor_scale=3,
+        **MULTIPLIERS,
     ),
     "sparse": SPARSE,
+    "sparse, latents of chosen": replace(SPARSE, dsa_indexer_use_sparse_loss=True),
+    "sparse, not taught": replace(SPARSE, dsa_indexer_loss_coeff=None),
     "sparse, chosen alone, plain queries": replace(
         SPARSE,
         q_lora_rank=None,

@@ -5,10 +5,11 @@ from typing import Any
 
 from fivefold.config.by_layer import (
     IN_BF16,
+    OF_CONVOLUTIONS,
+    OF_DELTA_NET,
     OF_INDEXER,
     OF_ITS_LOSS,
     OF_LATENTS,
-    OF_LINEAR_ATTENTION,
     OF_MAMBA,
 )
 from fivefold.config.config import SETTINGS
@@ -75,7 +76,9 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     if model.rope_type == "rope":
         unused.append("original_max_position_embeddings")
     if model.experimental_attention_variant != "gated_delta_net":
-        unused += OF_LINEAR_ATTENTION
+        unused += OF_DELTA_NET
+    if not model.has_linear_layers or model.hybrid_override_pattern is not None:
+        unused += OF_CONVOLUTIONS
     if not model.is_sparse:
         unused += OF_INDEXER
     if model.hybrid_override_pattern is None:

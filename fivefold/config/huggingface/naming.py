@@ -25,8 +25,11 @@ _THEIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "norm_epsilon": (
             *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
         ),
+        "embedding_multiplier": ("scale_emb",),
+        "residual_multiplier": ("scale_depth",),
         "softmax_scale": ("attention_multiplier",),
         "init_method_std": ("initializer_range",),
+        "embedding_init_method_std": ("embedding_initializer_range",),
         "hidden_dropout": ("hidden_dropout", "resid_pdrop", "residual_dropout"),
         "attention_dropout": ("attention_dropout", "attn_pdrop"),
         "activation_func_clamp_value": ("swiglu_limit",),

@@ -1,7 +1,7 @@
 """Rotary positions: rope_theta and rope_scaling of transformers 4, rope_parameters of 5."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isclose, log
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +18,8 @@ LLAMA3: Mapping[str, str] = MappingProxyType(
     }
 )
 """ModelConfig's names of the settings of Llama 3's scaling, and those of a config.json."""
-_SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+SCALINGS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+"""Kinds of scaling that a ModelConfig expresses."""
 PHI3 = ("default", "longrope", "su", "yarn")
 """Kinds in Phi-3's files, of which all but the first are names of LongRoPE."""
 
@@ -44,9 +45,9 @@ class Rope:
         return {"rotary_base": self.theta, "rotary_percent": self.share, **dict(self.scaling)}
 
 
-def whole_head_rope(reader: Reader, default: Rope) -> Rope:
+def whole_head_rope(reader: Reader, default: Rope, *, scalings: tuple[str, ...] = SCALINGS) -> Rope:
     """Rotary positions of whole heads, limited to what a ModelConfig can express."""
-    return _of_whole_heads(reader, read_rope(reader, default))
+    return _of_whole_heads(reader, read_rope(reader, default, scalings=scalings))
 
 
 def raised_rope(reader: Reader, default: Rope, head_dim: int) -> Rope:
@@ -59,21 +60,38 @@ def raised_rope(reader: Reader, default: Rope, head_dim: int) -> Rope:
     return _of_whole_heads(reader, rope)
 
 
-def sharpened_rope(reader: Reader, default: Rope) -> Rope:
-    """Ministral 3's YaRN, in whose table there also is how attention gets hotter by position."""
+def sharpened_rope(
+    reader: Reader,
+    default: Rope,
+    *,
+    factor: float = 16.0,
+    original: int = 16384,
+    latents: bool = False,
+) -> Rope:
+    """Ministral 3's YaRN, in whose table there also is how attention gets hotter by position.
+
+    Args:
+        reader: reader of the file.
+        default: the family's default, whose share no file may change.
+        factor: the family's default of the scaling factor.
+        original: that of the sequence length before scaling, in tokens.
+        latents: whether YaRN also scales the scores, as in latent attention.
+    """
     if reader.fields.get("rope_parameters") == {}:
         why = "transformers cannot run the model without llama_4_scaling_beta in it"
         reader.unsupported("rope_parameters", {}, [None], why)
-    usual = yarn_settings(16.0, 16384, whole_pairs=True, scales=(0.0, 0.0))
-    default = Rope(default.theta, 1.0, "yarn", usual + _tempered(0.1, 16384))
-    rope = read_rope(reader, default, scalings=("yarn",), sharpened=True)
-    return _of_whole_heads(reader, rope)
+    scales = (1.0, 1.0) if latents else (0.0, 0.0)
+    usual = yarn_settings(factor, original, whole_pairs=True, scales=scales)
+    default = Rope(default.theta, default.share, "yarn", usual + _tempered(0.1, original))
+    rope = read_rope(reader, default, scalings=("yarn",), latents=latents, sharpened=True)
+    return _of_whole_heads(reader, rope, default.share)
 
 
-def _of_whole_heads(reader: Reader, rope: Rope) -> Rope:
-    if rope.share != 1.0:
-        reader.unsupported("partial_rotary_factor", rope.share, [1.0])
-    return rope
+def _of_whole_heads(reader: Reader, rope: Rope, share: float = 1.0) -> Rope:
+    """Positions of all features that may be turned: a share of each head in latent attention."""
+    if rope.share != share:
+        reader.unsupported("partial_rotary_factor", rope.share, [share])
+    return replace(rope, share=1.0)
 
 
 def read_rope(
@@ -82,7 +100,7 @@ def read_rope(
     *,
     theta: str = "rope_theta",
     share: str = "partial_rotary_factor",
-    scalings: tuple[str, ...] = _SUPPORTED,
+    scalings: tuple[str, ...] = SCALINGS,
     raised: bool = False,
     latents: bool = False,
     original: int | None = None,
@@ -159,13 +177,13 @@ def rope_by_layer(
                 "type", None, why="transformers 5 reads rope_type, and leaves it unscaled"
             )
         theta = _agreed(scaling, "rope_theta", "rope_theta", beside, default.theta)
-        return Rope(theta, 1.0, *_scaling(scaling, _SUPPORTED, False, False, reader)), base
+        return Rope(theta, 1.0, *_scaling(scaling, SCALINGS, False, False, reader)), base
     whole, window = tables.table("full_attention"), tables.table("sliding_attention")
     tables.refuse_unread()
     rope = Rope(theta, 1.0, "default")
     if whole is not None:
         theta = _agreed(whole, "rope_theta", "rope_theta", beside, default.theta)
-        rope = Rope(theta, 1.0, *_scaling(whole, _SUPPORTED, False, False, reader))
+        rope = Rope(theta, 1.0, *_scaling(whole, SCALINGS, False, False, reader))
     if window is not None:
         window.text("rope_type", "type", default="default", choices=("default",))
         base = _agreed(window, "rope_theta", local or "rope_theta", beside_local, base)
@@ -211,8 +229,8 @@ def _scaling(
     if kind == "dynamic":
         table.without_effect("original_max_position_embeddings")
         scaling = (("alpha", _alpha(table)),) if raised else _dynamic(table, whole)
-    if kind == "yarn":
-        scaling = _yarn(table, latents, whole)
+    if kind in ("yarn", "deepseek_yarn"):
+        kind, scaling = "yarn", _yarn(table, latents, whole)
     if kind == "longrope":
         scaling = _longrope(table, beside, _longest(whole))
     if kind == "linear":

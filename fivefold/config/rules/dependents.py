@@ -273,6 +273,19 @@ DEPENDENTS = (
     ),
     where("valid_data_path sft", "data_path != mock", "is for text", refused=False),
     where("tokenizer_vocab_size", "tokenizer_model = none", "is of a tokenizer to train"),
+    where("fim_data", "data_path != mock", "rearranges text", refused=False),
+    where("fim_data", "sft = false", "rearranges documents, of which conversations are none"),
+    where(
+        "fim_rate fim_spm_rate fim_split_sample fim_no_prefix "
+        "fim_prefix_token fim_middle_token fim_suffix_token",
+        "fim_data = true",
+        "is of documents that are rearranged",
+    ),
+    where(
+        "fim_fragment_rate",
+        "fim_split_sample != none",
+        "is of documents that have parts",
+    ),
     where(
         "load_adapter ckpt_step finetune",
         "load != none",

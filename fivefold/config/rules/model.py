@@ -225,11 +225,6 @@ def _check_latents(model: ModelConfig, mistakes: Mistakes) -> None:
             "its latents",
             works=("--qk-layernorm-type per_head",),
         )
-    if model.attn_temperature_rotated:
-        mistakes.add(
-            "attn_temperature_rotated has no effect on multi_latent_attention",
-            works=("--no-attn-temperature-rotated",),
-        )
     if model.qk_layernorm_after_rope:
         mistakes.add(
             "qk_layernorm_after_rope has no effect on multi_latent_attention, which normalises "

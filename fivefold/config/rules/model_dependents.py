@@ -1,10 +1,11 @@
 """Which settings of a model mean something only beside another one."""
 
 from fivefold.config.by_layer import (
+    OF_CONVOLUTIONS,
+    OF_DELTA_NET,
     OF_INDEXER,
     OF_ITS_LOSS,
     OF_LATENTS,
-    OF_LINEAR_ATTENTION,
     OF_MAMBA,
 )
 from fivefold.config.lora import OF_ADAPTERS
@@ -31,9 +32,23 @@ OF_MODELS = (
         "--moe-router-num-groups 2 --moe-router-group-topk 1",
     ),
     where("parallel_residual_one_norm", "parallel_residual = true", "is for branches side by side"),
+    Dependents(
+        ("moe_router_norm_epsilon",),
+        "moe_router_score_function",
+        lambda c: c.model.moe_router_score_function == "sigmoid" and c.model.moe_router_topk > 1,
+        "is of sigmoid scores, of which several are divided by their sum",
+        ("--moe-router-score-function sigmoid --moe-router-topk 2",),
+    ),
     where("layernorm_bias", "normalization = LayerNorm", "is of LayerNorm"),
     where(
-        " ".join(OF_LINEAR_ATTENTION),
+        " ".join(OF_CONVOLUTIONS),
+        "experimental_attention_variant = gated_delta_net or "
+        "experimental_attention_variant = short_convolution",
+        "is for layers with linear attention, or short convolutions",
+        "--experimental-attention-variant gated_delta_net --linear-attention-freq 2",
+    ),
+    where(
+        " ".join(OF_DELTA_NET),
         "experimental_attention_variant = gated_delta_net",
         "is for layers with linear attention",
         "--experimental-attention-variant gated_delta_net --linear-attention-freq 2",

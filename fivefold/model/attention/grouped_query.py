@@ -260,6 +260,12 @@ class AttentionBlock(LayerBlock):
         documents = context.packing if self.reach.chunk is None else context.chunks
         return Scope(documents, self.reach.window, share, sinks, self.scores)
 
+    def _tempered(self, q_BSND: Tensor, context: Context) -> Tensor:
+        """Queries, by factors of their positions where the layer has some."""
+        if not self.tempers or context.temperature is None:
+            return q_BSND
+        return (q_BSND * context.temperature).to(q_BSND.dtype)
+
     def head_dropout(self, dropout: Dropout) -> HeadDropout | None:
         """Dropout of the probabilities of this rank's heads; None: the model has none."""
         p, all_heads = self.model.attention_dropout, self.model.num_attention_heads
@@ -325,8 +331,7 @@ class Attention(AttentionBlock):
             q, k = context.rotary[self.local].rotate_both(q, k)
             if self.model.qk_l2_norm:
                 q, k = (unit_norm(x, self.model.norm_epsilon) for x in (q, k))
-        if self.tempers and context.temperature is not None:
-            q = (q * context.temperature).to(q.dtype)
+        q = self._tempered(q, context)
         if after:
             q, k = self._normed_each(q, k)
         if context.sequence is not None:

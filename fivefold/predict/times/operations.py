@@ -124,7 +124,7 @@ class OperationTimes(LinearTimes):
     def _latent_up(self, op: LatentUp, weights: list[tuple[int, ...]]) -> Times:
         """Projections to heads, column-parallel layers of their latents: of queries, then of keys
         and values. Where context-parallel ranks gather latents, keys and values are made of all
-        tokens, and once more in the backward."""
+        tokens, and once more in the backward; where it reads those of chosen tokens, within it."""
         *queries, keys = weights
         hidden = self.model.hidden_size
         times = Times()
@@ -132,12 +132,14 @@ class OperationTimes(LinearTimes):
             times += self._column(partial(self._linear, weight), weight[1] / hidden)
         read = (keys[1] + op.shared) / hidden
         layers = self.model.num_layers
-        share = sum(map(self.config.gathers_latents, range(layers))) / layers
-        times += self._column(partial(self._linear, keys), read) * (1 - share)
+        kept = sum(map(self.config.keeps_latents, range(layers))) / layers
+        projected = sum(map(self.config.projects_latents, range(layers))) / layers
+        times += self._column(partial(self._linear, keys), read) * (1 - kept)
         every = self._linear(keys, self.tokens * self.grid.cp)
         moved = gather(self.cluster, self.tp, read * self.hidden_bytes) if self.parts > 1 else 0.0
         again = Phases(0.0, every.forward)
-        return times + Times(every, recompute=again, tp=Phases(moved, moved)) * share
+        times += Times(every, recompute=again) * projected
+        return times + Times(tp=Phases(moved, moved)) * kept
 
     def _rescaled(self, op: Rescaled) -> Times:
         """Reads the rows of weights and multiplies them by A, then scales what was made of them."""
@@ -206,13 +208,15 @@ class OperationTimes(LinearTimes):
         more = UNFUSED_NORM * model.qk_l2_norm  # which no kernel of a GPU makes in one pass
         sizes = (2 + 2 * more) * mixed, (2 + 3 * more) * mixed
         rotary = self._elementwise(*sizes, UNFUSED_ROTATION) * model.rotated_share
+        ways = configured_ways(self.config, self.cluster)
         if isinstance(op, SparseAttention):
-            return rotary + chosen_tokens(op, self.config, self.cluster, self.tp)
+            chosen = rotary + chosen_tokens(op, self.config, self.cluster, self.tp)
+            return sum((Times(cp=way.exposed) * share for way, share in ways), chosen)
         if model.attention_dropout and self.software.attention == "scores":
             batch = self.tokens // length * (model.num_attention_heads // tp)
             dims, precision = (model.query_dim, model.value_dim), self.training.precision
             return rotary + Times(score_matrices(self.gpu, batch, length, dims, precision))
-        for way, share in configured_ways(self.config, self.cluster):
+        for way, share in ways:
             rotary += Times(way.attention, cp=way.exposed) * share
         return rotary
 

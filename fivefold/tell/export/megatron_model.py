@@ -187,6 +187,11 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
         yield from _lost_of_hybrids(model, layout)
     if model.is_sparse:
         yield from _lost_of_sparse(layout)
+    elif model.experimental_attention_variant == "short_convolution":
+        yield (
+            "it has no short convolutions (experimental_attention_variant short_convolution): its "
+            "layers all have attention"
+        )
     elif model.experimental_attention_variant is not None and layout.grid.cp > 1:
         yield "its linear attention has no context parallelism in release 0.16"
     if model.use_rope_scaling:

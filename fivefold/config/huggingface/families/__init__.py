@@ -11,12 +11,15 @@ from fivefold.config.huggingface.families import (
     deepseek,
     ernie,
     exaone,
+    flint,
     gemma,
     glm,
     gpt,
     gpt_oss,
     granite,
     hunyuan,
+    latents,
+    lfm2,
     llama,
     llama4,
     mellum,
@@ -51,6 +54,9 @@ _MODULES = (
     mellum,
     afmoe,
     deepseek,
+    latents,
+    lfm2,
+    flint,
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {family.kind: family for module in _MODULES for family in module.FAMILIES}
