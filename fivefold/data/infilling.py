@@ -103,8 +103,8 @@ def _pieces(ids: np.ndarray, separator: int) -> Iterator[tuple[np.ndarray, np.nd
 def _lacking(tokenizer: Tokenizer, missing: dict[str, str]) -> DataError:
     """Names the tokens that a tokenizer lacks, and those of it that seem to be meant."""
     alike = [name for name in tokenizer.special.values() if "fim" in name.lower()]
+    what = f"{tokenizer.origin} lacks tokens that fim_data puts into documents"
     lines = [f"{name} is {token!r}" for name, token in missing.items()]
     lines.append(f"its tokens for this: {' '.join(alike) or 'none'}")
     lines.append(f"{' '.join(flag_of(name) for name in missing)} name those of another tokenizer")
-    what = f"{tokenizer.origin} lacks tokens that fim_data puts into documents"
     return DataError(Mistake(what, tuple(lines)))
