@@ -20,7 +20,7 @@ from fivefold.check import check
 from fivefold.cli.tune import Options, candidates, measure
 from fivefold.config.config import Config
 from fivefold.config.sharding import SHARDING
-from fivefold.config.sources import load_consistent
+from fivefold.config.sources import load_with_origins
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
 from fivefold.learn.tuning import Tuning
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     asked, flags = parser.parse_known_args()
     words = [asked.recipe, "--nproc", str(asked.nproc), "--device", "cpu", *flags]
-    loaded = load_consistent(words, Options, print)
+    loaded = load_with_origins(words, Options, print)
     options, data = loaded.options, open_data(loaded.config, print)
 
     def attempt(layout: Layout, steps: int) -> tuple[list[float], str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.cli.plan_options import Options, alone, none_proven, planned_request
 from fivefold.cli.style import note, paint
-from fivefold.config.sources import Loaded, load_consistent
+from fivefold.config.sources import Loaded, load_with_origins
 from fivefold.files import finite, telling_unwritable, write_atomic
 from fivefold.tell.columns import listed, prose
 
@@ -30,7 +30,7 @@ def run(argv: Sequence[str]) -> int:
         return _score(argv)
     from fivefold.search.request import LAYOUT
 
-    loaded = load_consistent(_with_model(argv), Options, note, models=True, ignored=LAYOUT)
+    loaded = load_with_origins(_with_model(argv), Options, note, models=True, ignored=LAYOUT)
     options, tokens = loaded.options, _tokens(loaded.options.train_tokens)
     asked, known = planned_request(loaded, tokens)
     from fivefold.search.search import search

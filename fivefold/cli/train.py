@@ -14,7 +14,7 @@ from fivefold.cli.plan_options import USUAL_CLUSTER
 from fivefold.cli.style import note, paint
 from fivefold.config.config import Config
 from fivefold.config.settings import Count, Whole, argument, option
-from fivefold.config.sources import load_consistent, to_toml
+from fivefold.config.sources import load_with_origins, to_toml
 from fivefold.counts.derived import describe
 from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.layout import Layout
@@ -72,7 +72,7 @@ class Options:
 
 def run(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name."""
-    loaded = load_consistent(argv, Options, note)
+    loaded = load_with_origins(argv, Options, note)
     options, config = loaded.options, with_home(loaded.config)
     world = ranks(options.nproc, dry_run=options.dry_run)
     check_restarts(options.max_restarts, read_rank_env().launcher, config.checkpoint.save)

@@ -20,7 +20,7 @@ from fivefold.cli.helps import DEVICE_HELP, NPROC_HELP, RECIPE_HELP
 from fivefold.cli.style import note
 from fivefold.cli.train import ranks, recipe_name
 from fivefold.config.settings import Allowed, Count, Positive, argument, option
-from fivefold.config.sources import Loaded, load_consistent, to_toml
+from fivefold.config.sources import Loaded, load_with_origins, to_toml
 from fivefold.errors import ConfigError, FivefoldError
 from fivefold.files import telling_unwritable, write_atomic
 from fivefold.layout import Layout
@@ -75,7 +75,7 @@ class Options:
 
 def run(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name."""
-    loaded = load_consistent(argv, Options, note)
+    loaded = load_with_origins(argv, Options, note)
     loaded = replace(loaded, config=with_home(loaded.config))
     options, config = loaded.options, loaded.config
     if (launcher := read_rank_env().launcher) != "single":

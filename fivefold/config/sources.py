@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Any, Generic, TypeVar
@@ -88,14 +88,14 @@ def load(
     Raises:
         ConfigError: all mistakes of the flags and of the recipe.
     """
-    loaded = load_consistent(argv, options, note)
+    loaded = load_with_origins(argv, options, note)
     return loaded.options, loaded.config
 
 
-def load_consistent(
+def load_with_origins(
     argv: Sequence[str],
     options: type[T],
-    note: Callable[[str], None],
+    note: Callable[[str], None] = _log.info,
     *,
     models: bool = False,
     ignored: Collection[str] = (),
@@ -106,29 +106,9 @@ def load_consistent(
         argv: as `load`.
         options: as `load`.
         note: as `load`.
-        models: as `load_with_origins`.
+        models: whether a value of --model may be given in place of a recipe.
         ignored: names of the settings that the command does not take from recipes, of which there
             is nothing to say.
-    """
-    loaded = load_with_origins(argv, options, models=models)
-    config, left_out = without_orphans(loaded.config, loaded.by_flag)
-    for orphan in (each for each in left_out if each.name not in ignored):
-        note(f"{orphan.shown} of the recipe is left out: {orphan.why}")
-    if loaded.model is not None and (told := told_of_model(loaded.model)) is not None:
-        note(told)
-    return replace(loaded, config=config)
-
-
-def load_with_origins(argv: Sequence[str], options: type[T], *, models: bool) -> Loaded[T]:
-    """A command's options and configuration, with the origin of each setting.
-
-    Args:
-        argv: words after the name of the command.
-        options: dataclass with a field `recipe`, which may be None.
-        models: whether a value of --model may be given in place of a recipe.
-
-    Raises:
-        ConfigError: all mistakes of the flags and of the recipe.
     """
     mistakes = Mistakes()
     given = scan_all(argv, options, mistakes)
@@ -143,7 +123,12 @@ def load_with_origins(argv: Sequence[str], options: type[T], *, models: bool) ->
     assert loaded is not None and config is not None
     by_flag = frozenset(given.values)
     in_recipe = frozenset(name for section in written.values() for name in section)
+    config, left_out = without_orphans(config, by_flag)
+    for orphan in (each for each in left_out if each.name not in ignored):
+        note(f"{orphan.shown} of the recipe is left out: {orphan.why}")
     model = given.values.get("model") or written.get("model", {}).get(PRESET) or recipe
+    if model is not None and (told := told_of_model(model)) is not None:
+        note(told)
     return Loaded(loaded, config, by_flag, in_recipe - by_flag, model)
 
 

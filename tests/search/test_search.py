@@ -16,7 +16,7 @@ from fivefold.cli.main import main
 from fivefold.cli.plan_options import USUAL_CLUSTER, Options
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
-from fivefold.config.sources import load_consistent, load_with_origins, read_config
+from fivefold.config.sources import load_with_origins, read_config
 from fivefold.errors import ConfigError
 from fivefold.pages import MEMORY, STEP
 from fivefold.predict.cluster_file import load_cluster
@@ -78,7 +78,7 @@ def test_the_best_fits_and_is_the_best_of_what_was_seen(line: str) -> None:
 def test_layouts_take_every_batch_of_a_run_whose_batch_grows(schedule: str) -> None:
     line = f"gpt2 --cluster H100 --gpus 8 --gbs 96 --train-samples 4000{schedule}"
     for ramp in ("", " --rampup-batch-size 24 12 500"):
-        loaded = load_consistent(shlex.split(line + ramp), Options, print, models=True)
+        loaded = load_with_origins(shlex.split(line + ramp), Options, print, models=True)
         cluster = load_cluster("H100", loaded.options.gpus)
         found = search(request(loaded.config, cluster, by_flag=loaded.by_flag)).found
         sizes = [c.layout.config.training.micro_batch_size * c.layout.grid.dp for c in found]
