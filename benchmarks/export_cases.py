@@ -328,6 +328,7 @@ CHANGES: Mapping[str, Change] = {
     "moe_latent_size": Change(1024, {"preset": "mixtral-8x7b"}),
     "moe_shared_expert_intermediate_size": Change(1024, {"preset": "mixtral-8x7b"}),
     "moe_shared_expert_gate": Change(True, {**_MIXED, "moe_shared_expert_intermediate_size": 1024}),
+    "moe_branch_norms": Change(True, {**_MIXED, "moe_shared_expert_intermediate_size": 1024}),
     "moe_apply_probs_on_input": Change(
         True, {**_MIXED, "moe_router_topk": 1, "moe_router_score_function": "sigmoid"}
     ),

@@ -270,6 +270,12 @@ class Architecture:
     moe_shared_expert_gate: bool = option(
         False, "weight the output of shared experts by a gate, as Qwen2-MoE does"
     )
+    moe_branch_norms: bool = option(
+        False,
+        "norms of their own before and after shared experts, and before and after routed ones, and "
+        "one before the router, whose weight of an expert is multiplied by a learned number of the "
+        "expert's, as in Gemma 4 26B-A4B",
+    )
     moe_apply_probs_on_input: bool = option(
         False,
         "multiply what an expert reads by the router's weight, rather than what it makes, as in "

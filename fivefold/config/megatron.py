@@ -32,6 +32,7 @@ _OURS: Mapping[str, float | str | None] = MappingProxyType(
         "qk_layernorm_type": "per_head",
         "latent_norm_epsilon": None,
         "moe_router_norm_epsilon": 1e-20,
+        "moe_branch_norms": False,
         "qk_layernorm_after_rope": False,
         "embedding_multiplier": 1.0,
         "residual_multiplier": 1.0,

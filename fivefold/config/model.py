@@ -195,6 +195,16 @@ class ModelConfig(AttentionSizes):
         return self.moe_latent_size or self.hidden_size
 
     @property
+    def weighs_chosen(self) -> bool:
+        """Whether weights of experts are the softmax over the chosen ones' logits alone."""
+        return self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax
+
+    @property
+    def keeps_shared(self) -> bool:
+        """Whether something saves what shared experts make: their gate, or a norm."""
+        return self.moe_shared_expert_gate or self.moe_branch_norms
+
+    @property
     def shared_ffn_size(self) -> int:
         """Inner features of all shared experts together; 0 without them."""
         return self.moe_shared_expert_intermediate_size or 0

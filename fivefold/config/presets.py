@@ -232,6 +232,19 @@ _GEMMA4_12B = ModelConfig(  # its text model
     kv_channels_local=256,
     keys_as_values=True,
 )
+_GEMMA4_26B_A4B = replace(  # its text model
+    _GEMMA4_12B,
+    num_layers=30,
+    hidden_size=2816,
+    embedding_multiplier=2816**0.5,
+    num_query_groups=2,
+    ffn_hidden_size=2112,
+    num_experts=128,
+    moe_router_topk=8,
+    moe_ffn_hidden_size=704,
+    moe_shared_expert_intermediate_size=2112,
+    moe_branch_norms=True,
+)
 _OLMO2_7B = ModelConfig(
     num_layers=32,
     hidden_size=4096,
@@ -620,6 +633,7 @@ PRESETS: Mapping[str, ModelConfig] = {
         softmax_scale=168**-0.5,
     ),
     "gemma4-12b": _GEMMA4_12B,
+    "gemma4-26b-a4b": _GEMMA4_26B_A4B,
     "gemma4-31b": replace(
         _GEMMA4_12B,
         num_layers=60,

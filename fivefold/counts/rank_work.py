@@ -276,8 +276,8 @@ class _Products:
         stops = self._layout.owns_linears or not eight_bit
         if not stops or self._model.keeps_made(name.split(".")[-2]):
             return False
-        if name == "mlp.shared_experts.down_proj.weight":  # a gate saves what it multiplies
-            return region == "shared_experts" or not self._model.moe_shared_expert_gate
+        if name == "mlp.shared_experts.down_proj.weight":
+            return region == "shared_experts" or not self._model.keeps_shared
         if name == "mlp.fc2_latent_proj.weight":  # of the plain model in every layout
             return not (self._model.shared_ffn_size or eight_bit)
         if name in ("self_attn.o_proj.weight", "self_attn.out_proj.weight"):

@@ -212,7 +212,7 @@ class _Volumes:
         if "mlp" in modules and layer.kind.dense:
             linears = layer.remade_mlp
         elif "moe" in modules and layer.kind.experts:
-            linears = layer.mlp if self.model.moe_shared_expert_gate else layer.remade_mlp
+            linears = layer.mlp if self.model.keeps_shared else layer.remade_mlp
         elif "shared_experts" in modules and layer.kind.experts:
             linears = layer.remade_mlp
         again = modules & {"mla_up_proj", "a2a_overlap_attn"}

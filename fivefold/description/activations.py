@@ -302,9 +302,12 @@ def bookkeeping_bytes(
         if "a2a_overlap_attn" not in own.remade:
             size += wide * _unit_norms(model, layer, tp)
         for operation in describe_layer(model, layer).operations:
-            if "a2a_overlap_attn" in {*own.remade}.intersection(operation.rerun_by):
+            again = {*own.remade}.intersection(operation.rerun_by)
+            if "a2a_overlap_attn" in again:
                 continue
             if isinstance(operation, Norm):
+                if again and operation.inside:
+                    continue
                 queries, keys = operation.heads or (0, 0)
                 each = 2 if operation.together else queries / tp + max(keys / tp, 1)
                 size += wide * each if queries else norm

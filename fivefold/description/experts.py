@@ -75,14 +75,17 @@ class RouterLinear(Operation):
         return jitter, running.by_microbatch(weight)
 
     def _scores(self, running: Running) -> float:
-        """Bytes of all scores or logits, of those that the chosen weights come from, and of weights
-        in the type of the tokens that they multiply."""
+        """Bytes of all scores or logits, of those that the chosen weights come from, of weights and
+        the numbers of their experts that multiply them, and of weights in the type of the tokens
+        that they multiply."""
         model, topk = self.model, self.model.moe_router_topk
         numbers: float = self.experts
         if model.moe_router_score_function == "sigmoid":
             numbers += topk + 1 if topk > 1 else 0
-        elif not model.moe_router_pre_softmax:
+        elif model.weighs_chosen:
             numbers += topk
+        if model.moe_branch_norms:  # of a softmax over the chosen the weights are kept already
+            numbers += topk * (1 if model.weighs_chosen else 2)
         dropped = topk if running.experts.limits_rows else 0
         multiplied = running.element_bytes * topk * model.moe_apply_probs_on_input
         return (running.score_bytes * numbers + dropped + multiplied) / running.token_parts
@@ -276,15 +279,19 @@ class SharedOut(RowLinear):
         widths: tensors of its input's width that the preceding activation keeps.
         features: features of a token.
         gated: whether a gate per token weights the result.
+        shares_input: whether their input is the router's, too, which counts it.
     """
 
     widths: int
     features: int
     gated: bool
+    shares_input: bool
 
     def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
-        """The input of the last linear layer, and a narrower copy of that of the first."""
-        narrow, copies = running.input_bytes, running.narrows("layernorm")
+        """The input of the last linear layer, and a narrower copy of that of the first, if it is
+        shared."""
+        narrow = running.input_bytes
+        copies = self.shares_input and running.narrows("layernorm")
         cast = narrow * self.features / running.token_parts if copies else 0.0
         within = self.inputs / running.tensor_parallel
         scaled = (*([self.features] if copies else []), *([within] if running.narrows() else []))

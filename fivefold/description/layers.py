@@ -223,19 +223,22 @@ def _experts(model: ModelConfig) -> tuple[Operation, ...]:
     each = mlp_weights("mlp.experts", model, inner, model.expert_features)
     first, last = (tuple(of_experts(weight, experts) for weight in part) for part in each)
     router = whole("mlp.router", h, experts, model.add_bias_linear)
-    again, read = "a2a_overlap_post_attn", bool(model.shared_ffn_size)
+    again, own = "a2a_overlap_post_attn", model.moe_branch_norms
+    scales = (Weight("mlp.router.expert_scale", (experts,)),) if own else ()
     into_latents, out_of_latents = _latents_of_experts(model)
     return (
-        *_mlp_norm(model, again),
+        *(() if own else _mlp_norm(model, again)),
+        *_branch_norm("router.norm", model, again),
         RouterLinear(
             "router",
-            router,
+            (*router, *scales),
             ("moe", again),
             inputs=h,
             model=model,
-            read=read,
-            remade_by=_makes_input(model, again),
+            read=bool(model.shared_ffn_size) and not own,
+            remade_by=("moe", again) if own else _makes_input(model, again),
         ),
+        *_branch_norm("routed_norm", model, shared_input=True),
         *into_latents,
         Dispatch("dispatch", rerun_by=("moe",), copies=copies, model=model),
         ExpertsIn(
@@ -266,8 +269,33 @@ def _experts(model: ModelConfig) -> tuple[Operation, ...]:
             weighs=weighs,
         ),
         *out_of_latents,
+        *_branch_norm("routed_output_norm", model, remade_by=("moe",)),
         *(_shared_experts(model) if model.shared_ffn_size else ()),
         *_end(model),
+    )
+
+
+def _branch_norm(
+    name: str,
+    model: ModelConfig,
+    *again: str,
+    shared_input: bool = False,
+    remade_by: tuple[str, ...] = (),
+) -> tuple[Norm, ...]:
+    """A norm within a mixture, by its module there, if there are such; those before branches all
+    read the residual stream, which the first of them counts."""
+    if not model.moe_branch_norms:
+        return ()
+    return (
+        Norm(
+            name.replace(".", "_"),
+            norm_weights(f"mlp.{name}", model),
+            ("moe", *again),
+            features=model.hidden_size,
+            shared_input=shared_input,
+            remade_by=remade_by,
+            inside=True,
+        ),
     )
 
 
@@ -296,21 +324,32 @@ def _shared_experts(model: ModelConfig) -> tuple[Operation, ...]:
     h, inner, again = model.hidden_size, model.shared_ffn_size, ("moe", "shared_experts")
     first, last = mlp_weights("mlp.shared_experts", model, inner)
     widths = _gates(model)  # the activation keeps what it reads
-    gated = model.moe_shared_expert_gate
+    gated, own = model.moe_shared_expert_gate, model.moe_branch_norms
     gate = whole(_SHARED_GATE.removesuffix(".weight"), h, 1, False) if gated else ()
     return (
+        *_branch_norm("shared_norm", model, shared_input=True),
         ColumnLinear(
             "shared_fc1",
             (*first, *gate),
             again,
             inputs=h,
             outputs=inner * widths,
-            shared_input=True,
+            shared_input=not own,
+            remade_by=("moe",) if own else (),
+            kept_whole_by=("layernorm", "shared_experts"),
         ),
         Activation("shared_act", rerun_by=again, features=inner, widths=widths),
         SharedOut(
-            "shared_fc2", last, inputs=inner, outputs=h, widths=widths, features=h, gated=gated
+            "shared_fc2",
+            last,
+            inputs=inner,
+            outputs=h,
+            widths=widths,
+            features=h,
+            gated=gated,
+            shares_input=not own,
         ),
+        *_branch_norm("shared_output_norm", model, remade_by=("moe",)),
     )
 
 

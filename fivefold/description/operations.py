@@ -133,12 +133,16 @@ class Norm(Operation):
         heads: (query heads, key heads) of the model, if queries and keys are normalised.
         together: whether all query heads of a token are, and all key heads, not each by itself.
         shared_input: whether another item already counts the input.
+        remade_by: recomputed modules that recompute the input.
+        inside: whether the modules that rerun it make its statistics again, too.
     """
 
     features: int
     heads: tuple[int, int] | None = None
     together: bool = False
     shared_input: bool = False
+    remade_by: tuple[str, ...] = ()
+    inside: bool = False
 
     def kept_else(self, running: Running) -> tuple[Kept, ...]:
         """Its input: the residual stream, or queries and keys."""
@@ -146,7 +150,7 @@ class Norm(Operation):
             return ()
         if self.heads is None:
             size = running.element_bytes * self.features / running.token_parts
-            return (Kept(self.name, (size,)),)
+            return (Kept(self.name, (size,), self.remade_by),)
         query, key = self.heads
         dim = self.features // (query + key)
         tensors = running.by_heads(query * dim), running.by_key_heads(key * dim, key)

@@ -12,9 +12,8 @@ def check_routers(config: Config, mistakes: Mistakes) -> None:
     check_deepep_settings(config, mistakes)
     if model.num_experts is None:
         return
-    constant = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
     trained = model.lora_rank is None  # routers have no adapters
-    if model.moe_router_topk == 1 and constant and trained:
+    if model.moe_router_topk == 1 and model.weighs_chosen and trained:
         mistakes.add(
             "the softmax over the only chosen expert of a token is always 1, so the router learns "
             "nothing from the loss",

@@ -3,7 +3,7 @@
 import os
 
 from fivefold.config.config import Config
-from fivefold.config.memory import vocab_split_sizes
+from fivefold.config.memory import MemoryConfig, vocab_split_sizes
 from fivefold.errors import Mistakes
 
 
@@ -89,6 +89,8 @@ def _check_norms(config: Config, mistakes: Mistakes) -> None:
     memory, moves = config.memory, config.memory.fine_grained_activation_offloading
     if config.model.parallel_residual_one_norm:
         _check_one_norm(config, mistakes)
+    if config.model.moe_branch_norms and moves:
+        _check_branch_norms(memory, mistakes)
     if config.model.norms_before:
         return
     none = f"norm_placement {config.model.norm_placement} has no norms before attention and MLP"
@@ -105,6 +107,21 @@ def _check_norms(config: Config, mistakes: Mistakes) -> None:
     if moves and "pre_mlp_layernorm_output" in memory.offload_tensors:
         mistakes.add(
             f"{none}, whose output offload_tensors pre_mlp_layernorm_output moves",
+            works=["--offload-tensors none"],
+        )
+
+
+def _check_branch_norms(memory: MemoryConfig, mistakes: Mistakes) -> None:
+    """Offloading of what one norm before a mixture would read or make."""
+    several = "moe_branch_norms has a norm for each branch of a mixture, not one"
+    if "mlp_norm" in memory.offload_modules:
+        mistakes.add(
+            f"{several}, whose input offload_modules mlp_norm would move",
+            works=["--offload-modules core_attn attn_proj"],
+        )
+    if "pre_mlp_layernorm_output" in memory.offload_tensors:
+        mistakes.add(
+            f"{several}, whose output offload_tensors pre_mlp_layernorm_output would move",
             works=["--offload-tensors none"],
         )
 

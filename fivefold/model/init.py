@@ -75,7 +75,7 @@ def init_slice(
         return torch.full(shape, _BENDS[f".{alpha}"]).to(dtype)
     if len(global_shape) == 1 or name.endswith(".bias"):
         ones = name.endswith("norm.weight") and not model.apply_layernorm_1p
-        ones = ones or name.endswith((_GATED_NORM, ".dt_bias", ".D"))
+        ones = ones or name.endswith((_GATED_NORM, ".dt_bias", ".D", ".expert_scale"))
         value = 1.0 if ones else 0.0
         return torch.full(shape, value, dtype=dtype)
     if name.endswith(".conv1d.weight"):  # as PyTorch does

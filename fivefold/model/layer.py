@@ -83,7 +83,8 @@ class TransformerLayer(nn.Module):
         self.input_layernorm = make_norm(model) if before and kind.attends else nn.Identity()
         self.self_attn = make_attention(model, layer)
         self.post_self_attn_layernorm = make_norm(model) if after and kind.attends else None
-        own = before and kind.mlp and not model.parallel_residual_one_norm
+        inside = kind.experts and model.moe_branch_norms
+        own = before and kind.mlp and not (model.parallel_residual_one_norm or inside)
         self.post_attention_layernorm = make_norm(model) if own else nn.Identity()
         self.mlp = make_mlp(model, layer, experts)
         self.post_mlp_layernorm = make_norm(model) if after and kind.mlp else None

@@ -623,6 +623,8 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
         "no windows": {"layer_types": _BIASED[:1] * 7, "num_global_key_value_heads": None},
+        "experts": {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2}
+        | {"moe_intermediate_size": 12, "num_hidden_layers": 3},
     },
     "granitemoe": {"wide heads": {"head_dim": 16, "num_experts_per_tok": 3}},
     "granitemoeshared": {

@@ -1524,6 +1524,19 @@ GEMMA4_31B: Fields = {
     "use_double_wide_mlp": False,
     "vocab_size": 262144,
 }
+GEMMA4_26B_A4B: Fields = GEMMA4_31B | {
+    "enable_moe_block": True,
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "layer_types": GEMMA4_31B["layer_types"][:30],
+    "moe_intermediate_size": 704,
+    "num_attention_heads": 16,
+    "num_experts": 128,
+    "num_global_key_value_heads": 2,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 8,
+    "top_k_experts": 8,
+}
 # What transformers has for a file that says nothing.
 MIMO_V2_FLASH: Fields = {
     "attention_bias": False,
@@ -1570,6 +1583,7 @@ OF_PRESETS: dict[str, Fields] = {
     "command-r7b": COMMAND_R7B,
     "smollm3-3b": SMOLLM3_3B,
     "gemma3-1b": GEMMA3_1B,
+    "gemma4-26b-a4b": GEMMA4_26B_A4B,
     "gemma4-31b": GEMMA4_31B,
     "mimo-v2-flash": MIMO_V2_FLASH,
     "olmo2-7b": OLMO2_7B,

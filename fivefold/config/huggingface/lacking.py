@@ -22,10 +22,6 @@ GEMMA4_SHARED = (
 GEMMA4_EMBEDDED = (
     "E2B and E4B embed each token for each layer, too, and every layer multiplies by that"
 )
-GEMMA4_EXPERTS = (
-    "26B-A4B has experts beside an MLP in each layer, each with norms, and a router with a norm "
-    "and scales"
-)
 LACKING: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(

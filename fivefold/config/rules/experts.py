@@ -45,3 +45,30 @@ def check_routing(experts: ExpertsConfig, model: ModelConfig, mistakes: Mistakes
                 "--no-moe-pad-expert-input-to-capacity",
             ],
         )
+
+
+def check_branch_norms(model: ModelConfig, mistakes: Mistakes) -> None:
+    """Report what models do not have whose branches of a mixture have norms of their own."""
+    off = "--no-moe-branch-norms"
+    if not model.shared_ffn_size:
+        mistakes.add(
+            "moe_branch_norms is of routed experts beside shared ones, and needs "
+            "moe_shared_expert_intermediate_size",
+            works=[f"--moe-shared-expert-intermediate-size {model.ffn_size}", off],
+        )
+    if not model.norms_before:
+        mistakes.add(
+            "moe_branch_norms normalises what experts read, and norm_placement after has no norms "
+            "before attention and MLP",
+            works=["--norm-placement both", off],
+        )
+    has = {
+        "parallel_residual": "--no-parallel-residual",
+        "moe_shared_expert_gate": "--no-moe-shared-expert-gate",
+        "moe_latent_size": "--moe-latent-size none",
+        "moe_apply_probs_on_input": "--no-moe-apply-probs-on-input",
+        "hybrid_override_pattern": "--hybrid-override-pattern none",
+    }
+    for name, without in has.items():
+        if getattr(model, name):
+            mistakes.add(f"moe_branch_norms and {name} cannot be combined", works=[without, off])

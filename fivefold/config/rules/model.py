@@ -5,6 +5,7 @@ from fivefold.config.config import SECTION_SETTINGS, SETTINGS
 from fivefold.config.divisors import divisors, nearest
 from fivefold.config.layer_pattern import MAX_LAYERS, layers_of
 from fivefold.config.model import MAX_SIZE, ModelConfig
+from fivefold.config.rules.experts import check_branch_norms
 from fivefold.config.rules.lora import check_adapters
 from fivefold.config.rules.rope import check_rope
 from fivefold.config.rules.sparse import check_sparse
@@ -178,6 +179,8 @@ def _check_experts(model: ModelConfig, mistakes: Mistakes) -> None:
             ],
         )
     _check_groups(model, model.num_experts, mistakes)
+    if model.moe_branch_norms:
+        check_branch_norms(model, mistakes)
     if model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid":
         mistakes.add(
             "moe_router_pre_softmax has no effect on sigmoid scores",

@@ -22,6 +22,7 @@ from fivefold.model.mlp import MLP
 from fivefold.model.moe.grouped import GroupedLinear
 from fivefold.model.moe.permutation import PlacedRows, Rows, number_of_each
 from fivefold.model.moe.routing import ExpertChoice, Router
+from fivefold.model.norms import make_norm
 
 
 class Experts(nn.Module):
@@ -194,7 +195,8 @@ class MoE(LayerBlock):
     """Mixture of experts: each token passes its routed experts and all shared experts.
 
     With latents (LatentMoE, NVIDIA 2025) the routed ones read a projection of the token, and the
-    sum of what they make is projected back. Routers and shared experts read the token itself.
+    sum of what they make is projected back. Routers and shared experts read the token itself. With
+    norms of its branches each of these reads and makes what a norm of its own has normalised.
 
     Attributes:
         dispatch: seam around dispatch, experts and combine.
@@ -219,6 +221,8 @@ class MoE(LayerBlock):
         self.shared_experts = MLP(model, shared) if shared else None
         gated = model.moe_shared_expert_gate
         self.shared_expert_gate = Linear(model.hidden_size, 1) if shared and gated else None
+        norms = (make_norm(model) if model.moe_branch_norms else None for _ in range(4))
+        self.routed_norm, self.routed_output_norm, self.shared_norm, self.shared_output_norm = norms
         self.dispatch: Dispatcher = plain_dispatch
         self.call_router: Call = plain_call
         self.call_routed: Call = plain_call
@@ -229,26 +233,30 @@ class MoE(LayerBlock):
         """[T, H] -> [T, H]."""
         run = partial(self.call_routed, self.experts)
         choice: ExpertChoice = self.call_router(self.router, x_TH, context)
-        routed_TH = x_TH if self.fc1_latent_proj is None else self.fc1_latent_proj(x_TH)
+        routed_TH = _through(self.fc1_latent_proj, _through(self.routed_norm, x_TH))
         if self.experts.model.moe_apply_probs_on_input:
             routed_TH, choice = _multiplied(routed_TH, choice)
         shared = None
         if self.shared_experts is not None and self.overlaps:
-            shared = _SharedBeside(self.shared_experts, x_TH, context.layer.adapters)
+            read_TH, drops = _through(self.shared_norm, x_TH), context.layer.adapters
+            shared = _SharedBeside(self.shared_experts, read_TH, drops)
         beside = None if shared is None else (shared.first, shared.last)
-        y_TH = self.dispatch(routed_TH, choice, run, beside)
-        if self.fc2_latent_proj is not None:
-            y_TH = self.fc2_latent_proj(y_TH)
+        y_TH = _through(self.fc2_latent_proj, self.dispatch(routed_TH, choice, run, beside))
+        y_TH = _through(self.routed_output_norm, y_TH)
         if self.shared_experts is None:
             return y_TH
         if shared is not None:
             shared_TH = shared.result
         else:
             run_shared, drops = self.shared_experts.run, context.layer.adapters
-            shared_TH = self.call_shared(run_shared, x_TH, drops)
+            shared_TH = self.call_shared(run_shared, _through(self.shared_norm, x_TH), drops)
         if self.shared_expert_gate is not None:
             shared_TH = shared_TH * self.shared_expert_gate(x_TH).sigmoid()
-        return y_TH + shared_TH
+        return y_TH + _through(self.shared_output_norm, shared_TH)
+
+
+def _through(module: Callable[[Tensor], Tensor] | None, x_TH: Tensor) -> Tensor:
+    return x_TH if module is None else module(x_TH)
 
 
 def _multiplied(x_TH: Tensor, choice: ExpertChoice) -> tuple[Tensor, ExpertChoice]:

@@ -18,6 +18,7 @@ from fivefold.model.leaves import local
 from fivefold.model.moe.balance import Load, attach, balancing_loss, sinkhorn, z_loss
 from fivefold.model.moe.capacity import with_ties, within
 from fivefold.model.moe.permutation import number_of_each
+from fivefold.model.norms import make_norm
 
 Over = Callable[[Tensor], Tensor]
 """A collective over some ranks; may modify its argument."""
@@ -118,6 +119,8 @@ class Router(nn.Module):
         limit: seam for dropping tokens beyond an expert's capacity.
         expert_bias: [E], added to the scores for the choice only (Wang et al., Auxiliary-Loss-Free
             Load Balancing, 2024); None without such balancing.
+        norm: of what it reads; None: there is none.
+        expert_scale: [E], factors of the experts' weights; None: there are none.
         loss_scale: factor of the losses in their gradients, scalar; None: 1.
         global_batch_size: rows of the step over all ranks, as `begin_step` was told.
         batch_counts: (step, [E] tokens per expert in the step's microbatches so far, number of
@@ -126,6 +129,7 @@ class Router(nn.Module):
 
     expert_bias: Tensor | None
     bias: nn.Parameter | None
+    expert_scale: nn.Parameter | None
 
     def __init__(self, model: ModelConfig, layer: int, settings: ExpertsConfig) -> None:
         super().__init__()
@@ -133,6 +137,9 @@ class Router(nn.Module):
         experts, hidden = model.num_experts, model.hidden_size
         self.weight = nn.Parameter(torch.empty(experts, hidden))
         self.bias = nn.Parameter(torch.empty(experts)) if model.add_bias_linear else None
+        own = model.moe_branch_norms
+        self.norm = make_norm(model) if own else None
+        self.expert_scale = nn.Parameter(torch.empty(experts)) if own else None
         with_bias = model.moe_router_enable_expert_bias
         self.register_buffer("expert_bias", torch.zeros(experts) if with_bias else None)
         self.model, self.layer, self.settings = model, layer, settings
@@ -194,7 +201,9 @@ class Router(nn.Module):
             self.expert_bias.add_(step, alpha=self.settings.moe_router_bias_update_rate)
 
     def _logits(self, x_TH: Tensor, context: Context) -> Tensor:
-        """Router logits [T, E] in at least fp32."""
+        """Router logits [T, E] in at least fp32; with a norm divided by the root of H, as there."""
+        if self.norm is not None:
+            x_TH = self.norm(x_TH)
         jitter = self.settings.moe_input_jitter_eps
         if jitter is not None and context.dropout is not None:
             noise_TH = context.dropout.uniform(x_TH.shape[1], f"layers.{self.layer}.mlp.router")
@@ -203,13 +212,8 @@ class Router(nn.Module):
         wide = torch.promote_types(wide, x_TH.dtype)
         bias = None if self.bias is None else local(self.bias).to(wide)
         logits_TE = F.linear(x_TH.to(wide), local(self.weight).to(wide), bias)
-        return logits_TE.to(torch.promote_types(wide, torch.float32))
-
-    @property
-    def _weighs_chosen(self) -> bool:
-        """Whether weights are the softmax over the chosen experts' logits alone."""
-        softmax = self.model.moe_router_score_function == "softmax"
-        return softmax and not self.model.moe_router_pre_softmax
+        logits_TE = logits_TE.to(torch.promote_types(wide, torch.float32))
+        return logits_TE if self.norm is None else logits_TE * x_TH.shape[1] ** -0.5
 
     def _scores(self, logits_TE: Tensor) -> Tensor:
         if self.model.moe_router_score_function == "sigmoid":
@@ -240,7 +244,7 @@ class Router(nn.Module):
             every = sinkhorn(ranks.gather(logits_TE))
             return every.chunk(ranks.ranks)[ranks.index].topk(topk).indices
         # The same order, but groups are compared by sums: of logits then, as in Megatron-LM.
-        by_logits = self._weighs_chosen and self.expert_bias is None
+        by_logits = self.model.weighs_chosen and self.expert_bias is None
         scores_TE = logits_TE if by_logits else self._scores(logits_TE)
         if self.expert_bias is not None:
             scores_TE = scores_TE + self.expert_bias.to(scores_TE.dtype)
@@ -277,6 +281,9 @@ class Router(nn.Module):
     def _weights(self, logits_TE: Tensor, decided: Decision) -> Tensor:
         """Weights [T, K] of the chosen experts' results; 0 for dropped rows."""
         weights_TK = self._shares(logits_TE, decided.experts_TK)
+        if self.expert_scale is not None:
+            scale_E = local(self.expert_scale).to(weights_TK.dtype)
+            weights_TK = weights_TK * scale_E[decided.experts_TK]
         if self.model.moe_router_topk_scaling_factor is not None:
             weights_TK = weights_TK * self.model.moe_router_topk_scaling_factor
         kept_TK = decided.kept_TK
@@ -284,7 +291,7 @@ class Router(nn.Module):
 
     def _shares(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
         """Weights [T, K] of the chosen experts before they are scaled, or dropped."""
-        if self._weighs_chosen:
+        if self.model.weighs_chosen:
             return logits_TE.gather(1, experts_TK).softmax(-1)
         weights_TK = self._scores(logits_TE).gather(1, experts_TK)
         if self.model.moe_router_score_function == "sigmoid" and self.model.moe_router_topk > 1:

@@ -1,5 +1,5 @@
-"""Gemma 4, dense: layers without a window have larger heads, and fewer keys, which may be values,
-too."""
+"""Gemma 4: layers without a window have larger heads, and fewer keys, which may be values, too; and
+in 26B-A4B experts beside the MLP, which here is a shared one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,12 +7,8 @@ from functools import partial
 from typing import Any
 
 from fivefold.config.huggingface import windows
-from fivefold.config.huggingface.family import AFTER, Family, Fields, Tensors
-from fivefold.config.huggingface.lacking import (
-    GEMMA4_EMBEDDED,
-    GEMMA4_EXPERTS,
-    GEMMA4_SHARED,
-)
+from fivefold.config.huggingface.family import AFTER, TOGETHER, Family, Fields, Tensors
+from fivefold.config.huggingface.lacking import GEMMA4_EMBEDDED, GEMMA4_SHARED
 from fivefold.config.huggingface.llama_like import LlamaLike
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.huggingface.rope import Rope
@@ -61,7 +57,7 @@ def _gemma4(reader: Reader, kind: _Absent = _Absent()) -> ModelConfig:
     reader.fixed("use_bidirectional_attention", None, "vision")
     reader.fixed("num_kv_shared_layers", 0, why=GEMMA4_SHARED)
     if kind.more:
-        _refuse_more(reader)
+        model = _with_more(reader, model)
     *listed, _ = windows.listed(reader, model.num_layers) or (
         (layer + 1) % _EVERY != 0 for layer in range(model.num_layers)
     )
@@ -80,14 +76,23 @@ def _gemma4(reader: Reader, kind: _Absent = _Absent()) -> ModelConfig:
     )
 
 
-def _refuse_more(reader: Reader) -> None:
-    """Of the other sizes, E2B, E4B and 26B-A4B."""
-    reader.without_effect("vocab_size_per_layer_input", "num_experts", "top_k_experts")
-    reader.without_effect("moe_intermediate_size", "hidden_size_per_layer_input")
+def _with_more(reader: Reader, model: ModelConfig) -> ModelConfig:
+    """Of the other sizes, the experts of 26B-A4B; what E2B and E4B have is refused."""
+    reader.without_effect("vocab_size_per_layer_input", "hidden_size_per_layer_input")
     embedded = reader.fields.get("hidden_size_per_layer_input", 256)
     if embedded != 0:
         reader.unsupported("hidden_size_per_layer_input", embedded, [0], GEMMA4_EMBEDDED)
-    reader.fixed("enable_moe_block", False, why=GEMMA4_EXPERTS)
+    if not reader.flag("enable_moe_block", False):
+        reader.without_effect("num_experts", "top_k_experts", "moe_intermediate_size")
+        return model
+    return replace(
+        model,
+        moe_shared_expert_intermediate_size=model.ffn_size,
+        num_experts=reader.size("num_experts"),
+        moe_router_topk=reader.size("top_k_experts"),
+        moe_ffn_hidden_size=reader.size("moe_intermediate_size"),
+        moe_branch_norms=True,
+    )
 
 
 def _sizes(reader: Reader, model: ModelConfig, slides: Sequence[bool]) -> dict[str, Any]:
@@ -148,7 +153,7 @@ def _write(model: ModelConfig, kind: _Absent = _Absent()) -> Fields:
         del fields["sliding_window"]
     shared = model.keys_as_values
     if kind.more:
-        fields["hidden_size_per_layer_input"] = 0
+        fields |= {"hidden_size_per_layer_input": 0} | _written_experts(model)
     if not shared and model.num_kv_heads != local.num_kv_heads:  # which no other field can say
         sizes = {"head_dim": model.head_dim, "num_key_value_heads": model.num_kv_heads}
         whole = (n for n in range(model.num_layers) if model.window_of(n) is None)
@@ -163,7 +168,36 @@ def _write(model: ModelConfig, kind: _Absent = _Absent()) -> Fields:
     }
 
 
-_TENSORS = Tensors({".post_attention_layernorm.": ".pre_feedforward_layernorm.", **AFTER})
+def _written_experts(model: ModelConfig) -> Fields:
+    if model.num_experts is None:
+        return {}
+    return {
+        "enable_moe_block": True,
+        "num_experts": model.num_experts,
+        "top_k_experts": model.moe_router_topk,
+        "moe_intermediate_size": model.expert_ffn_size,
+        "intermediate_size": model.shared_ffn_size,
+    }
+
+
+_BEFORE = {".post_attention_layernorm.": ".pre_feedforward_layernorm."}
+_DENSE = Tensors({**_BEFORE, **AFTER})
+_TENSORS = Tensors(
+    {
+        **_BEFORE,
+        **AFTER,
+        ".mlp.shared_norm.": ".pre_feedforward_layernorm.",
+        ".mlp.shared_output_norm.": ".post_feedforward_layernorm_1.",
+        ".mlp.routed_norm.": ".pre_feedforward_layernorm_2.",
+        ".mlp.routed_output_norm.": ".post_feedforward_layernorm_2.",
+        ".mlp.router.norm.weight": ".router.scale",
+        ".mlp.router.expert_scale": ".router.per_expert_scale",
+        ".mlp.router.": ".router.proj.",
+        ".mlp.shared_experts.": ".mlp.",
+        **{ours: theirs.replace(".mlp.", ".") for ours, theirs in TOGETHER.items()},
+    },
+    experts="together",
+)
 FAMILIES = (
     Family("gemma4_text", "Gemma4ForCausalLM", _gemma4, _write, _TENSORS),
     Family(
@@ -171,6 +205,6 @@ FAMILIES = (
         "Gemma4UnifiedForCausalLM",
         partial(_gemma4, kind=_UNIFIED),
         None,
-        _TENSORS,
+        _DENSE,
     ),
 )
