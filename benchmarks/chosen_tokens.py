@@ -41,10 +41,9 @@ def measured(length: int, topk: int, alone: bool) -> tuple[float, int]:
     latent = torch.randn(1, length, LATENT + ROTARY, requires_grad=True)
     weight = torch.randn(HEADS * (PLAIN + VALUES), LATENT, requires_grad=True)
     of_index = (length, INDEX_HEADS, DIM), (length, DIM), (length, INDEX_HEADS)
-    q_index, k_index, w_index = (torch.randn(1, *size, requires_grad=True) for size in of_index)
+    queries, keys, weights = (torch.randn(1, *size, requires_grad=True) for size in of_index)
     lesson = Lesson(1e-3, True, None, HEADS, lambda x: x, Noted())
-    rule = Choosing(INDEX_HEADS, topk, DIM**-0.5, lesson)
-    index = Index(q_index, k_index, w_index, rule)
+    index = Index(queries, keys, weights, Choosing(INDEX_HEADS, topk, DIM**-0.5, lesson))
     scope = Scope(index=index, scores=Scores(0.1, None))
     kernel, up = SparseLatents(None, alone), partial(_projected, weight)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

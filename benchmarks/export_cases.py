@@ -184,6 +184,7 @@ _LONGROPE = {
     "longrope_short_factor": (1.0,) * 64,
     "longrope_long_factor": (4.0,) * 64,
 }
+_WINDOWS = {"window_size": 1024, "window_attn_skip_freq": "2"}
 _LINEAR = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "4"}
 _SPARSE = {"preset": "deepseek-v3.2", "dsa_indexer_loss_coeff": 0.01}
 _HYBRID = {"preset": "nemotron-h-8b"}
@@ -235,6 +236,14 @@ CHANGES: Mapping[str, Change] = {
     ),
     "rotary_base": Change(20_000.0),
     "rotary_base_local": Change(20_000.0, {"window_size": 1024}),
+    "num_query_groups_local": Change(4, _WINDOWS),
+    "kv_channels_local": Change(96, _WINDOWS),
+    "softmax_type_local": Change("learnable", _WINDOWS),
+    "keys_as_values": Change(True, {**_WINDOWS, "v_l2_norm": True}),
+    "v_l2_norm": Change(True),
+    "v_channels": Change(96),
+    "value_multiplier": Change(0.75),
+    "layer_scalar": Change(0.75),
     "rotary_seq_len_interpolation_factor": Change(8.0, {"use_rope_scaling": False}),
     "use_rope_scaling": Change(True, {"preset": "llama2-7b"}),
     "rope_scaling_factor": Change(16.0),

@@ -8,8 +8,6 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from fivefold.config.config import Config
-from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.offload import host_traffic
 from fivefold.counts.policy import engine_policy
 from fivefold.counts.rank_work import kept_activations, multiplications
@@ -20,7 +18,6 @@ from fivefold.counts.volumes import by_axis, step_volumes
 from fivefold.errors import DataError, Mistake
 from fivefold.files import read_json, write_atomic
 from fivefold.layout import Layout
-from fivefold.model.attention.blocks import flash_takes
 
 Amount = Annotated[float, Meta(ge=0)]
 _AGAIN = "train with --audit, which measures one step"
@@ -150,7 +147,6 @@ def expected_record(
     traffic = host_traffic(layout, measured.rank)
     state = model_state(layout, at["pp"], ShardPlace.of(layout, measured.rank))
     on_gpu, count = measured.peak_allocated is not None, len(layout.split.stages)
-    one_call = on_gpu and _in_one_call(layout.config)
     stages = layout.stages_of(at["pp"])
     return replace(
         measured,
@@ -169,15 +165,9 @@ def expected_record(
             s: kept_activations(
                 *(layout, measured.rank, s % count, rows),
                 packed=measured.packed,
-                one_call=one_call,
-                on_host=not on_gpu,
+                on_gpu=on_gpu,
             )
             for s in stages
         },
         multiplications=multiplications(layout, measured.rank, rows),
     )
-
-
-def _in_one_call(config: Config) -> bool:
-    """Whether a GPU attends to a row's documents by one call of FlashAttention."""
-    return ELEMENT_BYTES[config.training.precision] == 2 and flash_takes(config.model.query_dim)

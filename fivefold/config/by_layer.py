@@ -24,6 +24,8 @@ OF_ITS_LOSS = ("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss")
 """Settings that say how it is trained."""
 OF_MAMBA = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
 """Settings that say something of layers with Mamba-2 only."""
+OF_WINDOWS = ("num_query_groups_local", "kv_channels_local", "softmax_type_local")
+"""Settings of attention in layers with a window; without `_local` they are of other layers."""
 IN_BF16 = (
     "first_last_layers_bf16",
     "num_layers_at_start_in_bf16",
@@ -125,6 +127,16 @@ class ByLayer(Architecture):
             return self.window_size
         limited = self._at(layer, "window_attn_skip_freq", self.window_attn_skip_freq)
         return self.window_size if limited else None
+
+    @property
+    def has_local_sizes(self) -> bool:
+        """Whether attention has other weights in layers with a window than in others."""
+        return self.keys_as_values or any(getattr(self, name) is not None for name in OF_WINDOWS)
+
+    def is_local(self, layer: int) -> bool:
+        """Whether a layer has a window, and attention of its own for that: sizes, or RoPE."""
+        own = self.rotary_base_local is not None or self.has_local_sizes
+        return own and self.window_of(layer) is not None
 
     def reach_of(self, layer: int) -> Reach:
         """How far back the tokens of a layer attend."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from fivefold.config.by_layer import OF_WINDOWS
 from fivefold.config.layer_pattern import layers_of
 from fivefold.config.model import ModelConfig
 from fivefold.errors import CheckpointError, ConfigError, Mistake, shown
@@ -36,6 +37,12 @@ _OURS: Mapping[str, float | str | None] = MappingProxyType(
         "residual_multiplier": 1.0,
         "logits_scaling": 1.0,
         "rotary_base_local": None,
+        **dict.fromkeys(OF_WINDOWS),
+        "v_channels": None,
+        "value_multiplier": 1.0,
+        "v_l2_norm": False,
+        "keys_as_values": False,
+        "layer_scalar": None,
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
         "attention_chunk_size": None,
@@ -117,6 +124,8 @@ def unlike(model: ModelConfig, arguments: Mapping[str, Any]) -> list[str]:
     if model.window_size is not None:
         has = [model.window_of(layer) is not None for layer in range(model.num_layers)]
         lines += _unlike_pattern("window_attn_skip_freq", has, theirs)
+    if model.rope_type == "proportional":
+        lines.append("rope_type: proportional, there none that turns a part of whole heads")
     if model.no_rope_freq is not None:
         has = [not model.rotates(layer) for layer in range(model.num_layers)]
         lines += _unlike_pattern("no_rope_freq", has, theirs)

@@ -4,7 +4,7 @@ it."""
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
 
-from fivefold.config.by_layer import ByLayer
+from fivefold.config.attention_sizes import AttentionSizes
 from fivefold.config.lora import OF_ADAPTERS, LoraTarget
 
 MAX_SIZE = (1 << 31) - 1  # of any dimension, so that products of two fit into 64 bits
@@ -65,7 +65,7 @@ class StateShape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ModelConfig(ByLayer):
+class ModelConfig(AttentionSizes):
     """The architecture of a decoder-only transformer, and what follows from its settings."""
 
     @property
@@ -84,20 +84,6 @@ class ModelConfig(ByLayer):
         return self.qk_layernorm and self.qk_layernorm_type == "all_heads"
 
     @property
-    def num_kv_heads(self) -> int:
-        """Key/value heads."""
-        return self.num_query_groups or self.num_attention_heads
-
-    def kv_heads_of(self, ranks: int) -> int:
-        """Key/value heads on each of `ranks` ranks that split the heads: one at least."""
-        return max(self.num_kv_heads // ranks, 1)
-
-    @property
-    def head_dim(self) -> int:
-        """Features of one attention head."""
-        return self.kv_channels or self.hidden_size // self.num_attention_heads
-
-    @property
     def ffn_size(self) -> int:
         """Inner features of the MLP."""
         return self.ffn_hidden_size or 4 * self.hidden_size
@@ -110,6 +96,7 @@ class ModelConfig(ByLayer):
             self,
             num_query_groups=None if latent else self.num_kv_heads,
             kv_channels=None if latent else self.head_dim,
+            v_channels=None if latent else self.value_dim,
             ffn_hidden_size=self.ffn_size,
             moe_ffn_hidden_size=self.expert_ffn_size if experts else None,
             mamba_num_heads=self.states.heads if hybrid else None,
@@ -164,49 +151,9 @@ class ModelConfig(ByLayer):
         return -(-self.vocab_size // multiple) * multiple
 
     @property
-    def query_dim(self) -> int:
-        """Features of a query or key head, including rotary ones."""
-        if self.multi_latent_attention:
-            return self.qk_head_dim + self.qk_pos_emb_head_dim
-        return self.head_dim
-
-    @property
-    def value_dim(self) -> int:
-        """Features of a value head, and of a head's output."""
-        return self.v_head_dim if self.multi_latent_attention else self.head_dim
-
-    @property
     def latent_epsilon(self) -> float:
         """What norms of MLA's latents add to the variance."""
         return self.latent_norm_epsilon or self.norm_epsilon
-
-    @property
-    def rotary_dim(self) -> int:
-        """Features of a query or key head that RoPE rotates."""
-        if self.multi_latent_attention:
-            return self.qk_pos_emb_head_dim
-        return int(self.head_dim * self.rotary_percent)
-
-    @property
-    def q_size(self) -> int:
-        """Features of all query heads together."""
-        return self.num_attention_heads * self.query_dim
-
-    @property
-    def k_size(self) -> int:
-        """Features of all key heads together."""
-        return self.num_kv_heads * self.query_dim
-
-    @property
-    def v_size(self) -> int:
-        """Features of all value heads together."""
-        return self.num_kv_heads * self.value_dim
-
-    @property
-    def query_outputs(self) -> int:
-        """Features that the query projection makes: queries, and of each head a gate's after them
-        (`attention_output_gate`)."""
-        return self.q_size * (1 + self.attention_output_gate)
 
     @property
     def states(self) -> StateShape:
@@ -236,11 +183,6 @@ class ModelConfig(ByLayer):
     def trains_indexer(self) -> bool:
         """Whether dsa's indexer has a loss."""
         return self.is_sparse and bool(self.dsa_indexer_loss_coeff)
-
-    @property
-    def attention_size(self) -> int:
-        """Features of the outputs of all heads together."""
-        return self.num_attention_heads * self.value_dim
 
     @property
     def expert_ffn_size(self) -> int:

@@ -81,7 +81,7 @@ class Stored:
 def stored_tensors(
     files: Tensors, model: ModelConfig, *, neighbours: bool = True
 ) -> dict[str, Stored]:
-    """Every parameter and router bias of a model, by our names.
+    """Every parameter of a model, router's bias and number of a layer, by our names.
 
     Args:
         files: how they hold tensors.
@@ -89,21 +89,22 @@ def stored_tensors(
         neighbours: whether rotary features are stored as pairs of neighbours (`rope_interleave` of
             a config.json), where the family leaves that open.
     """
-    shapes = dict(parameter_shapes(model)) | dict(_expert_biases(model))
+    shapes = dict(parameter_shapes(model)) | dict(_buffers(model))
     pairs = neighbours if files.pairs is None else files.pairs
     moved = pairs != model.rotary_interleaved
     return {name: _place(files, model, name, shape, moved) for name, shape in shapes.items()}
 
 
-def _expert_biases(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    if not model.moe_router_enable_expert_bias or model.num_experts is None:
-        return
+def _buffers(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    """What is stored beside parameters: biases of routers, and what layers are multiplied by."""
     layers = {f"layers.{layer}.": layer for layer in range(model.num_layers)}
     for depth in range(model.prediction_sets):
         layers |= prediction_prefixes(model, depth)
     for where, layer in layers.items():
-        if model.is_moe(layer):
-            yield f"{where}mlp.router.expert_bias", (model.num_experts,)
+        if model.moe_router_enable_expert_bias and model.is_moe(layer):
+            yield f"{where}mlp.router.expert_bias", (model.num_experts or 0,)
+        if model.layer_scalar is not None:
+            yield f"{where}layer_scalar", (1,)
 
 
 def _place(files: Tensors, model: ModelConfig, name: str, shape: Shape, moved: bool) -> Stored:
@@ -121,6 +122,7 @@ def _place(files: Tensors, model: ModelConfig, name: str, shape: Shape, moved: b
         return _linear_attention(files, model, name, place)
     if ".indexer." in name:
         return replace(place, rows=_of_indexer(files, model, name, shape[0]))
+    model = model.as_in(_layer_of(model, name))
     if model.attention_output_gate and ".self_attn.q_proj." in name:
         place = _queries_and_gates(files, model, place)
     joint = _joint(files, model, name, shape)
@@ -130,6 +132,12 @@ def _place(files: Tensors, model: ModelConfig, name: str, shape: Shape, moved: b
         place = replace(place, rows=turned if place.rows is None else place.rows[turned])
     linear = not of_bias and "embed" not in name
     return replace(place, transposed=files.transposed and linear)
+
+
+def _layer_of(model: ModelConfig, name: str) -> int:
+    """The layer of a parameter; those of all predictions are alike."""
+    layer = re.match(r"layers\.(\d+)\.", name)
+    return model.num_layers if layer is None else int(layer[1])
 
 
 def _queries_and_gates(files: Tensors, model: ModelConfig, place: Stored) -> Stored:

@@ -234,7 +234,7 @@ class _Volumes:
                     yield self._states(layer, self.recomputed[stage], layer in whole)
                 if not model.is_softmax(layer):
                     continue
-                kind = self.parallel.cp_comm_of(layer)
+                kind, own = self.parallel.cp_comm_of(layer), model.as_in(layer)
                 gathered, core = kind == "all_gather", self._layer(layer).one(CoreAttention)
                 # A ring accumulates gradients in flight, in the master dtype; others at the target.
                 volumes = partial(
@@ -244,7 +244,7 @@ class _Volumes:
                     key_value=self.tokens * core.key_value_features(self.tp, gathered=gathered),
                     element=self.element,
                     grad_element=self.element if gathered else self.master,
-                    key_value_heads=model.kv_heads_of(self.tp),
+                    key_value_heads=own.kv_heads_of(self.tp),
                     inner=sizes[0] if sizes else 1,
                     seen=seen_shares(
                         self.layout,
@@ -253,8 +253,8 @@ class _Volumes:
                         sizes[0] if kind == "a2a+p2p" else 1,
                     ),
                 )
-                queries = self.tokens * model.q_size / self.tp
-                both = queries + self.tokens * model.attention_size / self.tp
+                queries = self.tokens * own.q_size / self.tp
+                both = queries + self.tokens * own.attention_size / self.tp
                 once = volumes(query=both)
                 # Recomputing a kernel alone stops at its result, which is not sent again.
                 again = volumes(query=queries if layer in kernels else both).forward

@@ -47,8 +47,8 @@ class Running:
         latents_kept: whether attention keeps latents, not keys and values: one entry for all
             layers, or one per layer, repeated; empty: never.
         reads_chosen: whether attention to chosen tokens reads the latents of these alone.
-        normed_twice: whether queries and keys that are normalised without weights are kept beside
-            those that attention keeps: one entry, or one per layer; empty: never.
+        normed_twice: which of queries, keys and values ("qkv") are normalised without weights and
+            kept beside those that attention keeps: one entry, or one per layer; empty: none.
         exchanging: number of context-parallel ranks that exchange heads (Ulysses), 1 if they do
             not: entries as above. Attention's output is then kept beside what its projection reads,
             and keys and values are repeated if there are fewer heads.
@@ -75,7 +75,7 @@ class Running:
     microbatch_rows: int = 1
     latents_kept: tuple[bool, ...] = ()
     reads_chosen: bool = False
-    normed_twice: tuple[bool, ...] = ()
+    normed_twice: tuple[str, ...] = ()
     exchanging: tuple[int, ...] = ()
 
     @classmethod
@@ -272,18 +272,23 @@ def scale_bytes(running: Running, features: float, rows: float = 0.0) -> float:
     return running.by_microbatch(size * blocks)
 
 
-def _normed_twice(config: Config) -> Iterator[bool]:
-    """Whether ranks exchange the heads of a layer, or move them to host memory, by layer."""
+def _normed_twice(config: Config) -> Iterator[str]:
+    """What is kept twice of each layer, as its ranks exchange heads or move them to host memory."""
     model, parallel = config.model, config.parallel
-    if not model.qk_l2_norm:
+    if not (model.qk_l2_norm or model.v_l2_norm):
         return
-    features = model.q_size / parallel.tensor_model_parallel_size
-    size = config.rank_tokens * ELEMENT_BYTES[config.training.precision] * features
-    moved = "core_attn" in config.memory.moved_items
-    moved = moved and size >= config.memory.min_offloaded_tensor_size
-    ranks = _exchanging(config) or [1]
+    token = config.rank_tokens * ELEMENT_BYTES[config.training.precision]
+    moves, ranks = "core_attn" in config.memory.moved_items, _exchanging(config) or [1]
+    tp = parallel.tensor_model_parallel_size
     for layer in range(model.num_layers):
-        yield model.rotates(layer) and (moved or ranks[layer % len(ranks)] > 1)
+        own = model.as_in(layer)
+        keys = own.kv_heads_of(tp)
+        sizes = {"q": own.q_size / tp, "k": keys * own.query_dim, "v": keys * own.value_dim}
+        normed = "qk" * (model.qk_l2_norm and model.rotates(layer)) + "v" * model.v_l2_norm
+        if ranks[layer % len(ranks)] == 1:
+            least = config.memory.min_offloaded_tensor_size if moves else inf
+            normed = "".join(name for name in normed if token * sizes[name] >= least)
+        yield normed if model.is_softmax(layer) else ""
 
 
 def _exchanging(config: Config) -> list[int]:

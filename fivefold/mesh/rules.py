@@ -13,12 +13,12 @@ from fivefold.errors import Mistakes
 
 def tensor_parallel_sizes(model: ModelConfig) -> list[int]:
     """The tensor-parallel sizes that the model allows."""
-    kv = model.num_kv_heads
+    groups = [own.num_kv_heads for own in model.attentions]
     sizes = [size for _, size in _split_over_tp(model)]
     return [
         d
         for d in divisors(model.num_attention_heads)
-        if (kv % d == 0 or d % kv == 0) and not any(size % d for size in sizes)
+        if all(kv % d == 0 or d % kv == 0 for kv in groups) and not any(size % d for size in sizes)
     ]
 
 
@@ -61,13 +61,13 @@ def check_tensor_parallel(config: Config, parallel: ParallelConfig, mistakes: Mi
                 f"{size} / {tp} = {size / tp:.4g}",
                 works=[f"--tp {d}" for d in nearest(tp, tensor_parallel_sizes(model))],
             )
-    kv_heads = model.num_kv_heads
-    if kv_heads % tp and tp % kv_heads:
-        mistakes.add(
-            f"{kv_heads} key/value heads are neither a multiple nor a divisor of tp {tp}",
-            f"{kv_heads} / {tp} = {kv_heads / tp:.4g}, {tp} / {kv_heads} = {tp / kv_heads:.4g}",
-            works=[f"--tp {d}" for d in nearest(tp, tensor_parallel_sizes(model))],
-        )
+    for kv_heads in dict.fromkeys(own.num_kv_heads for own in model.attentions):
+        if kv_heads % tp and tp % kv_heads:
+            mistakes.add(
+                f"{kv_heads} key/value heads are neither a multiple nor a divisor of tp {tp}",
+                f"{kv_heads} / {tp} = {kv_heads / tp:.4g}, {tp} / {kv_heads} = {tp / kv_heads:.4g}",
+                works=[f"--tp {d}" for d in nearest(tp, tensor_parallel_sizes(model))],
+            )
     cp = parallel.context_parallel_size
     tokens = training.micro_batch_size * training.seq_length // cp
     if parallel.sequence_parallel and tokens % tp:
@@ -265,11 +265,12 @@ def _check_heads(
         among: possible numbers of these ranks; None: any.
     """
     tp = parallel.tensor_model_parallel_size
-    heads, kv_heads = model.num_attention_heads // tp, model.kv_heads_of(tp)
+    heads = model.num_attention_heads // tp
+    groups = dict.fromkeys(own.kv_heads_of(tp) for own in model.attentions)
     fitting = [
         d
         for d in divisors(max(heads, 1))
-        if (kv_heads % d == 0 or d % kv_heads == 0) and (among is None or d in among)
+        if all(kv % d == 0 or d % kv == 0 for kv in groups) and (among is None or d in among)
     ]
     ring = "--cp-comm-type p2p"
     if parallel.hierarchical_context_parallel_sizes:
@@ -282,9 +283,12 @@ def _check_heads(
             f"{heads / ranks:.4g}",
             works=works,
         )
-    elif kv_heads % ranks and ranks % kv_heads:
-        mistakes.add(
-            f"{ranks} ranks cannot exchange tokens for {kv_heads} key/value heads",
-            f"neither is a multiple of the other: {kv_heads} / {ranks} = {kv_heads / ranks:.4g}",
-            works=works,
-        )
+        return
+    for kv_heads in groups:
+        if kv_heads % ranks and ranks % kv_heads:
+            each = f"{kv_heads} / {ranks} = {kv_heads / ranks:.4g}"
+            mistakes.add(
+                f"{ranks} ranks cannot exchange tokens for {kv_heads} key/value heads",
+                f"neither is a multiple of the other: {each}",
+                works=works,
+            )

@@ -127,6 +127,11 @@ TINY: Mapping[str, dict[str, Any]] = {
     | _EXPERTS
     | {"head_dim": 12, "num_experts": 4, "moe_intermediate_size": 24, "sliding_window": 5}
     | {"layer_types": ["sliding_attention", "full_attention"]},
+    "mimo_v2_flash": {
+        n: v for n, v in _GROUPS.items() if not n.startswith(("n_sh", "first", "n_gr"))
+    }
+    | {"num_hidden_layers": 7, "num_key_value_heads": 1, "head_dim": 12, "v_head_dim": 10}
+    | {"sliding_window": 5},
     "ernie4_5": _SIZES | {"num_key_value_heads": 2, "head_dim": 12, "pad_token_id": None},
     "ernie4_5_moe": _SIZES
     | {"num_key_value_heads": 2, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}
@@ -157,6 +162,16 @@ TINY: Mapping[str, dict[str, Any]] = {
         "head_dim": 12,
         "query_pre_attn_scalar": 12,
         "pad_token_id": None,
+    },
+    "gemma4_text": _SIZES
+    | {"num_hidden_layers": 7, "num_key_value_heads": 4, "head_dim": 8, "pad_token_id": None}
+    | {"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    | {"sliding_window": 5, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 1.5},
+    "gemma4_unified_text": _SIZES
+    | {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None}
+    | {
+        "global_head_dim": 12,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     },
     "gemma2": _SIZES
     | {
@@ -329,6 +344,9 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "mup_enabled": [*_SWITCH, None],
     "global_attn_every_n_layers": [1, 2, None],
     "layer_rope_theta": [None, [50, 50.0], [0, 50], [None, 1e4], [0, 0], [50]],
+    "v_head_dim": [6, 12],
+    "attention_value_scale": [None, 0.3, 0.0, -1.0],
+    "sliding_window_size": [None, 0, 4],
     "logit_scale": [1, 0.3, 0.0],
     "new_decoder_architecture": _SWITCH,
     "num_ln_in_parallel_attn": [None, 1, 2],
@@ -568,6 +586,43 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
             },
         }
+    },
+    "mimo_v2_flash": {
+        "windows in all layers, groups": {
+            "layer_types": _BIASED[1:] * 7,
+            "n_group": 2,
+            "attention_bias": True,
+            "attention_value_scale": None,
+            "routed_scaling_factor": None,
+            "sliding_window_size": 5,
+            "tie_word_embeddings": True,
+        },
+        "no windows": {
+            "layer_types": _BIASED[:1] * 7,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "default",
+                    "rope_theta": 50.0,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
+        },
+    },
+    "gemma4_text": {
+        "sizes by layer, divided": {
+            "per_layer_config": {"3": {"head_dim": 12, "num_key_value_heads": 2}}
+            | {"06": {"head_dim": 12, "num_key_value_heads": 2}},
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"] + _BIASED[1:] * 3,
+            "attention_k_eq_v": False,
+            "global_head_dim": 12,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "factor": 2.0, "rope_theta": 40.0}
+                | {"partial_rotary_factor": 0.4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+            "tie_word_embeddings": False,
+        },
+        "no windows": {"layer_types": _BIASED[:1] * 7, "num_global_key_value_heads": None},
     },
     "granitemoe": {"wide heads": {"head_dim": 16, "num_experts_per_tok": 3}},
     "granitemoeshared": {

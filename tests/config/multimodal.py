@@ -72,6 +72,21 @@ TINY: Mapping[str, dict[str, Any]] = {
         },
         "vision_config": _VISION | {"model_type": "siglip_vision_model", "vision_use_head": False},
     },
+    "gemma4": {
+        "text_config": _TEXT
+        | {"head_dim": 8, "global_head_dim": 12, "num_hidden_layers": 3, "sliding_window": 5}
+        | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+        | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "pad_token_id": 0}
+        | {"num_global_key_value_heads": 1},
+        "vision_config": _VISION | {"head_dim": 8, "num_key_value_heads": 2},
+    },
+    "gemma4_unified": {
+        "text_config": _TEXT
+        | {"head_dim": 8, "global_head_dim": 12, "num_hidden_layers": 3, "sliding_window": 5}
+        | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+        | {"pad_token_id": 0},
+        "vision_config": {"patch_size": 4, "mm_embed_dim": 32, "output_proj_dims": 32},
+    },
     "idefics3": {"text_config": _TEXT, "vision_config": _VISION},
     "smolvlm": {"text_config": _TEXT | {"rms_norm_eps": 0.1}, "vision_config": _VISION},
     "llama4": {

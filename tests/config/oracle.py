@@ -86,6 +86,8 @@ def fill(model: nn.Module) -> nn.Module:
         for name, buffer in model.named_buffers():
             if "score_correction" in name or name.endswith("expert_bias"):
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1.0 + 0.3 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
@@ -138,8 +140,8 @@ class _Saved:
 def our_stage(config: ModelConfig, model: nn.Module) -> Stage:
     """This project's model with the weights of theirs, in fp64."""
     stage = Stage(config, training=TrainingConfig(seq_length=LENGTH)).double().eval()
-    biases = {name: b for name, b in stage.named_buffers() if name.endswith("expert_bias")}
-    _Saved(model, model.state_dict()).fill(config, dict(stage.named_parameters()) | biases)
+    held = dict(stage.named_parameters()) | dict(stage.named_buffers())
+    _Saved(model, model.state_dict()).fill(config, held)
     return stage
 
 

@@ -11,8 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fivefold.config.presets import resolve_model
 from fivefold.context.sparse import SparseLatents
 from fivefold.description import pieces
+from fivefold.description.layers import describe_layer
+from fivefold.description.running import Running
+from fivefold.description.sparse import SparseAttention
 from fivefold.model.attention.chosen import places
 from fivefold.model.attention.grouped_query import Scope
 from fivefold.model.attention.scores import Scores
@@ -76,6 +80,16 @@ def test_latents_of_chosen_tokens_give_what_a_mask_does(
     assert len(read) == len(masked) == (2 + 6 if taught else 1 + 3)
     for one, other in zip(read, masked, strict=True):
         assert (one - other).abs().max() <= 1e-12 * max(other.abs().max(), 1.0)
+
+
+def test_what_the_backward_needs_grows_no_faster_than_a_row() -> None:
+    model = resolve_model("deepseek-v3.2")
+    core = describe_layer(model, 5).one(SparseAttention)
+    needed = {
+        length: length * core.working(Running(length, microbatch_tokens=length, reads_chosen=True))
+        for length in (16384, 131072)
+    }
+    assert needed[131072] < 8 * needed[16384]
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1), st.integers(1, 6))

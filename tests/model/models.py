@@ -127,6 +127,32 @@ SINKS = replace(
     window_size=3,
     window_attn_skip_freq="2",
 )
+LOCAL = replace(
+    LLAMA,
+    qk_layernorm=True,
+    v_channels=7,
+    value_multiplier=0.6,
+    window_size=3,
+    window_attn_skip_freq="2",
+    num_query_groups_local=1,
+    kv_channels_local=10,
+    softmax_type_local="learnable",
+)
+WHOLE = replace(
+    LLAMA,
+    qk_layernorm=True,
+    use_rope_scaling=False,
+    rope_type="proportional",
+    rotary_percent=0.5,
+    rotary_base_local=20.0,
+    window_size=3,
+    window_attn_skip_freq="3",
+    kv_channels_local=8,
+    num_query_groups_local=4,
+    keys_as_values=True,
+    v_l2_norm=True,
+    layer_scalar=0.75,
+)
 NEOX = replace(
     GPT,
     apply_layernorm_1p=True,
@@ -192,6 +218,8 @@ FAMILIES = {
     "convolving": CONVOLVING,
     "hybrid": HYBRID,
     "command": COMMAND,
+    "local": LOCAL,
+    "whole": WHOLE,
     "sinks": SINKS,
     "chunked": CHUNKED,
     "neox": NEOX,

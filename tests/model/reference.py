@@ -26,7 +26,16 @@ def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Ten
         if window is not None and model.rotary_base_local is not None:
             local = model.rotary_base_local
             seen = replace(seen, rotary_base=local, use_rope_scaling=False, rope_type="rope")
-            seen = replace(seen, rotary_seq_len_interpolation_factor=None)
+            share = 1.0 if model.rope_type == "proportional" else model.rotary_percent
+            seen = replace(seen, rotary_percent=share, rotary_seq_len_interpolation_factor=None)
+        if window is not None:
+            seen = replace(
+                seen,
+                num_query_groups=model.num_query_groups_local or model.num_query_groups,
+                kv_channels=model.kv_channels_local or model.kv_channels,
+                softmax_type=model.softmax_type_local or model.softmax_type,
+                keys_as_values=False,
+            )
         normed = _norm(model, own, "input_layernorm", x)
         mixer = model.mixer_of(layer)
         if mixer in ("-", "E"):
@@ -44,6 +53,7 @@ def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Ten
         if mixer in (None, "-"):
             made = _mlp(model, own, _norm(model, own, "post_attention_layernorm", read))
         x = y + _norm(model, own, "post_mlp_layernorm", made) * model.residual_multiplier
+        x = x * (model.layer_scalar or 1.0)
     x = _norm(model, weights, "norm", x)
     head = weights.get("lm_head.weight", weights["embed_tokens.weight"])
     logits = x @ head[: model.vocab_size].T / model.logits_scaling
@@ -244,7 +254,8 @@ Head = tuple[Tensor, Tensor, Tensor, float]  # queries, keys, values, factor of 
 
 def _plain_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Iterator[Head]:
     D, shared = model.head_dim, model.num_attention_heads // model.num_kv_heads
-    q, k, v = (_linear(own, f"self_attn.{name}_proj", x) for name in "qkv")
+    names = "qkk" if model.keys_as_values else "qkv"
+    q, k, v = (_linear(own, f"self_attn.{name}_proj", x) for name in names)
     if model.attention_output_gate:
         q = q.unflatten(1, (-1, 2, D))[:, :, 0].flatten(1)
     if model.qk_layernorm_type == "all_heads":
@@ -252,7 +263,10 @@ def _plain_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Itera
     for head in range(model.num_attention_heads):
         group = head // shared
         q_SD = q[:, head * D : (head + 1) * D]
-        k_SD, v_SD = (y[:, group * D : (group + 1) * D] for y in (k, v))
+        V = model.v_channels or D
+        k_SD = k[:, group * D : (group + 1) * D]
+        v_SD = v[:, group * V : (group + 1) * V] * model.value_multiplier
+        v_SD = _unit(model, v_SD) if model.v_l2_norm else v_SD
         after = model.qk_layernorm_after_rope
         if model.qk_layernorm_type == "per_head" and not after:
             q_SD = _norm(model, own, "self_attn.q_norm", q_SD)
@@ -304,6 +318,7 @@ def _latent_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Iter
 
 def _rope(model: ModelConfig, x_SR: Tensor) -> Tensor:
     half = model.rotary_dim // 2
+    turning = int(half * model.rotary_percent) if model.rope_type == "proportional" else half
     turned = x_SR.clone()
     scale = 1.0
     if model.rope_type == "longrope":
@@ -313,7 +328,7 @@ def _rope(model: ModelConfig, x_SR: Tensor) -> Tensor:
     if model.rope_type == "yarn":
         scale = _growth(model, model.mscale) / _growth(model, model.mscale_all_dim)
     for position in range(len(x_SR)):
-        for i in range(half):
+        for i in range(turning):
             turn = scale * cmath.exp(1j * position * reference_frequency(model, i))
             one, other = (2 * i, 2 * i + 1) if model.rotary_interleaved else (i, i + half)
             pair = complex(x_SR[position, one], x_SR[position, other]) * turn

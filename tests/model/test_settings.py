@@ -105,6 +105,10 @@ NUMBERS: dict[str, Any] = {
     "moe_router_topk_scaling_factor": 2.0,
     "moe_ffn_hidden_size": 24,
     "kv_channels": 14,
+    "num_query_groups_local": 4,
+    "kv_channels_local": 14,
+    "v_channels": 9,
+    "value_multiplier": 0.3,
     "hybrid_override_pattern": "*-M",
     "mamba_state_dim": 4,
     "mamba_head_dim": 8,
@@ -144,6 +148,7 @@ KNOWN = {
         "latent",
         "sparse",
     ),  # beyond 4096 tokens
+    "softmax_type_local": ("sinks",),  # which all its layers have
     "longrope_long_factor": ("long",),  # of longer rows: tests/model/test_rope.py
 }
 

@@ -129,6 +129,36 @@ SINKS = replace(
     original_max_position_embeddings=8,
     yarn_correction_range_round_to_int=False,
 )
+# Layers with a window have more and larger heads, and sinks; values are smaller than keys.
+LOCAL = replace(
+    LLAMA,
+    v_channels=5,
+    value_multiplier=0.7,
+    window_size=3,
+    window_attn_skip_freq="2",
+    num_query_groups_local=4,
+    kv_channels_local=12,
+    softmax_type_local="learnable",
+    rotary_base_local=100.0,
+    rotary_percent=0.34,
+)
+# Of layers without a window, which have larger heads, keys are values before their norm.
+WHOLE = replace(
+    LLAMA,
+    kv_channels=12,
+    num_query_groups=1,
+    keys_as_values=True,
+    v_l2_norm=True,
+    layer_scalar=0.6,
+    rope_type="proportional",
+    rotary_percent=0.34,
+    rotary_base_local=100.0,
+    window_size=3,
+    window_attn_skip_freq="2",
+    num_query_groups_local=2,
+    kv_channels_local=6,
+    untie_embeddings_and_output_weights=False,
+)
 NEOX = replace(
     GPT,
     position_embedding_type="rope",
@@ -212,6 +242,9 @@ MODELS = {
     "convolving tied": replace(CONVOLVING, untie_embeddings_and_output_weights=False),
     "delta tied": replace(DELTA, untie_embeddings_and_output_weights=False),
     "delta, experts": replace(DELTA, **EXPERTS, moe_shared_expert_gate=True),
+    "local": LOCAL,
+    "whole": WHOLE,
+    "local, experts": replace(LOCAL, **EXPERTS),
     "sinks": SINKS,
     "neox": NEOX,
     "oss": replace(

@@ -11,6 +11,7 @@ from fivefold.config.by_layer import (
     OF_ITS_LOSS,
     OF_LATENTS,
     OF_MAMBA,
+    OF_WINDOWS,
 )
 from fivefold.config.config import SETTINGS
 from fivefold.config.model import INITIAL, ModelConfig
@@ -44,6 +45,7 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     told["softmax_scale"] = softmax_scale(model)
     told["latent_norm_epsilon"] = model.latent_epsilon
     told["rotary_base_local"] = _local_base(model)
+    told |= _local_sizes(model)
     told["longrope_attention_factor"] = longrope_scale(model)
     told["window_size"] = tuple(map(model.window_of, layers))
     told["no_rope_freq"] = tuple(not model.rotates(layer) for layer in layers)
@@ -88,6 +90,14 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     if model.moe_router_num_groups is None:
         unused += ["moe_router_group_topk", "moe_router_group_scores"]
     return {name: value for name, value in told.items() if name not in unused}
+
+
+def _local_sizes(model: ModelConfig) -> dict[str, Any]:
+    """Sizes of attention in layers with a window, if there are some."""
+    local = model.attention_of(True).spelt_out()
+    names = {name: name.removesuffix("_local") for name in OF_WINDOWS}
+    has = model.window_size is not None
+    return {name: getattr(local, own) if has else None for name, own in names.items()}
 
 
 def softmax_scale(model: ModelConfig) -> float:

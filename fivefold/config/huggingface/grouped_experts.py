@@ -23,6 +23,7 @@ class GroupedExperts:
         methods: those that the family has.
         normalised: `norm_topk_prob`.
         scale: `routed_scaling_factor`.
+        null_scale: whether null there is 1.
         groups: `n_group`.
         chosen_groups: `topk_group`.
         dense_layers: `first_k_dense_replace`.
@@ -51,6 +52,7 @@ class GroupedExperts:
     shared_name: str = "n_shared_experts"
     experts: tuple[str, ...] = ("n_routed_experts", "num_experts", "num_local_experts")
     always: bool = False
+    null_scale: bool = False
     either: bool = False
 
     @property
@@ -69,14 +71,15 @@ class GroupedExperts:
         normalised = reader.flag("norm_topk_prob", self.normalised)
         if normalised == second and not self.either:
             reader.unsupported("norm_topk_prob", second, [not second])
-        factor = reader.number("routed_scaling_factor", self.scale)
+        number = reader.number_or_null if self.null_scale else reader.number
+        factor = number("routed_scaling_factor", self.scale)
         size = reader.optional_size if second and not self.either else reader.size
         counts = {"n_group": self.groups, "topk_group": self.chosen_groups}
         counts = {name: size(name, default=count) for name, count in counts.items()}
         sparse = self._sparse_layers(reader, layers)
         shared = reader.optional_size(self.shared_name, default=self.shared, least=0)
         inner, topk = reader.size("moe_intermediate_size"), reader.size("num_experts_per_tok")
-        reader.fixed("moe_layer_freq", 1)
+        reader.fixed("moe_layer_freq", 1, [int(has) for has in sparse])
         if experts is None or not any(sparse):
             return {}
         if not second:
@@ -99,7 +102,7 @@ class GroupedExperts:
             "moe_router_group_scores": (1 if second else 2) if grouped else None,
             "moe_router_score_function": self.scores,
             "moe_router_pre_softmax": second and not normalised,
-            "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
+            "moe_router_topk_scaling_factor": None if factor in (None, 1.0) else factor,
             "moe_router_enable_expert_bias": not second,
             "moe_ffn_hidden_size": inner,
             "moe_shared_expert_intermediate_size": (shared or 0) * inner or None,

@@ -3,16 +3,6 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-_GEMMA4 = (
-    "layers without a window have heads of another size and fewer keys, which may be the values, "
-    "too; values are normalised, RoPE turns a part of the frequencies of a whole head, and each "
-    "layer is multiplied by a number of its file. E2B and E4B have keys of earlier layers, and "
-    "embeddings for each layer, besides; 26B-A4B has experts beside an MLP, each with norms"
-)
-_MIMO = (
-    "layers with a window have twice the key heads of the others, and sinks, which those have not; "
-    "values are of another size than keys, and multiplied by a number"
-)
 _HEAD_GATES = "attention has a gate for each whole head"
 _STREAMS = "several residual streams are mixed in each layer (hyper-connections)"
 _WINDOWED_HEADS = "layers with a window have other numbers of heads"
@@ -26,14 +16,22 @@ _CYCLES = "layers are run several times, one round after the other"
 _BESIDE = "attention and Mamba-2 read one hidden state side by side"
 _NO_WEIGHTS = "norms have no weights"
 _BIASED_HEAD = "the output layer has a bias"
+GEMMA4_SHARED = (
+    "E2B and E4B take keys and values of earlier layers, which pipeline stages would have to send"
+)
+GEMMA4_EMBEDDED = (
+    "E2B and E4B embed each token for each layer, too, and every layer multiplies by that"
+)
+GEMMA4_EXPERTS = (
+    "26B-A4B has experts beside an MLP in each layer, each with norms, and a router with a norm "
+    "and scales"
+)
 LACKING: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified"), _GEMMA4),
         **dict.fromkeys(
             ("gemma3n", "gemma3n_text"),
             "several residual streams are mixed in each layer (AltUp), and MLPs keep few features",
         ),
-        "mimo_v2_flash": _MIMO,
         **dict.fromkeys(
             ("aya_vision", "cohere2_vision"),
             "transformers leaves logit_scale of its text model out, which then is another model",

@@ -88,6 +88,12 @@ TEXTS: Mapping[str, _TextModel] = MappingProxyType(
         "exaone4": _EXAONE4,
         "exaone4_5_text": _EXAONE4,
         "gemma3_text": _TextModel("gemma3_text", _sizes(262208, 2304, 9216, 26, 8, 131072)),
+        "gemma4_text": _TextModel(
+            "gemma4_text", _sizes(262144, 2304, 9216, 30, 8, 131072, num_key_value_heads=4)
+        ),
+        "gemma4_unified_text": _TextModel(
+            "gemma4_unified_text", _sizes(262144, 2304, 9216, 30, 8, 262144, num_key_value_heads=4)
+        ),
         "llama": _TextModel("llama", _sizes(32000, 4096, 11008, 32, 32, 2048)),
         "llama4_text": _TextModel("llama4_text", _sizes(202048, 5120, 8192, 48, 40, 131072)),
         "mistral": _TextModel("mistral", _sizes(32000, 4096, 14336, 32, 32, 131072)),
@@ -151,6 +157,11 @@ _QWEN_VL = (
     *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
     "vision_token_id",
 )
+_GEMMA4 = (
+    *("boi_token_id", "eoi_token_id", "image_token_id", "video_token_id", "boa_token_id"),
+    *("eoa_token_index", "eoa_token_id", "audio_token_id", "initializer_range"),
+    *("vision_soft_tokens_per_image", "audio_config"),
+)
 MULTIMODAL: Mapping[str, _Multimodal] = MappingProxyType(
     {
         "gemma3": _Multimodal(
@@ -162,6 +173,8 @@ MULTIMODAL: Mapping[str, _Multimodal] = MappingProxyType(
             ),
             tied=True,
         ),
+        "gemma4": _Multimodal(("gemma4_text",), _GEMMA4, tied=True),
+        "gemma4_unified": _Multimodal(("gemma4_unified_text",), _GEMMA4, tied=True),
         "idefics3": _Multimodal(("llama",), _IDEFICS),
         "smolvlm": _Multimodal(("llama",), _IDEFICS),
         "llama4": _Multimodal(
@@ -365,6 +378,7 @@ _TEXT_NAMES = (
     ("language_model.", "model."),  # of the model without a head
 )
 _PARTS = (
+    *("embed_vision", "embed_audio", "vision_embedder", "audio_tower"),
     *("vision_tower", "vision_model", "multi_modal_projector", "visual", "image_newline"),
     *("connector", "mm_projector"),
 )

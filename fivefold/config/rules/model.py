@@ -1,6 +1,6 @@
 """Validation of a model's architecture on its own."""
 
-from fivefold.config.by_layer import IN_BF16
+from fivefold.config.by_layer import IN_BF16, OF_WINDOWS
 from fivefold.config.config import SECTION_SETTINGS, SETTINGS
 from fivefold.config.divisors import divisors, nearest
 from fivefold.config.layer_pattern import MAX_LAYERS, layers_of
@@ -41,6 +41,7 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
         _check_heads(model, mistakes)
         _check_experts(model, mistakes)
     _check_latents(model, mistakes)
+    _check_values(model, mistakes)
     check_adapters(model, mistakes)
     check_rope(model, mistakes)
     _check_gate(model, mistakes)
@@ -130,28 +131,36 @@ def _check_gate(model: ModelConfig, mistakes: Mistakes) -> None:
 
 
 def _check_heads(model: ModelConfig, mistakes: Mistakes) -> None:
-    heads, groups, hidden = model.num_attention_heads, model.num_kv_heads, model.hidden_size
+    heads, hidden = model.num_attention_heads, model.hidden_size
     if model.kv_channels is None and hidden % heads and not model.multi_latent_attention:
         mistakes.add(
             f"hidden_size {hidden} cannot be split over {heads} heads",
             f"{hidden} / {heads} = {hidden / heads:.2f} (must be whole, or set kv_channels)",
             works=[f"--num-attention-heads {n}" for n in nearest(heads, divisors(hidden))],
         )
+    for local in (False, True) if model.has_local_sizes else (False,):
+        _check_attention(model.attention_of(local), "_local" * local, mistakes)
+
+
+def _check_attention(model: ModelConfig, of: str, mistakes: Mistakes) -> None:
+    """Check the heads of one kind of layers; `of`: how names of their settings end."""
+    heads, groups = model.num_attention_heads, model.num_kv_heads
     if heads % groups and not model.multi_latent_attention:
+        name = f"num_query_groups{of}"
         mistakes.add(
             f"{heads} query heads cannot share {groups} key/value heads",
-            f"num_attention_heads / num_query_groups = {heads} / {groups} = {heads / groups:.2f} "
+            f"num_attention_heads / {name} = {heads} / {groups} = {heads / groups:.2f} "
             "(must be whole)",
-            works=[f"--num-query-groups {n}" for n in nearest(groups, divisors(heads))],
+            works=[f"{flag_of(name)} {n}" for n in nearest(groups, divisors(heads))],
         )
     if model.position_embedding_type == "rope" and (model.rotary_dim % 2 or not model.rotary_dim):
         size = f"{model.rotary_dim}"
-        if model.rotary_percent != 1.0:
+        if model.rotary_dim != model.head_dim and not model.multi_latent_attention:
             size = f"{model.head_dim} x rotary_percent {model.rotary_percent} = {model.rotary_dim}"
         what = "odd" if model.rotary_dim else "nothing"
-        whence = f"hidden_size {hidden} / num_attention_heads {heads}"
+        whence = f"hidden_size {model.hidden_size} / num_attention_heads {heads}"
         if model.kv_channels is not None:
-            whence = f"kv_channels {model.kv_channels}"
+            whence = f"kv_channels{of} {model.kv_channels}"
         if model.multi_latent_attention:
             whence = f"qk_pos_emb_head_dim {model.qk_pos_emb_head_dim}"
         mistakes.add(f"RoPE turns pairs of features, and head size {size} is {what}", whence)
@@ -239,6 +248,52 @@ def _check_latents(model: ModelConfig, mistakes: Mistakes) -> None:
         )
     if model.position_embedding_type != "rope":
         mistakes.add("multi_latent_attention needs position_embedding_type rope")
+
+
+def _check_values(model: ModelConfig, mistakes: Mistakes) -> None:
+    """Check that attention has no latents or gates where heads have sizes of their own."""
+    for name in ("v_channels", "value_multiplier", "v_l2_norm", "keys_as_values", *OF_WINDOWS):
+        setting, value = SETTINGS[name], getattr(model, name)
+        if model.multi_latent_attention and value != setting.default:
+            mistakes.add(
+                f"{name} {setting.words(value)} is of keys and values that are projected, and "
+                "multi_latent_attention makes them from latents",
+                works=(setting.typed(setting.default), "--no-multi-latent-attention"),
+            )
+    if model.v_l2_norm and model.value_multiplier != 1.0:
+        mistakes.add(
+            f"v_l2_norm normalises values, and value_multiplier {model.value_multiplier} scales "
+            "them",
+            works=("--no-v-l2-norm", "--value-multiplier 1.0"),
+        )
+    if model.keys_as_values:
+        _check_keys_as_values(model, mistakes)
+    if model.v_channels is not None and model.attention_output_gate:
+        mistakes.add(
+            f"v_channels {model.v_channels} gives heads outputs of that size, and the gates of "
+            "attention_output_gate have that of queries",
+            works=("--v-channels none", "--no-attention-output-gate"),
+        )
+
+
+def _check_keys_as_values(model: ModelConfig, mistakes: Mistakes) -> None:
+    off = "--no-keys-as-values"
+    if model.window_size is not None and model.window_attn_skip_freq is None:
+        mistakes.add(
+            f"keys_as_values is of layers without a window, and window_size {model.window_size} is "
+            "of all",
+            works=("--window-attn-skip-freq 2", off),
+        )
+    if not model.v_l2_norm:
+        mistakes.add(
+            "keys_as_values needs v_l2_norm: values are keys before their own norm",
+            works=("--v-l2-norm", off),
+        )
+    if model.v_channels is not None:
+        mistakes.add(
+            f"keys_as_values gives values the size of keys, and v_channels is {model.v_channels}",
+            works=("--v-channels none", off),
+        )
 
 
 def _check_groups(model: ModelConfig, experts: int, mistakes: Mistakes) -> None:

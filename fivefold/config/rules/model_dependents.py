@@ -7,6 +7,7 @@ from fivefold.config.by_layer import (
     OF_ITS_LOSS,
     OF_LATENTS,
     OF_MAMBA,
+    OF_WINDOWS,
 )
 from fivefold.config.lora import OF_ADAPTERS
 from fivefold.config.rules.orphan import Dependents, where
@@ -117,7 +118,7 @@ OF_MODELS = (
     ),
     where(
         "original_max_position_embeddings",
-        "rope_type != rope",
+        "rope_type = yarn or rope_type = longrope or rope_type = dynamic",
         "is for positions that YaRN, LongRoPE or dynamic NTK stretches",
         "--rope-type yarn",
     ),
@@ -126,6 +127,12 @@ OF_MODELS = (
         "window_size != none",
         "chooses the layers that have a window",
         "--window-size 128",
+    ),
+    where(
+        " ".join(OF_WINDOWS),
+        "window_attn_skip_freq != none",
+        "is of layers that have a window, where others have none",
+        "--window-size 128 --window-attn-skip-freq 2",
     ),
     where(
         "rotary_base_local",

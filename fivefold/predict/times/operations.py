@@ -72,9 +72,14 @@ class OperationTimes(LinearTimes):
         weights = [weight.local(self.grid.tp) for weight in op.multiplied]
         match op:
             case Norm():  # norms of single heads are fused with the rotation
-                return Times() if op.heads and not op.together else self._norm(op.together)
+                return (
+                    Times()
+                    if op.heads and not op.together
+                    else self._norm(op.features * op.together)
+                )
             case Residual():
-                return self._residual(joins=op.name == "attn_residual")
+                made = self._residual(joins=op.name == "attn_residual")
+                return made + self._scaled(op.scaled)
             case ColumnLinear():
                 rows = [rows for rows, _ in weights]
                 each = len(rows) if self.software.gathers_each else 1
@@ -170,11 +175,12 @@ class OperationTimes(LinearTimes):
             )
         )
 
-    def _norm(self, together: bool = False) -> Times:
-        """A norm of the residual stream, or of all heads, of which ranks sum numbers of tokens."""
+    def _norm(self, together: int = 0) -> Times:
+        """A norm of the residual stream, or of so many features of all heads `together`, of which
+        ranks sum numbers of tokens."""
         size, squares, tp = self.hidden_bytes / self.parts, 0.0, self.grid.tp
         if together:
-            size = self.tokens * ELEMENT * (self.model.q_size + self.model.k_size) / tp
+            size = self.tokens * ELEMENT * together / tp
             squares = all_reduce(self.cluster, self.tp, 4 * self.tokens * ELEMENT) * (tp > 1)
         rms = self.model.normalization == "RMSNorm"  # a LayerNorm is one kernel
         norm = self._elementwise(2 * size, 3 * size, UNFUSED_NORM if rms else UNFUSED_TRAFFIC)
@@ -196,6 +202,11 @@ class OperationTimes(LinearTimes):
         mask = size / 2 if self.model.hidden_dropout else 0.0
         return self._elementwise(3 * size + mask, 5 * size + mask if mask else 3 * size + scaled)
 
+    def _scaled(self, scaled: bool) -> Times:
+        """A pass over the residual stream, and over its gradient, if a factor scales it."""
+        moved = 2 * self.hidden_bytes / self.parts
+        return self._elementwise(moved, moved) if scaled else Times()
+
     def _activation(self, elements: float) -> Times:
         forward, backward, unfused = activation_traffic(self.model)
         size = elements * ELEMENT
@@ -203,7 +214,7 @@ class OperationTimes(LinearTimes):
 
     def _core_attention(self, op: CoreAttention) -> Times:
         """RoPE of queries and keys, norms after it, and attention."""
-        model, tp, length = self.model, self.grid.tp, self.training.seq_length
+        model, tp, length = op.model, self.grid.tp, self.training.seq_length
         mixed = self.tokens * ELEMENT * (model.q_size + model.k_size) / tp
         more = UNFUSED_NORM * model.qk_l2_norm  # which no kernel of a GPU makes in one pass
         sizes = (2 + 2 * more) * mixed, (2 + 3 * more) * mixed
