@@ -139,6 +139,7 @@ def _copies(layout: Layout, layer: int, running: Running, *, packed: bool, one_c
     whole = Reach(reach.window).is_whole(length)
     fused = model.query_dim == model.value_dim and model.softmax_type == "vanilla"
     fused = fused and not model.attention_dropout and model.attn_logit_softcapping is None
+    fused = fused and not layout.config.optimizer.notes_logits
     joined = several and not one_call and whole and fused
     return output if joined else 0.0
 

@@ -29,6 +29,7 @@ from fivefold.model.transformer import Stage, taught
 from fivefold.train.batches import as_batch
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches
 from fivefold.verify.choices import ChoiceRecorder, Choices, follow
+from fivefold.verify.plain_logits import LogitWatch, clip_logits, largest_of
 from fivefold.verify.plain_update import PlainUpdate
 from fivefold.verify.standing_in import in_order, round_gathered, scale_each_element, stand_in
 
@@ -110,6 +111,7 @@ def run_reference(
     model.load_state_dict(master.state_dict())
     scaling = delayed_scaling(model, config)
     round_gathered(model, config)
+    watch = LogitWatch(model, config)
     recorder = None if followed else ChoiceRecorder(model)
     first, least = config.optimizer.loss_scales if dtype == torch.float16 else (1.0, 1.0)
     scale, found = first, []
@@ -121,6 +123,7 @@ def run_reference(
         tokens = valid_by_depth(as_batch(batch, step, config.model.mtp_num_layers))
         narrow = config.optimizer.narrow_gradients and dtype == torch.bfloat16
         while True:
+            watch.taken()
             if followed:
                 follow(model, followed[step].choices, torch.device("cpu"))
             routing: dict[int, list[Tensor]] = {}
@@ -130,8 +133,11 @@ def run_reference(
             if scale <= least or all(bool(grad.isfinite().all()) for grad in grads.values()):
                 break
             scale /= 2
+        logits = watch.taken()
         norm = torch.stack([g.double().square().sum() for g in grads.values()]).sum().sqrt()
         update.step(grads, float(norm), step)
+        if config.optimizer.qk_clip:
+            clip_logits(weights, logits, config)
         for mixture in master.mixtures:
             counts = (routing[n] for n in model.model.layers_like(mixture.router.layer))
             mixture.router.update_bias(torch.stack([*chain(*counts)]).sum(0))
@@ -148,7 +154,8 @@ def run_reference(
                     f"mtp_{depth}_loss": float(losses[:, depth].sum()) / max(tokens[depth], 1)
                     for depth in range(1, len(tokens))
                 }
-                | _of_indexers(config, noted),
+                | _of_indexers(config, noted)
+                | largest_of(logits),
                 losses=losses[:, 0],
                 loads=torch.stack([torch.stack(routing[layer]) for layer in sorted(routing)])
                 if routing

@@ -70,6 +70,16 @@ class LatentAttention(AttentionBlock):
             scale = more * self.scores.factor(model.query_dim)
             self.scores = replace(self.scores, scale=scale)
 
+    def clipped(self, share_N: Tensor, alpha: float) -> dict[str, Tensor]:
+        """See `AttentionBlock`; the rotary key, which heads share, stays as it is."""
+        model, share_N1 = self.model, share_N[:, None]
+        sizes = model.qk_head_dim, model.qk_pos_emb_head_dim, model.v_head_dim
+        plain, rotary, value = (torch.ones(1, size).double() for size in sizes)
+        queries_NR = torch.cat((share_N1**alpha * plain, share_N1 * rotary), dim=1)
+        pairs_NR = torch.cat((share_N1 ** (1 - alpha) * plain, value.expand(len(share_N), -1)), 1)
+        query = "q_proj" if self.q_b_proj is None else "q_b_proj"
+        return {query: queries_NR.flatten(), "kv_b_proj": pairs_NR.flatten()}
+
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]; attends within the rows and documents of `context`."""
         scope, drop, drops = self._scope(context), context.layer.heads, context.layer.adapters
