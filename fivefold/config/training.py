@@ -6,15 +6,7 @@ from types import MappingProxyType
 from typing import Annotated, Literal
 
 from fivefold.config.batch_sizes import BatchSizes
-from fivefold.config.settings import (
-    Allowed,
-    Count,
-    NonNegative,
-    Positive,
-    Share,
-    Whole,
-    option,
-)
+from fivefold.config.settings import Allowed, Count, NonNegative, Positive, Share, Whole, option
 
 ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8})
 """Bytes of an element, by precision."""
