@@ -267,10 +267,13 @@ class Architecture:
     attention_output_gate: bool = option(
         False, "multiply what heads attend to by sigmoid gates that the query projection makes, too"
     )
-    experimental_attention_variant: Literal["gated_delta_net", "dsa"] | None = option(
+    experimental_attention_variant: (
+        Literal["gated_delta_net", "kimi_delta_attention", "dsa"] | None
+    ) = option(
         None,
-        "gated_delta_net: layers with linear attention, as in Qwen3-Next; dsa: attention to the "
-        "tokens that an indexer chooses, as in DeepSeek-V3.2 (MLA); none: neither",
+        "gated_delta_net, kimi_delta_attention: layers with linear attention, as in Qwen3-Next and "
+        "in Kimi Linear; dsa: attention to the tokens that an indexer chooses, as in DeepSeek-V3.2 "
+        "(MLA); none: none of these",
     )
     dsa_indexer_n_heads: Count | None = option(None, "heads of dsa's indexer")
     dsa_indexer_head_dim: Count | None = option(

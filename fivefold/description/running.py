@@ -88,7 +88,8 @@ class Running:
         training, parallel = config.training, config.parallel
         element = ELEMENT_BYTES[training.precision]
         tokens = config.rank_tokens / parallel.num_sequence_slices
-        gathers = tuple(map(config.gathers_latents, range(len(parallel.cp_comm_type))))
+        latents = config.model.multi_latent_attention and parallel.context_parallel_size > 1
+        gathers = tuple(latents and kind == "all_gather" for kind in parallel.cp_comm_type)
         return cls(
             seq_length=training.seq_length,
             element_bytes=element,

@@ -17,6 +17,7 @@ from fivefold.model.context import Context
 from fivefold.model.dropout import Dropout, HiddenDropout, LayerDropout
 from fivefold.model.layers import LayerBlock
 from fivefold.model.linear_attention.gated_delta_net import GatedDeltaNet
+from fivefold.model.linear_attention.kimi_delta import KimiDeltaAttention
 from fivefold.model.linear_attention.mamba import Mamba
 from fivefold.model.linear_attention.state_layer import StateLayer
 from fivefold.model.lora import add_adapters
@@ -46,7 +47,8 @@ def make_attention(model: ModelConfig, layer: int) -> AttentionBlock | StateLaye
     if not kind.attends:
         return None
     if kind.linear:
-        return (GatedDeltaNet if kind.mixer is None else Mamba)(model, layer)
+        delta = KimiDeltaAttention if model.fades_features else GatedDeltaNet
+        return (delta if kind.mixer is None else Mamba)(model, layer)
     return (LatentAttention if model.multi_latent_attention else Attention)(model, layer)
 
 

@@ -74,7 +74,7 @@ def _told(model: ModelConfig) -> dict[str, Any]:
         unused += [name for name in told if name.startswith("longrope_")]
     if model.rope_type == "rope":
         unused.append("original_max_position_embeddings")
-    if model.experimental_attention_variant != "gated_delta_net":
+    if not model.has_linear_attention:
         unused += OF_LINEAR_ATTENTION
     if not model.is_sparse:
         unused += OF_INDEXER

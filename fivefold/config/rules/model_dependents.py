@@ -15,7 +15,8 @@ OF_MODELS = (
     where("layernorm_bias", "normalization = LayerNorm", "is of LayerNorm"),
     where(
         " ".join(OF_LINEAR_ATTENTION),
-        "experimental_attention_variant = gated_delta_net",
+        "experimental_attention_variant = gated_delta_net or "
+        "experimental_attention_variant = kimi_delta_attention",
         "is for layers with linear attention",
         "--experimental-attention-variant gated_delta_net --linear-attention-freq 2",
     ),

@@ -29,6 +29,7 @@ _LACKING = (
     ("softmax_type", "learned sinks"),
     ("attention_dropout", "dropout of probabilities"),
     ("lora_rank", "adapters of its indexer"),
+    ("position_embedding_type", "other positions than those of RoPE"),
 )
 
 

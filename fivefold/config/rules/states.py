@@ -22,8 +22,9 @@ def check_states(model: ModelConfig, mistakes: Mistakes) -> None:
             mixers(model.hybrid_override_pattern, model.num_layers)
             _check_further(model, mistakes)
             _check_hybrid(model, model.hybrid_override_pattern, mistakes)
-    if model.experimental_attention_variant == "gated_delta_net":
+    if model.has_linear_attention:
         _check_linear(model, mistakes)
+        _check_kimi(model, mistakes)
 
 
 def _check_linear(model: ModelConfig, mistakes: Mistakes) -> None:
@@ -54,6 +55,21 @@ def _check_linear(model: ModelConfig, mistakes: Mistakes) -> None:
             f"{values / keys:.2f} (must be whole)",
             works=[f"--linear-num-key-heads {n}" for n in nearest(keys, divisors(values))],
         )
+
+
+def _check_kimi(model: ModelConfig, mistakes: Mistakes) -> None:
+    """Check what Kimi Delta Attention has not."""
+    if not model.fades_features:
+        return
+    name = "experimental_attention_variant kimi_delta_attention"
+    keys, values = model.linear_num_key_heads, model.linear_num_value_heads
+    if keys != values:
+        mistakes.add(
+            f"{name} has a value head for each key head, and there are {values} for {keys}",
+            works=(f"--linear-num-key-heads {values}", f"--linear-num-value-heads {keys}"),
+        )
+    if model.lora_rank is not None:
+        mistakes.add(f"{name} has no adapters", works=("--lora-rank none",))
 
 
 def _check_further(model: ModelConfig, mistakes: Mistakes) -> None:
@@ -101,7 +117,7 @@ def _check_hybrid(model: ModelConfig, pattern: str, mistakes: Mistakes) -> None:
             "experts",
             works=("--moe-layer-freq 1", _OFF),
         )
-    if model.experimental_attention_variant == "gated_delta_net":
+    if model.has_linear_attention:
         mistakes.add(
             f"experimental_attention_variant {model.experimental_attention_variant} and {name} "
             "both say which layers keep states",

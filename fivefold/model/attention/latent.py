@@ -127,10 +127,13 @@ class LatentAttention(AttentionBlock):
         (q_TF,) = self.project(query, linear, drops=context.layer.adapters)
         heads = q_TF.shape[1] // self.model.query_dim
         q_BSND = context.by_rows(q_TF, heads)
+        if not self.rotates:
+            return q_BSND
         return context.rotary[self.local].rotate(q_BSND, self.model.qk_head_dim)
 
     def _shared_key(self, key_TR: Tensor, context: Context) -> Tensor:
-        return context.rotary[self.local].rotate(context.by_rows(self.spread(key_TR), 1))
+        key_BS1R = context.by_rows(self.spread(key_TR), 1)
+        return context.rotary[self.local].rotate(key_BS1R) if self.rotates else key_BS1R
 
     def _from_latents(
         self,
