@@ -37,7 +37,6 @@ LACKING: Mapping[str, str] = MappingProxyType(
         "opt": "learned positions start at the third row of their table, and MLPs have a ReLU",
         "phimoe": "its router chooses one expert after the other (SparseMixer)",
         "minimax": "most layers have lightning attention",
-        "kimi_linear": "most layers have Kimi Delta Attention, whose decay is of each feature",
         "longcat_flash": "a layer has two attentions, and experts that compute nothing",
         **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), "layers have Mamba, not Mamba-2"),
     }
