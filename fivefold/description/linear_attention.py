@@ -101,6 +101,16 @@ class KimiDeltaRule(DeltaRule):
         """How fast a state learns, and how fast it forgets each feature."""
         return 1 + self.sizes.key
 
+    def working(self, running: Running) -> float:
+        """See `Recurrence.working`: at the end of the walk's backward, within the products of its
+        halves, or in the convolution."""
+        sizes, heads = self.sizes, self.sizes.heads / running.tensor_parallel
+        key, value = sizes.key, sizes.value
+        walk = max(40 * key + 4 * value, 32 * key + 8 * value + 5 * CHUNK)
+        taps = 14 * key + 3 * value + (sizes.taps + 2) * (2 * key + value)
+        most = max(filled(running) * walk, taps)
+        return max(running.element_bytes, 4) * heads * most
+
 
 def filled(running: Running) -> float:
     """Places in chunks for each token of a sequence."""

@@ -19,6 +19,7 @@ from fivefold.model.linear_attention.recurrence import StateGroup, StateRule, at
 from fivefold.model.linear_attention.state_space import STATE_SPACE
 from tests.config.families import CASES
 from tests.config.oracle import assert_same, oracle
+from tests.verify.cases import chosen
 
 GROUP, GROUPS, TAPS = StateGroup(key=5, value=4, shared=2), 2, 3
 ALONE = GROUP._replace(shared=1)
@@ -163,6 +164,10 @@ def test_packed_documents_are_those_alone(case: Case, lengths: list[int]) -> Non
     _assert_same(inputs, _read(case, inputs, starts), torch.cat(alone, dim=1))
 
 
-def test_logits_and_gradients_of_several_chunks_are_those_of_transformers() -> None:
-    fields = CASES["qwen3_next"] | {"num_hidden_layers": 4, "mlp_only_layers": [0, 1, 2, 3]}
+_DENSE = {"num_hidden_layers": 4, "mlp_only_layers": [0, 1, 2, 3]}
+
+
+@pytest.mark.parametrize("kind", chosen(["qwen3_next", "kimi_linear"], "kimi_linear"))
+def test_logits_and_gradients_of_several_chunks_are_those_of_transformers(kind: str) -> None:
+    fields = CASES[kind] | (_DENSE if kind == "qwen3_next" else {"first_k_dense_replace": 3})
     assert_same(from_hf_config(fields), oracle(fields), [[2 * CHUNK + 22]] * 2)

@@ -4,7 +4,7 @@ As `delta_rule`, but the decay of a token is a vector of K (Kimi Team, "Kimi Lin
 is left between two tokens of a chunk is a vector, too, and products of their keys are no longer
 products of matrices times it. They are once a chunk is halved: what the later half meets of the
 earlier one has faded to the end of the earlier and from the beginning of the later one, each less
-than all of it. Halves are halved in turn, all at once, down to a few tokens.
+than all of it. Halves are halved in turn, all at once, down to single tokens.
 
 Shapes are those of `delta_rule`, of one value head for each key head.
 """
@@ -25,9 +25,6 @@ from fivefold.model.linear_attention.delta_rule import (
     walked,
 )
 from fivefold.model.linear_attention.recurrence import StateGroup, StateRule, by_chunk
-
-FEW = 8
-"""Tokens of which each two are looked at by themselves."""
 
 
 class KimiChunks(NamedTuple):
@@ -87,23 +84,14 @@ def _met(x: Tensor, y: Tensor, fade: Tensor) -> Tensor:
         fade: [..., C, K].
     """
     size = y.shape[-2]
-    if size <= FEW:
-        return torch.einsum("s...ik,...ijk->s...ij", x, y[..., None, :, :] * _since(fade))
+    if size == 1:
+        return (x * y).sum(-1, keepdim=True)
     halves = [each.unflatten(-2, (2, size // 2)) for each in (x, y, fade)]
     first, last = _met(*halves).unbind(-3)
     (_, x_last), (y_first, _), (fade_first, fade_last) = (each.unbind(-3) for each in halves)
     across = (x_last * fade_last.cumsum(-2).exp()) @ (y_first * _after(fade_first).exp()).mT
     above = torch.cat((first, torch.zeros_like(across)), dim=-1)
     return torch.cat((above, torch.cat((across, last), dim=-1)), dim=-2)
-
-
-def _since(fade: Tensor) -> Tensor:
-    """Of each token what is left of what each one before it, or itself, has written, 0 of others:
-    [..., C, C, K]; see `recurrence.faded`."""
-    size = fade.shape[-2]
-    later = torch.ones(size, size, dtype=torch.bool, device=fade.device).triu(1)[..., None]
-    sums = fade[..., None, :].masked_fill(~later.transpose(0, 1), 0.0).cumsum(-3)
-    return sums.masked_fill(later, -torch.inf).exp()
 
 
 def _after(fade: Tensor) -> Tensor:
